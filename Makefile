@@ -1,0 +1,40 @@
+# make train   sets everything up and runs the main job
+# make test    sets everything up and passes the tests
+# A GPU user names a torch build:  make train TORCH="torch --index-url URL-OF-THE-CUDA-BUILD"
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+ARGS   ?=
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: setup train test test-all lint clean
+.DELETE_ON_ERROR:
+
+setup: $(READY)
+
+# torch goes first: what depends on it would pull another build.
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+train: $(READY)
+	$(BIN)/wavemare train gpt $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+
+test-all: lint
+	$(BIN)/python -m pytest $(ARGS)
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
