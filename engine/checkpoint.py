@@ -1,0 +1,242 @@
+"""Checkpoints in DeepSpeed's own file layout that are complete or absent.
+
+DeepSpeed writes its files into a folder of a temporary name, each rank adds the state of its
+random generators, rank 0 lists all files in ``wavemare.json``, and only then the folder gets its
+name. Stock DeepSpeed, ``zero_to_fp32`` and ``ds_to_universal`` read such a folder as their own.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from deepspeed import comm as dist
+
+from wavemare.errors import CheckpointError
+from wavemare.files import atomic_write_text, replace_folder
+
+__all__ = ["MANIFEST", "CheckpointMixin", "read_manifest", "resolve_tag"]
+
+MANIFEST = "wavemare.json"
+FORMAT = 1
+
+
+class CheckpointMixin:
+    """Adds whole-or-nothing writing, verification and exact resume to a DeepSpeed engine."""
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] = {},  # noqa: B006  (DeepSpeed's signature; never written)
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save as ``deepspeed.DeepSpeedEngine.save_checkpoint``; every rank must call it.
+
+        The folder ``save_dir/tag`` appears at the end, complete; a failure before that leaves an
+        older folder of the same name and ``latest`` as they were.
+        """
+        engine: Any = self
+        tag = str(tag if tag is not None else f"global_step{engine.global_steps}")
+        if engine.checkpoint_engine.is_decoupled():  # writes in the background, renames nothing
+            return super().save_checkpoint(  # type: ignore[misc]
+                save_dir, tag, dict(client_state), save_latest, exclude_frozen_parameters
+            )
+        folder = Path(save_dir)
+        partial = f".{tag}.partial"
+        super().save_checkpoint(  # type: ignore[misc]
+            save_dir, partial, dict(client_state), False, exclude_frozen_parameters
+        )
+        torch.save(_random_state(), folder / partial / _rank_file(engine.global_rank))
+        dist.barrier()
+        if _writes_folder(engine):
+            manifest = _manifest(engine, folder / partial)
+            atomic_write_text(folder / partial / MANIFEST, json.dumps(manifest, indent=1))
+            replace_folder(folder / partial, folder / tag)
+            if save_latest:
+                atomic_write_text(folder / "latest", tag)
+        dist.barrier()
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, Any]:
+        """Load as ``deepspeed.DeepSpeedEngine.load_checkpoint``, after verifying the folder.
+
+        At the topology of the save, training goes on exactly as it would have without the stop.
+
+        Raises:
+            CheckpointError: The folder is missing, a file in it was cut short, or it was saved by
+                another topology and is not a universal checkpoint.
+        """
+        engine: Any = self
+        universal = engine.load_universal_checkpoint()
+        manifest = None
+        if not universal:
+            tag = resolve_tag(load_dir, tag)
+            manifest = read_manifest(Path(load_dir) / tag) if tag is not None else None
+        if manifest is not None and not load_module_only:
+            _check_topology(Path(load_dir) / str(tag), manifest["topology"], topology(engine))
+        result = super().load_checkpoint(  # type: ignore[misc]
+            load_dir,
+            tag,
+            load_module_strict=load_module_strict,
+            load_optimizer_states=load_optimizer_states,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            load_module_only=load_module_only,
+            custom_load_fn=custom_load_fn,
+        )
+        if manifest is not None and not load_module_only:
+            _restore_random_state(Path(load_dir) / str(tag) / _rank_file(engine.global_rank))
+        return result
+
+
+def resolve_tag(load_dir: str | Path, tag: str | None) -> str | None:
+    """Return the tag to load: the one given, else the one that ``latest`` names, else None.
+
+    Raises:
+        CheckpointError: There is no folder of that name.
+    """
+    folder = Path(load_dir)
+    latest = folder / "latest"
+    if tag is None:
+        if not latest.is_file():
+            return None
+        tag = latest.read_text(encoding="utf-8").strip()
+    if not (folder / tag).is_dir():
+        there = sorted(path.parent.name for path in folder.glob(f"*/{MANIFEST}"))
+        remedy = f"Choose one of {there}" if there else "Start without resuming"
+        raise CheckpointError("checkpoint", str(folder / tag), "there is no such folder", remedy)
+    return tag
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """Read and verify a checkpoint's list of files.
+
+    Args:
+        folder: The checkpoint, ``save_dir/tag``.
+
+    Returns:
+        The manifest, or None if stock DeepSpeed wrote the folder.
+
+    Raises:
+        CheckpointError: A file is missing or has another size than when it was written.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        return None
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        files: dict[str, int] = manifest["files"]
+    except (ValueError, KeyError):
+        raise _damaged(path, "it is not a list of files any more", folder) from None
+    for name, size in files.items():
+        file = folder / name
+        if not file.is_file():
+            raise _damaged(file, "the file is missing", folder)
+        if file.stat().st_size != size:
+            found = file.stat().st_size
+            raise _damaged(file, f"the file has {found} bytes instead of {size}", folder)
+    return manifest
+
+
+def topology(engine: Any) -> dict[str, Any]:
+    """Return what a checkpoint's files depend on.
+
+    Keys: ``world_size``, ``data``, ``pipe``, ``model`` (ranks), ``zero_stage``, and for a pipeline
+    ``cuts`` (the first layer of each stage and the number of layers).
+    """
+    parts = getattr(engine.module, "parts", None)
+    pipe = getattr(engine, "num_stages", 1)
+    return {
+        "world_size": dist.get_world_size(),
+        "data": engine.dp_world_size,
+        "pipe": pipe,
+        "model": engine.mp_world_size // pipe,
+        "zero_stage": int(engine.zero_optimization_stage()),
+        "cuts": list(parts) if parts is not None else None,
+    }
+
+
+def _check_topology(folder: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
+    if saved == current:
+        return
+    raise CheckpointError(
+        "checkpoint",
+        str(folder),
+        f"it was saved by the topology {_spell(saved)}, this run has {_spell(current)}",
+        f"Resume with the same topology, or convert it with 'ds_to_universal --input_folder {folder} "
+        f"--output_folder {folder}_universal' (needs ZeRO 1 or higher), write "
+        f"'{folder.name}_universal' into the file latest_universal and set "
+        '"checkpoint": {"load_universal": true}',
+    )
+
+
+def _spell(values: Mapping[str, Any]) -> str:
+    return "(" + ", ".join(f"{key} {value}" for key, value in values.items()) + ")"
+
+
+def _damaged(file: Path, reason: str, folder: Path) -> CheckpointError:
+    others = sorted(p.parent.name for p in folder.parent.glob(f"*/{MANIFEST}") if p.parent != folder)
+    remedy = f"Resume from another one: {others}" if others else "Start without resuming"
+    return CheckpointError("checkpoint", str(file), reason, remedy)
+
+
+def _manifest(engine: Any, folder: Path) -> dict[str, Any]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {
+        "format": FORMAT,
+        "versions": {name: version(name) for name in ("wavemare", "deepspeed", "torch")},
+        "global_steps": engine.global_steps,
+        "topology": topology(engine),
+        "files": {path.relative_to(folder).as_posix(): path.stat().st_size for path in files},
+    }
+
+
+def _writes_folder(engine: Any) -> bool:
+    return bool((engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0)
+
+
+def _rank_file(rank: int) -> str:
+    return f"wavemare_rank_{rank:05d}_state.pt"
+
+
+def _random_state() -> dict[str, Any]:
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    kind, keys, position, has_gauss, gauss = numpy.random.get_state()
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(keys.astype(numpy.int64)), position, has_gauss, gauss),
+    }
+    if accelerator.device_name() != "cpu":
+        state["device"] = accelerator.get_rng_state()
+    return state
+
+
+def _restore_random_state(path: Path) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    state = torch.load(path, weights_only=True)
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    kind, keys, *rest = state["numpy"]
+    numpy.random.set_state((kind, keys.numpy().astype(numpy.uint32), *rest))
+    if "device" in state:
+        get_accelerator().set_rng_state(state["device"])

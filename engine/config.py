@@ -1,0 +1,221 @@
+"""The JSON configuration: DeepSpeed's, with one more section, checked before anything is built."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from wavemare.errors import ConfigError, did_you_mean
+from wavemare.pipeline.config import PipelineConfig
+from wavemare.section import Section
+
+__all__ = ["SECTION", "WavemareConfig", "check_batch_sizes", "check_config", "load_config"]
+
+SECTION = "wavemare"
+
+_BATCH_KEYS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)
+
+
+class WavemareConfig(Section):
+    """The ``"wavemare"`` section. Stock DeepSpeed ignores it, so one file serves both."""
+
+    pipeline: PipelineConfig = PipelineConfig()
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> WavemareConfig:
+        """Read the section of a DeepSpeed configuration; an absent one has all defaults.
+
+        Raises:
+            ConfigError: The section is not a mapping, or a key or value in it is invalid.
+        """
+        section = config.get(SECTION, {})
+        if not isinstance(section, Mapping):
+            raise ConfigError(SECTION, section, "the section is not a mapping", "Write {...}")
+        return cls.parse(section, SECTION)
+
+
+def load_config(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration as a dictionary of its own.
+
+    Args:
+        config: A mapping, or the path of a JSON file (comments allowed, as DeepSpeed allows).
+
+    Raises:
+        ConfigError: The file is missing, is not JSON (with line and column) or repeats a key.
+    """
+    if isinstance(config, Mapping):
+        return copy.deepcopy(dict(config))
+    import hjson  # DeepSpeed's parser, so that the same files load
+
+    path = Path(config)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        reason = f"the file cannot be read ({error.strerror})"
+        raise ConfigError(
+            "--deepspeed_config", str(config), reason, "Name an existing JSON file"
+        ) from None
+    try:
+        values = hjson.loads(text, object_pairs_hook=_refuse_duplicates)
+    except hjson.HjsonDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise ConfigError(
+            "--deepspeed_config", str(config), f"not JSON at {where}: {error.msg}", "Mend that line"
+        ) from None
+    if not isinstance(values, dict):
+        raise ConfigError("--deepspeed_config", str(config), "not a JSON object", "Write {...}")
+    return json.loads(json.dumps(values))
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise ConfigError(key, value, "the key stands twice", "Remove one of the two")
+        values[key] = value
+    return values
+
+
+def check_config(config: Mapping[str, Any], *, world_size: int) -> WavemareConfig:
+    """Check what can be known of a configuration before a model exists.
+
+    Args:
+        config: DeepSpeed configuration with or without our section.
+        world_size: Number of processes.
+
+    Returns:
+        The parsed section.
+
+    Raises:
+        ConfigError: Naming the key, its value, the reason and the remedy.
+    """
+    ours = WavemareConfig.of(config)
+    stages = ours.pipeline.stages
+    if world_size % stages:
+        raise ConfigError(
+            "wavemare.pipeline.stages",
+            stages,
+            f"the number of processes ({world_size}) is not a multiple of it{_launch_hint(world_size)}",
+            f"Start a multiple of {stages} processes, or change the number of stages",
+        )
+    zero = config.get("zero_optimization", {}).get("stage", 0)
+    if stages > 1 and isinstance(zero, int) and zero >= 2:
+        raise ConfigError(
+            "zero_optimization.stage",
+            zero,
+            "gradients or weights that ZeRO partitions cannot stay for a pipeline's micro-batches",
+            "Use 0 or 1 with pipeline stages, or wavemare.pipeline.stages 1",
+        )
+    return ours
+
+
+def check_batch_sizes(config: Mapping[str, Any], *, data_world_size: int) -> dict[str, int]:
+    """Complete and check ``train = micro * accumulation * data ranks``.
+
+    Args:
+        config: DeepSpeed configuration; ``"auto"`` counts as not given.
+        data_world_size: Number of data-parallel ranks (processes / stages).
+
+    Returns:
+        All three sizes by their keys, in samples, samples and steps.
+
+    Raises:
+        ConfigError: The sizes given do not multiply, or none is given.
+    """
+    train, micro, accumulation = (_size(config, key) for key in _BATCH_KEYS)
+    if train is None and micro is None:
+        raise ConfigError(
+            _BATCH_KEYS[0], None, "no batch size is given", f"Give {_BATCH_KEYS[0]} or {_BATCH_KEYS[1]}"
+        )
+    if micro is None:
+        assert train is not None
+        accumulation = accumulation or 1
+        micro = train // (accumulation * data_world_size)
+    elif accumulation is None:
+        accumulation = 1 if train is None else train // (micro * data_world_size)
+    product = micro * accumulation * data_world_size
+    if train is None:
+        train = product
+    if train != product or not product:
+        raise ConfigError(
+            _BATCH_KEYS[0],
+            train,
+            f"it is not {_BATCH_KEYS[1]} x {_BATCH_KEYS[2]} x data-parallel ranks = "
+            f"{micro} x {accumulation} x {data_world_size} = {product}{_launch_hint(data_world_size)}",
+            _batch_remedy(micro, accumulation, data_world_size),
+        )
+    return dict(zip(_BATCH_KEYS, (train, micro, accumulation), strict=True))
+
+
+def _size(config: Mapping[str, Any], key: str) -> int | None:
+    value = config.get(key)
+    if value is None or value == "auto":
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(key, value, "it is not a positive whole number", "Give one, 1 or more")
+    return value
+
+
+def _batch_remedy(micro: int, accumulation: int, data_world_size: int) -> str:
+    product = micro * accumulation * data_world_size
+    if product:
+        return f"Give {product}, or leave one of the three out"
+    return f"Give at least {max(micro, 1) * max(accumulation, 1) * data_world_size}"
+
+
+def _launch_hint(world_size: int) -> str:
+    if world_size > 1:
+        return ""
+    return "; one rank only: was it started with deepspeed, torchrun or mpirun?"
+
+
+def misplaced_keys(config: Mapping[str, Any]) -> list[str]:
+    """Warnings for keys that DeepSpeed accepts and never reads.
+
+    Returns:
+        One sentence for each top-level key that looks like a misspelt one, and for
+        ``pipeline.stages`` and ``pipeline.partition``, which only our section gives effect.
+    """
+    known = _deepspeed_keys() | {SECTION}
+    warnings = []
+    for key in config:
+        hint = did_you_mean(key, known)
+        if key not in known and hint.startswith("Did you mean"):
+            warnings.append(f"{key}: DeepSpeed does not know this key and ignores it. {hint}?")
+    for key in ("stages", "partition"):
+        if key in config.get("pipeline", {}):
+            warnings.append(
+                f"pipeline.{key}: DeepSpeed never reads this key. Use {SECTION}.pipeline.{key}"
+            )
+    return warnings
+
+
+def _deepspeed_keys() -> set[str]:
+    from deepspeed.runtime import constants
+
+    names = {value for value in vars(constants).values() if isinstance(value, str)}
+    return {name for name in names if name.isidentifier() and name.islower()} | {
+        "zero_optimization",
+        "zero_allow_untrusted_optimizer",
+        "optimizer",
+        "activation_checkpointing",
+        "flops_profiler",
+        "comms_logger",
+        "tensorboard",
+        "wandb",
+        "csv_monitor",
+        "comet",
+        "aio",
+        "tensor_parallel",
+        "data_efficiency",
+        "compile",
+        "sequence_parallel_size",
+        "data_parallel_size",
+    }

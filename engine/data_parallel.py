@@ -1,0 +1,101 @@
+"""The data-parallel engine: DeepSpeed's, with the pipeline engine's way of training a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+
+from wavemare.engine.checkpoint import CheckpointMixin
+
+__all__ = ["Engine"]
+
+
+class Engine(CheckpointMixin, deepspeed.DeepSpeedEngine):
+    """``deepspeed.DeepSpeedEngine`` that also has ``train_batch`` and ``eval_batch``.
+
+    ``forward``, ``backward`` and ``step`` are DeepSpeed's own. A loop written with
+    ``train_batch`` runs unchanged on the pipeline engines.
+    """
+
+    def train_batch(self, data_iter: Iterator[Any]) -> torch.Tensor:
+        """Train one optimizer step.
+
+        Args:
+            data_iter: Gives ``gradient_accumulation_steps`` micro-batches of this rank: a mapping
+                (passed by name), a tuple (passed by position) or a tensor. The model returns the
+                loss, an output with ``.loss``, or a tuple with the loss first.
+
+        Returns:
+            The mean loss over all micro-batches and data ranks, on every rank; scalar.
+        """
+        self.train()
+        losses = []
+        for _ in range(self.gradient_accumulation_steps()):
+            loss = _loss_of(self._run(next(data_iter)))
+            self.backward(loss)
+            self.step()
+            losses.append(loss.detach())
+        return self._mean_loss(losses)
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Evaluate micro-batches without changing the model.
+
+        Args:
+            data_iter: Gives the micro-batches, as for ``train_batch``.
+            return_logits: Also return the logits of the last micro-batch on this rank.
+            num_micro_batches: How many to take; ``gradient_accumulation_steps`` if omitted. It
+                must be the same on all ranks.
+
+        Returns:
+            The mean loss over micro-batches and data ranks, or that and the logits.
+        """
+        self.eval()
+        losses = []
+        output: Any = None
+        with torch.no_grad():
+            for _ in range(num_micro_batches or self.gradient_accumulation_steps()):
+                output = self._run(next(data_iter))
+                losses.append(_loss_of(output))
+            mean = self._mean_loss(losses)
+        return (mean, output.logits) if return_logits else mean
+
+    def _run(self, batch: Any) -> Any:
+        batch = _to_device(batch, self.device)
+        if isinstance(batch, Mapping):
+            return self(**batch)
+        if isinstance(batch, (tuple, list)):
+            return self(*batch)
+        return self(batch)
+
+    def _mean_loss(self, losses: list[torch.Tensor]) -> torch.Tensor:
+        mean = torch.stack(losses).float().mean()
+        dist.all_reduce(mean, group=self.data_parallel_group)
+        return mean / self.dp_world_size
+
+
+def _loss_of(output: Any) -> torch.Tensor:
+    if isinstance(output, torch.Tensor):
+        return output
+    loss = output.loss if hasattr(output, "loss") else output[0]
+    if loss is None:
+        raise TypeError("the model returned no loss: the batch has no labels")
+    return loss
+
+
+def _to_device(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {name: _to_device(value, device) for name, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(_to_device(value, device) for value in batch)
+    return batch

@@ -1,0 +1,166 @@
+"""From a configuration to an engine, through DeepSpeed's own ``initialize``."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+
+from wavemare.engine.config import (
+    WavemareConfig,
+    check_batch_sizes,
+    check_config,
+    load_config,
+    misplaced_keys,
+)
+from wavemare.engine.data_parallel import Engine
+from wavemare.engine.launch import compiled_ops_enabled
+from wavemare.engine.pipe import DualPipeVEngine, PipelineEngine
+from wavemare.errors import ConfigError
+
+__all__ = ["ENGINES", "build_engine", "read_config"]
+
+logger = logging.getLogger("wavemare")
+
+ENGINES: Mapping[str, type] = {
+    "DeepSpeedEngine": Engine,
+    "PipelineEngine": PipelineEngine,
+    "DualPipeVEngine": DualPipeVEngine,
+}
+"""The names that ``deepspeed.initialize`` looks up in its module, and what we put there."""
+
+_dispatch_lock = threading.Lock()
+
+
+def build_engine(config: dict[str, Any], **arguments: Any) -> tuple[Any, Any, Any, Any]:
+    """Check a configuration against the processes there are, and let DeepSpeed build our engine.
+
+    Args:
+        config: The whole configuration.
+        arguments: ``deepspeed.initialize``'s other parameters, by name.
+
+    Returns:
+        Engine, optimizer, loader (or None) and scheduler (or None).
+
+    Raises:
+        ConfigError: A key or value that cannot work, before the model is touched.
+    """
+    _check(config, arguments.get("model"), arguments.get("mpu"), arguments.get("mesh_param"))
+    config = _without_compiled_optimizer(config, arguments.get("optimizer"))
+    arguments["args"] = _without_config(arguments.get("args"))
+    with _dispatch_to_ours():
+        result = deepspeed.initialize(config=config, **arguments)
+    _check_dispatch(result[0])
+    return result
+
+
+def read_config(args: Any = None, config: Any = None, config_params: Any = None) -> dict[str, Any]:
+    """Find and load the configuration in the places where DeepSpeed looks for it.
+
+    Raises:
+        ConfigError: It is missing, given twice or not JSON.
+    """
+    given = config if config is not None else config_params
+    in_args = getattr(args, "deepspeed_config", None)
+    if in_args is not None and given is not None:
+        raise ConfigError(
+            "config", str(in_args), "it is given in args and as a parameter", "Give it once"
+        )
+    given = in_args if given is None else given
+    if given is None:
+        raise ConfigError(
+            "config", None, "there is no configuration", "Give config= or --deepspeed_config FILE"
+        )
+    return load_config(given)
+
+
+def _check(config: dict[str, Any], model: Any, mpu: Any, mesh_param: Any) -> None:
+    world_size = dist.get_world_size()
+    ours = check_config(config, world_size=world_size)
+    if dist.get_rank() == 0:
+        for warning in misplaced_keys(config):
+            logger.warning(warning)
+    stages = _stages(model, ours)
+    if mpu is not None:
+        check_batch_sizes(config, data_world_size=mpu.get_data_parallel_world_size())
+    elif mesh_param is None and not _shards_the_batch_otherwise(config):
+        check_batch_sizes(config, data_world_size=world_size // stages)
+
+
+def _stages(model: Any, ours: WavemareConfig) -> int:
+    if not isinstance(model, deepspeed.PipelineModule):
+        return ours.pipeline.stages
+    grid = model.mpu()
+    built = int(grid.get_pipe_parallel_world_size())
+    if "stages" in ours.pipeline.model_fields_set and ours.pipeline.stages != built:
+        raise ConfigError(
+            "wavemare.pipeline.stages",
+            ours.pipeline.stages,
+            f"the model is a PipelineModule of {built} stages",
+            "Remove the key, or build the model with that number of stages",
+        )
+    return built * int(grid.get_slice_parallel_world_size())
+
+
+def _shards_the_batch_otherwise(config: Mapping[str, Any]) -> bool:
+    # Tensor and sequence parallelism make fewer data ranks, which DeepSpeed counts by itself.
+    return "sequence_parallel_size" in config or bool(config.get("tensor_parallel"))
+
+
+def _without_compiled_optimizer(config: dict[str, Any], optimizer: Any) -> dict[str, Any]:
+    """On a CPU, let torch step where DeepSpeed would compile its FusedAdam first."""
+    chosen = config.get("optimizer") or {}
+    offloaded = "offload_optimizer" in config.get("zero_optimization", {})
+    if (
+        optimizer is not None
+        or get_accelerator().device_name() != "cpu"
+        or compiled_ops_enabled()
+        or offloaded
+        or str(chosen.get("type", "")).lower() not in ("adam", "adamw")
+        or "torch_adam" in chosen.get("params", {})
+    ):
+        return config
+    config = copy.deepcopy(config)
+    config["optimizer"].setdefault("params", {})["torch_adam"] = True
+    if dist.get_rank() == 0:
+        logger.info("optimizer: torch's Adam (WAVEMARE_COMPILED_OPS=1 compiles DeepSpeed's)")
+    return config
+
+
+def _without_config(args: Any) -> Any:
+    if getattr(args, "deepspeed_config", None) is None:
+        return args
+    args = copy.copy(args)
+    args.deepspeed_config = None
+    return args
+
+
+@contextmanager
+def _dispatch_to_ours() -> Iterator[None]:
+    # deepspeed.initialize has no class parameter but looks its engines up by name at call time.
+    # Swapping the names for one call keeps its whole preamble, whatever version is installed.
+    with _dispatch_lock:
+        stock = {name: getattr(deepspeed, name) for name in ENGINES}
+        try:
+            for name, engine in ENGINES.items():
+                setattr(deepspeed, name, engine)
+            yield
+        finally:
+            for name, engine in stock.items():
+                setattr(deepspeed, name, engine)
+
+
+def _check_dispatch(engine: Any) -> None:
+    stock = [getattr(deepspeed, name) for name in ENGINES]
+    if type(engine) in stock:
+        raise RuntimeError(
+            f"deepspeed.initialize built its own {type(engine).__name__}: the dispatch by name "
+            f"changed in deepspeed {deepspeed.__version__}"
+        )

@@ -1,0 +1,123 @@
+"""``wavemare.initialize``: from a model and a JSON configuration to a training engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import deepspeed
+from deepspeed import comm as dist
+
+from wavemare.engine import build_engine, init_distributed
+from wavemare.engine.config import WavemareConfig, check_config
+from wavemare.engine.initialize import read_config
+from wavemare.errors import ConfigError
+
+__all__ = ["initialize"]
+
+
+def initialize(
+    args: Any = None,
+    model: Any = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = deepspeed.TORCH_DISTRIBUTED_DEFAULT_PORT,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[Any, Any, Any, Any]:
+    """Build a training engine; parameters, their order and results are ``deepspeed.initialize``'s.
+
+    With ``"wavemare": {"pipeline": {"stages": N}}`` and N > 1 a transformers model becomes a
+    pipeline of N stages; optimizer and parameter groups made for the whole model are reduced to
+    the parameters of this rank's stage.
+
+    Args:
+        args: Namespace with ``deepspeed_config`` (and ``local_rank``), or None with ``config``.
+        model: A ``torch.nn.Module`` or ``PipelineModule``.
+        optimizer: A torch optimizer, or a callable from parameters to one; else from the JSON.
+        model_parameters: Parameters or groups to optimize; all of the model's if omitted.
+        training_data: A dataset, for which a loader is returned.
+        lr_scheduler: A scheduler, or a callable from an optimizer to one; else from the JSON.
+        distributed_port: TCP port of rank 0, used only where no launcher named one.
+        mpu: Megatron's model-parallel unit.
+        dist_init_required: Whether to initialize ``torch.distributed``; None: if it is not.
+        collate_fn: For ``training_data``.
+        config: Path or mapping of the JSON configuration.
+        mesh_param: Shape of the (data, sequence) mesh.
+        config_params: Older name of ``config``.
+
+    Returns:
+        Engine, optimizer, loader (or None) and scheduler (or None).
+
+    Raises:
+        ConfigError: A key or value that cannot work, before the model is touched.
+        LaunchError: No launcher started this process.
+    """
+    values = read_config(args, config, config_params)
+    ours = WavemareConfig.of(values)
+    if dist_init_required is not False:
+        init_distributed(distributed_port)
+    if ours.pipeline.stages > 1 and not isinstance(model, deepspeed.PipelineModule):
+        check_config(values, world_size=dist.get_world_size())
+        model = _converted(model, ours)
+        optimizer, model_parameters = _of_this_stage(model, optimizer, model_parameters)
+    return build_engine(
+        values,
+        args=args,
+        model=model,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        distributed_port=distributed_port,
+        mpu=mpu,
+        dist_init_required=dist_init_required,
+        collate_fn=collate_fn,
+        mesh_param=mesh_param,
+    )
+
+
+def _converted(model: Any, ours: WavemareConfig) -> Any:
+    from transformers import PreTrainedModel
+
+    from wavemare.models import to_pipeline
+
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            "wavemare.pipeline.stages",
+            ours.pipeline.stages,
+            f"{type(model).__name__} is neither a transformers model nor a PipelineModule",
+            "Give one of these, or 1 stage",
+        )
+    return to_pipeline(
+        model,
+        num_stages=ours.pipeline.stages,
+        partition=ours.pipeline.partition,
+        inputs=ours.pipeline.inputs,
+    )
+
+
+def _of_this_stage(module: Any, optimizer: Any, parameters: Any) -> tuple[Any, Any]:
+    """Reduce what was made for the whole model to this stage's parameters, which are the same."""
+    local = {id(parameter) for parameter in module.parameters()}
+
+    def keep(chosen: Iterable[Any]) -> list[Any]:
+        return [parameter for parameter in chosen if id(parameter) in local]
+
+    if hasattr(optimizer, "param_groups"):
+        groups = [{**group, "params": keep(group["params"])} for group in optimizer.param_groups]
+        optimizer.param_groups[:] = [group for group in groups if group["params"]]
+    if parameters is not None:
+        parameters = list(parameters)
+        if parameters and isinstance(parameters[0], dict):
+            groups = [{**group, "params": keep(group["params"])} for group in parameters]
+            parameters = [group for group in groups if group["params"]]
+        else:
+            parameters = keep(parameters)
+    return optimizer, parameters

@@ -1,0 +1,123 @@
+"""Fixtures of all tests: starting real ranks, and catching what a test leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAMS = Path(__file__).parent / "multiproc" / "programs"
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a group of ranks left: exit codes and outputs by rank, and their JSON results."""
+
+    codes: list[int]
+    outputs: list[str]
+    folder: Path
+
+    def result(self, rank: int) -> Any:
+        return json.loads((self.folder / f"rank_{rank}.json").read_text())
+
+    def check(self) -> Finished:
+        report = "\n".join(
+            f"--- rank {rank}: exit code {code}\n{output[-4000:]}"
+            for rank, (code, output) in enumerate(zip(self.codes, self.outputs, strict=True))
+        )
+        assert not any(self.codes), report
+        return self
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Callable[..., Finished]:
+    """Run a file of ``tests/multiproc/programs`` as several ranks.
+
+    A program gets a folder as its first argument and leaves ``rank_N.json`` there.
+    """
+
+    def run(
+        program: str | Path,
+        *arguments: object,
+        ranks: int = 2,
+        timeout: float = 150,
+        environment: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+    ) -> Finished:
+        folder = folder or tmp_path
+        port = free_port()
+        command = [sys.executable, str(PROGRAMS / program), str(folder), *map(str, arguments)]
+        logs = [folder / f"rank_{rank}.log" for rank in range(ranks)]
+        processes = []
+        for rank, log in enumerate(logs):
+            with log.open("w") as out:
+                processes.append(
+                    subprocess.Popen(
+                        command,
+                        stdout=out,
+                        stderr=subprocess.STDOUT,
+                        env={**rank_environment(rank, ranks, port), **(environment or {})},
+                        start_new_session=True,
+                    )
+                )
+        _wait(processes, timeout)
+        outputs = [log.read_text(errors="replace") for log in logs]
+        return Finished([process.returncode for process in processes], outputs, folder)
+
+    return run
+
+
+def _wait(processes: Sequence[subprocess.Popen[Any]], timeout: float) -> None:
+    """Wait for all; if one fails or time runs out, end the others soon."""
+    deadline = time.monotonic() + timeout
+    while any(process.poll() is None for process in processes):
+        if any(process.poll() for process in processes):
+            deadline = min(deadline, time.monotonic() + 15)
+        if time.monotonic() > deadline:
+            for process in processes:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+        time.sleep(0.05)
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_environment() -> Iterator[None]:
+    """A test must leave the environment as it was."""
+    ignored = {"PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK"}
+    before = {k: v for k, v in os.environ.items() if k not in ignored}
+    yield
+    after = {k: v for k, v in os.environ.items() if k not in ignored}
+    leaked = {k for k in before.keys() | after.keys() if before.get(k) != after.get(k)}
+    assert not leaked, f"environment variables changed: {sorted(leaked)}"

@@ -1,0 +1,75 @@
+"""What the programs share: a tiny GPT-2, a tiny pipeline, random batches, results as JSON."""
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import transformers
+
+ACCUMULATION, MICRO, LENGTH, VOCABULARY, HIDDEN = 2, 2, 16, 50, 32
+
+
+def build_gpt2(**changes: Any) -> transformers.GPT2LMHeadModel:
+    transformers.set_seed(7)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=LENGTH,
+        n_embd=HIDDEN,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+        **changes,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def build_pipeline() -> deepspeed.PipelineModule:
+    torch.manual_seed(7)
+    layers: list[torch.nn.Module] = [torch.nn.Embedding(VOCABULARY, HIDDEN)]
+    for _ in range(3):
+        layers += [torch.nn.Linear(HIDDEN, HIDDEN), torch.nn.Dropout(0.1), torch.nn.Tanh()]
+    layers.append(torch.nn.Linear(HIDDEN, VOCABULARY))
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    return deepspeed.PipelineModule(layers, num_stages=2, loss_fn=loss)
+
+
+def configuration(zero_stage: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+        "zero_optimization": {"stage": zero_stage},
+        "gradient_clipping": 0.5,
+        "steps_per_print": None,
+        **changes,
+    }
+
+
+def token_batches(data_rank: int) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 + data_rank)
+    while True:
+        yield torch.randint(0, VOCABULARY, (MICRO, LENGTH), generator=generator)
+
+
+def weights_digest(engine: Any) -> str:
+    digest = hashlib.sha256()
+    for parameter in engine.module.parameters():
+        gathered = engine.zero_optimization_stage() == 3
+        with deepspeed.zero.GatheredParameters([parameter], enabled=gathered):
+            digest.update(parameter.detach().float().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def leave(result: Any) -> None:
+    rank = torch.distributed.get_rank()
+    Path(sys.argv[1], f"rank_{rank}.json").write_text(json.dumps(result))

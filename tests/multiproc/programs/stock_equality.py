@@ -1,0 +1,61 @@
+"""Train 20 steps with stock DeepSpeed and with wavemare; leave losses and weight digests.
+
+Arguments from the second on: ZeRO stages, or ``pipeline``.
+"""
+
+import sys
+
+import deepspeed
+import torch
+from common import (
+    ACCUMULATION,
+    build_gpt2,
+    build_pipeline,
+    configuration,
+    leave,
+    token_batches,
+    weights_digest,
+)
+
+import wavemare
+
+STEPS = 20
+
+
+def train(initialize, case: str) -> dict:
+    pipeline = case == "pipeline"
+    rank = torch.distributed.get_rank()
+    data = token_batches(0 if pipeline else rank)
+    model = build_pipeline() if pipeline else build_gpt2()
+    config = configuration(0 if pipeline else int(case))
+    engine, *_ = initialize(model=model, config=config)
+    torch.manual_seed(1000 + rank)
+    losses = []
+    for _ in range(STEPS):
+        if pipeline:
+            losses.append(engine.train_batch((batch, batch) for batch in data).item())
+            continue
+        for _ in range(ACCUMULATION):
+            batch = next(data)
+            loss = engine(input_ids=batch, labels=batch).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    return {
+        "engine": type(engine).__module__,
+        "losses": losses,
+        "weights": weights_digest(engine),
+    }
+
+
+if __name__ == "__main__":
+    wavemare.init_distributed()
+    leave(
+        {
+            case: {
+                "stock": train(deepspeed.initialize, case),
+                "ours": train(wavemare.initialize, case),
+            }
+            for case in sys.argv[2:]
+        }
+    )

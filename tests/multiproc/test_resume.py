@@ -1,0 +1,20 @@
+"""A resumed run goes on as if it had never stopped, bit for bit."""
+
+import pytest
+
+CASES = ["1", "3", "pipeline"]
+
+
+@pytest.mark.world_size(2)
+def test_resumed_losses_and_weights_equal_the_uninterrupted_run_bitwise(launch, tmp_path):
+    folders = [tmp_path / name for name in ("whole", "resumed", "checkpoints")]
+    for folder in folders:
+        folder.mkdir()
+    whole = launch("resume.py", folders[2], "whole", *CASES, folder=folders[0]).check()
+    resumed = launch("resume.py", folders[2], "resumed", *CASES, folder=folders[1]).check()
+    for rank in range(2):
+        for case in CASES:
+            expected, found = whole.result(rank)[case], resumed.result(rank)[case]
+            assert expected["steps"] == found["steps"] == 40
+            assert found["losses"] == expected["losses"][20:], case
+            assert found["weights"] == expected["weights"], case
