@@ -12,7 +12,7 @@ import random
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import torch
@@ -34,7 +34,7 @@ class CheckpointMixin:
         self,
         save_dir: str,
         tag: str | None = None,
-        client_state: Mapping[str, Any] = {},  # noqa: B006  (DeepSpeed's signature; never written)
+        client_state: Mapping[str, Any] = {},
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
@@ -179,8 +179,8 @@ def _check_topology(folder: Path, saved: dict[str, Any], current: dict[str, Any]
         "checkpoint",
         str(folder),
         f"it was saved by the topology {_spell(saved)}, this run has {_spell(current)}",
-        f"Resume with the same topology, or convert it with 'ds_to_universal --input_folder {folder} "
-        f"--output_folder {folder}_universal' (needs ZeRO 1 or higher), write "
+        "Resume with the same topology, or convert it with 'ds_to_universal --input_folder "
+        f"{folder} --output_folder {folder}_universal' (needs ZeRO 1 or higher), write "
         f"'{folder.name}_universal' into the file latest_universal and set "
         '"checkpoint": {"load_universal": true}',
     )
@@ -191,7 +191,9 @@ def _spell(values: Mapping[str, Any]) -> str:
 
 
 def _damaged(file: Path, reason: str, folder: Path) -> CheckpointError:
-    others = sorted(p.parent.name for p in folder.parent.glob(f"*/{MANIFEST}") if p.parent != folder)
+    others = sorted(
+        p.parent.name for p in folder.parent.glob(f"*/{MANIFEST}") if p.parent != folder
+    )
     remedy = f"Resume from another one: {others}" if others else "Start without resuming"
     return CheckpointError("checkpoint", str(file), reason, remedy)
 
@@ -219,11 +221,11 @@ def _random_state() -> dict[str, Any]:
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
-    kind, keys, position, has_gauss, gauss = numpy.random.get_state()
+    kind, keys, *rest = cast(tuple[Any, ...], numpy.random.get_state())
     state = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(keys.astype(numpy.int64)), position, has_gauss, gauss),
+        "numpy": (kind, torch.from_numpy(keys.astype(numpy.int64)), *rest),
     }
     if accelerator.device_name() != "cpu":
         state["device"] = accelerator.get_rng_state()

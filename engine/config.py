@@ -5,14 +5,22 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from wavemare.errors import ConfigError, did_you_mean
+from wavemare.errors import ConfigError
 from wavemare.pipeline.config import PipelineConfig
 from wavemare.section import Section
 
-__all__ = ["SECTION", "WavemareConfig", "check_batch_sizes", "check_config", "load_config"]
+__all__ = [
+    "SECTION",
+    "WavemareConfig",
+    "check_batch_sizes",
+    "check_config",
+    "load_config",
+    "misplaced_keys",
+]
 
 SECTION = "wavemare"
 
@@ -102,11 +110,12 @@ def check_config(config: Mapping[str, Any], *, world_size: int) -> WavemareConfi
         raise ConfigError(
             "wavemare.pipeline.stages",
             stages,
-            f"the number of processes ({world_size}) is not a multiple of it{_launch_hint(world_size)}",
+            f"the number of processes ({world_size}) is not a multiple of it"
+            f"{_launch_hint(world_size)}",
             f"Start a multiple of {stages} processes, or change the number of stages",
         )
     zero = config.get("zero_optimization", {}).get("stage", 0)
-    if stages > 1 and isinstance(zero, int) and zero >= 2:
+    if stages > 1 and zero in (2, 3):
         raise ConfigError(
             "zero_optimization.stage",
             zero,
@@ -132,7 +141,10 @@ def check_batch_sizes(config: Mapping[str, Any], *, data_world_size: int) -> dic
     train, micro, accumulation = (_size(config, key) for key in _BATCH_KEYS)
     if train is None and micro is None:
         raise ConfigError(
-            _BATCH_KEYS[0], None, "no batch size is given", f"Give {_BATCH_KEYS[0]} or {_BATCH_KEYS[1]}"
+            _BATCH_KEYS[0],
+            None,
+            "no batch size is given",
+            f"Give {_BATCH_KEYS[0]} or {_BATCH_KEYS[1]}",
         )
     if micro is None:
         assert train is not None
@@ -148,7 +160,8 @@ def check_batch_sizes(config: Mapping[str, Any], *, data_world_size: int) -> dic
             _BATCH_KEYS[0],
             train,
             f"it is not {_BATCH_KEYS[1]} x {_BATCH_KEYS[2]} x data-parallel ranks = "
-            f"{micro} x {accumulation} x {data_world_size} = {product}{_launch_hint(data_world_size)}",
+            f"{micro} x {accumulation} x {data_world_size} = {product}"
+            f"{_launch_hint(data_world_size)}",
             _batch_remedy(micro, accumulation, data_world_size),
         )
     return dict(zip(_BATCH_KEYS, (train, micro, accumulation), strict=True))
@@ -186,9 +199,12 @@ def misplaced_keys(config: Mapping[str, Any]) -> list[str]:
     known = _deepspeed_keys() | {SECTION}
     warnings = []
     for key in config:
-        hint = did_you_mean(key, known)
-        if key not in known and hint.startswith("Did you mean"):
-            warnings.append(f"{key}: DeepSpeed does not know this key and ignores it. {hint}?")
+        nearest = get_close_matches(key, known, n=1, cutoff=0.8)
+        if key not in known and nearest:
+            warnings.append(
+                f"{key}: DeepSpeed does not know this key and ignores it. "
+                f"Did you mean {nearest[0]!r}?"
+            )
     for key in ("stages", "partition"):
         if key in config.get("pipeline", {}):
             warnings.append(
@@ -203,8 +219,8 @@ def _deepspeed_keys() -> set[str]:
     names = {value for value in vars(constants).values() if isinstance(value, str)}
     return {name for name in names if name.isidentifier() and name.islower()} | {
         "zero_optimization",
-        "zero_allow_untrusted_optimizer",
         "optimizer",
+        "pipeline",
         "activation_checkpointing",
         "flops_profiler",
         "comms_logger",

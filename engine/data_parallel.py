@@ -9,12 +9,12 @@ import deepspeed
 import torch
 from deepspeed import comm as dist
 
-from wavemare.engine.checkpoint import CheckpointMixin
+from wavemare.engine.mixin import EngineMixin
 
 __all__ = ["Engine"]
 
 
-class Engine(CheckpointMixin, deepspeed.DeepSpeedEngine):
+class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
     """``deepspeed.DeepSpeedEngine`` that also has ``train_batch`` and ``eval_batch``.
 
     ``forward``, ``backward`` and ``step`` are DeepSpeed's own. A loop written with

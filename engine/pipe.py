@@ -7,7 +7,7 @@ from typing import Any
 
 import deepspeed
 
-from wavemare.engine.checkpoint import CheckpointMixin
+from wavemare.engine.mixin import EngineMixin
 
 __all__ = ["DualPipeVEngine", "PipelineEngine"]
 
@@ -22,12 +22,12 @@ class _NamedBatches:
         return batch
 
 
-class PipelineEngine(CheckpointMixin, _NamedBatches, deepspeed.PipelineEngine):
+class PipelineEngine(EngineMixin, _NamedBatches, deepspeed.PipelineEngine):
     """``deepspeed.PipelineEngine`` (1F1B).
 
     ``train_batch`` returns, on every rank, the mean loss over micro-batches and data ranks.
     """
 
 
-class DualPipeVEngine(CheckpointMixin, _NamedBatches, deepspeed.DualPipeVEngine):
+class DualPipeVEngine(EngineMixin, _NamedBatches, deepspeed.DualPipeVEngine):
     """``deepspeed.DualPipeVEngine``, chosen by a ``DualPipeVModule``."""

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
-__all__ = ["format_bytes", "format_count", "format_duration", "format_gib", "format_progress"]
+__all__ = [
+    "format_byte_parts",
+    "format_bytes",
+    "format_count",
+    "format_duration",
+    "format_progress",
+]
 
 _THOUSANDS = ("", "k", "M", "G", "T", "P")
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-_GIB = 2**30
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 
 
@@ -22,11 +28,14 @@ def format_bytes(number: float) -> str:
     return _scaled(number, 1024, _BINARY, separator=" ")
 
 
-def format_gib(number: float) -> str:
-    """Return a size in bytes as GiB without the unit, so that parts of a sum compare."""
-    gib = number / _GIB
-    # Two significant digits where one decimal would show nothing but zero.
-    return f"{gib:.1f}" if gib >= 0.1 or gib == 0 else f"{gib:.2g}"  # noqa: PLR2004
+def format_byte_parts(parts: Mapping[str, int]) -> str:
+    """Return a sum of sizes and its parts in one unit: ``1.2 GiB (weights 0.9, gradients 0.3)``."""
+    total = sum(parts.values())
+    power = 0
+    while total / 1024**power >= 1000 and power < len(_BINARY) - 1:  # noqa: PLR2004
+        power += 1
+    terms = ", ".join(f"{name} {size / 1024**power:.1f}" for name, size in parts.items())
+    return f"{total / 1024**power:.1f} {_BINARY[power]} ({terms})"
 
 
 def format_duration(seconds: float) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wavemare.observe.formats import format_bytes, format_gib
+from wavemare.observe.formats import format_byte_parts
 
 __all__ = ["MemoryEstimate", "estimate_activations", "estimate_memory"]
 
@@ -33,11 +33,14 @@ class MemoryEstimate:
         return self.weights + self.gradients + self.optimizer + self.activations
 
     def __str__(self) -> str:
-        parts = ", ".join(
-            f"{name} {format_gib(getattr(self, name))}"
-            for name in ("weights", "gradients", "optimizer", "activations")
+        return format_byte_parts(
+            {
+                "weights": self.weights,
+                "gradients": self.gradients,
+                "optimizer": self.optimizer,
+                "activations": self.activations,
+            }
         )
-        return f"{format_bytes(self.total)} (GiB: {parts})"
 
 
 def estimate_memory(

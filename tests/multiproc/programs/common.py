@@ -73,3 +73,5 @@ def weights_digest(engine: Any) -> str:
 def leave(result: Any) -> None:
     rank = torch.distributed.get_rank()
     Path(sys.argv[1], f"rank_{rank}.json").write_text(json.dumps(result))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()  # gloo's threads must not outlive the interpreter

@@ -40,6 +40,8 @@ def train(case: str, folder: Path, resumed: bool) -> dict:
 if __name__ == "__main__":
     wavemare.init_distributed()
     leave(
-        {case: train(case, Path(sys.argv[2]) / case, sys.argv[3] == "resumed")
-         for case in sys.argv[4:]}
+        {
+            case: train(case, Path(sys.argv[2]) / case, sys.argv[3] == "resumed")
+            for case in sys.argv[4:]
+        }
     )

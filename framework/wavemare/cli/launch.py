@@ -1,0 +1,247 @@
+"""Building, running and ending the ``deepspeed`` launcher's command."""
+
+from __future__ import annotations
+
+import glob
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from wavemare.errors import ConfigError, LaunchError
+
+__all__ = [
+    "accelerator_visible",
+    "build_command",
+    "check_config_file",
+    "exit_code",
+    "extra_environment",
+    "find_deepspeed",
+    "run",
+]
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SECONDS_TO_END = 10.0
+# CUDA, CUDA in WSL, ROCm, Intel, Habana, Ascend and Cambricon.
+_DEVICE_FILES = (
+    "/dev/nvidia[0-9]*",
+    "/dev/dxg",
+    "/dev/kfd",
+    "/dev/dri/renderD*",
+    "/dev/accel*",
+    "/dev/davinci[0-9]*",
+    "/dev/cambricon_dev*",
+)
+_PORT_OPTION = "--master_port"
+
+
+def check_config_file(file: Path) -> None:
+    """Refuse a configuration that no rank could read, before any is started.
+
+    Args:
+        file: DeepSpeed's JSON, in which it allows comments.
+
+    Raises:
+        ConfigError: It is missing, is not JSON (with line and column) or is not an object.
+    """
+    import hjson  # DeepSpeed's parser, so that the same files load
+
+    try:
+        values = hjson.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = f"the file cannot be read ({error.strerror})"
+        raise ConfigError("--config", str(file), reason, "Name an existing JSON file") from None
+    except UnicodeDecodeError:
+        raise ConfigError("--config", str(file), "this is not text", "Name a JSON file") from None
+    except hjson.HjsonDecodeError as error:
+        reason = f"not JSON at line {error.lineno}, column {error.colno}: {error.msg}"
+        raise ConfigError("--config", str(file), reason, "Mend that line") from None
+    if not isinstance(values, Mapping):
+        reason = f"this is JSON, but {type(values).__name__} rather than an object"
+        raise ConfigError("--config", str(file), reason, "Write {...}")
+
+
+def build_command(
+    module: str,
+    options: Sequence[str],
+    *,
+    num_processes: int,
+    launcher_options: Sequence[str] = (),
+) -> list[str]:
+    """Return the launcher's command line.
+
+    Args:
+        module: Python module of the recipe.
+        options: Its options.
+        num_processes: On each host.
+        launcher_options: More options of the launcher; they come last and so win.
+
+    Raises:
+        LaunchError: The launcher is not installed.
+    """
+    port_given = any(option.split("=")[0] == _PORT_OPTION for option in launcher_options)
+    # The launcher's default port is one for all: a second run on this host would fail.
+    port = [] if port_given else [_PORT_OPTION, str(_free_port())]
+    return [
+        *(find_deepspeed(), "--num_accelerators", str(num_processes), *port),
+        # The launcher reports how its children ended as an error, below their own message.
+        *("--log_level", "critical", *launcher_options),
+        *("--module", module, *options),
+    ]
+
+
+def find_deepspeed() -> str:
+    """Return the ``deepspeed`` script of this environment, else the one in PATH.
+
+    Raises:
+        LaunchError: There is none.
+    """
+    beside = Path(sys.executable).with_name("deepspeed")
+    found = str(beside) if beside.exists() else shutil.which("deepspeed")
+    if found is None:
+        reason = f"neither beside {sys.executable} nor in PATH"
+        raise LaunchError("deepspeed", None, reason, "Install it: pip install deepspeed")
+    return found
+
+
+def extra_environment() -> dict[str, str]:
+    """Return the variables that the ranks need and the user has not set."""
+    variables = {}
+    if not accelerator_visible():
+        # Said outright, or DeepSpeed warns on every rank that it has found no accelerator.
+        variables["DS_ACCELERATOR"] = "cpu"
+    if os.environ.get("DS_ACCELERATOR", variables.get("DS_ACCELERATOR")) == "cpu":
+        # By default every rank would start as many threads as there are cores.
+        variables["OMP_NUM_THREADS"] = "1"
+    return {name: value for name, value in variables.items() if name not in os.environ}
+
+
+def accelerator_visible() -> bool:
+    """Whether this machine may have an accelerator, found out without importing torch."""
+    try:
+        if metadata.version("torch").endswith("+cpu"):
+            return False
+    except metadata.PackageNotFoundError:
+        return False
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in {"", "-1"}:
+        return False
+    return sys.platform == "darwin" or any(glob.glob(pattern) for pattern in _DEVICE_FILES)
+
+
+def run(command: Sequence[str], variables: Mapping[str, str]) -> int:
+    """Run the launcher to its end, passing on Ctrl-C and termination to all of its processes.
+
+    Args:
+        command: From `build_command`.
+        variables: Added to the environment.
+
+    Returns:
+        The exit code; 128 + n if signal n ended the job.
+    """
+    # A session of its own: Ctrl-C in a terminal would reach the launcher too, which prints a
+    # traceback of its own and leaves the ranks to themselves.
+    with _noted_signals() as received:
+        launcher = subprocess.Popen(
+            command, env={**os.environ, **variables}, start_new_session=True
+        )
+        code = _wait(launcher, received)
+    if received:
+        return 128 + received[0]
+    code = exit_code(code)
+    if code == 128 + signal.SIGKILL:
+        sys.stderr.write(
+            "error: a rank was killed (signal 9), most often by the kernel because memory ran out: "
+            "try a smaller micro-batch, and look at 'dmesg | tail'\n"
+        )
+    return code
+
+
+def exit_code(code: int) -> int:
+    """Return what a shell would make of a return code.
+
+    Args:
+        code: Negative if the launcher died by a signal. If a rank did, the launcher exits with
+            the negative number itself, of which 256 - n arrives.
+    """
+    if code < 0:
+        return 128 - code
+    return 128 + 256 - code if 256 - 64 < code < 256 else code  # noqa: PLR2004
+
+
+@contextmanager
+def _noted_signals() -> Iterator[list[int]]:
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    previous = {number: signal.signal(number, note) for number in _SIGNALS}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _wait(launcher: subprocess.Popen[bytes], received: list[int]) -> int:
+    while True:
+        try:
+            code = launcher.wait(0.2)
+        except subprocess.TimeoutExpired:
+            if received:
+                _end(launcher, received)
+                return launcher.wait()
+        else:
+            return code
+
+
+def _end(launcher: subprocess.Popen[bytes], received: list[int]) -> None:
+    """End the launcher and everything that it started, by force if it takes too long.
+
+    All descendants are told, not the launcher alone: on one host it has no handler of its own.
+    It gets SIGTERM, as SIGINT would make it print a traceback; with several hosts it has a handler
+    for that, which ends the remote processes.
+    """
+    import psutil
+
+    processes = _family(psutil, launcher.pid)
+    for process in processes:
+        number = signal.SIGTERM if process.pid == launcher.pid else received[0]
+        _tell(psutil, process, number)
+    alive = processes
+    for _ in range(int(_SECONDS_TO_END / 0.2)):
+        launcher.poll()
+        _, alive = psutil.wait_procs(alive, timeout=0.2)
+        if not alive or len(received) > 1:  # a second Ctrl-C means: at once
+            break
+    for process in alive:
+        _tell(psutil, process, signal.SIGKILL)
+
+
+def _family(psutil: Any, pid: int) -> list[Any]:
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _tell(psutil: Any, process: Any, number: int) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        return  # it has ended, which is what was wanted
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return int(listener.getsockname()[1])

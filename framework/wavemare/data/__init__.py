@@ -1,0 +1,91 @@
+"""Data for training: what ``--data`` names, its tokens, and the order in which they are read.
+
+Importing this package is cheap: torch, transformers and datasets are imported when they are used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from wavemare.data.classification import (
+        LabelledCorpus,
+        LabelledText,
+        MajorityBaseline,
+        load_classification,
+        majority_baseline,
+    )
+    from wavemare.data.default_corpus import load_default_corpus
+    from wavemare.data.documents import Corpus, Document
+    from wavemare.data.encoding import EncodedDataset
+    from wavemare.data.loader import ResumableLoader, evaluation_batches
+    from wavemare.data.masking import MaskedDataset
+    from wavemare.data.megatron import read_indexed
+    from wavemare.data.packing import PackedDataset, check_fits
+    from wavemare.data.sources import Kind, Source, load_documents, resolve
+    from wavemare.data.statistics import bigram_cross_entropy, unigram_cross_entropy
+    from wavemare.data.tokenizer import cached_tokenizer, load_tokenizer, train_tokenizer
+    from wavemare.data.tokens import TokenStore, split_store, tokenize
+
+__all__ = [
+    "Corpus",
+    "Document",
+    "EncodedDataset",
+    "Kind",
+    "LabelledCorpus",
+    "LabelledText",
+    "MajorityBaseline",
+    "MaskedDataset",
+    "PackedDataset",
+    "ResumableLoader",
+    "Source",
+    "TokenStore",
+    "bigram_cross_entropy",
+    "cached_tokenizer",
+    "check_fits",
+    "evaluation_batches",
+    "load_classification",
+    "load_default_corpus",
+    "load_documents",
+    "load_tokenizer",
+    "majority_baseline",
+    "read_indexed",
+    "resolve",
+    "split_store",
+    "tokenize",
+    "train_tokenizer",
+    "unigram_cross_entropy",
+]
+
+_MODULES = {
+    "classification": (
+        "LabelledCorpus",
+        "LabelledText",
+        "MajorityBaseline",
+        "load_classification",
+        "majority_baseline",
+    ),
+    "default_corpus": ("load_default_corpus",),
+    "documents": ("Corpus", "Document"),
+    "encoding": ("EncodedDataset",),
+    "loader": ("ResumableLoader", "evaluation_batches"),
+    "masking": ("MaskedDataset",),
+    "megatron": ("read_indexed",),
+    "packing": ("PackedDataset", "check_fits"),
+    "sources": ("Kind", "Source", "load_documents", "resolve"),
+    "statistics": ("bigram_cross_entropy", "unigram_cross_entropy"),
+    "tokenizer": ("cached_tokenizer", "load_tokenizer", "train_tokenizer"),
+    "tokens": ("TokenStore", "split_store", "tokenize"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

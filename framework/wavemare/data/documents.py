@@ -1,0 +1,116 @@
+"""Documents, corpora and the deterministic split into train and held-out documents."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from wavemare.errors import ConfigError, DataError
+
+__all__ = ["Corpus", "Document", "check_fraction", "hash_fraction", "split_indices", "split_text"]
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text that stands by itself: nothing is predicted across its edges.
+
+    Attributes:
+        name: Where the text comes from (a relative path, or a file and row).
+        text: The text, never blank.
+    """
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents to train on and documents kept apart for evaluation.
+
+    Attributes:
+        name: The corpus as the user knows it, for messages and reports.
+        train: Documents to train on, at least one.
+        held_out: Documents to evaluate on, at least one.
+    """
+
+    name: str
+    train: Sequence[Document]
+    held_out: Sequence[Document]
+
+
+def hash_fraction(key: str) -> float:
+    """Map a text to a number in [0, 1) that is the same on every machine."""
+    digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:6]) / 2**48
+
+
+def check_fraction(fraction: float) -> None:
+    """Refuse a held-out share that leaves nothing to train on or to evaluate on.
+
+    Raises:
+        ConfigError: The fraction is outside the open interval from 0 to 1.
+    """
+    if not 0.0 < fraction < 1.0:
+        reason = "the share of held-out documents must lie between 0 and 1"
+        raise ConfigError("held_out_fraction", fraction, reason, "Give a share such as 0.05")
+
+
+def split_indices(
+    texts: Iterable[str | None], fraction: float, *, name: str
+) -> tuple[list[int], list[int]]:
+    """Split documents by the hash of their text.
+
+    Equal texts always fall on the same side, and a document keeps its side when others are added.
+    Blank texts are on neither side.
+
+    Args:
+        texts: The texts in the order of the corpus.
+        fraction: Share of the documents that is held out, at least one where there are two.
+        name: The corpus, for the error.
+
+    Returns:
+        Indices of the train texts and of the held-out texts, both ascending. The second list is
+        empty only if there is a single document: see ``split_text``.
+
+    Raises:
+        DataError: There is no text at all.
+    """
+    fractions = {i: hash_fraction(text) for i, text in enumerate(texts) if text and text.strip()}
+    if not fractions:
+        reason = "the corpus is empty: it holds no text besides blanks"
+        raise DataError("--data", name, reason, "Give files that hold text")
+    if len(fractions) == 1:
+        return list(fractions), []
+    held_out = {i for i, value in fractions.items() if value < fraction}
+    if not held_out:
+        held_out = {min(fractions, key=fractions.__getitem__)}
+    elif len(held_out) == len(fractions):
+        held_out.remove(max(fractions, key=fractions.__getitem__))
+    return [i for i in fractions if i not in held_out], sorted(held_out)
+
+
+def split_text(document: Document, fraction: float) -> tuple[Document, Document]:
+    """Split the only document of a corpus by position, at a line end where there is one.
+
+    Args:
+        document: The document to cut.
+        fraction: Share of the text, from its end, that is held out.
+
+    Raises:
+        DataError: The text is too short to be cut in two.
+    """
+    text = document.text
+    target = int(len(text) * (1.0 - fraction))
+    line_ends = [match.end() for match in re.finditer(r"\n", text)]
+    cut = min(line_ends, key=lambda end: abs(end - target), default=target)
+    for position in (cut, target, len(text) // 2):
+        train, held_out = text[:position], text[position:]
+        if train.strip() and held_out.strip():
+            return (
+                Document(f"{document.name} (start)", train),
+                Document(f"{document.name} (end)", held_out),
+            )
+    reason = f"a single document of {len(text)} characters cannot be split for evaluation"
+    raise DataError("--data", document.name, reason, "Give more text")

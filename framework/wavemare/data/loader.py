@@ -1,0 +1,210 @@
+"""An endless, shuffled, sharded stream of micro-batches whose position is one integer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wavemare.errors import CheckpointError, ConfigError, DataError
+
+__all__ = ["IndexedDataset", "ResumableLoader", "evaluation_batches"]
+
+_STREAM = 0  # keeps these random numbers apart from those of the masking
+
+Collate = Callable[[list[Any]], Any]
+
+
+class IndexedDataset(Protocol):
+    """A dataset of known length; ``at(index, epoch)`` is used instead of indexing if it exists."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class ResumableLoader(Iterator[Any]):
+    """Micro-batches of one data rank.
+
+    The stream of samples is one permutation of the dataset after another, one per epoch, each
+    determined by seed and epoch. At position ``consumed_samples`` the next micro-batch of rank
+    ``r`` holds the ``micro_batch_size`` samples from ``consumed_samples + r * micro_batch_size``
+    on, and then all ranks move on together. So a global batch holds the same samples however many
+    ranks share it, and a run resumes at the exact sample, also with another number of ranks.
+
+    Args:
+        dataset: The samples.
+        micro_batch_size: Samples per micro-batch and rank.
+        data_rank: Place of this process among those that read different data.
+        data_world_size: Number of processes that read different data.
+        seed: Determines the permutations.
+        consumed_samples: Position in the stream, counted over all ranks.
+        shuffle: Whether epochs are permuted; if not, each is in the dataset's order.
+        collate: Makes a batch of a list of samples; torch's ``default_collate`` by default.
+
+    Raises:
+        DataError: The dataset is empty.
+        ConfigError: A number is out of range.
+    """
+
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        *,
+        micro_batch_size: int,
+        data_rank: int,
+        data_world_size: int,
+        seed: int,
+        consumed_samples: int = 0,
+        shuffle: bool = True,
+        collate: Collate | None = None,
+    ) -> None:
+        _check_shape(micro_batch_size, data_rank, data_world_size)
+        _check_position(consumed_samples)
+        if len(dataset) == 0:
+            raise DataError("--data", 0, "the dataset holds no samples", "Give more data")
+        self._dataset = dataset
+        self._micro_batch_size = micro_batch_size
+        self._data_rank = data_rank
+        self._data_world_size = data_world_size
+        self._seed = seed
+        self._shuffle = shuffle
+        self._collate = collate or _default_collate()
+        self._consumed_samples = consumed_samples
+        self._permutations: dict[int, NDArray[np.int64]] = {}
+
+    @property
+    def consumed_samples(self) -> int:
+        """Position in the stream: samples given out by all ranks together."""
+        return self._consumed_samples
+
+    @property
+    def epoch(self) -> int:
+        """Number of times that the whole dataset has been given out."""
+        return self._consumed_samples // len(self._dataset)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        start = self._consumed_samples + self._data_rank * self._micro_batch_size
+        samples = [self._sample(start + i) for i in range(self._micro_batch_size)]
+        batch = self._collate(samples)
+        self._consumed_samples += self._data_world_size * self._micro_batch_size
+        return batch
+
+    def state_dict(self) -> dict[str, int | bool]:
+        """Return the position and what it is relative to."""
+        return {
+            "consumed_samples": self._consumed_samples,
+            "seed": self._seed,
+            "num_samples": len(self._dataset),
+            "shuffle": self._shuffle,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Move to the position of a checkpoint.
+
+        Raises:
+            CheckpointError: The position belongs to another dataset, seed or order.
+        """
+        for key, own in self.state_dict().items():
+            if key not in state:
+                reason = "the checkpoint does not hold it"
+                raise CheckpointError(f"data.{key}", None, reason, "Use an undamaged checkpoint")
+            if key != "consumed_samples" and state[key] != own:
+                reason = f"the checkpoint was made with this, the run has {own!r}"
+                remedy = "Resume with the same data, sequence length and seed"
+                raise CheckpointError(f"data.{key}", state[key], reason, remedy)
+        consumed_samples = int(state["consumed_samples"])
+        _check_position(consumed_samples)
+        self._consumed_samples = consumed_samples
+
+    def _sample(self, position: int) -> Any:
+        epoch, place = divmod(position, len(self._dataset))
+        return _read(self._dataset, int(self._permutation(epoch)[place]), epoch)
+
+    def _permutation(self, epoch: int) -> NDArray[np.int64]:
+        if epoch not in self._permutations:
+            # A global batch may straddle two epochs, so the one before is kept as well.
+            recent = {e: p for e, p in self._permutations.items() if e == epoch - 1}
+            self._permutations = {**recent, epoch: self._permute(epoch)}
+        return self._permutations[epoch]
+
+    def _permute(self, epoch: int) -> NDArray[np.int64]:
+        if not self._shuffle:
+            return np.arange(len(self._dataset))
+        sequence = np.random.SeedSequence(self._seed, spawn_key=(_STREAM, epoch))
+        return np.random.Generator(np.random.PCG64(sequence)).permutation(len(self._dataset))
+
+
+def evaluation_batches(
+    dataset: IndexedDataset,
+    micro_batch_size: int,
+    data_rank: int = 0,
+    data_world_size: int = 1,
+    limit: int | None = None,
+    *,
+    collate: Collate | None = None,
+) -> Iterator[Any]:
+    """Iterate once over a dataset, in its order, with equally many batches on every rank.
+
+    All batches are full. The samples at the end that do not fill one batch for every rank, fewer
+    than ``micro_batch_size * data_world_size``, are left out; nothing is evaluated twice.
+
+    Args:
+        dataset: The samples; a dataset with ``at(index, epoch)`` is read at epoch 0.
+        micro_batch_size: Samples per batch and rank.
+        data_rank: Place of this process among those that read different data.
+        data_world_size: Number of processes that read different data.
+        limit: Largest number of batches per rank.
+        collate: Makes a batch of a list of samples; torch's ``default_collate`` by default.
+
+    Raises:
+        DataError: There are too few samples for one batch on every rank.
+        ConfigError: A number is out of range.
+    """
+    _check_shape(micro_batch_size, data_rank, data_world_size)
+    if limit is not None and limit < 1:
+        raise ConfigError("limit", limit, "nothing would be evaluated", "Give at least 1")
+    stride = micro_batch_size * data_world_size
+    num_batches = len(dataset) // stride
+    if num_batches == 0:
+        reason = f"{len(dataset)} held-out samples do not give each rank a batch ({stride} needed)"
+        remedy = "Give more held-out data, a smaller micro-batch or a shorter sequence"
+        raise DataError("--data", len(dataset), reason, remedy)
+    num_batches = num_batches if limit is None else min(num_batches, limit)
+    first = data_rank * micro_batch_size
+    starts = range(first, first + num_batches * stride, stride)
+    make = collate or _default_collate()
+    return (
+        make([_read(dataset, index, 0) for index in range(start, start + micro_batch_size)])
+        for start in starts
+    )
+
+
+def _read(dataset: IndexedDataset, index: int, epoch: int) -> Any:
+    at = getattr(dataset, "at", None)
+    return dataset[index] if at is None else at(index, epoch)
+
+
+def _default_collate() -> Collate:
+    from torch.utils.data import default_collate
+
+    return default_collate
+
+
+def _check_shape(micro_batch_size: int, data_rank: int, data_world_size: int) -> None:
+    if micro_batch_size < 1:
+        reason = "a micro-batch holds one sample or more"
+        raise ConfigError("micro_batch_size", micro_batch_size, reason, "Give at least 1")
+    if not 0 <= data_rank < data_world_size:
+        reason = f"the rank lies outside 0 to {data_world_size - 1}"
+        raise ConfigError("data_rank", data_rank, reason, "Give a rank of the data-parallel group")
+
+
+def _check_position(consumed_samples: int) -> None:
+    if consumed_samples < 0:
+        reason = "a position in the data cannot be negative"
+        raise ConfigError("consumed_samples", consumed_samples, reason, "Give 0 or more")

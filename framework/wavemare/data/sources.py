@@ -1,0 +1,94 @@
+"""Documents from whatever ``--data`` names."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from wavemare.data import default_corpus
+from wavemare.data.documents import Corpus, Document, check_fraction, split_indices, split_text
+from wavemare.data.specs import Kind, Source, resolve
+from wavemare.data.tables import ColumnDocuments, check_columns, load_splits
+from wavemare.errors import DataError
+
+__all__ = ["Kind", "Source", "load_documents", "resolve"]
+
+
+def load_documents(
+    spec: str | Source | None,
+    *,
+    text_column: str = "text",
+    held_out_fraction: float = 0.05,
+    cache_dir: Path | None = None,
+) -> Corpus:
+    """Load a corpus of text and split it into train and held-out documents.
+
+    A text file is one document; a row of a table is one document. A ``datasets`` dataset with a
+    validation or test split is evaluated on that split; any other corpus is split by the hash of
+    each document's text, and a single document by position at a line end.
+
+    Args:
+        spec: The ``--data`` argument, or what ``resolve`` made of it.
+        text_column: Column of a table that holds the text.
+        held_out_fraction: Share of the documents that is held out.
+        cache_dir: Where ``datasets`` keeps its Arrow files; None is its own default.
+
+    Raises:
+        DataError: The data is missing, empty, unreadable, has no such column, or is Megatron data,
+            which holds tokens and not text.
+        ConfigError: The fraction is out of range.
+    """
+    check_fraction(held_out_fraction)
+    source = spec if isinstance(spec, Source) else resolve(spec)
+    if source.kind is Kind.MEGATRON:
+        reason = "Megatron data holds tokens, not text"
+        raise DataError("--data", source.name, reason, "Use it where a model reads tokens")
+    if source.kind is Kind.DEFAULT:
+        return default_corpus.load_default_corpus(held_out_fraction)
+    if source.kind is Kind.TEXT:
+        return _load_text(source, held_out_fraction)
+    return _load_table(source, text_column, held_out_fraction, cache_dir)
+
+
+def _load_text(source: Source, fraction: float) -> Corpus:
+    base = Path(os.path.commonpath([file.parent for file in source.files]))
+    documents = [_read(source, base, file) for file in source.files]
+    train, held_out = split_indices((d.text for d in documents), fraction, name=source.name)
+    if not held_out:
+        start, end = split_text(documents[train[0]], fraction)
+        return Corpus(source.name, [start], [end])
+    return Corpus(source.name, [documents[i] for i in train], [documents[i] for i in held_out])
+
+
+def _read(source: Source, base: Path, file: Path) -> Document:
+    try:
+        return Document(file.relative_to(base).as_posix(), file.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        reason = f"{file} is not UTF-8 text: {error.reason} at byte {error.start}"
+        raise DataError("--data", source.name, reason, "Convert the file to UTF-8") from error
+    except OSError as error:
+        reason = f"{file} cannot be read: {error.strerror}"
+        raise DataError("--data", source.name, reason, "Check the permissions") from error
+
+
+def _load_table(source: Source, column: str, fraction: float, cache_dir: Path | None) -> Corpus:
+    train_rows, held_out_rows = load_splits(source, cache_dir)
+    check_columns(source, train_rows, column, text_columns=[column])
+    rows = ColumnDocuments(train_rows, column, source.name)
+    if held_out_rows is not None:
+        check_columns(source, held_out_rows, column, text_columns=[column])
+        named = ColumnDocuments(held_out_rows, column, f"{source.name} (held out)")
+        return Corpus(source.name, _filled(source, rows), _filled(source, named))
+    train, held_out = split_indices(rows.texts(), fraction, name=source.name)
+    if not held_out:
+        start, end = split_text(rows[train[0]], fraction)
+        return Corpus(source.name, [start], [end])
+    return Corpus(source.name, rows.select(train), rows.select(held_out))
+
+
+def _filled(source: Source, rows: ColumnDocuments) -> ColumnDocuments:
+    filled = [i for i, text in enumerate(rows.texts()) if text and text.strip()]
+    if not filled:
+        reason = "a split of the dataset is empty: it holds no text besides blanks"
+        raise DataError("--data", source.name, reason, "Give a dataset that holds text")
+    return rows.select(filled)

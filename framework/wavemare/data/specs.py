@@ -1,0 +1,174 @@
+"""What a ``--data`` argument means, decided without reading the data."""
+
+from __future__ import annotations
+
+import glob
+from dataclasses import dataclass
+from difflib import get_close_matches
+from enum import StrEnum
+from pathlib import Path
+
+from wavemare.data import default_corpus
+from wavemare.errors import DataError
+
+__all__ = ["EXTENSIONS", "Kind", "Source", "resolve"]
+
+
+class Kind(StrEnum):
+    """The kinds of data that ``--data`` can name."""
+
+    DEFAULT = "default"
+    TEXT = "text"
+    JSON = "json"
+    CSV = "csv"
+    TSV = "tsv"
+    PARQUET = "parquet"
+    SAVED = "saved"
+    HUB = "hub"
+    MEGATRON = "megatron"
+
+
+EXTENSIONS = {
+    ".txt": Kind.TEXT,
+    ".text": Kind.TEXT,
+    ".md": Kind.TEXT,
+    ".rst": Kind.TEXT,
+    ".py": Kind.TEXT,
+    ".json": Kind.JSON,
+    ".jsonl": Kind.JSON,
+    ".csv": Kind.CSV,
+    ".tsv": Kind.TSV,
+    ".parquet": Kind.PARQUET,
+}
+"""File extensions that are read, and how."""
+
+_MEGATRON_EXTENSIONS = (".bin", ".idx")
+_SAVED_MARKERS = ("dataset_dict.json", "dataset_info.json")
+_HUB_PREFIX = "hub:"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Data that was found, yet unread.
+
+    Attributes:
+        kind: How it is read.
+        name: The argument as the user gave it, for messages.
+        files: The files of a local kind, sorted; the folder of a saved dataset; the prefix of
+            Megatron data.
+        dataset: Name of a ``datasets`` dataset, for the kind ``HUB``.
+        config: Configuration of that dataset, if one was named.
+    """
+
+    kind: Kind
+    name: str
+    files: tuple[Path, ...] = ()
+    dataset: str | None = None
+    config: str | None = None
+
+
+def resolve(spec: str | None) -> Source:
+    """Decide what a ``--data`` argument means.
+
+    Only names and sizes of files are looked at; no data is read and no network is used.
+
+    Args:
+        spec: None or ``stdlib`` (the default corpus), a file, a folder, a glob, a Megatron prefix,
+            a dataset's name, or ``hub:OWNER/NAME`` and ``hub:OWNER/NAME:CONFIG``.
+
+    Raises:
+        DataError: What looks like a path does not exist, has no known extension, mixes kinds or
+            holds empty files only.
+    """
+    if spec is None or spec == "stdlib":
+        return Source(Kind.DEFAULT, default_corpus.NAME)
+    if spec.startswith(_HUB_PREFIX):
+        return _hub(spec, spec.removeprefix(_HUB_PREFIX))
+    return _resolve_path(spec, Path(spec).expanduser()) or _hub(spec, spec)
+
+
+def _resolve_path(spec: str, path: Path) -> Source | None:
+    """Return what stands at a path, or None if the argument can only be a dataset's name."""
+    if path.suffix in _MEGATRON_EXTENSIONS:
+        return _megatron(spec, path.with_suffix(""))
+    if path.is_dir():
+        return _folder(spec, path)
+    if path.exists():
+        return _files(spec, [path])
+    if any(_with_extension(path, extension).exists() for extension in _MEGATRON_EXTENSIONS):
+        return _megatron(spec, path)
+    if glob.has_magic(spec):
+        matches = [Path(match) for match in glob.glob(str(path), recursive=True)]
+        return _files(spec, [match for match in matches if match.is_file()])
+    if _looks_like_path(spec):
+        raise _missing(spec, path)
+    return None
+
+
+def _hub(spec: str, name: str) -> Source:
+    dataset, _, config = name.partition(":")
+    if not dataset.strip():
+        reason = "no dataset is named"
+        raise DataError("--data", spec, reason, "Give a file, a folder or the name of a dataset")
+    return Source(Kind.HUB, spec, dataset=dataset, config=config or None)
+
+
+def _with_extension(prefix: Path, extension: str) -> Path:
+    # Path.with_suffix would cut a prefix such as "corpus.v2" at its own dot.
+    return prefix.with_name(prefix.name + extension)
+
+
+def _megatron(spec: str, prefix: Path) -> Source:
+    for extension in _MEGATRON_EXTENSIONS:
+        file = _with_extension(prefix, extension)
+        if not file.is_file():
+            remedy = f"Put {prefix.name}.bin and {prefix.name}.idx side by side"
+            raise DataError("--data", spec, f"the file {file} does not exist", remedy)
+    return Source(Kind.MEGATRON, spec, (prefix,))
+
+
+def _folder(spec: str, folder: Path) -> Source:
+    if any((folder / marker).is_file() for marker in _SAVED_MARKERS):
+        return Source(Kind.SAVED, spec, (folder,))
+    found = (path for path in folder.rglob("*") if path.suffix.lower() in EXTENSIONS)
+    visible = [
+        path
+        for path in found
+        if path.is_file() and not any(p.startswith(".") for p in path.relative_to(folder).parts)
+    ]
+    return _files(spec, visible)
+
+
+def _files(spec: str, files: list[Path]) -> Source:
+    known = ", ".join(EXTENSIONS)
+    if not files:
+        reason = "no file with a known extension is there"
+        raise DataError("--data", spec, reason, f"Known extensions are {known}")
+    kinds: dict[Kind, list[Path]] = {}
+    for file in files:
+        kind = EXTENSIONS.get(file.suffix.lower())
+        if kind is None:
+            reason = f"the extension of {file.name} is not known"
+            raise DataError("--data", spec, reason, f"Known extensions are {known}")
+        kinds.setdefault(kind, []).append(file)
+    if len(kinds) > 1:
+        counts = ", ".join(f"{len(members)} of {kind}" for kind, members in kinds.items())
+        remedy = "Choose one kind with a glob such as 'folder/**/*.jsonl'"
+        raise DataError("--data", spec, f"the files are of several kinds: {counts}", remedy)
+    if all(file.stat().st_size == 0 for file in files):
+        reason = "the corpus is empty: every file has 0 bytes"
+        raise DataError("--data", spec, reason, "Give files that hold text")
+    return Source(next(iter(kinds)), spec, tuple(sorted(files)))
+
+
+def _looks_like_path(spec: str) -> bool:
+    return "/" in spec or "\\" in spec or Path(spec).suffix.lower() in EXTENSIONS
+
+
+def _missing(spec: str, path: Path) -> DataError:
+    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    nearest = get_close_matches(path.name, siblings, n=1)
+    remedy = f"Did you mean {path.with_name(nearest[0])}" if nearest else "Check the path"
+    if spec.count("/") == 1 and spec.isprintable() and not path.parent.is_dir():
+        remedy += f", or write {_HUB_PREFIX}{spec} for a dataset of the Hugging Face Hub"
+    return DataError("--data", spec, "no such file, folder or prefix exists", remedy)

@@ -1,0 +1,150 @@
+"""Tokenizers: byte-level BPE trained on the corpus, or any fast Hugging Face tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from wavemare.data.cache import build_once, content_key
+from wavemare.data.documents import Document
+from wavemare.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+__all__ = ["TokenizerKind", "cached_tokenizer", "load_tokenizer", "train_tokenizer"]
+
+TokenizerKind = Literal["gpt", "bert"]
+
+_FORMAT_VERSION = "1"  # part of every cache key: raise it when training changes
+_NUM_BYTES = 256
+_END_OF_TEXT = "<|endoftext|>"
+_GPT_ROLES = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), _END_OF_TEXT)
+_BERT_ROLES = {
+    "pad_token": "[PAD]",
+    "unk_token": "[UNK]",
+    "cls_token": "[CLS]",
+    "sep_token": "[SEP]",
+    "mask_token": "[MASK]",
+}
+
+
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, *, kind: TokenizerKind
+) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer; the same texts always give the same tokenizer.
+
+    Args:
+        texts: The texts to learn from.
+        vocab_size: Number of tokens, special tokens included. A small corpus may yield fewer.
+        kind: ``gpt`` has one special token, ``<|endoftext|>``, in all roles; ``bert`` has [PAD],
+            [UNK], [CLS], [SEP] and [MASK], and encodes as ``[CLS] a [SEP]`` or
+            ``[CLS] a [SEP] b [SEP]``.
+
+    Raises:
+        ConfigError: The vocabulary cannot hold all bytes and the special tokens.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    roles = _GPT_ROLES if kind == "gpt" else _BERT_ROLES
+    special_tokens = list(dict.fromkeys(roles.values()))
+    smallest = _NUM_BYTES + len(special_tokens)
+    if vocab_size < smallest:
+        reason = f"a byte-level vocabulary needs {_NUM_BYTES} bytes and {len(special_tokens)} more"
+        raise ConfigError("vocab_size", vocab_size, reason, f"Give at least {smallest}")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special_tokens,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    inputs = ["input_ids", "attention_mask"]
+    if kind == "bert":
+        _add_bert_template(tokenizer)
+        inputs.insert(1, "token_type_ids")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        model_input_names=inputs,
+        clean_up_tokenization_spaces=False,
+        **roles,
+    )
+
+
+def _add_bert_template(tokenizer: Tokenizer) -> None:
+    from tokenizers import processors
+
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")],
+    )
+
+
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
+    """Load a tokenizer that was saved with ``save_pretrained``.
+
+    Raises:
+        DataError: The folder is missing, holds no tokenizer, or its tokenizer is not a fast one.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    path = Path(folder).expanduser()
+    remedy = "Name a folder written by save_pretrained, with its tokenizer.json"
+    if not path.is_dir():
+        raise DataError("--tokenizer", str(folder), "no such folder exists", remedy)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # transformers and tokenizers raise a bare Exception for bad files
+        detail = str(error).splitlines()[0].rstrip(".: ") if str(error) else type(error).__name__
+        reason = f"the folder holds no tokenizer that can be loaded: {detail}"
+        raise DataError("--tokenizer", str(folder), reason, remedy) from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        reason = "its tokenizer has no fast version"
+        raise DataError("--tokenizer", str(folder), reason, remedy)
+    return tokenizer
+
+
+def cached_tokenizer(
+    documents: Sequence[Document], vocab_size: int, kind: TokenizerKind, cache_dir: Path
+) -> PreTrainedTokenizerFast:
+    """Return the tokenizer trained on these documents, from the cache where it is there.
+
+    Args:
+        documents: The documents to learn from; a corpus's train documents.
+        vocab_size: Number of tokens, special tokens included.
+        kind: See ``train_tokenizer``.
+        cache_dir: Folder of the cache, shared by all processes of a host.
+
+    Raises:
+        ConfigError: The vocabulary is too small.
+        DataError: The cache cannot be written.
+    """
+    settings = ("tokenizer", _FORMAT_VERSION, kind, str(vocab_size))
+    key = content_key((*settings, content_key(document.text for document in documents)))
+    folder = Path(cache_dir) / f"tokenizer-{key[:32]}"
+
+    def build(target: Path) -> None:
+        texts = (document.text for document in documents)
+        train_tokenizer(texts, vocab_size, kind=kind).save_pretrained(target)
+
+    build_once(folder, build, _is_whole)
+    return load_tokenizer(folder)
+
+
+def _is_whole(folder: Path) -> bool:
+    from tokenizers import Tokenizer
+
+    if not (folder / "tokenizer_config.json").is_file():
+        return False
+    try:
+        Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception:  # tokenizers raises a bare Exception for a missing or truncated file
+        return False
+    return True

@@ -1,0 +1,293 @@
+"""Tokens of many documents in one memory-mapped array, and the cache that holds them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wavemare.data.cache import build_once, content_key
+from wavemare.data.documents import Document, check_fraction
+from wavemare.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+__all__ = ["TokenStore", "largest_token", "split_store", "tokenize"]
+
+_FORMAT_VERSION = 1  # part of every cache key: raise it when the files or the encoding change
+_LARGEST_UINT16_VOCABULARY = 65500  # Megatron's bound, so that both choose the same type
+_PIECE_CHARACTERS = 1 << 18
+_BATCH_CHARACTERS = 1 << 22
+_SCAN_TOKENS = 1 << 24
+# Byte-level BPE splits words before a line end that follows a letter, so a cut there is invisible.
+_LINE_END = re.compile(r"(?<=\S)\n")
+
+Progress = Callable[[int, int], None]
+"""Called with the characters done and the characters in total."""
+
+
+class TokenStore:
+    """The tokens of documents that stand end to end.
+
+    Args:
+        tokens: All tokens, integer [num_tokens]; usually memory-mapped.
+        offsets: Where each document starts, and the end of the last, int64 [num_documents + 1].
+        vocab_size: Number of tokens of the vocabulary; None counts up to the largest token.
+        name: Where the tokens come from, for messages.
+    """
+
+    def __init__(
+        self,
+        tokens: NDArray[Any],
+        offsets: NDArray[np.int64],
+        *,
+        vocab_size: int | None = None,
+        name: str = "tokens",
+    ) -> None:
+        self.tokens = tokens
+        self.offsets = offsets
+        self.name = name
+        self._declared_vocab_size = vocab_size
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of all documents."""
+        return len(self.tokens)
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents."""
+        return len(self.offsets) - 1
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Size of the tokenizer's vocabulary; where it is unknown, the largest token plus one."""
+        if self._declared_vocab_size is not None:
+            return self._declared_vocab_size
+        return largest_token(self)[0] + 1
+
+    def document(self, index: int) -> NDArray[Any]:
+        """Return the tokens of one document, integer [length]."""
+        if not 0 <= index < self.num_documents:
+            raise IndexError(f"document {index} of {self.num_documents}")
+        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
+
+    def select(self, first: int, last: int) -> TokenStore:
+        """Return the documents from ``first`` up to, without, ``last``; nothing is copied."""
+        offsets = self.offsets[first : last + 1]
+        tokens = self.tokens[offsets[0] : offsets[-1]]
+        return TokenStore(
+            tokens, offsets - offsets[0], vocab_size=self._declared_vocab_size, name=self.name
+        )
+
+
+def largest_token(store: TokenStore) -> tuple[int, int]:
+    """Return the largest token of a store and the position where it first stands."""
+    best, where = -1, -1
+    for start in range(0, store.num_tokens, _SCAN_TOKENS):
+        chunk = store.tokens[start : start + _SCAN_TOKENS]
+        position = int(chunk.argmax())
+        if chunk[position] > best:
+            best, where = int(chunk[position]), start + position
+    return best, where
+
+
+def split_store(store: TokenStore, fraction: float = 0.05) -> tuple[TokenStore, TokenStore]:
+    """Split tokens into train and held-out ones by position, as Megatron's ``--split`` does.
+
+    Args:
+        store: The tokens to split.
+        fraction: Share of the documents, from the end, that is held out: at least one. The only
+            document of a store is cut by that share of its tokens.
+
+    Raises:
+        DataError: There are fewer than two tokens.
+        ConfigError: The fraction is out of range.
+    """
+    check_fraction(fraction)
+    if store.num_documents > 1:
+        held_out = min(max(round(store.num_documents * fraction), 1), store.num_documents - 1)
+        cut = store.num_documents - held_out
+        return store.select(0, cut), store.select(cut, store.num_documents)
+    if store.num_tokens < 2:  # noqa: PLR2004
+        reason = f"{store.num_tokens} tokens cannot be split for evaluation"
+        raise DataError("--data", store.name, reason, "Give more data")
+    cut = min(max(round(store.num_tokens * (1.0 - fraction)), 1), store.num_tokens - 1)
+    offsets = np.array([0, cut, store.num_tokens], dtype=np.int64)
+    halves = TokenStore(
+        store.tokens, offsets, vocab_size=store._declared_vocab_size, name=store.name
+    )
+    return halves.select(0, 1), halves.select(1, 2)
+
+
+def tokenize(
+    documents: Sequence[Document],
+    tokenizer: PreTrainedTokenizerFast,
+    cache_dir: Path,
+    *,
+    progress: Progress | None = None,
+) -> TokenStore:
+    """Encode documents, each followed by the end-of-document token, or open them from the cache.
+
+    The cache entry is named by the hash of the texts and of the tokenizer. Several processes may
+    call this at once: one encodes, the others wait. Special tokens that are spelled out in a text
+    are encoded as text. Texts above 256 Ki characters are encoded in pieces cut at line ends.
+
+    Args:
+        documents: The documents, in the order in which they are stored.
+        tokenizer: A fast tokenizer with an end-of-text or separator token.
+        cache_dir: Folder of the cache.
+        progress: Called now and then with the characters done and in total, if there is work.
+
+    Raises:
+        DataError: There are no documents, the tokenizer has no token to end one with, or the cache
+            cannot be written.
+    """
+    if not documents:
+        reason = "there are no documents to encode"
+        raise DataError("--data", "", reason, "Give files that hold text")
+    end_token = _end_token(tokenizer)
+    settings = ("tokens", str(_FORMAT_VERSION), _definition(tokenizer), str(end_token))
+    key = content_key((*settings, content_key(document.text for document in documents)))
+    folder = Path(cache_dir) / f"tokens-{key[:32]}"
+
+    def build(target: Path) -> None:
+        _write(target, documents, tokenizer, end_token, progress)
+
+    build_once(folder, build, lambda entry: _open(entry) is not None)
+    store = _open(folder)
+    if store is None:
+        reason = "the cache entry was damaged while it was in use"
+        raise DataError("cache_dir", str(folder), reason, "Start again")
+    return store
+
+
+def _end_token(tokenizer: PreTrainedTokenizerFast) -> int:
+    for token in (tokenizer.eos_token_id, tokenizer.sep_token_id):
+        if token is not None:
+            return int(token)
+    reason = "it has neither an end-of-text nor a separator token to end a document with"
+    raise DataError("--tokenizer", tokenizer.name_or_path, reason, "Add an eos_token to it")
+
+
+def _definition(tokenizer: PreTrainedTokenizerFast) -> str:
+    definition = json.loads(tokenizer.backend_tokenizer.to_str())
+    # Traces of earlier calls, not properties of the tokenizer.
+    del definition["truncation"], definition["padding"]
+    return json.dumps(definition, sort_keys=True)
+
+
+def _pieces(documents: Iterable[Document]) -> Iterator[tuple[str, bool]]:
+    """Yield texts of bounded length, and whether each is the last of its document."""
+    for document in documents:
+        start, text = 0, document.text
+        while len(text) - start > _PIECE_CHARACTERS:
+            line_end = _LINE_END.search(text, start + _PIECE_CHARACTERS)
+            if line_end is None:
+                break
+            yield text[start : line_end.start()], False
+            start = line_end.start()
+        yield text[start:], True
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[tuple[str, bool]]]:
+    batch: list[tuple[str, bool]] = []
+    size = 0
+    for piece in _pieces(documents):
+        batch.append(piece)
+        size += len(piece[0]) + 1
+        if size >= _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+class _NpyAppender:
+    """A one-dimensional ``.npy`` file whose length is known when it is closed.
+
+    numpy pads the header so that it keeps its size when the first dimension grows.
+    """
+
+    def __init__(self, file: BinaryIO, dtype: np.dtype[Any]) -> None:
+        self._file = file
+        self._dtype = dtype
+        self.length = 0
+        self._write_header()
+
+    def append(self, values: Sequence[int]) -> None:
+        self._file.write(np.asarray(values, dtype=self._dtype).tobytes())
+        self.length += len(values)
+
+    def finish(self) -> None:
+        self._file.seek(0)
+        self._write_header()
+
+    def _write_header(self) -> None:
+        descr = np.lib.format.dtype_to_descr(self._dtype)
+        header = {"descr": descr, "fortran_order": False, "shape": (self.length,)}
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+
+def _write(
+    folder: Path,
+    documents: Sequence[Document],
+    tokenizer: PreTrainedTokenizerFast,
+    end_token: int,
+    progress: Progress | None,
+) -> None:
+    total = sum(len(document.text) for document in documents)
+    small = len(tokenizer) < _LARGEST_UINT16_VOCABULARY
+    offsets, done = [0], 0
+    with (folder / "tokens.npy").open("wb") as file:
+        appender = _NpyAppender(file, np.dtype(np.uint16 if small else np.int32))
+        for batch in _batches(documents):
+            for ids, (text, is_last) in zip(_encode(tokenizer, batch), batch, strict=True):
+                appender.append([*ids, end_token] if is_last else ids)
+                if is_last:
+                    offsets.append(appender.length)
+                done += len(text)
+            if progress is not None:
+                progress(done, total)
+        appender.finish()
+    np.save(folder / "offsets.npy", np.array(offsets, dtype=np.int64))
+    description = {
+        "format": _FORMAT_VERSION,
+        "num_tokens": appender.length,
+        "num_documents": len(documents),
+        "vocab_size": len(tokenizer),
+    }
+    (folder / "store.json").write_text(json.dumps(description), encoding="ascii")
+
+
+def _encode(tokenizer: PreTrainedTokenizerFast, batch: list[tuple[str, bool]]) -> list[list[int]]:
+    encoded = tokenizer(
+        [text for text, _ in batch],
+        add_special_tokens=False,
+        split_special_tokens=True,  # a text cannot forge the end of a document
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )
+    return encoded["input_ids"]
+
+
+def _open(folder: Path) -> TokenStore | None:
+    """Open a cache entry, or return None if it is missing or not whole."""
+    try:
+        description = json.loads((folder / "store.json").read_text(encoding="ascii"))
+        tokens = np.load(folder / "tokens.npy", mmap_mode="r")
+        offsets = np.load(folder / "offsets.npy")
+    except (OSError, ValueError, EOFError):
+        return None
+    expected = (description.get("num_documents", -1) + 1, description.get("num_tokens"))
+    if (len(offsets), len(tokens)) != expected or offsets[-1] != len(tokens):
+        return None
+    return TokenStore(tokens, offsets, vocab_size=int(description["vocab_size"]), name=str(folder))

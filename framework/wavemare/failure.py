@@ -1,0 +1,189 @@
+"""How a process ends when something goes wrong: one message, on one rank, and no hang.
+
+A launcher starts N processes, and one mistake makes all of them fail. Printed N times, or followed
+by the "connection closed by peer" of those who lost a peer, the message drowns. So
+
+* before the process group exists all ranks run the same code and fail alike: rank 0 prints, and
+  the others print only if nobody has ended them after a moment (they failed alone);
+* afterwards the first rank that claims the failure in the group's store prints;
+* a rank that fails because a peer has gone waits for a moment, in which the launcher ends it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Any, NoReturn
+
+from wavemare.errors import WavemareError
+
+__all__ = ["environment_rank", "run_main"]
+
+_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+_STORE_KEY = "wavemare/failure"
+_STORE_SECONDS = 2.0
+# Launchers look for dead processes about once a second and then end the rest.
+_GRACE_SECONDS = 3.0
+# For peers that are failing too: they ask the store, which lives in one of the processes.
+_LINGER_SECONDS = 0.5
+_INTERRUPTED = 130
+# How gloo, NCCL and TCPStore say that the other side has gone.
+_PEER_LOSS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "remote process exited",
+    "socket closed",
+    "failed to recv, got 0 bytes",
+)
+
+
+class _Claim(Enum):
+    FIRST = auto()
+    LATER = auto()
+    UNKNOWN = auto()
+
+
+def run_main(main: Callable[[], object], *, grace_s: float = _GRACE_SECONDS) -> None:
+    """Run a program's main function and turn its failures into messages and exit codes.
+
+    A `WavemareError` is printed without a traceback and ends the process with its ``exit_code``;
+    Ctrl-C ends it in silence with 130; any other exception keeps its traceback and ends it with 1.
+
+    Args:
+        main: Called without arguments; `SystemExit` passes through.
+        grace_s: Seconds in which a launcher may end a rank that has nothing new to say.
+    """
+    try:
+        main()
+    except KeyboardInterrupt:
+        _leave(_INTERRUPTED)
+    except WavemareError as error:
+        if _speaks(_claim_failure(), grace_s):
+            _print_error(error)
+        _leave(error.exit_code)
+    except Exception as error:
+        # A lost peer is not claimed: the peer may be about to say why it went.
+        if not _is_peer_loss(error):
+            _claim_failure()
+        elif not _speaks_of_lost_peer(grace_s):
+            _leave(1)
+        _print_traceback(error)
+        _leave(1)
+
+
+def environment_rank() -> int:
+    """Return the global rank that the launcher gave to this process, or 0."""
+    for name in _RANK_VARIABLES:
+        text = os.environ.get(name, "")
+        if text.isdigit():
+            return int(text)
+    return 0
+
+
+def _speaks(claim: _Claim, grace_s: float) -> bool:
+    """Decide whether this rank prints a message that other ranks may print as well."""
+    if claim is _Claim.LATER:
+        return False
+    if claim is _Claim.UNKNOWN and (environment_rank() != 0 or _group_exists()):
+        # Rank 0 fails alike, or the store has died with the rank that failed first.
+        time.sleep(grace_s)
+    return True
+
+
+def _speaks_of_lost_peer(grace_s: float) -> bool:
+    """Decide, after a moment, whether nobody but this rank has anything to report."""
+    time.sleep(grace_s)
+    reported = _ask_store(lambda store: int(store.add(_STORE_KEY, 0)))
+    return not reported
+
+
+def _claim_failure() -> _Claim:
+    count = _ask_store(lambda store: int(store.add(_STORE_KEY, 1)))
+    if count is None:
+        return _Claim.UNKNOWN
+    return _Claim.FIRST if count == 1 else _Claim.LATER
+
+
+def _ask_store(question: Callable[[Any], int]) -> int | None:
+    """Ask the store of the default process group; None if there is none or it does not answer."""
+    if not _group_exists():
+        return None
+    from torch.distributed import distributed_c10d
+
+    answers: list[int] = []
+
+    def ask() -> None:
+        try:
+            answers.append(question(distributed_c10d._get_default_store()))
+        except (RuntimeError, ValueError) as error:  # torch's store errors are RuntimeErrors
+            logging.getLogger(__name__).debug("the store does not answer: %s", error)
+
+    # The store's own time limit is the group's, often half an hour, and cannot be changed while
+    # another thread waits in it: a thread that may be left behind bounds the wait in any case.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_STORE_SECONDS)
+    return answers[0] if answers else None
+
+
+def _group_exists() -> bool:
+    # Looked up, not imported: the command line fails fast, before torch is loaded.
+    distributed = sys.modules.get("torch.distributed")
+    return bool(distributed and distributed.is_available() and distributed.is_initialized())
+
+
+def _is_peer_loss(error: BaseException) -> bool:
+    if not isinstance(error, RuntimeError | ConnectionError):
+        return False
+    text = str(error).lower()
+    return any(phrase in text for phrase in _PEER_LOSS)
+
+
+def _print_error(error: WavemareError) -> None:
+    where = f" on rank {environment_rank()}" if _group_exists() else ""
+    if not sys.stderr.isatty():
+        sys.stderr.write(f"error{where}: {error}\n")
+        return
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.text import Text
+
+    content = Text.assemble(
+        (error.key, "bold"),
+        f" = {error.value!r}\n{error.reason[:1].upper()}{error.reason[1:]}.\n",
+        (f"{error.remedy}.", "green"),
+    )
+    panel = Panel(content, title=f"error{where}", title_align="left", border_style="red")
+    Console(stderr=True).print(panel)
+
+
+def _print_traceback(error: BaseException) -> None:
+    lines = traceback.format_exception(error)
+    if _group_exists():
+        lines.insert(0, f"rank {environment_rank()} failed:\n")
+    # One call, so that the lines of several ranks do not mix.
+    sys.stderr.write("".join(lines))
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process, without the interpreter's shutdown where that could hang.
+
+    With a process group or MPI alive, shutdown runs destructors that wait for the peers (gloo and
+    NCCL join their threads, MPI_Finalize is collective), and a peer that waits for this rank never
+    answers. The operating system closes the sockets instead, which is what the peers must notice.
+    """
+    if not _group_exists() and "mpi4py.MPI" not in sys.modules:
+        raise SystemExit(code)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    time.sleep(_LINGER_SECONDS)
+    os._exit(code)

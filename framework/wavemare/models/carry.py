@@ -1,0 +1,122 @@
+"""What travels from layer to layer: the hidden states and the integer side inputs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Carry", "MaskMaker", "SideInputs", "StageContext", "pack", "unpack"]
+
+Carry = Tensor | tuple[Tensor, ...]
+"""Hidden states alone, or followed by the side inputs in their declared order."""
+
+SideInputs = dict[str, Tensor]
+"""Declared batch entries other than ``input_ids``, int64 of shape (batch, sequence)."""
+
+MaskMaker = Callable[[Any, Tensor, Tensor | None, Tensor | None], Any]
+"""From (config, hidden states, attention mask, position ids) to what the layers' attention takes;
+None where the attention needs no mask."""
+
+
+def unpack(carry: Carry | Sequence[Tensor], inputs: Sequence[str]) -> tuple[Tensor, SideInputs]:
+    """Split a carry into its first tensor and the side inputs by name.
+
+    Args:
+        carry: A tensor, or the first tensor followed by the side inputs.
+        inputs: The declared names, ``input_ids`` first.
+    """
+    if isinstance(carry, Tensor):
+        return carry, {}
+    first, *sides = carry
+    return first, dict(zip(inputs[1:], sides, strict=True))
+
+
+def pack(hidden: Tensor, sides: SideInputs) -> Carry:
+    """Join hidden states and side inputs again; without side inputs a bare tensor travels."""
+    return (hidden, *sides.values()) if sides else hidden
+
+
+class StageContext:
+    """Attention masks and rotary tables, computed once per stage and micro-batch.
+
+    All layers of a process share one context. It keeps the results of the last micro-batch, which
+    it knows by the identity of the side inputs: these are handed on unchanged from layer to layer
+    and are new tensors for each micro-batch.
+
+    Args:
+        config: The model's configuration, from which masks are made.
+        masks: Mask maker for each kind of attention layer.
+        rotary: The model's rotary embedding, called with (hidden states, position ids) and, where
+            it makes different tables for them, the kind of attention layer.
+    """
+
+    def __init__(
+        self, config: Any, masks: Mapping[str, MaskMaker], rotary: nn.Module | None = None
+    ) -> None:
+        self._config = config
+        self._masks = dict(masks)
+        # Not a submodule of any layer: casting the model to bfloat16 would round the frequencies.
+        self._rotary = rotary
+        self._rotary_by_kind = rotary is not None and _takes_kind(rotary)
+        self._batch: tuple[Any, ...] = ()
+        self._sides: tuple[Tensor, ...] = ()
+        self._results: dict[str, Any] = {}
+
+    def mask(self, kind: str, hidden: Tensor, sides: SideInputs) -> Any:
+        """Return the mask for layers of a kind.
+
+        Args:
+            kind: A key of ``masks``.
+            hidden: Hidden states, (batch, sequence, hidden); only shape, type and device matter.
+            sides: The side inputs of this micro-batch.
+        """
+        results = self._of_batch(hidden, sides)
+        key = f"mask of {kind}"
+        if key not in results:
+            results[key] = self._masks[kind](
+                self._config, hidden, sides.get("attention_mask"), sides.get("position_ids")
+            )
+        return results[key]
+
+    def position_ids(self, hidden: Tensor, sides: SideInputs) -> Tensor:
+        """Return the position ids: those of the batch, else 0, 1, 2, ... of shape (1, sequence)."""
+        results = self._of_batch(hidden, sides)
+        if "position ids" not in results:
+            default = torch.arange(hidden.shape[1], device=hidden.device)[None]
+            results["position ids"] = sides.get("position_ids", default)
+        return results["position ids"]
+
+    def rotary(self, kind: str, hidden: Tensor, sides: SideInputs) -> Any:
+        """Return the cosine and sine tables for layers of a kind; None if the model has none."""
+        if self._rotary is None:
+            return None
+        arguments = (kind,) if self._rotary_by_kind else ()
+        key = f"rotary {arguments}"
+        results = self._of_batch(hidden, sides)
+        if key not in results:
+            positions = self.position_ids(hidden, sides)
+            self._rotary.to(hidden.device)
+            results[key] = self._rotary(hidden, positions, *arguments)
+        return results[key]
+
+    def _of_batch(self, hidden: Tensor, sides: SideInputs) -> dict[str, Any]:
+        # Tensors made under inference mode cannot be used by autograd later, hence the last entry.
+        batch = (hidden.shape[:2], hidden.dtype, hidden.device, torch.is_inference_mode_enabled())
+        tensors = tuple(sides.values())
+        same = (
+            batch == self._batch
+            and len(tensors) == len(self._sides)
+            and all(new is old for new, old in zip(tensors, self._sides, strict=True))
+        )
+        if not same:
+            # Holding the tensors keeps their identities from being reused.
+            self._batch, self._sides, self._results = batch, tensors, {}
+        return self._results
+
+
+def _takes_kind(rotary: nn.Module) -> bool:
+    return "layer_type" in inspect.signature(rotary.forward).parameters

@@ -1,0 +1,202 @@
+"""``to_pipeline``: from a transformers model to a DeepSpeed pipeline."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from wavemare.errors import ConfigError, LaunchError, ModelError, did_you_mean
+from wavemare.models.families import SUPPORTED, family_of
+from wavemare.models.layers import PipelineLayer, TiedHead, name_weights
+from wavemare.models.module import Conversion, TransformerPipeline
+from wavemare.models.proof import prove
+from wavemare.models.timing import layer_times
+from wavemare.pipeline.cuts import PARTITION_KEY, STAGES_KEY, balanced_cuts, explicit_cuts
+
+__all__ = ["to_pipeline"]
+
+
+def to_pipeline(
+    model: PreTrainedModel,
+    *,
+    num_stages: int | None = None,
+    topology: Any = None,
+    partition: str | Sequence[int] = "parameters",
+    inputs: Sequence[str] | None = None,
+    loss_fn: Callable[..., Tensor] | None = None,
+    activation_checkpoint_interval: int = 0,
+    verify: bool = True,
+    dynamic_shape: bool = False,
+) -> TransformerPipeline:
+    """Turn a transformers model into a pipeline; every process calls this with the same model.
+
+    The pipeline's layers are the model's own submodules. ``torch.distributed`` must have been
+    initialized (``deepspeed.init_distributed()``).
+
+    Args:
+        model: GPT-2 with its language-modelling head, BERT for masked language modelling or
+            sequence classification, or a causal language model with a ``base_model_pp_plan``.
+        num_stages: Number of stages; must divide the number of processes.
+        topology: Instead of ``num_stages``, a topology with the axes ``pipe`` and ``data``.
+        partition: ``parameters``, ``time``, ``uniform``, ``type:REGEX``, or the first layer of
+            each stage.
+        inputs: Batch entries that travel with the hidden states, ``input_ids`` first; the family's
+            default if omitted.
+        loss_fn: Loss of (logits, labels); the head's own if omitted.
+        activation_checkpoint_interval: Layers per activation checkpoint; 0 keeps all activations.
+        verify: Whether to compare the layers' results with the model's on a small batch.
+        dynamic_shape: Whether batches differ in shape.
+
+    Returns:
+        The stage of this process.
+
+    Raises:
+        ModelError: The model cannot be converted, or its layers do not compute what it computes.
+        ConfigError: Stages, partition or inputs do not fit the model or the processes.
+        LaunchError: ``torch.distributed`` is not initialized.
+    """
+    _check_launch()
+    stages = _count_stages(num_stages, topology)
+    conversion = _take_apart(model, inputs)
+    if verify:
+        prove(model, conversion.chain, conversion.inputs, conversion.loss)
+    return TransformerPipeline(
+        conversion,
+        _cut(model, conversion, partition, stages),
+        topology=topology,
+        loss_fn=loss_fn,
+        activation_checkpoint_interval=activation_checkpoint_interval,
+        dynamic_shape=dynamic_shape,
+    )
+
+
+def _check_launch() -> None:
+    if not dist.is_initialized() or "LOCAL_RANK" not in os.environ:
+        raise LaunchError(
+            "torch.distributed",
+            None,
+            "a pipeline is built across processes, which do not know of each other yet",
+            "Start with a launcher and call deepspeed.init_distributed() first",
+        )
+
+
+def _count_stages(num_stages: int | None, topology: Any) -> int:
+    processes = dist.get_world_size()
+    if topology is not None:
+        if max(topology.get_dim("model"), 1) > 1:
+            raise ConfigError(
+                "topology",
+                str(topology),
+                "the layers of a transformers model are not split over an axis 'model'",
+                "Use a topology with the axes 'pipe' and 'data'",
+            )
+        built = int(topology.get_dim("pipe"))
+        if num_stages not in (None, built):
+            reason = f"the topology has {built} stages"
+            raise ConfigError(STAGES_KEY, num_stages, reason, "Give one of the two")
+        return built
+    if num_stages is None:
+        raise ConfigError(
+            STAGES_KEY, None, "the number of stages is missing", "Give num_stages or a topology"
+        )
+    if num_stages < 1 or processes % num_stages:
+        raise ConfigError(
+            STAGES_KEY,
+            num_stages,
+            f"{processes} processes cannot form pipelines of that many stages",
+            f"Use a divisor of {processes}",
+        )
+    return num_stages
+
+
+def _take_apart(model: Any, inputs: Sequence[str] | None) -> Conversion:
+    if not isinstance(model, PreTrainedModel):
+        raise ModelError(
+            "model", type(model).__name__, "it is not a transformers model", f"Use {SUPPORTED}"
+        )
+    family = family_of(model)
+    if any(weight.is_meta for weight in model.parameters()):
+        raise ModelError(
+            "model",
+            type(model).__name__,
+            "its weights are on the meta device, so there is nothing to train",
+            "Load it with from_pretrained, or build it on a real device",
+        )
+    declared = family.declared(inputs)
+    chain = tuple(family.chain(model, declared))
+    return Conversion(
+        family=family.name,
+        inputs=declared,
+        chain=chain,
+        loss=family.loss(model),
+        names=name_weights(model, chain),
+        skeleton=_without_weights(model) if dist.get_rank() == 0 else None,
+        config=model.config,
+    )
+
+
+def _without_weights(model: PreTrainedModel) -> PreTrainedModel:
+    # A copy rather than a new instance: it keeps what loading left in the object, such as the
+    # generation configuration and the renaming of weights to be undone when saving.
+    memo: dict[int, Any] = {
+        id(weight): torch.nn.Parameter(weight.to("meta"), weight.requires_grad)
+        for weight in model.parameters()
+    }
+    memo |= {id(buffer): buffer.to("meta") for buffer in model.buffers()}
+    return copy.deepcopy(model, memo)
+
+
+def _cut(
+    model: Any, conversion: Conversion, partition: str | Sequence[int], stages: int
+) -> tuple[int, ...]:
+    chain = conversion.chain
+    if not isinstance(partition, str):
+        return explicit_cuts(partition, len(chain), stages)
+    if partition == "uniform":
+        return balanced_cuts([1.0] * len(chain), stages)
+    if partition == "parameters":
+        return balanced_cuts([_trained_parameters(layer) for layer in chain], stages)
+    if partition == "time":
+        return balanced_cuts(layer_times(model, chain, conversion.inputs), stages)
+    kind, _, pattern = partition.partition(":")
+    if kind == "type":
+        return balanced_cuts(_of_type(chain, partition, pattern, stages), stages)
+    valid = ("parameters", "time", "uniform", "type:REGEX")
+    raise ConfigError(
+        PARTITION_KEY, partition, "there is no such partition", did_you_mean(partition, valid)
+    )
+
+
+def _trained_parameters(layer: PipelineLayer) -> float:
+    # A tied head has no weights of its own, but multiplies by those of the embedding.
+    parts = [layer, layer.tied] if isinstance(layer, TiedHead) else [layer]
+    return sum(w.numel() for part in parts for w in part.parameters() if w.requires_grad)
+
+
+def _of_type(
+    chain: Sequence[PipelineLayer], partition: str, pattern: str, stages: int
+) -> list[float]:
+    try:
+        compiled = re.compile(pattern, re.IGNORECASE)
+    except re.error as error:
+        raise ConfigError(
+            PARTITION_KEY, partition, f"the expression is invalid ({error})", "Correct it"
+        ) from error
+    weights = [float(layer.matches(compiled)) for layer in chain]
+    if sum(weights) < stages:
+        classes = sorted({type(child).__name__ for layer in chain for child in layer.children()})
+        raise ConfigError(
+            PARTITION_KEY,
+            partition,
+            f"it matches {int(sum(weights))} layers, too few for {stages} stages",
+            f"Name one of {', '.join(classes)}",
+        )
+    return weights

@@ -1,0 +1,171 @@
+"""Weights out: from the stages of a pipeline, or a sharded model, to a Hugging Face folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from transformers import PreTrainedModel
+
+from wavemare.errors import ModelError
+from wavemare.models.module import TransformerPipeline
+
+__all__ = ["pipeline_state_dict", "save_pretrained"]
+
+
+def pipeline_state_dict(module: Any) -> dict[str, Tensor] | None:
+    """Gather a pipeline's weights, one tensor at a time; every process calls this.
+
+    Args:
+        module: A :class:`TransformerPipeline`, or an engine that holds one.
+
+    Returns:
+        On global rank 0 the state dict of the original model, on its device ``cpu``; names that are
+        tied share one tensor. None on the other ranks, of which none holds more than its stage.
+
+    Raises:
+        ModelError: There is no converted pipeline in ``module``.
+    """
+    pipeline = _unwrap(module)
+    if not isinstance(pipeline, TransformerPipeline):
+        raise _not_ours(module)
+    grid = pipeline.mpu()
+    if grid.get_data_parallel_rank() != 0:
+        return None
+    own = pipeline.local_weights()
+    if pipeline.global_rank != 0:
+        dist.send_object_list([[(n, t.shape, t.dtype) for n, t in own.items()]], dst=0)
+        for tensor in own.values():
+            dist.send(tensor.contiguous(), dst=0)
+        return None
+    weights = {name: tensor.cpu() for name, tensor in own.items()}
+    device = next(pipeline.parameters()).device
+    for stage in range(1, pipeline.num_stages):
+        weights |= _receive(grid.stage_to_global(stage), device)
+    return {name: weights[held] for name, held in pipeline.weight_names().items()}
+
+
+def save_pretrained(
+    engine_or_module: Any, folder: str | os.PathLike[str], *, tokenizer: Any = None
+) -> None:
+    """Write a Hugging Face folder that ``from_pretrained`` reads; every process calls this.
+
+    Works for pipelines made by :func:`to_pipeline` and for plain models under ZeRO stages 0 to 3.
+    Files are written beside the target and moved into it at the end, so that a failure leaves it as
+    it was; other files in it stay.
+
+    Args:
+        engine_or_module: An engine or its module.
+        folder: The target, made if it does not exist.
+        tokenizer: A tokenizer to save with the model.
+
+    Raises:
+        ModelError: There is no transformers model in the engine, or rank 0 cannot write.
+    """
+    model = _unwrap(engine_or_module)
+    if isinstance(model, TransformerPipeline):
+        state, saver = pipeline_state_dict(model), model.skeleton
+        if state is not None:
+            # A 16-bit engine casts the layers; the skeleton decides what config.json says.
+            saver.to(next(t.dtype for t in state.values() if t.is_floating_point()))
+    elif isinstance(model, PreTrainedModel):
+        state, saver = _gathered(model), model
+    else:
+        raise _not_ours(engine_or_module)
+    failure: Exception | None = None
+    if state is not None:
+        try:
+            _write(saver, state, Path(folder), tokenizer)
+        except (OSError, RuntimeError, ValueError) as error:
+            failure = error
+    _agree(failure, folder)
+
+
+def _unwrap(module: Any) -> Any:
+    while not isinstance(module, (TransformerPipeline, PreTrainedModel)):
+        inner = getattr(module, "module", None)
+        if inner is None:
+            return module
+        module = inner
+    return module
+
+
+def _not_ours(module: Any) -> ModelError:
+    return ModelError(
+        "model",
+        type(module).__name__,
+        "it holds neither a pipeline made by to_pipeline nor a transformers model",
+        "Convert the model with wavemare.to_pipeline before training",
+    )
+
+
+def _receive(source: int, device: torch.device) -> dict[str, Tensor]:
+    received: list[Any] = [None]
+    dist.recv_object_list(received, src=source)
+    weights = {}
+    for name, shape, dtype in received[0]:
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        dist.recv(tensor, src=source)
+        weights[name] = tensor.cpu()
+    return weights
+
+
+def _gathered(model: PreTrainedModel) -> dict[str, Tensor] | None:
+    """Return a model's state dict on rank 0; under ZeRO-3 one parameter is whole at a time."""
+    main = not dist.is_initialized() or dist.get_rank() == 0
+    whole: dict[int, Tensor] = {}
+    state = model.state_dict(keep_vars=True)
+    for tensor in state.values():
+        if id(tensor) in whole:
+            continue
+        if hasattr(tensor, "ds_id"):
+            with deepspeed.zero.GatheredParameters([tensor]):
+                if main:
+                    whole[id(tensor)] = tensor.detach().cpu().clone()
+        elif main:
+            whole[id(tensor)] = tensor.detach()
+    return {name: whole[id(tensor)] for name, tensor in state.items()} if main else None
+
+
+def _write(saver: Any, state: dict[str, Tensor], target: Path, tokenizer: Any) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    written = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        saver.save_pretrained(written, state_dict=state)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(written)
+        _move(written, target)
+    finally:
+        shutil.rmtree(written, ignore_errors=True)
+
+
+def _move(written: Path, target: Path) -> None:
+    target.mkdir(exist_ok=True)
+    names = {path.name for path in written.iterdir()}
+    # Readers look at config.json first, so it comes last.
+    for name in sorted(names, key=lambda name: (name == "config.json", name)):
+        os.replace(written / name, target / name)
+    for stale in target.glob("model*.safetensors*"):
+        if stale.name not in names:
+            stale.unlink()
+
+
+def _agree(failure: Exception | None, folder: str | os.PathLike[str]) -> None:
+    """Raise rank 0's failure on all ranks: the others would wait for it at the next collective."""
+    message = [str(failure) if failure is not None else None]
+    if dist.is_initialized():
+        dist.broadcast_object_list(message, src=0)
+    if message[0] is not None:
+        raise ModelError(
+            "folder",
+            os.fspath(folder),
+            f"the model could not be saved ({message[0]})",
+            "Free space or choose another folder",
+        ) from failure

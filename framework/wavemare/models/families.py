@@ -1,0 +1,110 @@
+"""The kinds of transformers models that can become a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import BertForMaskedLM, BertForSequenceClassification, GPT2LMHeadModel
+from transformers.loss.loss_utils import ForMaskedLMLoss
+
+from wavemare.errors import ConfigError, ModelError, did_you_mean
+from wavemare.models.bert import classification_chain, masked_lm_chain
+from wavemare.models.generic import decoder_chain, has_plan
+from wavemare.models.gpt2 import gpt2_chain
+from wavemare.models.layers import PipelineLayer
+from wavemare.models.losses import ClassificationLoss, LanguageModelLoss, Loss
+
+__all__ = ["SUPPORTED", "Family", "family_of"]
+
+SUPPORTED = (
+    "GPT2LMHeadModel, BertForMaskedLM, BertForSequenceClassification, and causal language models "
+    "whose configuration has a base_model_pp_plan (llama, qwen3, mistral, gpt_neox, ...)"
+)
+
+_DECODER_INPUTS = ("input_ids", "attention_mask", "position_ids")
+_BERT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the models of a kind are taken apart.
+
+    Args:
+        name: ``gpt2``, ``bert`` or ``decoder``.
+        accepted: Batch entries that the layers understand.
+        default: Those that travel unless the caller declares others.
+        chain: From a model and the declared names to its layers.
+        loss: From a model to its loss.
+    """
+
+    name: str
+    accepted: tuple[str, ...]
+    default: tuple[str, ...]
+    chain: Callable[[Any, Sequence[str]], list[PipelineLayer]]
+    loss: Callable[[Any], Loss]
+
+    def declared(self, inputs: Sequence[str] | None) -> tuple[str, ...]:
+        """Check declared names, or return the default ones.
+
+        Raises:
+            ConfigError: ``input_ids`` is not first, or a name is unknown or given twice.
+        """
+        if inputs is None:
+            return self.default
+        names = tuple(inputs)
+        key, given = "wavemare.pipeline.inputs", list(names)
+        if names[:1] != ("input_ids",):
+            raise ConfigError(key, given, "'input_ids' is not the first name", "Put it first")
+        if len(set(names)) < len(names):
+            raise ConfigError(key, given, "a name is given twice", "Give each name once")
+        for name in names:
+            if name not in self.accepted:
+                reason = f"models of the family {self.name} do not take {name!r}"
+                raise ConfigError(key, given, reason, did_you_mean(name, self.accepted))
+        return names
+
+
+def _causal_loss(model: Any) -> Loss:
+    return LanguageModelLoss(model.loss_function, model.config.vocab_size)
+
+
+def _masked_loss(model: Any) -> Loss:
+    return LanguageModelLoss(ForMaskedLMLoss, model.config.vocab_size)
+
+
+def _classification_loss(model: Any) -> Loss:
+    return ClassificationLoss(model.config.num_labels, model.config.problem_type)
+
+
+_GPT2 = Family("gpt2", _DECODER_INPUTS, _DECODER_INPUTS[:2], gpt2_chain, _causal_loss)
+_BERT_MLM = Family("bert", _BERT_INPUTS, _BERT_INPUTS[:3], masked_lm_chain, _masked_loss)
+_BERT_CLS = Family(
+    "bert", _BERT_INPUTS, _BERT_INPUTS[:3], classification_chain, _classification_loss
+)
+_DECODER = Family("decoder", _DECODER_INPUTS, _DECODER_INPUTS[:2], decoder_chain, _causal_loss)
+
+
+def family_of(model: Any) -> Family:
+    """Return the family of a model.
+
+    Raises:
+        ModelError: The class is not supported; names those that are.
+    """
+    exact = {
+        GPT2LMHeadModel: _GPT2,
+        BertForMaskedLM: _BERT_MLM,
+        BertForSequenceClassification: _BERT_CLS,
+    }
+    for kind, family in exact.items():
+        if isinstance(model, kind):
+            return family
+    if has_plan(model):
+        return _DECODER
+    raise ModelError(
+        "model",
+        type(model).__name__,
+        "this class cannot be cut into pipeline stages",
+        f"Use one of {SUPPORTED}; or train it with one stage",
+    )

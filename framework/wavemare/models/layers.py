@@ -1,0 +1,234 @@
+"""Layers of a pipeline: thin modules around the submodules of a transformers model.
+
+Nothing is copied. A layer maps a carry to a carry and knows the name that each of its weights has
+in the model's own state dict.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import Tensor, nn
+
+from wavemare.errors import ModelError
+from wavemare.models.carry import Carry, SideInputs, StageContext, pack, unpack
+
+__all__ = [
+    "Block",
+    "Head",
+    "ModuleSpec",
+    "PipelineLayer",
+    "TiedHead",
+    "TiedSpec",
+    "TokenEmbedding",
+    "Wrapped",
+    "name_weights",
+    "spec_of",
+]
+
+
+class PipelineLayer(nn.Module):
+    """One element of the chain; subclasses define :meth:`run`.
+
+    Args:
+        inputs: Names of the tensors of the first carry, ``input_ids`` first.
+    """
+
+    is_block = False
+    """Whether the layer is one of the repeated blocks, which activation checkpointing is for."""
+
+    takes_integers = False
+    """Whether the layer reads token ids, through which no gradient can flow."""
+
+    ends_chain = False
+    """Whether the side inputs stop here."""
+
+    def __init__(self, inputs: Sequence[str]) -> None:
+        super().__init__()
+        self.inputs = tuple(inputs)
+        self.weight_names: dict[str, str] = {}
+        """Name in the model's state dict for each name in this layer's; see name_weights."""
+
+    def forward(self, carry: Carry) -> Carry:
+        """Map a carry to the next one."""
+        hidden, sides = unpack(carry, self.inputs)
+        result = self.run(hidden, sides)
+        return result if self.ends_chain else pack(result, sides)
+
+    def run(self, hidden: Tensor, sides: SideInputs) -> Tensor:
+        """Map the hidden states, (batch, sequence, hidden), to the next ones."""
+        raise NotImplementedError
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the layer's parameters and buffers under the names of the model's state dict."""
+        return {self.weight_names[name]: value for name, value in self.state_dict().items()}
+
+    def matches(self, pattern: re.Pattern[str]) -> bool:
+        """Whether the layer's class, or that of the module it wraps, has such a name."""
+        classes = [type(self), *(type(child) for child in self.children())]
+        return any(pattern.search(kind.__name__) for kind in classes)
+
+
+class TokenEmbedding(PipelineLayer):
+    """Word embedding; possibly tied to the head."""
+
+    takes_integers = True
+
+    def __init__(self, inputs: Sequence[str], embedding: nn.Module) -> None:
+        super().__init__(inputs)
+        self.embedding = embedding
+
+    def run(self, hidden: Tensor, sides: SideInputs) -> Tensor:
+        """Embed ``input_ids``, (batch, sequence)."""
+        embedded: Tensor = self.embedding(hidden)
+        if torch.is_grad_enabled() and not embedded.requires_grad:
+            # With frozen embeddings neither a reentrant checkpoint nor the next stage would find
+            # the way back to the weights above.
+            embedded.requires_grad_()
+        return embedded
+
+
+class Wrapped(PipelineLayer):
+    """A module that maps hidden states alone: a norm, a dropout, a transform.
+
+    Args:
+        inputs: Names of the tensors of the first carry.
+        module: The module.
+    """
+
+    def __init__(self, inputs: Sequence[str], module: nn.Module) -> None:
+        super().__init__(inputs)
+        self.module = module
+
+    def run(self, hidden: Tensor, sides: SideInputs) -> Tensor:
+        """Apply the module."""
+        result: Tensor = self.module(hidden)
+        return result
+
+
+class Head(Wrapped):
+    """An output projection with weights of its own."""
+
+    ends_chain = True
+
+
+class TiedHead(PipelineLayer):
+    """An output projection with the weights of the word embedding.
+
+    Args:
+        inputs: Names of the tensors of the first carry.
+        tied: The layer that owns the weights.
+        bias: A bias of its own, (vocabulary,).
+    """
+
+    ends_chain = True
+
+    def __init__(
+        self, inputs: Sequence[str], tied: TokenEmbedding, bias: nn.Parameter | None = None
+    ) -> None:
+        super().__init__(inputs)
+        self.bias = bias
+        # In a tuple, so that it is no submodule: DeepSpeed registers tied modules by themselves.
+        self._tied = (tied,)
+
+    @property
+    def tied(self) -> TokenEmbedding:
+        """The layer that owns the weights."""
+        return self._tied[0]
+
+    def run(self, hidden: Tensor, sides: SideInputs) -> Tensor:
+        """Return logits, (batch, sequence, vocabulary)."""
+        weight: Any = self.tied.embedding.weight
+        return F.linear(hidden, weight, self.bias)
+
+
+class Block(PipelineLayer):
+    """A transformer block; subclasses know how their family calls it.
+
+    Args:
+        inputs: Names of the tensors of the first carry.
+        block: The model's block.
+        context: Masks and tables, shared by all blocks of a process.
+    """
+
+    is_block = True
+
+    def __init__(self, inputs: Sequence[str], block: nn.Module, context: StageContext) -> None:
+        super().__init__(inputs)
+        self.block = block
+        self.context = context
+
+
+class ModuleSpec(LayerSpec):
+    """A specification that builds nothing: it hands out an existing layer."""
+
+    def __init__(self, layer: PipelineLayer) -> None:
+        super().__init__(type(layer))
+        self.layer: PipelineLayer | None = layer
+
+    def build(self, log: bool = False) -> PipelineLayer:
+        """Return the layer."""
+        assert self.layer is not None, "a layer of another stage was released"
+        return self.layer
+
+
+class TiedSpec(TiedLayerSpec):
+    """A specification of a layer that owns or uses tied weights."""
+
+    def __init__(self, key: str, layer: TokenEmbedding | TiedHead) -> None:
+        super().__init__(key, type(layer), tied_weight_attr="embedding.weight")
+        self.layer: TokenEmbedding | TiedHead | None = layer
+
+    def build(self, log: bool = False) -> TokenEmbedding:
+        """Return the layer that owns the weights."""
+        assert self.layer is not None, "a layer of another stage was released"
+        return self.layer.tied if isinstance(self.layer, TiedHead) else self.layer
+
+
+def spec_of(layer: PipelineLayer, chain: Iterable[PipelineLayer]) -> ModuleSpec | TiedSpec:
+    """Return the specification of a layer, tied if the chain ties it to another one."""
+    owners = [other.tied for other in chain if isinstance(other, TiedHead)]
+    if isinstance(layer, TiedHead):
+        return TiedSpec("embedding", layer)
+    if isinstance(layer, TokenEmbedding) and any(layer is owner for owner in owners):
+        return TiedSpec("embedding", layer)
+    return ModuleSpec(layer)
+
+
+def name_weights(model: nn.Module, chain: Sequence[PipelineLayer]) -> dict[str, str]:
+    """Tell each layer the names of its weights in the model's state dict.
+
+    Args:
+        model: The whole model.
+        chain: Its layers.
+
+    Returns:
+        For each key of the model's state dict the key under which a layer holds that tensor: the
+        same one, or another where two names are tied.
+
+    Raises:
+        ModelError: A weight of the model belongs to no layer.
+    """
+    state = model.state_dict(keep_vars=True)
+    first_name: dict[int, str] = {}
+    for name, value in state.items():
+        first_name.setdefault(id(value), name)
+    held: set[int] = set()
+    for layer in chain:
+        own = layer.state_dict(keep_vars=True)
+        layer.weight_names = {name: first_name[id(value)] for name, value in own.items()}
+        held.update(id(value) for value in own.values())
+    left = sorted(name for name, value in state.items() if id(value) not in held)
+    if left:
+        raise ModelError(
+            "model",
+            type(model).__name__,
+            f"its weights {', '.join(left[:3])} belong to no layer of the pipeline",
+            "Train it with one stage",
+        )
+    return {name: first_name[id(value)] for name, value in state.items()}

@@ -1,0 +1,56 @@
+"""Losses of transformers' heads as functions of (logits, labels)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+from transformers.loss.loss_utils import ForSequenceClassificationLoss
+
+__all__ = ["ClassificationLoss", "LanguageModelLoss", "Loss"]
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""From (logits, labels) to a scalar."""
+
+
+@dataclass(frozen=True)
+class LanguageModelLoss:
+    """Mean cross-entropy over the labels other than -100.
+
+    Args:
+        function: transformers' loss of the head, for example ``ForCausalLMLoss``, which shifts the
+            labels by one.
+        vocab_size: Size of the logits' last dimension.
+    """
+
+    function: Callable[..., Tensor]
+    vocab_size: int
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of logits (batch, sequence, vocabulary) and labels (batch, sequence)."""
+        return self.function(logits=logits, labels=labels, vocab_size=self.vocab_size)
+
+
+@dataclass(frozen=True)
+class ClassificationLoss:
+    """The loss of transformers' sequence classification.
+
+    Args:
+        num_labels: Number of outputs.
+        problem_type: ``regression``, ``single_label_classification``,
+            ``multi_label_classification`` or None: decided by each batch as transformers does.
+    """
+
+    num_labels: int
+    problem_type: str | None
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of logits (batch, labels) and labels (batch,) or (batch, labels)."""
+        # transformers writes its decision into the configuration that it is given; only the last
+        # stage sees labels, so it gets one of its own.
+        config: Any = SimpleNamespace(num_labels=self.num_labels, problem_type=self.problem_type)
+        loss: Tensor = ForSequenceClassificationLoss(labels, logits, config)
+        return loss

@@ -1,0 +1,160 @@
+"""A transformers model as a DeepSpeed ``PipelineModule``."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
+from torch import Tensor, nn
+
+from wavemare.models import batches
+from wavemare.models.layers import PipelineLayer, TiedHead, spec_of
+from wavemare.models.losses import Loss
+
+__all__ = ["Conversion", "TransformerPipeline"]
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A model taken apart.
+
+    Args:
+        family: Name of the family.
+        inputs: Names of the tensors of the first carry.
+        chain: All layers, from ``input_ids`` to logits.
+        loss: The head's loss.
+        names: For each key of the model's state dict the key under which a layer holds it.
+        skeleton: The model without its weights (on the meta device), for saving; on rank 0.
+        config: The model's configuration.
+    """
+
+    family: str
+    inputs: tuple[str, ...]
+    chain: tuple[PipelineLayer, ...]
+    loss: Loss
+    names: Mapping[str, str]
+    skeleton: Any
+    config: Any
+
+
+class TransformerPipeline(PipelineModule):
+    """The stage of a transformers model that this process trains.
+
+    Layers of other stages are not referenced: their memory is freed when the caller drops the
+    model.
+
+    Args:
+        conversion: The model taken apart.
+        cuts: Bounds of the stages, ``num_stages + 1`` of them.
+        topology: Process topology with the axes ``pipe`` and ``data``; from the number of stages
+            and processes if None.
+        loss_fn: Loss of (logits, labels); the head's own if None.
+        activation_checkpoint_interval: Layers per activation checkpoint; 0 keeps all activations.
+        dynamic_shape: Whether batches differ in shape.
+
+    Attributes:
+        family: Name of the model's family.
+        config: The model's configuration.
+        inputs: Names of the tensors of the first carry, ``input_ids`` first.
+    """
+
+    def __init__(
+        self,
+        conversion: Conversion,
+        cuts: Sequence[int],
+        *,
+        topology: Any = None,
+        loss_fn: Callable[..., Tensor] | None = None,
+        activation_checkpoint_interval: int = 0,
+        dynamic_shape: bool = False,
+    ) -> None:
+        # DeepSpeed prints its topology and seeds.
+        with redirect_stdout(io.StringIO()):
+            super().__init__(
+                layers=[spec_of(layer, conversion.chain) for layer in conversion.chain],
+                num_stages=None if topology else len(cuts) - 1,
+                topology=topology,
+                loss_fn=loss_fn or conversion.loss,
+                partition_method=tuple(cuts),
+                activation_checkpoint_interval=activation_checkpoint_interval,
+                dynamic_shape=dynamic_shape,
+            )
+        self.family = conversion.family
+        self.config = conversion.config
+        self.inputs = conversion.inputs
+        self._names = dict(conversion.names)
+        self._skeleton = (conversion.skeleton,)  # in a tuple, so that it is no submodule
+        self._own_for_clipping()
+        for index, spec in enumerate(self._layer_specs):
+            if not self._local_start <= index < self._local_stop:
+                spec.layer = None
+
+    def split_batch(
+        self, batch: Mapping[str, Tensor], *, labels_required: bool = True
+    ) -> tuple[Tensor | tuple[Tensor, ...], Tensor | tuple[()]]:
+        """Turn a Hugging Face batch into this pipeline's (inputs, labels).
+
+        See :func:`wavemare.models.batches.split_batch`.
+
+        Raises:
+            ModelError: An entry is missing, not declared or of a wrong shape.
+        """
+        return batches.split_batch(batch, self.inputs, labels_required=labels_required)
+
+    def weight_names(self) -> dict[str, str]:
+        """For each key of the model's state dict, the key under which a stage holds it."""
+        return dict(self._names)
+
+    def local_weights(self) -> dict[str, Tensor]:
+        """Return the weights that this stage owns, by their names in the model's state dict.
+
+        Tied weights are owned by their first stage: there they belong to the embedding, elsewhere
+        to no layer but only to DeepSpeed's tied modules. The tensors are the live ones.
+        """
+        layers = [layer for layer in self.forward_funcs if isinstance(layer, PipelineLayer)]
+        return {name: value.detach() for layer in layers for name, value in layer.weights().items()}
+
+    @property
+    def skeleton(self) -> Any:
+        """The model without weights, on rank 0; else None."""
+        return self._skeleton[0]
+
+    def _partition_layers(self, method: tuple[int, ...]) -> None:
+        """Take the cuts that came as DeepSpeed's ``partition_method``."""
+        self.parts = list(method)
+        stage = self._topo.get_coord(self.global_rank).pipe
+        self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+
+    def _build(self) -> None:
+        super()._build()
+        # DeepSpeed uses the tied embedding in the head's place; ours may have a bias of its own,
+        # which has to be among the parameters and in the checkpoints.
+        for index in range(self._local_start, self._local_stop):
+            layer = self._layer_specs[index].layer
+            if isinstance(layer, TiedHead):
+                self.forward_funcs[index - self._local_start] = layer
+                self.add_module(str(index), layer)
+                for parameter in layer.parameters():
+                    parameter.ds_pipe_replicated = False  # type: ignore[attr-defined]
+
+    def _own_for_clipping(self) -> None:
+        # DeepSpeed's fp32 clipping counts a parameter of stage > 0 only if it is marked so. Of a
+        # tied weight, whose gradients are equal on all its stages, the first one counts.
+        for parameter in self.parameters():
+            parameter.model_parallel = not getattr(parameter, "ds_pipe_replicated", False)
+
+    def _is_checkpointable(self, funcs: Sequence[nn.Module]) -> bool:
+        """Checkpoint groups that hold a block.
+
+        The reentrant function loses the gradient of a group whose input is token ids.
+        """
+        layers = [func for func in funcs if isinstance(func, PipelineLayer)]
+        reentrant = self.activation_checkpoint_func is not non_reentrant_checkpoint
+        if reentrant and any(layer.takes_integers for layer in layers):
+            return False
+        return any(layer.is_block for layer in layers)

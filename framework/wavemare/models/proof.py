@@ -1,0 +1,178 @@
+"""The proof of a conversion: on a small batch the chain computes what the model computes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wavemare.errors import ModelError
+from wavemare.models.batches import split_batch
+from wavemare.models.carry import Carry
+from wavemare.models.layers import PipelineLayer
+from wavemare.models.losses import ClassificationLoss, Loss
+
+__all__ = ["example_batch", "prove", "run_chain"]
+
+_TEXTS, _TOKENS, _PADDING, _WINDOW = 2, 8, 3, 4
+_ROUNDING = 1e-6
+
+
+def run_chain(chain: Sequence[PipelineLayer], inputs: Any) -> Carry:
+    """Apply all layers to the first carry."""
+    for layer in chain:
+        inputs = layer(inputs)
+    return inputs
+
+
+def prove(model: Any, chain: Sequence[PipelineLayer], inputs: Sequence[str], loss: Loss) -> None:
+    """Compare a chain's logits and loss with the model's, without and with dropout.
+
+    Neither the random state nor the model is changed. A sliding window is narrowed for the time of
+    the proof, so that a few tokens show whether it is respected.
+
+    Args:
+        model: The model, on one real device.
+        chain: Its layers, from ``input_ids`` to logits.
+        inputs: The declared names.
+        loss: The loss of logits and labels.
+
+    Raises:
+        ModelError: They differ by more than rounding, or the layers cannot be called as they are.
+    """
+    batch = example_batch(model, inputs)
+    labels = _example_labels(loss, batch["input_ids"])
+    carry, _ = split_batch(batch, inputs, labels_required=False)
+    options = {"use_cache": False} if _takes_use_cache(model) else {}
+    with _undisturbed(model):
+        for training in (False, True):
+            model.train(training)
+            state = torch.get_rng_state()
+
+            def original(state: Tensor = state) -> tuple[Tensor, Tensor]:
+                torch.set_rng_state(state)
+                output = model(**batch, labels=labels, **options)
+                return output.logits, output.loss
+
+            expected = original()
+            torch.set_rng_state(state)
+            ours = _results_of_chain(model, chain, carry, loss, labels)
+            _check_shapes(model, ours, expected)
+            difference = _difference(ours, expected)
+            if not difference <= _ROUNDING:
+                # The operations are the same, so the results are equal to the bit unless kernels
+                # are not deterministic; then the model differs from itself by as much.
+                noise = _difference(original(), expected)
+                if not difference <= _ROUNDING + 2 * noise:
+                    mode = "training" if training else "evaluation"
+                    raise _refusal(
+                        model,
+                        f"in {mode} mode the layers' results differ from the model's by "
+                        f"{difference:.1e} of the largest",
+                    )
+
+
+def example_batch(
+    model: Any, inputs: Sequence[str], texts: int = _TEXTS, tokens: int = _TOKENS
+) -> dict[str, Tensor]:
+    """Return a small batch: the last text is padded, or packed where only positions tell it.
+
+    Args:
+        model: The model whose vocabulary and device are used.
+        inputs: The declared names.
+        texts: Number of rows.
+        tokens: Length of a row.
+    """
+    device = next(model.parameters()).device
+    count = torch.arange(texts * tokens, device=device).view(texts, tokens)
+    batch = {"input_ids": (count * 7 + 3) % model.config.vocab_size}
+    if "attention_mask" in inputs:
+        batch["attention_mask"] = torch.ones_like(count)
+        batch["attention_mask"][-1, -min(_PADDING, tokens - 1) :] = 0
+    if "token_type_ids" in inputs:
+        batch["token_type_ids"] = count % model.config.type_vocab_size
+    if "position_ids" in inputs:
+        positions = torch.arange(tokens, device=device).repeat(texts, 1)
+        positions[-1] %= tokens // 2 + 1
+        batch["position_ids"] = positions
+    return batch
+
+
+def _example_labels(loss: Loss, ids: Tensor) -> Tensor:
+    if not isinstance(loss, ClassificationLoss):
+        labels = ids.clone()
+        labels[:, ::3] = -100
+        return labels
+    of_kind = loss.problem_type
+    if of_kind is None:
+        of_kind = "regression" if loss.num_labels == 1 else "single_label_classification"
+    if of_kind == "single_label_classification":
+        return torch.arange(len(ids), device=ids.device) % loss.num_labels
+    shape = (len(ids), loss.num_labels)
+    return torch.linspace(0, 1, len(ids) * loss.num_labels, device=ids.device).view(shape)
+
+
+def _takes_use_cache(model: Any) -> bool:
+    return "use_cache" in inspect.signature(model.forward).parameters
+
+
+@contextmanager
+def _undisturbed(model: Any) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    config = model.config
+    # A classification head writes its problem type into the configuration on its first loss.
+    kept = {
+        name: getattr(config, name)
+        for name in ("problem_type", "sliding_window")
+        if hasattr(config, name)
+    }
+    try:
+        if kept.get("sliding_window") is not None:
+            config.sliding_window = min(_WINDOW, kept["sliding_window"])
+        with torch.no_grad(), torch.random.fork_rng():
+            yield
+    finally:
+        for name, value in kept.items():
+            setattr(config, name, value)
+        for module, training in modes.items():
+            module.training = training
+
+
+def _results_of_chain(
+    model: Any, chain: Sequence[PipelineLayer], carry: Carry, loss: Loss, labels: Tensor
+) -> tuple[Tensor, Tensor]:
+    try:
+        logits = run_chain(chain, carry)
+        assert isinstance(logits, Tensor)
+        return logits, loss(logits, labels)
+    except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
+        message = str(error).partition("\n")[0]
+        raise _refusal(model, f"its layers cannot be called one by one ({message})") from error
+
+
+def _check_shapes(model: Any, ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> None:
+    for mine, its in zip(ours, theirs, strict=True):
+        if mine.shape != its.shape:
+            shapes = f"{tuple(mine.shape)} instead of {tuple(its.shape)}"
+            raise _refusal(model, f"the layers' results have the shape {shapes}")
+
+
+def _difference(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> float:
+    """Return the largest difference of logits or loss, relative to the largest value."""
+    return max(
+        float((mine.double() - its.double()).abs().max() / its.double().abs().max())
+        for mine, its in zip(ours, theirs, strict=True)
+    )
+
+
+def _refusal(model: Any, reason: str) -> ModelError:
+    return ModelError(
+        "model",
+        type(model).__name__,
+        f"{reason}, so it does more than its layers show",
+        "Train it with one stage, or write a PipelineModule for it",
+    )

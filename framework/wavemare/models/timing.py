@@ -1,0 +1,94 @@
+"""Measured time of each layer, for cuts by time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+from wavemare.models.batches import split_batch
+from wavemare.models.carry import Carry, pack, unpack
+from wavemare.models.layers import PipelineLayer, TiedHead
+from wavemare.models.proof import example_batch
+
+__all__ = ["layer_times"]
+
+_TOKENS = 128
+_ROUNDS = 3
+
+
+def layer_times(model: Any, chain: Sequence[PipelineLayer], inputs: Sequence[str]) -> list[float]:
+    """Measure forward and backward of each layer on one text, averaged over all processes.
+
+    Layers of the same kind and size share their mean, so that noise does not move the cuts.
+
+    Args:
+        model: The model that the layers belong to.
+        chain: Its layers.
+        inputs: The declared names.
+
+    Returns:
+        Seconds for each layer, equal on all ranks.
+    """
+    longest = getattr(model.config, "max_position_embeddings", _TOKENS)
+    batch = example_batch(model, inputs, texts=1, tokens=min(_TOKENS, longest))
+    carry: Any = split_batch(batch, inputs, labels_required=False)[0]
+    device = torch.device(get_accelerator().current_device_name())
+    seconds = []
+    with torch.random.fork_rng():
+        for layer in chain:
+            carry, spent = _measure(layer, carry, device)
+            seconds.append(spent)
+    table = torch.tensor(seconds, dtype=torch.float64, device=device)
+    torch.distributed.all_reduce(table)
+    table /= torch.distributed.get_world_size()
+    return _mean_by_kind(chain, table.tolist())
+
+
+def _measure(layer: PipelineLayer, carry: Carry, device: torch.device) -> tuple[Carry, float]:
+    module = layer.tied if isinstance(layer, TiedHead) else layer
+    home = next((weight.device for weight in module.parameters()), device)
+    for part in {layer, module}:
+        part.to(device)
+    weights = [w for w in {*layer.parameters(), *module.parameters()} if w.requires_grad]
+    first, sides = unpack(carry, layer.inputs)
+    sides = {name: side.to(device) for name, side in sides.items()}
+    spent = []
+    # The first round warms up.
+    for _ in range(_ROUNDS + 1):
+        hidden = first.detach().to(device)
+        leaves: list[Tensor] = list(weights)
+        if hidden.is_floating_point():
+            leaves.append(hidden.requires_grad_())
+        started = _now()
+        with torch.enable_grad():
+            result = layer(pack(hidden, sides))
+            output, _ = unpack(result, layer.inputs)
+            if leaves and output.requires_grad:
+                # Not backward(), which would leave gradients in the parameters.
+                torch.autograd.grad(output.sum(), leaves, allow_unused=True)
+        spent.append(_now() - started)
+    for part in {layer, module}:
+        part.to(home)
+    output, sides = unpack(result, layer.inputs)
+    return pack(output.detach(), sides), median(spent[1:])
+
+
+def _now() -> float:
+    get_accelerator().synchronize()
+    return time.perf_counter()
+
+
+def _mean_by_kind(chain: Sequence[PipelineLayer], seconds: Sequence[float]) -> list[float]:
+    def kind(layer: PipelineLayer) -> tuple[type, int]:
+        return type(layer), sum(weight.numel() for weight in layer.parameters())
+
+    alike: dict[tuple[type, int], list[float]] = {}
+    for layer, spent in zip(chain, seconds, strict=True):
+        alike.setdefault(kind(layer), []).append(spent)
+    return [sum(alike[kind(layer)]) / len(alike[kind(layer)]) for layer in chain]

@@ -1,0 +1,18 @@
+"""What a run leaves behind and what it shows while it runs."""
+
+from wavemare.observe.memory import MemoryEstimate, estimate_activations, estimate_memory
+from wavemare.observe.quiet import quiet_environment, quiet_libraries
+from wavemare.observe.run import Run, read_metrics
+from wavemare.observe.screen import Progress, Screen
+
+__all__ = [
+    "MemoryEstimate",
+    "Progress",
+    "Run",
+    "Screen",
+    "estimate_activations",
+    "estimate_memory",
+    "quiet_environment",
+    "quiet_libraries",
+    "read_metrics",
+]

@@ -1,0 +1,78 @@
+"""The loss curve of a run as a picture."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+__all__ = ["draw_loss"]
+
+_SIZE_INCHES = (7.0, 4.0)
+_DOTS_PER_INCH = 150
+# More points than this are drawn faint, below their moving average.
+_SMOOTH_ABOVE = 60
+
+
+def draw_loss(
+    train: Sequence[tuple[int, float]],
+    held_out: Sequence[tuple[int, float]],
+    baselines: Mapping[str, float],
+) -> bytes:
+    """Draw losses over steps.
+
+    The figure is made without pyplot, whose state is global and which would look for a screen.
+
+    Args:
+        train: (step, loss) of each logged step.
+        held_out: (step, loss) of each evaluation.
+        baselines: Losses to compare with, by name.
+
+    Returns:
+        A PNG file of 1050 x 600 pixels.
+    """
+    figure = Figure(figsize=_SIZE_INCHES, dpi=_DOTS_PER_INCH, layout="constrained")
+    axes = figure.add_subplot()
+    if train:
+        steps, losses = zip(*train, strict=True)
+        smooth = len(losses) > _SMOOTH_ABOVE
+        axes.plot(
+            steps,
+            losses,
+            color="tab:blue",
+            linewidth=1.0 if smooth else 1.8,
+            alpha=0.3 if smooth else 1.0,
+            label=None if smooth else "training",
+        )
+        if smooth:
+            label = "training (moving average)"
+            axes.plot(steps, _smoothed(losses), color="tab:blue", linewidth=1.8, label=label)
+    if held_out:
+        steps, losses = zip(*held_out, strict=True)
+        axes.plot(steps, losses, "o", color="tab:orange", markersize=5, label="held out")
+    for index, (name, loss) in enumerate(baselines.items()):
+        style = ("--", ":", "-.")[index % 3]
+        axes.axhline(
+            loss, color="0.35", linestyle=style, linewidth=1.2, label=f"{name} ({loss:.3g})"
+        )
+    axes.set_xlabel("step", fontsize=12)
+    axes.set_ylabel("loss (nats per token)", fontsize=12)
+    axes.tick_params(labelsize=11)
+    axes.grid(alpha=0.25)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=11, frameon=False)
+    picture = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(picture)
+    return picture.getvalue()
+
+
+def _smoothed(losses: Sequence[float]) -> list[float]:
+    """Average each loss with those before it, over a thirtieth of the run."""
+    width = max(1, len(losses) // 30)
+    sums, averages = 0.0, []
+    for index, loss in enumerate(losses):
+        sums += loss - (losses[index - width] if index >= width else 0.0)
+        averages.append(sums / min(index + 1, width))
+    return averages

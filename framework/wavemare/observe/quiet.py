@@ -1,0 +1,62 @@
+"""Keeping other libraries from drowning the progress line."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+__all__ = ["quiet_environment", "quiet_libraries", "verbose"]
+
+# Read by the libraries when they are imported.
+_VARIABLES = {
+    "TRANSFORMERS_VERBOSITY": "error",
+    "DATASETS_VERBOSITY": "error",
+    "HF_HUB_VERBOSITY": "error",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def verbose() -> bool:
+    """Whether the user asked for everything that the libraries say (``WAVEMARE_VERBOSE=1``)."""
+    return os.environ.get("WAVEMARE_VERBOSE", "0") == "1"
+
+
+def quiet_environment() -> dict[str, str]:
+    """Return the variables that make libraries quiet and that the user has not set."""
+    if verbose():
+        return {}
+    return {name: value for name, value in _VARIABLES.items() if name not in os.environ}
+
+
+def quiet_libraries() -> None:
+    """Show errors alone of DeepSpeed, transformers and datasets, and none of their bars.
+
+    It may be called before or after they are imported, and imports none of them. With
+    ``WAVEMARE_VERBOSE=1`` it does nothing.
+    """
+    if verbose():
+        return
+    os.environ.update(quiet_environment())
+    deepspeed_logger = logging.getLogger("DeepSpeed")
+    deepspeed_logger.setLevel(logging.ERROR)
+    # DeepSpeed sets the level when it is imported, and its handler repeats it: a filter stays.
+    if _errors_only not in deepspeed_logger.filters:
+        deepspeed_logger.addFilter(_errors_only)
+    for library in ("transformers", "datasets", "huggingface_hub"):
+        module = sys.modules.get(f"{library}.utils.logging")
+        if module is not None:
+            module.set_verbosity_error()
+    transformers_logging = sys.modules.get("transformers.utils.logging")
+    if transformers_logging is not None:
+        transformers_logging.disable_progress_bar()
+    for tqdm in ("datasets.utils.tqdm", "huggingface_hub.utils.tqdm"):
+        module = sys.modules.get(tqdm)
+        if module is not None:
+            module.disable_progress_bars()
+
+
+def _errors_only(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR

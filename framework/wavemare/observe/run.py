@@ -1,0 +1,231 @@
+"""A run folder: what was asked, what was measured, a picture of it and a summary."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TextIO
+
+from wavemare.errors import ConfigError, DataError
+from wavemare.files import atomic_write_bytes, atomic_write_text
+
+__all__ = ["Run", "read_metrics"]
+
+_PACKAGES = ("wavemare", "torch", "deepspeed", "transformers", "datasets", "tokenizers", "mpi4py")
+
+
+class Run:
+    """The folder of one training run, written by global rank 0 alone.
+
+    On the other ranks every method does nothing, so that a recipe reads the same on all of them.
+
+    Args:
+        folder: Made if it does not exist; a run that is resumed is given its old folder.
+        rank: Global rank of this process.
+
+    Raises:
+        ConfigError: The folder cannot be made or written.
+    """
+
+    def __init__(self, folder: Path, *, rank: int) -> None:
+        self.folder = Path(folder)
+        self._writes = rank == 0
+        self._metrics: TextIO | None = None
+        if self._writes:
+            _make_writable(self.folder)
+
+    @property
+    def metrics_file(self) -> Path:
+        """One JSON object per line, in the order of the steps."""
+        return self.folder / "metrics.jsonl"
+
+    def write_config(
+        self, configuration: Mapping[str, Any], *, world_size: int | None = None
+    ) -> None:
+        """Write ``config.json``: the resolved configuration and the environment that it ran in.
+
+        Args:
+            configuration: Everything that decides the result; values that are not JSON (paths)
+                are written as text.
+            world_size: Number of ranks; by default the launcher's ``WORLD_SIZE``.
+        """
+        if self._writes:
+            content = {
+                "configuration": dict(configuration),
+                "environment": _environment(world_size),
+            }
+            atomic_write_text(self.folder / "config.json", _json(content))
+
+    def log(self, step: int, **metrics: float | None) -> None:
+        """Append one line to ``metrics.jsonl``, complete on disk when the call returns.
+
+        Args:
+            step: Optimizer steps done when the values were measured.
+            metrics: Numbers. Those that are not finite become null: JSON has no word for them.
+        """
+        if not self._writes:
+            return
+        if self._metrics is None:
+            self._metrics = self.metrics_file.open("a", encoding="utf-8")
+        line = {"step": step, **{name: _plain(value) for name, value in metrics.items()}}
+        self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
+        self._metrics.flush()
+
+    def truncate_after(self, step: int) -> None:
+        """Cut off the lines after a step, as a run that resumes there will write them again.
+
+        Args:
+            step: The last step to keep; -1 begins anew.
+        """
+        if not self._writes or not self.metrics_file.exists():
+            return
+        self.close()
+        kept = [line for line in read_metrics(self.metrics_file) if line["step"] <= step]
+        atomic_write_text(self.metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def curve(
+        self,
+        *,
+        train: str = "loss",
+        held_out: str = "held_out_loss",
+        baselines: Mapping[str, float] | None = None,
+    ) -> None:
+        """Draw ``loss.png`` from ``metrics.jsonl``.
+
+        Args:
+            train: Metric drawn as a line.
+            held_out: Metric drawn as points.
+            baselines: Losses to compare with, by name, drawn as horizontal lines.
+        """
+        if self._writes:
+            # matplotlib takes long to import and is needed once, at the end.
+            from wavemare.observe.curve import draw_loss
+
+            lines = read_metrics(self.metrics_file) if self.metrics_file.exists() else []
+            picture = draw_loss(
+                _series(lines, train), _series(lines, held_out), dict(baselines or {})
+            )
+            atomic_write_bytes(self.folder / "loss.png", picture)
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """Write ``summary.json`` and the same as tables in ``summary.md``.
+
+        Args:
+            values: Results by name; a value that is itself a mapping becomes a table of its own.
+        """
+        if self._writes:
+            atomic_write_text(self.folder / "summary.json", _json(values))
+            atomic_write_text(self.folder / "summary.md", _markdown(values))
+
+    def close(self) -> None:
+        """Close ``metrics.jsonl``; a later `log` opens it again."""
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+
+
+def read_metrics(file: Path) -> list[dict[str, Any]]:
+    """Read a ``metrics.jsonl``.
+
+    Args:
+        file: One JSON object with a ``"step"`` per line. A last line without its end, left by a
+            process that was killed as it wrote, is passed over.
+
+    Raises:
+        DataError: Another line is no such object; the message names it.
+    """
+    metrics = []
+    lines = file.read_text(encoding="utf-8").split("\n")
+    for number, text in enumerate(lines[:-1], start=1):
+        try:
+            line = json.loads(text)
+            valid = isinstance(line, dict) and isinstance(line.get("step"), int)
+        except json.JSONDecodeError:
+            valid = False
+        if not valid:
+            raise DataError(
+                f"{file}:{number}",
+                text,
+                "this line of metrics is not a JSON object with a step",
+                "Remove the line, or start a run in a new folder",
+            )
+        metrics.append(line)
+    return metrics
+
+
+def _make_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = f"this run folder cannot be made ({error.strerror})"
+        raise ConfigError("--output", str(folder), reason, "Name another folder") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(
+            "--output", str(folder), "this run folder cannot be written", "Name another folder"
+        )
+
+
+def _environment(world_size: int | None) -> dict[str, Any]:
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return {
+        "versions": versions,
+        "platform": platform.platform(),
+        "world_size": world_size or int(os.environ.get("WORLD_SIZE", "1")),
+        # sys.argv hides "-m module" and the interpreter's own options.
+        "command": list(sys.orig_argv),
+    }
+
+
+def _plain(value: float | None) -> float | int | None:
+    if value is None or isinstance(value, int):
+        return value
+    number = float(value)  # numpy's and torch's scalars are not JSON
+    return number if math.isfinite(number) else None
+
+
+def _json(values: Mapping[str, Any]) -> str:
+    return json.dumps(_finite(values), indent=2, default=str, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _series(lines: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
+    return [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+
+
+def _markdown(values: Mapping[str, Any]) -> str:
+    return "\n".join(_tables("Summary", values, level=1)) + "\n"
+
+
+def _tables(title: str, values: Mapping[str, Any], *, level: int) -> Iterator[str]:
+    yield f"{'#' * level} {title}"
+    plain = {key: value for key, value in values.items() if not isinstance(value, Mapping)}
+    if plain:
+        yield from ("", "| | |", "|---|---|")
+        yield from (f"| {_cell(key)} | {_cell(value)} |" for key, value in plain.items())
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield ""
+            yield from _tables(str(key), value, level=level + 1)
+
+
+def _cell(value: object) -> str:
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return text.replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,199 @@
+"""What a run shows: a panel at the start, one progress line, a table at the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from wavemare.observe.formats import format_progress
+from wavemare.observe.speed import Speed
+
+__all__ = ["Progress", "Screen"]
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+class Screen:
+    """Drawing by global rank 0; on other ranks every method does nothing.
+
+    On a terminal the progress line is redrawn in place. In a pipe or a file it becomes a plain
+    line every few seconds.
+
+    Args:
+        rank: Global rank of this process.
+        console: Where to draw; by default standard output.
+        seconds_between_lines: Pause between plain progress lines.
+        clock: Seconds from any origin, never going back.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        console: Console | None = None,
+        seconds_between_lines: float = _SECONDS_BETWEEN_LINES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console = console or Console(highlight=False, soft_wrap=False)
+        self._draws = rank == 0
+        self._pause = seconds_between_lines
+        self._clock = clock
+
+    def panel(self, title: str, groups: Mapping[str, Mapping[str, object]]) -> None:
+        """Draw the start-up panel.
+
+        Args:
+            title: Its heading.
+            groups: Rows (name and value) by group, for example ``{"model": {"layers": 4}}``.
+        """
+        if not self._draws:
+            return
+        grid = Table.grid(padding=(0, 2))
+        for _ in range(3):
+            grid.add_column()
+        for group, rows in groups.items():
+            for index, (name, value) in enumerate(rows.items()):
+                heading = Text(group if index == 0 else "", style="bold cyan")
+                grid.add_row(heading, Text(name, style="dim"), Text(str(value)))
+        self._console.print(Panel(grid, title=Text(title, style="bold"), expand=False))
+
+    @contextmanager
+    def progress(self, total: int, *, done: int = 0) -> Iterator[Progress]:
+        """Show a progress line while the block runs; on leaving it, the last state stays.
+
+        Args:
+            total: Optimizer steps in all.
+            done: Steps done before, by the run that is resumed.
+
+        Yields:
+            The line; call its `Progress.step` after each step.
+        """
+        if not self._draws:
+            yield Progress(total, done, _draw_nothing, self._clock)
+        elif self._console.is_terminal:
+            with Live(console=self._console, refresh_per_second=4) as live:
+                yield Progress(
+                    total,
+                    done,
+                    lambda line, _: live.update(Text(line, overflow="ellipsis", no_wrap=True)),
+                    self._clock,
+                )
+        else:
+            lines = _PlainLines(self._console, self._pause, self._clock)
+            try:
+                yield Progress(total, done, lines.draw, self._clock)
+            finally:
+                lines.finish()
+
+    def note(self, text: str) -> None:
+        """Print one line; above the progress line if that is being shown."""
+        if self._draws:
+            self._console.print(Text(text))
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        """Draw a table, for example of the final results.
+
+        Args:
+            title: Its heading.
+            columns: Headings of the columns.
+            rows: Cells, as many per row as there are columns.
+        """
+        if not self._draws:
+            return
+        table = Table(title=title, title_justify="left", title_style="bold")
+        for column in columns:
+            table.add_column(column, overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(str(cell)) for cell in row))
+        self._console.print(table)
+
+
+class Progress:
+    """One line on a running training.
+
+    Args:
+        total: Optimizer steps in all.
+        done: Steps done before.
+        draw: Called with the line, and whether it must not be left out.
+        clock: Seconds from any origin, never going back.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        done: int,
+        draw: Callable[[str, bool], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total = total
+        self._draw = draw
+        self._first = done + 1
+        self._speed = Speed(clock=clock)
+        self._speed.start(done)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Over the last steps and all ranks; None before the first step has ended."""
+        return self._speed.tokens_per_second
+
+    def step(
+        self,
+        step: int,
+        *,
+        tokens: int,
+        loss: float | None = None,
+        learning_rate: float | None = None,
+    ) -> None:
+        """Show that a step has ended.
+
+        Args:
+            step: Steps done.
+            tokens: Tokens of this step, over all ranks.
+            loss: Its mean loss.
+            learning_rate: The rate that it used.
+        """
+        self._speed.advance(step, tokens)
+        line = format_progress(
+            step,
+            self._total,
+            loss=loss,
+            learning_rate=learning_rate,
+            tokens_per_second=self._speed.tokens_per_second,
+            seconds_left=self._speed.seconds_left(self._total),
+        )
+        self._draw(line, step in {self._first, self._total})
+
+
+class _PlainLines:
+    """Lines for a file: the first and last one, and between them one every few seconds."""
+
+    def __init__(self, console: Console, pause: float, clock: Callable[[], float]) -> None:
+        self._console = console
+        self._pause = pause
+        self._clock = clock
+        self._printed_at = clock()
+        self._held: str | None = None
+
+    def draw(self, line: str, important: bool) -> None:
+        self._held = line
+        if important or self._clock() - self._printed_at >= self._pause:
+            self.finish()
+
+    def finish(self) -> None:
+        """Print the latest line if it has been held back."""
+        if self._held is not None:
+            # A line for a file or a log is never wrapped, whatever width rich assumes for it.
+            self._console.print(Text(self._held), soft_wrap=True)
+            self._held = None
+            self._printed_at = self._clock()
+
+
+def _draw_nothing(line: str, important: bool) -> None:
+    """Stand in for drawing on the ranks that do not draw."""

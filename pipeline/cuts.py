@@ -1,0 +1,134 @@
+"""Where a chain of layers is cut into stages: pure arithmetic on the layers' weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from wavemare.errors import ConfigError
+
+__all__ = ["balanced_cuts", "explicit_cuts"]
+
+STAGES_KEY = "wavemare.pipeline.stages"
+PARTITION_KEY = "wavemare.pipeline.partition"
+
+
+def balanced_cuts(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """Cut a chain so that the heaviest stage is as light as possible.
+
+    Among the cuts with the lightest heaviest stage, the one with the smallest sum of squared stage
+    weights is taken (it evens out the other stages), and among these the one whose first bounds are
+    smallest, so that every process finds the same cut.
+
+    Args:
+        weights: Cost of each layer, in any unit; finite and not negative.
+        num_stages: Number of stages, each of which gets at least one layer.
+
+    Returns:
+        ``num_stages + 1`` bounds: stage ``s`` holds the layers ``[bounds[s], bounds[s + 1])``.
+
+    Raises:
+        ConfigError: There are fewer layers than stages, no stage at all, or a weight is unusable.
+    """
+    _check_stages(len(weights), num_stages)
+    for layer, weight in enumerate(weights):
+        if not math.isfinite(weight) or weight < 0:
+            raise ConfigError(
+                PARTITION_KEY,
+                weight,
+                f"the weight of layer {layer} is not a finite number of at least 0",
+                "Choose another partition",
+            )
+    totals = [0.0, *accumulate(float(weight) for weight in weights)]
+    heaviest = _lightest_heaviest_stage(totals, num_stages)
+    return _evenest_cuts(totals, num_stages, heaviest)
+
+
+def explicit_cuts(
+    bounds: Sequence[int], num_layers: int, num_stages: int | None = None
+) -> tuple[int, ...]:
+    """Check cuts that a user wrote.
+
+    Args:
+        bounds: The first layer of each stage, or the same with the number of layers appended.
+        num_layers: Length of the chain.
+        num_stages: Number of stages wanted; taken from ``bounds`` if omitted.
+
+    Returns:
+        ``num_stages + 1`` bounds, from 0 to ``num_layers``.
+
+    Raises:
+        ConfigError: The bounds do not start at 0, do not increase, leave the chain or do not make
+            the wanted number of stages.
+    """
+    given = list(bounds)
+
+    def refuse(reason: str) -> ConfigError:
+        remedy = (
+            f"Give the first layer of each of the {num_stages or 'N'} stages, increasing from 0 "
+            f"and below {num_layers}"
+        )
+        return ConfigError(PARTITION_KEY, given, reason, remedy)
+
+    if not all(isinstance(bound, int) and not isinstance(bound, bool) for bound in given):
+        raise refuse("a bound is not an integer")
+    complete = given if given and given[-1] == num_layers else [*given, num_layers]
+    if complete[0] != 0:
+        raise refuse("the first stage does not start at layer 0")
+    if any(right <= left for left, right in pairwise(complete)):
+        raise refuse("the bounds do not increase strictly, so a stage would be empty")
+    if num_stages is not None and len(complete) != num_stages + 1:
+        raise refuse(f"this makes {len(complete) - 1} stages instead of {num_stages}")
+    return tuple(complete)
+
+
+def _check_stages(num_layers: int, num_stages: int) -> None:
+    if num_stages < 1:
+        raise ConfigError(
+            STAGES_KEY, num_stages, "a pipeline has at least one stage", "Give a positive integer"
+        )
+    if num_stages > num_layers:
+        raise ConfigError(
+            STAGES_KEY,
+            num_stages,
+            f"the model has only {num_layers} layers to distribute",
+            f"Use at most {num_layers} stages",
+        )
+
+
+def _lightest_heaviest_stage(totals: list[float], num_stages: int) -> float:
+    # best[j]: weight of the heaviest stage when the first j layers form the stages so far.
+    best = [0.0] + [math.inf] * (len(totals) - 1)
+    for stage in range(1, num_stages + 1):
+        best = [
+            min(
+                (max(best[i], totals[j] - totals[i]) for i in range(stage - 1, j)),
+                default=math.inf,
+            )
+            for j in range(len(totals))
+        ]
+    return best[-1]
+
+
+def _evenest_cuts(totals: list[float], num_stages: int, heaviest: float) -> tuple[int, ...]:
+    # rest[i]: least sum of squares of the layers from i on, in the stages that are left. Going
+    # backwards lets the reconstruction prefer the smallest bound at each step.
+    num_layers = len(totals) - 1
+    rest = [math.inf] * num_layers + [0.0]
+    choices: list[list[int]] = []
+    for left in range(1, num_stages + 1):
+        choice = [num_layers] * (num_layers + 1)
+        costs = [math.inf] * (num_layers + 1)
+        for i in range(num_layers - left + 1):
+            for j in range(i + 1, num_layers - left + 2):
+                weight = totals[j] - totals[i]
+                if weight <= heaviest and weight * weight + rest[j] < costs[i]:
+                    costs[i] = weight * weight + rest[j]
+                    choice[i] = j
+        rest = costs
+        choices.append(choice)
+    bounds = [0]
+    for choice in reversed(choices):
+        bounds.append(choice[bounds[-1]])
+    return tuple(bounds)

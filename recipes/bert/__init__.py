@@ -1,0 +1,1 @@
+"""BERT: masked-language pretraining, and sequence classification."""

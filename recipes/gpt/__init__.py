@@ -1,0 +1,1 @@
+"""GPT-2: pretraining on text, and going on from a Hugging Face folder."""

@@ -1,0 +1,55 @@
+"""Go on training a causal language model from a Hugging Face folder.
+
+::
+
+    wavemare train gpt/finetune -- --model runs/gpt-pretrain/model --data 'notes/*.txt'
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from wavemare.failure import run_main
+from wavemare.recipes.gpt.causal import CausalText
+from wavemare.recipes.job import Job, JobArguments, parse_arguments
+from wavemare.recipes.pretrained import check_model_folder
+
+
+@dataclass
+class FinetuneArguments(JobArguments):
+    """Options of GPT finetuning."""
+
+    output: str = field(default="runs/gpt-finetune", metadata={"help": "run folder"})
+    model: str = field(
+        default="runs/gpt-pretrain/model",
+        metadata={"help": "Hugging Face folder of the model and its tokenizer"},
+    )
+    max_steps: int = field(default=100, metadata={"help": "optimizer steps"})
+    sequence_length: int = field(default=128, metadata={"help": "tokens per sample"})
+    prompt: str = field(default="def ", metadata={"help": "start of the sample text"})
+
+
+def main() -> None:
+    """Load, train, evaluate, export and sample."""
+    arguments = parse_arguments(FinetuneArguments)
+    job = Job(arguments, "wavemare: GPT finetuning")
+    check_model_folder(arguments.model)
+    text = CausalText(job, arguments.data)
+    job.connect()
+
+    from transformers import AutoModelForCausalLM
+
+    text.load_tokenizer(arguments.model)
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="float32")
+    config = model.config
+    text.pack(
+        arguments.sequence_length, config.max_position_embeddings, vocabulary=config.vocab_size
+    )
+
+    job.build(model, text.describe(), sequence_length=arguments.sequence_length)
+    text.learn()
+    text.report(arguments.prompt)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,351 @@
+"""What all recipes share: options, start-up checks, the training loop, results.
+
+A recipe says what is learnt from what; a `Job` runs it, on any engine that the JSON asks for.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from wavemare.engine.config import check_batch_sizes, check_config, load_config
+from wavemare.engine.launch import ensure_launched
+from wavemare.errors import CheckpointError, ConfigError
+from wavemare.observe import (
+    MemoryEstimate,
+    Run,
+    Screen,
+    estimate_activations,
+    estimate_memory,
+    quiet_libraries,
+)
+
+__all__ = ["Job", "JobArguments", "parse_arguments"]
+
+
+@dataclass
+class JobArguments:
+    """Options of every recipe; a recipe's own come on top."""
+
+    deepspeed_config: str = field(metadata={"help": "JSON configuration (DeepSpeed's and ours)"})
+    data: str | None = field(
+        default=None,
+        metadata={
+            "help": "text to learn from: a file, folder, glob, datasets name or Megatron prefix; "
+            "the Python standard library's source if omitted"
+        },
+    )
+    output: str = field(default="runs/latest", metadata={"help": "run folder"})
+    resume: bool = field(default=False, metadata={"help": "go on from the newest checkpoint"})
+    max_steps: int = field(default=400, metadata={"help": "optimizer steps"})
+    eval_interval: int = field(default=100, metadata={"help": "steps between evaluations"})
+    eval_samples: int = field(default=128, metadata={"help": "samples of such an evaluation"})
+    save_interval: int = field(default=200, metadata={"help": "steps between checkpoints"})
+    log_interval: int = field(default=5, metadata={"help": "steps per line of metrics.jsonl"})
+    seed: int = field(default=1234, metadata={"help": "of weights, order and dropout"})
+    cache: str = field(
+        default="~/.cache/wavemare", metadata={"help": "folder of tokenizers and tokens"}
+    )
+    local_rank: int = field(default=-1, metadata={"help": "set by the deepspeed launcher"})
+
+
+Arguments = TypeVar("Arguments", bound=JobArguments)
+
+
+def parse_arguments(kind: type[Arguments]) -> Arguments:
+    """Parse the command line into a recipe's options."""
+    from transformers import HfArgumentParser
+
+    (arguments,) = HfArgumentParser([kind]).parse_args_into_dataclasses()
+    for name in ("max_steps", "eval_interval", "eval_samples", "save_interval", "log_interval"):
+        if getattr(arguments, name) < 1:
+            raise ConfigError(
+                f"--{name}", getattr(arguments, name), "it is below 1", "Give 1 or more"
+            )
+    return arguments
+
+
+class Job:
+    """One training run: its folder, its screen, its engine and its loop.
+
+    Args:
+        arguments: The recipe's options.
+        title: Heading of the start-up panel.
+
+    Raises:
+        LaunchError: No launcher started this process.
+        ConfigError: A key or value of the configuration cannot work.
+    """
+
+    def __init__(self, arguments: JobArguments, title: str) -> None:
+        self.arguments = arguments
+        self.title = title
+        self.config = self._resolve(load_config(arguments.deepspeed_config))
+        # All that can be refused is refused before torch and DeepSpeed take seconds to import.
+        ensure_launched()
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.section = check_config(self.config, world_size=self.world_size)
+        self.stages = self.section.pipeline.stages
+        self.batch = check_batch_sizes(self.config, data_world_size=self.world_size // self.stages)
+        quiet_libraries()
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.run = Run(Path(arguments.output), rank=self.rank)
+        self.screen = Screen(rank=self.rank)
+        self.cache = Path(arguments.cache).expanduser()
+        self.engine: Any = None
+        self.first_step = 0
+        self.seconds = 0.0
+        self.tokens_per_second: float | None = None
+
+    def _resolve(self, config: dict[str, Any]) -> dict[str, Any]:
+        scheduler = config.get("scheduler", {}).get("params", {})
+        steps = self.arguments.max_steps
+        for key, value in (("total_num_steps", steps), ("warmup_num_steps", max(steps // 10, 1))):
+            if scheduler.get(key) == "auto":
+                scheduler[key] = value
+        return config
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.run.folder / "checkpoints"
+
+    @property
+    def exported(self) -> Path:
+        """Folder of the model in Hugging Face's format."""
+        return self.run.folder / "model"
+
+    def note(self, text: str) -> None:
+        """Print a line on rank 0."""
+        self.screen.note(text)
+
+    def connect(self) -> None:
+        """Join the other processes and seed the weights, alike on all of them."""
+        import transformers
+
+        from wavemare.engine import init_distributed
+
+        init_distributed()
+        quiet_libraries()
+        transformers.set_seed(self.arguments.seed)
+
+    def build(self, model: Any, corpus: Mapping[str, object], *, sequence_length: int) -> None:
+        """Show the panel, build the engine and load the checkpoint to go on from.
+
+        Args:
+            model: A transformers model, whole on every rank.
+            corpus: Rows of the panel about the data.
+            sequence_length: Tokens per sample.
+
+        Raises:
+            CheckpointError: ``--resume`` finds no usable checkpoint.
+        """
+        import torch
+
+        import wavemare
+
+        self.sequence_length = sequence_length
+        self.num_parameters = sum(p.numel() for p in model.parameters())
+        self.screen.panel(self.title, self._panel(model, corpus))
+        self.engine, *_ = wavemare.initialize(model=model, config=self.config)
+        # Dropout must differ between ranks: they hold other samples or other layers.
+        torch.manual_seed(self.arguments.seed + 1 + self.rank)
+        self.run.write_config(
+            {"arguments": asdict(self.arguments), "deepspeed": self.config, "batch": self.batch},
+            world_size=self.world_size,
+        )
+
+    def _panel(self, model: Any, corpus: Mapping[str, object]) -> dict[str, Any]:
+        config, zero = model.config, self.config.get("zero_optimization", {}).get("stage", 0)
+        train, micro, accumulation = self.batch.values()
+        data_ranks = self.world_size // self.stages
+        kind = "1F1B" if self.stages > 1 else "data parallel"
+        return {
+            "model": {
+                "architecture": type(model).__name__,
+                "parameters": f"{self.num_parameters / 1e6:.2f} M",
+                "layers x width x heads": f"{config.num_hidden_layers} x {config.hidden_size} x "
+                f"{config.num_attention_heads}",
+            },
+            "layout": {
+                "processes": f"{self.world_size} = {self.stages} stages x {data_ranks} replicas",
+                "schedule": f"{kind}, ZeRO {zero}",
+            },
+            "batch": {
+                "samples per step": f"{train} = {micro} x {accumulation} micro-batches x "
+                f"{data_ranks} replicas",
+                "tokens per step": train * self.sequence_length,
+                "steps": self.arguments.max_steps,
+            },
+            "corpus": corpus,
+            "memory": {"estimate per rank": self._memory(config, zero)},
+        }
+
+    def _memory(self, config: Any, zero: int) -> MemoryEstimate:
+        half = any(self.config.get(k, {}).get("enabled") for k in ("bf16", "fp16"))
+        bytes_per_value = 2 if half else 4
+        activations = estimate_activations(
+            batch=self.batch["train_micro_batch_size_per_gpu"],
+            sequence=self.sequence_length,
+            hidden=config.hidden_size,
+            heads=config.num_attention_heads,
+            layers=-(-config.num_hidden_layers // self.stages),
+            vocabulary=config.vocab_size,
+            bytes_per_value=bytes_per_value,
+            micro_batches=min(self.stages, self.batch["gradient_accumulation_steps"]),
+        )
+        return estimate_memory(
+            -(-self.num_parameters // self.stages),
+            bytes_per_parameter=bytes_per_value,
+            zero_stage=zero,
+            data_world_size=self.world_size // self.stages,
+            activations=activations,
+        )
+
+    def loader(self, dataset: Any, collate: Callable[..., Any] | None = None) -> Iterator[Any]:
+        """Return this rank's endless micro-batches, at the sample where a resumed run stopped.
+
+        Raises:
+            CheckpointError: ``--resume`` finds no usable checkpoint, or one of other data.
+        """
+        from wavemare.data import ResumableLoader
+
+        loader = ResumableLoader(
+            dataset,
+            micro_batch_size=self.batch["train_micro_batch_size_per_gpu"],
+            data_rank=self.engine.data_rank,
+            data_world_size=self.engine.data_world_size,
+            seed=self.arguments.seed,
+            collate=collate,
+        )
+        if self.arguments.resume:
+            path, state = self.engine.load_checkpoint(str(self.checkpoints))
+            if path is None:
+                raise CheckpointError(
+                    "--resume",
+                    str(self.checkpoints),
+                    "there is no checkpoint",
+                    "Start without --resume, or name the run's folder as --output",
+                )
+            loader.load_state_dict(
+                {**state["loader"], "consumed_samples": self.engine.global_samples}
+            )
+            self.note(f"resumed after step {self.engine.global_steps}")
+        self.first_step = self.engine.global_steps
+        self.run.truncate_after(self.first_step if self.arguments.resume else -1)
+        return loader
+
+    def fit(self, loader: Any, evaluate: Callable[[int], Mapping[str, float]]) -> None:
+        """Train to the last step, logging, evaluating and checkpointing on the way.
+
+        Args:
+            loader: From `loader`.
+            evaluate: Given a number of samples, measures the model on held-out data.
+        """
+        arguments, engine = self.arguments, self.engine
+        tokens = self.batch["train_batch_size"] * self.sequence_length
+        losses: list[Any] = []
+        started, evaluating = time.perf_counter(), 0.0
+        with self.screen.progress(arguments.max_steps, done=self.first_step) as progress:
+            for step in range(self.first_step + 1, arguments.max_steps + 1):
+                losses.append(engine.train_batch(loader))
+                loss = None
+                if step % arguments.log_interval == 0 or step == arguments.max_steps:
+                    # Reading a loss waits for the device: not every step.
+                    loss = float(sum(losses) / len(losses))
+                    losses.clear()
+                    self._log(step, loss, progress.tokens_per_second)
+                if loss is not None or step == self.first_step + 1:
+                    self._shown = loss if loss is not None else float(losses[-1])
+                progress.step(
+                    step, tokens=tokens, loss=self._shown, learning_rate=engine.get_lr()[0]
+                )
+                if step % arguments.eval_interval == 0 and step < arguments.max_steps:
+                    pause = time.perf_counter()
+                    self.run.log(step, **evaluate(arguments.eval_samples))
+                    evaluating += time.perf_counter() - pause
+                if step % arguments.save_interval == 0 or step == arguments.max_steps:
+                    self._save(loader, step)
+        self.seconds = time.perf_counter() - started
+        steps = arguments.max_steps - self.first_step
+        if steps > 0:
+            self.tokens_per_second = tokens * steps / (self.seconds - evaluating)
+
+    def _log(self, step: int, loss: float, tokens_per_second: float | None) -> None:
+        norm = self.engine.get_global_grad_norm()
+        self.run.log(
+            step,
+            loss=loss,
+            learning_rate=self.engine.get_lr()[0],
+            grad_norm=None if norm is None else float(norm),
+            tokens_per_second=tokens_per_second,
+            samples=self.engine.global_samples,
+        )
+
+    def _save(self, loader: Any, step: int) -> None:
+        state = {"loader": loader.state_dict()}
+        self.engine.save_checkpoint(str(self.checkpoints), f"step-{step:06d}", client_state=state)
+
+    def held_out_batches(self, dataset: Any, num_samples: int | None) -> list[Any]:
+        """Return this rank's micro-batches of the first samples, as many on every rank.
+
+        Args:
+            dataset: Items as those trained on.
+            num_samples: How many samples over all ranks; None for all.
+        """
+        from wavemare.data import evaluation_batches
+
+        return list(
+            evaluation_batches(
+                dataset,
+                micro_batch_size=self.batch["train_micro_batch_size_per_gpu"],
+                data_rank=self.engine.data_rank,
+                data_world_size=self.engine.data_world_size,
+                limit=num_samples,
+            )
+        )
+
+    def held_out_loss(self, dataset: Any, num_samples: int | None) -> float:
+        """Return the mean loss on the first held-out samples, the same on all ranks."""
+        batches = self.held_out_batches(dataset, num_samples)
+        return float(self.engine.eval_batch(iter(batches), num_micro_batches=len(batches)))
+
+    def export(self, tokenizer: Any) -> None:
+        """Write the trained model and its tokenizer as a Hugging Face folder."""
+        from wavemare import save_pretrained
+
+        save_pretrained(self.engine, self.exported, tokenizer=tokenizer)
+
+    def finish(
+        self, results: Mapping[str, Any], *, baselines: Mapping[str, float] | None = None
+    ) -> None:
+        """Write the curve and the summary, show the results and part from the other processes."""
+        import torch.distributed
+
+        self.run.curve(baselines=baselines)
+        figures = {
+            **results,
+            "parameters": self.num_parameters,
+            "steps": self.arguments.max_steps,
+            "training seconds": round(self.seconds, 1),
+            "tokens per second": round(self.tokens_per_second) if self.tokens_per_second else None,
+        }
+        self.run.summary({"results": figures, "layout": self._layout()})
+        rows = [(name, f"{v:.4f}" if isinstance(v, float) else v) for name, v in figures.items()]
+        self.screen.table("results", ("", ""), rows)
+        self.note(f"model: {self.exported}   curve: {self.run.folder / 'loss.png'}")
+        self.run.close()
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()  # its threads must not outlive the interpreter
+
+    def _layout(self) -> dict[str, object]:
+        return {
+            "processes": self.world_size,
+            "stages": self.stages,
+            "zero_stage": int(self.engine.zero_optimization_stage()),
+            **self.batch,
+        }

@@ -1,0 +1,157 @@
+"""The configuration is checked before anything is built, and each message says what to do."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wavemare.engine.config import (
+    WavemareConfig,
+    check_batch_sizes,
+    check_config,
+    load_config,
+    misplaced_keys,
+)
+from wavemare.errors import ConfigError
+
+BATCH = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}
+
+
+def error_of(function, *args, **kwargs):
+    with pytest.raises(ConfigError) as caught:
+        function(*args, **kwargs)
+    return caught.value
+
+
+def test_an_absent_section_has_the_defaults():
+    assert WavemareConfig.of({}).pipeline.stages == 1
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "hint"),
+    [
+        ({"pipline": {}}, "wavemare.pipline", "Did you mean 'pipeline'"),
+        ({"pipeline": {"stage": 2}}, "wavemare.pipeline.stage", "Did you mean 'stages'"),
+        ({"pipeline": {"partition": "time", "input": []}}, "wavemare.pipeline.input", "'inputs'"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_valid_one(section, key, hint):
+    error = error_of(WavemareConfig.of, {"wavemare": section})
+    assert error.key == key
+    assert hint in error.remedy
+
+
+@pytest.mark.parametrize("stages", [0, -1, "2", 1.5, True])
+def test_a_wrong_number_of_stages_is_named(stages):
+    error = error_of(WavemareConfig.of, {"wavemare": {"pipeline": {"stages": stages}}})
+    assert error.key == "wavemare.pipeline.stages"
+    assert error.value == stages
+
+
+def test_the_section_must_be_a_mapping():
+    assert error_of(WavemareConfig.of, {"wavemare": [1]}).key == "wavemare"
+
+
+def test_stages_must_divide_the_processes_and_a_missing_launcher_is_suspected():
+    config = {"wavemare": {"pipeline": {"stages": 2}}}
+    assert check_config(config, world_size=4).pipeline.stages == 2
+    error = error_of(check_config, config, world_size=1)
+    assert error.key == "wavemare.pipeline.stages"
+    assert "started with deepspeed" in error.reason
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_pipelines_refuse_zero_2_and_3_and_name_what_works(stage):
+    config = {"zero_optimization": {"stage": stage}, "wavemare": {"pipeline": {"stages": 2}}}
+    error = error_of(check_config, config, world_size=2)
+    assert error.key == "zero_optimization.stage"
+    assert "0 or 1" in error.remedy
+
+
+@given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 8))
+def test_any_two_batch_sizes_give_the_third(micro, accumulation, ranks):
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    whole = dict(zip(keys, (micro * accumulation * ranks, micro, accumulation), strict=True))
+    for left_out in keys:
+        given_two = {key: value for key, value in whole.items() if key != left_out}
+        assert check_batch_sizes(given_two, data_world_size=ranks) == whole
+        assert check_batch_sizes({**given_two, left_out: "auto"}, data_world_size=ranks) == whole
+    assert check_batch_sizes(whole, data_world_size=ranks) == whole
+
+
+def test_batch_sizes_that_do_not_multiply_name_all_factors():
+    error = error_of(check_batch_sizes, {**BATCH, "train_batch_size": 7}, data_world_size=2)
+    assert error.key == "train_batch_size"
+    assert "2 x 1 x 2 = 4" in error.reason
+    assert "Give 4" in error.remedy
+
+
+def test_a_batch_smaller_than_the_ranks_is_refused():
+    error = error_of(check_batch_sizes, {"train_batch_size": 2}, data_world_size=4)
+    assert "Give at least 4" in error.remedy
+
+
+def test_no_batch_size_at_all_is_refused():
+    assert error_of(check_batch_sizes, {}, data_world_size=2).key == "train_batch_size"
+
+
+@pytest.mark.parametrize("value", [0, -3, "8", 2.0, True])
+def test_a_batch_size_must_be_a_positive_whole_number(value):
+    error = error_of(check_batch_sizes, {"train_batch_size": value}, data_world_size=1)
+    assert error.key == "train_batch_size"
+    assert error.value == value
+
+
+def test_a_missing_file_is_named(tmp_path):
+    error = error_of(load_config, tmp_path / "absent.json")
+    assert "absent.json" in str(error)
+    assert "No such file" in error.reason
+
+
+def test_a_syntax_error_names_line_and_column(tmp_path):
+    path = tmp_path / "broken.json"
+    path.write_text('{"a": 1,\n "b": [1, 2\n}')
+    error = error_of(load_config, path)
+    assert "line 3" in error.reason
+
+
+def test_a_repeated_key_is_refused(tmp_path):
+    path = tmp_path / "twice.json"
+    path.write_text('{"a": 1, "a": 2}')
+    assert error_of(load_config, path).key == "a"
+
+
+def test_a_loaded_mapping_is_a_copy_and_comments_are_allowed(tmp_path):
+    values = {"optimizer": {"params": {"lr": 1.0}}}
+    load_config(values)["optimizer"]["params"]["lr"] = 2.0
+    assert values["optimizer"]["params"]["lr"] == 1.0
+    path = tmp_path / "commented.json"
+    path.write_text('{\n // as DeepSpeed allows\n "train_batch_size": 8\n}')
+    assert load_config(path) == {"train_batch_size": 8}
+    path.write_text(json.dumps(values))
+    assert load_config(str(path)) == values
+
+
+def test_keys_that_deepspeed_ignores_are_reported():
+    config = {
+        "train_batch_size": 8,
+        "zero_optimisation": {},
+        "my_own_notes": 1,
+        "pipeline": {"stages": 2},
+        "wavemare": {},
+    }
+    warnings = misplaced_keys(config)
+    assert len(warnings) == 2
+    assert "'zero_optimization'" in warnings[0]
+    assert "wavemare.pipeline.stages" in warnings[1]
+
+
+@pytest.mark.parametrize(
+    "key",
+    "train_batch_size zero_optimization optimizer scheduler bf16 fp16 gradient_clipping "
+    "steps_per_print wall_clock_breakdown tensorboard checkpoint pipeline data_types "
+    "activation_checkpointing prescale_gradients dump_state communication_data_type".split(),
+)
+def test_valid_deepspeed_keys_are_not_reported(key):
+    assert misplaced_keys({key: {}}) == []
