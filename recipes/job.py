@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from wavemare.engine.config import check_batch_sizes, check_config, load_config
 from wavemare.engine.launch import ensure_launched
+from wavemare.engine.manifest import read_manifest, resolve_tag
 from wavemare.errors import CheckpointError, ConfigError
 from wavemare.observe import (
     MemoryEstimate,
@@ -60,7 +61,8 @@ def parse_arguments(kind: type[Arguments]) -> Arguments:
     """Parse the command line into a recipe's options."""
     from transformers import HfArgumentParser
 
-    (arguments,) = HfArgumentParser([kind]).parse_args_into_dataclasses()
+    parser = HfArgumentParser(cast(Any, kind))
+    (arguments,) = parser.parse_args_into_dataclasses()
     for name in ("max_steps", "eval_interval", "eval_samples", "save_interval", "log_interval"):
         if getattr(arguments, name) < 1:
             raise ConfigError(
@@ -79,6 +81,7 @@ class Job:
     Raises:
         LaunchError: No launcher started this process.
         ConfigError: A key or value of the configuration cannot work.
+        CheckpointError: ``--resume`` finds no checkpoint, or a damaged one.
     """
 
     def __init__(self, arguments: JobArguments, title: str) -> None:
@@ -94,12 +97,25 @@ class Job:
         quiet_libraries()
         self.rank = int(os.environ.get("RANK", "0"))
         self.run = Run(Path(arguments.output), rank=self.rank)
+        if arguments.resume:
+            self._check_resume()
         self.screen = Screen(rank=self.rank)
         self.cache = Path(arguments.cache).expanduser()
         self.engine: Any = None
         self.first_step = 0
         self.seconds = 0.0
         self.tokens_per_second: float | None = None
+
+    def _check_resume(self) -> None:
+        tag = resolve_tag(self.checkpoints, None)
+        if tag is None:
+            raise CheckpointError(
+                "--resume",
+                str(self.checkpoints),
+                "there is no checkpoint",
+                "Start without --resume, or name the run's folder as --output",
+            )
+        read_manifest(self.checkpoints / tag)
 
     def _resolve(self, config: dict[str, Any]) -> dict[str, Any]:
         scheduler = config.get("scheduler", {}).get("params", {})
@@ -134,15 +150,12 @@ class Job:
         transformers.set_seed(self.arguments.seed)
 
     def build(self, model: Any, corpus: Mapping[str, object], *, sequence_length: int) -> None:
-        """Show the panel, build the engine and load the checkpoint to go on from.
+        """Show the panel and build the engine.
 
         Args:
             model: A transformers model, whole on every rank.
             corpus: Rows of the panel about the data.
             sequence_length: Tokens per sample.
-
-        Raises:
-            CheckpointError: ``--resume`` finds no usable checkpoint.
         """
         import torch
 
@@ -210,7 +223,7 @@ class Job:
         """Return this rank's endless micro-batches, at the sample where a resumed run stopped.
 
         Raises:
-            CheckpointError: ``--resume`` finds no usable checkpoint, or one of other data.
+            CheckpointError: ``--resume`` finds a checkpoint of another topology or other data.
         """
         from wavemare.data import ResumableLoader
 
@@ -223,14 +236,7 @@ class Job:
             collate=collate,
         )
         if self.arguments.resume:
-            path, state = self.engine.load_checkpoint(str(self.checkpoints))
-            if path is None:
-                raise CheckpointError(
-                    "--resume",
-                    str(self.checkpoints),
-                    "there is no checkpoint",
-                    "Start without --resume, or name the run's folder as --output",
-                )
+            _, state = self.engine.load_checkpoint(str(self.checkpoints))
             loader.load_state_dict(
                 {**state["loader"], "consumed_samples": self.engine.global_samples}
             )

@@ -11,7 +11,6 @@ With a pretrained model and a table of one's own (TSV, CSV or JSONL)::
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 
 from wavemare.failure import run_main
 from wavemare.recipes.job import Job, JobArguments, parse_arguments
-from wavemare.recipes.pretrained import check_model_folder
+from wavemare.recipes.pretrained import check_model_folder, read_model_config
 
 
 @dataclass
@@ -49,15 +48,16 @@ def main() -> None:
     if arguments.model is not None:
         check_model_folder(arguments.model)
 
-    from wavemare.data import LabelledDataset, load_classification, majority_baseline
+    from wavemare.data import EncodedDataset, load_classification, majority_baseline, resolve
 
-    corpus = load_classification(
-        arguments.data, text_column=arguments.text_column, label_column=arguments.label_column
-    )
+    source = resolve(arguments.data)
     job.connect()
+    corpus = load_classification(
+        source, text_column=arguments.text_column, label_column=arguments.label_column
+    )
     tokenizer, model = start(arguments, corpus, job.cache)
-    train = LabelledDataset(corpus.train, tokenizer, arguments.sequence_length)
-    held_out = LabelledDataset(corpus.held_out, tokenizer, arguments.sequence_length)
+    train = EncodedDataset(corpus.train, tokenizer, arguments.sequence_length)
+    held_out = EncodedDataset(corpus.held_out, tokenizer, arguments.sequence_length)
     panel = {
         "name": corpus.name,
         "texts": f"{len(train)} to train, {len(held_out)} held out",
@@ -79,7 +79,13 @@ def main() -> None:
             f"\n{example.text[:300]}\n-> {answer} (it is {corpus.label_names[example.label]})\n"
         )
     baseline = majority_baseline(corpus)
-    job.finish({**results, **{f"majority {name}": value for name, value in baseline.items()}})
+    job.finish(
+        {
+            **results,
+            "majority accuracy": baseline.accuracy,
+            "majority macro_f1": baseline.macro_f1,
+        }
+    )
 
 
 def measure(
@@ -122,8 +128,8 @@ def start(arguments: FinetuneArguments, corpus: Any, cache: Path) -> tuple[Any, 
             arguments.model, dtype="float32", num_labels=len(names), **labels
         )
         return tokenizer, model
-    tokenizer = cached_tokenizer(corpus, arguments.vocab_size, "bert", cache)
-    values = json.loads(Path(arguments.model_config).read_text())
+    tokenizer = cached_tokenizer(corpus.train, arguments.vocab_size, "bert", cache)
+    values = read_model_config(arguments.model_config)
     config = AutoConfig.for_model(
         **{"vocab_size": len(tokenizer), **values, **labels},
         num_labels=len(names),

@@ -8,14 +8,13 @@ Run it with ``wavemare train bert``, or as any DeepSpeed script::
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from wavemare.failure import run_main
 from wavemare.recipes.job import Job, JobArguments, parse_arguments
+from wavemare.recipes.pretrained import read_model_config
+from wavemare.recipes.text import TextData
 
 
 @dataclass
@@ -28,6 +27,9 @@ class PretrainArguments(JobArguments):
         metadata={"help": "transformers configuration of the model; sizes of text are filled in"},
     )
     vocab_size: int = field(default=4096, metadata={"help": "tokens of the trained BPE"})
+    tokenizer: str | None = field(
+        default=None, metadata={"help": "Hugging Face folder of a tokenizer to use instead"}
+    )
     sequence_length: int = field(default=128, metadata={"help": "tokens per sample"})
     mask_probability: float = field(default=0.15, metadata={"help": "share of tokens to guess"})
     prompt: str = field(
@@ -40,58 +42,39 @@ def main() -> None:
     arguments = parse_arguments(PretrainArguments)
     job = Job(arguments, "wavemare: BERT pretraining")
 
-    from wavemare.data import (
-        MaskedDataset,
-        PackedDataset,
-        cached_tokenizer,
-        check_fits,
-        resolve,
-        tokenize,
-        unigram_cross_entropy,
-    )
-
-    source = resolve(arguments.data)
+    text = TextData(job, arguments.data)
+    values = read_model_config(arguments.model_config)
     job.connect()
 
     from transformers import AutoConfig, AutoModelForMaskedLM
 
-    corpus = source.load()
-    tokenizer = cached_tokenizer(corpus, arguments.vocab_size, "bert", job.cache)
-    values = json.loads(Path(arguments.model_config).read_text())
-    config = AutoConfig.for_model(
-        **{"vocab_size": len(tokenizer), **values, "pad_token_id": tokenizer.pad_token_id}
+    from wavemare.data import MaskedDataset
+
+    text.read(kind="bert", vocab_size=arguments.vocab_size, tokenizer=arguments.tokenizer)
+    sizes = {"vocab_size": len(text.tokenizer), "pad_token_id": text.tokenizer.pad_token_id}
+    config = AutoConfig.for_model(**{**sizes, **values})
+    packed = text.pack(
+        arguments.sequence_length,
+        positions=config.max_position_embeddings,
+        vocabulary=config.vocab_size,
     )
-    train_tokens = tokenize(corpus.train, tokenizer, job.cache)
-    held_out_tokens = tokenize(corpus.held_out, tokenizer, job.cache)
-
-    def masked(tokens: Any) -> MaskedDataset:
-        length, positions = arguments.sequence_length, config.max_position_embeddings
-        check_fits(tokens, length, positions, config.vocab_size)
-        return MaskedDataset(
-            PackedDataset(tokens, length),
-            tokenizer,
-            probability=arguments.mask_probability,
-            seed=arguments.seed,
+    train, held_out = (
+        MaskedDataset(
+            part, text.tokenizer, probability=arguments.mask_probability, seed=arguments.seed
         )
-
-    train, held_out = masked(train_tokens), masked(held_out_tokens)
+        for part in packed
+    )
     model = AutoModelForMaskedLM.from_config(config)
-    panel = {
-        "name": corpus.name,
-        "documents": f"{len(corpus.train)} to train, {len(corpus.held_out)} held out",
-        "tokens": f"{train_tokens.num_tokens:,} to train, {held_out_tokens.num_tokens:,} held out",
-        "vocabulary": len(tokenizer),
-    }
-    job.build(model, panel, sequence_length=arguments.sequence_length)
+    job.build(model, text.describe(), sequence_length=arguments.sequence_length)
 
-    def evaluate(num_samples: int | None) -> Mapping[str, float]:
+    def evaluate(num_samples: int | None) -> dict[str, float]:
         return {"held_out_loss": job.held_out_loss(held_out, num_samples)}
 
     job.fit(job.loader(train), evaluate)
-    results = dict(evaluate(None))
+    results = evaluate(None)
     job.run.log(arguments.max_steps, **results)
-    job.export(tokenizer)
-    unigram = unigram_cross_entropy(train_tokens, held_out_tokens)
+    job.export(text.tokenizer)
+    unigram = text.entropies()["unigram"]
     if job.rank == 0:
         job.note(f"\n{fill(job.exported, arguments.prompt)}\n")
     job.finish({**results, "unigram cross-entropy": unigram}, baselines={"unigram": unigram})

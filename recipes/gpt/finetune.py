@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from wavemare.failure import run_main
-from wavemare.recipes.gpt.causal import CausalText
+from wavemare.recipes.gpt.causal import learn_to_continue
 from wavemare.recipes.job import Job, JobArguments, parse_arguments
 from wavemare.recipes.pretrained import check_model_folder
+from wavemare.recipes.text import TextData
 
 
 @dataclass
@@ -34,21 +35,20 @@ def main() -> None:
     arguments = parse_arguments(FinetuneArguments)
     job = Job(arguments, "wavemare: GPT finetuning")
     check_model_folder(arguments.model)
-    text = CausalText(job, arguments.data)
+    text = TextData(job, arguments.data)
     job.connect()
 
     from transformers import AutoModelForCausalLM
 
-    text.load_tokenizer(arguments.model)
+    text.read(kind="gpt", tokenizer=arguments.model)
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="float32")
-    config = model.config
-    text.pack(
-        arguments.sequence_length, config.max_position_embeddings, vocabulary=config.vocab_size
+    learn_to_continue(
+        job,
+        text,
+        model,
+        sequence_length=arguments.sequence_length,
+        prompt=arguments.prompt,
     )
-
-    job.build(model, text.describe(), sequence_length=arguments.sequence_length)
-    text.learn()
-    text.report(arguments.prompt)
 
 
 if __name__ == "__main__":

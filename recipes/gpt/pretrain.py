@@ -11,13 +11,14 @@ data-parallel with ZeRO: nothing else differs.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from wavemare.failure import run_main
-from wavemare.recipes.gpt.causal import CausalText
+from wavemare.recipes.gpt.causal import learn_to_continue
 from wavemare.recipes.job import Job, JobArguments, parse_arguments
+from wavemare.recipes.pretrained import read_model_config
+from wavemare.recipes.text import TextData
 
 
 @dataclass
@@ -30,6 +31,9 @@ class PretrainArguments(JobArguments):
         metadata={"help": "transformers configuration of the model; sizes of text are filled in"},
     )
     vocab_size: int = field(default=4096, metadata={"help": "tokens of the trained BPE"})
+    tokenizer: str | None = field(
+        default=None, metadata={"help": "Hugging Face folder of a tokenizer to use instead"}
+    )
     sequence_length: int = field(default=128, metadata={"help": "tokens per sample"})
     prompt: str = field(default="def ", metadata={"help": "start of the sample text"})
 
@@ -38,25 +42,23 @@ def main() -> None:
     """Pretrain, evaluate, export and sample."""
     arguments = parse_arguments(PretrainArguments)
     job = Job(arguments, "wavemare: GPT pretraining")
-    text = CausalText(job, arguments.data)
+    text = TextData(job, arguments.data)
+    values = read_model_config(arguments.model_config)
     job.connect()
 
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    text.train_tokenizer(arguments.vocab_size)
-    values = json.loads(Path(arguments.model_config).read_text())
+    text.read(kind="gpt", vocab_size=arguments.vocab_size, tokenizer=arguments.tokenizer)
     end = text.tokenizer.eos_token_id
-    config = AutoConfig.for_model(
-        **{"vocab_size": len(text.tokenizer), **values, "bos_token_id": end, "eos_token_id": end}
+    sizes = {"vocab_size": len(text.tokenizer), "bos_token_id": end, "eos_token_id": end}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**sizes, **values}))
+    learn_to_continue(
+        job,
+        text,
+        model,
+        sequence_length=arguments.sequence_length,
+        prompt=arguments.prompt,
     )
-    text.pack(
-        arguments.sequence_length, config.max_position_embeddings, vocabulary=config.vocab_size
-    )
-    model = AutoModelForCausalLM.from_config(config)
-
-    job.build(model, text.describe(), sequence_length=arguments.sequence_length)
-    text.learn()
-    text.report(arguments.prompt)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The ``wavemare`` command. Each sub-command is one file, and imports what it needs when it runs."""
+"""The ``wavemare`` command: each sub-command is one file, which imports what it needs as it runs."""
 
 from __future__ import annotations
 

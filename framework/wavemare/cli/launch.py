@@ -41,6 +41,7 @@ _DEVICE_FILES = (
     "/dev/cambricon_dev*",
 )
 _PORT_OPTION = "--master_port"
+_CHOOSE_DEVICES = {"-i", "--include", "-e", "--exclude", "--num_gpus", "--num_accelerators"}
 
 
 def check_config_file(file: Path) -> None:
@@ -81,17 +82,18 @@ def build_command(
     Args:
         module: Python module of the recipe.
         options: Its options.
-        num_processes: On each host.
+        num_processes: On each host; left out where a launcher option chooses the devices.
         launcher_options: More options of the launcher; they come last and so win.
 
     Raises:
         LaunchError: The launcher is not installed.
     """
-    port_given = any(option.split("=")[0] == _PORT_OPTION for option in launcher_options)
+    given = {option.split("=")[0] for option in launcher_options}
     # The launcher's default port is one for all: a second run on this host would fail.
-    port = [] if port_given else [_PORT_OPTION, str(_free_port())]
+    port = [] if _PORT_OPTION in given else [_PORT_OPTION, str(_free_port())]
+    count = [] if given & _CHOOSE_DEVICES else ["--num_accelerators", str(num_processes)]
     return [
-        *(find_deepspeed(), "--num_accelerators", str(num_processes), *port),
+        *(find_deepspeed(), *count, *port),
         # The launcher reports how its children ended as an error, below their own message.
         *("--log_level", "critical", *launcher_options),
         *("--module", module, *options),

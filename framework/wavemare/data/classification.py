@@ -238,7 +238,7 @@ def _largest_packages(documents: Sequence[Document]) -> dict[str, list[Document]
 def _split_files(
     files: Sequence[Document], fraction: float
 ) -> tuple[list[Document], list[Document]]:
-    """Hold out files in the order of their hash until they make up the share, at most its double."""
+    """Hold out files in the order of their hash, between the share and its double if they can."""
     target = fraction * sum(len(file.text) for file in files)
     held_out: list[Document] = []
     size = 0

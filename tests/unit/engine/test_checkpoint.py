@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from wavemare.engine.checkpoint import MANIFEST, _check_topology, read_manifest, resolve_tag
+from wavemare.engine.checkpoint import _check_topology
+from wavemare.engine.manifest import MANIFEST, read_manifest, resolve_tag
 from wavemare.errors import CheckpointError
 
 TOPOLOGY = {"world_size": 2, "data": 1, "pipe": 2, "model": 1, "zero_stage": 1, "cuts": [0, 3, 6]}

@@ -1,0 +1,1 @@
+"""The checks of ``wavemare doctor``: one file per subject, functions that yield findings."""

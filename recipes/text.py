@@ -1,0 +1,124 @@
+"""From the ``--data`` option to the tokens that a recipe learns from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+from wavemare.errors import ConfigError
+from wavemare.observe import Screen
+from wavemare.recipes.job import Job
+
+__all__ = ["TextData"]
+
+_SECONDS_BETWEEN_NOTES = 2.0
+
+
+class TextData:
+    """A corpus in two parts, to train on and held out, with its tokenizer.
+
+    Args:
+        job: The run.
+        data: The ``--data`` option.
+
+    Raises:
+        DataError: There is no such text, found before anything slow begins.
+    """
+
+    def __init__(self, job: Job, data: str | None) -> None:
+        from wavemare.data import resolve
+
+        self.source = resolve(data)
+        self._cache = job.cache
+
+    def read(
+        self, *, kind: Literal["gpt", "bert"], vocab_size: int = 0, tokenizer: str | None = None
+    ) -> None:
+        """Read and tokenise, or take what the cache holds of the same text.
+
+        Args:
+            kind: ``gpt`` or ``bert``, which decides the special tokens of a new tokenizer.
+            vocab_size: Tokens of a new byte-level BPE.
+            tokenizer: Hugging Face folder of the tokenizer to use instead of a new one.
+        """
+        from wavemare.data import Kind, cached_tokenizer, load_documents, load_tokenizer, tokenize
+
+        self.tokenizer: Any = load_tokenizer(tokenizer) if tokenizer is not None else None
+        if self.source.kind is Kind.MEGATRON:
+            self._read_megatron()
+            return
+        corpus = load_documents(self.source)
+        if self.tokenizer is None:
+            self.tokenizer = cached_tokenizer(corpus.train, vocab_size, kind, self._cache)
+        progress = _notes("tokenising")
+        self.train = tokenize(corpus.train, self.tokenizer, self._cache, progress=progress)
+        self.held_out = tokenize(corpus.held_out, self.tokenizer, self._cache)
+
+    def _read_megatron(self) -> None:
+        from wavemare.data import read_indexed, split_store
+
+        if self.tokenizer is None:
+            raise ConfigError(
+                "--tokenizer",
+                None,
+                f"{self.source.name} holds tokens, whose meaning the data does not say",
+                "Name the Hugging Face folder of the tokenizer that made them",
+            )
+        store = read_indexed(self.source.files[0], vocab_size=len(self.tokenizer))
+        self.train, self.held_out = split_store(store)
+
+    def pack(self, sequence_length: int, *, positions: int, vocabulary: int) -> tuple[Any, Any]:
+        """Lay both parts end to end and cut them into samples.
+
+        Args:
+            sequence_length: Tokens per sample.
+            positions: Longest sequence that the model takes.
+            vocabulary: Number of token ids that the model knows.
+
+        Returns:
+            The samples to train on, and those held out.
+
+        Raises:
+            DataError: A sequence is longer than the model, or a token id beyond it.
+        """
+        from wavemare.data import PackedDataset, check_fits
+
+        for tokens in (self.train, self.held_out):
+            check_fits(tokens, sequence_length, positions, vocabulary)
+        return (
+            PackedDataset(self.train, sequence_length),
+            PackedDataset(self.held_out, sequence_length),
+        )
+
+    def describe(self) -> dict[str, object]:
+        """Return the panel's rows about the corpus."""
+        train, held_out = self.train, self.held_out
+        return {
+            "name": self.source.name,
+            "documents": f"{train.num_documents:,} to train, {held_out.num_documents:,} held out",
+            "tokens": f"{train.num_tokens:,} to train, {held_out.num_tokens:,} held out",
+            "vocabulary": len(self.tokenizer),
+        }
+
+    def entropies(self) -> dict[str, float]:
+        """Return the held-out cross-entropies of the corpus's own n-grams, nats per token."""
+        from wavemare.data import bigram_cross_entropy, unigram_cross_entropy
+
+        return {
+            "unigram": unigram_cross_entropy(self.train, self.held_out),
+            "bigram": bigram_cross_entropy(self.train, self.held_out),
+        }
+
+
+def _notes(what: str) -> Callable[[int, int], None]:
+    """Return a callback that notes progress now and then; one process per host works and calls."""
+    screen, shown = Screen(rank=0), time.monotonic()
+
+    def note(done: int, total: int) -> None:
+        nonlocal shown
+        if time.monotonic() - shown >= _SECONDS_BETWEEN_NOTES:
+            shown = time.monotonic()
+            screen.note(f"{what} {done / max(total, 1):.0%}")
+
+    return note

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from wavemare.data.documents import Corpus, Document
+from wavemare.data.tokens import TokenStore
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+MakeStore = Callable[..., TokenStore]
+
+
+@pytest.fixture(autouse=True)
+def quiet_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail at once, rather than after many retries, where a test would use the network."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
+def make_store() -> MakeStore:
+    def make(documents: Sequence[Sequence[int]], vocab_size: int | None = None) -> TokenStore:
+        offsets = np.cumsum([0, *map(len, documents)]).astype(np.int64)
+        tokens = np.array([t for document in documents for t in document], dtype=np.int32)
+        return TokenStore(tokens, offsets, vocab_size=vocab_size, name="made")
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def texts() -> list[str]:
+    words = ["sea", "wave", "mare", "tide", "pipe", "stage", "clock"]
+    return [" ".join(words[(i * j) % 7] for j in range(1, 30)) + "\n" for i in range(1, 40)]
+
+
+@pytest.fixture(scope="session")
+def documents(texts: list[str]) -> list[Document]:
+    return [Document(f"{i}.txt", text) for i, text in enumerate(texts)]
+
+
+@pytest.fixture(scope="session")
+def gpt_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    from wavemare.data.tokenizer import train_tokenizer
+
+    return train_tokenizer(texts, 280, kind="gpt")
+
+
+@pytest.fixture(scope="session")
+def bert_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    from wavemare.data.tokenizer import train_tokenizer
+
+    return train_tokenizer(texts, 290, kind="bert")
+
+
+@pytest.fixture(scope="session")
+def default_corpus() -> Corpus:
+    from wavemare.data.default_corpus import load_default_corpus
+
+    return load_default_corpus()

@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wavemare.data.loader import ResumableLoader, evaluation_batches
+from wavemare.errors import CheckpointError, ConfigError, DataError
+
+
+class Epochs:
+    """Samples that tell index and epoch."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        raise AssertionError("at() should be used")
+
+    def at(self, index: int, epoch: int) -> tuple[int, int]:
+        return index, epoch
+
+
+def load(
+    dataset: Any, micro: int = 2, rank: int = 0, world: int = 1, seed: int = 0, **options: Any
+) -> ResumableLoader:
+    options.setdefault("collate", list)
+    return ResumableLoader(
+        dataset, micro_batch_size=micro, data_rank=rank, data_world_size=world, seed=seed, **options
+    )
+
+
+def stream(length: int, count: int, seed: int = 0, **options: Any) -> list[tuple[int, int]]:
+    loader = load(Epochs(length), micro=1, seed=seed, **options)
+    return [batch[0] for batch in islice(loader, count)]
+
+
+@given(st.integers(1, 30), st.integers(0, 5))
+def test_every_epoch_holds_every_sample_once(length: int, seed: int) -> None:
+    samples = stream(length, 3 * length, seed)
+    for epoch in range(3):
+        part = samples[epoch * length : (epoch + 1) * length]
+        assert sorted(part) == [(i, epoch) for i in range(length)]
+
+
+def test_epochs_and_seeds_are_ordered_differently() -> None:
+    samples = [index for index, _ in stream(50, 100)]
+    assert samples[:50] != samples[50:]
+    assert samples[:50] != list(range(50))
+    assert [i for i, _ in stream(50, 50, seed=1)] != samples[:50]
+    assert [i for i, _ in stream(50, 50)] == samples[:50]
+    assert stream(4, 6, shuffle=False) == [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1), (1, 1)]
+
+
+@given(
+    length=st.integers(1, 40),
+    micro=st.integers(1, 4),
+    world=st.integers(1, 4),
+    consumed=st.integers(0, 100),
+)
+def test_ranks_share_the_stream(length: int, micro: int, world: int, consumed: int) -> None:
+    loaders = [
+        load(Epochs(length), micro, rank, world, consumed_samples=consumed) for rank in range(world)
+    ]
+    seen = [sample for _ in range(4) for loader in loaders for sample in next(loader)]
+    assert seen == stream(length, consumed + 4 * micro * world)[consumed:]
+    assert {loader.consumed_samples for loader in loaders} == {consumed + 4 * micro * world}
+
+
+def test_a_global_batch_does_not_depend_on_the_number_of_ranks() -> None:
+    def global_batches(micro: int, world: int, accumulation: int) -> list[list[tuple[int, int]]]:
+        loaders = [load(Epochs(37), micro, rank, world) for rank in range(world)]
+        return [
+            sorted(s for _ in range(accumulation) for loader in loaders for s in next(loader))
+            for _ in range(9)
+        ]
+
+    expected = global_batches(12, 1, 1)
+    for micro, world, accumulation in ((3, 4, 1), (3, 2, 2), (1, 4, 3), (6, 1, 2)):
+        assert global_batches(micro, world, accumulation) == expected
+
+
+@given(st.integers(0, 12), st.integers(1, 3), st.integers(1, 3))
+def test_resume_is_exact(steps: int, micro: int, world: int) -> None:
+    loader = load(Epochs(11), micro, world - 1, world, seed=5)
+    for _ in range(steps):
+        next(loader)
+    state = loader.state_dict()
+    resumed = load(Epochs(11), micro, world - 1, world, seed=5)
+    resumed.load_state_dict(state)
+    assert resumed.epoch == loader.epoch
+    assert [next(resumed) for _ in range(8)] == [next(loader) for _ in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("other", "key"),
+    [
+        ({"length": 12}, "data.num_samples"),
+        ({"seed": 1}, "data.seed"),
+        ({"shuffle": False}, "data.shuffle"),
+    ],
+)
+def test_a_state_of_another_stream_is_refused(other: dict[str, Any], key: str) -> None:
+    loader = load(Epochs(11))
+    state = load(Epochs(other.pop("length", 11)), **other).state_dict()
+    with pytest.raises(CheckpointError, match=rf"{key} = .*Resume with the same data") as caught:
+        loader.load_state_dict({**state, "consumed_samples": 4})
+    assert caught.value.key == key
+    assert loader.consumed_samples == 0
+
+
+def test_a_state_without_position_is_refused() -> None:
+    loader = load(Epochs(11))
+    state = loader.state_dict()
+    del state["consumed_samples"]
+    with pytest.raises(CheckpointError, match=r"data\.consumed_samples.*does not hold it"):
+        loader.load_state_dict(state)
+
+
+def test_plain_datasets_are_indexed_and_stacked() -> None:
+    dataset = [{"input_ids": torch.tensor([i, i])} for i in range(4)]
+    loader = load(dataset, micro=2, shuffle=False, collate=None)
+    assert next(loader)["input_ids"].tolist() == [[0, 0], [1, 1]]
+    assert iter(loader) is loader
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"micro": 0}, ConfigError, "micro_batch_size = 0.*at least 1"),
+        ({"rank": 2, "world": 2}, ConfigError, "data_rank = 2.*0 to 1.*Give a rank"),
+        ({"consumed_samples": -1}, ConfigError, "consumed_samples = -1.*0 or more"),
+    ],
+)
+def test_errors(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        load(Epochs(3), **options)
+
+
+def test_an_empty_dataset() -> None:
+    with pytest.raises(DataError, match=r"--data.*no samples.*more data"):
+        load(Epochs(0))
+
+
+@given(
+    length=st.integers(1, 40),
+    micro=st.integers(1, 4),
+    world=st.integers(1, 4),
+    limit=st.none() | st.integers(1, 5),
+)
+def test_evaluation(length: int, micro: int, world: int, limit: int | None) -> None:
+    dataset: Sequence[int] = range(length)
+
+    def evaluate(rank: int) -> list[list[int]]:
+        return list(evaluation_batches(dataset, micro, rank, world, limit, collate=list))
+
+    if length < micro * world:
+        with pytest.raises(DataError, match=r"--data.*held-out samples.*smaller micro-batch"):
+            evaluate(0)
+        return
+    ranks = [evaluate(rank) for rank in range(world)]
+    rounds = min(length // (micro * world), limit or length)
+    assert {len(batches) for batches in ranks} == {rounds}
+    seen = [i for batches in zip(*ranks, strict=True) for batch in batches for i in batch]
+    assert seen == list(range(rounds * micro * world))
+
+
+def test_evaluation_fails_before_the_first_batch_is_asked_for() -> None:
+    with pytest.raises(DataError):
+        evaluation_batches(range(3), 4)
+    with pytest.raises(ConfigError, match=r"limit = 0.*at least 1"):
+        evaluation_batches(range(3), 1, limit=0)
+
+
+def test_evaluation_reads_epoch_zero() -> None:
+    assert list(evaluation_batches(Epochs(2), 2, collate=list)) == [[(0, 0), (1, 0)]]

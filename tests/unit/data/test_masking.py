@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from wavemare.data.documents import Document
+from wavemare.data.masking import MaskedDataset
+from wavemare.data.packing import PackedDataset
+from wavemare.data.tokens import TokenStore, tokenize
+from wavemare.errors import ConfigError, DataError
+
+MakeStore = Callable[..., TokenStore]
+CLS, SEP, MASK = 2, 3, 4
+
+
+@pytest.fixture
+def packed(
+    tmp_path: Path, documents: list[Document], bert_tokenizer: PreTrainedTokenizerFast
+) -> PackedDataset:
+    return PackedDataset(tokenize(documents, bert_tokenizer, tmp_path), 32)
+
+
+def test_frame_and_originals(
+    packed: PackedDataset, bert_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    masked = MaskedDataset(packed, bert_tokenizer, seed=3)
+    assert len(masked) == packed.store.num_tokens // 30
+    for i in range(len(masked)):
+        item = masked[i]
+        inputs, labels = item["input_ids"], item["labels"]
+        assert inputs.shape == labels.shape == (32,)
+        assert inputs.dtype == labels.dtype == torch.int64
+        assert (inputs[0], inputs[-1]) == (CLS, SEP)
+        restored = torch.where(labels == -100, inputs, labels)[1:-1]
+        original = torch.from_numpy(packed.store.tokens[30 * i : 30 * i + 30].astype("int64"))
+        assert torch.equal(restored, original)
+        chosen = labels != -100
+        assert chosen.any()
+        assert not (labels[chosen] < 5).any()  # no special token is asked for
+        assert (inputs[chosen & (inputs < 5)] == MASK).all()  # nor put in, but [MASK]
+
+
+def test_shares(make_store: MakeStore, bert_tokenizer: PreTrainedTokenizerFast) -> None:
+    store = make_store([[*range(5, 205)] * 400], vocab_size=290)
+    masked = MaskedDataset(PackedDataset(store, 402), bert_tokenizer, seed=1)
+    items = [masked[i] for i in range(len(masked))]
+    inputs = torch.stack([item["input_ids"] for item in items])
+    labels = torch.stack([item["labels"] for item in items])
+    chosen = labels != -100
+    hidden = (inputs == MASK) & chosen
+    kept = (inputs == labels) & chosen
+    count = int(chosen.sum())
+    assert count / (inputs.numel() - 2 * len(items)) == pytest.approx(0.15, abs=0.005)
+    assert int(hidden.sum()) / count == pytest.approx(0.8, abs=0.015)
+    assert int(kept.sum()) / count == pytest.approx(0.1 + 0.1 / 285, abs=0.01)
+    replaced = inputs[chosen & ~hidden & ~kept]
+    assert replaced.min() >= 5
+    assert len(replaced.unique()) > 200
+
+
+def test_masks_depend_on_seed_epoch_and_index_alone(
+    packed: PackedDataset, bert_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    def read(seed: int, index: int, epoch: int) -> list[int]:
+        return MaskedDataset(packed, bert_tokenizer, seed=seed).at(index, epoch)["labels"].tolist()
+
+    one = MaskedDataset(packed, bert_tokenizer, seed=1)
+    one.at(3, 0)
+    assert one.at(2, 1)["labels"].tolist() == read(1, 2, 1)
+    assert one[2]["labels"].tolist() == read(1, 2, 0)
+    places = {
+        tuple(i for i, label in enumerate(read(*key)) if label != -100)
+        for key in ((1, 2, 1), (2, 2, 1), (1, 3, 1), (1, 2, 2), (1, 1, 2))
+    }
+    assert len(places) == 5
+
+
+def test_one_token_at_least(packed: PackedDataset, bert_tokenizer: PreTrainedTokenizerFast) -> None:
+    masked = MaskedDataset(packed, bert_tokenizer, probability=1e-9)
+    counts = {int((masked[i]["labels"] != -100).sum()) for i in range(len(masked))}
+    assert counts == {1}
+
+
+def test_errors(
+    packed: PackedDataset,
+    make_store: MakeStore,
+    bert_tokenizer: PreTrainedTokenizerFast,
+    gpt_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    with pytest.raises(DataError, match=r"--tokenizer.*no cls_token.*tokenizer of a BERT"):
+        MaskedDataset(packed, gpt_tokenizer)
+    with pytest.raises(ConfigError, match=r"mask_probability = 0.*0\.15"):
+        MaskedDataset(packed, bert_tokenizer, probability=0.0)
+    with pytest.raises(ConfigError, match=r"sequence_length = 3.*at least 4"):
+        MaskedDataset(PackedDataset(packed.store, 3), bert_tokenizer)
+    ends = PackedDataset(make_store([[SEP]] * 9), 4)
+    with pytest.raises(DataError, match=r"window 1 holds special tokens alone.*blank"):
+        MaskedDataset(ends, bert_tokenizer)[1]

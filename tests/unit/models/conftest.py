@@ -1,0 +1,138 @@
+"""Tiny models of each family, their batches, and a group of one process."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from deepspeed.comm import comm as deepspeed_comm
+
+VOCABULARY = 96
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_GROUPED: dict[str, Any] = {**_SIZES, "num_key_value_heads": 2, "head_dim": 8}
+_GPT2: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "n_positions": 64,
+    "n_embd": 32,
+    "n_layer": 3,
+    "n_head": 4,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+MODELS: dict[str, Callable[..., Any]] = {
+    "gpt2": lambda **k: transformers.GPT2LMHeadModel(transformers.GPT2Config(**_GPT2, **k)),
+    "gpt2-untied": lambda **k: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**_GPT2, tie_word_embeddings=False, **k)
+    ),
+    "bert-mlm": lambda **k: transformers.BertForMaskedLM(transformers.BertConfig(**_SIZES, **k)),
+    "bert-cls": lambda **k: transformers.BertForSequenceClassification(
+        transformers.BertConfig(**_SIZES, **{"num_labels": 3, **k})
+    ),
+    "llama": lambda **k: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**_GROUPED, attention_dropout=0.1, **k)
+    ),
+    "qwen3": lambda **k: transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(
+            **_GROUPED,
+            tie_word_embeddings=True,
+            use_sliding_window=True,
+            sliding_window=5,
+            max_window_layers=1,
+            **k,
+        )
+    ),
+    "olmo3": lambda **k: transformers.Olmo3ForCausalLM(
+        transformers.Olmo3Config(**_GROUPED, sliding_window=5, **k)
+    ),
+    "gpt_neox": lambda **k: transformers.GPTNeoXForCausalLM(
+        transformers.GPTNeoXConfig(**_SIZES, hidden_dropout=0.1, attention_dropout=0.1, **k)
+    ),
+}
+
+
+@pytest.fixture(params=list(MODELS))
+def model_name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def make_model() -> Callable[..., Any]:
+    """Build a tiny model by name, with the same weights each time."""
+
+    def make(name: str, **changes: Any) -> Any:
+        transformers.set_seed(3)
+        model = MODELS[name](**changes)
+        # Weights of trained size: with the initial ones many mistakes would drown in rounding.
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.data.mul_(5.0)
+        return model
+
+    return make
+
+
+@pytest.fixture
+def make_batch() -> Callable[..., dict[str, torch.Tensor]]:
+    """Make a batch of two texts with labels for a model."""
+
+    def make(model: Any, *extra: str, padded: bool = True, tokens: int = 11) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(5)
+        ids = torch.randint(3, VOCABULARY, (2, tokens), generator=generator)
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if padded:
+            batch["attention_mask"][1, -4:] = 0
+        if model.config.model_type == "bert":
+            batch["token_type_ids"] = (torch.arange(tokens) > tokens // 2).long().repeat(2, 1)
+        if "position_ids" in extra:
+            batch["position_ids"] = torch.arange(tokens).repeat(2, 1) + torch.tensor([[2], [5]])
+        if "Classification" in type(model).__name__:
+            batch["labels"] = torch.tensor([2, 0])
+        else:
+            batch["labels"] = ids.masked_fill(batch["attention_mask"] == 0, -100)
+        return batch
+
+    return make
+
+
+@pytest.fixture(scope="package", autouse=True)
+def group_of_one() -> Iterator[None]:
+    """Initialize torch.distributed for this process alone, and undo it."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    variables = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    import deepspeed
+
+    available = dict(deepspeed.ops.__compatible_ops__)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled for minutes
+    with mock.patch.dict(os.environ, variables):
+        deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+        yield
+        torch.distributed.destroy_process_group()
+        deepspeed_comm.cdb = None
+    deepspeed.ops.__compatible_ops__.clear()
+    deepspeed.ops.__compatible_ops__.update(available)

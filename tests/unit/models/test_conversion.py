@@ -1,0 +1,256 @@
+"""What a conversion takes apart, proves and refuses."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import transformers
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology, ProcessTopology
+from torch import nn
+
+from wavemare.errors import ConfigError, LaunchError, ModelError
+from wavemare.models import to_pipeline
+from wavemare.models.gpt2 import causal_mask
+from wavemare.models.layers import name_weights
+
+
+def test_layers_hold_the_models_own_parameters(model_name, make_model):
+    model = make_model(model_name)
+    module = to_pipeline(model, num_stages=1)
+    assert {id(p) for p in module.parameters()} == {id(p) for p in model.parameters()}
+
+
+def test_layer_names_make_up_the_models_state_dict(model_name, make_model):
+    model = make_model(model_name)
+    module = to_pipeline(model, num_stages=1)
+    local = module.local_weights()
+    renamed = {name: local[held] for name, held in module.weight_names().items()}
+    state = model.state_dict()
+    assert list(renamed) == list(state)
+    assert all(renamed[name].data_ptr() == state[name].data_ptr() for name in state)
+
+
+def test_construction_is_silent_and_leaves_no_trace(model_name, make_model, capfd):
+    model = make_model(model_name)
+    model.train()
+    model.get_input_embeddings().eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    config = model.config.to_dict()
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    capfd.readouterr()
+    to_pipeline(model, num_stages=1, partition="time")
+    assert capfd.readouterr().out == ""
+    assert torch.equal(torch.rand(3), expected)
+    assert model.training
+    assert not model.get_input_embeddings().training
+    assert model.config.to_dict() == config
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_topology_may_take_the_place_of_the_number_of_stages(make_model):
+    topology = ProcessTopology(axes=["pipe", "data"], dims=[1, 1])
+    module = to_pipeline(make_model("gpt2"), topology=topology)
+    assert module.topology() is topology
+
+
+def test_layers_of_other_stages_are_not_kept(make_model):
+    model = make_model("llama")
+    module = to_pipeline(model, num_stages=1)
+    # As if this process had only the first two layers.
+    del module.forward_funcs[2:]
+    for index in range(2, 6):
+        delattr(module, str(index))
+        module._layer_specs[index].layer = None
+    last = weakref.ref(model.lm_head)
+    del model
+    gc.collect()
+    assert last() is None
+
+
+def test_masks_and_tables_are_made_once_per_micro_batch(make_model, make_batch, monkeypatch):
+    model = make_model("qwen3").eval()
+    module = to_pipeline(model, num_stages=1)
+    calls = []
+    rotary = type(model.model.rotary_emb)
+    forward = rotary.forward
+    monkeypatch.setattr(
+        rotary, "forward", lambda self, *args: (calls.append(1), forward(self, *args))[1]
+    )
+    inputs, _ = module.split_batch(make_batch(model))
+    for _ in range(2):
+        module(tuple(tensor.clone() for tensor in inputs))
+    assert len(calls) == 2
+
+
+def test_tables_made_under_inference_mode_are_not_used_for_training(make_model, make_batch):
+    model = make_model("llama")
+    module = to_pipeline(model, num_stages=1, inputs=["input_ids"])
+    inputs, labels = module.split_batch(make_batch(model, padded=False))
+    with torch.inference_mode():
+        module(inputs)
+    module.loss_fn(module(inputs), labels).backward()
+
+
+class Scaled(transformers.LlamaForCausalLM):
+    """A decoder that does more than its layers show."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * 1.00001
+        return output
+
+
+class DropsInTraining(transformers.LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = nn.functional.dropout(output.logits, 0.1, self.training)
+        return output
+
+
+class OtherLoss(transformers.LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.loss = output.loss + 0.001
+        return output
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [(Scaled, "evaluation"), (DropsInTraining, "training"), (OtherLoss, "evaluation")],
+)
+def test_a_forward_that_does_more_is_refused(kind, mode, make_model):
+    model = kind(make_model("llama").config)
+    kind.__name__ = "SpecialForCausalLM"
+    with pytest.raises(ModelError, match=f"in {mode} mode .* differ") as info:
+        to_pipeline(model, num_stages=1)
+    assert "SpecialForCausalLM" in str(info.value)
+    assert "Train it with one stage" in str(info.value)
+    to_pipeline(model, num_stages=1, verify=False)
+
+
+def test_an_ignored_sliding_window_is_refused(make_model, monkeypatch):
+    # The window is wider than the proof's texts, so it shows only because it is narrowed.
+    model = make_model("qwen3")
+    model.config.sliding_window = 40
+    monkeypatch.setattr(
+        "wavemare.models.generic._MASKS",
+        {"full_attention": causal_mask, "sliding_attention": causal_mask},
+    )
+    with pytest.raises(ModelError, match="in evaluation mode"):
+        to_pipeline(model, num_stages=1)
+    assert model.config.sliding_window == 40
+
+
+def test_embedding_scaling_is_refused():
+    config = transformers.Gemma2Config(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+    )
+    with pytest.raises(ModelError, match=r"Gemma2ForCausalLM.*differ"):
+        to_pipeline(transformers.Gemma2ForCausalLM(config), num_stages=1)
+
+
+def test_unsupported_classes_are_refused_by_name(make_model):
+    model = transformers.GPT2ForSequenceClassification(make_model("gpt2").config)
+    with pytest.raises(ModelError, match=r"GPT2ForSequenceClassification.*BertForMaskedLM.*llama"):
+        to_pipeline(model, num_stages=1)
+    with pytest.raises(ModelError, match=r"Linear.*not a transformers model"):
+        to_pipeline(nn.Linear(2, 2), num_stages=1)
+
+
+def test_unknown_kinds_of_attention_are_refused(make_model):
+    model = make_model("qwen3")
+    model.config.layer_types = ["full_attention", "linear_attention", "full_attention"]
+    with pytest.raises(ModelError, match="layers of kind 'linear_attention'"):
+        to_pipeline(model, num_stages=1)
+
+
+def test_a_model_without_weights_is_refused(make_model):
+    config = make_model("llama").config
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    with pytest.raises(ModelError, match=r"meta device.*from_pretrained"):
+        to_pipeline(model, num_stages=1)
+
+
+def test_bert_as_a_decoder_is_refused(make_model):
+    model = make_model("bert-mlm", is_decoder=True)
+    with pytest.raises(ModelError, match="is_decoder"):
+        to_pipeline(model, num_stages=1)
+
+
+def test_weights_in_no_layer_are_refused(make_model):
+    model = make_model("llama")
+    model.extra = nn.Linear(2, 2)
+    with pytest.raises(ModelError, match=r"extra\.bias, extra\.weight belong to no layer"):
+        to_pipeline(model, num_stages=1)
+    with pytest.raises(ModelError, match="belong to no layer"):
+        name_weights(model, [])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "reason"),
+    [
+        (["attention_mask"], "'input_ids' is not the first"),
+        (["input_ids", "attention_mask", "attention_mask"], "given twice"),
+        (["input_ids", "token_type_ids"], "family gpt2 do not take 'token_type_ids'"),
+        (["input_ids", "atention_mask"], "Did you mean 'attention_mask'"),
+    ],
+)
+def test_wrong_declarations_are_refused(inputs, reason, make_model):
+    with pytest.raises(ConfigError, match=reason) as info:
+        to_pipeline(make_model("gpt2"), num_stages=1, inputs=inputs)
+    assert info.value.key == "wavemare.pipeline.inputs"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({}, "the number of stages is missing"),
+        ({"num_stages": 2}, "1 processes cannot form pipelines of that many stages"),
+        ({"num_stages": 0}, "cannot form pipelines"),
+    ],
+)
+def test_wrong_numbers_of_stages_are_refused(arguments, reason, make_model):
+    with pytest.raises(ConfigError, match=reason) as info:
+        to_pipeline(make_model("gpt2"), **arguments)
+    assert info.value.key == "wavemare.pipeline.stages"
+
+
+def test_wrong_topologies_are_refused(make_model):
+    tensor_parallel = PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=1)
+    with pytest.raises(ConfigError, match=r"topology.*axis 'model'"):
+        to_pipeline(make_model("gpt2"), topology=tensor_parallel)
+    topology = ProcessTopology(axes=["pipe", "data"], dims=[1, 1])
+    with pytest.raises(ConfigError, match="the topology has 1 stages"):
+        to_pipeline(make_model("gpt2"), topology=topology, num_stages=2)
+
+
+@pytest.mark.parametrize(
+    ("partition", "reason"),
+    [
+        ("parameter", "Did you mean 'parameters'"),
+        ("type:(", "the expression is invalid"),
+        ("type:Bert", "matches 0 layers, too few for 1 stages.*GPT2Block"),
+        ([1], "does not start at layer 0"),
+    ],
+)
+def test_wrong_partitions_are_refused(partition, reason, make_model):
+    with pytest.raises(ConfigError, match=reason) as info:
+        to_pipeline(make_model("gpt2"), num_stages=1, partition=partition)
+    assert info.value.key == "wavemare.pipeline.partition"
+
+
+def test_a_process_without_a_launcher_is_told(make_model, monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK")
+    with pytest.raises(LaunchError, match="init_distributed"):
+        to_pipeline(make_model("gpt2"), num_stages=1)

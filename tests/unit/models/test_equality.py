@@ -1,0 +1,165 @@
+"""A pipeline of one stage computes what its model computes, to the bit."""
+
+import copy
+
+import deepspeed
+import pytest
+import torch
+
+from wavemare.models import to_pipeline
+
+
+def gradients_of(loss, parameters):
+    for parameter in parameters:
+        parameter.grad = None
+    loss.backward()
+    return [None if p.grad is None else p.grad.clone() for p in parameters]
+
+
+def inputs_of(module, batch):
+    return module.split_batch(batch)
+
+
+def compare(model, module, batch, *, training, **options):
+    """Compare logits, loss and all gradients, from the same random state."""
+    parameters = list(model.parameters())
+    if model.config.model_type != "bert":
+        options["use_cache"] = False
+    model.train(training)
+    torch.manual_seed(11)
+    expected = model(**batch, **options)
+    expected_gradients = gradients_of(expected.loss, parameters)
+    inputs, labels = inputs_of(module, batch)
+    module.train(training)
+    torch.manual_seed(11)
+    logits = module(inputs)
+    loss = module.loss_fn(logits, labels)
+    assert torch.equal(logits, expected.logits)
+    assert torch.equal(loss, expected.loss)
+    for ours, theirs in zip(gradients_of(loss, parameters), expected_gradients, strict=True):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_logits_loss_and_gradients_are_equal(model_name, padded, training, make_model, make_batch):
+    model = make_model(model_name)
+    module = to_pipeline(model, num_stages=1)
+    assert module.family in ("gpt2", "bert", "decoder")
+    compare(model, module, make_batch(model, padded=padded), training=training)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_equal_for_each_attention_implementation(model_name, attention, make_model, make_batch):
+    model = make_model(model_name, attn_implementation=attention)
+    compare(model, to_pipeline(model, num_stages=1), make_batch(model), training=False)
+
+
+def test_equal_with_position_ids(model_name, make_model, make_batch):
+    model = make_model(model_name)
+    batch = make_batch(model, "position_ids")
+    names = [name for name in batch if name != "labels"]
+    compare(model, to_pipeline(model, num_stages=1, inputs=names), batch, training=False)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3"])
+def test_positions_that_restart_separate_packed_texts(name, make_model, make_batch):
+    model = make_model(name)
+    batch = make_batch(model, padded=False)
+    del batch["attention_mask"]
+    batch["position_ids"] = torch.tensor([[*range(6), *range(5)], [*range(3), *range(8)]])
+    module = to_pipeline(model, num_stages=1, inputs=["input_ids", "position_ids"])
+    compare(model, module, batch, training=False)
+    changed = batch["input_ids"].clone()
+    changed[0, :6] = 3  # the first text of the row must not reach the second
+    logits = module(module.split_batch({**batch, "input_ids": changed})[0])
+    expected = module(module.split_batch(batch)[0])
+    assert torch.equal(logits[0, 6:], expected[0, 6:])
+    assert not torch.equal(logits[0, :6], expected[0, :6])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gpt_neox"])
+def test_a_bare_tensor_travels_where_only_ids_are_declared(name, make_model, make_batch):
+    model = make_model(name)
+    module = to_pipeline(model, num_stages=1, inputs=["input_ids"])
+    batch = make_batch(model, padded=False)
+    inputs, _ = module.split_batch(batch)
+    assert isinstance(inputs, torch.Tensor)
+    carry = inputs
+    for layer in module.forward_funcs:
+        carry = layer(carry)
+        assert isinstance(carry, torch.Tensor)
+    compare(model, module, batch, training=True)
+
+
+def test_a_mask_of_ones_changes_no_bit(model_name, make_model, make_batch):
+    model = make_model(model_name).eval()
+    names = ["input_ids", "token_type_ids"] if model_name.startswith("bert") else ["input_ids"]
+    masked = to_pipeline(model, num_stages=1, inputs=[*names, "attention_mask"])
+    bare = to_pipeline(model, num_stages=1, inputs=names)
+    batch = make_batch(model, padded=False)
+    assert torch.equal(masked(masked.split_batch(batch)[0]), bare(bare.split_batch(batch)[0]))
+
+
+def test_equal_in_bfloat16(model_name, make_model, make_batch):
+    model = make_model(model_name).to(torch.bfloat16).eval()
+    module = to_pipeline(model, num_stages=1)
+    batch = make_batch(model)
+    with torch.no_grad():
+        assert torch.equal(module(module.split_batch(batch)[0]), model(**batch).logits)
+
+
+def test_casting_the_module_leaves_the_rotary_frequencies_alone(make_model, make_batch):
+    model = make_model("llama").eval()
+    exact = copy.deepcopy(model).to(torch.bfloat16)
+    exact.model.rotary_emb = copy.deepcopy(model.model.rotary_emb)
+    module = to_pipeline(model, num_stages=1).bfloat16()
+    batch = make_batch(model)
+    with torch.no_grad():
+        assert torch.equal(module(module.split_batch(batch)[0]), exact(**batch).logits)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert-mlm", "qwen3", "gpt_neox"])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("interval", [1, 2, 3])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_activation_checkpoints_change_no_bit(
+    name, interval, reentrant, frozen, make_model, make_batch
+):
+    model = make_model(name)
+    model.get_input_embeddings().requires_grad_(not frozen)
+    module = to_pipeline(model, num_stages=1, activation_checkpoint_interval=interval)
+    if not reentrant:
+        module.activation_checkpoint_func = deepspeed.checkpointing.non_reentrant_checkpoint
+    module._precompute_checkpointable_values()
+    assert any(module.is_checkpointable_results)
+    compare(model, module, make_batch(model), training=True)
+
+
+@pytest.mark.parametrize(
+    ("num_labels", "problem_type", "labels"),
+    [
+        (1, "regression", torch.tensor([0.5, -1.0])),
+        (1, None, torch.tensor([0.5, -1.0])),
+        (3, "regression", torch.tensor([[0.5, 1, 2], [-1.0, 0, 3]])),
+        (3, "single_label_classification", torch.tensor([2, 1])),
+        (3, None, torch.tensor([2, 1])),
+        (3, "multi_label_classification", torch.tensor([[0.0, 1, 1], [1, 0, 0]])),
+        (3, None, torch.tensor([[0.0, 1, 1], [1, 0, 0]])),
+    ],
+)
+def test_classification_losses(num_labels, problem_type, labels, make_model, make_batch):
+    model = make_model("bert-cls", num_labels=num_labels, problem_type=problem_type)
+    module = to_pipeline(model, num_stages=1)
+    assert model.config.problem_type == problem_type  # the proof must not decide it
+    batch = {**make_batch(model), "labels": labels}
+    compare(model, module, batch, training=False)
+
+
+def test_a_loss_of_the_callers_own(make_model, make_batch):
+    model = make_model("gpt2").eval()
+    module = to_pipeline(model, num_stages=1, loss_fn=lambda logits, labels: logits.sum())
+    inputs, labels = module.split_batch(make_batch(model))
+    logits = module(inputs)
+    assert torch.equal(module.loss_fn(logits, labels), logits.sum())

@@ -1,0 +1,92 @@
+"""Cuts of a chain into stages, against brute force over all cuts."""
+
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wavemare.errors import ConfigError
+from wavemare.pipeline.cuts import balanced_cuts, explicit_cuts
+
+# Multiples of 1/8 are summed exactly, so that ties are ties for both sides.
+weight_lists = st.lists(st.integers(0, 40).map(lambda n: n / 8), min_size=1, max_size=9)
+
+
+def stage_weights(weights, bounds):
+    return [sum(weights[left:right]) for left, right in pairwise(bounds)]
+
+
+def best_by_brute_force(weights, num_stages):
+    candidates = [
+        (0, *inner, len(weights)) for inner in combinations(range(1, len(weights)), num_stages - 1)
+    ]
+
+    def cost(bounds):
+        stages = stage_weights(weights, bounds)
+        return max(stages), sum(weight * weight for weight in stages), bounds
+
+    return min(candidates, key=cost)
+
+
+@given(weights=weight_lists, data=st.data())
+def test_balanced_cuts_are_the_best_of_all_cuts(weights, data):
+    num_stages = data.draw(st.integers(1, len(weights)))
+    assert balanced_cuts(weights, num_stages) == best_by_brute_force(weights, num_stages)
+
+
+@given(
+    weights=st.lists(st.floats(0, 1e12), min_size=1, max_size=30),
+    data=st.data(),
+)
+def test_any_weights_give_non_empty_stages(weights, data):
+    num_stages = data.draw(st.integers(1, len(weights)))
+    bounds = balanced_cuts(weights, num_stages)
+    assert bounds[0] == 0
+    assert bounds[-1] == len(weights)
+    assert len(bounds) == num_stages + 1
+    assert all(left < right for left, right in pairwise(bounds))
+
+
+def test_the_other_stages_are_evened_out_beside_a_heavy_layer():
+    assert balanced_cuts([1, 1, 1, 1, 10], 3) == (0, 2, 4, 5)
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+def test_unusable_weights_are_refused(weight):
+    with pytest.raises(ConfigError, match=r"weight of layer 1 .* Choose another partition") as info:
+        balanced_cuts([1.0, weight], 1)
+    assert info.value.key == "wavemare.pipeline.partition"
+
+
+@pytest.mark.parametrize(("stages", "remedy"), [(4, "Use at most 3 stages"), (0, "positive")])
+def test_impossible_numbers_of_stages_are_refused(stages, remedy):
+    with pytest.raises(ConfigError, match=remedy) as info:
+        balanced_cuts([1, 1, 1], stages)
+    assert info.value.key == "wavemare.pipeline.stages"
+
+
+def test_explicit_cuts_are_stage_starts_or_bounds():
+    assert explicit_cuts([0, 2, 3], 5) == (0, 2, 3, 5)
+    assert explicit_cuts([0, 2, 3, 5], 5, 3) == (0, 2, 3, 5)
+    assert explicit_cuts([0], 5, 1) == (0, 5)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "reason"),
+    [
+        ([], "stages instead of 2|does not start at layer 0"),
+        ([1, 3], "does not start at layer 0"),
+        ([0, 3, 2], "do not increase strictly"),
+        ([0, 2, 2], "do not increase strictly"),
+        ([0, 6], "do not increase strictly"),
+        ([0, 1, 2], "3 stages instead of 2"),
+        ([0, 1.5], "not an integer"),
+        ([False, True], "not an integer"),
+    ],
+)
+def test_wrong_explicit_cuts_are_refused(bounds, reason):
+    with pytest.raises(ConfigError, match=reason) as info:
+        explicit_cuts(bounds, 5, 2)
+    assert info.value.key == "wavemare.pipeline.partition"
+    assert "first layer of each of the 2 stages" in str(info.value)
