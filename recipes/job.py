@@ -301,17 +301,21 @@ class Job:
 
         Args:
             dataset: Items as those trained on.
-            num_samples: How many samples over all ranks; None for all.
+            num_samples: How many samples over all ranks, rounded up to whole batches; None for
+                all that make whole batches.
         """
         from wavemare.data import evaluation_batches
 
+        ranks = self.engine.data_world_size
+        # A small held-out set still gives every rank a batch.
+        micro = min(self.batch["train_micro_batch_size_per_gpu"], max(len(dataset) // ranks, 1))
         return list(
             evaluation_batches(
                 dataset,
-                micro_batch_size=self.batch["train_micro_batch_size_per_gpu"],
+                micro_batch_size=micro,
                 data_rank=self.engine.data_rank,
-                data_world_size=self.engine.data_world_size,
-                limit=num_samples,
+                data_world_size=ranks,
+                limit=None if num_samples is None else -(-num_samples // (micro * ranks)),
             )
         )
 

@@ -115,7 +115,8 @@ def _wait(processes: Sequence[subprocess.Popen[Any]], timeout: float) -> None:
 @pytest.fixture(autouse=True)
 def no_leaked_environment() -> Iterator[None]:
     """A test must leave the environment as it was."""
-    ignored = {"PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK"}
+    # Set by torch and DeepSpeed when they are imported.
+    ignored = {"PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR"}
     before = {k: v for k, v in os.environ.items() if k not in ignored}
     yield
     after = {k: v for k, v in os.environ.items() if k not in ignored}

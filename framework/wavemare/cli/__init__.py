@@ -1,4 +1,4 @@
-"""The ``wavemare`` command: each sub-command is one file, which imports what it needs as it runs."""
+"""The ``wavemare`` command: one file per sub-command, which imports what it needs as it runs."""
 
 from __future__ import annotations
 
@@ -28,16 +28,22 @@ app.command(
 app.command()(doctor)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"wavemare {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)
+        bool,
+        typer.Option(
+            "--version", help="Print the version and leave.", callback=_print_version, is_eager=True
+        ),
     ] = False,
 ) -> None:
-    """Train with DeepSpeed's engines and what they lack: start here."""
-    if version:
-        typer.echo(f"wavemare {__version__}")
-        raise typer.Exit
+    """Train with DeepSpeed's engines and what they lack."""
 
 
 def main() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -92,25 +91,28 @@ def split_indices(
 
 
 def split_text(document: Document, fraction: float) -> tuple[Document, Document]:
-    """Split the only document of a corpus by position, at a line end where there is one.
+    """Split the only document of a corpus by position, at a line end if one is near.
 
     Args:
         document: The document to cut.
-        fraction: Share of the text, from its end, that is held out.
+        fraction: Share of the text, from its end, that is held out; a line end may add or take up
+            to half of it.
 
     Raises:
         DataError: The text is too short to be cut in two.
     """
     text = document.text
-    target = int(len(text) * (1.0 - fraction))
-    line_ends = [match.end() for match in re.finditer(r"\n", text)]
-    cut = min(line_ends, key=lambda end: abs(end - target), default=target)
-    for position in (cut, target, len(text) // 2):
-        train, held_out = text[:position], text[position:]
-        if train.strip() and held_out.strip():
-            return (
-                Document(f"{document.name} (start)", train),
-                Document(f"{document.name} (end)", held_out),
-            )
-    reason = f"a single document of {len(text)} characters cannot be split for evaluation"
-    raise DataError("--data", document.name, reason, "Give more text")
+    first = len(text) - len(text.lstrip()) + 1  # neither part may be blank
+    last = len(text.rstrip()) - 1
+    if first > last:
+        reason = f"a single document of {len(text)} characters cannot be split for evaluation"
+        raise DataError("--data", document.name, reason, "Give more text")
+    target = min(max(int(len(text) * (1.0 - fraction)), first), last)
+    around = (text.rfind("\n", first, target) + 1, text.find("\n", target, last) + 1)
+    reach = len(text) * fraction / 2
+    near = [end for end in around if first <= end <= last and abs(end - target) <= reach]
+    cut = min(near, key=lambda end: abs(end - target), default=target)
+    return (
+        Document(f"{document.name} (start)", text[:cut]),
+        Document(f"{document.name} (end)", text[cut:]),
+    )

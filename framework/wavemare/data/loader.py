@@ -158,7 +158,8 @@ def evaluation_batches(
         micro_batch_size: Samples per batch and rank.
         data_rank: Place of this process among those that read different data.
         data_world_size: Number of processes that read different data.
-        limit: Largest number of batches per rank.
+        limit: About how many samples to read over all ranks: as many full rounds as fit in it, and
+            one at least.
         collate: Makes a batch of a list of samples; torch's ``default_collate`` by default.
 
     Raises:
@@ -174,7 +175,8 @@ def evaluation_batches(
         reason = f"{len(dataset)} held-out samples do not give each rank a batch ({stride} needed)"
         remedy = "Give more held-out data, a smaller micro-batch or a shorter sequence"
         raise DataError("--data", len(dataset), reason, remedy)
-    num_batches = num_batches if limit is None else min(num_batches, limit)
+    if limit is not None:
+        num_batches = min(num_batches, max(1, limit // stride))
     first = data_rank * micro_batch_size
     starts = range(first, first + num_batches * stride, stride)
     make = collate or _default_collate()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from wavemare.data.cache import build_once, content_key
-from wavemare.data.documents import Document
 from wavemare.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -29,6 +28,13 @@ _BERT_ROLES = {
     "sep_token": "[SEP]",
     "mask_token": "[MASK]",
 }
+
+
+class HasText(Protocol):
+    """Anything with a text to learn from."""
+
+    @property
+    def text(self) -> str: ...
 
 
 def train_tokenizer(
@@ -112,12 +118,12 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
 
 
 def cached_tokenizer(
-    documents: Sequence[Document], vocab_size: int, kind: TokenizerKind, cache_dir: Path
+    documents: Sequence[HasText], vocab_size: int, kind: TokenizerKind, cache_dir: Path
 ) -> PreTrainedTokenizerFast:
     """Return the tokenizer trained on these documents, from the cache where it is there.
 
     Args:
-        documents: The documents to learn from; a corpus's train documents.
+        documents: What to learn from: documents, labelled texts, anything with a ``text``.
         vocab_size: Number of tokens, special tokens included.
         kind: See ``train_tokenizer``.
         cache_dir: Folder of the cache, shared by all processes of a host.

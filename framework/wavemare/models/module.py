@@ -8,6 +8,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
 from torch import Tensor, nn
@@ -141,6 +142,11 @@ class TransformerPipeline(PipelineModule):
                 self.add_module(str(index), layer)
                 for parameter in layer.parameters():
                     parameter.ds_pipe_replicated = False  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def _synchronize_tied_weights(self) -> None:
+        # Recorded by autograd, the broadcast would warn at each backward pass.
+        super()._synchronize_tied_weights()
 
     def _own_for_clipping(self) -> None:
         # DeepSpeed's fp32 clipping counts a parameter of stage > 0 only if it is marked so. Of a

@@ -95,7 +95,7 @@ class Screen:
     def note(self, text: str) -> None:
         """Print one line; above the progress line if that is being shown."""
         if self._draws:
-            self._console.print(Text(text))
+            self._console.print(Text(text), soft_wrap=True)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """Draw a table, for example of the final results.

@@ -154,7 +154,7 @@ def test_an_empty_dataset() -> None:
     length=st.integers(1, 40),
     micro=st.integers(1, 4),
     world=st.integers(1, 4),
-    limit=st.none() | st.integers(1, 5),
+    limit=st.none() | st.integers(1, 40),
 )
 def test_evaluation(length: int, micro: int, world: int, limit: int | None) -> None:
     dataset: Sequence[int] = range(length)
@@ -167,7 +167,9 @@ def test_evaluation(length: int, micro: int, world: int, limit: int | None) -> N
             evaluate(0)
         return
     ranks = [evaluate(rank) for rank in range(world)]
-    rounds = min(length // (micro * world), limit or length)
+    rounds = length // (micro * world)
+    if limit is not None:
+        rounds = min(rounds, max(limit // (micro * world), 1))
     assert {len(batches) for batches in ranks} == {rounds}
     seen = [i for batches in zip(*ranks, strict=True) for batch in batches for i in batch]
     assert seen == list(range(rounds * micro * world))

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-import wavemare.data as data
+from wavemare import data
 
 PROGRAM = """
 import sys

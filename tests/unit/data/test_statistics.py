@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,7 @@ def store_of(documents: list[list[int]]) -> TokenStore:
 
 
 def pairs_of(documents: list[list[int]]) -> list[tuple[int, int]]:
-    return [pair for d in documents for pair in zip(d, d[1:], strict=False)]
+    return [pair for d in documents for pair in pairwise(d)]
 
 
 def slow_unigram(train: list[list[int]]) -> list[float]:

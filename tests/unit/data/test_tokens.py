@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from wavemare.data import tokens as tokens_module
 from wavemare.data.documents import Document
+from wavemare.data.tokenizer import train_tokenizer
 from wavemare.data.tokens import TokenStore, largest_token, split_store, tokenize
 from wavemare.errors import DataError
 
@@ -53,10 +54,17 @@ def test_a_text_cannot_forge_the_end_of_a_document(
     assert gpt_tokenizer.decode(store.document(0)[:-1].tolist()) == text
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.text(alphabet="ab \n\t", max_size=60), min_size=1, max_size=4))
+@pytest.fixture(scope="module")
+def blank_line_tokenizer() -> PreTrainedTokenizerFast:
+    """Joins runs of blanks, so that a cut within one would show."""
+    blanks = ["a\n\nb \n\n\n  a\t\n \nab", "b  \n\n a\n\n\n\n", "\n \n\n a\n\t\n"]
+    return train_tokenizer(blanks * 9, 300, kind="gpt")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.text(alphabet="ab \n\n\t", max_size=60), min_size=1, max_size=4))
 def test_long_documents_are_cut_without_a_trace(
-    gpt_tokenizer: PreTrainedTokenizerFast, texts: list[str]
+    blank_line_tokenizer: PreTrainedTokenizerFast, texts: list[str]
 ) -> None:
     made = [Document(str(i), text) for i, text in enumerate(texts)]
     with pytest.MonkeyPatch.context() as patch:
@@ -66,11 +74,11 @@ def test_long_documents_are_cut_without_a_trace(
         ids = [
             i
             for batch in tokens_module._batches(made)
-            for i in tokens_module._encode(gpt_tokenizer, batch)
+            for i in tokens_module._encode(blank_line_tokenizer, batch)
         ]
     assert "".join(text for text, _ in pieces) == "".join(texts)
     assert sum(is_last for _, is_last in pieces) == len(texts)
-    whole = [i for text in texts for i in expected_ids(gpt_tokenizer, text, 0)[:-1]]
+    whole = [i for text in texts for i in expected_ids(blank_line_tokenizer, text, 0)[:-1]]
     assert [i for piece in ids for i in piece] == whole
 
 
@@ -108,11 +116,13 @@ def test_the_cache_key_covers_texts_and_tokenizer(
     renamed = [Document(f"other {d.name}", d.text) for d in documents]
     tokenize(renamed, gpt_tokenizer, tmp_path)
     assert entries() == 1
+    tokenize(documents, train_tokenizer(["other"], 280, kind="gpt"), tmp_path)
+    assert entries() == 2
     tokenize(documents, bert_tokenizer, tmp_path)
     tokenize(documents[::-1], gpt_tokenizer, tmp_path)
     joined = [Document("joined", documents[0].text + documents[1].text), *documents[2:]]
     tokenize(joined, gpt_tokenizer, tmp_path)
-    assert entries() == 4
+    assert entries() == 5
 
 
 @pytest.mark.parametrize("name", ["tokens.npy", "offsets.npy", "store.json"])
@@ -134,6 +144,18 @@ def test_a_damaged_entry_is_built_again(
     again = tokenize(documents, gpt_tokenizer, tmp_path)
     assert np.array_equal(again.tokens, first)
     assert "is damaged and is built again" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["tokens.npy", "offsets.npy"])
+def test_files_of_another_length_are_noticed(
+    tmp_path: Path, documents: list[Document], gpt_tokenizer: PreTrainedTokenizerFast, name: str
+) -> None:
+    first = np.array(tokenize(documents, gpt_tokenizer, tmp_path).tokens)
+    (file,) = tmp_path.glob(f"*/{name}")
+    np.save(file, np.array(np.load(file)[:-1]))
+    again = tokenize(documents, gpt_tokenizer, tmp_path)
+    assert np.array_equal(again.tokens, first)
+    assert again.offsets[-1] == len(first)
 
 
 def test_no_documents(tmp_path: Path, gpt_tokenizer: PreTrainedTokenizerFast) -> None:

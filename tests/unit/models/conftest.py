@@ -112,7 +112,7 @@ def make_batch() -> Callable[..., dict[str, torch.Tensor]]:
     return make
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def group_of_one() -> Iterator[None]:
     """Initialize torch.distributed for this process alone, and undo it."""
     with socket.socket() as listener:

@@ -50,9 +50,8 @@ def test_logits_loss_and_gradients_are_equal(model_name, padded, training, make_
     compare(model, module, make_batch(model, padded=padded), training=training)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_equal_for_each_attention_implementation(model_name, attention, make_model, make_batch):
-    model = make_model(model_name, attn_implementation=attention)
+def test_equal_with_eager_attention(model_name, make_model, make_batch):
+    model = make_model(model_name, attn_implementation="eager")
     compare(model, to_pipeline(model, num_stages=1), make_batch(model), training=False)
 
 
@@ -122,7 +121,7 @@ def test_casting_the_module_leaves_the_rotary_frequencies_alone(make_model, make
 
 @pytest.mark.parametrize("name", ["gpt2", "bert-mlm", "qwen3", "gpt_neox"])
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("interval", [1, 2, 3])
+@pytest.mark.parametrize("interval", [1, 3])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_activation_checkpoints_change_no_bit(
     name, interval, reentrant, frozen, make_model, make_batch

@@ -1,0 +1,153 @@
+"""Each recipe, under both engines by configuration alone, from text to a model that is used."""
+
+import json
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
+
+ENGINES = ["pipeline", "zero"]
+
+
+def check_run_folder(folder, *, steps=20):
+    """Check what every run leaves, and return its metrics and results."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert len(losses) == steps
+    assert losses[-1] < losses[0]
+    assert len([line for line in lines if "held_out_loss" in line]) == 2
+    assert all(line["learning_rate"] > 0 for line in lines if line.get("loss") and line["step"] > 1)
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["configuration"]["batch"]["train_batch_size"] == 32
+    assert config["environment"]["world_size"] == 2
+    assert (folder / "summary.md").read_text().startswith("# Summary")
+    assert (folder / "checkpoints" / "latest").read_text() == f"step-{steps:06d}"
+    return losses, json.loads((folder / "summary.json").read_text())["results"]
+
+
+def check_screen(output):
+    assert output.count("estimate per rank") == 1
+    assert "tokens/s" in output
+    assert "results" in output
+    assert "Warning" not in output, output
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gpt_pretraining_and_finetuning(
+    command, small_options, recipe_config, text_folder, tmp_path, engine
+):
+    pretrained, finetuned = tmp_path / "pretrained", tmp_path / "finetuned"
+    config = recipe_config("gpt/pretrain", engine)
+    options = small_options("gpt", pretrained)
+    ended = command("wavemare", "train", "gpt", "--config", config, *options).check()
+    check_screen(ended.output)
+    losses, results = check_run_folder(pretrained)
+    assert results["held_out_loss"] < losses[0] - 0.5
+
+    model = AutoModelForCausalLM.from_pretrained(pretrained / "model").eval()
+    tokenizer = AutoTokenizer.from_pretrained(pretrained / "model")
+    assert model.config.num_hidden_layers == 4
+    inputs = tokenizer((text_folder / "00.txt").read_text()[:100], return_tensors="pt")
+    with torch.no_grad():
+        loss = model(**inputs, labels=inputs["input_ids"]).loss
+    assert loss < losses[0] - 0.5
+
+    config = recipe_config("gpt/finetune", engine)
+    options = small_options(
+        "gpt", finetuned, model=pretrained / "model", vocab_size=None, model_config=None
+    )
+    command("wavemare", "train", "gpt/finetune", "--config", config, *options).check()
+    continued, _ = check_run_folder(finetuned)
+    assert continued[0] < losses[0] - 0.5, "finetuning did not start from the pretrained weights"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_bert_pretraining_and_finetuning(command, small_options, recipe_config, tmp_path, engine):
+    pretrained, finetuned = tmp_path / "pretrained", tmp_path / "finetuned"
+    config = recipe_config("bert/pretrain", engine)
+    options = small_options("bert", pretrained)
+    ended = command("wavemare", "train", "bert", "--config", config, *options).check()
+    check_screen(ended.output)
+    assert "->" in ended.output
+    check_run_folder(pretrained)
+    AutoModelForMaskedLM.from_pretrained(pretrained / "model")
+
+    table = tmp_path / "reviews.tsv"
+    rows = [
+        f"{'good' if i % 2 else 'bad'} and number {i}\t{'pos' if i % 2 else 'neg'}"
+        for i in range(200)
+    ]
+    table.write_text("text\tlabel\n" + "\n".join(rows) + "\n")
+    config = recipe_config("bert/finetune", engine)
+    options = small_options(
+        "bert", finetuned, model=pretrained / "model", data=table, vocab_size=None
+    )
+    command("wavemare", "train", "bert/finetune", "--config", config, *options).check()
+    _, results = check_run_folder(finetuned)
+    assert 0 <= results["macro_f1"] <= 1
+    assert results["accuracy"] >= results["majority accuracy"] - 0.1
+
+    model = AutoModelForSequenceClassification.from_pretrained(finetuned / "model")
+    assert sorted(model.config.id2label.values()) == ["neg", "pos"]
+
+
+def test_the_default_classification_corpus_beats_the_majority(
+    command, small_options, recipe_config, tmp_path
+):
+    options = small_options(
+        "bert", tmp_path / "run", data=None, vocab_size=1000, max_steps=100, sequence_length=64
+    )
+    command("wavemare", "train", "bert/finetune", *options).check()
+    _, results = check_run_folder(tmp_path / "run", steps=100)
+    assert results["accuracy"] > results["majority accuracy"]
+
+
+def test_a_resumed_run_logs_the_losses_of_an_uninterrupted_one(command, small_options, tmp_path):
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    command("wavemare", "train", "gpt", *small_options("gpt", whole)).check()
+    (resumed / "checkpoints").mkdir(parents=True)
+    (whole / "checkpoints" / "step-000010").rename(resumed / "checkpoints" / "step-000010")
+    (resumed / "checkpoints" / "latest").write_text("step-000010")
+    metrics = (whole / "metrics.jsonl").read_text().splitlines()
+    (resumed / "metrics.jsonl").write_text("\n".join(metrics[:14]) + "\n")
+
+    options = small_options("gpt", resumed, resume=True)
+    ended = command("wavemare", "train", "gpt", *options).check()
+    assert "resumed after step 10" in ended.output
+
+    def timeless(folder):
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
+
+    assert timeless(resumed) == timeless(whole)
+
+
+def test_the_deepspeed_launcher_and_torchrun_run_a_recipe_as_a_module(
+    command, small_options, recipe_config, tmp_path
+):
+    config = recipe_config("gpt/pretrain", "pipeline")
+    options = [
+        "--deepspeed_config",
+        config,
+        *small_options("gpt", tmp_path / "run", max_steps=2, eval_interval=1, save_interval=2),
+    ]
+    module = "wavemare.recipes.gpt.pretrain"
+    cpu = {"DS_ACCELERATOR": "cpu"}
+    command(
+        *("deepspeed", "--num_gpus", 2, "--master_port", 29731, "--module", module, *options),
+        environment=cpu,
+    ).check()
+    first = (tmp_path / "run" / "summary.json").read_text()
+    command(
+        *("torchrun", "--nproc-per-node", 2, "--master-port", 29732, "-m", module, *options),
+        environment=cpu,
+    ).check()
+    second = (tmp_path / "run" / "summary.json").read_text()
+    loss = "held_out_loss"
+    assert json.loads(first)["results"][loss] == json.loads(second)["results"][loss]

@@ -1,0 +1,257 @@
+"""Train transformers models as pipelines of two stages beside the unsplit models.
+
+The second argument names the case; every rank leaves what it saw as JSON.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import faulthandler
+import deepspeed
+import torch
+import transformers
+from common import leave
+
+from wavemare.engine import init_distributed
+from wavemare.errors import ModelError
+from wavemare.models import pipeline_state_dict, save_pretrained, to_pipeline
+
+STEPS, ACCUMULATION, MICRO, LENGTH, VOCABULARY, CLIP = 4, 2, 2, 10, 80, 0.1
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def build(name: str) -> Any:
+    transformers.set_seed(7)
+    if name == "gpt2":
+        config: Any = transformers.GPT2Config(
+            vocab_size=VOCABULARY,
+            n_positions=32,
+            n_embd=32,
+            n_layer=3,
+            n_head=4,
+            bos_token_id=1,
+            eos_token_id=2,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+        return transformers.GPT2LMHeadModel(config)
+    if name in ("bert-mlm", "bert-cls"):
+        config = transformers.BertConfig(
+            **SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3
+        )
+        kind = (
+            transformers.BertForMaskedLM
+            if name == "bert-mlm"
+            else transformers.BertForSequenceClassification
+        )
+        return kind(config)
+    config = transformers.Qwen3Config(
+        **SIZES, num_key_value_heads=2, head_dim=8, tie_word_embeddings=name == "qwen3"
+    )
+    return transformers.Qwen3ForCausalLM(config)
+
+
+def batches(name: str) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(13)
+    result = []
+    for _ in range(STEPS * ACCUMULATION):
+        ids = torch.randint(3, VOCABULARY, (MICRO, LENGTH), generator=generator)
+        mask = torch.ones_like(ids)
+        mask[1, -3:] = 0
+        labels = ids.clone() if name != "bert-cls" else ids[:, 0] % 3
+        result.append({"input_ids": ids, "attention_mask": mask, "labels": labels})
+    return result
+
+
+def optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=5e-3)
+
+
+def start(module: Any, **changes: Any) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "gradient_clipping": CLIP,
+        "steps_per_print": None,
+        **changes,
+    }
+    engine, *_ = deepspeed.initialize(
+        model=module, optimizer=optimizer(list(module.parameters())), config=config
+    )
+    return engine
+
+
+def train_whole(name: str) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """The unsplit model under plain PyTorch: losses, gradient norms, weights."""
+    model = build(name).train()
+    adam = optimizer(model.parameters())
+    losses, norms, data = [], [], iter(batches(name))
+    for _ in range(STEPS):
+        total = 0.0
+        for _ in range(ACCUMULATION):
+            loss = model(**next(data)).loss / ACCUMULATION
+            loss.backward()
+            total += loss.item()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+        adam.step()
+        adam.zero_grad()
+        losses.append(total)
+    return losses, norms, model.state_dict()
+
+
+def train_pipeline(engine: Any, name: str) -> list[float]:
+    data = iter([engine.module.split_batch(batch) for batch in batches(name)])
+    return [engine.train_batch(data).item() for _ in range(STEPS)]
+
+
+def difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    assert list(ours) == list(theirs)
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in theirs)
+
+
+def tied_copies_equal(module: Any) -> bool:
+    """Compare each tied weight with its first owner's."""
+    equal = True
+    for weight, group in module.get_tied_weights_and_groups():
+        first = weight.detach().clone()
+        torch.distributed.broadcast(first, src=0, group=group)
+        equal = equal and torch.equal(first, weight.detach())
+    return equal
+
+
+def train(folder: Path, name: str, **options: Any) -> dict[str, Any]:
+    settings = options.pop("config", {})
+    module = to_pipeline(build(name), num_stages=2, **options)
+    engine = start(module, **settings)
+    losses = train_pipeline(engine, name)
+    weights = pipeline_state_dict(engine)
+    result = {
+        "losses": losses,
+        "stage": module.stage_id,
+        "own": sum(p.numel() for p in module.parameters()),
+        "whole": sum(p.numel() for p in build(name).parameters()),
+        "tied": len(module.tied_comms),
+        "tied_equal": tied_copies_equal(module),
+        "gathered": weights is not None,
+    }
+    if weights is not None:
+        expected, norms, state = train_whole(name)
+        result |= {"expected": expected, "norms": norms, "difference": difference(weights, state)}
+    return result
+
+
+def save_untouched(folder: Path, name: str) -> dict[str, Any]:
+    if torch.distributed.get_rank() == 0:
+        build(name).save_pretrained(folder / "theirs")
+    torch.distributed.barrier()
+    model = type(build(name)).from_pretrained(folder / "theirs")
+    engine = start(to_pipeline(model, num_stages=2))
+    save_pretrained(engine, folder / "ours")
+    return {}
+
+
+def checkpoint(folder: Path, name: str) -> dict[str, Any]:
+    """Save a trained pipeline with DeepSpeed, load it into a fresh one, compare the exports."""
+    engine = start(to_pipeline(build(name), num_stages=2))
+    train_pipeline(engine, name)
+    engine.save_checkpoint(folder / "checkpoint", tag="last")
+    trained = pipeline_state_dict(engine)
+    fresh = start(to_pipeline(build(name), num_stages=2))
+    fresh.load_checkpoint(folder / "checkpoint", tag="last")
+    loaded = pipeline_state_dict(fresh)
+    if trained is None or loaded is None:
+        return {"difference": 0.0, "moved": 1.0}
+    moved = difference(trained, build(name).state_dict())
+    return {"difference": difference(loaded, trained), "moved": moved}
+
+
+def zero(folder: Path, name: str) -> dict[str, Any]:
+    """Save plain engines of all ZeRO stages, untouched and after a step."""
+    differences = []
+    for stage in range(4):
+        engine = start(build(name), zero_optimization={"stage": stage})
+        save_pretrained(engine, folder / f"untouched_{stage}")
+        batch = batches(name)[0]
+        for _ in range(ACCUMULATION):
+            engine.backward(engine(**batch).loss)
+            engine.step()
+        save_pretrained(engine, folder / f"trained_{stage}")
+        loaded = type(engine.module).from_pretrained(folder / f"trained_{stage}")
+        differences.append(difference(loaded.state_dict(), build(name).state_dict()))
+    if torch.distributed.get_rank() == 0:
+        build(name).save_pretrained(folder / "theirs")
+    return {"moved": differences}
+
+
+def replicas(folder: Path, name: str) -> dict[str, Any]:
+    """One stage, two data-parallel replicas."""
+    engine = start(to_pipeline(build(name), num_stages=1))
+    train_pipeline(engine, name)
+    weights = pipeline_state_dict(engine)
+    result: dict[str, Any] = {"gathered": weights is not None}
+    if weights is not None:
+        # Both replicas see the same batches, so that their mean is the single process's gradient.
+        result["difference"] = difference(weights, train_whole(name)[2])
+    return result
+
+
+def cuts(folder: Path, name: str) -> dict[str, Any]:
+    return {
+        str(partition): to_pipeline(build(name), num_stages=2, partition=partition).parts
+        for partition in ("time", "parameters", "uniform", "type:block", [0, 5])
+    }
+
+
+def failure(folder: Path, name: str) -> dict[str, Any]:
+    """Rank 0 cannot write: all ranks learn of it."""
+    module = to_pipeline(build(name), num_stages=2)
+    (folder / "occupied").touch()
+    torch.distributed.barrier()
+    try:
+        save_pretrained(module, folder / "occupied")
+    except ModelError as error:
+        return {"error": str(error)}
+    return {"error": None}
+
+
+def main() -> None:
+    folder, case, names = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    faulthandler.dump_traceback_later(60)
+    init_distributed()
+    reentrant = {"pipeline": {"activation_checkpoint_interval": 1}}
+    plain = {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": False}}
+    run = {
+        "train": train,
+        "train-bare": lambda f, n: train(f, n, inputs=["input_ids"]),
+        "train-reentrant": lambda f, n: train(f, n, config=reentrant),
+        "train-non-reentrant": lambda f, n: train(f, n, config=plain),
+        "train-zero1": lambda f, n: train(f, n, config={"zero_optimization": {"stage": 1}}),
+        "save": save_untouched,
+        "checkpoint": checkpoint,
+        "zero": zero,
+        "replicas": replicas,
+        "cuts": cuts,
+        "failure": failure,
+    }[case]
+    results = {}
+    for name in names:
+        place = folder / name
+        place.mkdir(exist_ok=True)
+        results[name] = run(place, name)
+    leave(results)
+
+
+if __name__ == "__main__":
+    main()

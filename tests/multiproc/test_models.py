@@ -1,0 +1,101 @@
+"""Transformers models as pipelines of two real ranks, beside the unsplit models."""
+
+import pytest
+
+
+def folder_contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def check_training(results, name):
+    first, last = (result[name] for result in results)
+    assert first["losses"] == last["losses"] == pytest.approx(first["expected"], rel=1e-5, abs=1e-5)
+    assert first["difference"] < 1e-5
+    assert first["tied_equal"]
+    assert last["tied_equal"]
+    assert first["gathered"]
+    assert not last["gathered"]
+    assert (first["stage"], last["stage"]) == (0, 1)
+    assert first["losses"][-1] < first["losses"][0]
+
+
+@pytest.mark.world_size(2)
+def test_two_stages_train_like_the_unsplit_model(launch):
+    names = ["gpt2", "bert-mlm", "bert-cls", "qwen3", "qwen3-untied"]
+    finished = launch("models.py", "train", *names).check()
+    results = [finished.result(rank) for rank in range(2)]
+    for name in names:
+        check_training(results, name)
+        first, last = (result[name] for result in results)
+        # Clipping at 0.1 was at work, by the norm of the whole model.
+        assert min(first["norms"]) > 0.2
+        tied = name in ("gpt2", "bert-mlm", "qwen3")
+        assert first["tied"] == last["tied"] == int(tied)
+        assert max(first["own"], last["own"]) < first["whole"]
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("case", ["train-reentrant", "train-non-reentrant", "train-zero1"])
+def test_activation_checkpoints_and_zero1_change_nothing(launch, case):
+    finished = launch("models.py", case, "gpt2", "bert-mlm").check()
+    for name in ("gpt2", "bert-mlm"):
+        check_training([finished.result(rank) for rank in range(2)], name)
+
+
+@pytest.mark.world_size(2)
+def test_without_steps_the_saved_folder_is_the_models_byte_for_byte(launch, tmp_path):
+    names = ["gpt2", "bert-mlm", "bert-cls", "qwen3", "qwen3-untied"]
+    launch("models.py", "save", *names).check()
+    for name in names:
+        theirs = folder_contents(tmp_path / name / "theirs")
+        assert folder_contents(tmp_path / name / "ours") == theirs
+        assert "model.safetensors" in theirs
+
+
+@pytest.mark.world_size(2)
+def test_deepspeed_checkpoints_hold_every_weight(launch):
+    names = ["gpt2", "bert-mlm", "qwen3-untied"]
+    finished = launch("models.py", "checkpoint", *names).check()
+    for name in names:
+        result = finished.result(0)[name]
+        assert result["difference"] == 0.0
+        assert result["moved"] > 1e-3
+
+
+@pytest.mark.world_size(2)
+def test_plain_engines_of_all_zero_stages_are_saved(launch, tmp_path):
+    finished = launch("models.py", "zero", "gpt2").check()
+    theirs = folder_contents(tmp_path / "gpt2" / "theirs")
+    for stage in range(4):
+        assert folder_contents(tmp_path / "gpt2" / f"untouched_{stage}") == theirs
+    moved = finished.result(0)["gpt2"]["moved"]
+    assert moved == pytest.approx([moved[0]] * 4, rel=1e-3)
+    assert moved[0] > 1e-3
+
+
+@pytest.mark.world_size(2)
+def test_one_stage_of_two_replicas_is_gathered_once(launch):
+    finished = launch("models.py", "replicas", "gpt2").check()
+    first, second = (finished.result(rank)["gpt2"] for rank in range(2))
+    assert first["gathered"]
+    assert not second["gathered"]
+    assert first["difference"] < 1e-5
+
+
+@pytest.mark.world_size(2)
+def test_all_ranks_find_the_same_cuts(launch):
+    finished = launch("models.py", "cuts", "gpt2").check()
+    first, second = (finished.result(rank)["gpt2"] for rank in range(2))
+    assert first == second
+    assert first["[0, 5]"] == [0, 5, 7]
+    assert first["type:block"] in ([0, 3, 7], [0, 4, 7])
+
+
+@pytest.mark.world_size(2)
+def test_a_failure_to_write_is_raised_on_all_ranks(launch):
+    finished = launch("models.py", "failure", "gpt2").check()
+    for rank in range(2):
+        error = finished.result(rank)["gpt2"]["error"]
+        assert "could not be saved" in error
+        assert "occupied" in error
+        assert "choose another folder" in error

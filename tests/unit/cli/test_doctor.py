@@ -1,0 +1,285 @@
+"""``wavemare doctor``: every check in its good and its bad state."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from packaging.specifiers import SpecifierSet
+from typer.testing import CliRunner
+
+from wavemare.cli import app
+from wavemare.cli.checks import hostfile, machine, mpi, network, software
+from wavemare.cli.checks.finding import Finding
+from wavemare.comm.mpi import MpiInfo
+
+doctor = sys.modules["wavemare.cli.doctor"]  # the package's name is the function
+
+
+def only(findings: Iterable[Finding]) -> Finding:
+    (finding,) = findings
+    return finding
+
+
+def fake(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> None:
+    monkeypatch.setattr(doctor, "diagnose", lambda hostfile: list(findings))
+
+
+@pytest.mark.parametrize(("status", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])
+def test_exit_code_and_json(monkeypatch: pytest.MonkeyPatch, status: str, code: int) -> None:
+    fake(monkeypatch, Finding("check", status, "value", "remedy"))  # type: ignore[arg-type]
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    assert result.exit_code == code
+    assert json.loads(result.stdout) == [
+        {"check": "check", "status": status, "value": "value", "remedy": "remedy"}
+    ]
+
+
+def test_table_takes_text_literally(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(monkeypatch, Finding("host [b]a[/b]", "fail", "value", 'pip install "wavemare[mpi]"'))
+    result = CliRunner().invoke(app, ["doctor"])
+    assert "host [b]a[/b]" in result.stdout
+    assert '-> pip install "wavemare[mpi]"' in result.stdout
+    assert "0 ok, 0 warnings, 1 failures" in result.stdout
+
+
+def test_this_environment_has_no_failure() -> None:
+    failures = [f for f in doctor.diagnose() if f.status == "fail" and f.check != "extension locks"]
+    assert failures == []
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted", "status", "remedy"),
+    [
+        ("rich", ">=1", "ok", ""),
+        ("rich", ">=999", "fail", 'pip install "rich>=999"'),
+        ("no-such-package", ">=1", "fail", 'pip install "no-such-package>=1"'),
+    ],
+)
+def test_versions(name: str, wanted: str, status: str, remedy: str) -> None:
+    finding = software.check_version(name, SpecifierSet(wanted))
+    assert (finding.status, finding.remedy) == (status, remedy)
+
+
+def test_local_build_counts_as_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software.metadata, "version", lambda name: "2.13.0+cpu")
+    assert software.check_version("torch", SpecifierSet(">=2.13")).status == "ok"
+    assert software.check_version("torch", SpecifierSet(">2.13")).status == "fail"
+
+
+def test_floors_come_from_our_metadata() -> None:
+    names = [finding.check for finding in software.check_packages()]
+    assert names == ["wavemare", "torch", "deepspeed", "transformers", "datasets", "mpi4py"]
+
+
+def test_mpi_states() -> None:
+    none = only(mpi.check_mpi(MpiInfo(problem="cannot load MPI library")))
+    assert (none.status, "cannot load MPI library" in none.value) == ("ok", True)
+    known = {"mpi4py": "4.1", "flavour": "MPICH", "version": "5.0.2", "thread_level": "multiple"}
+    good = only(mpi.check_mpi(MpiInfo(**known, cuda_aware=False)))
+    assert good == Finding("MPI", "ok", "MPICH 5.0.2, threads: multiple, not CUDA-aware")
+    slow = only(mpi.check_mpi(MpiInfo(**known, problem="it took longer than 20 s")))
+    assert (slow.status, "CUDA support unknown" in slow.value) == ("warn", True)
+    mixed = MpiInfo(**known, launcher="/usr/bin/mpirun", launcher_flavour="Open MPI")
+    finding = list(mpi.check_mpi(mixed))[1]
+    assert finding.status == "fail"
+    assert "/usr/bin/mpirun is Open MPI's, but mpi4py loads MPICH" in finding.value
+    assert "PATH" in finding.remedy
+
+
+def make_lock(folder: Path, *, age: float) -> Path:
+    lock = folder / "py311_cpu" / "my op" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    os.utime(lock, (time.time() - age, time.time() - age))
+    return lock
+
+
+def test_no_lock(tmp_path: Path) -> None:
+    assert only(machine.check_extension_locks(tmp_path)).status == "ok"
+    assert only(machine.check_extension_locks(tmp_path / "missing")).status == "ok"
+
+
+def test_stale_lock_names_the_command_that_removes_it(tmp_path: Path) -> None:
+    lock = make_lock(tmp_path, age=7200)
+    finding = only(machine.check_extension_locks(tmp_path))
+    assert finding.status == "fail"
+    assert "2h 00m old" in finding.value
+    subprocess.run(finding.remedy, shell=True, check=True)
+    assert not lock.exists()
+
+
+def test_young_lock_may_have_a_builder(tmp_path: Path) -> None:
+    make_lock(tmp_path, age=5)
+    assert only(machine.check_extension_locks(tmp_path)).status == "warn"
+
+
+def test_lock_with_a_live_builder_is_left_alone(tmp_path: Path) -> None:
+    lock = make_lock(tmp_path, age=7200)
+    with subprocess.Popen(["sleep", "60"], cwd=lock.parent) as builder:
+        assert only(machine.check_extension_locks(tmp_path)).status == "warn"
+        builder.kill()
+    assert only(machine.check_extension_locks(tmp_path)).status == "fail"
+
+
+def test_extensions_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    assert machine.extensions_folder() == tmp_path
+    (tmp_path / "op").mkdir()
+    (tmp_path / "op" / "lock").touch()
+    os.utime(tmp_path / "op" / "lock", (0, 0))
+    assert only(machine.check_extension_locks()).status == "fail"
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert machine.extensions_folder() == tmp_path / "torch_extensions"
+
+
+@pytest.mark.parametrize(("free", "status"), [(2**20, "warn"), (2**40, "ok")])
+def test_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: int, status: str
+) -> None:
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: type("Usage", (), {"free": free}))
+    assert only(machine.check_shared_memory(tmp_path)).status == status
+    assert only(machine.check_shared_memory(tmp_path / "missing")).status == "warn"
+
+
+@pytest.mark.parametrize(
+    ("limits", "status", "remedy"),
+    [((256, 4096), "warn", "ulimit -n 4096"), ((1024, 1024), "ok", ""), ((-1, -1), "ok", "")],
+)
+def test_descriptors(
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], status: str, remedy: str
+) -> None:
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda _: limits)
+    finding = only(machine.check_descriptors())
+    assert (finding.status, finding.remedy) == (status, remedy)
+
+
+ROUTES = """Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT
+docker0 000011AC 00000000 0001 0 0 0 0000FFFF 0 0 0
+ens5 00000000 0100000A 0003 0 0 0 00000000 0 0 0
+"""
+
+
+def test_default_interface(tmp_path: Path) -> None:
+    routes = tmp_path / "route"
+    assert network.default_interface(routes) is None
+    routes.write_text(ROUTES)
+    assert network.default_interface(routes) == "ens5"
+
+
+@pytest.mark.parametrize(("address", "status"), [("127.0.1.1", "warn"), ("10.0.0.7", "ok")])
+def test_host_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, address: str, status: str
+) -> None:
+    (tmp_path / "route").write_text(ROUTES)
+    monkeypatch.setattr(network.socket, "gethostbyname", lambda name: address)
+    finding = only(network.check_hostname(tmp_path / "route"))
+    assert finding.status == status
+    assert ("GLOO_SOCKET_IFNAME=ens5" in finding.remedy) is (status == "warn")
+
+
+def test_host_name_that_resolves_slowly_or_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(network, "_LOOKUP_SECONDS", 0.05)
+    monkeypatch.setattr(network.socket, "gethostbyname", lambda name: time.sleep(0.5))
+    slow = only(network.check_hostname(tmp_path / "none"))
+    assert (slow.status, "longer than" in slow.value) == ("warn", True)
+
+    def refuse(name: str) -> str:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(network.socket, "gethostbyname", refuse)
+    assert "/etc/hosts" in only(network.check_hostname(tmp_path / "none")).remedy
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "status"),
+    [
+        ("GLOO_SOCKET_IFNAME", "lo", "ok"),
+        ("GLOO_SOCKET_IFNAME", "l", "fail"),
+        ("NCCL_SOCKET_IFNAME", "l", "ok"),
+        ("NCCL_SOCKET_IFNAME", "=l", "fail"),
+        ("NCCL_SOCKET_IFNAME", "^docker", "ok"),
+        ("NCCL_SOCKET_IFNAME", "nosuch0,lo", "fail"),
+    ],
+)
+def test_interface_variables(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, status: str
+) -> None:
+    for name in network._VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert list(network.check_interface_variables()) == []
+    monkeypatch.setenv(variable, value)
+    finding = only(network.check_interface_variables())
+    assert (finding.check, finding.status) == (variable, status)
+
+
+def test_loopback() -> None:
+    assert only(network.check_loopback()).status == "ok"
+
+
+def test_hostfile_is_read_as_deepspeed_reads_it() -> None:
+    runner = pytest.importorskip("deepspeed.launcher.runner")
+    text = "# cluster\n\nnode0 slots=4\n  node1   slots=2  \n"
+    hosts, findings = hostfile.parse_hostfile(text)
+    assert {host.name: host.slots for host in hosts} == runner._parse_hostfile(text.splitlines())
+    assert findings == []
+    assert [host.line for host in hosts] == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("node1 slot=4", "line 2: 'node1 slot=4' is not a host with its slots"),
+        ("node1", "line 2: 'node1' is not"),
+        ("node1 slots=four", "line 2: 'node1 slots=four' is not"),
+        ("node1 slots=0", "line 2: node1 has no slots"),
+        ("node0 slots=2", "line 2: node0 stands in line 1 too"),
+        ("node1 slots=4 max=8", "line 2: 'max=8' is passed over"),
+    ],
+)
+def test_hostfile_problems_name_the_line(line: str, reason: str) -> None:
+    hosts, findings = hostfile.parse_hostfile(f"node0 slots=2\n{line}\n")
+    assert [host.name for host in hosts] == ["node0"]
+    finding = only(findings)
+    assert finding.status == "fail"
+    assert reason in finding.value
+    assert finding.remedy
+
+
+def test_hostfile_without_hosts_or_missing(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("# nobody\n")
+    assert only(hostfile.check_hostfile(tmp_path / "hosts")).value == "it names no host"
+    missing = only(hostfile.check_hostfile(tmp_path / "none"))
+    assert (missing.status, "this host alone" in missing.value) == ("fail", True)
+
+
+def test_hosts_are_asked_in_parallel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        ports = {"good": server.getsockname()[1], "shut": closed.getsockname()[1], "gone": 1}
+
+        def target(name: str) -> tuple[str, int]:
+            time.sleep(0.3)
+            return ("no-such-host.invalid" if name == "gone" else "127.0.0.1"), ports[name]
+
+        monkeypatch.setattr(hostfile, "_ssh_target", target)
+        (tmp_path / "hosts").write_text("good slots=1\nshut slots=2\ngone slots=1\n")
+        started = time.monotonic()
+        summary, *hosts = hostfile.check_hostfile(tmp_path / "hosts")
+        assert time.monotonic() - started < 3 * 0.3 + 3
+    assert summary.value.endswith("3 hosts, 4 ranks")
+    assert [(host.check, host.status) for host in hosts] == [
+        ("host good", "ok"),
+        ("host shut", "fail"),
+        ("host gone", "fail"),
+    ]
+    assert "ssh shut hostname" in hosts[1].remedy
+    assert "line 3 of the hostfile" in hosts[2].remedy

@@ -1,0 +1,155 @@
+"""The run folder: what stands in it, also after a crash and a resume."""
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wavemare.errors import ConfigError, DataError
+from wavemare.observe.run import Run, read_metrics
+
+
+def steps(run: Run) -> list[int]:
+    return [line["step"] for line in read_metrics(run.metrics_file)]
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", rank=1)
+    run.write_config({"a": 1})
+    run.log(1, loss=1.0)
+    run.truncate_after(0)
+    run.curve()
+    run.summary({"a": 1})
+    run.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_config_holds_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    run = Run(tmp_path, rank=0)
+    run.write_config({"lr": 1e-3, "data": Path("corpus.txt"), "limit": math.inf})
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert content["configuration"] == {"lr": 1e-3, "data": "corpus.txt", "limit": None}
+    environment = content["environment"]
+    assert environment["world_size"] == 4
+    assert environment["command"] == sys.orig_argv
+    assert environment["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert {"wavemare", "torch", "deepspeed", "transformers"} <= environment["versions"].keys()
+    run.write_config({}, world_size=2)
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert content["environment"]["world_size"] == 2
+
+
+def test_line_is_on_disk_when_log_returns(tmp_path: Path) -> None:
+    run = Run(tmp_path, rank=0)
+    run.log(3, loss=1.5, held_out_loss=None, tokens=7)
+    assert run.metrics_file.read_text() == (
+        '{"step": 3, "loss": 1.5, "held_out_loss": null, "tokens": 7}\n'
+    )
+
+
+def test_values_that_json_cannot_say_become_null(tmp_path: Path) -> None:
+    run = Run(tmp_path, rank=0)
+    run.log(1, loss=math.nan, grad_norm=math.inf)
+    assert read_metrics(run.metrics_file) == [{"step": 1, "loss": None, "grad_norm": None}]
+
+
+def test_numpy_scalars_are_numbers(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    run = Run(tmp_path, rank=0)
+    run.log(1, loss=numpy.float32(0.5))
+    assert read_metrics(run.metrics_file) == [{"step": 1, "loss": 0.5}]
+
+
+@settings(max_examples=25, deadline=None)
+@given(last=st.integers(0, 12), resumed=st.integers(-1, 12))
+def test_resumed_run_has_each_step_once(
+    tmp_path_factory: pytest.TempPathFactory, last: int, resumed: int
+) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    first = Run(folder, rank=0)
+    for step in range(last + 1):
+        first.log(step, loss=float(step))
+    second = Run(folder, rank=0)
+    second.truncate_after(resumed)
+    assert steps(second) == list(range(min(resumed, last) + 1))
+    second.log(resumed + 1, loss=0.0)
+    assert steps(second)[-1] == resumed + 1
+
+
+def test_log_goes_on_after_truncation_by_the_same_run(tmp_path: Path) -> None:
+    run = Run(tmp_path, rank=0)
+    for step in (1, 2, 3):
+        run.log(step, loss=0.0)
+    run.truncate_after(1)
+    run.log(2, loss=9.0)
+    assert steps(run) == [1, 2]
+
+
+def test_torn_last_line_is_cut_off(tmp_path: Path) -> None:
+    run = Run(tmp_path, rank=0)
+    run.metrics_file.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+    assert steps(run) == [1]
+    run.truncate_after(5)
+    run.log(2, loss=1.0)
+    assert steps(run) == [1, 2]
+
+
+@pytest.mark.parametrize("line", ["{broken", "[1]", '{"loss": 1.0}'])
+def test_bad_line_is_named(tmp_path: Path, line: str) -> None:
+    run = Run(tmp_path, rank=0)
+    text = '{"step": 1}\n' + line + '\n{"step": 3}\n'
+    run.metrics_file.write_text(text)
+    with pytest.raises(DataError, match=r"metrics\.jsonl:2 .*Remove the line"):
+        run.truncate_after(1)
+    assert run.metrics_file.read_text() == text
+
+
+def test_output_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(ConfigError, match=r"--output .*cannot be made.*Name another folder"):
+        Run(tmp_path / "file" / "run", rank=0)
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+@pytest.mark.parametrize("folder", ["/proc/run", "/sys/run"])
+def test_output_that_cannot_be_written_is_refused(folder: str) -> None:
+    with pytest.raises(ConfigError, match=r"--output .*Name another folder"):
+        Run(Path(folder), rank=0)
+    assert not os.path.exists(folder)
+
+
+def test_curve_is_a_png_of_readme_size(tmp_path: Path) -> None:
+    matplotlib_image = pytest.importorskip("matplotlib.image")
+    run = Run(tmp_path, rank=0)
+    for step in range(1, 101):
+        run.log(step, loss=4.0 / step)
+    run.log(100, held_out_loss=0.5)
+    run.curve(baselines={"unigram": 3.0})
+    image = matplotlib_image.imread(tmp_path / "loss.png")
+    assert image.shape[:2] == (600, 1050)
+    assert len({tuple(pixel) for pixel in image.reshape(-1, image.shape[2])[::7]}) > 10
+
+
+def test_curve_of_a_run_without_steps(tmp_path: Path) -> None:
+    Run(tmp_path, rank=0).curve()
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_summary_in_both_forms(tmp_path: Path) -> None:
+    run = Run(tmp_path, rank=0)
+    run.summary({"loss": 1.23456789, "text": "a|b\nc", "timing": {"seconds": 3}})
+    assert json.loads((tmp_path / "summary.json").read_text()) == {
+        "loss": 1.23456789,
+        "text": "a|b\nc",
+        "timing": {"seconds": 3},
+    }
+    assert (tmp_path / "summary.md").read_text() == (
+        "# Summary\n\n| | |\n|---|---|\n| loss | 1.23457 |\n| text | a\\|b c |\n\n"
+        "## timing\n\n| | |\n|---|---|\n| seconds | 3 |\n"
+    )

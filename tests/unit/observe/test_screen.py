@@ -1,0 +1,128 @@
+"""What rank 0 draws, on a terminal and in a pipe."""
+
+import io
+from collections.abc import Callable
+
+import pytest
+from rich.console import Console
+
+from wavemare.observe.screen import Screen
+from wavemare.observe.speed import Speed
+
+
+class Clock:
+    """Seconds that go by only when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def draw(clock: Clock) -> Callable[..., str]:
+    """Run a function with a screen and return what was drawn."""
+
+    def run(use: Callable[[Screen], None], *, rank: int = 0, terminal: bool = False) -> str:
+        file = io.StringIO()
+        console = Console(file=file, force_terminal=terminal, width=80, highlight=False)
+        use(Screen(rank=rank, console=console, clock=clock))
+        return file.getvalue()
+
+    return run
+
+
+def train(clock: Clock, steps: int, *, seconds: float) -> Callable[[Screen], None]:
+    def use(screen: Screen) -> None:
+        with screen.progress(steps) as progress:
+            for step in range(1, steps + 1):
+                clock.now += seconds
+                progress.step(step, tokens=1000, loss=10.0 / step, learning_rate=1e-3)
+
+    return use
+
+
+def test_pipe_gets_the_first_line_the_last_and_one_every_few_seconds(
+    clock: Clock, draw: Callable[..., str]
+) -> None:
+    lines = draw(train(clock, 100, seconds=0.5)).splitlines()
+    shown = [int(line.split()[1].split("/")[0]) for line in lines]
+    assert shown == [1, 11, 21, 31, 41, 51, 61, 71, 81, 91, 100]
+    assert lines[1] == "step  11/100  loss 0.9091  lr 1.00e-03  2.00k tokens/s  44s left"
+    assert all(len(line) <= 80 for line in lines)
+    assert "\x1b" not in "".join(lines)
+
+
+def test_line_held_back_is_printed_when_the_run_breaks(
+    clock: Clock, draw: Callable[..., str]
+) -> None:
+    def break_at_step_8(screen: Screen) -> None:
+        with screen.progress(50) as progress:
+            for step in range(1, 8):
+                clock.now += 0.1
+                progress.step(step, tokens=1, loss=1.0)
+            raise ZeroDivisionError
+
+    def use(screen: Screen) -> None:
+        with pytest.raises(ZeroDivisionError):
+            break_at_step_8(screen)
+
+    lines = draw(use).splitlines()
+    assert [line.split()[1] for line in lines] == ["1/50", "7/50"]
+
+
+def test_terminal_gets_one_live_line(clock: Clock, draw: Callable[..., str]) -> None:
+    text = draw(train(clock, 30, seconds=0.01), terminal=True)
+    assert "step 30/30  loss 0.3333" in text
+    assert text.count("\n") == 1
+
+
+def test_resumed_run_prints_its_first_step(clock: Clock, draw: Callable[..., str]) -> None:
+    def use(screen: Screen) -> None:
+        with screen.progress(100, done=40) as progress:
+            clock.now += 1.0
+            progress.step(41, tokens=500, loss=2.0)
+            assert progress.tokens_per_second == 500.0
+
+    assert draw(use).startswith("step  41/100  loss 2.0000  500 tokens/s  59s left")
+
+
+def everything(screen: Screen) -> None:
+    screen.panel("title", {"model": {"layers": 4, "heads": "[2]"}, "batch": {"size": 32}})
+    with screen.progress(1) as progress:
+        progress.step(1, tokens=1, loss=1.0)
+    screen.note("a [bold]note[/bold] of 100 % of the steps")
+    screen.table("results", ["name", "value"], [["loss", 1.25]])
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_other_ranks_draw_nothing(draw: Callable[..., str], terminal: bool) -> None:
+    assert draw(everything, rank=1, terminal=terminal) == ""
+
+
+def test_rank_0_draws_all_and_takes_text_literally(draw: Callable[..., str]) -> None:
+    text = draw(everything)
+    assert "a [bold]note[/bold] of 100 % of the steps" in text
+    for part in ("title", "model", "layers", "[2]", "batch", "32", "results", "1.25"):
+        assert part in text
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_speed_is_that_of_the_window(clock: Clock) -> None:
+    speed = Speed(window=4, clock=clock)
+    speed.start(0)
+    assert speed.tokens_per_second is None
+    assert speed.seconds_left(10) is None
+    clock.now += 60  # a slow first step
+    speed.advance(1, 100)
+    for step in range(2, 7):
+        clock.now += 0.5
+        speed.advance(step, 100)
+    assert speed.tokens_per_second == pytest.approx(200.0)
+    assert speed.seconds_left(10) == pytest.approx(2.0)

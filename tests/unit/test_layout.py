@@ -1,0 +1,177 @@
+"""The layout of the repository: who may import whom, what is importable, what is in the wheel."""
+
+import ast
+import pkgutil
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "framework" / "wavemare"
+AREAS = ("engine", "pipeline", "comm", "recipes")
+# Imports go downwards only: an area may import areas of a lower level, and itself.
+LEVELS = {"recipes": 4, "framework": 3, "engine": 2, "pipeline": 1, "comm": 1, "leaf": 0}
+# Modules that know no area, so that all may use them.
+LEAVES = {"errors", "section", "files"}
+# Libraries that an area is useful without.
+FORBIDDEN = {"comm": {"deepspeed", "transformers"}, "pipeline": {"deepspeed", "transformers"}}
+LIGHT = {"errors", "files", "failure"}
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    """Yield the dotted name below ``wavemare`` and the file of every module."""
+    # rglob does not follow symbolic links: the four areas are walked on their own.
+    for base, prefix in ((PACKAGE, ()), *((ROOT / area, (area,)) for area in AREAS)):
+        for file in sorted(base.rglob("*.py")):
+            if any((base / part).is_symlink() for part in file.relative_to(base).parts[:1]):
+                continue
+            parts = [*prefix, *file.relative_to(base).with_suffix("").parts]
+            yield ".".join(part for part in parts if part != "__init__"), file
+
+
+MODULES = dict(modules())
+
+
+def area(module: str) -> str:
+    """Return the area of a module below ``wavemare``."""
+    first = module.split(".")[0]
+    if first in AREAS:
+        return first
+    return "leaf" if first in LEAVES else "framework"
+
+
+def imports(file: Path, package: str) -> Iterator[tuple[int, str]]:
+    """Yield line and full name of everything that a file imports, wherever it does so."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            # A leading dot counts upwards from the package of the file.
+            above = package.split(".")[: len(package.split(".")) + 1 - node.level]
+            start = [".".join(above)] if node.level else []
+            source = ".".join([*start, *([node.module] if node.module else [])])
+            for alias in node.names:
+                yield node.lineno, f"{source}.{alias.name}"
+
+
+def package_of(name: str, file: Path) -> str:
+    full = f"wavemare.{name}".rstrip(".")
+    return full if file.name == "__init__.py" else full.rpartition(".")[0]
+
+
+def test_the_walk_sees_every_area() -> None:
+    assert {area(name) for name in MODULES} == LEVELS.keys()
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_imports_go_downwards_only(name: str) -> None:
+    file, own = MODULES[name], area(name)
+    upwards = []
+    for line, imported in imports(file, package_of(name, file)):
+        parts = imported.split(".")
+        if parts[0] == "wavemare" and len(parts) > 1:
+            other = area(parts[1])
+            if other != own and LEVELS[other] >= LEVELS[own]:
+                upwards.append(f"{file.relative_to(ROOT)}:{line} imports {imported}")
+        elif parts[0] in FORBIDDEN.get(own, ()):
+            upwards.append(f"{file.relative_to(ROOT)}:{line}: {own} must not know {parts[0]}")
+        elif parts[0] in AREAS:
+            upwards.append(f"{file.relative_to(ROOT)}:{line}: the bare name of wavemare.{parts[0]}")
+    assert upwards == []
+
+
+def test_relative_imports_are_resolved(tmp_path: Path) -> None:
+    file = tmp_path / "x.py"
+    file.write_text("from ..engine import core\nfrom . import y\nimport torch.nn\n")
+    assert list(imports(file, "wavemare.comm")) == [
+        (1, "wavemare.engine.core"),
+        (2, "wavemare.comm.y"),
+        (3, "torch.nn"),
+    ]
+
+
+def test_nothing_imports_the_command_line() -> None:
+    guilty = [
+        name
+        for name, file in MODULES.items()
+        if name.split(".")[0] not in {"cli", "__main__"}
+        and any(i.startswith("wavemare.cli") for _, i in imports(file, package_of(name, file)))
+    ]
+    assert guilty == []
+
+
+def python(program: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program], cwd=cwd, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("name", AREAS)
+def test_bare_import_is_refused(name: str) -> None:
+    result = python(f"import {name}", ROOT)
+    assert result.returncode != 0
+    message = f"ImportError: '{name}' is part of wavemare: import 'wavemare.{name}' instead\n"
+    assert result.stderr.endswith(message)
+
+
+def test_every_module_is_importable_by_its_full_name_alone(tmp_path: Path) -> None:
+    names = [f"wavemare.{name}".rstrip(".") for name in MODULES if name != "__main__"]
+    program = (
+        "import importlib, sys\n"
+        f"for name in {names!r}:\n    importlib.import_module(name)\n"
+        f"print(sorted(set({AREAS!r}) & sys.modules.keys()))\n"
+    )
+    result = python(program, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith("[]\n")
+
+
+def test_leaves_and_the_package_import_nothing_heavy(tmp_path: Path) -> None:
+    names = ["wavemare", *(f"wavemare.{name}" for name in sorted(LIGHT))]
+    program = (
+        "import sys\n"
+        f"import {', '.join(names)}\n"
+        "print(sorted({'torch', 'deepspeed', 'transformers', 'numpy'} & sys.modules.keys()))\n"
+    )
+    assert python(program, tmp_path).stdout == "[]\n"
+
+
+def test_sub_packages_are_found_through_the_links() -> None:
+    found = {module.name for module in pkgutil.iter_modules([str(PACKAGE)]) if module.ispkg}
+    assert {*AREAS, "observe", "cli"} <= found
+
+
+def packaged_files() -> set[str]:
+    """Return what the wheel must hold: sources and data of the package and the four areas."""
+    names = set()
+    for base, prefix in ((PACKAGE, "wavemare"), *((ROOT / a, f"wavemare/{a}") for a in AREAS)):
+        for pattern in ("*.py", "*.json", "py.typed"):
+            for file in base.rglob(pattern):
+                if not any((base / part).is_symlink() for part in file.relative_to(base).parts[:1]):
+                    names.add(f"{prefix}/{file.relative_to(base).as_posix()}")
+    return names
+
+
+def test_wheel_holds_the_tree(tmp_path: Path) -> None:
+    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for folder in ("framework", *AREAS):
+        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=ignore)
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, tmp_path / file)
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "dist"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        entries = {name for name in archive.namelist() if ".dist-info/" not in name}
+        commands = archive.read(
+            next(name for name in archive.namelist() if name.endswith("entry_points.txt"))
+        )
+    assert entries == packaged_files()
+    assert b"wavemare = wavemare.cli:main" in commands
