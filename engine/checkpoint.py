@@ -128,7 +128,7 @@ def _check_topology(folder: Path, saved: dict[str, Any], current: dict[str, Any]
         "checkpoint",
         str(folder),
         f"it was saved by the topology {_spell(saved)}, this run has {_spell(current)}",
-        "Resume with the same topology, or convert it with 'ds_to_universal --input_folder "
+        "Resume with the same topology, or convert it with 'python -m deepspeed.checkpoint.ds_to_universal --input_folder "
         f"{folder} --output_folder {folder}_universal' (needs ZeRO 1 or higher), write "
         f"'{folder.name}_universal' into the file latest_universal and set "
         '"checkpoint": {"load_universal": true}',

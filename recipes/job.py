@@ -297,16 +297,22 @@ class Job:
         self.engine.save_checkpoint(str(self.checkpoints), f"step-{step:06d}", client_state=state)
 
     def held_out_batches(self, dataset: Any, num_samples: int | None) -> list[Any]:
-        """Return this rank's micro-batches of the first samples, as many on every rank.
+        """Return this rank's micro-batches of held-out samples, as many on every rank.
 
         Args:
             dataset: Items as those trained on.
-            num_samples: How many samples over all ranks, rounded up to whole batches; None for
-                all that make whole batches.
+            num_samples: How many samples over all ranks, spread over the set; None for all. Those
+                that do not make a whole batch for every rank are left out.
         """
+        from torch.utils.data import Subset
+
         from wavemare.data import evaluation_batches
 
-        ranks = self.engine.data_world_size
+        size, ranks = len(dataset), self.engine.data_world_size
+        if num_samples is not None and num_samples < size:
+            # Spread over the whole set, whose documents or classes may be in order.
+            indices = [index * size // num_samples for index in range(num_samples)]
+            dataset = Subset(dataset, indices)
         # A small held-out set still gives every rank a batch.
         micro = min(self.batch["train_micro_batch_size_per_gpu"], max(len(dataset) // ranks, 1))
         return list(
@@ -315,12 +321,11 @@ class Job:
                 micro_batch_size=micro,
                 data_rank=self.engine.data_rank,
                 data_world_size=ranks,
-                limit=None if num_samples is None else -(-num_samples // (micro * ranks)),
             )
         )
 
     def held_out_loss(self, dataset: Any, num_samples: int | None) -> float:
-        """Return the mean loss on the first held-out samples, the same on all ranks."""
+        """Return the mean loss on held-out samples, the same on all ranks."""
         batches = self.held_out_batches(dataset, num_samples)
         return float(self.engine.eval_batch(iter(batches), num_micro_batches=len(batches)))
 

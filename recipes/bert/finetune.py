@@ -91,7 +91,7 @@ def main() -> None:
 def measure(
     job: Job, dataset: Any, num_samples: int | None, *, num_classes: int
 ) -> Mapping[str, float]:
-    """Return loss, accuracy and macro F1 on the first samples of a held-out set, on all ranks."""
+    """Return loss, accuracy and macro F1 on held-out samples, the same on all ranks."""
     import torch
     from torch import distributed
 

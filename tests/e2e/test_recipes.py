@@ -12,6 +12,13 @@ from transformers import (
 )
 
 ENGINES = ["pipeline", "zero"]
+SMALL_BERT = {
+    "model_type": "bert",
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
 
 
 def check_run_folder(folder, *, steps=20):
@@ -100,12 +107,28 @@ def test_bert_pretraining_and_finetuning(command, small_options, recipe_config, 
 def test_the_default_classification_corpus_beats_the_majority(
     command, small_options, recipe_config, tmp_path
 ):
+    model = {**SMALL_BERT, "num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256}
+    (tmp_path / "model.json").write_text(json.dumps(model))
+    config = json.loads(recipe_config("bert/finetune", "pipeline").read_text())
+    config["optimizer"]["params"]["lr"] = 2e-3
+    config["wavemare"]["pipeline"]["partition"] = "parameters"
+    (tmp_path / "config.json").write_text(json.dumps(config))
     options = small_options(
-        "bert", tmp_path / "run", data=None, vocab_size=1000, max_steps=100, sequence_length=64
+        "bert",
+        tmp_path / "run",
+        data=None,
+        model_config=tmp_path / "model.json",
+        vocab_size=1000,
+        max_steps=100,
+        sequence_length=64,
+        eval_interval=50,
     )
-    command("wavemare", "train", "bert/finetune", *options).check()
+    command(
+        "wavemare", "train", "bert/finetune", "--config", tmp_path / "config.json", *options
+    ).check()
     _, results = check_run_folder(tmp_path / "run", steps=100)
-    assert results["accuracy"] > results["majority accuracy"]
+    assert results["majority accuracy"] < 0.2
+    assert results["accuracy"] > 1.5 * results["majority accuracy"]
 
 
 def test_a_resumed_run_logs_the_losses_of_an_uninterrupted_one(command, small_options, tmp_path):

@@ -125,12 +125,14 @@ dist.init_process_group("gloo")
 """
 
 
-def ranks(start: Start, body: str) -> list[Ended]:
+def ranks(start: Start, body: str, *, number: int = 2) -> list[Ended]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = str(listener.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    processes = [start(JOIN + body, grace_s=2.0, RANK=str(rank), **common) for rank in range(2)]
+    common = {"WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    processes = [
+        start(JOIN + body, grace_s=2.0, RANK=str(rank), **common) for rank in range(number)
+    ]
     return [end(process) for process in processes]
 
 
@@ -162,3 +164,10 @@ def test_peer_that_dies_without_a_word_is_reported(start: Start) -> None:
     assert survivor.code == 1
     assert survivor.stderr.count("rank 0 failed:\nTraceback") == 1
     assert "by peer" in survivor.stderr
+
+
+def test_what_still_runs_in_a_group_does_not_keep_the_process(start: Start) -> None:
+    # Stands for the threads of a process group that wait for peers which never answer.
+    body = f"import threading\nthreading.Thread(target=time.sleep, args=(300,)).start()\n{RAISE}"
+    (ended,) = ranks(start, body, number=1)
+    assert ended == Ended(2, "", f"error on rank 0: {MESSAGE}")

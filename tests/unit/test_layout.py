@@ -39,7 +39,7 @@ MODULES = dict(modules())
 
 def area(module: str) -> str:
     """Return the area of a module below ``wavemare``."""
-    first = module.split(".")[0]
+    first = module.split(".", maxsplit=1)[0]
     if first in AREAS:
         return first
     return "leaf" if first in LEAVES else "framework"

@@ -120,18 +120,20 @@ def _receive(source: int, device: torch.device) -> dict[str, Tensor]:
 def _gathered(model: PreTrainedModel) -> dict[str, Tensor] | None:
     """Return a model's state dict on rank 0; under ZeRO-3 one parameter is whole at a time."""
     main = not dist.is_initialized() or dist.get_rank() == 0
-    whole: dict[int, Tensor] = {}
     state = model.state_dict(keep_vars=True)
-    for tensor in state.values():
-        if id(tensor) in whole:
-            continue
-        if hasattr(tensor, "ds_id"):
-            with deepspeed.zero.GatheredParameters([tensor]):
-                if main:
-                    whole[id(tensor)] = tensor.detach().cpu().clone()
-        elif main:
-            whole[id(tensor)] = tensor.detach()
+    # Tied names share a tensor. Gathering is collective: all ranks go through the same list.
+    whole = {
+        identity: _gathered_tensor(tensor, main)
+        for identity, tensor in {id(tensor): tensor for tensor in state.values()}.items()
+    }
     return {name: whole[id(tensor)] for name, tensor in state.items()} if main else None
+
+
+def _gathered_tensor(tensor: Tensor, main: bool) -> Tensor:
+    if not hasattr(tensor, "ds_id"):
+        return tensor.detach()
+    with deepspeed.zero.GatheredParameters([tensor]):
+        return tensor.detach().cpu().clone() if main else tensor.new_empty(0)
 
 
 def _write(saver: Any, state: dict[str, Tensor], target: Path, tokenizer: Any) -> None:

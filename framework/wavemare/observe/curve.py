@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -58,7 +59,7 @@ def draw_loss(
             loss, color="0.35", linestyle=style, linewidth=1.2, label=f"{name} ({loss:.3g})"
         )
     axes.set_xlabel("step", fontsize=12)
-    axes.set_ylabel("loss (nats per token)", fontsize=12)
+    axes.set_ylabel("loss (nats)", fontsize=12)
     axes.tick_params(labelsize=11)
     axes.grid(alpha=0.25)
     if axes.get_legend_handles_labels()[0]:
@@ -69,10 +70,16 @@ def draw_loss(
 
 
 def _smoothed(losses: Sequence[float]) -> list[float]:
-    """Average each loss with those before it, over a thirtieth of the run."""
-    width = max(1, len(losses) // 30)
-    sums, averages = 0.0, []
-    for index, loss in enumerate(losses):
-        sums += loss - (losses[index - width] if index >= width else 0.0)
-        averages.append(sums / min(index + 1, width))
+    """Average each loss with its neighbours, over a thirtieth of the run.
+
+    The window is centred, as one that looks back would draw a falling curve too late; at the ends
+    it shrinks.
+    """
+    reach = max(1, len(losses) // 60)
+    totals = [0.0, *accumulate(losses)]
+    averages = []
+    for index in range(len(losses)):
+        width = min(reach, index, len(losses) - 1 - index)
+        first, last = index - width, index + width + 1
+        averages.append((totals[last] - totals[first]) / (last - first))
     return averages

@@ -102,12 +102,14 @@ class Screen:
 
         Args:
             title: Its heading.
-            columns: Headings of the columns.
+            columns: Headings of the columns; no heading is drawn if all are empty.
             rows: Cells, as many per row as there are columns.
         """
         if not self._draws:
             return
-        table = Table(title=title, title_justify="left", title_style="bold")
+        table = Table(
+            title=title, title_justify="left", title_style="bold", show_header=any(columns)
+        )
         for column in columns:
             table.add_column(column, overflow="fold")
         for row in rows:

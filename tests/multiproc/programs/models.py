@@ -3,11 +3,12 @@
 The second argument names the case; every rank leaves what it saw as JSON.
 """
 
+import gc
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
-import faulthandler
 import deepspeed
 import torch
 import transformers
@@ -214,6 +215,34 @@ def cuts(folder: Path, name: str) -> dict[str, Any]:
     }
 
 
+def memory(folder: Path, name: str) -> dict[str, Any]:
+    """Which parameters live on when the caller has dropped the model."""
+    model = build(name)
+    alive = [weakref.ref(parameter) for parameter in model.parameters()]
+    module = to_pipeline(model, num_stages=2)
+    del model
+    gc.collect()
+    kept = {id(parameter()) for parameter in alive if parameter() is not None}
+    return {"kept": len(kept), "own": len(list(module.parameters())), "whole": len(alive)}
+
+
+def half(folder: Path, name: str) -> dict[str, Any]:
+    """Train and save in bfloat16."""
+    engine = start(to_pipeline(build(name), num_stages=2), bf16={"enabled": True})
+    losses = train_pipeline(engine, name)
+    save_pretrained(engine, folder / "half")
+    loaded = type(build(name)).from_pretrained(folder / "half")
+    weights = pipeline_state_dict(engine)
+    result = {"losses": losses, "tied_equal": tied_copies_equal(engine.module)}
+    if weights is not None:
+        result |= {
+            "type": str(loaded.dtype),
+            "difference": difference(weights, loaded.state_dict()),
+            "expected": train_whole(name)[0],
+        }
+    return result
+
+
 def failure(folder: Path, name: str) -> dict[str, Any]:
     """Rank 0 cannot write: all ranks learn of it."""
     module = to_pipeline(build(name), num_stages=2)
@@ -228,7 +257,6 @@ def failure(folder: Path, name: str) -> dict[str, Any]:
 
 def main() -> None:
     folder, case, names = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
-    faulthandler.dump_traceback_later(60)
     init_distributed()
     reentrant = {"pipeline": {"activation_checkpoint_interval": 1}}
     plain = {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": False}}
@@ -244,6 +272,8 @@ def main() -> None:
         "replicas": replicas,
         "cuts": cuts,
         "failure": failure,
+        "memory": memory,
+        "half": half,
     }[case]
     results = {}
     for name in names:

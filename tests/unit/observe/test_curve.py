@@ -9,7 +9,15 @@ from wavemare.observe.curve import _smoothed
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=200))
 def test_moving_average_equals_its_definition(losses: list[float]) -> None:
-    width = max(1, len(losses) // 30)
-    windows = [losses[max(0, i + 1 - width) : i + 1] for i in range(len(losses))]
-    expected = [sum(window) / len(window) for window in windows]
+    reach = max(1, len(losses) // 60)
+    expected = []
+    for i in range(len(losses)):
+        width = min(reach, i, len(losses) - 1 - i)
+        window = losses[i - width : i + width + 1]
+        expected.append(sum(window) / len(window))
     assert _smoothed(losses) == pytest.approx(expected, abs=1e-9)
+
+
+def test_straight_line_stays_where_it_is() -> None:
+    line = [10.0 - 0.01 * step for step in range(600)]
+    assert _smoothed(line) == pytest.approx(line)

@@ -1,0 +1,90 @@
+"""Save and load checkpoints with wavemare or stock DeepSpeed; leave losses, digests and errors.
+
+Arguments: result folder, checkpoint folder, action, then what the action needs.
+"""
+
+import sys
+from pathlib import Path
+
+import deepspeed
+import torch
+from common import build_gpt2, configuration, leave, token_batches, weights_digest
+
+import wavemare
+
+STEPS = 3
+QUIET = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+def build(initialize, case: str, **changes):
+    """Return an engine for a ZeRO stage ('1', '3') or 'pipeline' (two stages, ZeRO 1)."""
+    model = build_gpt2(**QUIET)
+    if case != "pipeline":
+        return initialize(model=model, config=configuration(int(case), **changes))[0]
+    stages = torch.distributed.get_world_size()
+    module = wavemare.to_pipeline(model, num_stages=stages, inputs=["input_ids"])
+    return initialize(model=module, config=configuration(1, **changes))[0]
+
+
+def train(engine, case: str, *, first: int) -> list[float]:
+    """Train STEPS steps, from the micro-batch that step ``first`` begins with."""
+    rank = torch.distributed.get_rank()
+    data = token_batches(0 if case == "pipeline" else rank)
+    for _ in range(first * 2):
+        next(data)
+    if case == "pipeline":
+        batches = ((batch, batch) for batch in data)
+        return [engine.train_batch(batches).item() for _ in range(STEPS)]
+    losses = []
+    for _ in range(2 * STEPS):
+        batch = next(data)
+        loss = engine(input_ids=batch, labels=batch).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def save(folder: Path, case: str) -> dict:
+    engine = build(wavemare.initialize, case)
+    train(engine, case, first=0)
+    engine.save_checkpoint(str(folder), "first")
+    wavemare.save_pretrained(engine, folder / "model")
+    return {"losses": train(engine, case, first=STEPS), "weights": weights_digest(engine)}
+
+
+def load(folder: Path, case: str, initialize=wavemare.initialize, **changes) -> dict:
+    engine = build(initialize, case, **changes)
+    path, _ = engine.load_checkpoint(str(folder))
+    assert path is not None
+    return {"losses": train(engine, case, first=STEPS), "weights": weights_digest(engine)}
+
+
+def universal(folder: Path, case: str) -> dict:
+    engine = build(wavemare.initialize, case, checkpoint={"load_universal": True})
+    engine.load_checkpoint(str(folder))
+    wavemare.save_pretrained(engine, folder / "model")
+    return {"losses": train(engine, case, first=STEPS)}
+
+
+def refuse(folder: Path, case: str) -> dict:
+    try:
+        load(folder, case)
+    except wavemare.errors.CheckpointError as error:
+        return {"key": error.key, "reason": error.reason, "remedy": error.remedy}
+    return {}
+
+
+if __name__ == "__main__":
+    wavemare.init_distributed()
+    folder, action, cases = Path(sys.argv[2]), sys.argv[3], sys.argv[4:]
+    actions = {
+        "save": save,
+        "load": load,
+        "stock": lambda where, case: load(where, case, deepspeed.initialize),
+        "universal": universal,
+        "refuse": refuse,
+    }
+    leave(
+        {case: actions[action](folder / case.split(":")[0], case.split(":")[-1]) for case in cases}
+    )

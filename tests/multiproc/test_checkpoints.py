@@ -1,0 +1,111 @@
+"""Checkpoints are DeepSpeed's own, whole or refused, and bound to a topology."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from safetensors.torch import load_file
+
+CASES = ["1", "3", "pipeline"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Checkpoints of all cases, and the losses of the run that wrote them."""
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture
+def run(launch, tmp_path, saved):
+    def run(action, *cases, ranks=2, folder=saved):
+        results = tmp_path / f"{action}-{'-'.join(cases)}".replace(":", "_")
+        results.mkdir()
+        return launch("checkpoints.py", folder, action, *cases, ranks=ranks, folder=results).check()
+
+    if not any(saved.iterdir()):
+        finished = run("save", *CASES)
+        for rank in range(2):
+            shutil.copy(finished.folder / f"rank_{rank}.json", saved / f"rank_{rank}.json")
+    return run
+
+
+def expected(saved, rank, case):
+    return json.loads((saved / f"rank_{rank}.json").read_text())[case]
+
+
+@pytest.mark.world_size(2)
+def test_stock_deepspeed_loads_our_checkpoints_and_trains_on_alike(run, saved):
+    stock = run("stock", *CASES)
+    for rank in range(2):
+        for case in CASES:
+            assert stock.result(rank)[case] == expected(saved, rank, case), case
+
+
+@pytest.mark.parametrize("case", ["1", "3"])
+def test_zero_to_fp32_reads_our_folder_and_gives_the_exported_weights(run, saved, case):
+    weights = get_fp32_state_dict_from_zero_checkpoint(str(saved / case))
+    exported = load_file(saved / case / "model" / "model.safetensors")
+    assert exported
+    for name, tensor in exported.items():
+        assert torch.equal(weights[name], tensor), name
+
+
+def test_the_pipelines_layer_files_hold_the_exported_weights(run, saved):
+    files = sorted((saved / "pipeline" / "first").glob("layer_*-model_states.pt"))
+    held = [t for file in files for t in torch.load(file, weights_only=True).values()]
+    exported = load_file(saved / "pipeline" / "model" / "model.safetensors")
+    for name, tensor in exported.items():
+        assert any(t.shape == tensor.shape and torch.equal(t, tensor) for t in held), name
+
+
+@pytest.mark.world_size(2)
+def test_a_checkpoint_of_another_topology_is_refused_naming_both(run):
+    refused = run("refuse", "pipeline:1", "1:3", "1:pipeline")
+    for rank in range(2):
+        pipeline_to_data, zero_1_to_3, data_to_pipeline = refused.result(rank).values()
+        assert "pipe 2" in pipeline_to_data["reason"]
+        assert "pipe 1" in pipeline_to_data["reason"]
+        assert "zero_stage 1" in zero_1_to_3["reason"]
+        assert "zero_stage 3" in zero_1_to_3["reason"]
+        assert "pipe 1" in data_to_pipeline["reason"]
+        assert "ds_to_universal" in data_to_pipeline["remedy"]
+
+
+@pytest.mark.world_size(2)
+def test_a_checkpoint_that_was_cut_short_is_refused_naming_the_file(run, saved, tmp_path):
+    folder = tmp_path / "damaged"
+    for case in CASES:
+        shutil.copytree(saved / case, folder / case)
+        largest = max((folder / case / "first").glob("*.pt"), key=lambda file: file.stat().st_size)
+        with largest.open("r+b") as file:
+            file.truncate(largest.stat().st_size // 2)
+    refused = run("refuse", *CASES, folder=folder)
+    for rank in range(2):
+        for case, error in refused.result(rank).items():
+            assert "bytes instead of" in error["reason"], case
+            assert error["key"] == "checkpoint"
+
+
+@pytest.mark.world_size(1)
+@pytest.mark.parametrize("case", ["1", "pipeline"])
+def test_another_topology_goes_through_the_universal_checkpoint(run, saved, tmp_path, case):
+    folder = tmp_path / "converted"
+    (folder / case).mkdir(parents=True)
+    tool = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+    folders = ["--input_folder", saved / case / "first"]
+    folders += ["--output_folder", folder / case / "universal"]
+    done = subprocess.run([*tool, *folders], timeout=100, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (folder / case / "latest_universal").write_text("universal")
+
+    losses = run("universal", case, ranks=1, folder=folder).result(0)[case]["losses"]
+    before = load_file(saved / case / "model" / "model.safetensors")
+    after = load_file(folder / case / "model" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    if case == "pipeline":  # the same data as with two stages; the optimizer must go on as well
+        assert losses == pytest.approx(expected(saved, 0, case)["losses"], rel=1e-5)
