@@ -5,7 +5,7 @@ Names are imported at first use: the configuration can be checked before DeepSpe
 
 from __future__ import annotations
 
-if __name__ == "engine":  # PyPI has packages of such names, and a second import duplicates classes
+if __name__ == "engine":  # a second import would duplicate its classes
     raise ImportError("'engine' is part of wavemare: import 'wavemare.engine' instead")
 
 from importlib import import_module

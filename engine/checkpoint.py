@@ -17,6 +17,12 @@ from typing import Any, cast
 import numpy
 import torch
 from deepspeed import comm as dist
+from deepspeed.checkpoint.constants import (
+    PIPELINE_REPLICATED_PARAMETER_PATTERNS,
+    UNIVERSAL_CHECKPOINT_INFO,
+    UNIVERSAL_CHECKPOINT_VERSION_KEY,
+    UNIVERSAL_CHECKPOINT_VERSION_VALUE,
+)
 
 from wavemare.engine.manifest import FORMAT, MANIFEST, read_manifest, resolve_tag
 from wavemare.errors import CheckpointError
@@ -43,14 +49,15 @@ class CheckpointMixin:
         """
         engine: Any = self
         tag = str(tag if tag is not None else f"global_step{engine.global_steps}")
+        state = {**_universal_information(engine), **client_state}
         if engine.checkpoint_engine.is_decoupled():  # writes in the background, renames nothing
             return super().save_checkpoint(  # type: ignore[misc]
-                save_dir, tag, dict(client_state), save_latest, exclude_frozen_parameters
+                save_dir, tag, state, save_latest, exclude_frozen_parameters
             )
         folder = Path(save_dir)
         partial = f".{tag}.partial"
         super().save_checkpoint(  # type: ignore[misc]
-            save_dir, partial, dict(client_state), False, exclude_frozen_parameters
+            save_dir, partial, state, False, exclude_frozen_parameters
         )
         torch.save(_random_state(), folder / partial / _rank_file(engine.global_rank))
         dist.barrier()
@@ -103,6 +110,17 @@ class CheckpointMixin:
         return result
 
 
+def _universal_information(engine: Any) -> dict[str, Any]:
+    """Return what ``ds_to_universal`` asks of the client: which weights stand on several stages."""
+    if hasattr(engine.module, UNIVERSAL_CHECKPOINT_INFO):
+        return {}  # tensor parallelism has put its own there
+    information = {
+        UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE,
+        PIPELINE_REPLICATED_PARAMETER_PATTERNS: [r"tied_modules\..*"],
+    }
+    return {UNIVERSAL_CHECKPOINT_INFO: information}
+
+
 def topology(engine: Any) -> dict[str, Any]:
     """Return what a checkpoint's files depend on.
 
@@ -128,8 +146,9 @@ def _check_topology(folder: Path, saved: dict[str, Any], current: dict[str, Any]
         "checkpoint",
         str(folder),
         f"it was saved by the topology {_spell(saved)}, this run has {_spell(current)}",
-        "Resume with the same topology, or convert it with 'python -m deepspeed.checkpoint.ds_to_universal --input_folder "
-        f"{folder} --output_folder {folder}_universal' (needs ZeRO 1 or higher), write "
+        "Resume with the same topology, or convert it with 'python -m "
+        f"deepspeed.checkpoint.ds_to_universal --input_folder {folder} --output_folder "
+        f"{folder}_universal' (needs ZeRO 1 or higher), write "
         f"'{folder.name}_universal' into the file latest_universal and set "
         '"checkpoint": {"load_universal": true}',
     )

@@ -1,4 +1,4 @@
 """Complete training jobs, one readable file each, with JSON configurations beside it."""
 
-if __name__ == "recipes":  # PyPI has packages of such names, and a second import duplicates classes
+if __name__ == "recipes":  # a second import would duplicate its classes
     raise ImportError("'recipes' is part of wavemare: import 'wavemare.recipes' instead")

@@ -107,6 +107,8 @@ class Job:
         self.tokens_per_second: float | None = None
 
     def _check_resume(self) -> None:
+        if self.config.get("checkpoint", {}).get("load_universal"):
+            return  # DeepSpeed finds it by latest_universal
         tag = resolve_tag(self.checkpoints, None)
         if tag is None:
             raise CheckpointError(

@@ -6,16 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-from wavemare.errors import ConfigError, ModelError
+from wavemare.data import check_length
+from wavemare.errors import ConfigError, ModelError, did_you_mean
 
 __all__ = ["check_model_folder", "read_model_config"]
 
 
-def check_model_folder(folder: str) -> None:
-    """Check that a folder holds a configuration and weights.
+def check_model_folder(folder: str, sequence_length: int) -> None:
+    """Check that a folder holds a configuration and weights of a model that is long enough.
 
     Raises:
         ModelError: Naming what is missing.
+        ConfigError: The sequences are longer than the model.
     """
     path = Path(folder)
     if not path.is_dir():
@@ -30,13 +32,15 @@ def check_model_folder(folder: str) -> None:
     if not (path / "config.json").is_file() or not weights:
         missing = "weights" if (path / "config.json").is_file() else "config.json"
         raise ModelError("--model", folder, f"it has no {missing}", "Name a complete folder")
+    read_model_config(str(path / "config.json"), sequence_length)
 
 
-def read_model_config(file: str) -> dict[str, Any]:
+def read_model_config(file: str, sequence_length: int) -> dict[str, Any]:
     """Read a transformers configuration with its ``model_type``.
 
     Raises:
-        ConfigError: The file is missing, no JSON object, or names no model type.
+        ConfigError: The file is missing, no JSON object, names no model type that transformers
+            knows, or the sequences are longer than the model.
     """
     try:
         values = json.loads(Path(file).read_text(encoding="utf-8"))
@@ -44,10 +48,14 @@ def read_model_config(file: str) -> dict[str, Any]:
         reason = f"the model's configuration cannot be read ({error})"
         raise ConfigError("--model_config", file, reason, "Name a JSON file") from None
     if not isinstance(values, dict) or "model_type" not in values:
-        raise ConfigError(
-            "--model_config",
-            file,
-            "it names no model_type",
-            'Add "model_type", as transformers does',
-        )
+        reason, remedy = "it names no model_type", 'Add "model_type", as transformers does'
+        raise ConfigError("--model_config", file, reason, remedy)
+
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    if values["model_type"] not in CONFIG_MAPPING:
+        remedy = did_you_mean(values["model_type"], CONFIG_MAPPING.keys())
+        reason = f"transformers knows no model type {values['model_type']!r}"
+        raise ConfigError("--model_config", file, reason, remedy)
+    check_length(sequence_length, AutoConfig.for_model(**values).max_position_embeddings)
     return values

@@ -101,13 +101,17 @@ class TextData:
             "vocabulary": len(self.tokenizer),
         }
 
-    def entropies(self) -> dict[str, float]:
-        """Return the held-out cross-entropies of the corpus's own n-grams, nats per token."""
+    def entropies(self, length: int) -> dict[str, float]:
+        """Return the held-out cross-entropies of the corpus's own n-grams, nats per token.
+
+        Args:
+            length: Tokens per sample: only what the model is scored on counts.
+        """
         from wavemare.data import bigram_cross_entropy, unigram_cross_entropy
 
         return {
-            "unigram": unigram_cross_entropy(self.train, self.held_out),
-            "bigram": bigram_cross_entropy(self.train, self.held_out),
+            "unigram": unigram_cross_entropy(self.train, self.held_out, sequence_length=length),
+            "bigram": bigram_cross_entropy(self.train, self.held_out, sequence_length=length),
         }
 
 

@@ -40,7 +40,8 @@ class WavemareError(Exception):
         self.remedy = remedy
 
     def __str__(self) -> str:
-        return f"{self.key} = {self.value!r}: {self.reason}. {self.remedy}."
+        stop = "" if self.remedy.endswith("?") else "."
+        return f"{self.key} = {self.value!r}: {self.reason}. {self.remedy}{stop}"
 
 
 class ConfigError(WavemareError, ValueError):
@@ -73,5 +74,5 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
     names = sorted(valid)
     nearest = get_close_matches(name, names, n=1, cutoff=0.5)
     if nearest:
-        return f"Did you mean {nearest[0]!r}"
+        return f"Did you mean {nearest[0]!r}?"
     return f"Valid names are {', '.join(map(repr, names))}"

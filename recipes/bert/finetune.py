@@ -45,8 +45,11 @@ def main() -> None:
     """Train, evaluate, export, reload and classify."""
     arguments = parse_arguments(FinetuneArguments)
     job = Job(arguments, "wavemare: BERT classification")
+    values: dict[str, Any] = {}
     if arguments.model is not None:
-        check_model_folder(arguments.model)
+        check_model_folder(arguments.model, arguments.sequence_length)
+    else:
+        values = read_model_config(arguments.model_config, arguments.sequence_length)
 
     from wavemare.data import EncodedDataset, load_classification, majority_baseline, resolve
 
@@ -55,7 +58,7 @@ def main() -> None:
     corpus = load_classification(
         source, text_column=arguments.text_column, label_column=arguments.label_column
     )
-    tokenizer, model = start(arguments, corpus, job.cache)
+    tokenizer, model = start(arguments, corpus, job.cache, values)
     train = EncodedDataset(corpus.train, tokenizer, arguments.sequence_length)
     held_out = EncodedDataset(corpus.held_out, tokenizer, arguments.sequence_length)
     panel = {
@@ -114,7 +117,9 @@ def measure(
     }
 
 
-def start(arguments: FinetuneArguments, corpus: Any, cache: Path) -> tuple[Any, Any]:
+def start(
+    arguments: FinetuneArguments, corpus: Any, cache: Path, values: dict[str, Any]
+) -> tuple[Any, Any]:
     """Return the tokenizer and the model to start from: pretrained, or new."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -129,7 +134,6 @@ def start(arguments: FinetuneArguments, corpus: Any, cache: Path) -> tuple[Any, 
         )
         return tokenizer, model
     tokenizer = cached_tokenizer(corpus.train, arguments.vocab_size, "bert", cache)
-    values = read_model_config(arguments.model_config)
     config = AutoConfig.for_model(
         **{"vocab_size": len(tokenizer), **values, **labels},
         num_labels=len(names),

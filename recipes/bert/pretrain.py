@@ -43,7 +43,7 @@ def main() -> None:
     job = Job(arguments, "wavemare: BERT pretraining")
 
     text = TextData(job, arguments.data)
-    values = read_model_config(arguments.model_config)
+    values = read_model_config(arguments.model_config, arguments.sequence_length)
     job.connect()
 
     from transformers import AutoConfig, AutoModelForMaskedLM
@@ -74,7 +74,7 @@ def main() -> None:
     results = evaluate(None)
     job.run.log(arguments.max_steps, **results)
     job.export(text.tokenizer)
-    unigram = text.entropies()["unigram"]
+    unigram = text.entropies(arguments.sequence_length)["unigram"]
     if job.rank == 0:
         job.note(f"\n{fill(job.exported, arguments.prompt)}\n")
     job.finish({**results, "unigram cross-entropy": unigram}, baselines={"unigram": unigram})

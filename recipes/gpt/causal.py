@@ -38,7 +38,7 @@ def learn_to_continue(
     results = evaluate(None)
     job.run.log(job.arguments.max_steps, **results)
     job.export(text.tokenizer)
-    entropies = text.entropies()
+    entropies = text.entropies(sequence_length)
     if job.rank == 0:
         job.note(f"\n{_write(job, prompt)}\n")
     named = {f"{name} cross-entropy": value for name, value in entropies.items()}

@@ -34,7 +34,7 @@ def main() -> None:
     """Load, train, evaluate, export and sample."""
     arguments = parse_arguments(FinetuneArguments)
     job = Job(arguments, "wavemare: GPT finetuning")
-    check_model_folder(arguments.model)
+    check_model_folder(arguments.model, arguments.sequence_length)
     text = TextData(job, arguments.data)
     job.connect()
 

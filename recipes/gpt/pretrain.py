@@ -43,7 +43,7 @@ def main() -> None:
     arguments = parse_arguments(PretrainArguments)
     job = Job(arguments, "wavemare: GPT pretraining")
     text = TextData(job, arguments.data)
-    values = read_model_config(arguments.model_config)
+    values = read_model_config(arguments.model_config, arguments.sequence_length)
     job.connect()
 
     from transformers import AutoConfig, AutoModelForCausalLM

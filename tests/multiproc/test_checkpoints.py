@@ -98,7 +98,9 @@ def test_another_topology_goes_through_the_universal_checkpoint(run, saved, tmp_
     tool = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
     folders = ["--input_folder", saved / case / "first"]
     folders += ["--output_folder", folder / case / "universal"]
-    done = subprocess.run([*tool, *folders], timeout=100, capture_output=True, text=True)
+    done = subprocess.run(
+        [*tool, *folders], check=False, timeout=100, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     (folder / case / "latest_universal").write_text("universal")
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from wavemare.data.sources import Kind, Source, load_documents, resolve
     from wavemare.data.statistics import bigram_cross_entropy, unigram_cross_entropy
     from wavemare.data.tokenizer import cached_tokenizer, load_tokenizer, train_tokenizer
-    from wavemare.data.tokens import TokenStore, split_store, tokenize
+    from wavemare.data.tokens import TokenStore, check_length, split_store, tokenize
 
 __all__ = [
     "Corpus",
@@ -44,6 +44,7 @@ __all__ = [
     "bigram_cross_entropy",
     "cached_tokenizer",
     "check_fits",
+    "check_length",
     "evaluation_batches",
     "load_classification",
     "load_default_corpus",
@@ -76,7 +77,7 @@ _MODULES = {
     "sources": ("Kind", "Source", "load_documents", "resolve"),
     "statistics": ("bigram_cross_entropy", "unigram_cross_entropy"),
     "tokenizer": ("cached_tokenizer", "load_tokenizer", "train_tokenizer"),
-    "tokens": ("TokenStore", "split_store", "tokenize"),
+    "tokens": ("TokenStore", "check_length", "split_store", "tokenize"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

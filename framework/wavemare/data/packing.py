@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from wavemare.data.tokens import TokenStore, largest_token
+from wavemare.data.tokens import TokenStore, check_length, largest_token
 from wavemare.errors import ConfigError, DataError
 
 __all__ = ["IGNORED", "PackedDataset", "Sample", "check_fits"]
@@ -75,10 +75,7 @@ def check_fits(
         ConfigError: The sequences are longer than the model.
         DataError: A token is negative or beyond the model's vocabulary.
     """
-    if sequence_length > model_positions:
-        reason = f"the sequences are longer than the {model_positions} positions of the model"
-        remedy = f"Give at most {model_positions}, or a model with more positions"
-        raise ConfigError("sequence_length", sequence_length, reason, remedy)
+    check_length(sequence_length, model_positions)
     token, where = largest_token(store)
     if token >= model_vocab_size:
         reason = f"{_place(store, where)} is token {token}, beyond the model's {model_vocab_size}"

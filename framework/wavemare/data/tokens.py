@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 from wavemare.data.cache import build_once, content_key
 from wavemare.data.documents import Document, check_fraction
-from wavemare.errors import DataError
+from wavemare.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["TokenStore", "largest_token", "split_store", "tokenize"]
+__all__ = ["TokenStore", "check_length", "largest_token", "split_store", "tokenize"]
 
 _FORMAT_VERSION = 1  # part of every cache key: raise it when the files or the encoding change
 _LARGEST_UINT16_VOCABULARY = 65500  # Megatron's bound, so that both choose the same type
@@ -97,6 +97,18 @@ def largest_token(store: TokenStore) -> tuple[int, int]:
         if chunk[position] > best:
             best, where = int(chunk[position]), start + position
     return best, where
+
+
+def check_length(sequence_length: int, model_positions: int) -> None:
+    """Check that a model can read sequences of a length.
+
+    Raises:
+        ConfigError: The sequences are longer than the model.
+    """
+    if sequence_length > model_positions:
+        reason = f"the sequences are longer than the {model_positions} positions of the model"
+        remedy = f"Give at most {model_positions}, or a model with more positions"
+        raise ConfigError("--sequence_length", sequence_length, reason, remedy)
 
 
 def split_store(store: TokenStore, fraction: float = 0.05) -> tuple[TokenStore, TokenStore]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from wavemare.models.carry import Carry
 from wavemare.models.layers import PipelineLayer
 from wavemare.models.losses import ClassificationLoss, Loss
 
-__all__ = ["example_batch", "prove", "run_chain"]
+__all__ = ["example_batch", "prove", "random_state", "run_chain"]
 
 _TEXTS, _TOKENS, _PADDING, _WINDOW = 2, 8, 3, 4
 _ROUNDING = 1e-6
@@ -48,18 +48,18 @@ def prove(model: Any, chain: Sequence[PipelineLayer], inputs: Sequence[str], los
     labels = _example_labels(loss, batch["input_ids"])
     carry, _ = split_batch(batch, inputs, labels_required=False)
     options = {"use_cache": False} if _takes_use_cache(model) else {}
+    restore_random_state = random_state(labels.device)
+
+    def original() -> tuple[Tensor, Tensor]:
+        restore_random_state()
+        output = model(**batch, labels=labels, **options)
+        return output.logits, output.loss
+
     with _undisturbed(model):
         for training in (False, True):
             model.train(training)
-            state = torch.get_rng_state()
-
-            def original(state: Tensor = state) -> tuple[Tensor, Tensor]:
-                torch.set_rng_state(state)
-                output = model(**batch, labels=labels, **options)
-                return output.logits, output.loss
-
             expected = original()
-            torch.set_rng_state(state)
+            restore_random_state()
             ours = _results_of_chain(model, chain, carry, loss, labels)
             _check_shapes(model, ours, expected)
             difference = _difference(ours, expected)
@@ -102,6 +102,21 @@ def example_batch(
     return batch
 
 
+def random_state(device: torch.device) -> Callable[[], None]:
+    """Remember the random states of the CPU and a device; calling the result restores them."""
+    cpu = torch.get_rng_state()
+    if device.type == "cpu":
+        return lambda: torch.set_rng_state(cpu)
+    accelerator = torch.get_device_module(device)
+    own = accelerator.get_rng_state(device)
+
+    def restore() -> None:
+        torch.set_rng_state(cpu)
+        accelerator.set_rng_state(own, device)
+
+    return restore
+
+
 def _example_labels(loss: Loss, ids: Tensor) -> Tensor:
     if not isinstance(loss, ClassificationLoss):
         labels = ids.clone()
@@ -123,6 +138,7 @@ def _takes_use_cache(model: Any) -> bool:
 @contextmanager
 def _undisturbed(model: Any) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
+    restore_random_state = random_state(next(model.parameters()).device)
     config = model.config
     # A classification head writes its problem type into the configuration on its first loss.
     kept = {
@@ -133,9 +149,10 @@ def _undisturbed(model: Any) -> Iterator[None]:
     try:
         if kept.get("sliding_window") is not None:
             config.sliding_window = min(_WINDOW, kept["sliding_window"])
-        with torch.no_grad(), torch.random.fork_rng():
+        with torch.no_grad():
             yield
     finally:
+        restore_random_state()
         for name, value in kept.items():
             setattr(config, name, value)
         for module, training in modes.items():

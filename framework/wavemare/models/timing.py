@@ -14,7 +14,7 @@ from torch import Tensor
 from wavemare.models.batches import split_batch
 from wavemare.models.carry import Carry, pack, unpack
 from wavemare.models.layers import PipelineLayer, TiedHead
-from wavemare.models.proof import example_batch
+from wavemare.models.proof import example_batch, random_state
 
 __all__ = ["layer_times"]
 
@@ -40,10 +40,11 @@ def layer_times(model: Any, chain: Sequence[PipelineLayer], inputs: Sequence[str
     carry: Any = split_batch(batch, inputs, labels_required=False)[0]
     device = torch.device(get_accelerator().current_device_name())
     seconds = []
-    with torch.random.fork_rng():
-        for layer in chain:
-            carry, spent = _measure(layer, carry, device)
-            seconds.append(spent)
+    restore_random_state = random_state(device)
+    for layer in chain:
+        carry, spent = _measure(layer, carry, device)
+        seconds.append(spent)
+    restore_random_state()
     table = torch.tensor(seconds, dtype=torch.float64, device=device)
     torch.distributed.all_reduce(table)
     table /= torch.distributed.get_world_size()
