@@ -1,0 +1,199 @@
+"""Use ``wavemare.initialize`` in the ways that users do; leave what came out.
+
+Arguments: result folder, then the cases.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import deepspeed
+import torch
+from common import (
+    ACCUMULATION,
+    HIDDEN,
+    LENGTH,
+    build_gpt2,
+    configuration,
+    leave,
+    token_batches,
+)
+
+import wavemare
+from wavemare.errors import ConfigError
+
+QUIET = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+STAGES = {"pipeline": {"stages": 2}}
+STEPS = 3
+
+
+def named_batches(data_rank=0):
+    """Hugging Face batches; the second half of every other text is padding."""
+    for tokens in token_batches(data_rank):
+        mask = torch.ones_like(tokens)
+        mask[1:, LENGTH // 2 :] = 0
+        labels = tokens.masked_fill(mask == 0, -100)
+        yield {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+
+
+def reference_losses(data_ranks, steps=STEPS):
+    """Train the unsplit model on the batches of all data ranks; the mean loss of each step."""
+    model = build_gpt2(**QUIET)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    streams = [named_batches(rank) for rank in range(data_ranks)]
+    means = []
+    for _ in range(steps):
+        losses = [model(**next(stream)).loss for stream in streams for _ in range(ACCUMULATION)]
+        mean = torch.stack(losses).mean()
+        optimizer.zero_grad()
+        mean.backward()
+        optimizer.step()
+        means.append(mean.item())
+    return means
+
+
+def plain(zero=0, **changes):
+    config = configuration(zero, **changes)
+    del config["scheduler"], config["gradient_clipping"]
+    return {**config, "gradient_clipping": 0.0}
+
+
+def describe(engine, losses):
+    return {
+        "class": type(engine).__name__,
+        "subclass": isinstance(engine, deepspeed.DeepSpeedEngine),
+        "losses": losses,
+        "parameters": sum(p.numel() for p in engine.module.parameters()),
+        "optimized": sum(p.numel() for g in engine.optimizer.param_groups for p in g["params"]),
+        "groups": len(engine.optimizer.param_groups),
+    }
+
+
+def case_pipeline():
+    """A transformers model becomes a pipeline, with parameter groups of the whole model."""
+    model = build_gpt2(**QUIET)
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.01}]
+    config = plain(wavemare=STAGES)
+    engine, *_ = wavemare.initialize(model=model, model_parameters=groups, config=config)
+    data = named_batches()
+    return describe(engine, [engine.train_batch(data).item() for _ in range(STEPS)])
+
+
+def case_client_optimizer():
+    """A torch optimizer made for the whole model steps this stage's part."""
+    model = build_gpt2(**QUIET)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config = plain(wavemare=STAGES)
+    del config["optimizer"]
+    engine, *_ = wavemare.initialize(model=model, optimizer=optimizer, config=config)
+    data = named_batches()
+    return describe(engine, [engine.train_batch(data).item() for _ in range(STEPS)])
+
+
+def case_interleaved_evaluation():
+    """Evaluations of other shapes and sizes between the steps change nothing."""
+    config = plain(wavemare=STAGES)
+    engine, *_ = wavemare.initialize(model=build_gpt2(**QUIET), config=config)
+    data, losses, evaluations = named_batches(), [], []
+    for step in range(STEPS):
+        small = [{k: v[:1, : LENGTH // 2 + step] for k, v in next(named_batches(9)).items()}] * 3
+        evaluations.append(engine.eval_batch(iter(small), num_micro_batches=3).item())
+        losses.append(engine.train_batch(data).item())
+    with torch.no_grad():
+        first = {k: v[:1, : LENGTH // 2] for k, v in next(named_batches(9)).items()}
+        expected = build_gpt2(**QUIET).eval()(**first).loss.item()
+    return {**describe(engine, losses), "evaluations": evaluations, "expected": expected}
+
+
+def case_data_parallel():
+    """The data-parallel engine trains batches like the pipeline's, and averages over ranks."""
+    engine, *_ = wavemare.initialize(model=build_gpt2(**QUIET), config=plain(2))
+    data = named_batches(engine.data_rank)
+    return describe(engine, [engine.train_batch(data).item() for _ in range(STEPS)])
+
+
+def case_training_data():
+    """A dataset given to ``initialize`` feeds ``train_batch`` by itself."""
+    dataset = [next(named_batches()) for _ in range(8)]
+    dataset = [{k: v[0] for k, v in batch.items()} for batch in dataset]
+    config = plain(wavemare=STAGES)
+    engine, _, loader, _ = wavemare.initialize(
+        model=build_gpt2(**QUIET), training_data=dataset, config=config
+    )
+    return {"losses": [engine.train_batch().item() for _ in range(STEPS)], "loader": str(loader)}
+
+
+def case_bf16():
+    config = plain(1, wavemare=STAGES, bf16={"enabled": True})
+    engine, *_ = wavemare.initialize(model=build_gpt2(**QUIET), config=config)
+    data = named_batches()
+    return {"losses": [engine.train_batch(data).item() for _ in range(STEPS)]}
+
+
+def case_dualpipev():
+    """DeepSpeed's DualPipeV gives the losses that stock DeepSpeed gives."""
+    results = {}
+    for name, initialize in (("stock", deepspeed.initialize), ("ours", wavemare.initialize)):
+        torch.manual_seed(3)
+        layers = [torch.nn.Linear(HIDDEN, HIDDEN) for _ in range(8)]
+        module = deepspeed.DualPipeVModule(
+            layers, num_stages=2, loss_fn=torch.nn.functional.mse_loss
+        )
+        config = plain(gradient_accumulation_steps=4)
+        engine, *_ = initialize(model=module, config=config)
+        generator = torch.Generator().manual_seed(5)
+        data = ((torch.randn(2, HIDDEN, generator=generator),) * 2 for _ in iter(int, 1))
+        losses = [engine.train_batch(data).item() for _ in range(STEPS)]
+        results[name] = {"class": type(engine).__module__, "losses": losses}
+    return results
+
+
+def case_one_file():
+    """A file with our section loads in stock DeepSpeed too, given through ``args``."""
+    rank = torch.distributed.get_rank()
+    file = Path(sys.argv[1], f"config_{rank}.json")
+    file.write_text(json.dumps(plain(1, wavemare={"pipeline": {"stages": 1}})))
+    arguments = type("Arguments", (), {"deepspeed_config": str(file), "local_rank": rank})
+    stock, *_ = deepspeed.initialize(args=arguments, model=build_gpt2(**QUIET))
+    ours, *_ = wavemare.initialize(args=arguments, model=build_gpt2(**QUIET))
+    return {"stock": type(stock).__module__, "ours": type(ours).__module__}
+
+
+def case_refusals():
+    def refusal(**given):
+        try:
+            wavemare.initialize(**given)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    pipeline = wavemare.to_pipeline(build_gpt2(**QUIET), num_stages=2)
+    linear = torch.nn.Linear(2, 2)
+    return {
+        "no pipeline of it": refusal(model=linear, config=plain(wavemare=STAGES)),
+        "other stages": refusal(model=pipeline, config=plain(wavemare={"pipeline": {"stages": 1}})),
+        "no configuration": refusal(model=linear),
+        "batch": refusal(model=linear, config=plain(train_batch_size=7)),
+        "stages do not divide": refusal(
+            model=linear, config=plain(wavemare={"pipeline": {"stages": 3}})
+        ),
+    }
+
+
+def case_four_ranks():
+    """Two stages, two replicas: the loss is the mean over micro-batches and replicas."""
+    config = plain(1, wavemare=STAGES)
+    engine, *_ = wavemare.initialize(model=build_gpt2(**QUIET), config=config)
+    data = named_batches(engine.data_rank)
+    result = describe(engine, [engine.train_batch(data).item() for _ in range(STEPS)])
+    return {**result, "data": [engine.data_rank, engine.data_world_size]}
+
+
+if __name__ == "__main__":
+    wavemare.init_distributed()
+    results = {case: globals()[f"case_{case}"]() for case in sys.argv[2:]}
+    if torch.distributed.get_rank() == 0:
+        results["reference"] = [reference_losses(1), reference_losses(2)]
+    leave(results)

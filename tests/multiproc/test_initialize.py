@@ -1,0 +1,109 @@
+"""``wavemare.initialize``: the engines it gives, what they return, what it refuses."""
+
+import pytest
+
+# Plain models first: in one process DeepSpeed keeps a pipeline's grid for all engines after it.
+CASES = [
+    "data_parallel",
+    "one_file",
+    "pipeline",
+    "client_optimizer",
+    "interleaved_evaluation",
+    "training_data",
+    "bf16",
+    "dualpipev",
+    "refusals",
+]
+
+
+@pytest.fixture(scope="module")
+def cached():
+    return {}
+
+
+@pytest.fixture
+def results(launch, cached):
+    if not cached:
+        finished = launch("initialize.py", *CASES).check()
+        cached.update({rank: finished.result(rank) for rank in range(2)})
+    return [cached[0], cached[1]]
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("case", ["pipeline", "client_optimizer", "interleaved_evaluation"])
+def test_a_transformers_model_becomes_a_pipeline(results, case):
+    first, last = (result[case] for result in results)
+    reference = results[0]["reference"][0]
+    for stage in (first, last):
+        assert stage["class"] == "PipelineEngine"
+        assert stage["subclass"]
+        assert stage["optimized"] == stage["parameters"]
+        assert stage["losses"] == pytest.approx(reference, rel=1e-5)
+    assert first["losses"] == last["losses"]
+    assert reference[-1] != reference[0]
+
+
+def test_parameter_groups_of_the_whole_model_are_kept_apart(results):
+    assert [result["pipeline"]["groups"] for result in results] == [2, 2]
+
+
+def test_an_evaluation_is_the_models_own_whatever_its_shape(results):
+    first, last = (result["interleaved_evaluation"] for result in results)
+    assert first["evaluations"] == last["evaluations"]
+    assert first["evaluations"][0] == pytest.approx(first["expected"], rel=1e-5)
+    assert len(set(first["evaluations"])) == 3
+
+
+def test_the_data_parallel_loss_is_the_mean_over_micro_batches_and_ranks(results):
+    first, last = (result["data_parallel"] for result in results)
+    assert first["class"] == "Engine"
+    assert first["losses"] == last["losses"]
+    assert first["losses"] == pytest.approx(results[0]["reference"][1], rel=1e-5)
+
+
+def test_a_dataset_feeds_the_engine(results):
+    first, last = (result["training_data"]["losses"] for result in results)
+    assert first == last
+    assert first[-1] < first[0]
+
+
+def test_bf16_trains(results):
+    assert results[0]["bf16"]["losses"] == results[1]["bf16"]["losses"]
+    assert results[0]["bf16"]["losses"] == pytest.approx(results[0]["reference"][0], rel=2e-2)
+
+
+def test_dualpipev_is_stock_deepspeeds(results):
+    for result in results:
+        stock, ours = result["dualpipev"]["stock"], result["dualpipev"]["ours"]
+        assert ours["losses"] == stock["losses"]
+        assert ours["class"] == "wavemare.engine.pipe"
+        assert stock["class"].startswith("deepspeed.")
+
+
+def test_one_file_serves_both(results):
+    for result in results:
+        assert result["one_file"]["stock"].startswith("deepspeed.")
+        assert result["one_file"]["ours"].startswith("wavemare.")
+
+
+def test_what_cannot_work_is_refused_by_name(results):
+    for result in results:
+        refusals = result["refusals"]
+        assert (
+            "Linear is neither a transformers model nor a PipelineModule"
+            in (refusals["no pipeline of it"])
+        )
+        assert "the model is a PipelineModule of 2 stages" in refusals["other stages"]
+        assert "--deepspeed_config" in refusals["no configuration"]
+        assert "train_batch_size = 7" in refusals["batch"]
+        assert "not a multiple" in refusals["stages do not divide"]
+
+
+@pytest.mark.world_size(4)
+def test_stages_and_replicas_together(launch):
+    finished = launch("initialize.py", "four_ranks", ranks=4).check()
+    results = [finished.result(rank) for rank in range(4)]
+    reference = results[0]["reference"][1]
+    for result in results:
+        assert result["four_ranks"]["losses"] == pytest.approx(reference, rel=1e-5)
+    assert [r["four_ranks"]["data"] for r in results] == [[0, 2], [1, 2], [0, 2], [1, 2]]
