@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import copy
-import json
+import os
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -49,11 +50,15 @@ class WavemareConfig(Section):
         return cls.parse(section, SECTION)
 
 
-def load_config(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+def load_config(
+    config: str | Path | Mapping[str, Any], key: str = "--deepspeed_config"
+) -> dict[str, Any]:
     """Return the configuration as a dictionary of its own.
 
     Args:
-        config: A mapping, or the path of a JSON file (comments allowed, as DeepSpeed allows).
+        config: A mapping, the path of a JSON file (comments allowed) or its text in base64, as
+            DeepSpeed takes them.
+        key: What a message calls the file.
 
     Raises:
         ConfigError: The file is missing, is not JSON (with line and column) or repeats a key.
@@ -62,24 +67,32 @@ def load_config(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         return copy.deepcopy(dict(config))
     import hjson  # DeepSpeed's parser, so that the same files load
 
-    path = Path(config)
+    def refuse(reason: str, remedy: str) -> ConfigError:
+        return ConfigError(key, str(config), reason, remedy)
+
     try:
-        text = path.read_text(encoding="utf-8")
+        values = hjson.loads(_text(str(config)), object_pairs_hook=_refuse_duplicates)
     except OSError as error:
         reason = f"the file cannot be read ({error.strerror})"
-        raise ConfigError(
-            "--deepspeed_config", str(config), reason, "Name an existing JSON file"
-        ) from None
-    try:
-        values = hjson.loads(text, object_pairs_hook=_refuse_duplicates)
+        raise refuse(reason, "Name an existing JSON file") from None
+    except UnicodeDecodeError:
+        raise refuse("this is not text", "Name a JSON file") from None
     except hjson.HjsonDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}"
-        raise ConfigError(
-            "--deepspeed_config", str(config), f"not JSON at {where}: {error.msg}", "Mend that line"
-        ) from None
+        reason = f"not JSON at line {error.lineno}, column {error.colno}: {error.msg}"
+        raise refuse(reason, "Mend that line") from None
     if not isinstance(values, dict):
-        raise ConfigError("--deepspeed_config", str(config), "not a JSON object", "Write {...}")
-    return json.loads(json.dumps(values))
+        reason = f"this is JSON, but {type(values).__name__} rather than an object"
+        raise refuse(reason, "Write {...}")
+    return values
+
+
+def _text(config: str) -> str:
+    if not os.path.exists(config):
+        try:
+            return base64.urlsafe_b64decode(config).decode("utf-8")
+        except ValueError:  # neither base64 nor text: it was meant as a path
+            pass
+    return Path(config).read_text(encoding="utf-8")
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

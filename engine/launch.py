@@ -6,11 +6,34 @@ import os
 
 from wavemare.errors import LaunchError
 
-__all__ = ["compiled_ops_enabled", "ensure_launched", "init_distributed"]
+__all__ = [
+    "compiled_ops_enabled",
+    "ensure_launched",
+    "environment_rank",
+    "environment_world_size",
+    "init_distributed",
+]
 
+_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+_SIZE_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 _TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # One variable that each MPI flavour sets for its processes; DeepSpeed then asks mpi4py.
 _MPI_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
+
+
+def environment_rank() -> int:
+    """Return the global rank that the launcher gave to this process, or 0."""
+    return _first_number(_RANK_VARIABLES, 0)
+
+
+def environment_world_size() -> int:
+    """Return the number of processes that the launcher started, or 1."""
+    return _first_number(_SIZE_VARIABLES, 1)
+
+
+def _first_number(names: tuple[str, ...], default: int) -> int:
+    texts = (os.environ.get(name, "") for name in names)
+    return next((int(text) for text in texts if text.isdigit()), default)
 
 
 def compiled_ops_enabled() -> bool:

@@ -1,74 +1,29 @@
-"""What all recipes share: options, start-up checks, the training loop, results.
+"""What all recipes share: start-up checks, the training loop, results.
 
 A recipe says what is learnt from what; a `Job` runs it, on any engine that the JSON asks for.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from wavemare.engine.config import check_batch_sizes, check_config, load_config
-from wavemare.engine.launch import ensure_launched
-from wavemare.engine.manifest import read_manifest, resolve_tag
-from wavemare.errors import CheckpointError, ConfigError
-from wavemare.observe import (
-    MemoryEstimate,
-    Run,
-    Screen,
-    estimate_activations,
-    estimate_memory,
-    quiet_libraries,
+from wavemare.engine.launch import (
+    ensure_launched,
+    environment_rank,
+    environment_world_size,
 )
+from wavemare.engine.manifest import read_manifest, resolve_tag
+from wavemare.errors import CheckpointError
+from wavemare.observe import Run, Screen, quiet_libraries
+from wavemare.recipes.arguments import JobArguments
+from wavemare.recipes.panel import start_up_panel
 
-__all__ = ["Job", "JobArguments", "parse_arguments"]
-
-
-@dataclass
-class JobArguments:
-    """Options of every recipe; a recipe's own come on top."""
-
-    deepspeed_config: str = field(metadata={"help": "JSON configuration (DeepSpeed's and ours)"})
-    data: str | None = field(
-        default=None,
-        metadata={
-            "help": "text to learn from: a file, folder, glob, datasets name or Megatron prefix; "
-            "the Python standard library's source if omitted"
-        },
-    )
-    output: str = field(default="runs/latest", metadata={"help": "run folder"})
-    resume: bool = field(default=False, metadata={"help": "go on from the newest checkpoint"})
-    max_steps: int = field(default=400, metadata={"help": "optimizer steps"})
-    eval_interval: int = field(default=100, metadata={"help": "steps between evaluations"})
-    eval_samples: int = field(default=128, metadata={"help": "samples of such an evaluation"})
-    save_interval: int = field(default=200, metadata={"help": "steps between checkpoints"})
-    log_interval: int = field(default=5, metadata={"help": "steps per line of metrics.jsonl"})
-    seed: int = field(default=1234, metadata={"help": "of weights, order and dropout"})
-    cache: str = field(
-        default="~/.cache/wavemare", metadata={"help": "folder of tokenizers and tokens"}
-    )
-    local_rank: int = field(default=-1, metadata={"help": "set by the deepspeed launcher"})
-
-
-Arguments = TypeVar("Arguments", bound=JobArguments)
-
-
-def parse_arguments(kind: type[Arguments]) -> Arguments:
-    """Parse the command line into a recipe's options."""
-    from transformers import HfArgumentParser
-
-    parser = HfArgumentParser(cast(Any, kind))
-    (arguments,) = parser.parse_args_into_dataclasses()
-    for name in ("max_steps", "eval_interval", "eval_samples", "save_interval", "log_interval"):
-        if getattr(arguments, name) < 1:
-            raise ConfigError(
-                f"--{name}", getattr(arguments, name), "it is below 1", "Give 1 or more"
-            )
-    return arguments
+__all__ = ["Job"]
 
 
 class Job:
@@ -90,12 +45,12 @@ class Job:
         self.config = self._resolve(load_config(arguments.deepspeed_config))
         # All that can be refused is refused before torch and DeepSpeed take seconds to import.
         ensure_launched()
-        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.world_size = environment_world_size()
         self.section = check_config(self.config, world_size=self.world_size)
         self.stages = self.section.pipeline.stages
         self.batch = check_batch_sizes(self.config, data_world_size=self.world_size // self.stages)
         quiet_libraries()
-        self.rank = int(os.environ.get("RANK", "0"))
+        self.rank = environment_rank()
         self.run = Run(Path(arguments.output), rank=self.rank)
         if arguments.resume:
             self._check_resume()
@@ -165,60 +120,23 @@ class Job:
 
         self.sequence_length = sequence_length
         self.num_parameters = sum(p.numel() for p in model.parameters())
-        self.screen.panel(self.title, self._panel(model, corpus))
+        panel = start_up_panel(
+            model,
+            corpus,
+            config=self.config,
+            batch=self.batch,
+            sequence_length=sequence_length,
+            stages=self.stages,
+            world_size=self.world_size,
+            steps=self.arguments.max_steps,
+        )
+        self.screen.panel(self.title, panel)
         self.engine, *_ = wavemare.initialize(model=model, config=self.config)
         # Dropout must differ between ranks: they hold other samples or other layers.
         torch.manual_seed(self.arguments.seed + 1 + self.rank)
         self.run.write_config(
             {"arguments": asdict(self.arguments), "deepspeed": self.config, "batch": self.batch},
             world_size=self.world_size,
-        )
-
-    def _panel(self, model: Any, corpus: Mapping[str, object]) -> dict[str, Any]:
-        config, zero = model.config, self.config.get("zero_optimization", {}).get("stage", 0)
-        train, micro, accumulation = self.batch.values()
-        data_ranks = self.world_size // self.stages
-        kind = "1F1B" if self.stages > 1 else "data parallel"
-        return {
-            "model": {
-                "architecture": type(model).__name__,
-                "parameters": f"{self.num_parameters / 1e6:.2f} M",
-                "layers x width x heads": f"{config.num_hidden_layers} x {config.hidden_size} x "
-                f"{config.num_attention_heads}",
-            },
-            "layout": {
-                "processes": f"{self.world_size} = {self.stages} stages x {data_ranks} replicas",
-                "schedule": f"{kind}, ZeRO {zero}",
-            },
-            "batch": {
-                "samples per step": f"{train} = {micro} x {accumulation} micro-batches x "
-                f"{data_ranks} replicas",
-                "tokens per step": train * self.sequence_length,
-                "steps": self.arguments.max_steps,
-            },
-            "corpus": corpus,
-            "memory": {"estimate per rank": self._memory(config, zero)},
-        }
-
-    def _memory(self, config: Any, zero: int) -> MemoryEstimate:
-        half = any(self.config.get(k, {}).get("enabled") for k in ("bf16", "fp16"))
-        bytes_per_value = 2 if half else 4
-        activations = estimate_activations(
-            batch=self.batch["train_micro_batch_size_per_gpu"],
-            sequence=self.sequence_length,
-            hidden=config.hidden_size,
-            heads=config.num_attention_heads,
-            layers=-(-config.num_hidden_layers // self.stages),
-            vocabulary=config.vocab_size,
-            bytes_per_value=bytes_per_value,
-            micro_batches=min(self.stages, self.batch["gradient_accumulation_steps"]),
-        )
-        return estimate_memory(
-            -(-self.num_parameters // self.stages),
-            bytes_per_parameter=bytes_per_value,
-            zero_stage=zero,
-            data_world_size=self.world_size // self.stages,
-            activations=activations,
         )
 
     def loader(self, dataset: Any, collate: Callable[..., Any] | None = None) -> Iterator[Any]:

@@ -21,11 +21,11 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any, NoReturn
 
+from wavemare.engine.launch import environment_rank
 from wavemare.errors import WavemareError
 
-__all__ = ["environment_rank", "run_main"]
+__all__ = ["run_main"]
 
-_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 _STORE_KEY = "wavemare/failure"
 _STORE_SECONDS = 2.0
 # Launchers look for dead processes about once a second and then end the rest.
@@ -77,15 +77,6 @@ def run_main(main: Callable[[], object], *, grace_s: float = _GRACE_SECONDS) -> 
             _leave(1)
         _print_traceback(error)
         _leave(1)
-
-
-def environment_rank() -> int:
-    """Return the global rank that the launcher gave to this process, or 0."""
-    for name in _RANK_VARIABLES:
-        text = os.environ.get(name, "")
-        if text.isdigit():
-            return int(text)
-    return 0
 
 
 def _speaks(claim: _Claim, grace_s: float) -> bool:

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from wavemare.failure import run_main
-from wavemare.recipes.job import Job, JobArguments, parse_arguments
+from wavemare.recipes.arguments import JobArguments, parse_arguments
+from wavemare.recipes.job import Job
 from wavemare.recipes.pretrained import check_model_folder, read_model_config
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from wavemare.failure import run_main
-from wavemare.recipes.job import Job, JobArguments, parse_arguments
+from wavemare.recipes.arguments import JobArguments, parse_arguments
+from wavemare.recipes.job import Job
 from wavemare.recipes.pretrained import read_model_config
 from wavemare.recipes.text import TextData
 

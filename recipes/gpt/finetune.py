@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from wavemare.failure import run_main
+from wavemare.recipes.arguments import JobArguments, parse_arguments
 from wavemare.recipes.gpt.causal import learn_to_continue
-from wavemare.recipes.job import Job, JobArguments, parse_arguments
+from wavemare.recipes.job import Job
 from wavemare.recipes.pretrained import check_model_folder
 from wavemare.recipes.text import TextData
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from wavemare.failure import run_main
+from wavemare.recipes.arguments import JobArguments, parse_arguments
 from wavemare.recipes.gpt.causal import learn_to_continue
-from wavemare.recipes.job import Job, JobArguments, parse_arguments
+from wavemare.recipes.job import Job
 from wavemare.recipes.pretrained import read_model_config
 from wavemare.recipes.text import TextData
 

@@ -21,7 +21,7 @@ SMALL_BERT = {
 }
 
 
-def check_run_folder(folder, *, steps=20):
+def check_run_folder(folder, *, steps=20, batch=32):
     """Check what every run leaves, and return its metrics and results."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
@@ -31,7 +31,7 @@ def check_run_folder(folder, *, steps=20):
     assert all(line["learning_rate"] > 0 for line in lines if line.get("loss") and line["step"] > 1)
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     config = json.loads((folder / "config.json").read_text())
-    assert config["configuration"]["batch"]["train_batch_size"] == 32
+    assert config["configuration"]["batch"]["train_batch_size"] == batch
     assert config["environment"]["world_size"] == 2
     assert (folder / "summary.md").read_text().startswith("# Summary")
     assert (folder / "checkpoints" / "latest").read_text() == f"step-{steps:06d}"

@@ -16,12 +16,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from wavemare.errors import ConfigError, LaunchError
+from wavemare.errors import LaunchError
 
 __all__ = [
     "accelerator_visible",
     "build_command",
-    "check_config_file",
     "exit_code",
     "extra_environment",
     "find_deepspeed",
@@ -42,32 +41,6 @@ _DEVICE_FILES = (
 )
 _PORT_OPTION = "--master_port"
 _CHOOSE_DEVICES = {"-i", "--include", "-e", "--exclude", "--num_gpus", "--num_accelerators"}
-
-
-def check_config_file(file: Path) -> None:
-    """Refuse a configuration that no rank could read, before any is started.
-
-    Args:
-        file: DeepSpeed's JSON, in which it allows comments.
-
-    Raises:
-        ConfigError: It is missing, is not JSON (with line and column) or is not an object.
-    """
-    import hjson  # DeepSpeed's parser, so that the same files load
-
-    try:
-        values = hjson.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        reason = f"the file cannot be read ({error.strerror})"
-        raise ConfigError("--config", str(file), reason, "Name an existing JSON file") from None
-    except UnicodeDecodeError:
-        raise ConfigError("--config", str(file), "this is not text", "Name a JSON file") from None
-    except hjson.HjsonDecodeError as error:
-        reason = f"not JSON at line {error.lineno}, column {error.colno}: {error.msg}"
-        raise ConfigError("--config", str(file), reason, "Mend that line") from None
-    if not isinstance(values, Mapping):
-        reason = f"this is JSON, but {type(values).__name__} rather than an object"
-        raise ConfigError("--config", str(file), reason, "Write {...}")
 
 
 def build_command(

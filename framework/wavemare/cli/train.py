@@ -38,12 +38,13 @@ def train(
     For example: wavemare train gpt --nproc 4 --data corpus.txt --output runs/one
     """
     from wavemare.cli import launch
+    from wavemare.engine.config import load_config
 
     chosen = find_recipe(recipe)
     options = list(context.args)
     _refuse_second_config(options)
     file = config if config is not None else chosen.config
-    launch.check_config_file(file)
+    load_config(file, key="--config")  # refused here, before any rank is started
     command = launch.build_command(
         chosen.module,
         ["--deepspeed_config", str(file), *options],

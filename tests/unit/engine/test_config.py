@@ -1,8 +1,10 @@
 """The configuration is checked before anything is built, and each message says what to do."""
 
+import base64
 import json
 
 import pytest
+from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -131,6 +133,12 @@ def test_a_loaded_mapping_is_a_copy_and_comments_are_allowed(tmp_path):
     assert load_config(path) == {"train_batch_size": 8}
     path.write_text(json.dumps(values))
     assert load_config(str(path)) == values
+
+
+def test_base64_is_read_as_deepspeed_reads_it():
+    text = base64.urlsafe_b64encode(b'{"train_batch_size": 8}').decode()
+    assert load_config(text) == {"train_batch_size": 8}
+    assert load_ds_config(text) == {"train_batch_size": 8}
 
 
 def test_keys_that_deepspeed_ignores_are_reported():

@@ -1,0 +1,94 @@
+"""The facts that a run shows before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from wavemare.observe import MemoryEstimate, estimate_activations, estimate_memory
+
+__all__ = ["start_up_panel"]
+
+_HALF, _SINGLE = 2, 4
+
+
+def start_up_panel(
+    model: Any,
+    corpus: Mapping[str, object],
+    *,
+    config: Mapping[str, Any],
+    batch: Mapping[str, int],
+    sequence_length: int,
+    stages: int,
+    world_size: int,
+    steps: int,
+) -> dict[str, Mapping[str, object]]:
+    """Return the rows of the start-up panel by group.
+
+    Args:
+        model: The whole transformers model.
+        corpus: Rows about the data.
+        config: DeepSpeed's configuration.
+        batch: DeepSpeed's three batch sizes by their keys.
+        sequence_length: Tokens per sample.
+        stages: Pipeline stages.
+        world_size: Processes.
+        steps: Optimizer steps.
+    """
+    shape, parameters = model.config, sum(p.numel() for p in model.parameters())
+    zero = config.get("zero_optimization", {}).get("stage", 0)
+    train, micro, accumulation = batch.values()
+    data_ranks = world_size // stages
+    schedule = "1F1B" if stages > 1 else "data parallel"
+    memory = _memory(shape, parameters, config, batch, sequence_length, stages, data_ranks)
+    return {
+        "model": {
+            "architecture": type(model).__name__,
+            "parameters": f"{parameters / 1e6:.2f} M",
+            "layers x width x heads": f"{shape.num_hidden_layers} x {shape.hidden_size} x "
+            f"{shape.num_attention_heads}",
+        },
+        "layout": {
+            "processes": f"{world_size} = {stages} stages x {data_ranks} replicas",
+            "schedule": f"{schedule}, ZeRO {zero}",
+        },
+        "batch": {
+            "samples per step": f"{train} = {micro} x {accumulation} micro-batches x "
+            f"{data_ranks} replicas",
+            "tokens per step": train * sequence_length,
+            "steps": steps,
+        },
+        "corpus": corpus,
+        "memory": {"estimate per rank": memory},
+    }
+
+
+def _memory(
+    shape: Any,
+    parameters: int,
+    config: Mapping[str, Any],
+    batch: Mapping[str, int],
+    sequence_length: int,
+    stages: int,
+    data_ranks: int,
+) -> MemoryEstimate:
+    half = any(config.get(key, {}).get("enabled") for key in ("bf16", "fp16"))
+    bytes_per_value = _HALF if half else _SINGLE
+    activations = estimate_activations(
+        batch=batch["train_micro_batch_size_per_gpu"],
+        sequence=sequence_length,
+        hidden=shape.hidden_size,
+        heads=shape.num_attention_heads,
+        layers=-(-shape.num_hidden_layers // stages),
+        vocabulary=shape.vocab_size,
+        bytes_per_value=bytes_per_value,
+        # The first stage of 1F1B holds as many micro-batches as there are stages.
+        micro_batches=min(stages, batch["gradient_accumulation_steps"]) if stages > 1 else 1,
+    )
+    return estimate_memory(
+        -(-parameters // stages),
+        bytes_per_parameter=bytes_per_value,
+        zero_stage=config.get("zero_optimization", {}).get("stage", 0),
+        data_world_size=data_ranks,
+        activations=activations,
+    )
