@@ -27,6 +27,8 @@ class PretrainArguments(JobArguments):
     """Options of GPT pretraining."""
 
     output: str = field(default="runs/gpt-pretrain", metadata={"help": "run folder"})
+    max_steps: int = field(default=500, metadata={"help": "optimizer steps"})
+    save_interval: int = field(default=250, metadata={"help": "steps between checkpoints"})
     model_config: str = field(
         default=str(Path(__file__).with_name("model.json")),
         metadata={"help": "transformers configuration of the model; sizes of text are filled in"},

@@ -54,7 +54,7 @@ def test_gpt_pretraining_and_finetuning(
     options = small_options("gpt", pretrained)
     ended = command("wavemare", "train", "gpt", "--config", config, *options).check()
     check_screen(ended.output)
-    losses, results = check_run_folder(pretrained)
+    losses, results = check_run_folder(pretrained, batch=16)
     assert results["held_out_loss"] < losses[0] - 0.5
 
     model = AutoModelForCausalLM.from_pretrained(pretrained / "model").eval()
@@ -70,7 +70,7 @@ def test_gpt_pretraining_and_finetuning(
         "gpt", finetuned, model=pretrained / "model", vocab_size=None, model_config=None
     )
     command("wavemare", "train", "gpt/finetune", "--config", config, *options).check()
-    continued, _ = check_run_folder(finetuned)
+    continued, _ = check_run_folder(finetuned, batch=16)
     assert continued[0] < losses[0] - 0.5, "finetuning did not start from the pretrained weights"
 
 

@@ -10,6 +10,8 @@ import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from safetensors.torch import load_file
 
+from wavemare.engine.manifest import read_manifest
+
 CASES = ["1", "3", "pipeline"]
 
 
@@ -111,3 +113,15 @@ def test_another_topology_goes_through_the_universal_checkpoint(run, saved, tmp_
     assert all(torch.equal(before[name], after[name]) for name in before)
     if case == "pipeline":  # the same data as with two stages; the optimizer must go on as well
         assert losses == pytest.approx(expected(saved, 0, case)["losses"], rel=1e-5)
+
+
+@pytest.mark.world_size(1)
+@pytest.mark.parametrize("files_written", [0, 2])
+def test_a_save_that_dies_leaves_the_older_checkpoint_whole(launch, tmp_path, files_written):
+    checkpoints = tmp_path / "checkpoints"
+    words = ["checkpoints.py", checkpoints, "interrupt", f"run:{files_written}"]
+    before = launch(*words, ranks=1).check().result(0)
+    folder = checkpoints / "run" / "only"
+    assert sorted(path.name for path in folder.iterdir()) == before["files"]
+    assert (checkpoints / "run" / "latest").read_text() == "only"
+    assert read_manifest(folder)["global_steps"] == 0

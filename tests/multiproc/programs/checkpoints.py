@@ -3,6 +3,7 @@
 Arguments: result folder, checkpoint folder, action, then what the action needs.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -75,6 +76,27 @@ def refuse(folder: Path, case: str) -> dict:
     return {}
 
 
+def interrupt(folder: Path, case: str) -> dict:
+    """Save twice under one tag; the second time the process dies at the given file."""
+    engine = build(wavemare.initialize, "1")
+    engine.save_checkpoint(str(folder), "only")
+    before = weights_digest(engine)
+    train(engine, "1", first=0)
+    leave({"weights": before, "files": sorted(p.name for p in (folder / "only").iterdir())}, False)
+    remaining = int(case)
+
+    def dying_save(*args, **kwargs):
+        nonlocal remaining
+        remaining -= 1
+        if remaining < 0:
+            os._exit(0)
+        real_save(*args, **kwargs)
+
+    real_save, torch.save = torch.save, dying_save
+    engine.save_checkpoint(str(folder), "only")
+    raise AssertionError("the process did not die")
+
+
 if __name__ == "__main__":
     wavemare.init_distributed()
     folder, action, cases = Path(sys.argv[2]), sys.argv[3], sys.argv[4:]
@@ -84,6 +106,7 @@ if __name__ == "__main__":
         "stock": lambda where, case: load(where, case, deepspeed.initialize),
         "universal": universal,
         "refuse": refuse,
+        "interrupt": interrupt,
     }
     leave(
         {case: actions[action](folder / case.split(":")[0], case.split(":")[-1]) for case in cases}
