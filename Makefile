@@ -5,7 +5,8 @@ PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-READY  := $(VENV)/.ready
+# One stamp for each choice of torch: another one sets up again.
+READY  := $(VENV)/.ready-$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
 ARGS   ?=
 
 export OMP_NUM_THREADS ?= 1

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Mapping
 from importlib.metadata import version
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, cast
 
 import numpy
@@ -55,7 +56,10 @@ class CheckpointMixin:
                 save_dir, tag, state, save_latest, exclude_frozen_parameters
             )
         folder = Path(save_dir)
-        partial = f".{tag}.partial"
+        partial = str(PurePath(tag).with_name(f".{PurePath(tag).name}.partial"))
+        if _writes_folder(engine):
+            shutil.rmtree(folder / partial, ignore_errors=True)  # left by a run that died
+        dist.barrier()
         super().save_checkpoint(  # type: ignore[misc]
             save_dir, partial, state, False, exclude_frozen_parameters
         )
@@ -94,7 +98,8 @@ class CheckpointMixin:
         if not universal:
             tag = resolve_tag(load_dir, tag)
             manifest = read_manifest(Path(load_dir) / tag) if tag is not None else None
-        if manifest is not None and not load_module_only:
+        whole = load_optimizer_states and not load_module_only
+        if manifest is not None and whole:
             _check_topology(Path(load_dir) / str(tag), manifest["topology"], topology(engine))
         result = super().load_checkpoint(  # type: ignore[misc]
             load_dir,
@@ -105,8 +110,10 @@ class CheckpointMixin:
             load_module_only=load_module_only,
             custom_load_fn=custom_load_fn,
         )
-        if manifest is not None and not load_module_only:
+        if manifest is not None and whole and manifest["topology"] == topology(engine):
             _restore_random_state(Path(load_dir) / str(tag) / _rank_file(engine.global_rank))
+        if result[1]:
+            result[1].pop(UNIVERSAL_CHECKPOINT_INFO, None)  # for ds_to_universal, not the client
         return result
 
 
@@ -140,6 +147,11 @@ def topology(engine: Any) -> dict[str, Any]:
 
 
 def _check_topology(folder: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
+    if saved["zero_stage"] == current["zero_stage"] == 0:
+        # Every replica holds everything, so that their number does not matter.
+        free = {"world_size", "data"}
+        saved = {key: value for key, value in saved.items() if key not in free}
+        current = {key: value for key, value in current.items() if key not in free}
     if saved == current:
         return
     raise CheckpointError(

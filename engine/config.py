@@ -21,6 +21,7 @@ __all__ = [
     "check_config",
     "load_config",
     "misplaced_keys",
+    "zero_section",
 ]
 
 SECTION = "wavemare"
@@ -127,7 +128,7 @@ def check_config(config: Mapping[str, Any], *, world_size: int) -> WavemareConfi
             f"{_launch_hint(world_size)}",
             f"Start a multiple of {stages} processes, or change the number of stages",
         )
-    zero = config.get("zero_optimization", {}).get("stage", 0)
+    zero = zero_section(config).get("stage", 0)
     if stages > 1 and zero in (2, 3):
         raise ConfigError(
             "zero_optimization.stage",
@@ -136,6 +137,12 @@ def check_config(config: Mapping[str, Any], *, world_size: int) -> WavemareConfi
             "Use 0 or 1 with pipeline stages, or wavemare.pipeline.stages 1",
         )
     return ours
+
+
+def zero_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the ``zero_optimization`` section; DeepSpeed also takes a truth value for stage 1."""
+    section = config.get("zero_optimization", {})
+    return section if isinstance(section, Mapping) else {"stage": int(bool(section))}
 
 
 def check_batch_sizes(config: Mapping[str, Any], *, data_world_size: int) -> dict[str, int]:

@@ -8,6 +8,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed import comm as dist
+from deepspeed.runtime.dataloader import RepeatingLoader
 
 from wavemare.engine.mixin import EngineMixin
 
@@ -21,17 +22,21 @@ class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
     ``train_batch`` runs unchanged on the pipeline engines.
     """
 
-    def train_batch(self, data_iter: Iterator[Any]) -> torch.Tensor:
+    _own_batches: Iterator[Any] | None = None
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """Train one optimizer step.
 
         Args:
-            data_iter: Gives ``gradient_accumulation_steps`` micro-batches of this rank: a mapping
+            data_iter: If omitted, the ``training_data`` given to ``initialize``, again and again.
+                Gives ``gradient_accumulation_steps`` micro-batches of this rank: a mapping
                 (passed by name), a tuple (passed by position) or a tensor. The model returns the
                 loss, an output with ``.loss``, or a tuple with the loss first.
 
         Returns:
             The mean loss over all micro-batches and data ranks, on every rank; scalar.
         """
+        data_iter = data_iter if data_iter is not None else self._training_batches()
         self.train()
         losses = []
         for _ in range(self.gradient_accumulation_steps()):
@@ -58,6 +63,7 @@ class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
         Returns:
             The mean loss over micro-batches and data ranks, or that and the logits.
         """
+        training = self.module.training
         self.eval()
         losses = []
         output: Any = None
@@ -66,7 +72,15 @@ class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
                 output = self._run(next(data_iter))
                 losses.append(_loss_of(output))
             mean = self._mean_loss(losses)
+        self.train(training)
         return (mean, output.logits) if return_logits else mean
+
+    def _training_batches(self) -> Iterator[Any]:
+        if self._own_batches is None:
+            if self.training_dataloader is None:
+                raise TypeError("train_batch needs an iterator: initialize had no training_data")
+            self._own_batches = iter(RepeatingLoader(self.training_dataloader))
+        return self._own_batches
 
     def _run(self, batch: Any) -> Any:
         batch = _to_device(batch, self.device)

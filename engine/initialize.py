@@ -19,6 +19,7 @@ from wavemare.engine.config import (
     check_config,
     load_config,
     misplaced_keys,
+    zero_section,
 )
 from wavemare.engine.data_parallel import Engine
 from wavemare.engine.launch import compiled_ops_enabled
@@ -82,16 +83,27 @@ def read_config(args: Any = None, config: Any = None, config_params: Any = None)
 
 
 def _check(config: dict[str, Any], model: Any, mpu: Any, mesh_param: Any) -> None:
+    """Check a configuration against the processes there are; fill in its ``"auto"`` batch sizes."""
     world_size = dist.get_world_size()
     ours = check_config(config, world_size=world_size)
     if dist.get_rank() == 0:
         for warning in misplaced_keys(config):
             logger.warning(warning)
-    stages = _stages(model, ours)
     if mpu is not None:
-        check_batch_sizes(config, data_world_size=mpu.get_data_parallel_world_size())
+        data_ranks = _data_ranks_of(mpu, world_size)
     elif mesh_param is None and not _shards_the_batch_otherwise(config):
-        check_batch_sizes(config, data_world_size=world_size // stages)
+        data_ranks = world_size // _stages(model, ours)
+    else:
+        return  # DeepSpeed counts the data ranks of its own tensor and sequence parallelism
+    sizes = check_batch_sizes(config, data_world_size=data_ranks)
+    config.update({key: size for key, size in sizes.items() if config.get(key) == "auto"})
+
+
+def _data_ranks_of(mpu: Any, world_size: int) -> int:
+    # As DeepSpeed counts them: its sequence-parallel mpu knows no data ranks.
+    if hasattr(mpu, "get_data_parallel_world_size"):
+        return int(mpu.get_data_parallel_world_size())
+    return world_size // int(mpu.get_sequence_parallel_world_size())
 
 
 def _stages(model: Any, ours: WavemareConfig) -> int:
@@ -110,25 +122,28 @@ def _stages(model: Any, ours: WavemareConfig) -> int:
 
 
 def _shards_the_batch_otherwise(config: Mapping[str, Any]) -> bool:
-    # Tensor and sequence parallelism make fewer data ranks, which DeepSpeed counts by itself.
     return "sequence_parallel_size" in config or bool(config.get("tensor_parallel"))
 
 
 def _without_compiled_optimizer(config: dict[str, Any], optimizer: Any) -> dict[str, Any]:
-    """On a CPU, let torch step where DeepSpeed would compile its FusedAdam first."""
+    """On a CPU, let torch step as DeepSpeed's FusedAdam would, without compiling that first."""
     chosen = config.get("optimizer") or {}
-    offloaded = "offload_optimizer" in config.get("zero_optimization", {})
+    parameters = chosen.get("params", {})
     if (
         optimizer is not None
         or get_accelerator().device_name() != "cpu"
         or compiled_ops_enabled()
-        or offloaded
+        or "offload_optimizer" in zero_section(config)
         or str(chosen.get("type", "")).lower() not in ("adam", "adamw")
-        or "torch_adam" in chosen.get("params", {})
+        or "torch_adam" in parameters
+        or parameters.get("bias_correction") is False  # torch's has no such choice
     ):
         return config
     config = copy.deepcopy(config)
-    config["optimizer"].setdefault("params", {})["torch_adam"] = True
+    parameters = config["optimizer"].setdefault("params", {})
+    parameters.pop("bias_correction", None)
+    parameters.setdefault("weight_decay", 0.0)  # FusedAdam's default; torch's AdamW has another
+    parameters["torch_adam"] = True
     if dist.get_rank() == 0:
         logger.info("optimizer: torch's Adam (WAVEMARE_COMPILED_OPS=1 compiles DeepSpeed's)")
     return config

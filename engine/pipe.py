@@ -6,31 +6,62 @@ from collections.abc import Mapping
 from typing import Any
 
 import deepspeed
+import torch
 
 from wavemare.engine.mixin import EngineMixin
+from wavemare.errors import ModelError
 
 __all__ = ["DualPipeVEngine", "PipelineEngine"]
 
 
+Shapes = tuple[tuple[int, ...], ...]
+
+
 class _Batches:
-    """Accepts Hugging Face batches, and batches of another shape for evaluation."""
+    """Accepts Hugging Face batches, and evaluations of another shape than the training's."""
+
+    _shapes: Shapes | None = None
 
     def _next_batch(self) -> Any:
         batch = super()._next_batch()  # type: ignore[misc]
         if isinstance(batch, Mapping):
-            return self.module.split_batch(batch)  # type: ignore[attr-defined]
+            batch = self.module.split_batch(batch)  # type: ignore[attr-defined]
+        if batch is not None and not self.dynamic_shape:  # type: ignore[attr-defined]
+            self._check_shapes(batch[0])
         return batch
 
-    def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate as ``deepspeed.PipelineEngine.eval_batch``, whatever the shape of the batch.
+    def _check_shapes(self, inputs: Any) -> None:
+        # DeepSpeed tells the next stage a shape only once, and cuts or hangs on another one.
+        tensors = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+        if self._shapes is None:
+            self._shapes = shapes
+        elif self._shapes != shapes:
+            raise ModelError(
+                "batch",
+                shapes,
+                f"the micro-batches before had the shapes {self._shapes}, and the stages expect "
+                "them again",
+                'Pad to one length and drop the last short batch, or set "dynamic_shape": true in '
+                "wavemare.pipeline (to_pipeline and PipelineModule have it as a parameter)",
+            )
 
-        DeepSpeed tells the next stage a shape only once; here before and after an evaluation.
+    def reset_activation_shape(self) -> None:
+        """Forget the shapes of the micro-batches so far; all stages must call it."""
+        super().reset_activation_shape()  # type: ignore[misc]
+        self._shapes = None
+
+    def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as ``deepspeed.PipelineEngine.eval_batch``.
+
+        The micro-batches of one call have one shape, which need not be the training's (with
+        ``dynamic_shape`` each may have its own).
         """
-        self.reset_activation_shape()  # type: ignore[attr-defined]
+        self.reset_activation_shape()
         try:
             return super().eval_batch(*args, **kwargs)  # type: ignore[misc]
         finally:
-            self.reset_activation_shape()  # type: ignore[attr-defined]
+            self.reset_activation_shape()
 
 
 class PipelineEngine(EngineMixin, _Batches, deepspeed.PipelineEngine):

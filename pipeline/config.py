@@ -23,6 +23,9 @@ class PipelineConfig(Section):
     measured time), ``uniform`` (equal layer counts), ``type:REGEX`` (balanced by the number of
     layers of a class), or the first layer of each stage as a list."""
 
+    dynamic_shape: bool = False
+    """Whether micro-batches differ in shape. Every message then carries its shape."""
+
     inputs: list[str] | None = None
     """Names of the batch entries that travel with the hidden states; the model's default if
     omitted."""

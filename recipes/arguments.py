@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+import io
+import sys
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field, fields
+from typing import Any, NoReturn, TypeVar, cast
 
-from wavemare.errors import ConfigError
+from wavemare.engine.launch import environment_rank
+from wavemare.errors import ConfigError, did_you_mean
 
 __all__ = ["JobArguments", "parse_arguments"]
 
@@ -40,14 +44,28 @@ Arguments = TypeVar("Arguments", bound=JobArguments)
 
 
 def parse_arguments(kind: type[Arguments]) -> Arguments:
-    """Parse the command line into a recipe's options."""
+    """Parse the command line into a recipe's options.
+
+    Raises:
+        ConfigError: An option does not exist, lacks its value or has a wrong one.
+    """
     from transformers import HfArgumentParser
 
-    parser = HfArgumentParser(cast(Any, kind))
-    (arguments,) = parser.parse_args_into_dataclasses()
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError("options", " ".join(sys.argv[1:]), message, "See them with --help")
+
+    parser = HfArgumentParser(cast(Any, kind), allow_abbrev=False)
+    cast(Any, parser).error = refuse
+    # Every rank is asked for help, one gives it.
+    with redirect_stdout(io.StringIO() if environment_rank() else sys.stdout):
+        arguments, rest = parser.parse_args_into_dataclasses(return_remaining_strings=True)
+    if rest:
+        name = rest[0].split("=")[0].lstrip("-")
+        remedy = did_you_mean(name, [option.name for option in fields(kind)])
+        raise ConfigError(rest[0], " ".join(rest[1:]), "there is no such option", remedy)
     for name in ("max_steps", "eval_interval", "eval_samples", "save_interval", "log_interval"):
         if getattr(arguments, name) < 1:
             raise ConfigError(
                 f"--{name}", getattr(arguments, name), "it is below 1", "Give 1 or more"
             )
-    return arguments
+    return cast(Arguments, arguments)

@@ -18,12 +18,15 @@ from wavemare.engine.launch import (
     environment_world_size,
 )
 from wavemare.engine.manifest import read_manifest, resolve_tag
-from wavemare.errors import CheckpointError
+from wavemare.errors import CheckpointError, ConfigError, DataError
 from wavemare.observe import Run, Screen, quiet_libraries
 from wavemare.recipes.arguments import JobArguments
 from wavemare.recipes.panel import start_up_panel
 
 __all__ = ["Job"]
+
+MEASURED = ("held_out_loss", "accuracy", "macro_f1")
+"""Results that also stand in ``metrics.jsonl``, where they are followed over the steps."""
 
 
 class Job:
@@ -62,17 +65,18 @@ class Job:
         self.tokens_per_second: float | None = None
 
     def _check_resume(self) -> None:
-        if self.config.get("checkpoint", {}).get("load_universal"):
-            return  # DeepSpeed finds it by latest_universal
-        tag = resolve_tag(self.checkpoints, None)
-        if tag is None:
+        universal = bool(self.config.get("checkpoint", {}).get("load_universal"))
+        latest = "latest_universal" if universal else "latest"
+        if not (self.checkpoints / latest).is_file():
             raise CheckpointError(
                 "--resume",
                 str(self.checkpoints),
-                "there is no checkpoint",
+                f"there is no checkpoint (no file {latest})",
                 "Start without --resume, or name the run's folder as --output",
             )
-        read_manifest(self.checkpoints / tag)
+        tag = resolve_tag(self.checkpoints, None)
+        if tag is not None and not universal:
+            read_manifest(self.checkpoints / tag)
 
     def _resolve(self, config: dict[str, Any]) -> dict[str, Any]:
         scheduler = config.get("scheduler", {}).get("params", {})
@@ -134,36 +138,58 @@ class Job:
         self.engine, *_ = wavemare.initialize(model=model, config=self.config)
         # Dropout must differ between ranks: they hold other samples or other layers.
         torch.manual_seed(self.arguments.seed + 1 + self.rank)
-        self.run.write_config(
-            {"arguments": asdict(self.arguments), "deepspeed": self.config, "batch": self.batch},
-            world_size=self.world_size,
-        )
 
-    def loader(self, dataset: Any, collate: Callable[..., Any] | None = None) -> Iterator[Any]:
+    def loader(self, dataset: Any, held_out: Any) -> Iterator[Any]:
         """Return this rank's endless micro-batches, at the sample where a resumed run stopped.
 
+        Args:
+            dataset: The samples to train on.
+            held_out: Those to evaluate on, of which there must be enough.
+
         Raises:
+            DataError: The held-out samples are fewer than the data ranks.
             CheckpointError: ``--resume`` finds a checkpoint of another topology or other data.
+            ConfigError: ``--resume`` finds that nothing is left to do.
         """
         from wavemare.data import ResumableLoader
 
+        ranks = self.engine.data_world_size
+        if len(held_out) < ranks:
+            reason = f"it gives {len(held_out)} held-out samples, fewer than the {ranks} data ranks"
+            raise DataError("--data", self.arguments.data, reason, "Give more text")
         loader = ResumableLoader(
             dataset,
             micro_batch_size=self.batch["train_micro_batch_size_per_gpu"],
             data_rank=self.engine.data_rank,
-            data_world_size=self.engine.data_world_size,
+            data_world_size=ranks,
             seed=self.arguments.seed,
-            collate=collate,
         )
         if self.arguments.resume:
-            _, state = self.engine.load_checkpoint(str(self.checkpoints))
-            loader.load_state_dict(
-                {**state["loader"], "consumed_samples": self.engine.global_samples}
-            )
-            self.note(f"resumed after step {self.engine.global_steps}")
+            self._resume(loader)
         self.first_step = self.engine.global_steps
-        self.run.truncate_after(self.first_step if self.arguments.resume else -1)
         return loader
+
+    def _resume(self, loader: Any) -> None:
+        _, state = self.engine.load_checkpoint(str(self.checkpoints))
+        step, last = self.engine.global_steps, self.arguments.max_steps
+        if step >= last:
+            raise ConfigError(
+                "--max_steps", last, f"the checkpoint is at step {step} already", "Give more steps"
+            )
+        loader.load_state_dict({**state["loader"], "consumed_samples": self.engine.global_samples})
+        self.note(f"resumed after step {step}")
+
+    def _open_run(self) -> None:
+        """Prepare the run folder: an older run that is not resumed moves aside, whole."""
+        if self.arguments.resume:
+            self.run.truncate_after(self.first_step)
+        elif self.checkpoints.exists():
+            older = self.run.set_aside()
+            self.note(f"the older run is now {older}")
+        self.run.write_config(
+            {"arguments": asdict(self.arguments), "deepspeed": self.config, "batch": self.batch},
+            world_size=self.world_size,
+        )
 
     def fit(self, loader: Any, evaluate: Callable[[int], Mapping[str, float]]) -> None:
         """Train to the last step, logging, evaluating and checkpointing on the way.
@@ -172,24 +198,24 @@ class Job:
             loader: From `loader`.
             evaluate: Given a number of samples, measures the model on held-out data.
         """
+        self._open_run()
         arguments, engine = self.arguments, self.engine
         tokens = self.batch["train_batch_size"] * self.sequence_length
         losses: list[Any] = []
         started, evaluating = time.perf_counter(), 0.0
         with self.screen.progress(arguments.max_steps, done=self.first_step) as progress:
             for step in range(self.first_step + 1, arguments.max_steps + 1):
+                rate = engine.optimizer.param_groups[0]["lr"]  # the next one after the step
                 losses.append(engine.train_batch(loader))
                 loss = None
                 if step % arguments.log_interval == 0 or step == arguments.max_steps:
                     # Reading a loss waits for the device: not every step.
                     loss = float(sum(losses) / len(losses))
                     losses.clear()
-                    self._log(step, loss, progress.tokens_per_second)
+                    self._log(step, loss, rate, progress.tokens_per_second)
                 if loss is not None or step == self.first_step + 1:
                     self._shown = loss if loss is not None else float(losses[-1])
-                progress.step(
-                    step, tokens=tokens, loss=self._shown, learning_rate=engine.get_lr()[0]
-                )
+                progress.step(step, tokens=tokens, loss=self._shown, learning_rate=rate)
                 if step % arguments.eval_interval == 0 and step < arguments.max_steps:
                     pause = time.perf_counter()
                     self.run.log(step, **evaluate(arguments.eval_samples))
@@ -201,12 +227,12 @@ class Job:
         if steps > 0:
             self.tokens_per_second = tokens * steps / (self.seconds - evaluating)
 
-    def _log(self, step: int, loss: float, tokens_per_second: float | None) -> None:
+    def _log(self, step: int, loss: float, rate: float, tokens_per_second: float | None) -> None:
         norm = self.engine.get_global_grad_norm()
         self.run.log(
             step,
             loss=loss,
-            learning_rate=self.engine.get_lr()[0],
+            learning_rate=rate,
             grad_norm=None if norm is None else float(norm),
             tokens_per_second=tokens_per_second,
             samples=self.engine.global_samples,
@@ -256,23 +282,38 @@ class Job:
         save_pretrained(self.engine, self.exported, tokenizer=tokenizer)
 
     def finish(
-        self, results: Mapping[str, Any], *, baselines: Mapping[str, float] | None = None
+        self,
+        results: Mapping[str, Any],
+        *,
+        use: Callable[[], str],
+        baselines: Mapping[str, float] | None = None,
     ) -> None:
-        """Write the curve and the summary, show the results and part from the other processes."""
+        """Write curve and summary, show the model at work, and part from the other processes.
+
+        Args:
+            results: Figures by name.
+            use: Loads the exported model and returns what it has to say; called on rank 0.
+            baselines: Losses to compare with, by name.
+        """
         import torch.distributed
 
+        self.run.log(
+            self.arguments.max_steps, **{k: v for k, v in results.items() if k in MEASURED}
+        )
         self.run.curve(baselines=baselines)
         figures = {
             **results,
             "parameters": self.num_parameters,
             "steps": self.arguments.max_steps,
-            "training seconds": round(self.seconds, 1),
-            "tokens per second": round(self.tokens_per_second) if self.tokens_per_second else None,
+            "training seconds": round(self.seconds),
+            "tokens per second": round(self.tokens_per_second or 0),
         }
         self.run.summary({"results": figures, "layout": self._layout()})
+        if self.rank == 0:
+            self.note(f"\n{use()}\n")
         rows = [(name, f"{v:.4f}" if isinstance(v, float) else v) for name, v in figures.items()]
         self.screen.table("results", ("", ""), rows)
-        self.note(f"model: {self.exported}   curve: {self.run.folder / 'loss.png'}")
+        self.note(f"model: {self.exported}\ncurve: {self.run.folder / 'loss.png'}")
         self.run.close()
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()  # its threads must not outlive the interpreter

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from wavemare.engine.config import zero_section
 from wavemare.observe import MemoryEstimate, estimate_activations, estimate_memory
 
 __all__ = ["start_up_panel"]
@@ -36,7 +37,7 @@ def start_up_panel(
         steps: Optimizer steps.
     """
     shape, parameters = model.config, sum(p.numel() for p in model.parameters())
-    zero = config.get("zero_optimization", {}).get("stage", 0)
+    zero = zero_section(config).get("stage", 0)
     train, micro, accumulation = batch.values()
     data_ranks = world_size // stages
     schedule = "1F1B" if stages > 1 else "data parallel"
@@ -88,7 +89,7 @@ def _memory(
     return estimate_memory(
         -(-parameters // stages),
         bytes_per_parameter=bytes_per_value,
-        zero_stage=config.get("zero_optimization", {}).get("stage", 0),
+        zero_stage=zero_section(config).get("stage", 0),
         data_world_size=data_ranks,
         activations=activations,
     )

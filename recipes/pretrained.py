@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from wavemare.data import check_length
 from wavemare.errors import ConfigError, ModelError, did_you_mean
 
-__all__ = ["check_model_folder", "read_model_config"]
+__all__ = ["check_model_folder", "longest", "naming", "read_model_config"]
 
 
 def check_model_folder(folder: str, sequence_length: int) -> None:
@@ -57,5 +60,28 @@ def read_model_config(file: str, sequence_length: int) -> dict[str, Any]:
         remedy = did_you_mean(values["model_type"], CONFIG_MAPPING.keys())
         reason = f"transformers knows no model type {values['model_type']!r}"
         raise ConfigError("--model_config", file, reason, remedy)
-    check_length(sequence_length, AutoConfig.for_model(**values).max_position_embeddings)
+    with naming("--model_config", file):
+        config = AutoConfig.for_model(**values)
+    check_length(sequence_length, longest(config))
     return values
+
+
+def longest(config: Any) -> int:
+    """Return the longest sequence that a model takes; a very large number if it has no limit."""
+    return int(getattr(config, "max_position_embeddings", None) or sys.maxsize)
+
+
+@contextmanager
+def naming(key: str, value: str) -> Iterator[None]:
+    """Say which option is to blame where transformers cannot make or load a model.
+
+    Raises:
+        ModelError: With what transformers said.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
+        reason = f"transformers cannot make a model of it ({str(error).splitlines()[0]})"
+        raise ModelError(key, value, reason, "Mend the configuration or the files") from error

@@ -66,7 +66,9 @@ def initialize(
     if ours.pipeline.stages > 1 and not isinstance(model, deepspeed.PipelineModule):
         check_config(values, world_size=dist.get_world_size())
         model = _converted(model, ours)
-        optimizer, model_parameters = _of_this_stage(model, optimizer, model_parameters)
+        optimizer, model_parameters = _of_this_stage(
+            model, optimizer, model_parameters, lr_scheduler
+        )
     return build_engine(
         values,
         args=args,
@@ -100,10 +102,13 @@ def _converted(model: Any, ours: WavemareConfig) -> Any:
         num_stages=ours.pipeline.stages,
         partition=ours.pipeline.partition,
         inputs=ours.pipeline.inputs,
+        dynamic_shape=ours.pipeline.dynamic_shape,
     )
 
 
-def _of_this_stage(module: Any, optimizer: Any, parameters: Any) -> tuple[Any, Any]:
+def _of_this_stage(
+    module: Any, optimizer: Any, parameters: Any, lr_scheduler: Any
+) -> tuple[Any, Any]:
     """Reduce what was made for the whole model to this stage's parameters, which are the same."""
     local = {id(parameter) for parameter in module.parameters()}
 
@@ -112,7 +117,16 @@ def _of_this_stage(module: Any, optimizer: Any, parameters: Any) -> tuple[Any, A
 
     if hasattr(optimizer, "param_groups"):
         groups = [{**group, "params": keep(group["params"])} for group in optimizer.param_groups]
+        if len(groups) > 1 and lr_scheduler is not None and not callable(lr_scheduler):
+            raise ConfigError(
+                "lr_scheduler",
+                type(lr_scheduler).__name__,
+                "it was made for all parameter groups, of which a stage may have but some",
+                "Give a function from an optimizer to a scheduler, or name one in the JSON",
+            )
         optimizer.param_groups[:] = [group for group in groups if group["params"]]
+        for parameter in [p for p in optimizer.state if id(p) not in local]:
+            del optimizer.state[parameter]
     if parameters is not None:
         parameters = list(parameters)
         if parameters and isinstance(parameters[0], dict):

@@ -19,7 +19,7 @@ from typing import Any
 from wavemare.failure import run_main
 from wavemare.recipes.arguments import JobArguments, parse_arguments
 from wavemare.recipes.job import Job
-from wavemare.recipes.pretrained import check_model_folder, read_model_config
+from wavemare.recipes.pretrained import check_model_folder, longest, naming, read_model_config
 
 
 @dataclass
@@ -72,24 +72,21 @@ def main() -> None:
     def evaluate(num_samples: int | None) -> Mapping[str, float]:
         return measure(job, held_out, num_samples, num_classes=len(corpus.label_names))
 
-    job.fit(job.loader(train), evaluate)
-    results = dict(evaluate(None))
-    job.run.log(arguments.max_steps, **results)
+    job.fit(job.loader(train, held_out), evaluate)
+    results = evaluate(None)
     job.export(tokenizer)
-    if job.rank == 0:
+
+    def answer() -> str:
         example = corpus.held_out[0]
-        answer = classify(job.exported, example.text)
-        job.note(
-            f"\n{example.text[:300]}\n-> {answer} (it is {corpus.label_names[example.label]})\n"
-        )
+        label = corpus.label_names[example.label]
+        return f"{example.text[:300]}\n-> {classify(job.exported, example.text)} (it is {label})"
+
     baseline = majority_baseline(corpus)
-    job.finish(
-        {
-            **results,
-            "majority accuracy": baseline.accuracy,
-            "majority macro_f1": baseline.macro_f1,
-        }
-    )
+    majority = {
+        "majority accuracy": baseline.accuracy,
+        "majority macro_f1": baseline.macro_f1,
+    }
+    job.finish({**results, **majority}, use=answer)
 
 
 def measure(
@@ -130,17 +127,19 @@ def start(
     labels = {"id2label": names, "label2id": {name: index for index, name in names.items()}}
     if arguments.model is not None:
         tokenizer = load_tokenizer(arguments.model)
-        model = AutoModelForSequenceClassification.from_pretrained(
-            arguments.model, dtype="float32", num_labels=len(names), **labels
-        )
+        with naming("--model", arguments.model):
+            model = AutoModelForSequenceClassification.from_pretrained(
+                arguments.model, dtype="float32", num_labels=len(names), **labels
+            )
         return tokenizer, model
     tokenizer = cached_tokenizer(corpus.train, arguments.vocab_size, "bert", cache)
-    config = AutoConfig.for_model(
-        **{"vocab_size": len(tokenizer), **values, **labels},
-        num_labels=len(names),
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return tokenizer, AutoModelForSequenceClassification.from_config(config)
+    with naming("--model_config", arguments.model_config):
+        config = AutoConfig.for_model(
+            **{"vocab_size": len(tokenizer), **values, **labels},
+            num_labels=len(names),
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        return tokenizer, AutoModelForSequenceClassification.from_config(config)
 
 
 def classify(folder: Path, text: str) -> str:
@@ -150,8 +149,8 @@ def classify(folder: Path, text: str) -> str:
 
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    longest = model.config.max_position_embeddings
-    inputs = tokenizer(text, return_tensors="pt", truncation=True, max_length=longest)
+    room = longest(model.config)
+    inputs = tokenizer(text, return_tensors="pt", truncation=True, max_length=room)
     with torch.no_grad():
         probabilities = model(**inputs).logits[0].softmax(-1)
     best = int(probabilities.argmax())

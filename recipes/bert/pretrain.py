@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from wavemare.errors import ConfigError
 from wavemare.failure import run_main
 from wavemare.recipes.arguments import JobArguments, parse_arguments
 from wavemare.recipes.job import Job
-from wavemare.recipes.pretrained import read_model_config
+from wavemare.recipes.pretrained import longest, naming, read_model_config
 from wavemare.recipes.text import TextData
 
 
@@ -53,10 +55,13 @@ def main() -> None:
 
     text.read(kind="bert", vocab_size=arguments.vocab_size, tokenizer=arguments.tokenizer)
     sizes = {"vocab_size": len(text.tokenizer), "pad_token_id": text.tokenizer.pad_token_id}
-    config = AutoConfig.for_model(**{**sizes, **values})
+    with naming("--model_config", arguments.model_config):
+        config = AutoConfig.for_model(**{**sizes, **values})
+        model = AutoModelForMaskedLM.from_config(config)
+    check_gap(text.tokenizer, arguments.prompt, longest(config))
     packed = text.pack(
         arguments.sequence_length,
-        positions=config.max_position_embeddings,
+        positions=longest(config),
         vocabulary=config.vocab_size,
     )
     train, held_out = (
@@ -65,20 +70,32 @@ def main() -> None:
         )
         for part in packed
     )
-    model = AutoModelForMaskedLM.from_config(config)
     job.build(model, text.describe(), sequence_length=arguments.sequence_length)
 
     def evaluate(num_samples: int | None) -> dict[str, float]:
         return {"held_out_loss": job.held_out_loss(held_out, num_samples)}
 
-    job.fit(job.loader(train), evaluate)
+    job.fit(job.loader(train, held_out), evaluate)
     results = evaluate(None)
-    job.run.log(arguments.max_steps, **results)
     job.export(text.tokenizer)
     unigram = text.entropies(arguments.sequence_length)["unigram"]
-    if job.rank == 0:
-        job.note(f"\n{fill(job.exported, arguments.prompt)}\n")
-    job.finish({**results, "unigram cross-entropy": unigram}, baselines={"unigram": unigram})
+    job.finish(
+        {**results, "unigram cross-entropy": unigram},
+        use=lambda: fill(job.exported, arguments.prompt),
+        baselines={"unigram": unigram},
+    )
+
+
+def check_gap(tokenizer: Any, prompt: str, positions: int) -> None:
+    """Check that a prompt has a gap to fill in and fits the model.
+
+    Raises:
+        ConfigError: It has none, or is too long.
+    """
+    tokens = tokenizer(prompt)["input_ids"]
+    if tokenizer.mask_token_id not in tokens or len(tokens) > positions:
+        reason = f"it has no {tokenizer.mask_token}, or more than the model's {positions} tokens"
+        raise ConfigError("--prompt", prompt, reason, "Give a text such as 'def [MASK](self):'")
 
 
 def fill(folder: Path, prompt: str, guesses: int = 5) -> str:
@@ -90,8 +107,6 @@ def fill(folder: Path, prompt: str, guesses: int = 5) -> str:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     inputs = tokenizer(prompt, return_tensors="pt")
     gap = (inputs["input_ids"][0] == tokenizer.mask_token_id).nonzero()[:1, 0]
-    if not len(gap):
-        return f"{prompt}: no {tokenizer.mask_token} to fill in"
     with torch.no_grad():
         probabilities = model(**inputs).logits[0, gap[0]].softmax(-1)
     best = probabilities.topk(guesses)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from wavemare.errors import ConfigError
 from wavemare.recipes.job import Job
+from wavemare.recipes.pretrained import longest
 from wavemare.recipes.text import TextData
 
 __all__ = ["learn_to_continue"]
@@ -26,23 +28,29 @@ def learn_to_continue(
         prompt: Start of the text to write.
     """
     config = model.config
+    _check_prompt(text, prompt, longest(config))
     train, held_out = text.pack(
-        sequence_length, positions=config.max_position_embeddings, vocabulary=config.vocab_size
+        sequence_length, positions=longest(config), vocabulary=config.vocab_size
     )
     job.build(model, text.describe(), sequence_length=sequence_length)
 
     def evaluate(num_samples: int | None) -> dict[str, float]:
         return {"held_out_loss": job.held_out_loss(held_out, num_samples)}
 
-    job.fit(job.loader(train), evaluate)
+    job.fit(job.loader(train, held_out), evaluate)
     results = evaluate(None)
-    job.run.log(job.arguments.max_steps, **results)
     job.export(text.tokenizer)
     entropies = text.entropies(sequence_length)
-    if job.rank == 0:
-        job.note(f"\n{_write(job, prompt)}\n")
     named = {f"{name} cross-entropy": value for name, value in entropies.items()}
-    job.finish({**results, **named}, baselines=entropies)
+    job.finish({**results, **named}, use=lambda: _write(job, prompt), baselines=entropies)
+
+
+def _check_prompt(text: TextData, prompt: str, positions: int) -> None:
+    length = len(text.tokenizer(prompt)["input_ids"])
+    if not 0 < length < positions:
+        reason = f"it has {length} tokens, and the model takes {positions}"
+        remedy = f"Give a prompt of 1 to {positions - 1} tokens"
+        raise ConfigError("--prompt", prompt, reason, remedy)
 
 
 def _write(job: Job, prompt: str, tokens: int = 48) -> str:
@@ -54,7 +62,7 @@ def _write(job: Job, prompt: str, tokens: int = 48) -> str:
     tokenizer = AutoTokenizer.from_pretrained(job.exported)
     torch.manual_seed(job.arguments.seed)
     inputs = tokenizer(prompt, return_tensors="pt")
-    room = model.config.max_position_embeddings - inputs["input_ids"].shape[1]
+    room = longest(model.config) - inputs["input_ids"].shape[1]
     output = model.generate(
         **inputs,
         max_new_tokens=min(tokens, room),

@@ -13,7 +13,7 @@ from wavemare.failure import run_main
 from wavemare.recipes.arguments import JobArguments, parse_arguments
 from wavemare.recipes.gpt.causal import learn_to_continue
 from wavemare.recipes.job import Job
-from wavemare.recipes.pretrained import check_model_folder
+from wavemare.recipes.pretrained import check_model_folder, naming
 from wavemare.recipes.text import TextData
 
 
@@ -42,7 +42,8 @@ def main() -> None:
     from transformers import AutoModelForCausalLM
 
     text.read(kind="gpt", tokenizer=arguments.model)
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="float32")
+    with naming("--model", arguments.model):
+        model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="float32")
     learn_to_continue(
         job,
         text,

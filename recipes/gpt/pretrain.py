@@ -18,7 +18,7 @@ from wavemare.failure import run_main
 from wavemare.recipes.arguments import JobArguments, parse_arguments
 from wavemare.recipes.gpt.causal import learn_to_continue
 from wavemare.recipes.job import Job
-from wavemare.recipes.pretrained import read_model_config
+from wavemare.recipes.pretrained import naming, read_model_config
 from wavemare.recipes.text import TextData
 
 
@@ -54,7 +54,8 @@ def main() -> None:
     text.read(kind="gpt", vocab_size=arguments.vocab_size, tokenizer=arguments.tokenizer)
     end = text.tokenizer.eos_token_id
     sizes = {"vocab_size": len(text.tokenizer), "bos_token_id": end, "eos_token_id": end}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**sizes, **values}))
+    with naming("--model_config", arguments.model_config):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**sizes, **values}))
     learn_to_continue(
         job,
         text,

@@ -149,6 +149,11 @@ def test_a_resumed_run_logs_the_losses_of_an_uninterrupted_one(command, small_op
         return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
 
     assert timeless(resumed) == timeless(whole)
+    summary = (resumed / "summary.json").read_text()
+    ended = command("wavemare", "train", "gpt", *options)
+    assert ended.code == 2
+    assert "the checkpoint is at step 20 already" in ended.output
+    assert (resumed / "summary.json").read_text() == summary
 
 
 def test_the_deepspeed_launcher_and_torchrun_run_a_recipe_as_a_module(

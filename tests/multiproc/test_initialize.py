@@ -6,10 +6,12 @@ import pytest
 CASES = [
     "data_parallel",
     "one_file",
+    "training_data_plain",
     "pipeline",
     "client_optimizer",
     "interleaved_evaluation",
     "training_data",
+    "dynamic_shapes",
     "bf16",
     "dualpipev",
     "refusals",
@@ -61,8 +63,15 @@ def test_the_data_parallel_loss_is_the_mean_over_micro_batches_and_ranks(results
     assert first["losses"] == pytest.approx(results[0]["reference"][1], rel=1e-5)
 
 
-def test_a_dataset_feeds_the_engine(results):
-    first, last = (result["training_data"]["losses"] for result in results)
+def test_shapes_may_change_where_the_configuration_says_so(results):
+    first, last = (result["dynamic_shapes"] for result in results)
+    assert first["losses"] == last["losses"]
+    assert first["losses"] == pytest.approx(first["expected"], rel=1e-5)
+
+
+@pytest.mark.parametrize("case", ["training_data", "training_data_plain"])
+def test_a_dataset_feeds_the_engine(results, case):
+    first, last = (result[case]["losses"] for result in results)
     assert first == last
     assert first[-1] < first[0]
 
@@ -97,6 +106,7 @@ def test_what_cannot_work_is_refused_by_name(results):
         assert "--deepspeed_config" in refusals["no configuration"]
         assert "train_batch_size = 7" in refusals["batch"]
         assert "not a multiple" in refusals["stages do not divide"]
+        assert "lr_scheduler = 'LambdaLR'" in refusals["scheduler"]
 
 
 @pytest.mark.world_size(4)

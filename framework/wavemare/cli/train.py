@@ -36,6 +36,8 @@ def train(
     """Train a recipe; options that are not listed here go to the recipe unchanged.
 
     For example: wavemare train gpt --nproc 4 --data corpus.txt --output runs/one
+
+    The recipe's own options: wavemare train gpt -- --help
     """
     from wavemare.cli import launch
     from wavemare.engine.config import load_config

@@ -9,6 +9,7 @@ import platform
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import metadata
+from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -44,6 +45,21 @@ class Run:
     def metrics_file(self) -> Path:
         """One JSON object per line, in the order of the steps."""
         return self.folder / "metrics.jsonl"
+
+    def set_aside(self) -> Path | None:
+        """Rename an older run's folder to ``NAME.1`` (or the next free number) and begin anew.
+
+        Returns:
+            The older run's new name; None on ranks that do not write.
+        """
+        if not self._writes:
+            return None
+        self.close()
+        numbered = (self.folder.with_name(f"{self.folder.name}.{n}") for n in count(1))
+        older = next(path for path in numbered if not path.exists())
+        self.folder.rename(older)
+        _make_writable(self.folder)
+        return older
 
     def write_config(
         self, configuration: Mapping[str, Any], *, world_size: int | None = None

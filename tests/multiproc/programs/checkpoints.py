@@ -97,6 +97,11 @@ def interrupt(folder: Path, case: str) -> dict:
     raise AssertionError("the process did not die")
 
 
+def again(folder: Path, case: str) -> dict:
+    build(wavemare.initialize, case).save_checkpoint(str(folder), "only")
+    return {}
+
+
 if __name__ == "__main__":
     wavemare.init_distributed()
     folder, action, cases = Path(sys.argv[2]), sys.argv[3], sys.argv[4:]
@@ -107,6 +112,7 @@ if __name__ == "__main__":
         "universal": universal,
         "refuse": refuse,
         "interrupt": interrupt,
+        "again": again,
     }
     leave(
         {case: actions[action](folder / case.split(":")[0], case.split(":")[-1]) for case in cases}

@@ -107,6 +107,38 @@ def case_interleaved_evaluation():
     return {**describe(engine, losses), "evaluations": evaluations, "expected": expected}
 
 
+def case_dynamic_shapes():
+    """With ``dynamic_shape`` every micro-batch may have a shape of its own."""
+    section = {"pipeline": {"stages": 2, "dynamic_shape": True}}
+    engine, *_ = wavemare.initialize(
+        model=build_gpt2(**QUIET), config=plain(wavemare=section, gradient_accumulation_steps=3)
+    )
+
+    def mixed():
+        stream = named_batches()
+        while True:
+            for rows, length in ((2, LENGTH), (1, 8), (2, 12)):
+                yield {k: v[:rows, :length].contiguous() for k, v in next(stream).items()}
+
+    data, model = mixed(), build_gpt2(**QUIET)
+    reference = mixed()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found, expected = [], []
+    for _ in range(STEPS):
+        found.append(engine.eval_batch(mixed()).item())
+        found.append(engine.train_batch(data).item())
+        with torch.no_grad():
+            stream = mixed()
+            losses = [model.eval()(**next(stream)).loss for _ in range(3)]
+            expected.append(torch.stack(losses).mean().item())
+        loss = torch.stack([model.train()(**next(reference)).loss for _ in range(3)]).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    return {"losses": found, "expected": expected}
+
+
 def case_data_parallel():
     """The data-parallel engine trains batches like the pipeline's, and averages over ranks."""
     engine, *_ = wavemare.initialize(model=build_gpt2(**QUIET), config=plain(2))
@@ -114,15 +146,19 @@ def case_data_parallel():
     return describe(engine, [engine.train_batch(data).item() for _ in range(STEPS)])
 
 
-def case_training_data():
+def case_training_data(pipeline=True):
     """A dataset given to ``initialize`` feeds ``train_batch`` by itself."""
     dataset = [next(named_batches()) for _ in range(8)]
     dataset = [{k: v[0] for k, v in batch.items()} for batch in dataset]
-    config = plain(wavemare=STAGES)
-    engine, _, loader, _ = wavemare.initialize(
+    config = plain(wavemare=STAGES if pipeline else {})
+    engine, *_ = wavemare.initialize(
         model=build_gpt2(**QUIET), training_data=dataset, config=config
     )
-    return {"losses": [engine.train_batch().item() for _ in range(STEPS)], "loader": str(loader)}
+    return {"losses": [engine.train_batch().item() for _ in range(STEPS)]}
+
+
+def case_training_data_plain():
+    return case_training_data(pipeline=False)
 
 
 def case_bf16():
@@ -171,7 +207,14 @@ def case_refusals():
 
     pipeline = wavemare.to_pipeline(build_gpt2(**QUIET), num_stages=2)
     linear = torch.nn.Linear(2, 2)
+    model = build_gpt2(**QUIET)
+    weights = list(model.parameters())
+    optimizer = torch.optim.AdamW([{"params": weights[:1]}, {"params": weights[1:]}], lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     return {
+        "scheduler": refusal(
+            model=model, optimizer=optimizer, lr_scheduler=scheduler, config=plain(wavemare=STAGES)
+        ),
         "no pipeline of it": refusal(model=linear, config=plain(wavemare=STAGES)),
         "other stages": refusal(model=pipeline, config=plain(wavemare={"pipeline": {"stages": 1}})),
         "no configuration": refusal(model=linear),

@@ -66,6 +66,14 @@ def test_no_checkpoint_at_all_is_none_as_in_deepspeed(tmp_path):
     assert resolve_tag(tmp_path, None) is None
 
 
+@pytest.mark.parametrize("key", ["world_size", "data"])
+def test_without_zero_the_number_of_replicas_does_not_matter(checkpoints, key):
+    saved = {**TOPOLOGY, "zero_stage": 0}
+    _check_topology(checkpoints / "step-2", saved, {**saved, key: 99})
+    with pytest.raises(CheckpointError):
+        _check_topology(checkpoints / "step-2", saved, {**saved, "pipe": 1})
+
+
 @pytest.mark.parametrize("key", TOPOLOGY)
 def test_another_topology_is_refused_naming_both(checkpoints, key):
     current = {**TOPOLOGY, key: 99}
