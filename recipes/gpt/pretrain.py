@@ -38,7 +38,7 @@ class PretrainArguments(JobArguments):
         default=None, metadata={"help": "Hugging Face folder of a tokenizer to use instead"}
     )
     sequence_length: int = field(default=128, metadata={"help": "tokens per sample"})
-    prompt: str = field(default="def ", metadata={"help": "start of the sample text"})
+    prompt: str = field(default="def __init__(self", metadata={"help": "start of the sample text"})
 
 
 def main() -> None:
