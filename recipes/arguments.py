@@ -26,6 +26,9 @@ class JobArguments:
             "the Python standard library's source if omitted"
         },
     )
+    text_column: str = field(
+        default="text", metadata={"help": "column of the text, where the data is a table"}
+    )
     output: str = field(default="runs/latest", metadata={"help": "run folder"})
     resume: bool = field(default=False, metadata={"help": "go on from the newest checkpoint"})
     max_steps: int = field(default=400, metadata={"help": "optimizer steps"})

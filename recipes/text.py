@@ -30,6 +30,7 @@ class TextData:
         from wavemare.data import resolve
 
         self.source = resolve(data)
+        self._text_column = job.arguments.text_column
         self._cache = job.cache
 
     def read(
@@ -48,7 +49,7 @@ class TextData:
         if self.source.kind is Kind.MEGATRON:
             self._read_megatron()
             return
-        corpus = load_documents(self.source)
+        corpus = load_documents(self.source, text_column=self._text_column)
         if self.tokenizer is None:
             self.tokenizer = cached_tokenizer(corpus.train, vocab_size, kind, self._cache)
         progress = _notes("tokenising")

@@ -37,7 +37,6 @@ class FinetuneArguments(JobArguments):
     )
     vocab_size: int = field(default=4096, metadata={"help": "tokens of a new model's BPE"})
     sequence_length: int = field(default=128, metadata={"help": "tokens per text, cut or padded"})
-    text_column: str = field(default="text", metadata={"help": "column of the texts"})
     label_column: str = field(default="label", metadata={"help": "column of the labels"})
     max_steps: int = field(default=300, metadata={"help": "optimizer steps"})
 
