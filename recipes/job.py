@@ -202,6 +202,7 @@ class Job:
         arguments, engine = self.arguments, self.engine
         tokens = self.batch["train_batch_size"] * self.sequence_length
         losses: list[Any] = []
+        shown: float | None = None
         started, evaluating = time.perf_counter(), 0.0
         with self.screen.progress(arguments.max_steps, done=self.first_step) as progress:
             for step in range(self.first_step + 1, arguments.max_steps + 1):
@@ -213,9 +214,9 @@ class Job:
                     loss = float(sum(losses) / len(losses))
                     losses.clear()
                     self._log(step, loss, rate, progress.tokens_per_second)
-                if loss is not None or step == self.first_step + 1:
-                    self._shown = loss if loss is not None else float(losses[-1])
-                progress.step(step, tokens=tokens, loss=self._shown, learning_rate=rate)
+                if loss is not None or shown is None:
+                    shown = loss if loss is not None else float(losses[-1])
+                progress.step(step, tokens=tokens, loss=shown, learning_rate=rate)
                 if step % arguments.eval_interval == 0 and step < arguments.max_steps:
                     pause = time.perf_counter()
                     self.run.log(step, **evaluate(arguments.eval_samples))
