@@ -5,6 +5,7 @@ PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # One stamp for each choice of torch: another one sets up again.
 READY  := $(VENV)/.ready-$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
 ARGS   ?=
@@ -19,8 +20,11 @@ setup: $(READY)
 # torch goes first: what depends on it would pull another build.
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	rm -f $(VENV)/.ready-*
+	test "$$(cat $(VENV)/.torch 2>/dev/null)" = '$(TORCH)' || $(PIP) uninstall --yes --quiet torch
+	$(PIP) install --quiet $(TORCH)
+	echo '$(TORCH)' > $(VENV)/.torch
+	$(PIP) install --quiet --editable '.[dev]'
 	touch $@
 
 train: $(READY)

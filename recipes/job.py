@@ -74,9 +74,22 @@ class Job:
                 f"there is no checkpoint (no file {latest})",
                 "Start without --resume, or name the run's folder as --output",
             )
-        tag = resolve_tag(self.checkpoints, None)
-        if tag is not None and not universal:
+        if not universal:
+            tag = resolve_tag(self.checkpoints, None)
+            assert tag is not None  # latest is there
             read_manifest(self.checkpoints / tag)
+        elif self._saved_since(latest):
+            raise ConfigError(
+                "checkpoint.load_universal",
+                True,
+                "checkpoints have been saved since the universal one was made",
+                "Remove the key to resume from the newest, or remove the file latest",
+            )
+
+    def _saved_since(self, universal: str) -> bool:
+        latest = self.checkpoints / "latest"
+        made = (self.checkpoints / universal).stat().st_mtime
+        return latest.is_file() and latest.stat().st_mtime > made
 
     def _resolve(self, config: dict[str, Any]) -> dict[str, Any]:
         scheduler = config.get("scheduler", {}).get("params", {})
@@ -183,7 +196,7 @@ class Job:
         """Prepare the run folder: an older run that is not resumed moves aside, whole."""
         if self.arguments.resume:
             self.run.truncate_after(self.first_step)
-        elif self.checkpoints.exists():
+        elif self.checkpoints.exists() or self.run.metrics_file.exists():
             older = self.run.set_aside()
             self.note(f"the older run is now {older}")
         self.run.write_config(

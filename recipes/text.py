@@ -85,8 +85,9 @@ class TextData:
         """
         from wavemare.data import PackedDataset, check_fits
 
+        known = min(vocabulary, len(self.tokenizer))
         for tokens in (self.train, self.held_out):
-            check_fits(tokens, sequence_length, positions, vocabulary)
+            check_fits(tokens, sequence_length, positions, known)
         return (
             PackedDataset(self.train, sequence_length),
             PackedDataset(self.held_out, sequence_length),

@@ -40,8 +40,12 @@ class WavemareError(Exception):
         self.remedy = remedy
 
     def __str__(self) -> str:
-        stop = "" if self.remedy.endswith("?") else "."
-        return f"{self.key} = {self.value!r}: {self.reason}. {self.remedy}{stop}"
+        return f"{self.key} = {self.value!r}: {self.reason}. {self.advice}"
+
+    @property
+    def advice(self) -> str:
+        """The remedy as a sentence."""
+        return self.remedy if self.remedy.endswith("?") else f"{self.remedy}."
 
 
 class ConfigError(WavemareError, ValueError):

@@ -150,7 +150,7 @@ def _print_error(error: WavemareError) -> None:
     content = Text.assemble(
         (error.key, "bold"),
         f" = {error.value!r}\n{error.reason[:1].upper()}{error.reason[1:]}.\n",
-        (f"{error.remedy}.", "green"),
+        (error.advice, "green"),
     )
     panel = Panel(content, title=f"error{where}", title_align="left", border_style="red")
     Console(stderr=True).print(panel)

@@ -8,11 +8,9 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["atomic_folder", "atomic_write_bytes", "atomic_write_text", "replace_folder"]
+__all__ = ["atomic_write_bytes", "atomic_write_text", "replace_folder"]
 
 
 def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
@@ -43,29 +41,6 @@ def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
 def atomic_write_text(path: str | os.PathLike[str], text: str) -> None:
     """Replace a file by UTF-8 text; see `atomic_write_bytes`."""
     atomic_write_bytes(path, text.encode())
-
-
-@contextmanager
-def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Fill a temporary folder that becomes ``path`` if the block succeeds.
-
-    Args:
-        path: The folder to make or to replace; parent folders are created.
-
-    Yields:
-        An empty folder beside ``path``. If the block raises, it is removed and ``path`` stays as
-        it was.
-    """
-    target = Path(path).resolve()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _sibling(target, "tmp")
-    temporary.mkdir()
-    try:
-        yield temporary
-        replace_folder(temporary, target)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 def replace_folder(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:

@@ -105,13 +105,14 @@ def measure(
             cells = labels * num_classes + logits.argmax(-1)
             confusion += torch.bincount(cells, minlength=num_classes**2).view_as(confusion)
     distributed.all_reduce(confusion)
+    return {"held_out_loss": sum(losses) / len(losses), **scores(confusion)}
+
+
+def scores(confusion: Any) -> dict[str, float]:
+    """Return accuracy and macro F1 of a confusion matrix: rows are labels, columns answers."""
     right = confusion.diag().double()
     f1 = 2 * right / (confusion.sum(0) + confusion.sum(1)).clamp(min=1)
-    return {
-        "held_out_loss": sum(losses) / len(losses),
-        "accuracy": float(right.sum() / confusion.sum()),
-        "macro_f1": float(f1.mean()),
-    }
+    return {"accuracy": float(right.sum() / confusion.sum()), "macro_f1": float(f1.mean())}
 
 
 def start(

@@ -6,7 +6,7 @@ Run it with ``wavemare train gpt``, or as any DeepSpeed script::
         --deepspeed_config recipes/gpt/pretrain_pipeline.json
 
 ``pretrain_pipeline.json`` cuts the model into two stages, ``pretrain_zero.json`` trains it
-data-parallel with ZeRO: nothing else differs.
+data-parallel with ZeRO, on the same batches.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 BIN = Path(sys.executable).parent
@@ -61,7 +61,10 @@ def command(tmp_path: Path) -> Callable[..., Ended]:
         try:
             output, _ = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            # The launcher has a session of its own: all descendants are ended one by one.
+            for descendant in psutil.Process(process.pid).children(recursive=True):
+                descendant.kill()
+            process.kill()
             output, _ = process.communicate()
             pytest.fail(f"{program} took longer than {timeout} s:\n{output[-4000:]}")
         return Ended(process.returncode, output)

@@ -1,15 +1,20 @@
 """Each recipe, under both engines by configuration alone, from text to a model that is used."""
 
 import json
+import struct
 
+import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
 )
+
+from wavemare.data import train_tokenizer
 
 ENGINES = ["pipeline", "zero"]
 SMALL_BERT = {
@@ -182,3 +187,38 @@ def test_the_deepspeed_launcher_and_torchrun_run_a_recipe_as_a_module(
     second = (tmp_path / "run" / "summary.json").read_text()
     loss = "held_out_loss"
     assert json.loads(first)["results"][loss] == json.loads(second)["results"][loss]
+
+
+def write_table(folder, kind, text_folder):
+    texts = [file.read_text() for file in sorted(text_folder.glob("*.txt"))]
+    if kind == "jsonl":
+        rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (folder / "rows.jsonl").write_text(rows)
+        return {"data": folder / "rows.jsonl"}
+    if kind == "parquet":
+        Dataset.from_dict({"body": texts}).to_parquet(folder / "rows.parquet")
+        return {"data": folder / "*.parquet", "text_column": "body"}
+    tokenizer = train_tokenizer(texts, 300, kind="gpt")
+    tokenizer.save_pretrained(folder / "tokenizer")
+    lengths, tokens = [], []
+    for text in texts:
+        tokens += tokenizer(text)["input_ids"]
+        lengths.append(len(tokens) - sum(lengths))
+    starts = np.cumsum([0, *lengths[:-1]]) * 2
+    index = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, len(texts), len(texts) + 1)
+    index += np.array(lengths, dtype="<i4").tobytes() + starts.astype("<i8").tobytes()
+    index += np.arange(len(texts) + 1, dtype="<i8").tobytes()
+    (folder / "corpus.idx").write_bytes(index)
+    (folder / "corpus.bin").write_bytes(np.array(tokens, dtype="<u2").tobytes())
+    return {"data": folder / "corpus", "tokenizer": folder / "tokenizer"}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "megatron"])
+def test_other_kinds_of_data_reach_the_model(command, small_options, text_folder, tmp_path, kind):
+    data = write_table(tmp_path, kind, text_folder)
+    run = tmp_path / "run"
+    options = small_options("gpt", run, max_steps=2, **data)
+    command("wavemare", "train", "gpt", *options).check()
+    results = json.loads((run / "summary.json").read_text())["results"]
+    assert results["bigram cross-entropy"] < results["unigram cross-entropy"] < 4
+    assert results["held_out_loss"] < 6

@@ -2,7 +2,7 @@
 
 import pytest
 
-CASES = ["0", "1", "2", "3", "pipeline"]
+CASES = ["defaults", "0", "1", "2", "3", "pipeline"]
 
 
 @pytest.mark.world_size(2)

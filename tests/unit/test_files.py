@@ -49,39 +49,13 @@ def test_failed_write_keeps_the_old_file(
     assert names(tmp_path) == ["file"]
 
 
-def test_folder_appears_complete(tmp_path: Path) -> None:
-    target = tmp_path / "deep" / "model"
-    with files.atomic_folder(target) as folder:
-        (folder / "weights").write_text("w")
-        assert not target.exists()
-        assert folder.parent == target.parent
-    assert (target / "weights").read_text() == "w"
-    assert names(target.parent) == ["model"]
-
-
 def test_folder_replaces_the_old_one_whole(tmp_path: Path) -> None:
-    target = tmp_path / "model"
-    target.mkdir()
-    (target / "stale").write_text("s")
-    with files.atomic_folder(target) as folder:
-        (folder / "fresh").write_text("f")
+    source, target = tmp_path / "new", tmp_path / "model"
+    for folder, name in ((source, "fresh"), (target, "stale")):
+        folder.mkdir()
+        (folder / name).write_text(name)
+    files.replace_folder(source, target)
     assert names(target) == ["fresh"]
-    assert names(tmp_path) == ["model"]
-
-
-def test_failed_folder_leaves_the_old_one(tmp_path: Path) -> None:
-    target = tmp_path / "model"
-    target.mkdir()
-    (target / "kept").write_text("k")
-
-    def interrupted() -> None:
-        with files.atomic_folder(target) as folder:
-            (folder / "half").write_text("h")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert names(target) == ["kept"]
     assert names(tmp_path) == ["model"]
 
 

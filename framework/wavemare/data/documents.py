@@ -84,9 +84,11 @@ def split_indices(
         return list(fractions), []
     held_out = {i for i, value in fractions.items() if value < fraction}
     if not held_out:
-        held_out = {min(fractions, key=fractions.__getitem__)}
-    elif len(held_out) == len(fractions):
-        held_out.remove(max(fractions, key=fractions.__getitem__))
+        held_out = {i for i, value in fractions.items() if value == min(fractions.values())}
+    if len(held_out) == len(fractions):
+        held_out -= {i for i, value in fractions.items() if value == max(fractions.values())}
+    if not held_out:  # one text, again and again: there is nothing else to hold out
+        held_out = {max(fractions)}
     return [i for i in fractions if i not in held_out], sorted(held_out)
 
 

@@ -154,9 +154,14 @@ def _move(written: Path, target: Path) -> None:
     # Readers look at config.json first, so it comes last.
     for name in sorted(names, key=lambda name: (name == "config.json", name)):
         os.replace(written / name, target / name)
-    for stale in target.glob("model*.safetensors*"):
-        if stale.name not in names:
-            stale.unlink()
+    for pattern in (
+        "model.safetensors",
+        "model-*-of-*.safetensors",
+        "model.safetensors.index.json",
+    ):
+        for stale in target.glob(pattern):
+            if stale.name not in names:
+                stale.unlink()
 
 
 def _agree(failure: Exception | None, folder: str | os.PathLike[str]) -> None:

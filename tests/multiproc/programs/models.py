@@ -262,7 +262,6 @@ def main() -> None:
     plain = {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": False}}
     run = {
         "train": train,
-        "train-bare": lambda f, n: train(f, n, inputs=["input_ids"]),
         "train-reentrant": lambda f, n: train(f, n, config=reentrant),
         "train-non-reentrant": lambda f, n: train(f, n, config=plain),
         "train-zero1": lambda f, n: train(f, n, config={"zero_optimization": {"stage": 1}}),

@@ -153,3 +153,16 @@ def test_summary_in_both_forms(tmp_path: Path) -> None:
         "# Summary\n\n| | |\n|---|---|\n| loss | 1.23457 |\n| text | a\\|b c |\n\n"
         "## timing\n\n| | |\n|---|---|\n| seconds | 3 |\n"
     )
+
+
+def test_an_older_run_is_set_aside_whole(tmp_path: Path) -> None:
+    for number in (1, 2):
+        run = Run(tmp_path / "run", rank=0)
+        run.log(number, loss=1.0)
+        assert run.set_aside() == tmp_path / f"run.{number}"
+        run.log(7, loss=2.0)
+        assert [line["step"] for line in read_metrics(run.metrics_file)] == [7]
+        run.close()
+        run.metrics_file.unlink()
+    assert [line["step"] for line in read_metrics(tmp_path / "run.2" / "metrics.jsonl")] == [2]
+    assert Run(tmp_path / "run", rank=1).set_aside() is None
