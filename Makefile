@@ -35,11 +35,13 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# Unit tests share the cores; the others start processes that use them.
 test: lint
-	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+	$(BIN)/python -m pytest -n 2 tests/unit
+	$(BIN)/python -m pytest -m 'not slow' tests/multiproc tests/e2e $(ARGS)
 
-test-all: lint
-	$(BIN)/python -m pytest $(ARGS)
+test-all: test
+	$(BIN)/python -m pytest -m slow tests/e2e $(ARGS)
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

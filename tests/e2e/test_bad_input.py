@@ -58,15 +58,35 @@ def tokenizer_folder(text_folder, tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="session")
+def saved_run(tmp_path_factory):
+    """Folder for the one run whose checkpoints the tests damage."""
+    return tmp_path_factory.mktemp("saved") / "run"
+
+
+@pytest.fixture
+def checkpoints(saved_run, command, small_options, recipe_config):
+    """Whole checkpoints of the steps 2 and 4."""
+    if not saved_run.exists():
+        config = recipe_config("gpt/pretrain", "zero")
+        options = small_options("gpt", saved_run, max_steps=4, save_interval=2, eval_interval=4)
+        command("wavemare", "train", "gpt", "--config", config, *options).check()
+    return saved_run / "checkpoints"
+
+
+def cut_short(checkpoints, run):
+    """Copy checkpoints to another run, the newest with a file that lacks its last byte."""
+    shutil.copytree(checkpoints, run / "checkpoints")
+    file = max((run / "checkpoints" / "step-000004").glob("*.pt"))
+    file.write_bytes(file.read_bytes()[:-1])
+    return file.name
+
+
 def test_every_refusal_comes_within_two_seconds_of_start_up(
-    launch, command, small_options, recipe_config, tokenizer_folder, tmp_path
+    launch, checkpoints, small_options, recipe_config, tokenizer_folder, tmp_path
 ):
     config = recipe_config("gpt/pretrain", "zero")
-    whole = tmp_path / "whole"
-    options = small_options("gpt", whole, max_steps=2, save_interval=2, eval_interval=4)
-    command("wavemare", "train", "gpt", "--config", config, *options).check()
-    file = max((whole / "checkpoints" / "step-000002").glob("*.pt"))
-    file.write_bytes(file.read_bytes()[:-1])
+    cut_short(checkpoints, tmp_path / "damaged")
     (tmp_path / "empty.txt").write_text("")
     for name in ("cut", "beyond"):
         (tmp_path / name).mkdir()
@@ -91,7 +111,7 @@ def test_every_refusal_comes_within_two_seconds_of_start_up(
             "data": indexed(tmp_path / "beyond", [1, 2, 3, 999] * 100),
             "tokenizer": tokenizer_folder,
         },
-        "checkpoint": {"resume": True, "output": whole},
+        "checkpoint": {"resume": True, "output": tmp_path / "damaged"},
     }
     words = {
         case: [
@@ -174,17 +194,10 @@ def test_cuts_that_do_not_fit_the_model(refused):
     assert "wavemare.pipeline.partition" in message
 
 
-def test_a_checkpoint_that_was_cut_short(refused, command, small_options, recipe_config, tmp_path):
-    config = recipe_config("gpt/pretrain", "zero")
-    whole = tmp_path / "whole"
-    options = small_options("gpt", whole, max_steps=4, save_interval=2, eval_interval=4)
-    command("wavemare", "train", "gpt", "--config", config, *options).check()
-    shutil.copytree(whole / "checkpoints", tmp_path / "run" / "checkpoints")
-    file = max((tmp_path / "run" / "checkpoints" / "step-000004").glob("*.pt"))
-    with file.open("r+b") as opened:
-        opened.truncate(file.stat().st_size - 1)
+def test_a_checkpoint_that_was_cut_short(refused, checkpoints, tmp_path):
+    name = cut_short(checkpoints, tmp_path / "run")
     message = refused(resume=True)
-    assert file.name in message
+    assert name in message
     assert "bytes instead of" in message
     assert "step-000002" in message
 
