@@ -14,6 +14,7 @@ __all__ = [
     "DataError",
     "LaunchError",
     "ModelError",
+    "PlanError",
     "WavemareError",
     "did_you_mean",
 ]
@@ -62,6 +63,10 @@ class ModelError(WavemareError, ValueError):
 
 class CheckpointError(WavemareError, RuntimeError):
     """A checkpoint that is damaged, incomplete or of another topology."""
+
+
+class PlanError(WavemareError, ValueError):
+    """A plan that cannot be made, read or run."""
 
 
 class LaunchError(WavemareError, RuntimeError):

@@ -1,0 +1,96 @@
+"""A pipeline's schedule as data: for each rank the actions that it does, in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from wavemare.errors import PlanError
+from wavemare.pipeline.action import Action
+
+__all__ = ["Plan"]
+
+_HEADER = ("schedule", "stages", "micro_batches", "steps", "send_slots")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every rank does; immutable, and equal to what its text form parses to.
+
+    Args:
+        schedule: Name of the schedule.
+        num_stages: Number of pipeline stages.
+        micro_batches: Micro-batches per optimizer step.
+        num_steps: Optimizer steps; 0 for inference.
+        ranks: For each rank its actions.
+        send_slots: How many messages of one direction a rank may leave unreceived before a send
+            waits: 0 where a send waits for its receive (DeepSpeed's blocking sends).
+    """
+
+    schedule: str
+    num_stages: int
+    micro_batches: int
+    num_steps: int
+    ranks: tuple[tuple[Action, ...], ...]
+    send_slots: int = 0
+
+    def __str__(self) -> str:
+        values = (
+            self.schedule,
+            self.num_stages,
+            self.micro_batches,
+            self.num_steps,
+            self.send_slots,
+        )
+        header = " ".join(f"{key}={value}" for key, value in zip(_HEADER, values, strict=True))
+        lines = [f"plan {header}"]
+        for rank, actions in enumerate(self.ranks):
+            lines.append(f"{rank}: {' '.join(map(str, actions))}".rstrip())
+        return "\n".join(lines) + "\n"
+
+    @classmethod
+    def parse(cls, text: str) -> Plan:
+        """Read the text form; empty lines and lines that start with ``#`` are passed over.
+
+        Raises:
+            PlanError: The header or a line is malformed; the message names it.
+        """
+        lines = [line.strip() for line in text.splitlines()]
+        lines = [line for line in lines if line and not line.startswith("#")]
+        if not lines:
+            raise PlanError("plan", text, "there is no line", "Give the text that 'plan show' has")
+        values = _header(lines[0])
+        return cls(
+            schedule=values["schedule"],
+            num_stages=_number(values, "stages"),
+            micro_batches=_number(values, "micro_batches"),
+            num_steps=_number(values, "steps"),
+            send_slots=_number(values, "send_slots"),
+            ranks=tuple(_rank(line, number) for number, line in enumerate(lines[1:])),
+        )
+
+
+def _header(line: str) -> dict[str, str]:
+    word, *pairs = line.split()
+    values = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+    if word != "plan" or set(values) != set(_HEADER):
+        example = "plan " + " ".join(f"{key}=..." for key in _HEADER)
+        raise PlanError("plan", line, "this is no header of a plan", f"Write '{example}'")
+    return values
+
+
+def _number(values: dict[str, str], key: str) -> int:
+    if not values[key].isdigit():
+        raise PlanError(key, values[key], "it is not a whole number", "Give 0 or more")
+    return int(values[key])
+
+
+def _rank(line: str, number: int) -> tuple[Action, ...]:
+    rank, colon, actions = line.partition(":")
+    if not colon or rank != str(number):
+        raise PlanError("plan", line[:40], f"this is not the line of rank {number}", "Number them")
+    return tuple(_parsed(actions.split()))
+
+
+def _parsed(texts: Iterable[str]) -> Iterable[Action]:
+    return map(Action.parse, texts)

@@ -1,0 +1,153 @@
+"""Plans by name: 1F1B, PipeMare (with synchronous warm-up and drains) and inference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from wavemare.errors import PlanError, did_you_mean
+from wavemare.pipeline.action import Action, Kind
+from wavemare.pipeline.order import Stream
+from wavemare.pipeline.passes import add_communication, defer_sends
+from wavemare.pipeline.plan import Plan
+
+__all__ = ["SCHEDULES", "build_plan", "drain_boundary", "inference", "one_f_one_b", "pipemare"]
+
+SEND_SLOTS = 2
+"""Messages that the asynchronous engine may have under way in one direction: double buffers."""
+
+
+def drain_boundary(
+    step: int,
+    first: int,
+    micro_batches: int,
+    *,
+    warmup_steps: int = 0,
+    drain_interval: int = 0,
+    last_step: int | None = None,
+) -> int | None:
+    """Return how many micro-batches of the run may be forwarded before the pipeline is empty again.
+
+    Args:
+        step: The optimizer step that comes next, counted from 0.
+        first: Its first micro-batch.
+        micro_batches: Micro-batches per optimizer step.
+        warmup_steps: The pipeline is emptied after each of so many first steps.
+        drain_interval: Steps between drains after that; 0 for none.
+        last_step: One behind the last step of the run; None if it has no known end.
+    """
+    ends = [last_step] if last_step is not None else []
+    if step < warmup_steps:
+        ends.append(step + 1)
+    elif drain_interval:
+        ends.append((step // drain_interval + 1) * drain_interval)
+    return first + (min(ends) - step) * micro_batches if ends else None
+
+
+def pipemare(
+    num_stages: int,
+    micro_batches: int,
+    num_steps: int,
+    *,
+    warmup_steps: int = 0,
+    drain_interval: int = 0,
+    norms: bool = False,
+    correct: bool = False,
+) -> Plan:
+    """Return the continuous pipeline: filled once, never flushed, drained at the end.
+
+    Args:
+        num_stages: Length of the pipeline, one stage per rank.
+        micro_batches: Micro-batches per optimizer step.
+        num_steps: Optimizer steps.
+        warmup_steps: So many first steps are synchronous (PipeMare's T3).
+        drain_interval: Steps between drains; 0 for none.
+        norms: See `add_steps`.
+        correct: See `Versions`.
+
+    Raises:
+        PlanError: A number is out of range.
+    """
+    _check(num_stages, micro_batches, num_steps)
+
+    def actions(stage: int) -> tuple[Action, ...]:
+        stream = Stream(stage, num_stages, micro_batches, norms=norms, correct=correct)
+        result: list[Action] = []
+        for step in range(num_steps):
+            result += stream.window(
+                drain_boundary(
+                    step,
+                    stream.first,
+                    micro_batches,
+                    warmup_steps=warmup_steps,
+                    drain_interval=drain_interval,
+                    last_step=num_steps,
+                )
+            )
+        return tuple(result)
+
+    ranks = tuple(actions(stage) for stage in range(num_stages))
+    return Plan("pipemare", num_stages, micro_batches, num_steps, ranks, SEND_SLOTS)
+
+
+def one_f_one_b(num_stages: int, micro_batches: int, num_steps: int = 1) -> Plan:
+    """Return 1F1B as DeepSpeed runs it, with blocking sends; the pipeline is empty at each step.
+
+    Raises:
+        PlanError: A number is out of range.
+    """
+    _check(num_stages, micro_batches, num_steps)
+
+    def actions(stage: int) -> tuple[Action, ...]:
+        stream = Stream(stage, num_stages, micro_batches)
+        result: list[Action] = []
+        for _ in range(num_steps):
+            result += defer_sends(stream.window(stream.first + micro_batches))
+        return tuple(result)
+
+    ranks = tuple(actions(stage) for stage in range(num_stages))
+    return Plan("1f1b", num_stages, micro_batches, num_steps, ranks)
+
+
+def inference(num_stages: int, micro_batches: int, num_steps: int = 0) -> Plan:
+    """Return forward passes alone.
+
+    Raises:
+        PlanError: A number is out of range.
+    """
+    _check(num_stages, micro_batches, num_steps)
+
+    def actions(stage: int) -> tuple[Action, ...]:
+        passes = (Action(Kind.FORWARD, stage, m, 0) for m in range(micro_batches))
+        return tuple(add_communication(passes, num_stages))
+
+    ranks = tuple(actions(stage) for stage in range(num_stages))
+    return Plan("inference", num_stages, micro_batches, 0, ranks)
+
+
+SCHEDULES: dict[str, Callable[[int, int, int], Plan]] = {
+    "1f1b": one_f_one_b,
+    "inference": inference,
+    "pipemare": pipemare,
+}
+"""Generators by the names that the configuration and the command line take."""
+
+
+def build_plan(schedule: str, num_stages: int, micro_batches: int, num_steps: int) -> Plan:
+    """Return a plan by the name of its schedule.
+
+    Raises:
+        PlanError: There is no such schedule, or a number is out of range.
+    """
+    if schedule not in SCHEDULES:
+        reason = "there is no such schedule"
+        raise PlanError("schedule", schedule, reason, did_you_mean(schedule, SCHEDULES))
+    return SCHEDULES[schedule](num_stages, micro_batches, num_steps)
+
+
+def _check(num_stages: int, micro_batches: int, num_steps: int) -> None:
+    values = {"stages": num_stages, "micro_batches": micro_batches}
+    for key, value in values.items():
+        if value < 1:
+            raise PlanError(key, value, "a pipeline has at least one", "Give 1 or more")
+    if num_steps < 0:
+        raise PlanError("steps", num_steps, "it is negative", "Give 0 or more")

@@ -1,0 +1,50 @@
+"""When each action of a plan ran: simulated from costs, or measured in a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from wavemare.pipeline.action import COMPUTE, Action, Kind
+
+__all__ = ["Event", "Timeline"]
+
+
+class Event(NamedTuple):
+    """An action and when it ran.
+
+    Args:
+        action: What was done.
+        start_s: Seconds since the timeline's beginning.
+        end_s: The same.
+    """
+
+    action: Action
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The events of every rank, in the order in which they began.
+
+    Args:
+        title: What is shown: a schedule's name, "simulated" or "measured".
+        ranks: For each rank its events. A rank is idle, or waits for a message, in between; a
+            receive's event ends when the message is there and may begin long before.
+    """
+
+    title: str
+    ranks: tuple[tuple[Event, ...], ...]
+
+    @property
+    def makespan_s(self) -> float:
+        """Seconds from the first event to the end of the last."""
+        starts = [events[0].start_s for events in self.ranks if events]
+        ends = [max(event.end_s for event in events) for events in self.ranks if events]
+        return max(ends) - min(starts) if ends else 0.0
+
+    def busy_s(self, rank: int) -> float:
+        """Seconds in which a rank computed: forward and backward passes and optimizer steps."""
+        busy = COMPUTE | {Kind.STEP}
+        return sum(e.end_s - e.start_s for e in self.ranks[rank] if e.action.kind in busy)
