@@ -14,14 +14,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from wavemare.engine.data_parallel import Engine
     from wavemare.engine.initialize import build_engine
+    from wavemare.engine.interruption import Interruption
     from wavemare.engine.launch import init_distributed
     from wavemare.engine.pipe import DualPipeVEngine, PipelineEngine
+    from wavemare.engine.pipemare import PipeMareEngine
 
-__all__ = ["DualPipeVEngine", "Engine", "PipelineEngine", "build_engine", "init_distributed"]
+__all__ = [
+    "DualPipeVEngine",
+    "Engine",
+    "Interruption",
+    "PipeMareEngine",
+    "PipelineEngine",
+    "build_engine",
+    "init_distributed",
+]
 
 _HOME = {
     "DualPipeVEngine": "pipe",
     "Engine": "data_parallel",
+    "Interruption": "interruption",
+    "PipeMareEngine": "pipemare",
     "PipelineEngine": "pipe",
     "build_engine": "initialize",
     "init_distributed": "launch",

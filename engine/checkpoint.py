@@ -63,7 +63,8 @@ class CheckpointMixin:
         super().save_checkpoint(  # type: ignore[misc]
             save_dir, partial, state, False, exclude_frozen_parameters
         )
-        torch.save(_random_state(), folder / partial / _rank_file(engine.global_rank))
+        own = {**_random_state(), "engine": engine.rank_state()}
+        torch.save(own, folder / partial / _rank_file(engine.global_rank))
         dist.barrier()
         if _writes_folder(engine):
             manifest = _manifest(engine, folder / partial)
@@ -111,10 +112,23 @@ class CheckpointMixin:
             custom_load_fn=custom_load_fn,
         )
         if manifest is not None and whole and manifest["topology"] == topology(engine):
-            _restore_random_state(Path(load_dir) / str(tag) / _rank_file(engine.global_rank))
+            own = torch.load(
+                Path(load_dir) / str(tag) / _rank_file(engine.global_rank),
+                weights_only=True,
+                map_location="cpu",
+            )
+            _restore_random_state(own)
+            engine.load_rank_state(own.get("engine", {}))
         if result[1]:
             result[1].pop(UNIVERSAL_CHECKPOINT_INFO, None)  # for ds_to_universal, not the client
         return result
+
+    def rank_state(self) -> dict[str, Any]:
+        """Return what this rank's next step needs beside weights, optimizer and random state."""
+        return {}
+
+    def load_rank_state(self, state: dict[str, Any]) -> None:
+        """Take over a state of `rank_state`."""
 
 
 def _universal_information(engine: Any) -> dict[str, Any]:
@@ -204,10 +218,9 @@ def _random_state() -> dict[str, Any]:
     return state
 
 
-def _restore_random_state(path: Path) -> None:
+def _restore_random_state(state: Mapping[str, Any]) -> None:
     from deepspeed.accelerator import get_accelerator
 
-    state = torch.load(path, weights_only=True)
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     kind, keys, *rest = state["numpy"]

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from wavemare.errors import ConfigError
+from wavemare.errors import ConfigError, did_you_mean
 from wavemare.pipeline.config import PipelineConfig
 from wavemare.section import Section
 
@@ -25,6 +25,7 @@ __all__ = [
 ]
 
 SECTION = "wavemare"
+SCHEDULES = ("1f1b", "pipemare")
 
 _BATCH_KEYS = (
     "train_batch_size",
@@ -128,8 +129,9 @@ def check_config(config: Mapping[str, Any], *, world_size: int) -> WavemareConfi
             f"{_launch_hint(world_size)}",
             f"Start a multiple of {stages} processes, or change the number of stages",
         )
+    _check_schedule(config, ours.pipeline)
     zero = zero_section(config).get("stage", 0)
-    if stages > 1 and zero in (2, 3):
+    if (stages > 1 or ours.pipeline.schedule == "pipemare") and zero in (2, 3):
         raise ConfigError(
             "zero_optimization.stage",
             zero,
@@ -137,6 +139,46 @@ def check_config(config: Mapping[str, Any], *, world_size: int) -> WavemareConfi
             "Use 0 or 1 with pipeline stages, or wavemare.pipeline.stages 1",
         )
     return ours
+
+
+def _check_schedule(config: Mapping[str, Any], pipeline: PipelineConfig) -> None:
+    """Check that the schedule exists, and that nothing in the configuration defeats it."""
+    key = f"{SECTION}.pipeline.schedule"
+    if pipeline.schedule not in SCHEDULES:
+        raise ConfigError(
+            key,
+            pipeline.schedule,
+            "there is no such schedule",
+            did_you_mean(pipeline.schedule, SCHEDULES),
+        )
+    if pipeline.schedule != "pipemare":
+        if "pipemare" in pipeline.model_fields_set:
+            reason = f"it has no effect on the schedule {pipeline.schedule!r}"
+            remedy = f'Set {key} to "pipemare", or remove the key'
+            raise ConfigError(f"{SECTION}.pipeline.pipemare", {}, reason, remedy)
+        return
+    if _enabled(config, "fp16"):
+        raise ConfigError(
+            "fp16.enabled",
+            True,
+            "a dynamic loss scale is one number for all stages at the same step, and asynchronous "
+            "stages are at different ones",
+            'Use "bf16": {"enabled": true} or fp32, or schedule 1f1b',
+        )
+    for name in ("torch_autocast", "amp"):
+        if _enabled(config, name):
+            raise ConfigError(
+                f"{name}.enabled",
+                True,
+                "autocast keeps casts of the weights for the backward pass, which would go "
+                "unnoticed by the weight correction and fill the memory with old versions",
+                'Use "bf16": {"enabled": true} or fp32, or schedule 1f1b',
+            )
+
+
+def _enabled(config: Mapping[str, Any], name: str) -> bool:
+    section = config.get(name)
+    return isinstance(section, Mapping) and bool(section.get("enabled"))
 
 
 def zero_section(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -7,11 +7,13 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 
 from wavemare.engine.config import (
     WavemareConfig,
@@ -24,13 +26,14 @@ from wavemare.engine.config import (
 from wavemare.engine.data_parallel import Engine
 from wavemare.engine.launch import compiled_ops_enabled
 from wavemare.engine.pipe import DualPipeVEngine, PipelineEngine
+from wavemare.engine.pipemare import PipeMareEngine
 from wavemare.errors import ConfigError
 
 __all__ = ["ENGINES", "build_engine", "read_config"]
 
 logger = logging.getLogger("wavemare")
 
-ENGINES: Mapping[str, type] = {
+ENGINES: Mapping[str, Any] = {
     "DeepSpeedEngine": Engine,
     "PipelineEngine": PipelineEngine,
     "DualPipeVEngine": DualPipeVEngine,
@@ -53,10 +56,10 @@ def build_engine(config: dict[str, Any], **arguments: Any) -> tuple[Any, Any, An
     Raises:
         ConfigError: A key or value that cannot work, before the model is touched.
     """
-    _check(config, arguments.get("model"), arguments.get("mpu"), arguments.get("mesh_param"))
+    ours = _check(config, arguments.get("model"), arguments.get("mpu"), arguments.get("mesh_param"))
     config = _without_compiled_optimizer(config, arguments.get("optimizer"))
     arguments["args"] = _without_config(arguments.get("args"))
-    with _dispatch_to_ours():
+    with _dispatch_to_ours(_engines(ours, arguments.get("model"))):
         result = deepspeed.initialize(config=config, **arguments)
     _check_dispatch(result[0])
     return result
@@ -82,7 +85,21 @@ def read_config(args: Any = None, config: Any = None, config_params: Any = None)
     return load_config(given)
 
 
-def _check(config: dict[str, Any], model: Any, mpu: Any, mesh_param: Any) -> None:
+def _engines(ours: WavemareConfig, model: Any) -> Mapping[str, Any]:
+    """Return `ENGINES`, with the one that the schedule asks for."""
+    if ours.pipeline.schedule != "pipemare":
+        return ENGINES
+    if isinstance(model, DualPipeVModule) or not isinstance(model, deepspeed.PipelineModule):
+        raise ConfigError(
+            "wavemare.pipeline.schedule",
+            ours.pipeline.schedule,
+            f"{type(model).__name__} is no pipeline of one stage per rank",
+            "Give a PipelineModule, or a transformers model and 2 or more stages",
+        )
+    return {**ENGINES, "PipelineEngine": partial(PipeMareEngine, pipemare=ours.pipeline.pipemare)}
+
+
+def _check(config: dict[str, Any], model: Any, mpu: Any, mesh_param: Any) -> WavemareConfig:
     """Check a configuration against the processes there are; fill in its ``"auto"`` batch sizes."""
     world_size = dist.get_world_size()
     ours = check_config(config, world_size=world_size)
@@ -94,9 +111,10 @@ def _check(config: dict[str, Any], model: Any, mpu: Any, mesh_param: Any) -> Non
     elif mesh_param is None and not _shards_the_batch_otherwise(config):
         data_ranks = world_size // _stages(model, ours)
     else:
-        return  # DeepSpeed counts the data ranks of its own tensor and sequence parallelism
+        return ours  # DeepSpeed counts the data ranks of its own tensor and sequence parallelism
     sizes = check_batch_sizes(config, data_world_size=data_ranks)
     config.update({key: size for key, size in sizes.items() if config.get(key) == "auto"})
+    return ours
 
 
 def _data_ranks_of(mpu: Any, world_size: int) -> int:
@@ -158,13 +176,13 @@ def _without_config(args: Any) -> Any:
 
 
 @contextmanager
-def _dispatch_to_ours() -> Iterator[None]:
+def _dispatch_to_ours(engines: Mapping[str, Any] = ENGINES) -> Iterator[None]:
     # deepspeed.initialize has no class parameter but looks its engines up by name at call time.
     # Swapping the names for one call keeps its whole preamble, whatever version is installed.
     with _dispatch_lock:
-        stock = {name: getattr(deepspeed, name) for name in ENGINES}
+        stock = {name: getattr(deepspeed, name) for name in engines}
         try:
-            for name, engine in ENGINES.items():
+            for name, engine in engines.items():
                 setattr(deepspeed, name, engine)
             yield
         finally:

@@ -2,18 +2,69 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from wavemare.section import Section
 
-__all__ = ["PipelineConfig"]
+__all__ = ["DiscrepancyCorrection", "LrRescheduling", "PipeMareConfig", "PipelineConfig"]
+
+
+class LrRescheduling(Section):
+    """PipeMare's T1: the earlier the stage, the smaller its learning rate in the first steps."""
+
+    enabled: bool = False
+    """Divide the rate of a stage with the mean delay tau (in optimizer steps) by
+    ``max(1, tau) ** (1 - step / anneal_steps)``."""
+
+    anneal_steps: int = Field(default=2000, ge=1)
+    """Optimizer steps after which all stages have the schedule's own rate."""
+
+
+class DiscrepancyCorrection(Section):
+    """PipeMare's T2: backward passes with the weights that the forward pass saw."""
+
+    mode: Literal["auto", "off", "exact", "ema"] = "auto"
+    """``off`` takes the newest weights, ``exact`` keeps copies of the last versions, ``ema``
+    estimates them from the mean of the last changes; ``auto`` takes nothing on a stage without
+    staleness, ``exact`` up to a staleness of 2 and ``ema`` beyond."""
+
+    decay: float | None = Field(default=None, gt=0, lt=1)
+    """The paper's D: the mean's decay is ``D ** (1 / staleness)``. If omitted, the decay is
+    ``(staleness - 1) / (staleness + 1)``, the optimum of the quadratic model."""
+
+
+class PipeMareConfig(Section):
+    """The asynchronous schedule."""
+
+    lr_rescheduling: LrRescheduling = LrRescheduling()
+    """See `LrRescheduling`."""
+
+    discrepancy_correction: DiscrepancyCorrection = DiscrepancyCorrection()
+    """See `DiscrepancyCorrection`."""
+
+    warmup_steps: int = Field(default=0, ge=0)
+    """So many first optimizer steps are synchronous (PipeMare's T3)."""
+
+    drain_interval: int = Field(default=0, ge=0)
+    """Optimizer steps between two drains of the pipeline; 0 drains only to evaluate and save."""
+
+    clipping: Literal["global", "stage"] = "global"
+    """Whether ``gradient_clipping`` bounds the norm over all stages (that of earlier stages as of
+    their last step) or each stage's own norm by its share, ``sqrt(parameters / all parameters)``.
+    """
 
 
 class PipelineConfig(Section):
-    """How a Hugging Face model becomes a pipeline.
+    """How a Hugging Face model becomes a pipeline, and how the pipeline runs.
 
     A ``PipelineModule`` that the caller built keeps its own stages and cuts.
     """
+
+    schedule: str = "1f1b"
+    """``1f1b``, which empties the pipeline at each optimizer step, or ``pipemare``, which never
+    does."""
 
     stages: int = Field(default=1, ge=1)
     """Number of pipeline stages; 1 trains the model as a plain data-parallel job."""
@@ -29,3 +80,6 @@ class PipelineConfig(Section):
     inputs: list[str] | None = None
     """Names of the batch entries that travel with the hidden states; the model's default if
     omitted."""
+
+    pipemare: PipeMareConfig = PipeMareConfig()
+    """Settings of the schedule ``pipemare``."""

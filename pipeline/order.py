@@ -87,6 +87,7 @@ class Stream:
         self.forwarded = 0
         self.versions = Versions(correct=correct)
         self._empty_at = 0
+        self._stop: int | None = None
 
     def is_synchronous(self, stop: int | None) -> bool:
         """Whether the next step begins and ends with an empty pipeline."""
@@ -121,15 +122,27 @@ class Stream:
         limit = last + ahead(self.stage, self.num_stages)
         self.forwarded = max(self.forwarded, limit if stop is None else min(limit, stop))
         self.first = last
+        self._stop = stop
         if stop == last:
             self._empty_at = last
         return window
 
-    def shorten(self, end: int) -> None:
-        """Note that the data ended: the step given out last has no micro-batch from ``end`` on."""
-        self.first = self.forwarded = self._empty_at = end
+    @property
+    def unreceived(self) -> int:
+        """How many activations the stage before has sent, or will in this step, beyond ours."""
+        if self.stage == 0:
+            return 0
+        sent = self.first + ahead(self.stage - 1, self.num_stages)
+        if self._stop is not None:
+            sent = min(sent, max(self._stop, self.first))
+        return max(sent - self.forwarded, 0)
 
-    def rewind(self) -> None:
-        """Forget the micro-batches forwarded beyond the last step: they will be forwarded again."""
+    def rewind(self, first: int | None = None) -> None:
+        """Forget what was forwarded beyond the last step: it will be forwarded again.
+
+        Args:
+            first: Where the next step begins, if the last step was cut short by the data's end.
+        """
+        self.first = self.first if first is None else first
         self.versions.forget(self.first)
-        self.forwarded = self._empty_at = self.first
+        self.forwarded = self._empty_at = self._stop = self.first

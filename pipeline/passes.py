@@ -91,10 +91,10 @@ def add_communication(actions: Iterable[Action], num_stages: int) -> Iterator[Ac
         kind, stage, micro_batch, version, wave = action
         first, last = stage == 0, stage == num_stages - 1
         if kind is Kind.FORWARD:
-            if first or last:
-                yield Action(Kind.LOAD, stage, micro_batch, version, wave)
             if not first:
                 yield Action(Kind.RECV_ACTIVATION, stage, micro_batch, version, wave)
+            if first or last:
+                yield Action(Kind.LOAD, stage, micro_batch, version, wave)
             yield action
             if not last:
                 yield Action(Kind.SEND_ACTIVATION, stage, micro_batch, version, wave)

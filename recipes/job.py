@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from wavemare.engine.config import check_batch_sizes, check_config, load_config
 from wavemare.engine.launch import (
@@ -210,19 +210,32 @@ class Job:
         Args:
             loader: From `loader`.
             evaluate: Given a number of samples, measures the model on held-out data.
+
+        Raises:
+            SystemExit: SIGTERM has ended the training before the last step, and there is a
+                checkpoint to resume from. The code is 0.
         """
+        from wavemare.engine import Interruption
+
         self._open_run()
         arguments, engine = self.arguments, self.engine
         tokens = self.batch["train_batch_size"] * self.sequence_length
         losses: list[Any] = []
         shown: float | None = None
         started, evaluating = time.perf_counter(), 0.0
-        with self.screen.progress(arguments.max_steps, done=self.first_step) as progress:
+        stopped_after: int | None = None
+        # Stages of an asynchronous pipeline run ahead of the first; other engines keep step.
+        interruption = Interruption(lead=getattr(engine, "step_lead", 0))
+        bar = self.screen.progress(arguments.max_steps, done=self.first_step)
+        with interruption, bar as progress:
             for step in range(self.first_step + 1, arguments.max_steps + 1):
                 rate = engine.optimizer.param_groups[0]["lr"]  # the next one after the step
                 losses.append(engine.train_batch(loader))
+                if step < arguments.max_steps and interruption.stops_after(step):
+                    stopped_after = step
+                last = step in {arguments.max_steps, stopped_after}
                 loss = None
-                if step % arguments.log_interval == 0 or step == arguments.max_steps:
+                if step % arguments.log_interval == 0 or last:
                     # Reading a loss waits for the device: not every step.
                     loss = float(sum(losses) / len(losses))
                     losses.clear()
@@ -230,16 +243,28 @@ class Job:
                 if loss is not None or shown is None:
                     shown = loss if loss is not None else float(losses[-1])
                 progress.step(step, tokens=tokens, loss=shown, learning_rate=rate)
-                if step % arguments.eval_interval == 0 and step < arguments.max_steps:
+                if step % arguments.eval_interval == 0 and not last:
                     pause = time.perf_counter()
                     self.run.log(step, **evaluate(arguments.eval_samples))
                     evaluating += time.perf_counter() - pause
-                if step % arguments.save_interval == 0 or step == arguments.max_steps:
+                if step % arguments.save_interval == 0 or last:
                     self._save(loader, step)
+                if last:
+                    break
         self.seconds = time.perf_counter() - started
+        if stopped_after is not None:
+            self._stop(stopped_after)
         steps = arguments.max_steps - self.first_step
         if steps > 0:
             self.tokens_per_second = tokens * steps / (self.seconds - evaluating)
+
+    def _stop(self, step: int) -> NoReturn:
+        """Write what an early stop leaves beside its checkpoint, and end the process."""
+        results = {"stopped_after": step, "training seconds": round(self.seconds)}
+        self.run.summary({"results": results, "layout": self._layout()})
+        self.note(f"stopped by SIGTERM after step {step}; resume with --resume")
+        self._part()
+        raise SystemExit(0)
 
     def _log(self, step: int, loss: float, rate: float, tokens_per_second: float | None) -> None:
         norm = self.engine.get_global_grad_norm()
@@ -309,8 +334,6 @@ class Job:
             use: Loads the exported model and returns what it has to say; called on rank 0.
             baselines: Losses to compare with, by name.
         """
-        import torch.distributed
-
         self.run.log(
             self.arguments.max_steps, **{k: v for k, v in results.items() if k in MEASURED}
         )
@@ -328,6 +351,12 @@ class Job:
         rows = [(name, f"{v:.4f}" if isinstance(v, float) else v) for name, v in figures.items()]
         self.screen.table("results", ("", ""), rows)
         self.note(f"model: {self.exported}\ncurve: {self.run.folder / 'loss.png'}")
+        self._part()
+
+    def _part(self) -> None:
+        """Close the run and leave the other processes."""
+        import torch.distributed
+
         self.run.close()
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()  # its threads must not outlive the interpreter

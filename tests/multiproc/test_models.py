@@ -1,6 +1,11 @@
 """Transformers models as pipelines of two real ranks, beside the unsplit models."""
 
+import subprocess
+import sys
+
 import pytest
+import torch
+from safetensors.torch import load_file
 
 
 def folder_contents(folder):
@@ -35,6 +40,27 @@ def test_two_stages_train_like_the_unsplit_model(launch):
 
 
 @pytest.mark.world_size(2)
+def test_untied_stages_train_like_the_unsplit_model_with_a_head_of_its_own(launch):
+    names = ["gpt2", "bert-mlm", "qwen3", "qwen3-untied"]
+    finished = launch("models.py", "train-untied", *names).check()
+    assert [output.count("no longer tied") for output in finished.outputs] == [3, 0]
+    results = [finished.result(rank) for rank in range(2)]
+    for name in names:
+        check_training(results, name)
+        first, last = (result[name] for result in results)
+        assert min(first["norms"]) > 0.2
+        assert first["tied"] == last["tied"] == 0
+        assert first["replicated"] == last["replicated"] == 0
+        assert first["counted"] == last["counted"] == 0
+        assert first["own"] + last["own"] == first["whole"] + 80 * 32 * (name != "qwen3-untied")
+        assert first["untied"] == last["untied"]
+        assert first["copies"] == []
+        assert last["copies"] == [[80, 32]] * len(last["untied"])
+        assert len(first["apart"]) == int(name != "qwen3-untied")
+        assert all(distance > 1e-3 for distance in first["apart"])
+
+
+@pytest.mark.world_size(2)
 @pytest.mark.parametrize("case", ["train-reentrant", "train-non-reentrant", "train-zero1"])
 def test_activation_checkpoints_and_zero1_change_nothing(launch, case):
     finished = launch("models.py", case, "gpt2", "bert-mlm").check()
@@ -60,6 +86,43 @@ def test_deepspeed_checkpoints_hold_every_weight(launch):
         result = finished.result(0)[name]
         assert result["difference"] == 0.0
         assert result["moved"] > 1e-3
+
+
+@pytest.mark.world_size(2)
+def test_an_untied_checkpoint_holds_both_weights_and_resumes_to_the_bit(launch, tmp_path):
+    names = ["gpt2", "bert-mlm"]
+    saved = launch("models.py", "save-untied", *names).check()
+    expected = [saved.result(rank) for rank in range(2)]
+    loaded = launch("models.py", "load-untied", *names).check()
+    for rank, result in enumerate(expected):
+        for name in names:
+            again = loaded.result(rank)[name]
+            assert again["fresh"] != again["digest"] == result[name]["digest"]
+            assert again["losses"] == result[name]["losses"]
+    assert_universal_weights(
+        tmp_path / "gpt2",
+        {"0.embedding.weight": "transformer.wte.weight", "6.module.weight": "lm_head.weight"},
+    )
+
+
+def assert_universal_weights(folder, names):
+    """Convert with DeepSpeed's tool; each weight stands in the result under its own name."""
+    tool = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+    folders = ["--input_folder", folder / "checkpoint" / "half"]
+    folders += ["--output_folder", folder / "universal"]
+    done = subprocess.run(
+        [*tool, *folders], check=False, timeout=100, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    model = load_file(folder / "model" / "model.safetensors")
+    weights = [path for path in (folder / "universal" / "zero").iterdir() if path.is_dir()]
+    assert len(weights) == len(model)
+    for universal, name in names.items():
+        file = folder / "universal" / "zero" / universal / "fp32.pt"
+        held = torch.load(file, weights_only=True)["param"]
+        assert torch.equal(held.view_as(model[name]), model[name]), name
+    first, second = (model[name] for name in names.values())
+    assert not torch.equal(first, second)
 
 
 @pytest.mark.world_size(2)
@@ -97,6 +160,15 @@ def test_dropping_the_model_frees_the_layers_of_other_stages(launch):
     for rank in range(2):
         for counts in finished.result(rank).values():
             assert counts["kept"] == counts["own"] < counts["whole"]
+
+
+@pytest.mark.world_size(2)
+def test_no_stage_keeps_both_copies_of_an_untied_weight(launch):
+    finished = launch("models.py", "memory-untied", "gpt2", "bert-mlm").check()
+    for rank in range(2):
+        for counts in finished.result(rank).values():
+            assert counts["kept"] == counts["own"] - rank  # the copy is none of the model's
+            assert counts["vocabularies"] == 1
 
 
 @pytest.mark.world_size(2)

@@ -7,7 +7,9 @@ from typing import Annotated
 import typer
 
 from wavemare import __version__
+from wavemare.cli.bench import bench
 from wavemare.cli.doctor import doctor
+from wavemare.cli.plan import app as plan
 from wavemare.cli.train import train
 from wavemare.failure import run_main
 
@@ -26,6 +28,8 @@ app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )(train)
 app.command()(doctor)
+app.add_typer(plan, name="plan")
+app.add_typer(bench, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

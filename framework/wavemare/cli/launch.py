@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from wavemare.errors import LaunchError
 
@@ -28,7 +27,6 @@ __all__ = [
 ]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_SECONDS_TO_END = 10.0
 # CUDA, CUDA in WSL, ROCm, Intel, Habana, Ascend and Cambricon.
 _DEVICE_FILES = (
     "/dev/nvidia[0-9]*",
@@ -112,14 +110,17 @@ def accelerator_visible() -> bool:
 
 
 def run(command: Sequence[str], variables: Mapping[str, str]) -> int:
-    """Run the launcher to its end, passing on Ctrl-C and termination to all of its processes.
+    """Run the launcher to its end, passing on signals to its processes.
+
+    SIGTERM tells the ranks to save a checkpoint and leave, for which they have two minutes. Ctrl-C,
+    SIGHUP and a second signal of any kind end all processes soon.
 
     Args:
         command: From `build_command`.
         variables: Added to the environment.
 
     Returns:
-        The exit code; 128 + n if signal n ended the job.
+        The exit code, 0 if all ranks have ended with 0; 128 + n if signal n ended the job.
     """
     # A session of its own: Ctrl-C in a terminal would reach the launcher too, which prints a
     # traceback of its own and leaves the ranks to themselves.
@@ -128,8 +129,10 @@ def run(command: Sequence[str], variables: Mapping[str, str]) -> int:
             command, env={**os.environ, **variables}, start_new_session=True
         )
         code = _wait(launcher, received)
-    if received:
-        return 128 + received[0]
+        if received:
+            from wavemare.cli.ending import end_job
+
+            return exit_code(end_job(launcher, received))
     code = exit_code(code)
     if code == 128 + signal.SIGKILL:
         sys.stderr.write(
@@ -167,53 +170,13 @@ def _noted_signals() -> Iterator[list[int]]:
 
 
 def _wait(launcher: subprocess.Popen[bytes], received: list[int]) -> int:
-    while True:
+    """Wait for the launcher or a signal; the code means nothing if there was a signal."""
+    while not received:
         try:
-            code = launcher.wait(0.2)
+            return launcher.wait(0.2)
         except subprocess.TimeoutExpired:
-            if received:
-                _end(launcher, received)
-                return launcher.wait()
-        else:
-            return code
-
-
-def _end(launcher: subprocess.Popen[bytes], received: list[int]) -> None:
-    """End the launcher and everything that it started, by force if it takes too long.
-
-    All descendants are told, not the launcher alone: on one host it has no handler of its own.
-    It gets SIGTERM, as SIGINT would make it print a traceback; with several hosts it has a handler
-    for that, which ends the remote processes.
-    """
-    import psutil
-
-    processes = _family(psutil, launcher.pid)
-    for process in processes:
-        number = signal.SIGTERM if process.pid == launcher.pid else received[0]
-        _tell(psutil, process, number)
-    alive = processes
-    for _ in range(int(_SECONDS_TO_END / 0.2)):
-        launcher.poll()
-        _, alive = psutil.wait_procs(alive, timeout=0.2)
-        if not alive or len(received) > 1:  # a second Ctrl-C means: at once
-            break
-    for process in alive:
-        _tell(psutil, process, signal.SIGKILL)
-
-
-def _family(psutil: Any, pid: int) -> list[Any]:
-    try:
-        process = psutil.Process(pid)
-        return [process, *process.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _tell(psutil: Any, process: Any, number: int) -> None:
-    try:
-        process.send_signal(number)
-    except psutil.NoSuchProcess:
-        return  # it has ended, which is what was wanted
+            continue
+    return 0
 
 
 def _free_port() -> int:

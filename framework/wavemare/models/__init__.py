@@ -4,11 +4,14 @@ from wavemare.models.convert import to_pipeline
 from wavemare.models.export import pipeline_state_dict, save_pretrained
 from wavemare.models.families import SUPPORTED
 from wavemare.models.module import TransformerPipeline
+from wavemare.models.ties import TiedWeight, tied_weights
 
 __all__ = [
     "SUPPORTED",
+    "TiedWeight",
     "TransformerPipeline",
     "pipeline_state_dict",
     "save_pretrained",
+    "tied_weights",
     "to_pipeline",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from wavemare.errors import ModelError
 from wavemare.models.carry import SideInputs, StageContext
 from wavemare.models.layers import Block, Head, PipelineLayer, TiedHead, TokenEmbedding, Wrapped
 
-__all__ = ["classification_chain", "masked_lm_chain"]
+__all__ = ["classification_chain", "masked_lm_chain", "masked_lm_spares"]
 
 
 def _bidirectional_mask(
@@ -86,6 +86,15 @@ def masked_lm_chain(model: Any, inputs: Sequence[str]) -> list[PipelineLayer]:
     else:
         decoder = Head(inputs, head.decoder)
     return [words, *rest, Wrapped(inputs, head.transform), decoder]
+
+
+def masked_lm_spares(model: Any) -> Mapping[str, Tensor]:
+    """Return what stands for a bias that the forward pass of an untied ``BertForMaskedLM`` ignores.
+
+    With tied weights it is the decoder's bias under another name. So it is again in what is saved,
+    whichever of the two names a reader takes.
+    """
+    return {"cls.predictions.bias": model.cls.predictions.decoder.bias}
 
 
 def classification_chain(model: Any, inputs: Sequence[str]) -> list[PipelineLayer]:

@@ -18,6 +18,7 @@ from wavemare.models.families import SUPPORTED, family_of
 from wavemare.models.layers import PipelineLayer, TiedHead, name_weights
 from wavemare.models.module import Conversion, TransformerPipeline
 from wavemare.models.proof import prove
+from wavemare.models.ties import give_own_weights, tied_weights, warn_of_untying
 from wavemare.models.timing import layer_times
 from wavemare.pipeline.cuts import PARTITION_KEY, STAGES_KEY, balanced_cuts, explicit_cuts
 
@@ -35,6 +36,7 @@ def to_pipeline(
     activation_checkpoint_interval: int = 0,
     verify: bool = True,
     dynamic_shape: bool = False,
+    untie: bool = False,
 ) -> TransformerPipeline:
     """Turn a transformers model into a pipeline; every process calls this with the same model.
 
@@ -54,6 +56,8 @@ def to_pipeline(
         activation_checkpoint_interval: Layers per activation checkpoint; 0 keeps all activations.
         verify: Whether to compare the layers' results with the model's on a small batch.
         dynamic_shape: Whether batches differ in shape.
+        untie: Whether a head that is tied to the embedding gets a copy of the weight, trained by
+            itself; rank 0 then warns of it. ``model`` stays tied.
 
     Returns:
         The stage of this process.
@@ -65,9 +69,11 @@ def to_pipeline(
     """
     _check_launch()
     stages = _count_stages(num_stages, topology)
-    conversion = _take_apart(model, inputs)
+    conversion = _take_apart(model, inputs, untie=untie)
     if verify:
         prove(model, conversion.chain, conversion.inputs, conversion.loss)
+    if conversion.untied and dist.get_rank() == 0:
+        warn_of_untying(tied_weights(model))
     return TransformerPipeline(
         conversion,
         _cut(model, conversion, partition, stages),
@@ -117,7 +123,7 @@ def _count_stages(num_stages: int | None, topology: Any) -> int:
     return num_stages
 
 
-def _take_apart(model: Any, inputs: Sequence[str] | None) -> Conversion:
+def _take_apart(model: Any, inputs: Sequence[str] | None, *, untie: bool = False) -> Conversion:
     if not isinstance(model, PreTrainedModel):
         raise ModelError(
             "model", type(model).__name__, "it is not a transformers model", f"Use {SUPPORTED}"
@@ -131,19 +137,27 @@ def _take_apart(model: Any, inputs: Sequence[str] | None) -> Conversion:
             "Load it with from_pretrained, or build it on a real device",
         )
     declared = family.declared(inputs)
-    chain = tuple(family.chain(model, declared))
+    chain, config = tuple(family.chain(model, declared)), model.config
+    replaced = dict(family.spares(model))
+    tied = tied_weights(model) if untie else ()
+    if tied:
+        chain, copies = give_own_weights(chain, tied)
+        replaced |= copies
+        config = copy.deepcopy(config)
+        config.tie_word_embeddings = False
     return Conversion(
         family=family.name,
         inputs=declared,
         chain=chain,
         loss=family.loss(model),
-        names=name_weights(model, chain),
-        skeleton=_without_weights(model) if dist.get_rank() == 0 else None,
-        config=model.config,
+        names=name_weights(model, chain, replaced),
+        skeleton=_without_weights(model, config) if dist.get_rank() == 0 else None,
+        config=config,
+        untied={weight.name: weight.source for weight in tied},
     )
 
 
-def _without_weights(model: PreTrainedModel) -> PreTrainedModel:
+def _without_weights(model: PreTrainedModel, config: Any) -> PreTrainedModel:
     # A copy rather than a new instance: it keeps what loading left in the object, such as the
     # generation configuration and the renaming of weights to be undone when saving.
     memo: dict[int, Any] = {
@@ -151,6 +165,7 @@ def _without_weights(model: PreTrainedModel) -> PreTrainedModel:
         for weight in model.parameters()
     }
     memo |= {id(buffer): buffer.to("meta") for buffer in model.buffers()}
+    memo[id(model.config)] = copy.deepcopy(config)
     return copy.deepcopy(model, memo)
 
 

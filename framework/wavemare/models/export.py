@@ -75,6 +75,7 @@ def save_pretrained(
         if state is not None:
             # A 16-bit engine casts the layers; the skeleton decides what config.json says.
             saver.to(next(t.dtype for t in state.values() if t.is_floating_point()))
+            state = _one_tensor_each(state, saver)
     elif isinstance(model, PreTrainedModel):
         state, saver = _gathered(model), model
     else:
@@ -104,6 +105,22 @@ def _not_ours(module: Any) -> ModelError:
         "it holds neither a pipeline made by to_pipeline nor a transformers model",
         "Convert the model with wavemare.to_pipeline before training",
     )
+
+
+def _one_tensor_each(state: dict[str, Tensor], saver: PreTrainedModel) -> dict[str, Tensor]:
+    """Copy tensors under several names, except for names that the configuration ties.
+
+    Of names that share a tensor transformers saves one alone. Without ties in its configuration,
+    the model that is loaded would miss the others.
+    """
+    tied = saver.get_expanded_tied_weights_keys(all_submodels=True)
+    seen: set[int] = set()
+    separate = {}
+    for name, tensor in state.items():
+        again = id(tensor) in seen and name not in tied
+        separate[name] = tensor.clone() if again else tensor
+        seen.add(id(tensor))
+    return separate
 
 
 def _receive(source: int, device: torch.device) -> dict[str, Tensor]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from transformers import BertForMaskedLM, BertForSequenceClassification, GPT2LMHeadModel
 from transformers.loss.loss_utils import ForMaskedLMLoss
 
 from wavemare.errors import ConfigError, ModelError, did_you_mean
-from wavemare.models.bert import classification_chain, masked_lm_chain
+from wavemare.models.bert import classification_chain, masked_lm_chain, masked_lm_spares
 from wavemare.models.generic import decoder_chain, has_plan
 from wavemare.models.gpt2 import gpt2_chain
 from wavemare.models.layers import PipelineLayer
@@ -37,6 +38,8 @@ class Family:
         default: Those that travel unless the caller declares others.
         chain: From a model and the declared names to its layers.
         loss: From a model to its loss.
+        spares: From a model to weights that stand for others in its state dict that its forward
+            pass does not use, by the names of these.
     """
 
     name: str
@@ -44,6 +47,7 @@ class Family:
     default: tuple[str, ...]
     chain: Callable[[Any, Sequence[str]], list[PipelineLayer]]
     loss: Callable[[Any], Loss]
+    spares: Callable[[Any], Mapping[str, Tensor]] = lambda model: {}
 
     def declared(self, inputs: Sequence[str] | None) -> tuple[str, ...]:
         """Check declared names, or return the default ones.
@@ -79,7 +83,9 @@ def _classification_loss(model: Any) -> Loss:
 
 
 _GPT2 = Family("gpt2", _DECODER_INPUTS, _DECODER_INPUTS[:2], gpt2_chain, _causal_loss)
-_BERT_MLM = Family("bert", _BERT_INPUTS, _BERT_INPUTS[:3], masked_lm_chain, _masked_loss)
+_BERT_MLM = Family(
+    "bert", _BERT_INPUTS, _BERT_INPUTS[:3], masked_lm_chain, _masked_loss, masked_lm_spares
+)
 _BERT_CLS = Family(
     "bert", _BERT_INPUTS, _BERT_INPUTS[:3], classification_chain, _classification_loss
 )

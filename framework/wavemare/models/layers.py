@@ -6,8 +6,9 @@ in the model's own state dict.
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -146,6 +147,15 @@ class TiedHead(PipelineLayer):
         weight: Any = self.tied.embedding.weight
         return F.linear(hidden, weight, self.bias)
 
+    def untied(self) -> Head:
+        """Return a head with a copy of the weight; the bias is the same parameter."""
+        weight: Any = copy.deepcopy(self.tied.embedding.weight)
+        vocabulary, hidden = weight.shape
+        projection = nn.Linear(hidden, vocabulary, bias=False, device="meta")
+        projection.weight = weight
+        projection.register_parameter("bias", self.bias)
+        return Head(self.inputs, projection)
+
 
 class Block(PipelineLayer):
     """A transformer block; subclasses know how their family calls it.
@@ -200,12 +210,17 @@ def spec_of(layer: PipelineLayer, chain: Iterable[PipelineLayer]) -> ModuleSpec 
     return ModuleSpec(layer)
 
 
-def name_weights(model: nn.Module, chain: Sequence[PipelineLayer]) -> dict[str, str]:
+def name_weights(
+    model: nn.Module,
+    chain: Sequence[PipelineLayer],
+    replaced: Mapping[str, Tensor] | None = None,
+) -> dict[str, str]:
     """Tell each layer the names of its weights in the model's state dict.
 
     Args:
         model: The whole model.
         chain: Its layers.
+        replaced: Weights that the layers hold in place of the model's of that name.
 
     Returns:
         For each key of the model's state dict the key under which a layer holds that tensor: the
@@ -214,7 +229,7 @@ def name_weights(model: nn.Module, chain: Sequence[PipelineLayer]) -> dict[str, 
     Raises:
         ModelError: A weight of the model belongs to no layer.
     """
-    state = model.state_dict(keep_vars=True)
+    state = model.state_dict(keep_vars=True) | dict(replaced or {})
     first_name: dict[int, str] = {}
     for name, value in state.items():
         first_name.setdefault(id(value), name)

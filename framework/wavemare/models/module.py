@@ -32,6 +32,8 @@ class Conversion:
         names: For each key of the model's state dict the key under which a layer holds it.
         skeleton: The model without its weights (on the meta device), for saving; on rank 0.
         config: The model's configuration.
+        untied: For each weight that was given a copy of its own, the name of the weight it was
+            tied to; names of the model's state dict.
     """
 
     family: str
@@ -41,6 +43,7 @@ class Conversion:
     names: Mapping[str, str]
     skeleton: Any
     config: Any
+    untied: Mapping[str, str]
 
 
 class TransformerPipeline(PipelineModule):
@@ -62,6 +65,9 @@ class TransformerPipeline(PipelineModule):
         family: Name of the model's family.
         config: The model's configuration.
         inputs: Names of the tensors of the first carry, ``input_ids`` first.
+        untied: For each untied weight the name of the one it was tied to, as in the model's state
+            dict; empty unless something was untied.
+        num_parameters: Number of parameters of all stages, those that are tied counted once.
     """
 
     def __init__(
@@ -88,6 +94,8 @@ class TransformerPipeline(PipelineModule):
         self.family = conversion.family
         self.config = conversion.config
         self.inputs = conversion.inputs
+        self.untied = dict(conversion.untied)
+        self.num_parameters = _count(conversion.chain)
         self._names = dict(conversion.names)
         self._skeleton = (conversion.skeleton,)  # in a tuple, so that it is no submodule
         self._own_for_clipping()
@@ -119,6 +127,19 @@ class TransformerPipeline(PipelineModule):
         """
         layers = [layer for layer in self.forward_funcs if isinstance(layer, PipelineLayer)]
         return {name: value.detach() for layer in layers for name, value in layer.weights().items()}
+
+    def untied_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the copies that this stage holds, by the names of the weights they were tied to.
+
+        An optimizer that was made for the model's own parameters does not know them.
+        """
+        return {
+            self.untied[name]: parameter
+            for layer in self.forward_funcs
+            if isinstance(layer, PipelineLayer)
+            for own, parameter in layer.named_parameters()
+            if (name := layer.weight_names[own]) in self.untied
+        }
 
     @property
     def skeleton(self) -> Any:
@@ -164,3 +185,8 @@ class TransformerPipeline(PipelineModule):
         if reentrant and any(layer.takes_integers for layer in layers):
             return False
         return any(layer.is_block for layer in layers)
+
+
+def _count(chain: Sequence[PipelineLayer]) -> int:
+    whole = {id(weight): weight.numel() for layer in chain for weight in layer.parameters()}
+    return sum(whole.values())

@@ -12,8 +12,9 @@ from typing import Any
 import deepspeed
 import torch
 import transformers
-from common import leave
+from common import leave, weights_digest
 
+import wavemare
 from wavemare.engine import init_distributed
 from wavemare.errors import ModelError
 from wavemare.models import pipeline_state_dict, save_pretrained, to_pipeline
@@ -94,9 +95,19 @@ def start(module: Any, **changes: Any) -> Any:
     return engine
 
 
-def train_whole(name: str) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+def build_untied(name: str) -> Any:
+    """The model with a head of its own, by the means of PyTorch alone."""
+    model = build(name)
+    head = model.get_output_embeddings()
+    head.weight = torch.nn.Parameter(head.weight.detach().clone())
+    return model
+
+
+def train_whole(
+    name: str, make: Any = build
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """The unsplit model under plain PyTorch: losses, gradient norms, weights."""
-    model = build(name).train()
+    model = make(name).train()
     adam = optimizer(model.parameters())
     losses, norms, data = [], [], iter(batches(name))
     for _ in range(STEPS):
@@ -135,6 +146,7 @@ def tied_copies_equal(module: Any) -> bool:
 def train(folder: Path, name: str, **options: Any) -> dict[str, Any]:
     settings = options.pop("config", {})
     module = to_pipeline(build(name), num_stages=2, **options)
+    make = build_untied if options.get("untie") else build
     engine = start(module, **settings)
     losses = train_pipeline(engine, name)
     weights = pipeline_state_dict(engine)
@@ -146,10 +158,18 @@ def train(folder: Path, name: str, **options: Any) -> dict[str, Any]:
         "tied": len(module.tied_comms),
         "tied_equal": tied_copies_equal(module),
         "gathered": weights is not None,
+        "counted": module.num_parameters - sum(p.numel() for p in make(name).parameters()),
+        "untied": dict(module.untied),
+        "copies": [tuple(p.shape) for p in module.untied_parameters().values()],
+        "replicated": sum(getattr(p, "ds_pipe_replicated", False) for p in module.parameters()),
     }
     if weights is not None:
-        expected, norms, state = train_whole(name)
+        expected, norms, state = train_whole(name, make)
         result |= {"expected": expected, "norms": norms, "difference": difference(weights, state)}
+        result["apart"] = [
+            float((weights[copy] - weights[source]).abs().max())
+            for copy, source in module.untied.items()
+        ]
     return result
 
 
@@ -176,6 +196,46 @@ def checkpoint(folder: Path, name: str) -> dict[str, Any]:
         return {"difference": 0.0, "moved": 1.0}
     moved = difference(trained, build(name).state_dict())
     return {"difference": difference(loaded, trained), "moved": moved}
+
+
+def untied_engine(name: str) -> Any:
+    module = to_pipeline(build(name), num_stages=2, untie=True)
+    config = {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "zero_optimization": {"stage": 1},
+        "steps_per_print": None,
+    }
+    return wavemare.initialize(
+        model=module, optimizer=optimizer(list(module.parameters())), config=config
+    )[0]
+
+
+def second_half(engine: Any, name: str) -> list[float]:
+    data = [engine.module.split_batch(batch) for batch in batches(name)]
+    rest = iter(data[STEPS // 2 * ACCUMULATION :])
+    return [engine.train_batch(rest).item() for _ in range(STEPS // 2)]
+
+
+def save_untied(folder: Path, name: str) -> dict[str, Any]:
+    """Train half of the steps, save a checkpoint and the model, train the rest."""
+    engine = untied_engine(name)
+    data = iter([engine.module.split_batch(batch) for batch in batches(name)])
+    for _ in range(STEPS // 2):
+        engine.train_batch(data)
+    digest = weights_digest(engine)
+    engine.save_checkpoint(str(folder / "checkpoint"), tag="half")
+    save_pretrained(engine, folder / "model")
+    return {"digest": digest, "losses": second_half(engine, name)}
+
+
+def load_untied(folder: Path, name: str) -> dict[str, Any]:
+    """Load what :func:`save_untied` left and train the rest."""
+    engine = untied_engine(name)
+    fresh = weights_digest(engine)
+    engine.load_checkpoint(str(folder / "checkpoint"), tag="half")
+    digest = weights_digest(engine)
+    return {"fresh": fresh, "digest": digest, "losses": second_half(engine, name)}
 
 
 def zero(folder: Path, name: str) -> dict[str, Any]:
@@ -215,15 +275,26 @@ def cuts(folder: Path, name: str) -> dict[str, Any]:
     }
 
 
-def memory(folder: Path, name: str) -> dict[str, Any]:
+def memory(folder: Path, name: str, **options: Any) -> dict[str, Any]:
     """Which parameters live on when the caller has dropped the model."""
     model = build(name)
     alive = [weakref.ref(parameter) for parameter in model.parameters()]
-    module = to_pipeline(model, num_stages=2)
+    vocabulary = model.get_input_embeddings().weight.shape
+    module = to_pipeline(model, num_stages=2, **options)
     del model
     gc.collect()
     kept = {id(parameter()) for parameter in alive if parameter() is not None}
-    return {"kept": len(kept), "own": len(list(module.parameters())), "whole": len(alive)}
+    return {
+        "kept": len(kept),
+        "own": len(list(module.parameters())),
+        "whole": len(alive),
+        "vocabularies": sum(
+            isinstance(thing, torch.nn.Parameter)
+            and thing.shape == vocabulary
+            and not thing.is_meta  # those of what is kept for saving
+            for thing in gc.get_objects()
+        ),
+    }
 
 
 def half(folder: Path, name: str) -> dict[str, Any]:
@@ -264,14 +335,18 @@ def main() -> None:
         "train": train,
         "train-reentrant": lambda f, n: train(f, n, config=reentrant),
         "train-non-reentrant": lambda f, n: train(f, n, config=plain),
+        "train-untied": lambda f, n: train(f, n, untie=True),
         "train-zero1": lambda f, n: train(f, n, config={"zero_optimization": {"stage": 1}}),
         "save": save_untouched,
         "checkpoint": checkpoint,
+        "save-untied": save_untied,
+        "load-untied": load_untied,
         "zero": zero,
         "replicas": replicas,
         "cuts": cuts,
         "failure": failure,
         "memory": memory,
+        "memory-untied": lambda f, n: memory(f, n, untie=True),
         "half": half,
     }[case]
     results = {}

@@ -1,0 +1,58 @@
+"""The four channels of a stage: activations down, gradients up, each with one neighbour."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed
+from deepspeed import comm as dist
+
+from wavemare.engine.messages import Inbox, Outbox
+from wavemare.pipeline.schedules import SEND_SLOTS
+
+__all__ = ["Channels"]
+
+
+class Channels:
+    """Inboxes and outboxes of this rank's stage; made by all ranks together.
+
+    Each direction between two stages has a group, and so a communicator, of its own: a receive
+    posted ahead must not hold up a send behind it, as it would in one NCCL communicator.
+
+    Args:
+        grid: DeepSpeed's grid of the pipeline.
+        device: The stage's device.
+
+    Attributes:
+        device: Where messages lie: the CPU for gloo, which takes nothing else.
+        from_previous: Activations from the stage before; None on the first stage.
+        to_next: Activations to the next stage; None on the last.
+        from_next: Gradients from the next stage; None on the last.
+        to_previous: Gradients to the stage before; None on the first.
+    """
+
+    def __init__(self, grid: Any, device: torch.device) -> None:
+        on_cpu = torch.distributed.get_backend() == "gloo"
+        self.device = torch.device("cpu") if on_cpu else device
+        self.from_previous: Inbox | None = None
+        self.to_next: Outbox | None = None
+        self.from_next: Inbox | None = None
+        self.to_previous: Outbox | None = None
+        me = dist.get_rank()
+        for ranks in grid.pipe_groups:
+            for before, after in pairwise(ranks):
+                down, up = dist.new_group([before, after]), dist.new_group([before, after])
+                if me == before:
+                    self.to_next = Outbox(after, down, SEND_SLOTS)
+                    self.from_next = Inbox(after, up, self.device)
+                elif me == after:
+                    self.from_previous = Inbox(before, down, self.device)
+                    self.to_previous = Outbox(before, up, SEND_SLOTS)
+
+    def flush(self) -> None:
+        """Wait until all messages have gone."""
+        for outbox in (self.to_next, self.to_previous):
+            if outbox is not None:
+                outbox.flush()

@@ -1,0 +1,84 @@
+"""The gradient norm over all stages, known without a barrier."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+
+__all__ = ["StageNorms"]
+
+
+class StageNorms:
+    """Squared gradient norms: a stage's own, and what its neighbours tell of the others.
+
+    Backward passes reach a stage after all later ones, whose norms for the very same step are
+    therefore on their way already (the *suffix*). Those of earlier stages (the *prefix*) are those
+    of their last step. On the first stage the norm of all stages is exact.
+
+    Args:
+        engine: The pipeline engine.
+
+    Attributes:
+        own: This stage's, at the present step.
+        suffix: All later stages', at the present step.
+        prefix: All earlier stages', at their last step; nan before that.
+        exact: All stages', in a synchronous step; else None.
+        share: This stage's share of all parameters.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        stage = engine.stage_id
+        counts = torch.zeros(engine.num_stages, dtype=torch.float64, device=engine.device)
+        trained = [p for p in engine.module.parameters() if p.requires_grad]
+        counts[stage] = sum(p.numel() for p in trained)
+        dist.all_reduce(counts, group=engine.grid.get_pipe_parallel_group())
+        shares = (counts / counts.sum()).tolist()
+        self.share: float = shares[stage]
+        self._later_share = sum(shares[stage:])
+        self.own = self.suffix = 0.0
+        self.prefix = 0.0 if stage == 0 else math.nan
+        self.exact: float | None = None
+        self._stepped = False
+
+    def begin_step(self) -> None:
+        """Forget what was exact for the step before."""
+        self.exact = None
+
+    def end_step(self) -> None:
+        """Note that this stage's own norm is that of a complete step."""
+        self._stepped = True
+
+    @property
+    def up_to_here(self) -> float:
+        """What the next stage is told: this stage's and all earlier ones'."""
+        return self.own + self.prefix if self._stepped else math.nan
+
+    @property
+    def from_here(self) -> float:
+        """What the stage before is told: this stage's and all later ones'."""
+        return self.own + self.suffix
+
+    @property
+    def total(self) -> float:
+        """All stages', as far as this one knows."""
+        if self.exact is not None:
+            return self.exact
+        if math.isnan(self.prefix):  # before the first step: as if all gradients were alike
+            return self.from_here / self._later_share
+        return self.from_here + self.prefix
+
+    def set_exact(self, total: float) -> None:
+        """Take over the norm of all stages in a synchronous step."""
+        self.exact = total
+        self.prefix = max(total - self.from_here, 0.0)
+
+    def state_dict(self) -> dict[str, float | bool]:
+        """Return what the next step needs to be the same after a resume."""
+        return {"own": self.own, "prefix": self.prefix, "stepped": self._stepped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state."""
+        self.own, self.prefix, self._stepped = state["own"], state["prefix"], state["stepped"]

@@ -1,0 +1,208 @@
+"""Stopping all ranks after the same step when one of them is told to end.
+
+Cluster schedulers send SIGTERM some seconds before they kill a job: to one rank, to all of them or
+to the launcher, and at no moment that the ranks share. A checkpoint needs them all at one step.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from wavemare.errors import ConfigError
+
+__all__ = ["Interruption"]
+
+_PREFIX = "wavemare/interruption"
+_ASKED = "asked"
+_STOP_AT = "stop_at"
+
+
+class Interruption:
+    """Lets all ranks stop after the same step once any of them has got a signal.
+
+    Use it as a context manager around a training loop, on every rank, and ask `stops_after` after
+    every step. In the block the signals only set a flag. Rank 0 learns of it between two of its
+    steps and writes the number of a later step into the store of the process group, where the
+    others read it between theirs: no rank ever waits for another, and one that has not been
+    signalled stops with those that have. Once the ranks have stopped the signals stay ignored, as
+    schedulers and launchers repeat them while the checkpoint is written; otherwise the block puts
+    back the handlers that it found.
+
+    Outside the main thread, where Python sets no handlers, it only follows the other ranks.
+
+    Args:
+        lead: How many steps more than rank 0 another rank can have finished while rank 0 stands
+            between two steps. 0 if every step needs all ranks, as with ZeRO and 1F1B.
+        signals: The signals to notice.
+        store: A ``torch.distributed`` store that all ranks share; by default the default group's.
+        rank: This process's place among them, from 0; by default its global rank.
+
+    Raises:
+        ConfigError: The lead is negative.
+    """
+
+    def __init__(
+        self,
+        *,
+        lead: int = 0,
+        signals: Sequence[int] = (signal.SIGTERM,),
+        store: Any = None,
+        rank: int | None = None,
+    ) -> None:
+        from deepspeed.accelerator import get_accelerator
+
+        if lead < 0:
+            raise ConfigError("lead", lead, "a distance in steps is meant", "Give 0 or more")
+        self._lead = lead
+        self._signals = tuple(signals)
+        self._given_store = store
+        self._rank = _default_rank() if rank is None else rank
+        self._pace = _Pace(get_accelerator())
+        self._previous: dict[int, Any] = {}
+        self._process = os.getpid()
+        self._signalled = False
+        self._store: Any = None
+        self._stop_at: int | None = None
+        self._stopped = False
+
+    def __enter__(self) -> Self:
+        store = _default_store() if self._given_store is None else self._given_store
+        self._store = _own_part(store, self._rank)
+        if threading.current_thread() is threading.main_thread():
+            for number in self._signals:
+                self._previous[number] = signal.signal(number, self._note)
+                # Libraries' system calls go on instead of failing with EINTR.
+                signal.siginterrupt(number, False)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, previous in self._previous.items():
+            # None stands for a handler that was not set by Python and cannot be put back by it.
+            handler = signal.SIG_DFL if previous is None else previous
+            signal.signal(number, signal.SIG_IGN if self._stopped else handler)
+        self._previous.clear()
+        self._store = None
+
+    def stops_after(self, step: int) -> bool:
+        """Whether the ranks stop now; to be asked once after every step, on every rank.
+
+        Args:
+            step: How many steps this rank has finished, counted alike on all ranks.
+
+        Raises:
+            ConfigError: The others stop after a step that this rank has passed: ``lead`` is too
+                small. A checkpoint would mix the steps.
+        """
+        self._pace.end_step()
+        if self._stop_at is None:
+            self._stop_at = self._ask(step)
+        if self._stop_at is None:
+            return False
+        if step > self._stop_at:
+            reason = f"this rank had finished step {step} when step {self._stop_at} became the last"
+            raise ConfigError("lead", self._lead, reason, "Give a larger lead")
+        self._stopped = step == self._stop_at
+        return self._stopped
+
+    def _ask(self, step: int) -> int | None:
+        """Return the step to stop after, if there is one, in a call to the store or two."""
+        if self._store is None:
+            return None
+        try:
+            return self._decide(step) if self._rank == 0 else self._follow()
+        except RuntimeError as error:  # torch's store errors are RuntimeErrors
+            # The store's process has gone, and the launcher is about to end this one.
+            logging.getLogger(__name__).debug("the store does not answer: %s", error)
+            self._store = None
+            return None
+
+    def _decide(self, step: int) -> int | None:
+        # Why no other rank has passed the step that is chosen here: until rank 0 begins its next
+        # step, no rank finishes one beyond step + lead, by the meaning of lead. With an
+        # accelerator, a rank may ask about one step more than it has finished (see _Pace). So up to
+        # then all have asked about step + lead + pace.ahead at most, one less than what is
+        # chosen. And rank 0 begins its next step only when the store holds the number: `add`
+        # waits for the reply, whereas `set` may return while the number is on its way.
+        if not self._signalled and not self._store.check([_ASKED]):
+            return None
+        return int(self._store.add(_STOP_AT, step + self._lead + self._pace.ahead + 1))
+
+    def _follow(self) -> int | None:
+        if self._signalled:
+            self._store.add(_ASKED, 1)
+            self._signalled = False
+        return int(self._store.get(_STOP_AT)) if self._store.check([_STOP_AT]) else None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() == self._process:
+            self._signalled = True
+            return
+        # A forked child, of a data loader for example, has inherited this handler and must end.
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
+class _Pace:
+    """Keeps a process at most one step ahead of its accelerator.
+
+    Calls that start work on an accelerator return before it is done. Without a bound, a process
+    could ask about a step long before rank 0 has begun it, although its device cannot finish it.
+    Waiting for the step before the last one leaves the device a whole step of work.
+
+    Args:
+        accelerator: DeepSpeed's.
+    """
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+        self._waits = not accelerator.is_synchronized_device()
+        self._last_step: Any = None
+
+    @property
+    def ahead(self) -> int:
+        """How many steps the process may be ahead of its device when `end_step` returns."""
+        return int(self._waits and self._accelerator.Event is not None)
+
+    def end_step(self) -> None:
+        """Mark the end of a step in the device's work, and wait for the end of the one before."""
+        if not self._waits:
+            return
+        if not self.ahead:  # a device without events
+            self._accelerator.synchronize()
+            return
+        if self._last_step is not None:
+            self._last_step.synchronize()
+        self._last_step = self._accelerator.Event()
+        self._last_step.record()
+
+
+def _default_rank() -> int:
+    from torch import distributed
+
+    return distributed.get_rank()
+
+
+def _default_store() -> Any:
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
+
+
+def _own_part(store: Any, rank: int) -> Any:
+    """Return a part of the store that all ranks share, and that no earlier loop has written."""
+    from torch.distributed import PrefixStore
+
+    # Every rank counts its own loops; all of them enter the same ones.
+    loops = store.add(f"{_PREFIX}/{rank}/loops", 1)
+    return PrefixStore(f"{_PREFIX}/{loops}", store)

@@ -1,0 +1,510 @@
+"""The asynchronous pipeline engine: PipeMare on DeepSpeed's ``PipelineEngine``.
+
+Each stage steps its own weights after every ``gradient_accumulation_steps`` micro-batches and goes
+on at once; nothing is ever flushed. What a stage does is a plan (:mod:`wavemare.pipeline.order`),
+taken one optimizer step at a time and interpreted through DeepSpeed's instruction map.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.pipe import schedule
+from torch import Tensor
+
+from wavemare.engine.channels import Channels
+from wavemare.engine.clipping import StageNorms
+from wavemare.engine.exchange import Exchange
+from wavemare.engine.feed import Feed
+from wavemare.engine.micro_batch import MicroBatch, as_tuple, moved
+from wavemare.engine.pipe import PipelineEngine
+from wavemare.engine.recorder import Recorder
+from wavemare.engine.stage_optimizer import StageOptimizer
+from wavemare.engine.telemetry import Telemetry
+from wavemare.errors import ConfigError, DataError, ModelError
+from wavemare.pipeline.action import Action, Kind
+from wavemare.pipeline.config import PipeMareConfig
+from wavemare.pipeline.correction import make_correction
+from wavemare.pipeline.order import Stream
+from wavemare.pipeline.schedules import drain_boundary
+from wavemare.pipeline.staleness import max_staleness
+
+__all__ = ["PipeMareEngine"]
+
+_GAP_INTERVAL = 10
+"""Optimizer steps between two measurements of the update gap, which read all weights."""
+
+
+class _Instruction(schedule.PipeInstruction):
+    """An action of a plan, for DeepSpeed's interpreter; one subclass for each kind."""
+
+
+_INSTRUCTIONS = {kind: type(f"Plan{kind.name.title()}", (_Instruction,), {}) for kind in Kind}
+
+
+class _Window(schedule.PipeSchedule):
+    """The actions of one optimizer step of one stage, as a DeepSpeed schedule."""
+
+    def __init__(self, actions: Sequence[Action]) -> None:
+        self._actions = actions
+
+    def steps(self) -> Iterator[list[schedule.PipeInstruction]]:
+        """Yield one instruction after the other."""
+        for action in self._actions:
+            yield [_INSTRUCTIONS[action.kind](action=action)]
+
+    def num_pipe_buffers(self) -> int:
+        """Return 0: micro-batches are held by their number, not in DeepSpeed's buffers."""
+        return 0
+
+
+class PipeMareEngine(PipelineEngine):
+    """A pipeline that never flushes.
+
+    ``train_batch``, ``eval_batch`` and checkpoints are used as with ``deepspeed.PipelineEngine``.
+    ``train_batch`` returns the exact mean loss of its own step on every rank, without a barrier: it
+    travels with the gradients.
+    """
+
+    def __init__(self, *args: Any, pipemare: PipeMareConfig, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.pipemare = pipemare
+        _check_model(self)
+        self._clip = max(float(self.gradient_clipping()), 0.0)
+        self._norms = StageNorms(self)
+        self._stage_optimizer = StageOptimizer(self, clip=self._clip, config=pipemare)
+        self._recorder = Recorder()
+        self._telemetry = Telemetry(self.stage_id, self.num_stages)
+        self._channels = Channels(self.grid, self.device)
+        self._exchange = Exchange(
+            self._channels,
+            down_header=3,
+            up_header=1 + self._telemetry.num_numbers,
+            dynamic=self.dynamic_shape,
+        )
+        self._feed = Feed(self._read)
+        self._feed.use(self.data_iterator)
+        self._micro_batches: dict[int, MicroBatch] = {}
+        self._first = 0
+        self._end: int | None = None
+        self._version = 0
+        self._position: Action | None = None
+        self._loss_sum = 0.0
+        self._start_stream()
+
+    def _start_stream(self) -> None:
+        """Begin with an empty pipeline; what a micro-batch's staleness may be follows from it."""
+        settings = self.pipemare.discrepancy_correction
+        self._correction = make_correction(
+            settings.mode,
+            (p for p in self.module.parameters() if p.requires_grad),
+            max_staleness(self.stage_id, self.num_stages, self.micro_batches),
+            decay_base=settings.decay,
+        )
+        self._stream = Stream(
+            self.stage_id,
+            self.num_stages,
+            self.micro_batches,
+            norms=self._clip > 0 and self.pipemare.clipping == "global",
+            correct=settings.mode != "off",
+        )
+
+    # --- training -------------------------------------------------------------------------------
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """Train one optimizer step of this rank's stage.
+
+        The first stage reads up to ``stages - 1`` micro-batches ahead of the step. Where the data
+        ends within a step, the step is made of the micro-batches that there are.
+
+        Args:
+            data_iter: Gives micro-batches to the first and last stage, as in DeepSpeed; if
+                omitted, that of the call before or the ``training_data`` given to ``initialize``.
+
+        Returns:
+            The mean loss of this very step over micro-batches and data ranks, on every rank;
+            scalar, float32.
+
+        Raises:
+            StopIteration: The data had ended before the step; on all ranks.
+        """
+        if not torch.is_grad_enabled():
+            raise RuntimeError("train_batch() requires gradients: use eval_batch() to evaluate")
+        self._feed.use(data_iter)
+        self.module.train()
+        self._compute_loss = True
+        trained = self._train_step()
+        if not trained and self._goes_on():
+            trained = self._train_step()
+        if not trained:
+            raise StopIteration
+        self._report_step()
+        return self.agg_train_loss
+
+    def _train_step(self) -> int:
+        """Do one window of the plan; return how many micro-batches it trained."""
+        first, size = self._stream.first, self.micro_batches
+        stop = drain_boundary(
+            self.global_steps,
+            first,
+            size,
+            warmup_steps=self.pipemare.warmup_steps,
+            drain_interval=self.pipemare.drain_interval,
+        )
+        window = self._stream.window(stop)
+        self._first, self._loss_sum = first, 0.0
+        self._norms.begin_step()
+        self._exchange.begin(window, self._stream.unreceived)
+        try:
+            self._exec_schedule(_Window(window))
+        except Exception as error:
+            error.add_note(
+                f"rank {self.global_rank}, stage {self.stage_id}, optimizer step "
+                f"{self.global_steps + 1}: in action {self._position} of the plan"
+            )
+            raise
+        trained = self._trained
+        if trained < size:
+            self._empty(first + trained)
+        return trained
+
+    @property
+    def _trained(self) -> int:
+        """Number of micro-batches of the present step, as far as the data is known to go."""
+        end = self._first + self.micro_batches
+        return max(min(end, self._end if self._end is not None else end) - self._first, 0)
+
+    def _goes_on(self) -> bool:
+        """Whether the data ended only to go on with another iterator; all stages must ask."""
+        flag = torch.tensor([float(self.is_first_stage() and self._feed.goes_on)])
+        flag = flag.to(self.device)
+        dist.all_reduce(flag, group=self.grid.get_pipe_parallel_group())
+        return bool(flag.item())
+
+    def drain(self) -> None:
+        """Empty the pipeline, so that all stages hold the same version; all ranks must call it.
+
+        Between two optimizer steps no backward pass is under way, only forward passes of later
+        micro-batches: these are dropped, and done again with the next step.
+        """
+        self._empty(None)
+
+    def _empty(self, end: int | None) -> None:
+        self._exchange.discard(self.device)
+        self._channels.flush()
+        if self.is_first_stage():
+            ahead = [m for m in self._micro_batches.values() if not m.ended]
+            self._feed.put_back([(m.source, m.batch) for m in ahead])
+        self._micro_batches.clear()
+        self._stream.rewind(end)
+        self._end = None
+        self._correction.forget()
+
+    # --- the actions ----------------------------------------------------------------------------
+
+    def _exec_load(self, action: Action) -> None:
+        number = action.micro_batch
+        if self.is_first_stage():
+            found = None if self._end is not None else self._feed.next_inputs()
+            if found is None:
+                self._note_end(number)
+                self._micro_batches[number] = MicroBatch(ended=True)
+                return
+            source, batch = found
+            inputs = self._on_device(batch[0])
+            self._micro_batches[number] = MicroBatch(inputs=inputs, source=source, batch=batch)
+        micro_batch = self._micro_batches[number]
+        if self.is_last_stage() and not micro_batch.ended:
+            if not self.is_first_stage():
+                batch = self._labels_of(micro_batch)
+            micro_batch.labels = moved(batch[1], self.device)
+
+    def _read(self, iterator: Iterator[Any]) -> Any:
+        self.data_iterator = iterator
+        return self._next_batch()
+
+    def _labels_of(self, micro_batch: MicroBatch) -> Any:
+        try:
+            return self._feed.next_labels(micro_batch.source)
+        except (StopIteration, KeyError):
+            raise DataError(
+                "data_iter",
+                f"iterator {micro_batch.source}",
+                "the last stage has fewer micro-batches than the first stage read",
+                "Give the first and last stage iterators over the same data",
+            ) from None
+
+    def _note_end(self, number: int) -> None:
+        self._end = number if self._end is None else min(self._end, number)
+
+    def _on_device(self, inputs: Any) -> Tensor | tuple[Tensor, ...]:
+        tensors = [t.detach().to(self.device) for t in as_tuple(inputs)]
+        if self._reentrant_activation_checkpointing():
+            tensors = [t.clone().requires_grad_(t.is_floating_point()) for t in tensors]
+        return tensors[0] if isinstance(inputs, Tensor) else tuple(tensors)
+
+    def _exec_recv_activation(self, action: Action) -> None:
+        header, inputs = self._exchange.receive_activation(self.device)
+        ended, source, self._norms.prefix = bool(header[0]), int(header[1]), header[2]
+        if ended:
+            self._note_end(action.micro_batch)
+            inputs = ()
+        self._micro_batches[action.micro_batch] = MicroBatch(
+            inputs=inputs, ended=ended, source=source
+        )
+
+    def _exec_forward(self, action: Action) -> None:
+        micro_batch = self._micro_batches[action.micro_batch]
+        micro_batch.version = self._version
+        if not micro_batch.ended:
+            self._forward(micro_batch)
+        if not self.is_last_stage():
+            self._exchange.expect_grad(action.micro_batch, micro_batch.differentiable_outputs)
+
+    def _forward(self, micro_batch: MicroBatch) -> None:
+        inputs = micro_batch.inputs
+        # Cloned as a layer may change its input in place, and leaves must not be changed.
+        if isinstance(inputs, Tensor):
+            outputs = deepspeed.DeepSpeedEngine.forward(self, inputs.clone())
+        else:
+            clones = tuple(tensor.clone() for tensor in inputs)
+            outputs = deepspeed.DeepSpeedEngine.forward(self, clones)
+        if self.is_last_stage():
+            loss_fn = self.module.loss_fn
+            loss = outputs if loss_fn is None else loss_fn(outputs, micro_batch.labels)
+            self._refuse_additional_losses()
+            micro_batch.loss = self.loss = loss
+        else:
+            micro_batch.outputs = outputs
+
+    def _refuse_additional_losses(self) -> None:
+        if self.module.get_additional_losses() is not None:
+            raise ModelError(
+                "get_additional_losses",
+                type(self.module).__name__,
+                "the schedule pipemare carries one loss",
+                "Add them up in the loss function, or use schedule 1f1b",
+            )
+
+    def _exec_send_activation(self, action: Action) -> None:
+        micro_batch = self._micro_batches[action.micro_batch]
+        header = [float(micro_batch.ended), float(micro_batch.source), self._norms.up_to_here]
+        outputs = () if micro_batch.ended else micro_batch.outputs
+        self._exchange.send_activation(header, outputs)
+
+    def _exec_recv_grad(self, action: Action) -> None:
+        number = action.micro_batch
+        header, grads = self._exchange.receive_grad(number, self.device)
+        self._micro_batches[number].grads = grads
+        self._loss_sum = header[0]
+        self._telemetry.hear(header[1:])
+
+    def _exec_backward(self, action: Action) -> None:
+        micro_batch = self._micro_batches[action.micro_batch]
+        if not micro_batch.ended:
+            self._telemetry.note_staleness(self._version - micro_batch.version)
+        if not micro_batch.ended and self.is_last_stage():
+            self._loss_sum += float(micro_batch.loss.detach().float())
+            deepspeed.DeepSpeedEngine.backward(self, micro_batch.loss)
+        elif not micro_batch.ended:
+            self._backward_of_outputs(micro_batch)
+        micro_batch.free_graph()
+        if self.is_first_stage():
+            del self._micro_batches[action.micro_batch]
+
+    def _backward_of_outputs(self, micro_batch: MicroBatch) -> None:
+        # As DeepSpeed's own _exec_backward_pass, but for all outputs at once.
+        if self.using_bf16_optimizer:
+            self.optimizer.clear_lp_grads()
+        self._running_engine_backward = True
+        try:
+            micro_batch.backward()
+        finally:
+            self._running_engine_backward = False
+        if self.using_bf16_optimizer and not self._config.bfloat16_config.immediate_grad_update:
+            self.optimizer.update_hp_grads(clear_lp_grads=False)
+
+    def _exec_send_grad(self, action: Action) -> None:
+        micro_batch = self._micro_batches.pop(action.micro_batch)
+        header = [self._loss_sum, *self._telemetry.tell()]
+        self._exchange.send_grad(header, micro_batch.input_grads())
+
+    def _exec_reduce(self, action: Action) -> None:
+        trained = self._trained
+        self._norms.own = 0.0
+        if not trained:
+            return
+        if trained < self.micro_batches:
+            self._stage_optimizer.scale_gradients(self.micro_batches / trained)
+        self._exec_reduce_grads()
+        loss = torch.tensor(self._loss_sum, dtype=torch.float32, device=self.device) / trained
+        if self.is_data_parallel:
+            dist.all_reduce(loss, group=self.grid.get_data_parallel_group())
+            loss /= self.dp_world_size
+        self.agg_train_loss = loss
+        if self._clip:
+            self._norms.own = self._stage_optimizer.norm_squared()
+
+    def _exec_recv_norm(self, action: Action) -> None:
+        self._norms.suffix = self._exchange.receive_number(action.kind)
+
+    def _exec_send_norm(self, action: Action) -> None:
+        self._exchange.send_number(action.kind, self._norms.from_here)
+
+    def _exec_recv_total(self, action: Action) -> None:
+        self._norms.set_exact(self._exchange.receive_number(action.kind))
+
+    def _exec_send_total(self, action: Action) -> None:
+        if self.is_first_stage():
+            self._norms.set_exact(self._norms.from_here)
+        self._exchange.send_number(action.kind, self._norms.total)
+
+    def _exec_step(self, action: Action) -> None:
+        if self._trained:
+            self._step()
+        self._version += 1
+
+    def _step(self) -> None:
+        norms = self._norms
+        if self._clip and self.pipemare.clipping == "stage":
+            self._stage_optimizer.clip(norms.own, norms.own / norms.share)
+        elif self._clip:
+            self._stage_optimizer.clip(norms.own, norms.total)
+        self._correction.before_step()
+        with self._stage_optimizer.keeping_versions():
+            self._exec_optimizer_step()
+        self._correction.after_step()
+        norms.end_step()
+        if self._clip:
+            squared = norms.total if self.pipemare.clipping == "global" else norms.own
+            self._global_grad_norm = math.sqrt(squared)
+        missing = self.micro_batches - self._trained
+        self.global_samples -= missing * self.micro_batch_size * self.dp_world_size
+
+    def clip_fp32_gradients(self) -> None:
+        """Do nothing: DeepSpeed's way is a barrier, and the gradients are clipped already."""
+
+    def _exec_correct(self, action: Action) -> None:
+        micro_batch = self._micro_batches[action.micro_batch]
+        if not micro_batch.ended:
+            self._correction.correct(self._version - micro_batch.version)
+
+    def _exec_restore(self, action: Action) -> None:
+        self._correction.restore()
+
+    # --- evaluation, checkpoints, changes of size -------------------------------------------------
+
+    def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as `PipelineEngine.eval_batch`, at one version of the weights on all stages."""
+        self.drain()
+        return super().eval_batch(*args, **kwargs)
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
+        """Save as `PipelineEngine.save_checkpoint`, with one version of the weights."""
+        self.drain()
+        return super().save_checkpoint(*args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Load as `PipelineEngine.load_checkpoint`."""
+        self.drain()
+        return super().load_checkpoint(*args, **kwargs)
+
+    def rank_state(self) -> dict[str, Any]:
+        """Return what this rank's next step needs beside weights and optimizer."""
+        return {"norms": self._norms.state_dict(), "correction": self._correction.state_dict()}
+
+    def load_rank_state(self, state: dict[str, Any]) -> None:
+        """Take over a state of `rank_state`."""
+        self._norms.load_state_dict(state["norms"])
+        self._correction.load_state_dict(state["correction"])
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the number of micro-batches per step; all ranks must call it."""
+        self.drain()
+        super().set_train_batch_size(train_batch_size)
+        self._start_stream()
+
+    def reset_activation_shape(self) -> None:
+        """Forget the shapes of the micro-batches so far; all stages must call it."""
+        super().reset_activation_shape()
+        self._exchange.forget_shapes()
+
+    # --- what is told of a step -------------------------------------------------------------------
+
+    @property
+    def recorder(self) -> Recorder:
+        """Where this rank's time goes."""
+        return self._recorder
+
+    def step_metrics(self) -> dict[str, float]:
+        """Return staleness, waiting and update gap by stage, and the bubble; on the first stage.
+
+        Those of later stages are of their step before.
+        """
+        return self._telemetry.metrics()
+
+    def _report_step(self) -> None:
+        gap = math.nan
+        if self.global_steps % _GAP_INTERVAL == 0:
+            gap = self._correction.update_gap()
+        self._telemetry.end_step(self._recorder.shares(), gap)
+        if self.global_rank != 0:
+            return
+        every = self.steps_per_print()
+        if every is not None and self.global_steps % every == 0:
+            print(f"steps: {self.global_steps} loss: {self.agg_train_loss:0.4f}")
+        if self.monitor.enabled:
+            loss = self.agg_train_loss.item()
+            self.monitor.write_events([("Train/Samples/train_loss", loss, self.global_samples)])
+
+    def _measured(method: Callable[..., None]) -> Callable[..., None]:
+        """Return an instruction's method that is timed, and leaves word of where it is."""
+
+        def run(self: PipeMareEngine, action: Action) -> None:
+            self._position = action
+            with self._recorder.action(action):
+                method(self, action)
+
+        return run
+
+    _INSTRUCTION_MAP: ClassVar = {
+        **PipelineEngine._INSTRUCTION_MAP,
+        _INSTRUCTIONS[Kind.LOAD]: _measured(_exec_load),
+        _INSTRUCTIONS[Kind.FORWARD]: _measured(_exec_forward),
+        _INSTRUCTIONS[Kind.BACKWARD]: _measured(_exec_backward),
+        _INSTRUCTIONS[Kind.SEND_ACTIVATION]: _measured(_exec_send_activation),
+        _INSTRUCTIONS[Kind.RECV_ACTIVATION]: _measured(_exec_recv_activation),
+        _INSTRUCTIONS[Kind.SEND_GRAD]: _measured(_exec_send_grad),
+        _INSTRUCTIONS[Kind.RECV_GRAD]: _measured(_exec_recv_grad),
+        _INSTRUCTIONS[Kind.REDUCE]: _measured(_exec_reduce),
+        _INSTRUCTIONS[Kind.SEND_NORM]: _measured(_exec_send_norm),
+        _INSTRUCTIONS[Kind.RECV_NORM]: _measured(_exec_recv_norm),
+        _INSTRUCTIONS[Kind.SEND_TOTAL]: _measured(_exec_send_total),
+        _INSTRUCTIONS[Kind.RECV_TOTAL]: _measured(_exec_recv_total),
+        _INSTRUCTIONS[Kind.STEP]: _measured(_exec_step),
+        _INSTRUCTIONS[Kind.CORRECT]: _measured(_exec_correct),
+        _INSTRUCTIONS[Kind.RESTORE]: _measured(_exec_restore),
+    }
+
+
+def _check_model(engine: PipeMareEngine) -> None:
+    tied = engine.module.tied_comms
+    if tied:
+        raise ModelError(
+            "tied layers",
+            ", ".join(sorted(tied)),
+            "stages that share a weight must meet at each step, and asynchronous ones never do",
+            "Use LayerSpec instead of TiedLayerSpec (to_pipeline: untie=True), or schedule 1f1b",
+        )
+    if engine.grid.get_slice_parallel_world_size() > 1:
+        raise ConfigError(
+            "wavemare.pipeline.schedule",
+            "pipemare",
+            "the topology has a model axis, whose ranks would have to agree on their norms",
+            "Use the axes pipe and data alone, or schedule 1f1b",
+        )

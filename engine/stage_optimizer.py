@@ -1,0 +1,147 @@
+"""The optimizer of one stage, cut loose from the other stages.
+
+DeepSpeed's optimizers reduce gradient norms and overflow flags over all stages at each step, even
+without clipping: a barrier. A stage steps alone here. Its norm is its own, and the bound that it is
+clipped to is chosen such that the result is that of clipping the norm of all stages.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.utils import get_global_norm_of_tensors
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor
+
+from wavemare.errors import ConfigError
+from wavemare.pipeline.config import PipeMareConfig
+from wavemare.pipeline.staleness import lr_factor, mean_delay
+
+__all__ = ["StageOptimizer"]
+
+_EPSILON = 1e-6  # DeepSpeed's own, in the denominator of the clipping coefficient
+
+
+class StageOptimizer:
+    """What the asynchronous engine needs of DeepSpeed's optimizers, whichever it is.
+
+    Args:
+        engine: The pipeline engine that holds the optimizer.
+        clip: ``gradient_clipping``; 0 for none.
+        config: Says whether the learning rate is rescheduled (PipeMare's T1).
+
+    Raises:
+        ConfigError: The optimizer needs more than its own stage.
+    """
+
+    def __init__(self, engine: Any, *, clip: float, config: PipeMareConfig) -> None:
+        self._engine = engine
+        self._optimizer = engine.optimizer
+        self._clip = clip
+        self._parameters = [p for p in engine.module.parameters() if p.requires_grad]
+        self._check()
+        if isinstance(self._optimizer, BF16_Optimizer):
+            self._optimizer.mpu = None
+        elif isinstance(self._optimizer, DeepSpeedZeroOptimizer):
+            self._optimizer.model_parallel_group = None
+            self._optimizer.model_parallel_rank = 0
+        if config.lr_rescheduling.enabled:
+            self._reschedule(config.lr_rescheduling.anneal_steps)
+
+    def _check(self) -> None:
+        basic = self._engine.basic_optimizer
+        known = (BF16_Optimizer, DeepSpeedZeroOptimizer)
+        if not isinstance(self._optimizer, known) and self._optimizer is not basic:
+            raise ConfigError(
+                "optimizer",
+                type(self._optimizer).__name__,
+                "this wrapper of DeepSpeed's steps all stages together",
+                "Use fp32 or bf16, with ZeRO stage 0 or 1",
+            )
+        if isinstance(basic, torch.optim.LBFGS):
+            raise ConfigError(
+                "optimizer",
+                type(basic).__name__,
+                "its line search evaluates all stages at the same weights",
+                "Use an optimizer of element-wise state, such as AdamW, Adam or SGD",
+            )
+
+    def _reschedule(self, anneal_steps: int) -> None:
+        # In the optimizer's own hooks: a scheduler that derives the next rate from the present
+        # one must not see the divided rate.
+        rates: list[float] = []
+
+        def divide(optimizer: Any, args: Any, kwargs: Any) -> None:
+            engine = self._engine
+            tau = mean_delay(engine.stage_id, engine.num_stages, engine.micro_batches)
+            factor = lr_factor(engine.global_steps, tau, anneal_steps)
+            rates[:] = [group["lr"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * factor
+
+        def put_back(optimizer: Any, args: Any, kwargs: Any) -> None:
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+        basic = self._engine.basic_optimizer
+        basic.register_step_pre_hook(divide)
+        basic.register_step_post_hook(put_back)
+
+    def norm_squared(self) -> float:
+        """Return the squared norm of the stage's gradients, over all its data ranks' shares."""
+        optimizer = self._optimizer
+        if isinstance(optimizer, BF16_Optimizer):
+            gradients, _ = optimizer.get_grads_for_norm()
+            norm = get_global_norm_of_tensors(gradients) if gradients else torch.zeros(())
+        elif isinstance(optimizer, DeepSpeedZeroOptimizer):
+            norm = optimizer.scaled_global_norm()
+        else:
+            norm = torch.nn.utils.get_total_norm(self._gradients())
+        return float(norm) ** 2
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self._parameters if p.grad is not None]
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the accumulated gradients, before they are reduced."""
+        if isinstance(self._optimizer, BF16_Optimizer):
+            gradients = self._optimizer.fp32_groups_gradients_flat
+        else:
+            gradients = self._gradients()
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
+    def clip(self, own_squared: float, total_squared: float) -> None:
+        """Make the next step clip by the norm of all stages.
+
+        Args:
+            own_squared: Squared norm of this stage's gradients.
+            total_squared: Squared norm of all stages' gradients, or the best estimate of it.
+        """
+        # A stage with an infinite gradient somewhere stops the others too.
+        total = total_squared**0.5 if math.isfinite(total_squared) else math.inf
+        coefficient = self._clip / (total + _EPSILON)
+        if self._optimizer is not self._engine.basic_optimizer:
+            # It multiplies by min(1, bound / (own + eps)), and takes 0 for no bound.
+            bound = coefficient * (own_squared**0.5 + _EPSILON)
+            self._optimizer.clip_grad = max(bound, sys.float_info.min)
+            return
+        gradients = self._gradients()
+        if coefficient < 1 and gradients:
+            torch._foreach_mul_(gradients, coefficient)
+
+    @contextmanager
+    def keeping_versions(self) -> Iterator[None]:
+        """Change weights in place without telling autograd.
+
+        The backward passes of micro-batches under way want exactly what autograd forbids: the
+        weights that are in place at that time.
+        """
+        with torch.autograd._unsafe_preserve_version_counter(tuple(self._parameters)):
+            yield

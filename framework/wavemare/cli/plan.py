@@ -1,0 +1,254 @@
+"""``wavemare plan``: pipeline schedules, checked, predicted and drawn without running them."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from wavemare.errors import ConfigError
+
+if TYPE_CHECKING:
+    from wavemare.pipeline.plan import Plan
+    from wavemare.pipeline.simulate import Costs
+    from wavemare.pipeline.timeline import Timeline
+
+__all__ = ["app", "show"]
+
+app = typer.Typer(no_args_is_help=True, help="Look at pipeline schedules without running them.")
+
+_SCHEDULE, _STAGES, _MICRO_BATCHES, _STEPS = "pipemare", 4, 8, 4
+_MS_PER_S = 1e3
+_Costs = tuple[str, str, str, str]
+
+
+@app.command()
+def show(
+    schedule: Annotated[
+        str | None,
+        typer.Option(help=f"1f1b, pipemare or inference.  [default: {_SCHEDULE}]"),
+    ] = None,
+    stages: Annotated[
+        int | None, typer.Option(help=f"Length of the pipeline.  [default: {_STAGES}]")
+    ] = None,
+    micro_batches: Annotated[
+        int | None,
+        typer.Option(help=f"Per optimizer step.  [default: {_MICRO_BATCHES}]"),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(help=f"Optimizer steps.  [default: {_STEPS}]")
+    ] = None,
+    warmup_steps: Annotated[
+        int | None, typer.Option(min=0, help="PipeMare: synchronous steps at the beginning.")
+    ] = None,
+    drain_interval: Annotated[
+        int | None, typer.Option(min=0, help="PipeMare: steps between drains; 0 for none.")
+    ] = None,
+    forward_ms: Annotated[
+        str, typer.Option(help="Forward pass: one number, or one per stage (1,1,2,1).")
+    ] = "1",
+    backward_ms: Annotated[str, typer.Option(help="Backward pass; so are the next.")] = "2",
+    step_ms: Annotated[str, typer.Option(help="Optimizer step.")] = "0",
+    send_ms: Annotated[str, typer.Option(help="Message to a neighbour.")] = "0",
+    text: Annotated[
+        bool, typer.Option("--text", help="Print the plan's text form alone, for --file.")
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Folder for plan.txt, plan.csv, trace.json, plan.svg and plan.png."),
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="Read a plan's text form instead of making a plan.")
+    ] = None,
+) -> None:
+    """Check a schedule, predict its times and draw it.
+
+    The exit code is 2 if the plan cannot be run.
+    """
+    options = {
+        "--schedule": schedule,
+        "--stages": stages,
+        "--micro-batches": micro_batches,
+        "--steps": steps,
+        "--warmup-steps": warmup_steps,
+        "--drain-interval": drain_interval,
+    }
+    if file is not None:
+        _refuse_beside_file(options)
+        plan = _read(file)
+    else:
+        plan = _make(
+            _SCHEDULE if schedule is None else schedule,
+            _STAGES if stages is None else stages,
+            _MICRO_BATCHES if micro_batches is None else micro_batches,
+            _STEPS if steps is None else steps,
+            warmup_steps or 0,
+            drain_interval or 0,
+        )
+    costs = forward_ms, backward_ms, step_ms, send_ms
+    _present(plan, costs, text=text, output=output)
+
+
+def _refuse_beside_file(options: dict[str, str | int | None]) -> None:
+    for key, value in options.items():
+        if value is not None:
+            reason = "the plan in the file of --file has its own"
+            raise ConfigError(key, value, reason, f"Leave out {key} or --file")
+
+
+def _read(file: Path) -> Plan:
+    from wavemare.pipeline.plan import Plan
+
+    remedy = "Name a file with the text that 'wavemare plan show --text' prints"
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ConfigError("--file", str(file), reason, remedy) from None
+    except UnicodeDecodeError:
+        raise ConfigError("--file", str(file), "this is not text", remedy) from None
+    return Plan.parse(text)
+
+
+def _make(
+    schedule: str,
+    stages: int,
+    micro_batches: int,
+    steps: int,
+    warmup_steps: int,
+    drain_interval: int,
+) -> Plan:
+    from wavemare.pipeline import schedules
+
+    if schedule == "pipemare":
+        return schedules.pipemare(
+            stages,
+            micro_batches,
+            steps,
+            warmup_steps=warmup_steps,
+            drain_interval=drain_interval,
+        )
+    plan = schedules.build_plan(schedule, stages, micro_batches, steps)
+    for key, value in {"--warmup-steps": warmup_steps, "--drain-interval": drain_interval}.items():
+        if value:
+            reason = f"the schedule {schedule!r} never has two steps under way"
+            raise ConfigError(key, value, reason, f"Leave it out, or give {key} with pipemare")
+    return plan
+
+
+def _present(plan: Plan, costs_ms: _Costs, *, text: bool, output: Path | None) -> None:
+    from wavemare.pipeline.check import check
+    from wavemare.pipeline.simulate import simulate
+
+    costs = _costs(plan.num_stages, costs_ms)
+    report = check(plan)
+    timeline = simulate(plan, costs)
+    if text:
+        typer.echo(str(plan), nl=False)
+    else:
+        typer.echo(str(report))
+        typer.echo(f"{_prediction(plan, timeline, costs_ms)}\n")
+        _print_grid(plan)
+    if output is not None:
+        _write(plan, timeline, output)
+        # Not into the plan's text, which is read back.
+        names = ", ".join(_FILES)
+        typer.echo(f"{'' if text else chr(10)}{output}: {names}", err=text)
+
+
+_NAMES = ("--forward-ms", "--backward-ms", "--step-ms", "--send-ms")
+
+
+def _costs(num_stages: int, texts: _Costs) -> Costs:
+    from wavemare.pipeline.simulate import Costs
+
+    forward, backward, step, send = (
+        _seconds(key, text, num_stages) for key, text in zip(_NAMES, texts, strict=True)
+    )
+    return Costs(forward, backward, step, send)
+
+
+def _seconds(key: str, text: str, num_stages: int) -> tuple[float, ...]:
+    """Read one number of milliseconds for all stages, or one for each."""
+    remedy = f"Give one number of milliseconds, or one for each of the {num_stages} stages: 1,2,..."
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(key, text, "these are no numbers", remedy) from None
+    if not all(math.isfinite(number) and number >= 0 for number in numbers):
+        raise ConfigError(key, text, "a time is 0 or more, and finite", remedy)
+    if len(numbers) not in {1, num_stages}:
+        reason = f"there are {len(numbers)} numbers for {num_stages} stages"
+        raise ConfigError(key, text, reason, remedy)
+    if len(numbers) == 1:
+        numbers *= num_stages
+    return tuple(number / _MS_PER_S for number in numbers)
+
+
+def _prediction(plan: Plan, timeline: Timeline, costs_ms: _Costs) -> str:
+    """Return how long the plan takes, and how busy the ranks are meanwhile."""
+    from wavemare.pipeline.utilisation import bubble, steady_utilisation, utilisation
+
+    passes = ", ".join(
+        f"{key.removeprefix('--').removesuffix('-ms')} {text} ms"
+        for key, text in zip(_NAMES, costs_ms, strict=True)
+    )
+    total_ms = timeline.makespan_s * _MS_PER_S
+    per_step = f", {total_ms / plan.num_steps:.4g} ms per step" if plan.num_steps else ""
+    shares = utilisation(timeline)
+    steady = steady_utilisation(timeline)
+    lines = [
+        f"predicted for {passes}:",
+        f"time: {total_ms:.6g} ms{per_step}",
+        f"bubble: {bubble(timeline):.1%} of the ranks' time",
+        f"busy: {_spread(shares)}" + (f"; in steady state {_spread(steady)}" if steady else ""),
+    ]
+    return "\n".join(lines)
+
+
+def _spread(shares: Sequence[float]) -> str:
+    mean = sum(shares) / len(shares)
+    return f"{mean:.1%} (by rank {min(shares):.1%} to {max(shares):.1%})"
+
+
+def _print_grid(plan: Plan) -> None:
+    from wavemare.pipeline.draw import grid
+
+    text = grid(plan, width=shutil.get_terminal_size().columns)
+    if not sys.stdout.isatty():
+        typer.echo(text)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    coloured = Text(text)
+    for code, style in {"F": "blue", "B": "yellow", "S": "bold"}.items():
+        coloured.highlight_regex(rf"\b\d*{code}\d\S*", style)
+    Console(highlight=False).print(coloured, soft_wrap=True)
+
+
+_FILES = ("plan.txt", "plan.csv", "trace.json", "plan.svg", "plan.png")
+
+
+def _write(plan: Plan, timeline: Timeline, folder: Path) -> None:
+    from wavemare.files import atomic_write_bytes
+    from wavemare.pipeline import draw
+
+    contents = (
+        str(plan).encode(),
+        draw.to_csv(plan).encode(),
+        draw.chrome_trace(timeline).encode(),
+        draw.svg(timeline).encode(),
+        draw.png(timeline),
+    )
+    try:
+        for name, content in zip(_FILES, contents, strict=True):
+            atomic_write_bytes(folder / name, content)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ConfigError("--output", str(folder), reason, "Name another folder") from None

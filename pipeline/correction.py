@@ -1,0 +1,399 @@
+"""Weights for the backward passes of stale micro-batches: copies, or PipeMare's estimate (T2).
+
+A correction changes a stage's weights in place, through ``.data``, for the time of a backward pass.
+Autograd's saved references then see it, and no version counter tells autograd of a change; giving
+``p.data`` another tensor would leave some operators with the old one.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wavemare.errors import CheckpointError, PlanError
+from wavemare.pipeline.staleness import MODES, ema_decay, ema_decay_from, resolve_mode
+from wavemare.pipeline.storage import distinct, size_bytes, swap
+
+__all__ = [
+    "MODES",
+    "Correction",
+    "EmaCorrection",
+    "ExactCorrection",
+    "NoCorrection",
+    "make_correction",
+]
+
+
+class Correction(ABC):
+    """Gives the backward passes of one stage the weights that the forward passes used.
+
+    Args:
+        parameters: Of the stage. Frozen ones are left out, and so are those that lie in the memory
+            of another one. Their ``.data`` is looked up at each call.
+
+    Raises:
+        ModelError: Parameters share a part of their memory.
+    """
+
+    mode: str
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._parameters = distinct(parameters)
+        self._corrected = False
+
+    def before_step(self) -> None:
+        """Note the newest weights just before an optimizer step changes them.
+
+        Raises:
+            PlanError: The weights are corrected ones.
+        """
+        self._check_newest("step")
+        self._before_step(self._weights())
+
+    def after_step(self) -> None:
+        """Note the weights that an optimizer step made."""
+        self._after_step(self._weights())
+
+    def correct(self, staleness: int) -> None:
+        """Put the weights of some versions ago, or their estimate, in place of the newest.
+
+        Args:
+            staleness: Optimizer steps since the forward pass; nothing is done at 0.
+
+        Raises:
+            PlanError: The weights are corrected already, or those asked for are not held.
+        """
+        if staleness == 0:
+            return
+        self._check_newest("correct")
+        self._put(self._weights(), staleness)
+        self._corrected = True
+
+    def restore(self) -> None:
+        """Put the newest weights back, bit for bit; nothing is done if they are in place."""
+        if self._corrected:
+            self._put_back(self._weights())
+            self._corrected = False
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Note that the pipeline is empty: no backward pass needs versions up to now."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` needs; the tensors are not copied."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state.
+
+        Raises:
+            CheckpointError: It is of another mode or of other parameters.
+        """
+
+    @property
+    @abstractmethod
+    def memory_bytes(self) -> int:
+        """Memory held beside the weights."""
+
+    @property
+    def copies(self) -> float:
+        """Memory held beside the weights, in units of the weights."""
+        return self.memory_bytes / max(1, size_bytes(self._parameters))
+
+    def update_gap(self) -> float:
+        """Return ``||w_newest - w_oldest|| / ||w_newest||`` for the oldest version in use.
+
+        The estimate's own, where older weights are not held; nan where nothing is known of them.
+        """
+        self._check_newest("measure")
+        weights = self._weights()
+        differences = self._differences(weights)
+        if not differences:
+            return math.nan
+        return _norm(differences) / max(_norm(weights), sys.float_info.min)
+
+    @abstractmethod
+    def _differences(self, weights: list[Tensor]) -> list[Tensor]: ...
+
+    @abstractmethod
+    def _before_step(self, weights: list[Tensor]) -> None: ...
+
+    @abstractmethod
+    def _after_step(self, weights: list[Tensor]) -> None: ...
+
+    @abstractmethod
+    def _put(self, weights: list[Tensor], staleness: int) -> None: ...
+
+    @abstractmethod
+    def _put_back(self, weights: list[Tensor]) -> None: ...
+
+    def _weights(self) -> list[Tensor]:
+        return [parameter.data for parameter in self._parameters]
+
+    def _check_newest(self, what: str) -> None:
+        if self._corrected:
+            reason = "corrected weights are in place"
+            raise PlanError("correction", what, reason, "Restore the newest weights first")
+
+    def _check_mode(self, state: Mapping[str, Any]) -> None:
+        if state.get("mode") != self.mode:
+            reason = f"the state is not of this correction, {self.mode!r}"
+            remedy = f"Set the correction to {state.get('mode')!r}"
+            raise CheckpointError("correction", state.get("mode"), reason, remedy)
+
+
+class NoCorrection(Correction):
+    """Backward passes use the newest weights, whatever their forward passes used."""
+
+    mode = "off"
+
+    def forget(self) -> None:
+        """Do nothing: nothing is held."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the mode alone."""
+        return {"mode": self.mode}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Check the mode.
+
+        Raises:
+            CheckpointError: It is of another mode.
+        """
+        self._check_mode(state)
+
+    @property
+    def memory_bytes(self) -> int:
+        """0."""
+        return 0
+
+    def _differences(self, weights: list[Tensor]) -> list[Tensor]:
+        return []
+
+    def _before_step(self, weights: list[Tensor]) -> None:
+        pass
+
+    def _after_step(self, weights: list[Tensor]) -> None:
+        pass
+
+    def _put(self, weights: list[Tensor], staleness: int) -> None:
+        pass
+
+    def _put_back(self, weights: list[Tensor]) -> None:
+        pass
+
+
+class ExactCorrection(Correction):
+    """Holds the versions before the newest, so that backward passes use those of the forward pass.
+
+    The newest weights wait in the place of the version that is put in theirs: nothing is held
+    beside the copies but a small temporary.
+
+    Args:
+        parameters: See `Correction`.
+        depth: How many versions are held: the largest staleness.
+
+    Raises:
+        PlanError: The depth is below 1.
+        ModelError: Parameters share a part of their memory.
+    """
+
+    mode = "exact"
+
+    def __init__(self, parameters: Iterable[Tensor], depth: int) -> None:
+        if depth < 1:
+            reason = "an exact correction holds at least one older version"
+            raise PlanError("depth", depth, reason, "Give 1 or more")
+        super().__init__(parameters)
+        self._ring = [[torch.empty_like(w) for w in self._weights()] for _ in range(depth)]
+        self._newest = 0
+        self._held = 0
+        self._lent = 0
+
+    def forget(self) -> None:
+        """Drop all older versions."""
+        self._held = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the held versions, the newest first; none after `forget`."""
+        self._check_newest("save")
+        versions = [self._ring[self._slot(age)] for age in range(1, self._held + 1)]
+        return {"mode": self.mode, "versions": versions}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the newest versions of a state, as many as are held here.
+
+        Raises:
+            CheckpointError: It is of another mode or of other parameters.
+        """
+        self._check_mode(state)
+        self._check_newest("load")
+        versions = state["versions"][: len(self._ring)]
+        for version in versions:
+            _check_shapes(version, self._parameters)
+        self._held = 0
+        for version in reversed(versions):
+            self._before_step(version)
+
+    @property
+    def memory_bytes(self) -> int:
+        """As many times the weights' as there are versions."""
+        return sum(map(size_bytes, self._ring))
+
+    def _differences(self, weights: list[Tensor]) -> list[Tensor]:
+        if not self._held or not weights:
+            return []
+        return list(torch._foreach_sub(weights, self._ring[self._slot(self._held)]))
+
+    def _slot(self, age: int) -> int:
+        return (self._newest - age + 1) % len(self._ring)
+
+    def _before_step(self, weights: list[Tensor]) -> None:
+        self._newest = (self._newest + 1) % len(self._ring)
+        self._held = min(self._held + 1, len(self._ring))
+        if weights:
+            torch._foreach_copy_(self._ring[self._newest], weights)
+
+    def _after_step(self, weights: list[Tensor]) -> None:
+        pass
+
+    def _put(self, weights: list[Tensor], staleness: int) -> None:
+        if not 0 < staleness <= self._held:
+            reason = f"the {self._held} newest of the older versions are held"
+            remedy = f"Give at most that, and a depth (now {len(self._ring)}) that is large enough"
+            raise PlanError("staleness", staleness, reason, remedy)
+        self._lent = self._slot(staleness)
+        swap(weights, self._ring[self._lent])
+
+    def _put_back(self, weights: list[Tensor]) -> None:
+        swap(weights, self._ring[self._lent])
+
+
+class EmaCorrection(Correction):
+    """Estimates the forward pass's weights from a moving average of the weight changes (T2).
+
+    After each step ``delta <- decay * delta + (1 - decay) * (w_new - w_old)``, and the estimate for
+    a micro-batch is ``w - staleness * delta``, computed in fp32 at least and rounded once. As the
+    changes are those that took place, any optimizer will do.
+
+    Args:
+        parameters: See `Correction`.
+        decay: Of the moving average, from 0 to below 1.
+        depth: The largest staleness, for `update_gap`.
+
+    Raises:
+        PlanError: The decay is out of range.
+        ModelError: Parameters share a part of their memory.
+    """
+
+    mode = "ema"
+
+    def __init__(self, parameters: Iterable[Tensor], decay: float, depth: int = 1) -> None:
+        if not 0 <= decay < 1:
+            reason = "a moving average needs a decay from 0 to below 1"
+            raise PlanError("decay", decay, reason, "Leave it to the staleness of the stage")
+        super().__init__(parameters)
+        self._decay = decay
+        self._depth = depth
+        self._saved = [torch.empty_like(w) for w in self._weights()]
+        self._deltas = [
+            torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32))
+            for w in self._weights()
+        ]
+
+    def forget(self) -> None:
+        """Do nothing: the weights go on changing as they did."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the moving averages."""
+        return {"mode": self.mode, "deltas": self._deltas}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the moving averages; they may have had another decay.
+
+        Raises:
+            CheckpointError: It is of another mode or of other parameters.
+        """
+        self._check_mode(state)
+        _check_shapes(state["deltas"], self._parameters)
+        for delta, loaded in zip(self._deltas, state["deltas"], strict=True):
+            delta.copy_(loaded)
+
+    @property
+    def memory_bytes(self) -> int:
+        """The moving averages and the newest weights' place during a backward pass."""
+        return size_bytes(self._deltas) + size_bytes(self._saved)
+
+    def _differences(self, weights: list[Tensor]) -> list[Tensor]:
+        return list(torch._foreach_mul(self._deltas, self._depth)) if weights else []
+
+    def _before_step(self, weights: list[Tensor]) -> None:
+        # The change w_new - w_old is added in two halves: no copy of w_old is needed.
+        if weights:
+            torch._foreach_mul_(self._deltas, self._decay)
+            torch._foreach_add_(self._deltas, weights, alpha=self._decay - 1.0)
+
+    def _after_step(self, weights: list[Tensor]) -> None:
+        if weights:
+            torch._foreach_add_(self._deltas, weights, alpha=1.0 - self._decay)
+
+    def _put(self, weights: list[Tensor], staleness: int) -> None:
+        if weights:
+            torch._foreach_copy_(self._saved, weights)
+            # An addition to half precision is done in the wider of the two types.
+            torch._foreach_add_(weights, self._deltas, alpha=-staleness)
+
+    def _put_back(self, weights: list[Tensor]) -> None:
+        # Adding the difference back would change the weights by its rounding.
+        if weights:
+            torch._foreach_copy_(weights, self._saved)
+
+
+def make_correction(
+    mode: str,
+    parameters: Iterable[Tensor],
+    max_staleness: int,
+    decay_base: float | None = None,
+) -> Correction:
+    """Return the correction of one stage.
+
+    Args:
+        mode: One of `MODES`; "auto" takes copies up to a staleness of 2, the estimate beyond.
+        parameters: See `Correction`.
+        max_staleness: Largest staleness of the stage, in optimizer steps; at 0 there is nothing to
+            correct.
+        decay_base: PipeMare's D for the estimate; omitted, the decay is `ema_decay`'s.
+
+    Raises:
+        PlanError: There is no such mode, or a number is out of range.
+        ModelError: Parameters share a part of their memory.
+    """
+    resolved = resolve_mode(mode, max_staleness)
+    if resolved == "exact":
+        return ExactCorrection(parameters, max_staleness)
+    if resolved == "ema":
+        decay = ema_decay(max_staleness)
+        if decay_base is not None:
+            decay = ema_decay_from(decay_base, max_staleness)
+        return EmaCorrection(parameters, decay, max_staleness)
+    return NoCorrection(parameters)
+
+
+def _norm(tensors: Sequence[Tensor]) -> float:
+    norms = torch._foreach_norm([tensor.detach() for tensor in tensors])
+    return float(torch.stack([norm.float() for norm in norms]).norm())
+
+
+def _check_shapes(loaded: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+    got = [tuple(tensor.shape) for tensor in loaded]
+    if got != [tuple(parameter.shape) for parameter in parameters]:
+        reason = f"the state is of other parameters than the stage's {len(parameters)}"
+        remedy = "Resume with the stages that the checkpoint was saved with"
+        raise CheckpointError("correction", f"{len(got)} tensors", reason, remedy)

@@ -1,0 +1,107 @@
+"""SIGTERM stops a run with a checkpoint and exit code 0; what is resumed equals a whole run."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+BIN = Path(sys.executable).parent
+STEPS = 120
+# Longer than the training: what is found after the stop was written by the stop.
+RARE = {"max_steps": STEPS, "eval_interval": STEPS, "save_interval": STEPS}
+
+
+def steps_done(run):
+    file = run / "metrics.jsonl"
+    return file.read_text().count('"loss"') if file.exists() else 0
+
+
+def ranks_of(process):
+    """The processes that the launcher has given a rank."""
+    family = psutil.Process(process.pid).children(recursive=True)
+    return sorted(
+        (p for p in family if any(word.startswith("--local_rank=") for word in p.cmdline())),
+        key=lambda p: p.cmdline()[p.cmdline().index("-m") + 2],
+    )
+
+
+@pytest.fixture
+def stopped(tmp_path):
+    """Run a command, call a function in the middle of its training, return code and output."""
+
+    def run(words, folder, interrupt, *, after=5, limit=100):
+        process = subprocess.Popen(
+            [str(BIN / words[0]), *map(str, words[1:])],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+            start_new_session=True,
+        )
+        try:
+            deadline = time.monotonic() + limit
+            while steps_done(folder) < after:
+                assert process.poll() is None, process.communicate()[0][-4000:]
+                assert time.monotonic() < deadline, "the training does not begin"
+                time.sleep(0.01)
+            interrupt(process)
+            output, _ = process.communicate(timeout=limit)
+        finally:
+            if process.poll() is None:
+                for descendant in psutil.Process(process.pid).children(recursive=True):
+                    descendant.kill()
+                process.kill()
+        return process.returncode, output
+
+    return run
+
+
+def check_stop(run, code, output):
+    """Check what a stop leaves, and return the step that it came after."""
+    assert code == 0, output[-4000:]
+    summary = json.loads((run / "summary.json").read_text())["results"]
+    step = summary["stopped_after"]
+    assert 5 <= step < STEPS
+    assert steps_done(run) == step
+    assert output.count(f"stopped by SIGTERM after step {step}; resume with --resume") == 1
+    assert "Traceback" not in output
+    assert "results" not in output
+    assert (run / "checkpoints" / "latest").read_text() == f"step-{step:06d}"
+    assert [p.name for p in (run / "checkpoints").glob("*step*")] == [f"step-{step:06d}"]
+    assert not (run / "model").exists()
+    return step
+
+
+@pytest.mark.parametrize("engine", ["pipeline", pytest.param("zero", marks=pytest.mark.slow)])
+def test_a_stopped_and_resumed_run_equals_a_whole_one(
+    command, small_options, recipe_config, stopped, tmp_path, engine
+):
+    config = recipe_config("gpt/pretrain", engine)
+    words = ["wavemare", "train", "gpt", "--config", config]
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+
+    code, output = stopped(
+        [*words, *small_options("gpt", parted, **RARE)],
+        parted,
+        lambda process: process.send_signal(signal.SIGTERM),
+    )
+    step = check_stop(parted, code, output)
+    ended = command(*words, *small_options("gpt", parted, resume=True, **RARE)).check()
+    assert f"resumed after step {step}" in ended.output
+    command(*words, *small_options("gpt", whole, **RARE)).check()
+
+    def figures(run):
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
+
+    assert figures(parted) == figures(whole)
+    weights = [(run / "model" / "model.safetensors").read_bytes() for run in (parted, whole)]
+    assert weights[0] == weights[1]
+    assert "stopped_after" not in (parted / "summary.json").read_text()

@@ -1,0 +1,227 @@
+"""``wavemare plan show``: what it prints and writes, what it refuses, and that it is light."""
+
+import io
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from wavemare.cli import app
+from wavemare.errors import ConfigError, PlanError, WavemareError
+from wavemare.pipeline.check import check
+from wavemare.pipeline.draw import grid, plan_from_csv
+from wavemare.pipeline.plan import Plan
+from wavemare.pipeline.schedules import inference, one_f_one_b, pipemare
+from wavemare.pipeline.simulate import Costs, simulate
+
+HEAVY = {"torch", "deepspeed", "transformers", "datasets", "numpy", "matplotlib", "mpi4py"}
+FILES = ["plan.csv", "plan.png", "plan.svg", "plan.txt", "trace.json"]
+
+
+def show(*options: str) -> str:
+    result = CliRunner().invoke(
+        app, ["plan", "show", *options], catch_exceptions=False, env={"COLUMNS": "80"}
+    )
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def error_of(*options: str) -> WavemareError:
+    with pytest.raises(WavemareError) as caught:
+        CliRunner().invoke(app, ["plan", "show", *options], catch_exceptions=False)
+    return caught.value
+
+
+def test_defaults_are_those_of_the_help() -> None:
+    plan = pipemare(4, 8, 4)
+    text = show()
+    assert text.startswith(str(check(plan)))
+    assert text.endswith(f"\n{grid(plan)}\n")
+    assert max(map(len, grid(plan).splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("options", "plan"),
+    [
+        (["--schedule", "1f1b"], one_f_one_b(3, 4, 2)),
+        (["--schedule", "pipemare"], pipemare(3, 4, 2)),
+        (["--warmup-steps", "1"], pipemare(3, 4, 2, warmup_steps=1)),
+        (["--drain-interval", "1"], pipemare(3, 4, 2, drain_interval=1)),
+        (["--schedule", "inference"], inference(3, 4)),
+    ],
+    ids=str,
+)
+def test_options_choose_the_plan(options: list[str], plan: Plan) -> None:
+    numbers = ["--stages", "3", "--micro-batches", "4", "--steps", "2"]
+    assert Plan.parse(show(*numbers, "--text", *options)) == plan
+
+
+def test_text_is_read_back(tmp_path: Path) -> None:
+    file = tmp_path / "plan.txt"
+    options = ["--schedule", "1f1b", "--stages", "2", "--steps", "2"]
+    file.write_text(show(*options, "--text"))
+    assert show("--file", str(file)) == show(*options)
+    assert show("--file", str(file), "--text") == file.read_text()
+
+
+def test_prediction_is_that_of_the_simulation() -> None:
+    # Flush 1F1B of P stages and M micro-batches of equal cost: M + P - 1 rounds, M of them busy.
+    text = show("--schedule", "1f1b", "--stages", "4", "--micro-batches", "8", "--steps", "1")
+    assert "time: 33 ms, 33 ms per step" in text
+    assert f"bubble: {3 / 11:.1%} of the ranks' time" in text
+    assert f"busy: {8 / 11:.1%} (by rank {8 / 11:.1%} to {8 / 11:.1%})" in text
+
+
+def test_costs_may_differ_by_stage() -> None:
+    text = show(
+        *("--stages", "2", "--micro-batches", "1", "--steps", "1", "--schedule", "inference"),
+        *("--forward-ms", "1.5,0.5", "--send-ms", "0.25"),
+    )
+    assert "forward 1.5,0.5 ms, backward 2 ms, step 0 ms, send 0.25 ms" in text
+    assert "time: 2.25 ms\n" in text
+    assert f"(by rank {0.5 / 2.25:.1%} to {1.5 / 2.25:.1%})" in text
+
+
+def test_output_holds_every_form(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "folder"
+    plan = pipemare(3, 2, 2)
+    numbers = ("--stages", "3", "--micro-batches", "2", "--steps", "2", "--step-ms", "0.5")
+    text = show(*numbers, "--output", str(folder))
+    *_, last = text.splitlines()
+    assert last == f"{folder}: plan.txt, plan.csv, trace.json, plan.svg, plan.png"
+    assert sorted(file.name for file in folder.iterdir()) == FILES
+    assert Plan.parse((folder / "plan.txt").read_text()) == plan
+    assert plan_from_csv((folder / "plan.csv").read_text()) == plan
+    timeline = simulate(plan, Costs(0.001, 0.002, 0.0005))
+    trace = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    end = max(e["ts"] + e["dur"] for e in trace if e["ph"] == "X")
+    assert end == pytest.approx(timeline.makespan_s * 1e6)
+    ElementTree.fromstring((folder / "plan.svg").read_text())
+    assert Image.open(io.BytesIO((folder / "plan.png").read_bytes())).width == 1200
+
+
+def test_text_stays_readable_beside_output(tmp_path: Path) -> None:
+    text = show("--stages", "2", "--text", "--output", str(tmp_path / "out"))
+    assert text == (tmp_path / "out" / "plan.txt").read_text()
+
+
+def test_grid_has_colours_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    from wavemare.cli.plan import _print_grid
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for variable in ("NO_COLOR", "CI"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    _print_grid(one_f_one_b(2, 2))
+    written = sys.stdout.getvalue()
+    assert "\x1b[34mF0" in written
+    assert "\x1b[33mB1*" in written
+    assert written.count("\n") == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "reason"),
+    [
+        (["--schedule", "pipemere"], "schedule", "no such schedule. Did you mean 'pipemare'"),
+        (["--stages", "0"], "stages", "at least one"),
+        (["--micro-batches", "0"], "micro_batches", "at least one"),
+        (["--steps", "-1"], "steps", "negative"),
+        (["--schedule", "1f1b", "--warmup-steps", "2"], "--warmup-steps", "with pipemare"),
+        (["--schedule", "1f1b", "--drain-interval", "2"], "--drain-interval", "with pipemare"),
+        (["--forward-ms", "fast"], "--forward-ms", "no numbers"),
+        (["--send-ms", "1,,2"], "--send-ms", "no numbers"),
+        (["--backward-ms", "-1"], "--backward-ms", "0 or more"),
+        (["--step-ms", "nan"], "--step-ms", "0 or more"),
+        (["--forward-ms", "1,2"], "--forward-ms", "2 numbers for 4 stages"),
+    ],
+    ids=" ".join,
+)
+def test_impossible_options_are_refused(options: list[str], key: str, reason: str) -> None:
+    error = error_of(*options)
+    assert error.key == key
+    assert reason in str(error)
+    assert error.exit_code == 2
+
+
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
+    missing = error_of("--file", str(tmp_path / "no.txt"))
+    assert isinstance(missing, ConfigError)
+    assert (missing.key, missing.reason) == ("--file", "No such file or directory")
+    assert error_of("--file", str(tmp_path)).reason == "Is a directory"
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe\x00")
+    assert error_of("--file", str(binary)).reason == "this is not text"
+
+
+@pytest.mark.parametrize("text", ["", "plan schedule=x", "0: 0F0"])
+def test_malformed_plans_are_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "plan.txt"
+    file.write_text(text)
+    assert isinstance(error_of("--file", str(file)), PlanError)
+
+
+def test_plans_that_cannot_be_run_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "plan.txt"
+    # Without the receive of its gradient the first stage's backward pass has no input.
+    file.write_text(str(pipemare(2, 1, 1)).replace(" 0RG0@0", ""))
+    assert isinstance(error_of("--file", str(file)), PlanError)
+
+
+def test_a_file_has_its_own_numbers(tmp_path: Path) -> None:
+    error = error_of("--file", str(tmp_path / "plan.txt"), "--stages", "4")
+    assert (error.key, error.value) == ("--stages", 4)
+
+
+def test_output_that_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    error = error_of("--output", str(tmp_path / "file"))
+    assert error.key == "--output"
+    assert (tmp_path / "file").read_text() == ""
+
+
+def test_errors_are_one_message_and_exit_code_2() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "wavemare", "plan", "show", "--schedule", "1f2b"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == (
+        "error: schedule = '1f2b': there is no such schedule. Did you mean '1f1b'?\n"
+    )
+
+
+def test_all_of_it_is_light_and_takes_less_than_a_second(tmp_path: Path) -> None:
+    arguments = ["plan", "show", "--stages", "4", "--micro-batches", "8", "--output", str(tmp_path)]
+    program = (
+        "import sys\n"
+        "from wavemare.cli import main\n"
+        f"sys.argv = ['wavemare', *{arguments!r}]\n"
+        "try:\n    main()\n"
+        "finally:\n"
+        f"    sys.stderr.write(repr(sorted({HEAVY!r} & sys.modules.keys())))\n"
+    )
+    seconds = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        result = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=False
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        # Not the time on the clock: other tests share the cores.
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert (result.returncode, result.stderr) == (0, "[]")
+        assert sorted(file.name for file in tmp_path.iterdir()) == FILES
+    assert min(seconds) < 1.0

@@ -1,0 +1,52 @@
+"""Spans of a lane, against a search over small ticks."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wavemare.pipeline.action import Action, Kind
+from wavemare.pipeline.draw.lane import WAITING, busy_spans, waiting_spans
+from wavemare.pipeline.timeline import Event
+
+BUSY = {Kind.FORWARD, Kind.BACKWARD, Kind.STEP, Kind.CORRECT, Kind.RESTORE}
+EVENTS = st.lists(
+    st.builds(
+        lambda kind, start, size: Event(Action(kind, 0, 0), start, start + size),
+        st.sampled_from(Kind),
+        st.integers(0, 12),
+        st.integers(0, 8),
+    ),
+    max_size=8,
+)
+
+
+def covers(event: Event, tick: int) -> bool:
+    return event.start_s <= tick < event.end_s
+
+
+@given(EVENTS)
+def test_waiting_is_where_only_messages_are_under_way(events: list[Event]) -> None:
+    waiting = set()
+    for tick in range(25):
+        kinds = {event.action.kind for event in events if covers(event, tick)}
+        if kinds and not kinds & BUSY:
+            waiting.add(tick)
+    spans = list(waiting_spans(events))
+    ticks = [tick for s in spans for tick in range(int(s.start_s), int(s.end_s))]
+    assert sorted(ticks) == sorted(waiting)
+    assert all(span.paint is WAITING for span in spans)
+    # As few as possible: no two of them touch.
+    assert len({s.start_s for s in spans} | {s.end_s for s in spans}) == 2 * len(spans)
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_only_work_is_busy_and_only_passes_are_numbered(kind: Kind) -> None:
+    spans = busy_spans([Event(Action(kind, 2, 7, 1), 3.0, 4.0)])
+    assert len(spans) == (kind in BUSY)
+    assert [s.label for s in spans if s.label] == ["7"] * (kind in {Kind.FORWARD, Kind.BACKWARD})
+    assert all((s.start_s, s.end_s, s.hint) == (3.0, 4.0, f"2{kind.value}7@1") for s in spans)
+
+
+def test_spans_come_in_the_order_of_time() -> None:
+    events = [Event(Action(Kind.FORWARD, 0, m), 5.0 - m, 6.0 - m) for m in range(4)]
+    assert [span.label for span in busy_spans(events)] == ["3", "2", "1", "0"]

@@ -1,0 +1,227 @@
+"""Gantt charts: the parts of the picture, and that SVG and PNG show them."""
+
+import io
+import re
+from collections import Counter
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+from PIL import Image
+
+from wavemare.errors import PlanError
+from wavemare.pipeline.action import Action, Kind
+from wavemare.pipeline.draw import png, svg
+from wavemare.pipeline.draw.lane import PAINTS, STEP
+from wavemare.pipeline.draw.layout import gantt
+from wavemare.pipeline.draw.picture import Box, Picture
+from wavemare.pipeline.timeline import Event, Timeline
+
+FORWARD, BACKWARD = PAINTS[:2]
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def event(kind: Kind, rank: int, micro_batch: int, start_s: float, end_s: float) -> Event:
+    return Event(Action(kind, rank, micro_batch, 0), start_s, end_s)
+
+
+def timeline(title: str = "two ranks") -> Timeline:
+    """Return one second: two forwards, two backwards, a step and a wait; idle ends."""
+    first = (
+        event(Kind.FORWARD, 0, 0, 0.0, 0.2),
+        event(Kind.RECV_GRAD, 0, 0, 0.2, 0.6),
+        event(Kind.BACKWARD, 0, 0, 0.6, 1.0),
+    )
+    second = (
+        event(Kind.FORWARD, 1, 0, 0.2, 0.4),
+        event(Kind.BACKWARD, 1, 0, 0.4, 0.6),
+        event(Kind.STEP, 1, 0, 0.6, 0.7),
+    )
+    return Timeline(title, (first, second))
+
+
+def boxes(picture: Picture, name: str) -> list[Box]:
+    """Return the boxes of a kind without the legend's, which is the last one."""
+    return [box for box in picture.boxes if box.paint.name == name][:-1]
+
+
+def texts(picture: Picture) -> list[str]:
+    return [label.text for label in picture.labels]
+
+
+def test_boxes_lie_where_their_times_are() -> None:
+    picture = gantt(timeline())
+    first, second = boxes(picture, "forward")
+    (waiting,) = boxes(picture, "waiting for messages")
+    last, _ = boxes(picture, "backward")
+    (step,) = boxes(picture, "optimizer step")
+    second_px = (last.right - first.left + 1) / 1.0  # one pixel is left free between passes
+    for box, start_s, end_s in [
+        (first, 0.0, 0.2),
+        (second, 0.2, 0.4),
+        (waiting, 0.2, 0.6),
+        (last, 0.6, 1.0),
+        (step, 0.6, 0.7),
+    ]:
+        assert box.left == pytest.approx(first.left + start_s * second_px, abs=0.5)
+        assert box.right == pytest.approx(first.left + end_s * second_px, abs=1.5)
+    assert first.top == waiting.top == last.top
+    assert second.top == step.top >= first.top + first.height
+
+
+def test_labels_say_which_rank_micro_batch_and_share() -> None:
+    found = Counter(texts(gantt(timeline(), title="Everything")))
+    assert {"Everything", "two ranks", "rank 0", "rank 1", "time in ms"} <= found.keys()
+    # Micro-batch 0 in four boxes, and the axis' own 0.
+    assert found["0"] == 5
+    assert "busy 55 % of the time" in found  # 0.6 s and 0.5 s of 1 s
+    legend = ["forward", "backward", "optimizer step", "waiting for messages"]
+    assert [text for text in texts(gantt(timeline())) if text in legend] == legend
+
+
+def test_legend_names_only_what_occurs() -> None:
+    picture = gantt(Timeline("", ((event(Kind.FORWARD, 0, 0, 0, 1),),)))
+    assert {"forward", "backward"} & set(texts(picture)) == {"forward"}
+
+
+def test_timelines_share_one_time_axis() -> None:
+    short = Timeline("short", ((event(Kind.FORWARD, 0, 3, 0.0, 0.5),),))
+    picture = gantt([timeline(), short])
+    *_, half = boxes(picture, "forward")
+    whole = boxes(picture, "backward")[0]
+    left = boxes(picture, "forward")[0].left
+    assert half.right + 1 - left == pytest.approx((whole.right + 1 - left) / 2, abs=1)
+    assert half.top > max(box.top for box in boxes(picture, "backward"))
+    # A share of the time until each timeline's own end.
+    assert [t for t in texts(picture) if t.startswith("busy")] == [
+        "busy 55 % of the time",
+        "busy 100 % of the time",
+    ]
+
+
+def test_a_window_cuts_boxes_off() -> None:
+    picture = gantt(timeline(), start_s=0.5, end_s=0.9)
+    assert boxes(picture, "forward") == []
+    first, second = boxes(picture, "backward")
+    assert 0 < second.left < first.left
+    width = first.right + 1 - second.left
+    assert first.left - second.left == pytest.approx(width * 0.25, abs=1)
+    assert "busy 62 % of the time" in texts(picture)  # 0.3 s and 0.2 s of 0.4 s
+    assert {"500", "900"} <= set(texts(picture))
+
+
+@pytest.mark.parametrize("window", [(0.0, 0.0), (2.0, None), (0.5, 0.1), (0.0, float("inf"))])
+def test_an_empty_window_is_refused(window: tuple[float, float | None]) -> None:
+    with pytest.raises(PlanError, match="nothing happens between"):
+        gantt(timeline(), start_s=window[0], end_s=window[1])
+
+
+def test_a_timeline_without_events_is_refused() -> None:
+    with pytest.raises(PlanError, match="nothing happens between"):
+        svg(Timeline("", ((), ())))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "unit", "ticks"),
+    [
+        (1.0, "ms", ["0", "100", "200"]),
+        (13.0, "s", ["0", "1", "2"]),
+        (130.0, "s", ["0", "10", "20"]),
+        (0.013, "ms", ["0", "1", "2"]),
+        (0.0001, "µs", ["0", "10", "20"]),
+    ],
+)
+def test_ticks_are_round(seconds: float, unit: str, ticks: list[str]) -> None:
+    picture = gantt(Timeline("", ((event(Kind.STEP, 0, 0, 0, seconds),),)))
+    axis = [label for label in picture.labels if label.anchor == "middle"]
+    assert [label.text for label in axis][:3] == ticks
+    assert 4 <= len(axis) <= 15
+    gaps = [right.x - left.x for left, right in pairwise(axis)]
+    assert max(gaps) == pytest.approx(min(gaps))
+    assert f"time in {unit}" in texts(picture)
+
+
+def test_a_step_of_no_time_is_a_mark() -> None:
+    events = (
+        event(Kind.BACKWARD, 0, 0, 0.0, 0.5),
+        event(Kind.STEP, 0, 0, 0.5, 0.5),
+        event(Kind.FORWARD, 0, 1, 0.5, 1.0),
+        event(Kind.STEP, 0, 1, 1.0, 1.0),
+    )
+    picture = gantt(Timeline("", (events,)))
+    marks = boxes(picture, STEP.name)
+    forward = boxes(picture, "forward")[0]
+    assert [box.width for box in marks] == [2.0, 2.0]
+    assert marks[0].left + 1 == pytest.approx(forward.left)
+    assert picture.boxes.index(marks[0]) > picture.boxes.index(forward)
+
+
+def test_numbers_appear_when_they_fit() -> None:
+    def numbers(count: int) -> int:
+        events = tuple(event(Kind.FORWARD, 0, 1000 + m, m, m + 1) for m in range(count))
+        found = texts(gantt(Timeline("", (events,))))
+        return sum(bool(re.fullmatch(r"1\d\d\d", text)) for text in found)
+
+    assert numbers(20) == 20
+    assert numbers(300) == 0
+
+
+def test_crowded_lanes_keep_the_shares_of_their_colours() -> None:
+    # 40000 boxes of which each is much smaller than a pixel; idle is 3/10 of the time.
+    events = []
+    for m in range(20000):
+        events.append(event(Kind.FORWARD, 0, m, m * 1.0, m + 0.2))
+        events.append(event(Kind.BACKWARD, 0, m, m + 0.2, m + 0.7))
+    picture = gantt(Timeline("", (tuple(events),)))
+    assert len(picture.boxes) < 2500
+    widths = {name: sum(b.width for b in boxes(picture, name)) for name in ("forward", "backward")}
+    whole = max(b.right for b in picture.boxes) - min(b.left for b in picture.boxes)
+    assert widths["forward"] / whole == pytest.approx(0.2, abs=0.03)
+    assert widths["backward"] / whole == pytest.approx(0.5, abs=0.03)
+
+
+def test_svg_is_well_formed_and_has_each_box() -> None:
+    root = ElementTree.fromstring(svg([timeline("a < b & c"), timeline()], title='"x"'))
+    assert (root.tag, root.get("width")) == (f"{SVG}svg", "1200")
+    count = Counter(rect.get("class") for rect in root.iter(f"{SVG}rect"))
+    # Two timelines, and one box in the legend.
+    assert count["forward"] == count["backward"] == 5
+    assert count["optimizer-step"] == count["waiting-for-messages"] == 3
+    labels = [text.text for text in root.iter(f"{SVG}text")]
+    assert {"a < b & c", "two ranks", '"x"'} <= set(labels)
+    hints = Counter(title.text for title in root.iter(f"{SVG}title"))
+    assert hints == dict.fromkeys(["0F0@0", "0B0@0", "1F0@0", "1B0@0", "1S0@0"], 2)
+    style = root.find(f"{SVG}style")
+    assert style is not None
+    assert f".forward {{ fill: {FORWARD.fill}; }}" in (style.text or "")
+    assert "fill: url(#waiting-for-messages)" in (style.text or "")
+
+
+@pytest.mark.parametrize("width", [600, 1200])
+def test_png_has_the_colours_where_the_boxes_are(width: int) -> None:
+    picture = gantt(timeline(), width=width)
+    image = Image.open(io.BytesIO(png(timeline(), width=width)))
+    assert (image.format, image.size) == ("PNG", (width, picture.height))
+    for box in picture.boxes:
+        # Beside the number in the middle, and off the edges.
+        left, right = box.left + box.width * 0.1 + 1, box.right - box.width * 0.1 - 2
+        for x in (left, right):
+            pixel = image.getpixel((round(x), round(box.top + box.height / 2)))
+            colour = "#{:02x}{:02x}{:02x}".format(*pixel)  # type: ignore[misc]
+            if box.paint.hatch is None:
+                assert colour == box.paint.fill
+    first, second = boxes(picture, "forward")
+    idle = (round(first.left) + 4, round(second.top) + 4)
+    assert image.getpixel(idle) == (255, 255, 255)
+
+
+def test_png_hatches_waiting() -> None:
+    picture = gantt(timeline())
+    image = Image.open(io.BytesIO(png(timeline())))
+    (box,) = boxes(picture, "waiting for messages")
+    area = (round(box.left), round(box.top), round(box.right) - 1, round(box.top + box.height) - 1)
+    colours = image.crop(area).getcolors(10000)
+    assert colours is not None
+    assert len(colours) > 1
+    # Pale for the most part.
+    assert max(colours)[1] == (0xF1, 0xF1, 0xF3)

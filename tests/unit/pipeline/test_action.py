@@ -1,0 +1,83 @@
+"""Actions and their text form."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wavemare.errors import PlanError
+from wavemare.pipeline.action import RECEIVES, SENDS, Action, Kind
+
+numbers = st.integers(0, 10**9)
+actions = st.builds(
+    Action,
+    kind=st.sampled_from(Kind),
+    stage=numbers,
+    micro_batch=numbers,
+    version=st.integers(-1, 10**9),
+    wave=st.integers(0, 1),
+)
+
+
+@given(action=actions)
+def test_the_text_form_is_read_back(action):
+    assert Action.parse(str(action)) == action
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ("2F5@1", Action(Kind.FORWARD, 2, 5, 1)),
+        ("0B0", Action(Kind.BACKWARD, 0, 0)),
+        ("10SA12", Action(Kind.SEND_ACTIVATION, 10, 12)),
+        ("3S7@0/1", Action(Kind.STEP, 3, 7, 0, 1)),
+        ("1W4/1", Action(Kind.RESTORE, 1, 4, -1, 1)),
+    ],
+)
+def test_the_text_form_is_stage_code_micro_batch_version_wave(text, action):
+    assert str(action) == text
+    assert Action.parse(text) == action
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "F", "2f5", "2X5", "-1F3", "1F-3", "1F3@", "1F3@-1", "1F3/", "1F3/1@2", " 1F3", "1F3\n"]
+    + ["1F3 1F4", "1FF3", "1.0F3", "F3", "1F", "1SASA3"],
+)
+def test_other_text_is_refused_with_the_codes(text):
+    with pytest.raises(PlanError, match=r"this is no action\. Write .* as in 2F5@1") as info:
+        Action.parse(text)
+    assert info.value.value == text
+    assert all(f" {kind.value}" in info.value.remedy for kind in Kind)
+
+
+@given(text=st.text("0123456789FBSARGNTLCW@/ -", max_size=8) | st.text(max_size=6))
+def test_no_text_is_misread(text):
+    try:
+        action = Action.parse(text)
+    except PlanError:
+        return
+    assert Action.parse(str(action)) == action
+    codes = [part for part in re.split(r"[\d@/]+", text) if part]
+    assert codes == [action.kind.value]
+    assert [int(part) for part in re.findall(r"\d+", text)] == [
+        action.stage,
+        action.micro_batch,
+        *([action.version] if "@" in text else []),
+        *([action.wave] if "/" in text else []),
+    ]
+
+
+def test_receives_mirror_sends():
+    assert set(SENDS) | set(RECEIVES) == {
+        kind for kind in Kind if kind.name.startswith(("SEND_", "RECV_"))
+    }
+    for send, (receive, step) in SENDS.items():
+        assert RECEIVES[receive] == (send, -step)
+        assert send.name.removeprefix("SEND_") == receive.name.removeprefix("RECV_")
+        assert step == (1 if send in {Kind.SEND_ACTIVATION, Kind.SEND_TOTAL} else -1)
+
+
+def test_codes_are_unique():
+    assert len({kind.value for kind in Kind}) == len(Kind)

@@ -1,0 +1,158 @@
+"""The order of passes against the clock of DeepSpeed's schedule, and streams that are interrupted.
+
+The slow twin knows nothing of limits and look-ahead: it puts every pass on a tick, stage ``s`` of
+``P`` forwards micro-batch ``m`` on tick ``2m + s`` and does its backward pass on ``2m + 2P - 1 - s``,
+and sorts. A pipeline that is emptied starts the clock anew.
+"""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wavemare.errors import PlanError
+from wavemare.pipeline.action import Action, Kind
+from wavemare.pipeline.order import Stream, ahead, compute_order
+
+
+def twin_order(stage, num_stages, first, end):
+    """Return kinds and micro-batches of one fill-to-drain segment, by their ticks."""
+    passes = [(2 * m + stage, Kind.FORWARD, m) for m in range(first, end)]
+    passes += [(2 * m + 2 * num_stages - 1 - stage, Kind.BACKWARD, m) for m in range(first, end)]
+    return [(kind, m) for _, kind, m in sorted(passes)]
+
+
+def computed(actions):
+    return [(a.kind, a.micro_batch) for a in actions if a.kind in {Kind.FORWARD, Kind.BACKWARD}]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_stages=st.integers(1, 16),
+    micro_batches=st.integers(1, 64),
+    segments=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    data=st.data(),
+)
+def test_windows_follow_the_clock(num_stages, micro_batches, segments, data):
+    stage = data.draw(st.integers(0, num_stages - 1))
+    stream = Stream(stage, num_stages, micro_batches)
+    expected, got = [], []
+    for steps in segments:
+        first = stream.first
+        stop = first + steps * micro_batches
+        expected += twin_order(stage, num_stages, first, stop)
+        for _ in range(steps):
+            got += computed(stream.window(stop))
+            assert stream.first == got[-1][1] + 1
+        assert stream.first == stream.forwarded == stop
+    assert got == expected
+
+
+@given(num_stages=st.integers(1, 16), micro_batches=st.integers(1, 64), data=st.data())
+def test_without_an_end_the_stream_stays_ahead(num_stages, micro_batches, data):
+    stage = data.draw(st.integers(0, num_stages - 1))
+    stream = Stream(stage, num_stages, micro_batches)
+    got = []
+    for step in range(3):
+        got += computed(stream.window())
+        assert stream.forwarded == (step + 1) * micro_batches + ahead(stage, num_stages)
+    # The clock of a longer run, up to the same backward pass.
+    longer = twin_order(stage, num_stages, 0, 3 * micro_batches + num_stages)
+    assert got == longer[: len(got)]
+
+
+def test_an_order_that_stands_in_a_book():
+    order = compute_order(1, 3, first=0, last=3, forwarded=0, stop=3)
+    assert " ".join(map(str, order)) == "1F0 1F1 1B0 1F2 1B1 1B2"
+
+
+def test_forwards_are_not_repeated_beyond_a_stop():
+    order = compute_order(0, 4, first=2, last=4, forwarded=5, stop=4)
+    assert " ".join(map(str, order)) == "0B2 0B3"
+
+
+@pytest.mark.parametrize(("stage", "num_stages"), [(-1, 2), (2, 2), (0, 0)])
+def test_stages_that_do_not_exist_are_refused(stage, num_stages):
+    with pytest.raises(PlanError, match="has no such stage"):
+        Stream(stage, num_stages, 1)
+
+
+def test_steps_without_micro_batches_are_refused():
+    with pytest.raises(PlanError, match="at least one micro-batch"):
+        Stream(0, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("stops", "synchronous"),
+    [([2, 4], [True, True]), ([4, 4], [False, False]), ([None, 4, 6], [False, False, True])],
+)
+def test_a_step_is_synchronous_between_two_empty_pipelines(stops, synchronous):
+    for stage in range(3):
+        stream = Stream(stage, 3, 2, norms=True)
+        for stop, expected in zip(stops, synchronous, strict=True):
+            assert stream.is_synchronous(stop) is expected
+            kinds = {action.kind for action in stream.window(stop)}
+            assert bool(kinds & {Kind.SEND_TOTAL, Kind.RECV_TOTAL}) is expected
+            assert Kind.SEND_NORM in kinds or stage == 0
+
+
+def shifted(actions, micro_batches, versions):
+    return [
+        Action(kind, stage, m + micro_batches, version + versions, wave)
+        for kind, stage, m, version, wave in actions
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_stages=st.integers(1, 8),
+    micro_batches=st.integers(1, 8),
+    options=st.fixed_dictionaries({"norms": st.booleans(), "correct": st.booleans()}),
+    before=st.integers(1, 3),
+    cut=st.integers(0, 7),
+    synchronous=st.booleans(),
+    data=st.data(),
+)
+def test_a_rewound_stream_is_a_new_one(
+    num_stages, micro_batches, options, before, cut, synchronous, data
+):
+    """The look-ahead is forwarded again, with the versions that the weights have by then."""
+    stage = data.draw(st.integers(0, num_stages - 1))
+    stream = Stream(stage, num_stages, micro_batches, **options)
+    for _ in range(before):
+        stream.window()
+    cut %= micro_batches
+    first = stream.first - cut
+    if cut:
+        stream.rewind(first)
+    else:
+        stream.rewind()
+    fresh = Stream(stage, num_stages, micro_batches, **options)
+    for step in range(3):
+        stop = (step + 1) * micro_batches if synchronous else None
+        got = stream.window(None if stop is None else first + stop)
+        assert got == shifted(fresh.window(stop), first, before)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_stages=st.integers(2, 8),
+    micro_batches=st.integers(1, 8),
+    drains=st.lists(st.booleans(), min_size=1, max_size=6),
+)
+def test_unreceived_activations_are_counted(num_stages, micro_batches, drains):
+    streams = [Stream(stage, num_stages, micro_batches) for stage in range(num_stages)]
+    counts = [[0, 0] for _ in streams]
+    for number, drain in enumerate(drains):
+        stop = streams[0].first + micro_batches if drain else None
+        for stream, count in zip(streams, counts, strict=True):
+            for action in stream.window(stop):
+                count[0] += action.kind is Kind.SEND_ACTIVATION
+                count[1] += action.kind is Kind.RECV_ACTIVATION
+        assert streams[0].unreceived == 0
+        for stage in range(1, num_stages):
+            assert streams[stage].unreceived == counts[stage - 1][0] - counts[stage][1]
+        if number == 2:
+            for stream, count in zip(streams, counts, strict=True):
+                stream.rewind()
+                assert stream.unreceived == 0
+                count[0] = count[1] = 0

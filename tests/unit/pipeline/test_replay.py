@@ -1,0 +1,381 @@
+"""The replay against plain training, training with whole old models, and formulas written out."""
+
+import copy
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from wavemare.errors import PlanError
+from wavemare.pipeline.action import Kind
+from wavemare.pipeline.replay import Replay
+from wavemare.pipeline.schedules import pipemare
+
+WIDTH = 6
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.05),
+    "momentum": partial(torch.optim.SGD, lr=0.02, momentum=0.9),
+    "adamw": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
+}
+optimizers = pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+
+
+def mlp(num_stages, dtype=torch.float32):
+    torch.manual_seed(7)
+    return [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH)).to(dtype)
+        for _ in range(num_stages)
+    ]
+
+
+def batches(steps, micro_batches, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(11)
+    draw = partial(torch.randn, 4, WIDTH, generator=generator)
+    return [
+        [(draw().to(dtype), draw().to(dtype)) for _ in range(micro_batches)] for _ in range(steps)
+    ]
+
+
+def flat(modules):
+    return torch.cat([p.detach().reshape(-1) for module in modules for p in module.parameters()])
+
+
+def plain_training(stages, data, make_optimizer, make_scheduler=None):
+    """Train with gradients accumulated over the micro-batches; return the mean losses."""
+    optimizers = [make_optimizer(list(stage.parameters())) for stage in stages]
+    schedulers = [make_scheduler(o) for o in optimizers] if make_scheduler else []
+    losses = []
+    for step in data:
+        total = 0.0
+        for inputs, labels in step:
+            loss = nn.functional.mse_loss(nn.Sequential(*stages)(inputs), labels)
+            (loss / len(step)).backward()
+            total += loss.item()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for scheduler in schedulers:
+            scheduler.step()
+        losses.append(total / len(step))
+    return losses
+
+
+def replayed(stages, data, make_optimizer, **options):
+    replay = Replay(stages, nn.functional.mse_loss, make_optimizer, len(data[0]), **options)
+    losses = [replay.step(step) for step in data]
+    assert losses == [record.loss for record in replay.records]
+    return replay
+
+
+SYNCHRONOUS = {
+    "one stage": (1, {}),
+    "drain at every step": (4, {"drain_interval": 1}),
+    "all warm-up": (4, {"warmup_steps": 100}),
+    "with an idle correction": (4, {"drain_interval": 1, "correction": "ema"}),
+}
+
+
+@optimizers
+@pytest.mark.parametrize(("num_stages", "options"), SYNCHRONOUS.values(), ids=SYNCHRONOUS.keys())
+def test_an_empty_pipeline_at_each_step_is_plain_training_bitwise(
+    num_stages, options, make_optimizer
+):
+    data = batches(12, 3)
+    stages, twins = mlp(num_stages), mlp(num_stages)
+    make_scheduler = partial(torch.optim.lr_scheduler.StepLR, step_size=4, gamma=0.5)
+    wanted = plain_training(twins, data, make_optimizer, make_scheduler)
+    replay = replayed(stages, data, make_optimizer, make_scheduler=make_scheduler, **options)
+    assert torch.equal(flat(stages), flat(twins))
+    assert [record.loss for record in replay.records] == pytest.approx(wanted, rel=1e-6)
+
+
+def stashed_training(stages, data, make_optimizer):
+    """Train with gradients of whole old models: each stage as it was when it was forwarded."""
+    micro_batches, history = len(data[0]), [copy.deepcopy(stages)]
+    optimizers = [make_optimizer(list(stage.parameters())) for stage in stages]
+    for step, given in enumerate(data):
+        for index, (inputs, labels) in enumerate(given):
+            m = step * micro_batches + index
+            old = [
+                copy.deepcopy(history[max(0, (m - (len(stages) - 1 - s)) // micro_batches)][s])
+                for s in range(len(stages))
+            ]
+            loss = nn.functional.mse_loss(nn.Sequential(*old)(inputs), labels) / micro_batches
+            loss.backward()
+            for stage, former in zip(stages, old, strict=True):
+                for p, q in zip(stage.parameters(), former.parameters(), strict=True):
+                    p.grad = q.grad if p.grad is None else p.grad + q.grad
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        # Deep copies carry gradients along.
+        history.append(copy.deepcopy(stages))
+
+
+@optimizers
+@pytest.mark.parametrize(("num_stages", "micro_batches"), [(4, 1), (4, 3), (3, 4)])
+def test_exact_correction_is_training_with_the_gradients_of_old_models(
+    num_stages, micro_batches, make_optimizer
+):
+    data = batches(25, micro_batches)
+    stages, twins = mlp(num_stages), mlp(num_stages)
+    replayed(stages, data, make_optimizer, correction="exact")
+    stashed_training(twins, data, make_optimizer)
+    torch.testing.assert_close(flat(stages), flat(twins), rtol=1e-6, atol=1e-6)
+
+
+class Residual(nn.Module):
+    """A residual tanh layer, whose backward pass is written out in `HandWritten`."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = nn.Parameter(weight.clone())
+
+    def forward(self, h):
+        return h + torch.tanh(h @ self.weight)
+
+
+class HandWritten:
+    """Asynchronous training of residual tanh layers without autograd and torch's optimizers."""
+
+    def __init__(self, weights, micro_batches, rule, mode, anneal_steps, decay_base):
+        self.history = [[w.clone()] for w in weights]
+        self.deltas = [torch.zeros_like(w) for w in weights]
+        self.first = [torch.zeros_like(w) for w in weights]
+        self.second = [torch.zeros_like(w) for w in weights]
+        self.size, self.rule, self.mode = micro_batches, rule, mode
+        self.anneal_steps, self.decay_base = anneal_steps, decay_base
+        self.version = 0
+
+    def delay(self, s):
+        return len(self.history) - 1 - s
+
+    def step(self, given):
+        grads = [torch.zeros_like(w[0]) for w in self.history]
+        for index, (inputs, labels) in enumerate(given):
+            m, h, saved = self.version * self.size + index, inputs, []
+            for s, history in enumerate(self.history):
+                seen = max(0, math.floor((m - self.delay(s)) / self.size))
+                z = torch.tanh(h @ history[seen])
+                saved.append((h, z, seen))
+                h = h + z
+            g = 2 * (h - labels) / labels.numel() / self.size
+            for s in reversed(range(len(self.history))):
+                h, z, seen = saved[s]
+                through = g * (1 - z * z)
+                grads[s] += h.T @ through
+                g = g + through @ self.backward_weight(s, seen).T
+        for s, grad in enumerate(grads):
+            self.update(s, grad)
+        self.version += 1
+
+    def backward_weight(self, s, seen):
+        newest, age = self.history[s][-1], self.version - seen
+        mode = self.mode
+        if mode == "auto":
+            mode = "exact" if math.ceil(self.delay(s) / self.size) <= 2 else "ema"
+        if mode == "exact":
+            return self.history[s][seen]
+        return newest - age * self.deltas[s] if mode == "ema" else newest
+
+    def update(self, s, grad):
+        rate, t, w = self.rule["lr"], self.version + 1, self.history[s][-1]
+        if self.anneal_steps:
+            power = 1 - min(self.version / self.anneal_steps, 1)
+            rate /= max(1.0, self.delay(s) / self.size) ** power
+        if "betas" in self.rule:
+            b1, b2 = self.rule["betas"]
+            self.first[s] = b1 * self.first[s] + (1 - b1) * grad
+            self.second[s] = b2 * self.second[s] + (1 - b2) * grad**2
+            root = (self.second[s] / (1 - b2**t)).sqrt() + 1e-8
+            new = w - rate * self.rule["weight_decay"] * w
+            new = new - rate * (self.first[s] / (1 - b1**t)) / root
+        else:
+            self.first[s] = self.rule["momentum"] * self.first[s] + grad
+            new = w - rate * self.first[s]
+        oldest = math.ceil(self.delay(s) / self.size)
+        if oldest:
+            base = self.decay_base
+            decay = base ** (1 / oldest) if base else (oldest - 1) / (oldest + 1)
+            self.deltas[s] = decay * self.deltas[s] + (1 - decay) * (new - w)
+        self.history[s].append(new)
+
+
+RULES = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.0}),
+    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "betas": (0.9, 0.99), "weight_decay": 0.2}),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("mode", ["off", "ema", "exact", "auto"])
+@pytest.mark.parametrize("anneal_steps", [None, 15])
+@pytest.mark.parametrize(("micro_batches", "decay_base"), [(1, None), (2, 0.2)])
+def test_every_remedy_and_optimizer_against_formulas_written_out(
+    rule, mode, anneal_steps, micro_batches, decay_base
+):
+    kind, settings = RULES[rule]
+    data = batches(25, micro_batches, torch.float64)
+    torch.manual_seed(5)
+    weights = [torch.randn(WIDTH, WIDTH, dtype=torch.float64) / 2 for _ in range(5)]
+    stages = [Residual(w) for w in weights]
+    replayed(
+        stages,
+        data,
+        partial(kind, **settings),
+        correction=mode,
+        decay_base=decay_base,
+        anneal_steps=anneal_steps,
+    )
+    twin = HandWritten(weights, micro_batches, settings, mode, anneal_steps, decay_base)
+    for given in data:
+        twin.step(given)
+    for stage, history in zip(stages, twin.history, strict=True):
+        torch.testing.assert_close(stage.weight.detach(), history[-1], rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("mode", ["off", "ema", "exact"])
+def test_remedies_differ(mode):
+    # Otherwise the comparisons above would not see one taken for another.
+    data = batches(10, 1)
+    other = {"off": "ema", "ema": "exact", "exact": "off"}[mode]
+    runs = [mlp(4), mlp(4)]
+    for stages, correction in zip(runs, (mode, other), strict=True):
+        replayed(stages, data, OPTIMIZERS["sgd"], correction=correction)
+    assert (flat(runs[0]) - flat(runs[1])).abs().max() > 1e-5
+
+
+def test_estimate_without_memory_is_exact_with_enough_micro_batches():
+    data = batches(50, 3, torch.float64)
+    runs = {mode: mlp(4, torch.float64) for mode in ("ema", "exact", "off")}
+    for mode, stages in runs.items():
+        replayed(stages, data, OPTIMIZERS["momentum"], correction=mode)
+    torch.testing.assert_close(flat(runs["ema"]), flat(runs["exact"]), rtol=1e-7, atol=1e-9)
+    assert (flat(runs["off"]) - flat(runs["exact"])).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 5])
+@pytest.mark.parametrize("micro_batches", [1, 2, 6])
+@pytest.mark.parametrize(("warmup_steps", "drain_interval"), [(0, 0), (2, 0), (0, 3), (2, 3)])
+def test_staleness_is_that_of_the_plan(num_stages, micro_batches, warmup_steps, drain_interval):
+    steps = 8
+    drains = {"warmup_steps": warmup_steps, "drain_interval": drain_interval}
+    plan = pipemare(num_stages, micro_batches, steps, **drains)
+    versions = {(a.kind, a.stage, a.micro_batch): a.version for rank in plan.ranks for a in rank}
+    data = batches(steps, micro_batches)
+    replay = replayed(mlp(num_stages), data, OPTIMIZERS["sgd"], **drains)
+    for record in replay.records:
+        first = record.step * micro_batches
+        assert record.staleness == tuple(
+            tuple(
+                versions[Kind.BACKWARD, s, m] - versions[Kind.FORWARD, s, m]
+                for m in range(first, first + micro_batches)
+            )
+            for s in range(num_stages)
+        )
+
+
+def test_gap_is_the_distance_that_the_weights_went_since_the_forward_pass():
+    stages, data = mlp(3), batches(6, 1)
+    replay = Replay(stages, nn.functional.mse_loss, OPTIMIZERS["sgd"], 1, measure_gap=True)
+    history = []
+    for step in data:
+        history.append([flat([stage]) for stage in stages])
+        replay.step(step)
+        seen = [history[max(0, len(history) - 1 - delay)][s] for s, delay in enumerate((2, 1, 0))]
+        wanted = [float((a - b).norm()) for a, b in zip(history[-1], seen, strict=True)]
+        assert replay.records[-1].gaps == pytest.approx(wanted, rel=1e-5)
+
+
+class Split(nn.Module):
+    """Passes hidden states, integers and a constant on as a tuple."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.linear(x), torch.arange(WIDTH), x.detach() * 2
+
+
+class Join(nn.Module):
+    """Takes such a tuple and gives one back."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, values):
+        hidden, index, constant = values
+        return self.linear(hidden)[:, index.flip(0)] + constant, hidden
+
+
+class Sum(nn.Module):
+    """Has no parameters."""
+
+    def forward(self, values):
+        return values[0] + values[1].square()
+
+
+def test_tuples_integers_constants_and_stages_without_weights():
+    def make():
+        torch.manual_seed(3)
+        return [Split(), Join(), Sum()]
+
+    data = batches(6, 2)
+    stages, twins = make(), make()
+    replayed(stages, data, OPTIMIZERS["adamw"], drain_interval=1)
+    optimizer = OPTIMIZERS["adamw"]([p for t in twins for p in t.parameters()])
+    for step in data:
+        for inputs, labels in step:
+            (nn.functional.mse_loss(nn.Sequential(*twins)(inputs), labels) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.equal(flat(stages), flat(twins))
+    asynchronous = make()
+    replayed(asynchronous, data, OPTIMIZERS["adamw"], correction="ema")
+    assert not torch.equal(flat(asynchronous), flat(stages))
+
+
+def test_frozen_parameters_stay():
+    stages = mlp(3)
+    stages[0].requires_grad_(False)
+    stages[1][0].weight.requires_grad_(False)
+    before = [p.detach().clone() for p in (*stages[0].parameters(), stages[1][0].weight)]
+    replayed(stages, batches(5, 1), OPTIMIZERS["sgd"], correction="exact")
+    after = [*stages[0].parameters(), stages[1][0].weight]
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+def test_the_learning_rate_is_whole_between_steps():
+    seen = []
+
+    def make_optimizer(params):
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        optimizer.register_step_pre_hook(lambda o, *_: seen.append(o.param_groups[0]["lr"]))
+        return optimizer
+
+    def make_scheduler(optimizer):
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    options = {"anneal_steps": 2, "make_scheduler": make_scheduler}
+    replayed(mlp(5), batches(3, 1), make_optimizer, **options)
+    assert seen[0::5] == pytest.approx([0.1 / 4, 0.05 / 2, 0.025])
+    assert seen[4::5] == pytest.approx([0.1, 0.05, 0.025])
+
+
+def test_wrong_calls_are_refused():
+    loss, make = nn.functional.mse_loss, OPTIMIZERS["sgd"]
+    with pytest.raises(PlanError, match="at least one"):
+        Replay([], loss, make, 1)
+    with pytest.raises(PlanError, match="share a parameter"):
+        Replay([*mlp(1)] * 2, loss, make, 1)
+    with pytest.raises(PlanError, match="micro_batches"):
+        Replay(mlp(2), loss, make, 0)
+    with pytest.raises(PlanError, match="Did you mean 'ema'"):
+        Replay(mlp(2), loss, make, 1, correction="emma")
+    with pytest.raises(PlanError, match="micro_batches = 1: an optimizer step has 2"):
+        Replay(mlp(2), loss, make, 2).step(batches(1, 1)[0])

@@ -1,0 +1,165 @@
+"""Weight versions against a pipeline played tick by tick, and against the plans."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wavemare.errors import PlanError
+from wavemare.pipeline.action import Kind
+from wavemare.pipeline.order import ahead
+from wavemare.pipeline.schedules import drain_boundary, pipemare
+from wavemare.pipeline.staleness import (
+    MODES,
+    backward_version,
+    ema_decay,
+    ema_decay_from,
+    forward_version,
+    lr_factor,
+    max_staleness,
+    mean_delay,
+    resolve_mode,
+    staleness,
+)
+
+
+def played(stage, num_stages, micro_batches, count):
+    """Return (forward, backward) version of each micro-batch from DeepSpeed's ticks, unflushed."""
+    events = []
+    for m in range(count):
+        events.append((2 * m + stage, "F", m))
+        events.append((2 * m + 2 * num_stages - 1 - stage, "B", m))
+    version, seen, result = 0, {}, []
+    for _, kind, m in sorted(events):
+        if kind == "F":
+            seen[m] = version
+        else:
+            result.append((seen[m], version))
+            version += (m + 1) % micro_batches == 0
+    return result
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4, 5, 8])
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 4, 8, 16])
+def test_versions_are_those_of_the_pipeline_played_tick_by_tick(num_stages, micro_batches):
+    for stage in range(num_stages):
+        delay = ahead(stage, num_stages)
+        versions = played(stage, num_stages, micro_batches, micro_batches * 30)
+        for m, (forward, backward) in enumerate(versions):
+            assert forward_version(m, delay, micro_batches) == forward
+            assert backward_version(m, micro_batches) == backward
+            assert staleness(m, delay, micro_batches) == backward - forward
+        settled = [b - f for f, b in versions[micro_batches * 10 : micro_batches * 20]]
+        assert mean_delay(stage, num_stages, micro_batches) == pytest.approx(
+            sum(settled) / len(settled), abs=1e-12
+        )
+        assert max_staleness(stage, num_stages, micro_batches) == max(settled)
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "micro_batches", "expected"),
+    [
+        (4, 1, [3]),
+        (4, 4, [1, 1, 1, 0]),
+        (4, 8, [1, 1, 1, 0, 0, 0, 0, 0]),
+        (8, 2, [4, 3]),
+    ],
+)
+def test_staleness_of_the_first_stage_in_a_settled_pipeline(num_stages, micro_batches, expected):
+    first = 10 * micro_batches
+    delay = ahead(0, num_stages)
+    found = [staleness(first + r, delay, micro_batches) for r in range(micro_batches)]
+    assert found == expected
+
+
+@given(
+    num_stages=st.integers(1, 6),
+    micro_batches=st.integers(1, 5),
+    warmup_steps=st.integers(0, 3),
+    drain_interval=st.integers(0, 5),
+)
+def test_versions_with_drains_are_those_of_the_plan(
+    num_stages, micro_batches, warmup_steps, drain_interval
+):
+    steps = 9
+    drains = {"warmup_steps": warmup_steps, "drain_interval": drain_interval}
+    plan = pipemare(num_stages, micro_batches, steps, **drains)
+    drained = 0
+    expected = {}
+    for step in range(steps):
+        first = step * micro_batches
+        for m in range(first, first + micro_batches):
+            for stage in range(num_stages):
+                seen = forward_version(m, ahead(stage, num_stages), micro_batches, drained)
+                expected[stage, m] = (seen, backward_version(m, micro_batches))
+        if drain_boundary(step, first, micro_batches, **drains) == first + micro_batches:
+            drained = step + 1
+    actions = [action for rank in plan.ranks for action in rank]
+    versions = {(a.kind, a.stage, a.micro_batch): a.version for a in actions}
+    assert expected == {
+        (stage, m): (versions[Kind.FORWARD, stage, m], versions[Kind.BACKWARD, stage, m])
+        for stage, m in expected
+    }
+
+
+def test_learning_rate_rises_from_the_divided_to_the_whole():
+    assert lr_factor(0, 4.0, 100) == 0.25
+    assert lr_factor(50, 4.0, 100) == 0.5
+    assert lr_factor(75, 4.0, 100) == pytest.approx(4.0**-0.25, rel=1e-15)
+    assert lr_factor(100, 4.0, 100) == lr_factor(10**6, 4.0, 100) == 1.0
+
+
+@given(tau=st.floats(0, 1), step=st.integers(0, 50), anneal_steps=st.integers(1, 40))
+def test_short_delays_do_not_raise_the_learning_rate(tau, step, anneal_steps):
+    assert lr_factor(step, tau, anneal_steps) == 1.0
+
+
+def test_decay_of_the_estimate():
+    assert [ema_decay(d) for d in (1, 2, 3, 9)] == [0.0, 1 / 3, 0.5, 0.8]
+    # For deep pipelines this is the paper's decay with D = exp(-2).
+    assert ema_decay(1000) == pytest.approx(ema_decay_from(math.exp(-2), 1000), abs=1e-8)
+    assert ema_decay_from(0.25, 2) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("mode", "resolved"),
+    [
+        ("off", ["off", "off", "off", "off"]),
+        ("exact", ["off", "exact", "exact", "exact"]),
+        ("ema", ["off", "ema", "ema", "ema"]),
+        ("auto", ["off", "exact", "exact", "ema"]),
+    ],
+)
+def test_modes(mode, resolved):
+    assert mode in MODES
+    assert [resolve_mode(mode, oldest) for oldest in range(4)] == resolved
+
+
+@pytest.mark.parametrize(
+    ("call", "key"),
+    [
+        (lambda: mean_delay(4, 4, 1), "stage"),
+        (lambda: mean_delay(-1, 4, 1), "stage"),
+        (lambda: max_staleness(0, 4, 0), "micro_batches"),
+        (lambda: staleness(0, 0, 0), "micro_batches"),
+        (lambda: forward_version(-1, 0, 1), "micro_batch"),
+        (lambda: forward_version(0, -1, 1), "delay"),
+        (lambda: lr_factor(0, 1.0, 0), "anneal_steps"),
+        (lambda: ema_decay(0), "max_staleness"),
+        (lambda: ema_decay_from(0.5, 0), "max_staleness"),
+        (lambda: ema_decay_from(1.0, 2), "decay_base"),
+        (lambda: ema_decay_from(0.0, 2), "decay_base"),
+        (lambda: ema_decay_from(math.nan, 2), "decay_base"),
+        (lambda: resolve_mode("exakt", 2), "correction"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(call, key):
+    with pytest.raises(PlanError) as caught:
+        call()
+    assert caught.value.key == key
+
+
+def test_a_misspelt_mode_is_recognised():
+    with pytest.raises(PlanError, match="Did you mean 'exact'"):
+        resolve_mode("exakt", 0)
