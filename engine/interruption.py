@@ -117,11 +117,13 @@ class Interruption:
 
     def _ask(self, step: int) -> int | None:
         """Return the step to stop after, if there is one, in a call to the store or two."""
+        from torch.distributed import DistError
+
         if self._store is None:
             return None
         try:
             return self._decide(step) if self._rank == 0 else self._follow()
-        except RuntimeError as error:  # torch's store errors are RuntimeErrors
+        except DistError as error:
             # The store's process has gone, and the launcher is about to end this one.
             logging.getLogger(__name__).debug("the store does not answer: %s", error)
             self._store = None

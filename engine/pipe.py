@@ -9,6 +9,7 @@ import deepspeed
 import torch
 
 from wavemare.engine.mixin import EngineMixin
+from wavemare.engine.plan_schedule import PlanSchedule
 from wavemare.errors import ModelError
 
 __all__ = ["DualPipeVEngine", "PipelineEngine"]
@@ -69,6 +70,9 @@ class PipelineEngine(EngineMixin, _Batches, deepspeed.PipelineEngine):
 
     ``train_batch`` returns, on every rank, the mean loss over micro-batches and data ranks.
     """
+
+    def _train_schedule(self) -> PlanSchedule:
+        return PlanSchedule(self.micro_batches, self.num_stages, self.stage_id)
 
 
 class DualPipeVEngine(EngineMixin, _Batches, deepspeed.DualPipeVEngine):

@@ -18,6 +18,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.utils import get_global_norm_of_tensors
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from wavemare.errors import ConfigError
 from wavemare.pipeline.config import PipeMareConfig
@@ -143,5 +144,5 @@ class StageOptimizer:
         The backward passes of micro-batches under way want exactly what autograd forbids: the
         weights that are in place at that time.
         """
-        with torch.autograd._unsafe_preserve_version_counter(tuple(self._parameters)):
+        with _unsafe_preserve_version_counter(tuple(self._parameters)):
             yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from wavemare.errors import PlanError, did_you_mean
 from wavemare.pipeline.action import Action, Kind
@@ -10,7 +10,16 @@ from wavemare.pipeline.order import Stream
 from wavemare.pipeline.passes import add_communication, defer_sends
 from wavemare.pipeline.plan import Plan
 
-__all__ = ["SCHEDULES", "build_plan", "drain_boundary", "inference", "one_f_one_b", "pipemare"]
+__all__ = [
+    "SCHEDULES",
+    "SEND_SLOTS",
+    "build_plan",
+    "drain_boundary",
+    "inference",
+    "one_f_one_b",
+    "one_f_one_b_stage",
+    "pipemare",
+]
 
 SEND_SLOTS = 2
 """Messages that the asynchronous engine may have under way in one direction: double buffers."""
@@ -96,16 +105,20 @@ def one_f_one_b(num_stages: int, micro_batches: int, num_steps: int = 1) -> Plan
         PlanError: A number is out of range.
     """
     _check(num_stages, micro_batches, num_steps)
-
-    def actions(stage: int) -> tuple[Action, ...]:
-        stream = Stream(stage, num_stages, micro_batches)
-        result: list[Action] = []
-        for _ in range(num_steps):
-            result += defer_sends(stream.window(stream.first + micro_batches))
-        return tuple(result)
-
-    ranks = tuple(actions(stage) for stage in range(num_stages))
+    ranks = tuple(
+        tuple(one_f_one_b_stage(stage, num_stages, micro_batches, num_steps))
+        for stage in range(num_stages)
+    )
     return Plan("1f1b", num_stages, micro_batches, num_steps, ranks)
+
+
+def one_f_one_b_stage(
+    stage: int, num_stages: int, micro_batches: int, num_steps: int = 1
+) -> Iterator[Action]:
+    """Return one stage's part of `one_f_one_b`."""
+    stream = Stream(stage, num_stages, micro_batches)
+    for _ in range(num_steps):
+        yield from defer_sends(stream.window(stream.first + micro_batches))
 
 
 def inference(num_stages: int, micro_batches: int, num_steps: int = 0) -> Plan:

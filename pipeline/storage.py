@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from wavemare.errors import ModelError
 
 __all__ = ["distinct", "size_bytes", "swap"]
 
-_PIECE_BYTES = 1 << 20
-"""Contents are swapped in pieces of this size, so that the temporary stays in a core's cache."""
+_HOST_BYTES = 1 << 18
+"""What is exchanged at once in a host's memory: the temporary stays in a core's cache."""
+
+_DEVICE_BYTES = 1 << 26
+"""The same in a device's memory, where few and large operations are fast."""
+
+_Piece = tuple[Tensor, Tensor]
 
 
 def distinct(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -45,10 +51,12 @@ def distinct(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 def swap(left: Sequence[Tensor], right: Sequence[Tensor]) -> None:
     """Exchange the contents of two lists of tensors, with a small temporary."""
-    for a, b in _pieces(left, right):
-        held = a.clone()
-        a.copy_(b)
-        b.copy_(held)
+    for group in _groups(_pieces(left, right)):
+        ours, theirs = ([piece[side] for piece in group] for side in (0, 1))
+        held = [torch.empty_like(tensor) for tensor in ours]
+        torch._foreach_copy_(held, ours)
+        torch._foreach_copy_(ours, theirs)
+        torch._foreach_copy_(theirs, held)
 
 
 def size_bytes(tensors: Iterable[Tensor]) -> int:
@@ -70,10 +78,29 @@ def _covers(outer: Tensor, inner: Tensor) -> bool:
     return (same and start == inner.data_ptr()) or end - start == outer.nbytes
 
 
-def _pieces(left: Sequence[Tensor], right: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+def _limit(tensor: Tensor) -> int:
+    return _HOST_BYTES if tensor.device.type == "cpu" else _DEVICE_BYTES
+
+
+def _pieces(left: Sequence[Tensor], right: Sequence[Tensor]) -> Iterator[_Piece]:
+    """Yield pairs of tensors, those above the limit in parts."""
     for a, b in zip(left, right, strict=True):
-        if a.nbytes > _PIECE_BYTES and a.is_contiguous() and b.is_contiguous():
-            length = _PIECE_BYTES // a.element_size()
+        if a.nbytes > _limit(a) and a.is_contiguous() and b.is_contiguous():
+            length = _limit(a) // a.element_size()
             yield from zip(a.view(-1).split(length), b.view(-1).split(length), strict=True)
         else:
             yield a, b
+
+
+def _groups(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
+    """Yield lists of pairs that stay below the limit together."""
+    group: list[_Piece] = []
+    total = 0
+    for piece in pieces:
+        if group and total + piece[0].nbytes > _limit(piece[0]):
+            yield group
+            group, total = [], 0
+        group.append(piece)
+        total += piece[0].nbytes
+    if group:
+        yield group

@@ -36,12 +36,12 @@ _CHARACTER = 0.56
 # An optimizer step that takes no time is drawn so wide, where it is not crowded.
 _MARK = 2.0
 _MARK_DISTANCE = 8.0
-# Edges lie on multiples of this: of boxes that are smaller, those are drawn that cover such a place,
-# which keeps the colours' shares right.
+# Edges lie on multiples of this. Of smaller boxes only those are drawn that cover such a place, so
+# that the colours keep their shares.
 _FINEST = 0.5
 # Between two passes, unless they are small.
 _SLIT = 1.0
-_SLIT_ABOVE = 5.0
+_SLIT_ABOVE = 3.0
 # Numbers inside boxes: least size, and free pixels beside them.
 _SMALLEST = 9.0
 _PADDING = 2.0

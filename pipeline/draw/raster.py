@@ -11,7 +11,7 @@ from wavemare.pipeline.draw.picture import Anchor, Paint, Picture
 from wavemare.pipeline.timeline import Timeline
 
 if TYPE_CHECKING:
-    from PIL import Image, ImageDraw
+    from PIL import Image
 
 __all__ = ["png"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 __all__ = ["result_table", "skipped_lines"]
@@ -23,7 +24,6 @@ _COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "bound": ("bound_fraction", _number(".3f")),
     "waiting": ("waiting", _number(".1%")),
     "busy": ("utilisation", _number(".1%")),
-    "ideally": ("ideal_utilisation", _number(".1%")),
 }
 
 
@@ -39,7 +39,9 @@ def result_table(result: Mapping[str, Any]) -> Table:
         for heading, column in _COLUMNS.items()
         if any(row.get(column[0]) is not None for row in rows)
     }
-    table = Table(title=_title(result), title_justify="left", title_style="bold")
+    table = Table(
+        title=_title(result), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD
+    )
     table.add_column("M", justify="right")
     table.add_column("system", no_wrap=True)
     for heading in shown:

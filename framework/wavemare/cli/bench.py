@@ -102,8 +102,8 @@ def pipeline(
         rounds=rounds,
         steps_per_round=steps_per_round,
         systems=tuple(SYSTEMS) if systems is None else parse_names(systems),
-        forward_ms=(forward_ms or _FORWARD_MS) if synthetic else None,
-        backward_ms=(backward_ms or _BACKWARD_MS) if synthetic else None,
+        forward_ms=_wait(synthetic, forward_ms, _FORWARD_MS),
+        backward_ms=_wait(synthetic, backward_ms, _BACKWARD_MS),
         layers=layers,
         hidden=hidden,
         heads=heads,
@@ -120,6 +120,12 @@ def pipeline(
         from wavemare.files import atomic_write_text
 
         atomic_write_text(json_file, json.dumps(result, indent=2) + "\n")
+
+
+def _wait(synthetic: bool, given: float | None, default: float) -> float | None:
+    if not synthetic:
+        return None
+    return default if given is None else given
 
 
 def _measure(request: PipelineRequest, trace: Path | None) -> dict[str, Any]:

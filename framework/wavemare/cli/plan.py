@@ -31,17 +31,16 @@ _Costs = tuple[str, str, str, str]
 def show(
     schedule: Annotated[
         str | None,
-        typer.Option(help=f"1f1b, pipemare or inference.  [default: {_SCHEDULE}]"),
+        typer.Option(help="1f1b, pipemare or inference.", show_default=_SCHEDULE),
     ] = None,
     stages: Annotated[
-        int | None, typer.Option(help=f"Length of the pipeline.  [default: {_STAGES}]")
+        int | None, typer.Option(help="Length of the pipeline.", show_default=str(_STAGES))
     ] = None,
     micro_batches: Annotated[
-        int | None,
-        typer.Option(help=f"Per optimizer step.  [default: {_MICRO_BATCHES}]"),
+        int | None, typer.Option(help="Per optimizer step.", show_default=str(_MICRO_BATCHES))
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(help=f"Optimizer steps.  [default: {_STEPS}]")
+        int | None, typer.Option(help="Optimizer steps.", show_default=str(_STEPS))
     ] = None,
     warmup_steps: Annotated[
         int | None, typer.Option(min=0, help="PipeMare: synchronous steps at the beginning.")
@@ -52,9 +51,9 @@ def show(
     forward_ms: Annotated[
         str, typer.Option(help="Forward pass: one number, or one per stage (1,1,2,1).")
     ] = "1",
-    backward_ms: Annotated[str, typer.Option(help="Backward pass; so are the next.")] = "2",
-    step_ms: Annotated[str, typer.Option(help="Optimizer step.")] = "0",
-    send_ms: Annotated[str, typer.Option(help="Message to a neighbour.")] = "0",
+    backward_ms: Annotated[str, typer.Option(help="Backward pass, in the same way.")] = "2",
+    step_ms: Annotated[str, typer.Option(help="Optimizer step, too.")] = "0",
+    send_ms: Annotated[str, typer.Option(help="Message to a neighbour, too.")] = "0",
     text: Annotated[
         bool, typer.Option("--text", help="Print the plan's text form alone, for --file.")
     ] = False,
@@ -170,7 +169,7 @@ def _costs(num_stages: int, texts: _Costs) -> Costs:
     forward, backward, step, send = (
         _seconds(key, text, num_stages) for key, text in zip(_NAMES, texts, strict=True)
     )
-    return Costs(forward, backward, step, send)
+    return Costs(forward_s=forward, backward_s=backward, step_s=step, send_s=send)
 
 
 def _seconds(key: str, text: str, num_stages: int) -> tuple[float, ...]:

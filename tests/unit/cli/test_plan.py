@@ -143,6 +143,7 @@ def test_grid_has_colours_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None
         (["--send-ms", "1,,2"], "--send-ms", "no numbers"),
         (["--backward-ms", "-1"], "--backward-ms", "0 or more"),
         (["--step-ms", "nan"], "--step-ms", "0 or more"),
+        (["--send-ms", "inf"], "--send-ms", "0 or more"),
         (["--forward-ms", "1,2"], "--forward-ms", "2 numbers for 4 stages"),
     ],
     ids=" ".join,

@@ -42,8 +42,11 @@ def test_the_text_form_is_stage_code_micro_batch_version_wave(text, action):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "F", "2f5", "2X5", "-1F3", "1F-3", "1F3@", "1F3@-1", "1F3/", "1F3/1@2", " 1F3", "1F3\n"]
-    + ["1F3 1F4", "1FF3", "1.0F3", "F3", "1F", "1SASA3"],
+    [
+        *("", "F", "F3", "1F", "2f5", "2X5", "1FF3", "1SASA3"),
+        *("-1F3", "1F-3", "1.0F3", "1F3@", "1F3@-1", "1F3/", "1F3/1@2"),
+        *(" 1F3", "1F3\n", "1F3 1F4"),
+    ],
 )
 def test_other_text_is_refused_with_the_codes(text):
     with pytest.raises(PlanError, match=r"this is no action\. Write .* as in 2F5@1") as info:
@@ -52,7 +55,7 @@ def test_other_text_is_refused_with_the_codes(text):
     assert all(f" {kind.value}" in info.value.remedy for kind in Kind)
 
 
-@given(text=st.text("0123456789FBSARGNTLCW@/ -", max_size=8) | st.text(max_size=6))
+@given(text=st.text("019FBSARG@/ -\u0663", max_size=8))
 def test_no_text_is_misread(text):
     try:
         action = Action.parse(text)

@@ -54,7 +54,7 @@ def step(correction, params, seed=0):
 def test_exact_gives_each_held_version_and_the_newest_back_bitwise(
     monkeypatch, dtype, depth, piece_bytes
 ):
-    monkeypatch.setattr(storage, "_PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(storage, "_HOST_BYTES", piece_bytes)
     params = parameters(dtype)
     correction = ExactCorrection(params, depth)
     history = [copies(params)]

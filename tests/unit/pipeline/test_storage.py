@@ -56,7 +56,7 @@ def test_partly_shared_memory_is_refused(left):
 @pytest.mark.parametrize("piece_bytes", [1 << 20, 24])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_contents_are_exchanged_in_place(monkeypatch, piece_bytes, dtype):
-    monkeypatch.setattr(storage, "_PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(storage, "_HOST_BYTES", piece_bytes)
     shapes = [(7, 5), (3,), (), (4, 4)]
     left = [torch.randn(shape).to(dtype) for shape in shapes]
     left[3] = left[3].t()

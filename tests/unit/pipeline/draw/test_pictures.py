@@ -163,6 +163,7 @@ def test_numbers_appear_when_they_fit() -> None:
         return sum(bool(re.fullmatch(r"1\d\d\d", text)) for text in found)
 
     assert numbers(20) == 20
+    assert numbers(60) == 0  # they would have to be tiny
     assert numbers(300) == 0
 
 

@@ -32,8 +32,9 @@ def timeline() -> Timeline:
 
 
 def events_of(*timelines: Timeline) -> list[dict[str, Any]]:
-    content = json.loads(chrome_trace(timelines[0] if len(timelines) == 1 else timelines))
-    return content["traceEvents"]
+    text = chrome_trace(timelines[0] if len(timelines) == 1 else timelines)
+    events: list[dict[str, Any]] = json.loads(text)["traceEvents"]
+    return events
 
 
 def boxes(events: list[dict[str, Any]]) -> dict[tuple[int, str], dict[str, Any]]:

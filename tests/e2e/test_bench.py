@@ -1,0 +1,78 @@
+"""``wavemare bench pipeline`` as a person types it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wavemare.bench.systems import SYSTEMS
+from wavemare.bench.trace import load_timeline
+
+TINY = [
+    *("--layers", 4, "--hidden", 32, "--heads", 2, "--sequence", 16, "--batch", 1),
+    *("--rounds", 2, "--steps-per-round", 2),
+]
+
+
+def test_the_result_has_every_system_with_its_ratios(
+    command: Callable[..., Any], tmp_path: Path
+) -> None:
+    options = ["--micro-batches", "1,4", *TINY, "--json", "result.json", "--trace", "trace"]
+    ended = command("wavemare", "bench", "pipeline", *options).check()
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["command"].startswith("wavemare bench pipeline --micro-batches 1,4 ")
+    assert result["baseline"] == "deepspeed-1f1b"
+    assert {"processor", "cores", "torch", "deepspeed"} <= result["machine"].keys()
+    assert result["machine"]["threads_per_rank"] == 1
+    assert len(result["stage_s"]) == 2
+    rows = {(row["system"], row["micro_batches"]): row for row in result["rows"]}
+    left_out = {(row["system"], row["micro_batches"]) for row in result["skipped"]}
+    assert left_out == {("deepspeed-dualpipev", 1), ("torch-1f1b", 1)}
+    assert rows.keys() | left_out == {(name, count) for name in SYSTEMS for count in (1, 4)}
+    for (name, count), row in rows.items():
+        stock = rows["deepspeed-1f1b", count]["median_s"]
+        assert len(row["rounds_s"]) == 2
+        assert row["ratio"] == pytest.approx(stock / row["median_s"])
+        assert row["stages"] == 2
+        timeline = tmp_path / "trace" / f"{name}-m{count}.json"
+        assert timeline.exists() == (not name.startswith("torch"))
+        if timeline.exists():
+            loaded = load_timeline(timeline)
+            assert len(loaded.ranks) == 2
+            # Two timed steps of all ranks, and each rank's busy time as in the row.
+            ranks = row["ranks"]
+            assert 0 < loaded.busy_s(0) < 2.5 * max(row["rounds_s"])
+            assert all(rank["compute_s"] > 0 and rank["step_s"] > 0 for rank in ranks)
+    assert rows["wavemare-pipemare", 4]["ideal"] == 1.25
+    assert "torch-1f1b at M=1 is left out" in ended.output
+    assert "no-communication-bound" in ended.output
+
+
+@pytest.mark.slow
+def test_waits_show_the_bubble_of_the_stock_schedule(
+    command: Callable[..., Any], tmp_path: Path
+) -> None:
+    systems = "deepspeed-1f1b,wavemare-pipemare,no-communication-bound"
+    options = ["--synthetic", "--stages", 4, "--micro-batches", "1,4", "--rounds", 3]
+    options += ["--systems", systems, "--json", "result.json"]
+    command("wavemare", "bench", "pipeline", *options).check()
+    result = json.loads((tmp_path / "result.json").read_text())
+    rows = {(row["system"], row["micro_batches"]): row for row in result["rows"]}
+    for count in (1, 4):
+        stock = rows["deepspeed-1f1b", count]
+        assert stock["ideal_utilisation"] == pytest.approx(count / (count + 3))
+        assert 0.75 <= stock["utilisation"] / stock["ideal_utilisation"] <= 1.0
+        assert 0.8 <= rows["no-communication-bound", count]["utilisation"] <= 1.0
+        # Stock leaves more idle than the schedule that never flushes, whatever the machine does.
+        assert rows["wavemare-pipemare", count]["utilisation"] > stock["utilisation"]
+
+
+def test_a_refused_request_starts_nothing(command: Callable[..., Any]) -> None:
+    ended = command("wavemare", "bench", "pipeline", "--systems", "torch-1f1b,torch-zb")
+    assert ended.code == 2
+    assert "torch-zbv" in ended.output
+    assert "Traceback" not in ended.output

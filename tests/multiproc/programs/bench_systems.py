@@ -1,0 +1,84 @@
+"""Train the systems of ``wavemare bench`` for some steps; compare with one process that does all.
+
+Each rank leaves, for each system and number of micro-batches, the largest difference of its weights
+from those of plain training, and the actions that were noted.
+"""
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import torch
+from common import leave
+
+from wavemare.bench.request import PipelineRequest
+from wavemare.bench.runner import ADAMW, Place, Runner
+from wavemare.bench.systems import SYSTEMS
+from wavemare.bench.worker import BUILDERS
+from wavemare.bench.workload import Workload, build_workload
+from wavemare.engine import init_distributed
+
+STEPS = 3
+
+
+def plain_training(workload: Workload, parts: int, micro_batches: int) -> list[torch.nn.Module]:
+    model = torch.nn.Sequential(*workload.parts(parts))
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    for step in range(STEPS):
+        for number in range(micro_batches):
+            index = (step * micro_batches + number) % len(workload.batches)
+            inputs, labels = workload.batches[index]
+            (workload.loss(model(inputs), labels) / micro_batches).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(model)
+
+
+def weights_of(runner: Runner) -> list[torch.Tensor]:
+    if hasattr(runner, "engine"):
+        return list(runner.engine.module.parameters())
+    return runner._optimizer.param_groups[0]["params"]
+
+
+def main() -> None:
+    init_distributed()
+    rank, stages = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    request = PipelineRequest(
+        stages=stages, layers=4, hidden=16, heads=2, vocabulary=13, sequence=8, batch=2
+    )
+    workload = build_workload(request)
+    results = {}
+    for name, system in SYSTEMS.items():
+        for count in (1, 2, 5):
+            # The asynchronous system learns something else, and the bound nothing.
+            if system.steady or request.obstacle(name, count) is not None:
+                continue
+            runner = BUILDERS[name](workload, Place(rank, stages, count))
+            start = [weight.detach().clone() for weight in weights_of(runner)]
+            for _ in range(STEPS):
+                runner.step()
+            runner.settle()
+            parts = stages * system.parts_per_stage
+            trained = plain_training(workload, parts, count)
+            held = [rank] if parts == stages else [rank, parts - 1 - rank]
+            expected = [weight for index in held for weight in trained[index].parameters()]
+            pairs = list(zip(weights_of(runner), expected, strict=True))
+            events = runner.recorder.take() if runner.recorder is not None else []
+            results[f"{name} {count}"] = {
+                "difference": max(float((a - b).abs().max()) for a, b in pairs),
+                "way": max(
+                    float((a - b).abs().max())
+                    for a, b in zip(weights_of(runner), start, strict=True)
+                ),
+                "actions": Counter(f"{e.action.stage}{e.action.kind.value}" for e in events),
+                "ordered": all(e.start_s <= e.end_s for e in events),
+            }
+    bound = BUILDERS["no-communication-bound"](workload, Place(rank, stages, 5))
+    bound.step()
+    results["bound"] = [str(event.action) for event in bound.recorder.take()]
+    leave(results)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    main()

@@ -1,0 +1,121 @@
+"""Train asynchronous pipelines in real processes, and each again in one, version by version.
+
+Arguments: folder, number of stages, JSON list of cases (micro_batches, optimizer, t1, correction,
+drain_interval, warmup_steps).
+"""
+
+import json
+import sys
+from itertools import islice
+
+import deepspeed
+import torch
+from common import leave
+
+import wavemare
+from wavemare.engine import init_distributed
+from wavemare.pipeline.replay import Replay
+
+STEPS, WIDTH, SIZE, ANNEAL = 50, 8, 3, 30
+OPTIMIZERS = {
+    "sgd": (torch.optim.SGD, {"lr": 0.05}),
+    "momentum": (torch.optim.SGD, {"lr": 0.02, "momentum": 0.9}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.003, "weight_decay": 0.1}),
+}
+
+
+def build_layers(num_stages):
+    torch.manual_seed(5)
+    layers = []
+    for _ in range(num_stages):
+        layers += [torch.nn.Linear(WIDTH, WIDTH), torch.nn.LayerNorm(WIDTH), torch.nn.Tanh()]
+        layers.append(torch.nn.Linear(WIDTH, WIDTH))
+    return layers
+
+
+def batches():
+    generator = torch.Generator().manual_seed(11)
+    while True:
+        inputs = torch.randn(SIZE, WIDTH, generator=generator)
+        yield inputs, torch.sin(3 * inputs).roll(1, dims=1)
+
+
+def loss_fn(outputs, labels):
+    return torch.nn.functional.mse_loss(outputs, labels)
+
+
+def train(num_stages, case):
+    name, micro_batches = case["optimizer"], case["micro_batches"]
+    kind, settings = OPTIMIZERS[name]
+    layers = build_layers(num_stages)
+    module = deepspeed.PipelineModule(
+        layers, num_stages=num_stages, loss_fn=loss_fn, partition_method="uniform"
+    )
+    asynchronous = {
+        "lr_rescheduling": {"enabled": case["t1"], "anneal_steps": ANNEAL},
+        "discrepancy_correction": {"mode": case["correction"]},
+        "drain_interval": case.get("drain_interval", 0),
+        "warmup_steps": case.get("warmup_steps", 0),
+    }
+    config = {
+        "train_micro_batch_size_per_gpu": SIZE,
+        "gradient_accumulation_steps": micro_batches,
+        "gradient_clipping": 0.0,
+        "steps_per_print": None,
+        "wavemare": {
+            "pipeline": {"schedule": "pipemare", "stages": num_stages, "pipemare": asynchronous}
+        },
+    }
+    engine, *_ = wavemare.initialize(
+        model=module, config=config, optimizer=lambda parameters: kind(parameters, **settings)
+    )
+    data = batches()
+    losses = [float(engine.train_batch(data)) for _ in range(STEPS)]
+    engine.drain()
+    return engine, losses
+
+
+def replay(num_stages, case, **changes):
+    kind, settings = OPTIMIZERS[case["optimizer"]]
+    layers = build_layers(num_stages)
+    size = len(layers) // num_stages
+    stages = [torch.nn.Sequential(*layers[s * size : (s + 1) * size]) for s in range(num_stages)]
+    twin = Replay(
+        stages,
+        loss_fn,
+        lambda parameters: kind(parameters, **settings),
+        case["micro_batches"],
+        correction=case["correction"],
+        anneal_steps=ANNEAL if case["t1"] else None,
+        drain_interval=changes.get("drain_interval", case.get("drain_interval", 0)),
+        warmup_steps=case.get("warmup_steps", 0),
+    )
+    data = batches()
+    losses = [twin.step(list(islice(data, case["micro_batches"]))) for _ in range(STEPS)]
+    return stages, losses
+
+
+def compare(num_stages, case):
+    engine, losses = train(num_stages, case)
+    stages, expected = replay(num_stages, case)
+    flushed, _ = replay(num_stages, case, drain_interval=1)
+    return {
+        "weights": distance(engine.module, stages[engine.stage_id]),
+        "losses": max(abs(a - b) for a, b in zip(losses, expected, strict=True)),
+        "staleness": distance(engine.module, flushed[engine.stage_id]),
+    }
+
+
+def distance(module, twin):
+    pairs = zip(module.parameters(), twin.parameters(), strict=True)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
+def main() -> None:
+    init_distributed()
+    num_stages, cases = int(sys.argv[2]), json.loads(sys.argv[3])
+    leave([compare(num_stages, case) for case in cases])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""The systems that are compared for speed do the same work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from wavemare.bench.systems import SYSTEMS
+
+SYNCHRONOUS = [name for name, system in SYSTEMS.items() if not system.steady]
+
+
+@pytest.mark.world_size(2)
+def test_synchronous_systems_train_what_one_process_trains(launch: Callable[..., Any]) -> None:
+    finished = launch("bench_systems.py").check()
+    for rank in range(2):
+        result = finished.result(rank)
+        bound = result.pop("bound")
+        assert {key.split()[0] for key in result} == set(SYNCHRONOUS)
+        for key, entry in result.items():
+            assert entry["difference"] < 1e-6, key
+            assert entry["way"] > 1e-4, key  # it has learnt at all
+            assert entry["ordered"], key
+        stock = result["deepspeed-1f1b 5"]["actions"]
+        sends, receives = [("SA", "RG"), ("SG", "RA")][rank]
+        expected = {"L": 15, "F": 15, "B": 15, "R": 3, "S": 3, sends: 15, receives: 15}
+        assert stock == {f"{rank}{kind}": number for kind, number in expected.items()}
+        folded = result["deepspeed-dualpipev 5"]["actions"]
+        assert {kind: folded[kind] for kind in (f"{rank}F", f"{3 - rank}F", f"{3 - rank}B")} == {
+            f"{rank}F": 15,
+            f"{3 - rank}F": 15,
+            f"{3 - rank}B": 15,
+        }
+        order = [text for m in range(5) for text in (f"{rank}F{m}", f"{rank}B{m}")]
+        assert bound == [*order, f"{rank}S4"]

@@ -1,0 +1,57 @@
+"""Real asynchronous stages compute what a version-exact simulation in one process computes."""
+
+import json
+from itertools import product
+
+import pytest
+
+CORRECTIONS = [("off", False), ("off", True), ("ema", False), ("ema", True)]
+OPTIMIZERS = ["sgd", "momentum", "adamw"]
+SIZES = [1, 2, 4]
+
+
+def case(optimizer, correction, micro_batches, **others):
+    mode, t1 = correction
+    return {
+        "optimizer": optimizer,
+        "correction": mode,
+        "t1": t1,
+        "micro_batches": micro_batches,
+        **others,
+    }
+
+
+# Each optimizer with each correction, and each of these with some number of micro-batches.
+CHOSEN = [
+    case(optimizer, correction, SIZES[(i + j) % len(SIZES)])
+    for i, optimizer in enumerate(OPTIMIZERS)
+    for j, correction in enumerate(CORRECTIONS)
+] + [
+    case("adamw", ("exact", False), 1),
+    case("momentum", ("auto", False), 2, warmup_steps=7, drain_interval=5),
+]
+ALL = [case(*chosen) for chosen in product(OPTIMIZERS, CORRECTIONS, SIZES)]
+
+
+def check(launch, num_stages, cases, timeout):
+    done = launch(
+        "pipemare_equality.py", num_stages, json.dumps(cases), ranks=num_stages, timeout=timeout
+    )
+    done.check()
+    for rank in range(num_stages):
+        for chosen, found in zip(cases, done.result(rank), strict=True):
+            # A synchronous pipeline ends elsewhere: the simulation is no trivial one.
+            assert found["staleness"] > 1e-4, (rank, chosen, found)
+            assert found["weights"] <= 1e-6, (rank, chosen, found)
+            assert found["losses"] <= 1e-6, (rank, chosen, found)
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_real_processes_equal_the_simulation_of_versions(launch, num_stages):
+    check(launch, num_stages, CHOSEN, timeout=240)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_every_combination_equals_the_simulation(launch, num_stages):
+    check(launch, num_stages, ALL, timeout=500)

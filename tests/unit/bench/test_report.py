@@ -1,0 +1,93 @@
+"""From samples to rows: numbers worked out by hand."""
+
+import pytest
+
+from wavemare.bench.recorder import Busy
+from wavemare.bench.report import Sample, build_rows, skipped, step_medians
+from wavemare.bench.request import PipelineRequest
+
+STOCK, OURS, BOUND = "deepspeed-1f1b", "wavemare-pipemare", "no-communication-bound"
+
+
+def rounds(*slow: float) -> list[list[Sample]]:
+    """Rounds of two ranks, the second of which is the slower one."""
+    return [[Sample(seconds - 0.5), Sample(seconds)] for seconds in slow]
+
+
+def test_the_median_is_that_of_the_slowest_ranks() -> None:
+    samples = {(STOCK, 1): [[Sample(1.0), Sample(4.0)], [Sample(9.0), Sample(2.0)], rounds(5.0)[0]]}
+    assert step_medians(samples) == {(STOCK, 1): 5.0}
+
+
+def test_rows_are_ordered_and_compared_at_equal_micro_batches() -> None:
+    request = PipelineRequest(micro_batches=(2, 1), systems=(BOUND, OURS, STOCK))
+    samples = {
+        (OURS, 1): rounds(2.0, 2.5, 30.0),
+        (BOUND, 1): rounds(2.0, 2.0, 2.0),
+        (STOCK, 1): rounds(5.0, 5.0, 4.0),
+        (STOCK, 2): rounds(6.0, 6.0, 6.0),
+        (OURS, 2): rounds(4.0, 4.0, 4.0),
+    }
+    rows = build_rows(request, samples)
+    assert [(row["micro_batches"], row["system"]) for row in rows] == [
+        (2, STOCK),
+        (2, OURS),
+        (1, STOCK),
+        (1, OURS),
+        (1, BOUND),
+    ]
+    by_key = {(row["system"], row["micro_batches"]): row for row in rows}
+    ours = by_key[OURS, 1]
+    assert (ours["median_s"], ours["ratio"], ours["ideal"]) == (2.5, 2.0, 2.0)
+    assert ours["bound_fraction"] == pytest.approx(0.8)
+    assert ours["rounds_s"] == [2.0, 2.5, 30.0]
+    assert (ours["stages"], ours["steps_per_round"]) == (2, 8)
+    assert by_key[BOUND, 1]["bound_fraction"] == 1.0
+    assert by_key[BOUND, 1]["ratio"] == 2.5
+    two = by_key[OURS, 2]
+    assert (two["ratio"], two["ideal"], two["bound_fraction"]) == (1.5, 1.5, None)
+    assert by_key[STOCK, 2]["ideal"] == 1.0
+    assert "utilisation" not in ours
+
+
+def test_without_the_baseline_there_is_no_ratio() -> None:
+    request = PipelineRequest(micro_batches=(8,), systems=("torch-zbv",))
+    (row,) = build_rows(request, {("torch-zbv", 8): rounds(1.0)})
+    assert (row["ratio"], row["ideal"], row["waiting"], row["ranks"]) == (None, None, None, None)
+
+
+def test_waiting_is_that_of_the_busiest_rank() -> None:
+    idle = Sample(10.0, Busy(compute_s=2.0, step_s=1.0, message_s=6.0))
+    busy = Sample(10.0, Busy(compute_s=5.0, step_s=3.0, message_s=1.0))
+    slow = Sample(20.0, Busy(compute_s=5.0, step_s=3.0, message_s=1.0))
+    request = PipelineRequest(micro_batches=(1,), systems=(STOCK,))
+    samples = {(STOCK, 1): [[idle, busy], [idle, slow], [idle, busy]]}
+    (row,) = build_rows(request, samples)
+    assert row["waiting"] == pytest.approx(0.2)
+    assert row["ranks"][0]["waiting_s"] == pytest.approx(7.0)
+    assert row["ranks"][1] == {
+        "seconds": 10.0,
+        "waiting_s": pytest.approx(2.0),
+        "compute_s": 5.0,
+        "step_s": 3.0,
+        "message_s": 1.0,
+    }
+
+
+def test_utilisation_is_the_nominal_work_over_the_measured_time() -> None:
+    request = PipelineRequest(
+        stages=4, micro_batches=(4,), systems=(STOCK, OURS), forward_ms=7.0, backward_ms=13.0
+    )
+    samples = {(STOCK, 4): rounds(0.16), (OURS, 4): rounds(0.1)}
+    stock, ours = build_rows(request, samples)
+    assert stock["utilisation"] == pytest.approx(0.5)
+    assert stock["ideal_utilisation"] == pytest.approx(4 / 7)
+    assert ours["utilisation"] == pytest.approx(0.8)
+    assert ours["ideal_utilisation"] == 1.0
+
+
+def test_what_is_left_out_is_listed_with_its_reason() -> None:
+    request = PipelineRequest(micro_batches=(1, 2, 4), systems=("torch-1f1b", STOCK))
+    (entry,) = skipped(request)
+    assert (entry["system"], entry["stages"], entry["micro_batches"]) == ("torch-1f1b", 2, 1)
+    assert "at least 2 micro-batches" in entry["reason"]

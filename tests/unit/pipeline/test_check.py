@@ -1,0 +1,360 @@
+"""Checks of plans: what they report, and that they refuse what a slow, declarative twin refuses."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wavemare.errors import PlanError
+from wavemare.pipeline.action import Action, Kind
+from wavemare.pipeline.check import check
+from wavemare.pipeline.order import Stream
+from wavemare.pipeline.plan import Plan
+from wavemare.pipeline.schedules import inference, one_f_one_b, pipemare
+from wavemare.pipeline.simulate import Costs, simulate
+from wavemare.pipeline.utilisation import steady_utilisation, steady_window
+
+many = settings(max_examples=50, deadline=None)
+stages = st.integers(1, 16)
+sizes = st.integers(1, 64)
+counts = st.integers(1, 4)
+
+
+def with_rank(plan, rank, actions):
+    ranks = [*plan.ranks]
+    ranks[rank] = tuple(actions)
+    return replace(plan, ranks=tuple(ranks))
+
+
+def parsed(text):
+    return [Action.parse(word) for word in text.split()]
+
+
+# What a check reports.
+
+
+@many
+@given(
+    num_stages=stages,
+    micro_batches=sizes,
+    num_steps=counts,
+    warmup_steps=st.integers(0, 3),
+    drain_interval=st.integers(0, 3),
+    correct=st.booleans(),
+    norms=st.booleans(),
+    send_slots=st.integers(2, 4),
+)
+def test_pipemare_plans_are_sound(
+    num_stages,
+    micro_batches,
+    num_steps,
+    warmup_steps,
+    drain_interval,
+    correct,
+    norms,
+    send_slots,
+):
+    plan = pipemare(
+        num_stages,
+        micro_batches,
+        num_steps,
+        warmup_steps=warmup_steps,
+        drain_interval=drain_interval,
+        correct=correct,
+        norms=norms,
+    )
+    report = check(replace(plan, send_slots=send_slots))
+    ends = [
+        step + 1
+        for step in range(num_steps)
+        if step < warmup_steps or (drain_interval and (step + 1) % drain_interval == 0)
+    ]
+    ends = sorted({*ends, num_steps})
+    stretches = [end - start for start, end in pairwise([0, *ends])]
+    fill = 2 * (num_stages - 1)
+    assert report.ticks == 2 * micro_batches * num_steps + fill * len(stretches)
+    assert report.idle_ticks == (fill * len(stretches),) * num_stages
+    longest = micro_batches * max(stretches)
+    assert report.peak_activations == tuple(min(num_stages - s, longest) for s in range(num_stages))
+    assert report.actions == tuple(map(len, plan.ranks))
+    assert set(report.staleness[-1]) == {0}
+    if len(stretches) == 1:
+        assert not report.steady_bubble
+        for stage, got in enumerate(report.staleness):
+            delay = num_stages - 1 - stage
+            assert got == tuple(
+                m // micro_batches - max(0, math.floor((m - delay) / micro_batches))
+                for m in range(micro_batches * num_steps)
+            )
+    links = num_stages - 1
+    synchronous = stretches.count(1) if norms else 0
+    assert report.messages == {
+        kind: number
+        for kind, number in {
+            Kind.SEND_ACTIVATION: links * micro_batches * num_steps,
+            Kind.SEND_GRAD: links * micro_batches * num_steps,
+            Kind.SEND_NORM: links * num_steps * norms,
+            Kind.SEND_TOTAL: links * synchronous,
+        }.items()
+        if number
+    }
+
+
+@many
+@given(num_stages=stages, micro_batches=sizes, num_steps=counts)
+def test_1f1b_plans_are_sound(num_stages, micro_batches, num_steps):
+    report = check(one_f_one_b(num_stages, micro_batches, num_steps))
+    assert report.ticks == 2 * num_steps * (micro_batches + num_stages - 1)
+    assert report.bubble == pytest.approx((num_stages - 1) / (micro_batches + num_stages - 1))
+    assert report.peak_activations == tuple(
+        min(num_stages - stage, micro_batches) for stage in range(num_stages)
+    )
+    assert report.max_staleness == report.weight_versions == (0,) * num_stages
+
+
+@many
+@given(num_stages=stages, micro_batches=sizes)
+def test_inference_plans_are_sound(num_stages, micro_batches):
+    report = check(inference(num_stages, micro_batches))
+    assert report.ticks == micro_batches + num_stages - 1
+    assert report.idle_ticks == (num_stages - 1,) * num_stages
+    assert report.peak_activations == report.max_staleness == (0,) * num_stages
+    assert report.staleness == ((),) * num_stages
+
+
+@many
+@given(num_stages=st.integers(1, 8), micro_batches=st.integers(1, 16), num_steps=counts)
+def test_ticks_are_a_simulation_in_which_every_pass_takes_one(num_stages, micro_batches, num_steps):
+    for plan in (
+        one_f_one_b(num_stages, micro_batches, num_steps),
+        pipemare(num_stages, micro_batches, num_steps),
+        inference(num_stages, micro_batches),
+    ):
+        report, timeline = check(plan), simulate(plan, Costs(1.0, 1.0))
+        assert timeline.makespan_s == report.ticks
+        busy = [timeline.busy_s(rank) for rank in range(num_stages)]
+        assert [report.ticks - b for b in busy] == list(report.idle_ticks)
+        start, end = steady_window(timeline) or (0, 0)
+        assert report.steady_ticks == end - start
+        shares = steady_utilisation(timeline)
+        if shares is None:
+            assert report.steady_bubble is None
+        else:
+            assert report.steady_bubble == pytest.approx(1 - sum(shares) / num_stages)
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "micro_batches", "steady"),
+    [
+        (4, 1, [3]),
+        (4, 4, [1, 1, 1, 0]),
+        (4, 8, [1, 1, 1, 0, 0, 0, 0, 0]),
+        (8, 2, [4, 3]),
+    ],
+)
+def test_staleness_of_the_first_stage(num_stages, micro_batches, steady):
+    report = check(pipemare(num_stages, micro_batches, 40))
+    staleness = report.staleness[0]
+    for step in range(8, 32):
+        first = step * micro_batches
+        assert list(staleness[first : first + micro_batches]) == steady
+    assert report.max_staleness[0] == math.ceil((num_stages - 1) / micro_batches)
+    late = check(pipemare(num_stages, micro_batches, 400)).mean_staleness
+    expected = [(num_stages - 1 - s) / micro_batches for s in range(num_stages)]
+    assert late == pytest.approx(expected, abs=0.05)
+
+
+def test_the_report_is_readable():
+    report = check(pipemare(2, 2, 2, norms=True))
+    assert str(report).splitlines() == [
+        "pipemare: stages 2, micro-batches per step 2, optimizer steps 2",
+        "length: 10 ticks of one pass each",
+        "bubble: 20.0% of all ticks, in steady state 0.0% (of 4 ticks)",
+        "messages: 4 activations, 4 gradients, 2 norms, 0 total norms",
+        "",
+        "stage  peak activations  max staleness   mean  old weights kept  actions  idle ticks",
+        "    0                 2              1  0.250                 1       26           2",
+        "    1                 1              0  0.000                 0       26           2",
+    ]
+    assert "in steady state none\n" in str(check(one_f_one_b(4, 1)))
+
+
+# What a check refuses.
+
+
+def edited(plan, **changes):
+    """Return a plan in whose text forms words are replaced: ``r1={"1B0@0": "1B1@0"}``."""
+    for name, words in changes.items():
+        rank = int(name.removeprefix("r"))
+        text = " ".join(map(str, plan.ranks[rank]))
+        for old, new in words.items():
+            assert f" {old} " in f" {text} "
+            text = f" {text} ".replace(f" {old} ", f" {new} ").strip()
+        plan = with_rank(plan, rank, parsed(text))
+    return plan
+
+
+ASYNCHRONOUS = pipemare(2, 2, 2, norms=True, correct=True)
+# 0: 0L0@0 0F0@0 0SA0@0 0L1@0 0F1@0 0SA1@0 0RG0@0 0B0@0 0L2@0 0F2@0 0SA2@0 0RG1@0 0B1@0 0R1@0 0RN1@0
+#    0S1@0 0L3@1 0F3@1 0SA3@1 0C2@0 0RG2@1 0B2@1 0W2@1 0RG3@1 0B3@1 0R3@1 0RN3@1 0S3@1
+# 1: 1RA0@0 1L0@0 1F0@0 1B0@0 1SG0@0 1RA1@0 1L1@0 1F1@0 1B1@0 1SG1@0 1R1@0 1SN1@0 1S1@0
+#    1RA2@1 1L2@1 1F2@1 1B2@1 1SG2@1 1RA3@1 1L3@1 1F3@1 1B3@1 1SG3@1 1R3@1 1SN3@1 1S3@1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"r0": {"0L1@0": ""}}, "action = '0F1@0': 0L1 does not come before it"),
+        ({"r1": {"1RA1@0": ""}}, "action = '1F1@0': 1RA1 does not come before it"),
+        ({"r0": {"0RG1@0": ""}}, "action = '0B1@0': 0RG1 does not come before it"),
+        ({"r1": {"1F1@0 1B1@0": "1B1@0 1F1@0"}}, "'1B1@0': 1F1 does not come before it"),
+        ({"r1": {"1B1@0 1SG1@0": "1SG1@0 1B1@0"}}, "'1SG1@0': 1B1 does not come before it"),
+        ({"r0": {"0F1@0 0SA1@0": "0SA1@0 0F1@0"}}, "'0SA1@0': 0F1 does not come before it"),
+        ({"r0": {"0R1@0": ""}}, "'0S1@0': 0R1 does not come before it"),
+        ({"r1": {"1B1@0": ""}}, "'1SG1@0': 1B1 does not come before it"),
+        ({"r1": {"1B1@0 1SG1@0 1R1@0": "1R1@0 1B1@0 1SG1@0"}}, "'1R1@0': 1B1 does not come"),
+        ({"r0": {"0F1@0": "0F1@0 0F1@0"}}, "'0F1@0': it is done a second time"),
+        ({"r1": {"1B3@1": "1B3@1 1B2@1"}}, "'1B2@1': it is done a second time"),
+        ({"r1": {"1S1@0": "1S1@0 1S1@1"}}, "'1S1@1': .*next optimizer step is that of .* 3"),
+        ({"r1": {"1S1@0": "", "1R1@0": "", "1SN1@0": ""}}, "'1F2@1'|'1RA2@1': .* version is 0"),
+        ({"r0": {"0SA3@1": ""}}, "action = '0SA3': it is missing"),
+        ({"r1": {"1SG3@1": ""}}, "action = '1SG3': it is missing"),
+        ({"r1": {"1R3@1": "", "1SN3@1": "", "1S3@1": ""}}, "steps = 2: stage 1 does 1 optimizer"),
+        ({"r1": {"1SN1@0": ""}}, "'1RN|'0RN1@0': the next message to arrive is that of 1SG2@1"),
+        ({"r1": {"1SN3@1": ""}}, "'0RN3@1': its message is never sent"),
+        ({"r0": {"0RN3@1": ""}}, "'1SN3@1': its message is never received. Add 0RN3"),
+        ({"r0": {"0F2@0": "0F2@1"}}, "'0F2@1': the weights' version is 0 here"),
+        ({"r0": {"0B2@1": "0B2@0"}}, "'0B2@0': the weights' version is 1 here"),
+        ({"r0": {"0C2@0": "0C2@1"}}, "'0C2@1': the weights' version is 0 here"),
+        ({"r0": {"0W2@1": ""}}, "'0RG3@1': it would see the weights that 0C2@0 has put in"),
+        ({"r0": {"0C2@0": ""}}, "'0W2@1': 0C2 does not come before it"),
+        ({"r0": {"0C2@0 0RG2@1 0B2@1": "0RG2@1 0B2@1 0C2@0"}}, "'0C2@0': the backward pass comes"),
+        ({"r0": {"0B3@1": "0C3@1 0B3@1"}}, "'0R3@1': it would see the weights that 0C3@1"),
+        ({"r1": {"1SG1@0": "1SG1@0 1RG1@0"}}, "'1RG1@0': this stage has nothing of this kind"),
+        ({"r0": {"0F1@0": "0F1@0 0RA1@0"}}, "'0RA1@0': this stage has nothing of this kind"),
+        ({"r0": {"0L3@1": "0L3@1 0L4@1"}}, "'0F4': the plan has 4 micro-batches"),
+        ({"r0": {"0F1@0": "0F1@0 1F1@0"}}, "'1F1@0': it is on rank 0, but stage 1 is on rank 1"),
+        ({"r0": {"0F1@0": "0F1@0 2F1@0"}}, "'2F1@0': a plan of 2 stages has no stage 2"),
+        ({"r0": {"0B0@0": "0B0@0/1"}}, "'0B0@0/1': 0F0/1 does not come before it"),
+    ],
+)
+def test_a_damaged_plan_is_refused_by_its_action(changes, message):
+    with pytest.raises(PlanError, match=message):
+        check(edited(ASYNCHRONOUS, **changes))
+
+
+def test_backward_passes_belong_to_their_step():
+    plan = edited(pipemare(1, 1, 2), r0={"0B0@0 0R0@0 0S0@0 0L1@1 0F1@1": "0L1 0F1 0B1 0R0 0S0"})
+    with pytest.raises(PlanError, match="'0B1': it belongs to optimizer step 1, but 0 steps come"):
+        check(plan)
+
+
+def test_swapped_messages_are_refused_on_the_receiving_side():
+    swap = {"1RA0@0 1L0@0 1F0@0 1B0@0 1SG0@0 1RA1@0": "1RA1@0 1RA0@0 1L0@0 1F0@0 1B0@0 1SG0@0"}
+    with pytest.raises(PlanError, match=r"'1RA1@0': the next .* of 0SA0@0, which 1RA0 would rec"):
+        check(edited(ASYNCHRONOUS, r1=swap))
+
+
+def test_both_ends_of_the_pipeline_read_the_same_stream():
+    first = {"0L0@0 0F0@0 0SA0@0 0L1@0": "0L1@0 0L0@0 0F0@0 0SA0@0"}
+    with pytest.raises(PlanError, match=r"'1L0@0': stage 0 loads 0L1@0 there"):
+        check(edited(ASYNCHRONOUS, r0=first))
+
+
+def test_a_correction_that_nothing_ends_is_refused():
+    plan = edited(pipemare(1, 1, 1), r0={"0B0@0 0R0@0 0S0@0": "0R0 0C0"})
+    with pytest.raises(PlanError, match="'0R0': 0B0 does not come before it"):
+        check(plan)
+    plan = inference(1, 1)
+    with pytest.raises(PlanError, match="'0C0@0': this stage has nothing"):
+        check(with_rank(plan, 0, [*plan.ranks[0], Action(Kind.CORRECT, 0, 0, 0)]))
+    text = "0L0 0F0 0L1 0F1 0B0 0R0 0S0 0C1 0B1"
+    with pytest.raises(PlanError, match="'0C1': the newest weights are not put back after it"):
+        check(with_rank(pipemare(1, 1, 2), 0, parsed(text)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"num_stages": 0}, "stages"),
+        ({"micro_batches": 0}, "micro_batches"),
+        ({"num_steps": -1}, "steps"),
+        ({"send_slots": -1}, "send_slots"),
+        ({"ranks": ()}, "plan"),
+        ({"ranks": ((), ())}, "plan"),
+        ({"num_stages": 3}, "plan"),
+    ],
+)
+def test_impossible_numbers_are_refused(changes, key):
+    with pytest.raises(PlanError) as info:
+        check(replace(ASYNCHRONOUS, **changes))
+    assert info.value.key == key
+
+
+def test_ranks_in_another_order_are_refused():
+    with pytest.raises(PlanError, match="it is on rank 0, but stage 1 is on rank 1"):
+        check(replace(ASYNCHRONOUS, ranks=ASYNCHRONOUS.ranks[::-1]))
+
+
+def test_blocking_sends_need_another_order():
+    """The asynchronous order, run with blocking sends, is the classic circle of two sends."""
+    ranks = tuple(tuple(Stream(stage, 2, 2).window(2)) for stage in range(2))
+    plan = Plan("naive", 2, 2, 1, ranks, send_slots=1)
+    check(plan)
+    with pytest.raises(PlanError) as info:
+        check(replace(plan, send_slots=0))
+    assert info.value.reason.splitlines() == [
+        "it never ends, as its ranks come no further than here",
+        "  rank 0: 0SA0@0 0L1@0 0F1@0 0SA1@0 <-- waits for 1RA1; then 0RG0@0 0B0@0 0RG1@0",
+        "  rank 1: 1L0@0 1F0@0 1B0@0 1SG0@0 <-- waits for 0RG0; then 1RA1@0 1L1@0 1F1@0",
+        "ranks 0, 1 wait for each other in a circle",
+    ]
+
+
+def test_a_gradient_awaited_before_its_activation_is_sent_is_a_circle():
+    swap = {"0SA1@0 0RG0@0 0B0@0 0L2@0 0F2@0 0SA2@0 0RG1@0": "0RG0@0 0B0@0 0L2@0 0F2@0 0RG1@0 0SA1@0 0SA2@0"}
+    plan = edited(ASYNCHRONOUS, r0=swap)
+    with pytest.raises(PlanError, match="ranks 0, 1 wait for each other") as info:
+        check(plan)
+    assert "0RG1@0 <-- waits for 1SG1; then 0SA1@0 " in str(info.value)
+    assert "1RA1@0 <-- waits for 0SA1; then 1L1@0 " in str(info.value)
+
+
+def test_waves_are_checked_apart():
+    plan = pipemare(2, 2, 2)
+    once = {Kind.REDUCE, Kind.STEP}
+
+    def waved(action):
+        return action if action.kind in once else action._replace(wave=action.micro_batch % 2)
+
+    ranks = tuple(tuple(map(waved, actions)) for actions in plan.ranks)
+    assert check(replace(plan, ranks=ranks)) == check(plan)
+    both = [*ranks[0]]
+    both.insert(1, both[0]._replace(wave=1))
+    with pytest.raises(PlanError, match="'0F0/1': the plan has 4 micro-batches, each in one wave"):
+        check(with_rank(replace(plan, ranks=ranks), 0, both))
+
+
+def test_a_rank_may_hold_several_stages():
+    """A pipeline of 4 stages that is folded: ranks 0 and 1 hold stages 0 and 3, 1 and 2."""
+    ranks = (
+        parsed("0L0 0F0 0SA0 0L1 0F1 0SA1 3RA0 3L0 3F0 3RA1 3L1 3F1"),
+        parsed("1RA0 1F0 1SA0 2RA0 2F0 2SA0 1RA1 1F1 1SA1 2RA1 2F1 2SA1"),
+    )
+    plan = Plan("folded", 4, 2, 0, tuple(map(tuple, ranks)), send_slots=1)
+    report = check(plan)
+    assert report.ticks == 6
+    assert report.idle_ticks == (2, 2)
+    assert str(report).splitlines()[-3:] == [
+        "rank  actions  idle ticks",
+        "   0       12           2",
+        "   1       12           2",
+    ]
+    twice = with_rank(plan, 1, [*plan.ranks[1], Action(Kind.LOAD, 0, 0)])
+    with pytest.raises(PlanError, match="'0L0': it is on rank 1, but stage 0 is on rank 0"):
+        check(twice)
+    with pytest.raises(PlanError, match="in a circle"):
+        check(replace(plan, send_slots=0))

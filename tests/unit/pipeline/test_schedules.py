@@ -1,0 +1,247 @@
+"""Plans by name, against DeepSpeed's own schedules, the clock and the formulas of the version map.
+
+With ``d = P - 1 - s`` (how many micro-batches stage ``s`` is ahead) and ``M`` micro-batches per
+step, micro-batch ``m`` is forwarded with version ``max(0, floor((m - d) / M))`` and its backward
+pass meets version ``floor(m / M)``.
+"""
+
+import math
+import time
+
+import pytest
+from deepspeed.runtime.pipe import schedule as stock
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wavemare.errors import PlanError
+from wavemare.pipeline.action import COMPUTE, Kind
+from wavemare.pipeline.schedules import (
+    SCHEDULES,
+    build_plan,
+    drain_boundary,
+    inference,
+    one_f_one_b,
+    pipemare,
+)
+
+stages = st.integers(1, 16)
+sizes = st.integers(1, 64)
+counts = st.integers(1, 4)
+# The oracles are slow for the largest plans; hypothesis draws them seldom.
+many = settings(max_examples=50, deadline=None)
+
+
+def passes(actions):
+    return [(a.kind, a.micro_batch) for a in actions if a.kind in COMPUTE]
+
+
+STOCK_KINDS = {
+    stock.LoadMicroBatch: Kind.LOAD,
+    stock.ForwardPass: Kind.FORWARD,
+    stock.BackwardPass: Kind.BACKWARD,
+    stock.SendActivation: Kind.SEND_ACTIVATION,
+    stock.RecvActivation: Kind.RECV_ACTIVATION,
+    stock.SendGrad: Kind.SEND_GRAD,
+    stock.RecvGrad: Kind.RECV_GRAD,
+    stock.ReduceGrads: Kind.REDUCE,
+    stock.OptimizerStep: Kind.STEP,
+}
+
+
+def stock_kinds(schedule):
+    # Tied weights are reduced by an instruction of their own, for which a plan has no action.
+    instructions = (type(command) for commands in schedule for command in commands)
+    return [STOCK_KINDS[kind] for kind in instructions if kind is not stock.ReduceTiedGrads]
+
+
+def stock_actions(schedule):
+    """Return kinds with micro-batches: DeepSpeed does each kind in the order of micro-batches."""
+    counted = dict.fromkeys(STOCK_KINDS.values(), 0)
+    actions = []
+    for kind in stock_kinds(schedule):
+        actions.append((kind, counted[kind]))
+        counted[kind] += 1
+    return actions
+
+
+@many
+@given(num_stages=stages, micro_batches=sizes, num_steps=st.integers(1, 2))
+def test_1f1b_does_what_deepspeed_does_in_the_same_order(num_stages, micro_batches, num_steps):
+    plan = one_f_one_b(num_stages, micro_batches, num_steps)
+    for stage, actions in enumerate(plan.ranks):
+        schedule = stock.TrainSchedule(micro_batches, num_stages, stage)
+        assert [a.kind for a in actions] == stock_kinds(schedule) * num_steps
+        first = [(a.kind, a.micro_batch) for a in actions[: len(actions) // num_steps]]
+        end = micro_batches - 1
+        once_a_step = {(Kind.REDUCE, 0): (Kind.REDUCE, end), (Kind.STEP, 0): (Kind.STEP, end)}
+        assert first == [once_a_step.get(a, a) for a in stock_actions(schedule)]
+
+
+@many
+@given(num_stages=stages, micro_batches=sizes)
+def test_inference_forwards_as_deepspeed_does(num_stages, micro_batches):
+    plan = inference(num_stages, micro_batches)
+    for stage, actions in enumerate(plan.ranks):
+        expected = stock_actions(stock.InferenceSchedule(micro_batches, num_stages, stage))
+        got = [(a.kind, a.micro_batch) for a in actions]
+        assert sorted(got) == sorted(expected)
+        for kind in {kind for kind, _ in got}:
+            assert [a for a in got if a[0] is kind] == [a for a in expected if a[0] is kind]
+
+
+def twin(stage, num_stages, micro_batches, drains):
+    """Run one stage on the clock; return its passes with versions, and its most live activations.
+
+    Args:
+        stage: Counted from 0.
+        num_stages: Length of the pipeline.
+        micro_batches: Micro-batches per optimizer step.
+        drains: For each stretch between two empty pipelines its number of optimizer steps.
+    """
+    events, clock, first = [], 0, 0
+    for steps in drains:
+        count = steps * micro_batches
+        events += [(clock + 2 * m + stage, Kind.FORWARD, first + m) for m in range(count)]
+        late = 2 * num_stages - 1 - stage
+        events += [(clock + 2 * m + late, Kind.BACKWARD, first + m) for m in range(count)]
+        clock += 2 * (count + num_stages - 1)
+        first += count
+    version, live, peak, result = 0, 0, 0, []
+    for _, kind, micro_batch in sorted(events):
+        result.append((kind, micro_batch, version))
+        live += 1 if kind is Kind.FORWARD else -1
+        peak = max(peak, live)
+        if kind is Kind.BACKWARD and (micro_batch + 1) % micro_batches == 0:
+            version += 1
+    return result, peak
+
+
+def stretches(num_steps, warmup_steps, drain_interval):
+    """Return the steps between two empty pipelines, by walking through all steps."""
+    ends = [
+        step + 1
+        for step in range(num_steps)
+        if step < warmup_steps
+        or step + 1 == num_steps
+        or (drain_interval and (step + 1) % drain_interval == 0)
+    ]
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+
+
+@many
+@given(
+    num_stages=stages,
+    micro_batches=sizes,
+    num_steps=counts,
+    warmup_steps=st.integers(0, 3),
+    drain_interval=st.integers(0, 3),
+    correct=st.booleans(),
+    norms=st.booleans(),
+)
+def test_pipemare_runs_on_the_clock(
+    num_stages, micro_batches, num_steps, warmup_steps, drain_interval, correct, norms
+):
+    plan = pipemare(
+        num_stages,
+        micro_batches,
+        num_steps,
+        warmup_steps=warmup_steps,
+        drain_interval=drain_interval,
+        correct=correct,
+        norms=norms,
+    )
+    drains = stretches(num_steps, warmup_steps, drain_interval)
+    for stage, actions in enumerate(plan.ranks):
+        got = [(a.kind, a.micro_batch, a.version) for a in actions if a.kind in COMPUTE]
+        expected, peak = twin(stage, num_stages, micro_batches, drains)
+        assert got == expected
+        assert peak <= num_stages - stage
+        forwards = {m: version for kind, m, version in got if kind is Kind.FORWARD}
+        corrections = [(a.micro_batch, a.version) for a in actions if a.kind is Kind.CORRECT]
+        backwards = [(m, version) for kind, m, version in got if kind is Kind.BACKWARD]
+        stale = [(m, forwards[m]) for m, version in backwards if forwards[m] < version]
+        assert corrections == (stale if correct else [])
+
+
+@many
+@given(num_stages=stages, micro_batches=sizes, num_steps=counts)
+def test_versions_are_those_of_the_formula(num_stages, micro_batches, num_steps):
+    plan = pipemare(num_stages, micro_batches, num_steps)
+    for stage, actions in enumerate(plan.ranks):
+        delay = num_stages - 1 - stage
+        for action in actions:
+            if action.kind is Kind.FORWARD:
+                version = max(0, math.floor((action.micro_batch - delay) / micro_batches))
+                assert action.version == version
+            elif action.kind is Kind.BACKWARD:
+                assert action.version == action.micro_batch // micro_batches
+
+
+@many
+@given(num_stages=stages, micro_batches=sizes, num_steps=counts)
+def test_a_drain_at_every_step_is_the_flushing_order(num_stages, micro_batches, num_steps):
+    flushing = one_f_one_b(num_stages, micro_batches, num_steps)
+    for options in ({"drain_interval": 1}, {"warmup_steps": num_steps}):
+        drained = pipemare(num_stages, micro_batches, num_steps, **options)
+        for one, other in zip(drained.ranks, flushing.ranks, strict=True):
+            assert passes(one) == passes(other)
+            assert sorted(one) == sorted(other)
+
+
+@pytest.mark.parametrize(
+    ("step", "options", "boundary"),
+    [
+        (3, {}, None),
+        (3, {"last_step": 7}, 100 + 4 * 5),
+        (3, {"warmup_steps": 4}, 100 + 5),
+        (3, {"warmup_steps": 3}, None),
+        (3, {"drain_interval": 3}, 100 + 3 * 5),
+        (3, {"drain_interval": 4}, 100 + 5),
+        (3, {"drain_interval": 10, "last_step": 9}, 100 + 6 * 5),
+        (3, {"drain_interval": 10, "last_step": 12}, 100 + 7 * 5),
+        (3, {"warmup_steps": 5, "drain_interval": 10, "last_step": 9}, 100 + 5),
+    ],
+)
+def test_the_next_drain(step, options, boundary):
+    assert drain_boundary(step, 100, 5, **options) == boundary
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_plans_are_made_by_name(name):
+    plan = build_plan(name, 3, 4, 2)
+    assert plan == SCHEDULES[name](3, 4, 2)
+    assert (plan.schedule, plan.num_stages, plan.micro_batches) == (name, 3, 4)
+    assert plan.num_steps == (0 if name == "inference" else 2)
+    assert len(plan.ranks) == 3
+    assert bool(plan.send_slots) is (name == "pipemare")
+
+
+def test_an_unknown_name_is_answered_with_the_nearest():
+    with pytest.raises(PlanError, match=r"no such schedule\. Did you mean 'pipemare'\?"):
+        build_plan("pipmare", 2, 2, 1)
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+@pytest.mark.parametrize(
+    ("numbers", "key"),
+    [
+        ((0, 1, 1), "stages"),
+        ((-1, 1, 1), "stages"),
+        ((1, 0, 1), "micro_batches"),
+        ((1, 1, -1), "steps"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(name, numbers, key):
+    with pytest.raises(PlanError) as info:
+        build_plan(name, *numbers)
+    assert info.value.key == key
+
+
+def test_64_stages_and_1024_micro_batches_are_planned_in_2_seconds():
+    # Processor time, so that a busy machine does not count.
+    def planning_s():
+        start = time.process_time()
+        build_plan("pipemare", 64, 1024, 1)
+        return time.process_time() - start
+
+    assert min(planning_s() for _ in range(3)) < 2
