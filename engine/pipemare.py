@@ -94,7 +94,7 @@ class PipeMareEngine(PipelineEngine):
         self._end: int | None = None
         self._version = 0
         self._position: Action | None = None
-        self._loss_sum = 0.0
+        self._loss_sum: Tensor | float = 0.0
         self._start_stream()
 
     def _start_stream(self) -> None:
@@ -309,7 +309,7 @@ class PipeMareEngine(PipelineEngine):
         if not micro_batch.ended:
             self._telemetry.note_staleness(self._version - micro_batch.version)
         if not micro_batch.ended and self.is_last_stage():
-            self._loss_sum += float(micro_batch.loss.detach().float())
+            self._loss_sum = self._loss_sum + micro_batch.loss.detach().float()
             deepspeed.DeepSpeedEngine.backward(self, micro_batch.loss)
         elif not micro_batch.ended:
             self._backward_of_outputs(micro_batch)
@@ -331,7 +331,9 @@ class PipeMareEngine(PipelineEngine):
 
     def _exec_send_grad(self, action: Action) -> None:
         micro_batch = self._micro_batches.pop(action.micro_batch)
-        header = [self._loss_sum, *self._telemetry.tell()]
+        # Only the step's last message tells its loss: reading it waits for the device.
+        complete = action.micro_batch == self._first + self.micro_batches - 1
+        header = [float(self._loss_sum) if complete else 0.0, *self._telemetry.tell()]
         self._exchange.send_grad(header, micro_batch.input_grads())
 
     def _exec_reduce(self, action: Action) -> None:
@@ -342,7 +344,7 @@ class PipeMareEngine(PipelineEngine):
         if trained < self.micro_batches:
             self._stage_optimizer.scale_gradients(self.micro_batches / trained)
         self._exec_reduce_grads()
-        loss = torch.tensor(self._loss_sum, dtype=torch.float32, device=self.device) / trained
+        loss = torch.as_tensor(self._loss_sum, dtype=torch.float32, device=self.device) / trained
         if self.is_data_parallel:
             dist.all_reduce(loss, group=self.grid.get_data_parallel_group())
             loss /= self.dp_world_size

@@ -108,20 +108,22 @@ def add_communication(actions: Iterable[Action], num_stages: int) -> Iterator[Ac
             yield action
 
 
-def defer_sends(actions: Iterable[Action]) -> Iterator[Action]:
-    """Put a send of activations behind a receive of gradients that follows it.
+def defer_sends(actions: Iterable[Action], num_stages: int) -> Iterator[Action]:
+    """Put a send of activations behind a receive of gradients that the next stage serves first.
 
-    Two neighbours whose sends block would wait for each other otherwise: the next stage sends its
-    gradient before it receives the activation.
+    Two neighbours whose sends block would wait for each other otherwise. The next stage, which
+    forwards one micro-batch less ahead, goes backward before it takes the activation of a
+    micro-batch that this stage forwards furthest ahead.
     """
     held: Action | None = None
     for action in actions:
-        if held is not None and action.kind is Kind.RECV_GRAD:
-            yield action
-            yield held
-            held = None
-            continue
         if held is not None:
+            furthest = action.micro_batch + num_stages - 1 - action.stage
+            if action.kind is Kind.RECV_GRAD and held.micro_batch >= furthest:
+                yield action
+                yield held
+                held = None
+                continue
             yield held
             held = None
         if action.kind is Kind.SEND_ACTIVATION:

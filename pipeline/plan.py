@@ -80,7 +80,7 @@ def _header(line: str) -> dict[str, str]:
 
 
 def _number(values: dict[str, str], key: str) -> int:
-    if not values[key].isdigit():
+    if not values[key].isdecimal():
         raise PlanError(key, values[key], "it is not a whole number", "Give 0 or more")
     return int(values[key])
 

@@ -118,7 +118,8 @@ def one_f_one_b_stage(
     """Return one stage's part of `one_f_one_b`."""
     stream = Stream(stage, num_stages, micro_batches)
     for _ in range(num_steps):
-        yield from defer_sends(stream.window(stream.first + micro_batches))
+        window = stream.window(stream.first + micro_batches)
+        yield from defer_sends(window, num_stages)
 
 
 def inference(num_stages: int, micro_batches: int, num_steps: int = 0) -> Plan:

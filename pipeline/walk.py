@@ -126,7 +126,10 @@ class Walk:
         if action.micro_batch != end - 1:
             reason = f"the next optimizer step is that of micro-batch {end - 1}"
             raise _refusal(action, reason, f"Put a step after every {size} micro-batches")
-        if bit == _REDUCE and len(self.staleness) != end:
+        if action.wave:
+            reason = "an optimizer step is that of both waves"
+            raise _refusal(action, reason, "Leave out its wave")
+        if bit == _REDUCE and len(self.staleness) < end:
             backwarded = {micro_batch for micro_batch, _ in self.staleness}
             missing = Action(
                 Kind.BACKWARD, self._stage, next(m for m in range(end) if m not in backwarded)

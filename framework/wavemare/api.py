@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import deepspeed
@@ -65,9 +65,11 @@ def initialize(
         init_distributed(distributed_port)
     if ours.pipeline.stages > 1 and not isinstance(model, deepspeed.PipelineModule):
         check_config(values, world_size=dist.get_world_size())
-        model = _converted(model, ours)
+        whole, model = model, _converted(model, ours)
+        # An untied head is trained wherever the embedding that it was tied to was meant to be.
+        copies = {id(whole.get_parameter(n)): p for n, p in model.untied_parameters().items()}
         optimizer, model_parameters = _of_this_stage(
-            model, optimizer, model_parameters, lr_scheduler
+            model, optimizer, model_parameters, lr_scheduler, copies
         )
     return build_engine(
         values,
@@ -108,13 +110,23 @@ def _converted(model: Any, ours: WavemareConfig) -> Any:
 
 
 def _of_this_stage(
-    module: Any, optimizer: Any, parameters: Any, lr_scheduler: Any
+    module: Any, optimizer: Any, parameters: Any, lr_scheduler: Any, copies: Mapping[int, Any]
 ) -> tuple[Any, Any]:
-    """Reduce what was made for the whole model to this stage's parameters, which are the same."""
+    """Reduce what was made for the whole model to this stage's parameters, which are the same.
+
+    Args:
+        module: The stage.
+        optimizer: As given to `initialize`.
+        parameters: As given to `initialize`.
+        lr_scheduler: As given to `initialize`.
+        copies: By the identity of a parameter a copy of it that the stage trains as well.
+    """
     local = {id(parameter) for parameter in module.parameters()}
 
     def keep(chosen: Iterable[Any]) -> list[Any]:
-        return [parameter for parameter in chosen if id(parameter) in local]
+        chosen = list(chosen)
+        kept = [parameter for parameter in chosen if id(parameter) in local]
+        return kept + [copies[id(p)] for p in chosen if id(p) in copies]
 
     if hasattr(optimizer, "param_groups"):
         groups = [{**group, "params": keep(group["params"])} for group in optimizer.param_groups]

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 BIN = Path(sys.executable).parent
-STEPS = 120
+STEPS = 80
 # Longer than the training: what is found after the stop was written by the stop.
 RARE = {"max_steps": STEPS, "eval_interval": STEPS, "save_interval": STEPS}
 

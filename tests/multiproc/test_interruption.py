@@ -39,6 +39,21 @@ def test_a_stopped_and_resumed_engine_equals_one_that_went_on(stopped_engines, c
     assert len({ranks[case]["stopped"] for ranks in stopped_engines}) == 1
 
 
+@pytest.mark.world_size(4)
+def test_an_asynchronous_pipeline_stops_at_one_version(launch):
+    finished = launch("interruption.py", "asynchronous", ranks=4).check()
+    for signalled in ("0", "3"):
+        ranks = [finished.result(rank)[signalled] for rank in range(4)]
+        (stopped,) = {rank["stopped"] for rank in ranks}
+        assert 10 < stopped < 40
+        # The last stage was as far ahead as the lead of stages - 1 allows.
+        assert [rank["ahead"] for rank in ranks] == [0, 1, 2, 3]
+        for rank in ranks:
+            whole, parted = rank["losses"]
+            assert parted == whole
+            assert rank["weights"][0] == rank["weights"][1]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("engines")

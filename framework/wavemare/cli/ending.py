@@ -94,9 +94,9 @@ def _family(launcher: subprocess.Popen[bytes]) -> list[psutil.Process]:
             found = {child.pid: child for child in [process, *process.children(recursive=True)]}
     # A scheduler that signals every process ends the launcher first and leaves orphans.
     for process in psutil.process_iter():
-        if process.pid not in found and _session(process.pid) == launcher.pid:
-            found[process.pid] = process
-    return list(found.values())
+        if _session(process.pid) == launcher.pid:
+            found.setdefault(process.pid, process)
+    return [process for process in found.values() if _lives(process)]
 
 
 def _session(pid: int) -> int | None:

@@ -1,6 +1,6 @@
 """Loops without a model in ranks of different speeds that get SIGTERM; then engines that do.
 
-Arguments: result folder, ``loops`` or ``engines``.
+Arguments: result folder, ``loops``, ``engines`` or ``asynchronous``.
 """
 
 import os
@@ -9,10 +9,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 from common import build_gpt2, configuration, leave, token_batches, weights_digest
 from torch import distributed
@@ -35,16 +37,15 @@ def in_the_middle(seconds: float) -> None:
     threading.Thread(target=send, daemon=True).start()
 
 
-class SlowStore(distributed.Store):
+class SlowStore:
     """Gives the other ranks time to run on between what rank 0 reads and what it writes."""
 
-    def __init__(self, store: Any) -> None:
-        super().__init__()
-        self.add_now, self.check = store.add, store.check
+    def __init__(self, store: distributed.Store) -> None:
+        self.store, self.check = store, store.check
 
     def add(self, key: str, amount: int) -> int:
         time.sleep(0.2)
-        return int(self.add_now(key, amount))
+        return int(self.store.add(key, amount))
 
 
 class Loop:
@@ -69,10 +70,11 @@ class Loop:
 def loop(name: str, signalled: set[int], *, lead: int = 0, told: int | None = None) -> dict:
     """Run one loop on all ranks, and return how it ended on this one."""
     steps, rank = Loop(name, lead), distributed.get_rank()
-    store = SlowStore(steps.store) if rank == 0 else steps.store
     result: dict[str, Any] = {"stopped": None, "error": None}
     distributed.barrier()
-    with Interruption(lead=lead if told is None else told, store=store) as interruption:
+    with Interruption(lead=lead if told is None else told) as interruption:
+        if rank == 0:
+            interruption._store = SlowStore(interruption._store)
         if rank in signalled:
             in_the_middle(0.1 + 0.03 * rank)
         for step in range(1, STEPS + 1):
@@ -161,7 +163,74 @@ def engines() -> dict:
     return {case: train(case, Path(sys.argv[1]) / case) for case in ("1", "3", "pipeline")}
 
 
-MODES: dict[str, Callable[[], dict]] = {"loops": loops, "engines": engines}
+def build_asynchronous() -> Any:
+    """Return an engine whose stages are as far apart as stages can be: M = 1."""
+    torch.manual_seed(7)
+    stages = distributed.get_world_size()
+    layers = [torch.nn.Linear(16, 16) for _ in range(2 * stages)]
+    module = deepspeed.PipelineModule(
+        layers, num_stages=stages, loss_fn=torch.nn.functional.mse_loss
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "steps_per_print": None,
+        "wavemare": {"pipeline": {"schedule": "pipemare", "stages": stages}},
+    }
+    return wavemare.initialize(model=module, config=config)[0]
+
+
+def regression(begun: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    inputs = (torch.randn(2, 16, generator=generator) for _ in count())
+    return ((x, torch.sin(x)) for x in islice(inputs, begun, None))
+
+
+def asynchronous(signalled: int) -> dict:
+    """Stop and resume an asynchronous pipeline, and train one that drains where it stopped."""
+    rank, steps, lead = distributed.get_rank(), 40, distributed.get_world_size() - 1
+    store = distributed.distributed_c10d._get_default_store()
+    folder, name, ahead = Path(sys.argv[1]) / str(signalled), f"begun {signalled}", 0
+    engine, batches, losses = build_asynchronous(), regression(), []
+    with Interruption(lead=lead) as interruption:
+        if rank == 0:
+            interruption._store = SlowStore(interruption._store)
+        for step in range(1, steps + 1):
+            store.add(name, int(rank == 0))
+            if rank == 0 and step < 20:
+                time.sleep(0.02)
+            if step == 10 and rank == signalled:
+                os.kill(os.getpid(), signal.SIGTERM)
+            losses.append(float(engine.train_batch(batches)))
+            ahead = max(ahead, step - store.add(name, 0))
+            if interruption.stops_after(step):
+                break
+    engine.save_checkpoint(str(folder))
+    stopped = engine.global_steps
+    engine = build_asynchronous()
+    engine.load_checkpoint(str(folder))
+    batches = regression(stopped)
+    losses += [float(engine.train_batch(batches)) for _ in range(stopped, steps)]
+
+    whole, batches, expected = build_asynchronous(), regression(), []
+    for step in range(steps):
+        if step == stopped:
+            whole.drain()
+        expected.append(float(whole.train_batch(batches)))
+    return {
+        "stopped": stopped,
+        "ahead": ahead,
+        "losses": [expected, losses],
+        "weights": [weights_digest(whole), weights_digest(engine)],
+    }
+
+
+MODES: dict[str, Callable[[], dict]] = {
+    "loops": loops,
+    "engines": engines,
+    "asynchronous": lambda: {str(rank): asynchronous(rank) for rank in (0, 3)},
+}
 
 if __name__ == "__main__":
     wavemare.init_distributed()

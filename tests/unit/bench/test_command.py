@@ -1,5 +1,7 @@
 """The command line refuses what cannot be measured before it starts a process."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,3 +46,18 @@ def test_no_folder_is_left_by_a_refused_request(tmp_path: Path) -> None:
             standalone_mode=False,
         )
     assert not folder.exists()
+
+
+def test_asking_is_light(tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "from wavemare.cli import app\n"
+        "from wavemare.errors import ConfigError\n"
+        "try:\n    app(['bench', 'pipeline', '--stages', '1'], standalone_mode=False)\n"
+        "except ConfigError as error:\n"
+        "    heavy = {'torch', 'deepspeed', 'transformers', 'numpy'}\n"
+        "    print(error.key, sorted(heavy & sys.modules.keys()))\n"
+    )
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.stdout == "--stages []\n", result.stderr

@@ -95,7 +95,8 @@ def test_the_copy_is_exact_and_no_tie_remains(tied_name, make_tied):
     weights = pipeline_state_dict(module)
     assert torch.equal(weights[name], weights[source])
     assert weights[name].data_ptr() != weights[source].data_ptr()
-    (copy,) = module.untied_parameters().values()
+    ((tied_to, copy),) = module.untied_parameters().items()
+    assert tied_to == source
     assert any(copy is parameter for parameter in module.parameters())
     assert copy is module.forward_funcs[-1].module.weight
     assert not any(copy is parameter for parameter in model.parameters())

@@ -1,5 +1,7 @@
 """Lowering passes: what each adds, and where."""
 
+from itertools import pairwise
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -92,7 +94,7 @@ def test_deferred_sends_keep_everything_else_in_order(num_stages, micro_batches,
     assert [a for a in after if a.kind in SENDS] == [a for a in before if a.kind in SENDS]
     behind = {
         send.micro_batch - receive.micro_batch
-        for receive, send in zip(after, after[1:], strict=False)
+        for receive, send in pairwise(after)
         if receive.kind is Kind.RECV_GRAD and send.kind is activations
     }
     # Where the next stage is one backward pass behind in its forward passes, and only there.

@@ -46,11 +46,19 @@ def test_frozen_and_empty_parameters_are_left_out():
     assert same(distinct([frozen, Parameter(torch.zeros(0)), trained]), [trained])
 
 
-@pytest.mark.parametrize("left", [slice(0, 4), slice(0, 6, 2)])
-def test_partly_shared_memory_is_refused(left):
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        (slice(0, 4), slice(2, 6)),
+        # Strided views that interleave.
+        (slice(0, 6, 2), slice(1, 6, 2)),
+        (slice(0, 6, 2), slice(1, 4, 2)),
+    ],
+)
+def test_partly_shared_memory_is_refused(left, right):
     flat = torch.zeros(6)
     with pytest.raises(ModelError, match="memory"):
-        distinct([parameter(flat[left]), parameter(flat[1:6:2])])
+        distinct([parameter(flat[left]), parameter(flat[right])])
 
 
 @pytest.mark.parametrize("piece_bytes", [1 << 20, 24])

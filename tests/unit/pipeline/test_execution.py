@@ -1,0 +1,178 @@
+"""Plans on the clock, against a slow twin that relaxes all constraints until nothing changes."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wavemare.errors import PlanError
+from wavemare.pipeline.action import RECEIVES, SENDS, Action, Kind
+from wavemare.pipeline.execution import execute
+from wavemare.pipeline.plan import Plan
+from wavemare.pipeline.schedules import inference, one_f_one_b, pipemare
+
+# Multiples of 1/8 are summed exactly.
+seconds = st.integers(0, 40).map(lambda number: number / 8)
+
+
+def no_time(*_):
+    return 0
+
+
+def channels(plan):
+    """Return for each channel the places of its sends and of its receives."""
+    found = {}
+    for rank, actions in enumerate(plan.ranks):
+        for i, (kind, stage, *_) in enumerate(actions):
+            if kind in SENDS:
+                found.setdefault((stage, SENDS[kind][1]), ([], []))[0].append((rank, i))
+            if kind in RECEIVES:
+                step = -RECEIVES[kind][1]
+                found.setdefault((stage - step, step), ([], []))[1].append((rank, i))
+    return found
+
+
+def relaxed(plan, duration, latency):
+    """Return the earliest ends that meet every constraint, found by raising all from 0."""
+    ends = [[0.0] * len(actions) for actions in plan.ranks]
+    bounds = {}
+    for (stage, _), (sends, receives) in channels(plan).items():
+        for number, (send, receive) in enumerate(zip(sends, receives, strict=True)):
+            if plan.send_slots:
+                bounds.setdefault(receive, []).append((send, latency(stage)))
+                if number >= plan.send_slots:
+                    bounds.setdefault(send, []).append((receives[number - plan.send_slots], 0.0))
+            else:
+                met = [((rank, i - 1), latency(stage)) for rank, i in (send, receive)]
+                bounds[send] = bounds[receive] = met
+    changed = True
+    while changed:
+        changed = False
+        for rank, actions in enumerate(plan.ranks):
+            for i, (kind, stage, *_) in enumerate(actions):
+                own = 0.0 if kind in SENDS or kind in RECEIVES else duration(kind, stage)
+                end = own + (ends[rank][i - 1] if i else 0.0)
+                for (other, j), extra in bounds.get((rank, i), []):
+                    end = max(end, extra + (ends[other][j] if j >= 0 else 0.0))
+                if end > ends[rank][i]:
+                    ends[rank][i], changed = end, True
+    return ends
+
+
+plans = st.one_of(
+    st.builds(
+        pipemare,
+        st.integers(1, 5),
+        st.integers(1, 4),
+        st.integers(1, 3),
+        norms=st.booleans(),
+        drain_interval=st.integers(0, 1),
+    ).flatmap(lambda plan: st.integers(2, 3).map(lambda slots: replace(plan, send_slots=slots))),
+    st.builds(one_f_one_b, st.integers(1, 5), st.integers(1, 4), st.integers(1, 2)),
+    st.builds(inference, st.integers(1, 5), st.integers(1, 6)),
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(plan=plans, data=st.data())
+def test_times_are_the_earliest_possible(plan, data):
+    kinds = [Kind.LOAD, Kind.FORWARD, Kind.BACKWARD, Kind.REDUCE, Kind.STEP]
+    costs = {
+        (kind, stage): data.draw(seconds) for kind in kinds for stage in range(plan.num_stages)
+    }
+    latencies = [data.draw(seconds) for _ in range(plan.num_stages)]
+
+    def duration(kind, stage):
+        return costs.get((kind, stage), 0.0)
+
+    times = execute(plan, duration, latencies.__getitem__)
+    assert times == relaxed(plan, duration, latencies.__getitem__)
+
+
+def messages(plan_slots, *ranks):
+    """Return a plan of messages alone, one stage per rank."""
+    actions = tuple(tuple(map(Action.parse, rank.split())) for rank in ranks)
+    return Plan("messages", len(ranks), 1, 1, actions, plan_slots)
+
+
+@given(data=st.data(), num_stages=st.integers(2, 4), slots=st.integers(0, 3))
+def test_a_circle_is_found_where_there_is_one(data, num_stages, slots):
+    """Random orders of matching messages; the twin looks for a circle in the graph of who waits."""
+    ranks = [[] for _ in range(num_stages)]
+    for stage in range(num_stages - 1):
+        for number in range(data.draw(st.integers(0, 3))):
+            ranks[stage].append(f"{stage}SA{number}")
+            ranks[stage + 1].append(f"{stage + 1}RA{number}")
+        for number in range(data.draw(st.integers(0, 3))):
+            ranks[stage + 1].append(f"{stage + 1}SG{number}")
+            ranks[stage].append(f"{stage}RG{number}")
+    orders = []
+    for rank in ranks:
+        words = data.draw(st.permutations(rank))
+        # The messages of a direction keep their order.
+        for code in ("SA", "RA", "SG", "RG"):
+            places = [i for i, word in enumerate(words) if code in word]
+            for place, word in zip(places, sorted(words[i] for i in places), strict=True):
+                words[place] = word
+        orders.append(" ".join(words))
+    plan = messages(slots, *orders)
+    if has_circle(plan):
+        with pytest.raises(PlanError, match="wait for each other in a circle"):
+            execute(plan, no_time, no_time)
+    else:
+        times = execute(plan, no_time, no_time)
+        assert [len(rank) for rank in times] == [len(actions) for actions in plan.ranks]
+
+
+def has_circle(plan):
+    after = {
+        (rank, i): {(rank, i - 1)} if i else set()
+        for rank, actions in enumerate(plan.ranks)
+        for i in range(len(actions))
+    }
+    for sends, receives in channels(plan).values():
+        for number, (send, receive) in enumerate(zip(sends, receives, strict=True)):
+            if plan.send_slots:
+                after[receive].add(send)
+                if number >= plan.send_slots:
+                    after[send].add(receives[number - plan.send_slots])
+            else:
+                # Both need what comes before either of them.
+                after[send] |= {(rank, i - 1) for rank, i in [receive] if i}
+                after[receive] |= {(rank, i - 1) for rank, i in [send] if i}
+    while True:
+        free = {place for place, needs in after.items() if not needs}
+        if not free:
+            return bool(after)
+        after = {place: needs - free for place, needs in after.items() if place not in free}
+
+
+def test_sends_wait_only_when_their_slots_are_in_use():
+    plan = messages(2, "0SA0 0SA1 0SA2 0SA3", "1F0 1RA0 1F0 1RA1 1F0 1RA2 1RA3")
+    times = execute(plan, lambda *_: 10.0, lambda _: 1.0)
+    assert times[0] == [0.0, 0.0, 10.0, 20.0]
+    assert times[1] == [10.0, 10.0, 20.0, 20.0, 30.0, 30.0, 30.0]
+
+
+def test_blocking_sends_end_with_their_receives():
+    plan = messages(0, "0SA0 0F0 0SA1", "1F0 1RA0 1RA1")
+    times = execute(plan, lambda *_: 10.0, lambda _: 1.0)
+    assert times == [[11.0, 21.0, 22.0], [10.0, 11.0, 22.0]]
+
+
+def test_waiting_for_what_never_comes_is_told_from_a_circle():
+    with pytest.raises(PlanError, match="a rank waits for what never comes") as info:
+        execute(messages(1, "0SA0", "1RA0 1RA1 1F1"), no_time, no_time)
+    assert "  rank 1: 1RA0 1RA1 <-- waits for 0SA1; then 1F1\n" in str(info.value)
+    with pytest.raises(PlanError, match="0RG0 <-- waits for 1SG0; then nothing"):
+        execute(messages(1, "0RG0"), no_time, no_time)
+    with pytest.raises(PlanError, match="0SA1 <-- waits for 1RA0; then nothing"):
+        execute(messages(1, "0SA0 0SA1"), no_time, no_time)
+
+
+def test_only_the_ranks_of_the_circle_are_named():
+    plan = messages(1, "0RG5", "1RG0 1SA0 1SG5", "2RA0 2SG0")
+    with pytest.raises(PlanError, match="ranks 1, 2 wait for each other in a circle") as info:
+        execute(plan, no_time, no_time)
+    assert "rank 0: 0RG5 <-- waits for 1SG5" in str(info.value)
