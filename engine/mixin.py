@@ -25,3 +25,12 @@ class EngineMixin(CheckpointMixin):
         """How many processes train the same weights on other data."""
         engine: Any = self
         return int(engine.dp_world_size)
+
+    @property
+    def step_lead(self) -> int:
+        """How many optimizer steps more than rank 0 another rank may have done: here none."""
+        return 0
+
+    def step_metrics(self) -> dict[str, float]:
+        """Return what the engine has measured of the last step, by name; here nothing."""
+        return {}

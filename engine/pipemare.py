@@ -95,6 +95,7 @@ class PipeMareEngine(PipelineEngine):
         self._version = 0
         self._position: Action | None = None
         self._loss_sum: Tensor | float = 0.0
+        self._update_gap = math.nan
         self._start_stream()
 
     def _start_stream(self) -> None:
@@ -443,6 +444,11 @@ class PipeMareEngine(PipelineEngine):
         """Where this rank's time goes."""
         return self._recorder
 
+    @property
+    def step_lead(self) -> int:
+        """How many optimizer steps more than rank 0 another rank may have done."""
+        return max_staleness(0, self.num_stages, self.micro_batches)
+
     def step_metrics(self) -> dict[str, float]:
         """Return staleness, waiting and update gap by stage, and the bubble; on the first stage.
 
@@ -451,10 +457,9 @@ class PipeMareEngine(PipelineEngine):
         return self._telemetry.metrics()
 
     def _report_step(self) -> None:
-        gap = math.nan
         if self.global_steps % _GAP_INTERVAL == 0:
-            gap = self._correction.update_gap()
-        self._telemetry.end_step(self._recorder.shares(), gap)
+            self._update_gap = self._correction.update_gap()
+        self._telemetry.end_step(self._recorder.shares(), self._update_gap)
         if self.global_rank != 0:
             return
         every = self.steps_per_print()

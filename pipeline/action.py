@@ -75,7 +75,8 @@ before. The messages of one direction between two stages keep their order."""
 RECEIVES = {receive: (send, -step) for send, (receive, step) in SENDS.items()}
 """The same from the receiver's side."""
 
-_TEXT = re.compile(r"(\d+)([A-Z]+)(\d+)(?:@(\d+))?(?:/(\d+))?")
+_NUMBER = "([0-9]{1,18})"
+_TEXT = re.compile(f"{_NUMBER}([A-Z]+){_NUMBER}(?:@{_NUMBER})?(?:/{_NUMBER})?")
 
 
 class Action(NamedTuple):

@@ -99,7 +99,13 @@ class Stream:
         Args:
             stop: How many micro-batches of the run may be forwarded yet; None for no limit. If it
                 is the end of the step, the pipeline is empty after it.
+
+        Raises:
+            PlanError: More have been forwarded already.
         """
+        if stop is not None and stop < self.forwarded:
+            reason = f"{self.forwarded} micro-batches have been forwarded already"
+            raise PlanError("stop", stop, reason, "Rewind first, or give a later boundary")
         last = self.first + self.micro_batches
         synchronous = self.is_synchronous(stop)
         actions: Iterator[Action] = compute_order(

@@ -10,6 +10,7 @@ from wavemare.pipeline.action import Action
 
 __all__ = ["Plan"]
 
+_DIGITS = 18
 _HEADER = ("schedule", "stages", "micro_batches", "steps", "send_slots")
 
 
@@ -80,9 +81,10 @@ def _header(line: str) -> dict[str, str]:
 
 
 def _number(values: dict[str, str], key: str) -> int:
-    if not values[key].isdecimal():
-        raise PlanError(key, values[key], "it is not a whole number", "Give 0 or more")
-    return int(values[key])
+    text = values[key]
+    if not (text.isascii() and text.isdecimal() and len(text) <= _DIGITS):
+        raise PlanError(key, text[:40], "it is not a whole number", "Give 0 or more")
+    return int(text)
 
 
 def _rank(line: str, number: int) -> tuple[Action, ...]:

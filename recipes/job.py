@@ -134,16 +134,21 @@ class Job:
         import torch
 
         import wavemare
+        from wavemare.models import tied_weights
 
         self.sequence_length = sequence_length
-        self.num_parameters = sum(p.numel() for p in model.parameters())
+        # An asynchronous pipeline trains a tied head by itself.
+        untied = self.section.pipeline.schedule == "pipemare"
+        copies = sum(t.num_parameters for t in tied_weights(model)) if untied else 0
+        self.num_parameters = sum(p.numel() for p in model.parameters()) + copies
         panel = start_up_panel(
             model,
             corpus,
+            num_parameters=self.num_parameters,
+            pipeline=self.section.pipeline,
             config=self.config,
             batch=self.batch,
             sequence_length=sequence_length,
-            stages=self.stages,
             world_size=self.world_size,
             steps=self.arguments.max_steps,
         )
@@ -224,8 +229,7 @@ class Job:
         shown: float | None = None
         started, evaluating = time.perf_counter(), 0.0
         stopped_after: int | None = None
-        # Stages of an asynchronous pipeline run ahead of the first; other engines keep step.
-        interruption = Interruption(lead=getattr(engine, "step_lead", 0))
+        interruption = Interruption(lead=engine.step_lead)
         bar = self.screen.progress(arguments.max_steps, done=self.first_step)
         with interruption, bar as progress:
             for step in range(self.first_step + 1, arguments.max_steps + 1):
@@ -242,7 +246,8 @@ class Job:
                     self._log(step, loss, rate, progress.tokens_per_second)
                 if loss is not None or shown is None:
                     shown = loss if loss is not None else float(losses[-1])
-                progress.step(step, tokens=tokens, loss=shown, learning_rate=rate)
+                idle = engine.step_metrics().get("bubble")
+                progress.step(step, tokens=tokens, loss=shown, learning_rate=rate, idle=idle)
                 if step % arguments.eval_interval == 0 and not last:
                     pause = time.perf_counter()
                     self.run.log(step, **evaluate(arguments.eval_samples))
@@ -275,6 +280,7 @@ class Job:
             grad_norm=None if norm is None else float(norm),
             tokens_per_second=tokens_per_second,
             samples=self.engine.global_samples,
+            **self.engine.step_metrics(),
         )
 
     def _save(self, loader: Any, step: int) -> None:
@@ -365,6 +371,7 @@ class Job:
         return {
             "processes": self.world_size,
             "stages": self.stages,
+            "schedule": self.section.pipeline.schedule if self.stages > 1 else "data parallel",
             "zero_stage": int(self.engine.zero_optimization_stage()),
             **self.batch,
         }

@@ -7,6 +7,8 @@ from typing import Any
 
 from wavemare.engine.config import zero_section
 from wavemare.observe import MemoryEstimate, estimate_activations, estimate_memory
+from wavemare.pipeline.config import PipelineConfig
+from wavemare.pipeline.staleness import max_staleness
 
 __all__ = ["start_up_panel"]
 
@@ -17,10 +19,11 @@ def start_up_panel(
     model: Any,
     corpus: Mapping[str, object],
     *,
+    num_parameters: int,
+    pipeline: PipelineConfig,
     config: Mapping[str, Any],
     batch: Mapping[str, int],
     sequence_length: int,
-    stages: int,
     world_size: int,
     steps: int,
 ) -> dict[str, Mapping[str, object]]:
@@ -29,29 +32,29 @@ def start_up_panel(
     Args:
         model: The whole transformers model.
         corpus: Rows about the data.
+        num_parameters: That are trained, over all stages.
+        pipeline: Stages and schedule.
         config: DeepSpeed's configuration.
         batch: DeepSpeed's three batch sizes by their keys.
         sequence_length: Tokens per sample.
-        stages: Pipeline stages.
         world_size: Processes.
         steps: Optimizer steps.
     """
-    shape, parameters = model.config, sum(p.numel() for p in model.parameters())
+    shape, stages = model.config, pipeline.stages
     zero = zero_section(config).get("stage", 0)
     train, micro, accumulation = batch.values()
     data_ranks = world_size // stages
-    schedule = "1F1B" if stages > 1 else "data parallel"
-    memory = _memory(shape, parameters, config, batch, sequence_length, stages, data_ranks)
+    memory = _memory(shape, num_parameters, config, batch, sequence_length, pipeline, data_ranks)
     return {
         "model": {
             "architecture": type(model).__name__,
-            "parameters": f"{parameters / 1e6:.2f} M",
+            "parameters": f"{num_parameters / 1e6:.2f} M",
             "layers x width x heads": f"{shape.num_hidden_layers} x {shape.hidden_size} x "
             f"{shape.num_attention_heads}",
         },
         "layout": {
             "processes": f"{world_size} = {stages} stages x {data_ranks} replicas",
-            "schedule": f"{schedule}, ZeRO {zero}",
+            "schedule": f"{_schedule(pipeline, accumulation)}, ZeRO {zero}",
         },
         "batch": {
             "samples per step": f"{train} = {micro} x {accumulation} micro-batches x "
@@ -64,15 +67,25 @@ def start_up_panel(
     }
 
 
+def _schedule(pipeline: PipelineConfig, micro_batches: int) -> str:
+    if pipeline.stages == 1:
+        return "data parallel"
+    if pipeline.schedule != "pipemare":
+        return pipeline.schedule.upper()
+    stale = [max_staleness(s, pipeline.stages, micro_batches) for s in range(pipeline.stages)]
+    return f"PipeMare (staleness by stage {', '.join(map(str, stale))})"
+
+
 def _memory(
     shape: Any,
-    parameters: int,
+    num_parameters: int,
     config: Mapping[str, Any],
     batch: Mapping[str, int],
     sequence_length: int,
-    stages: int,
+    pipeline: PipelineConfig,
     data_ranks: int,
 ) -> MemoryEstimate:
+    stages, micro_batches = pipeline.stages, batch["gradient_accumulation_steps"]
     half = any(config.get(key, {}).get("enabled") for key in ("bf16", "fp16"))
     bytes_per_value = _HALF if half else _SINGLE
     activations = estimate_activations(
@@ -83,11 +96,12 @@ def _memory(
         layers=-(-shape.num_hidden_layers // stages),
         vocabulary=shape.vocab_size,
         bytes_per_value=bytes_per_value,
-        # The first stage of 1F1B holds as many micro-batches as there are stages.
-        micro_batches=min(stages, batch["gradient_accumulation_steps"]) if stages > 1 else 1,
+        # The first stage holds as many micro-batches as there are stages; 1F1B, which has none
+        # of the next step, no more than a step has.
+        micro_batches=stages if pipeline.schedule == "pipemare" else min(stages, micro_batches),
     )
     return estimate_memory(
-        -(-parameters // stages),
+        -(-num_parameters // stages),
         bytes_per_parameter=bytes_per_value,
         zero_stage=zero_section(config).get("stage", 0),
         data_world_size=data_ranks,

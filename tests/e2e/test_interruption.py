@@ -22,13 +22,11 @@ def steps_done(run):
     return file.read_text().count('"loss"') if file.exists() else 0
 
 
-def ranks_of(process):
-    """The processes that the launcher has given a rank."""
+def last_rank(process):
+    """The process that the deepspeed launcher has given the local rank 1."""
     family = psutil.Process(process.pid).children(recursive=True)
-    return sorted(
-        (p for p in family if any(word.startswith("--local_rank=") for word in p.cmdline())),
-        key=lambda p: p.cmdline()[p.cmdline().index("-m") + 2],
-    )
+    (rank,) = [child for child in family if "--local_rank=1" in child.cmdline()]
+    return rank
 
 
 @pytest.fixture
@@ -105,3 +103,17 @@ def test_a_stopped_and_resumed_run_equals_a_whole_one(
     weights = [(run / "model" / "model.safetensors").read_bytes() for run in (parted, whole)]
     assert weights[0] == weights[1]
     assert "stopped_after" not in (parted / "summary.json").read_text()
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_rank_stops_all(small_options, recipe_config, stopped, tmp_path):
+    run = tmp_path / "run"
+    words = ["deepspeed", "--num_gpus", 2, "--master_port", 29733, "--log_level", "critical"]
+    words += ["--module", "wavemare.recipes.gpt.pretrain"]
+    words += ["--deepspeed_config", recipe_config("gpt/pretrain", "zero")]
+    code, output = stopped(
+        [*words, *small_options("gpt", run, **RARE)],
+        run,
+        lambda process: last_rank(process).terminate(),
+    )
+    assert check_stop(run, code, output) < 10

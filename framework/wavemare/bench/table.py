@@ -40,7 +40,12 @@ def result_table(result: Mapping[str, Any]) -> Table:
         if any(row.get(column[0]) is not None for row in rows)
     }
     table = Table(
-        title=_title(result), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD
+        title=_title(result),
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        collapse_padding=True,
+        pad_edge=False,
     )
     table.add_column("M", justify="right")
     table.add_column("system", no_wrap=True)

@@ -115,15 +115,15 @@ def _options() -> argparse.Namespace:
 
 
 def _build(request: PipelineRequest, workload: Workload, screen: Screen) -> dict[Key, Runner]:
-    rank = environment_rank()
     runners = {}
     for name in (name for name in SYSTEMS if name in request.systems):
         screen.note(f"building {name}")
         for count in request.micro_batches:
             if request.obstacle(name, count) is None:
-                place = Place(rank, request.stages, count)
+                place = Place(environment_rank(), request.stages, count)
                 runners[name, count] = BUILDERS[name](workload, place)
-    return runners
+    # What is compared with each other, at equal micro-batches, runs close together.
+    return dict(sorted(runners.items(), key=lambda item: item[0][1]))
 
 
 def _stage_seconds(workload: Workload, request: PipelineRequest) -> list[float]:

@@ -17,6 +17,7 @@ class Recipe:
 
     area: str
     task: str
+    layout: str = "pipeline"
 
     @property
     def name(self) -> str:
@@ -31,13 +32,13 @@ class Recipe:
     @property
     def config(self) -> Path:
         """Its default JSON configuration."""
-        return Path(str(files("wavemare.recipes") / self.area / f"{self.task}_pipeline.json"))
+        return Path(str(files("wavemare.recipes") / self.area / f"{self.task}_{self.layout}.json"))
 
 
 RECIPES = {
     recipe.name: recipe
     for recipe in (
-        Recipe("gpt", "pretrain"),
+        Recipe("gpt", "pretrain", "pipemare"),
         Recipe("gpt", "finetune"),
         Recipe("bert", "pretrain"),
         Recipe("bert", "finetune"),

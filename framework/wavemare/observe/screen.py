@@ -152,6 +152,7 @@ class Progress:
         tokens: int,
         loss: float | None = None,
         learning_rate: float | None = None,
+        idle: float | None = None,
     ) -> None:
         """Show that a step has ended.
 
@@ -160,6 +161,7 @@ class Progress:
             tokens: Tokens of this step, over all ranks.
             loss: Its mean loss.
             learning_rate: The rate that it used.
+            idle: Share of the stages' time in which they did not compute.
         """
         self._speed.advance(step, tokens)
         line = format_progress(
@@ -169,6 +171,7 @@ class Progress:
             learning_rate=learning_rate,
             tokens_per_second=self._speed.tokens_per_second,
             seconds_left=self._speed.seconds_left(self._total),
+            idle=idle,
         )
         self._draw(line, step in {self._first, self._total})
 

@@ -163,17 +163,19 @@ def engines() -> dict:
     return {case: train(case, Path(sys.argv[1]) / case) for case in ("1", "3", "pipeline")}
 
 
-def build_asynchronous() -> Any:
-    """Return an engine whose stages are as far apart as stages can be: M = 1."""
+def build_asynchronous(micro_batches: int) -> Any:
     torch.manual_seed(7)
     stages = distributed.get_world_size()
     layers = [torch.nn.Linear(16, 16) for _ in range(2 * stages)]
     module = deepspeed.PipelineModule(
-        layers, num_stages=stages, loss_fn=torch.nn.functional.mse_loss
+        layers,
+        num_stages=stages,
+        loss_fn=torch.nn.functional.mse_loss,
+        partition_method="uniform",
     )
     config = {
         "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 1,
+        "gradient_accumulation_steps": micro_batches,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "steps_per_print": None,
         "wavemare": {"pipeline": {"schedule": "pipemare", "stages": stages}},
@@ -187,12 +189,13 @@ def regression(begun: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     return ((x, torch.sin(x)) for x in islice(inputs, begun, None))
 
 
-def asynchronous(signalled: int) -> dict:
+def asynchronous(signalled: int, micro_batches: int) -> dict:
     """Stop and resume an asynchronous pipeline, and train one that drains where it stopped."""
-    rank, steps, lead = distributed.get_rank(), 40, distributed.get_world_size() - 1
+    rank, steps = distributed.get_rank(), 40
+    lead = (distributed.get_world_size() - 1) // micro_batches
     store = distributed.distributed_c10d._get_default_store()
     folder, name, ahead = Path(sys.argv[1]) / str(signalled), f"begun {signalled}", 0
-    engine, batches, losses = build_asynchronous(), regression(), []
+    engine, batches, losses = build_asynchronous(micro_batches), regression(), []
     with Interruption(lead=lead) as interruption:
         if rank == 0:
             interruption._store = SlowStore(interruption._store)
@@ -208,12 +211,12 @@ def asynchronous(signalled: int) -> dict:
                 break
     engine.save_checkpoint(str(folder))
     stopped = engine.global_steps
-    engine = build_asynchronous()
+    engine = build_asynchronous(micro_batches)
     engine.load_checkpoint(str(folder))
-    batches = regression(stopped)
+    batches = regression(stopped * micro_batches)
     losses += [float(engine.train_batch(batches)) for _ in range(stopped, steps)]
 
-    whole, batches, expected = build_asynchronous(), regression(), []
+    whole, batches, expected = build_asynchronous(micro_batches), regression(), []
     for step in range(steps):
         if step == stopped:
             whole.drain()
@@ -229,7 +232,7 @@ def asynchronous(signalled: int) -> dict:
 MODES: dict[str, Callable[[], dict]] = {
     "loops": loops,
     "engines": engines,
-    "asynchronous": lambda: {str(rank): asynchronous(rank) for rank in (0, 3)},
+    "asynchronous": lambda: {"1": asynchronous(0, 1), "2": asynchronous(3, 2)},
 }
 
 if __name__ == "__main__":

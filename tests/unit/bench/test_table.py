@@ -40,6 +40,8 @@ def test_full_rows_fit_a_narrow_screen() -> None:
         "3.1%",
         "97.1%",
     ]
+    headings = ["M", "system", "ms/step", "ratio", "ideal", "bound", "waiting", "busy"]
+    assert headings in [line.split() for line in shown.splitlines()]
     assert "100.0, 300.0 ms" in shown
     assert "50.0% above" in shown
 
