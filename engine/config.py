@@ -157,6 +157,13 @@ def _check_schedule(config: Mapping[str, Any], pipeline: PipelineConfig) -> None
             remedy = f'Set {key} to "pipemare", or remove the key'
             raise ConfigError(f"{SECTION}.pipeline.pipemare", {}, reason, remedy)
         return
+    if pipeline.untie is False:
+        raise ConfigError(
+            f"{SECTION}.pipeline.untie",
+            False,
+            "asynchronous stages would have to meet at each step to share a weight",
+            "Leave it out, or use schedule 1f1b",
+        )
     if _enabled(config, "fp16"):
         raise ConfigError(
             "fp16.enabled",

@@ -53,7 +53,7 @@ class StageOptimizer:
             self._optimizer.model_parallel_group = None
             self._optimizer.model_parallel_rank = 0
         if config.lr_rescheduling.enabled:
-            self._reschedule(config.lr_rescheduling.anneal_steps)
+            self._reschedule(config.lr_rescheduling.anneal_steps, config.warmup_steps)
 
     def _check(self) -> None:
         basic = self._engine.basic_optimizer
@@ -73,7 +73,7 @@ class StageOptimizer:
                 "Use an optimizer of element-wise state, such as AdamW, Adam or SGD",
             )
 
-    def _reschedule(self, anneal_steps: int) -> None:
+    def _reschedule(self, anneal_steps: int, warmup_steps: int) -> None:
         # In the optimizer's own hooks: a scheduler that derives the next rate from the present
         # one must not see the divided rate.
         rates: list[float] = []
@@ -81,7 +81,8 @@ class StageOptimizer:
         def divide(optimizer: Any, args: Any, kwargs: Any) -> None:
             engine = self._engine
             tau = mean_delay(engine.stage_id, engine.num_stages, engine.micro_batches)
-            factor = lr_factor(engine.global_steps, tau, anneal_steps)
+            step = engine.global_steps - warmup_steps
+            factor = lr_factor(step, tau, anneal_steps) if step >= 0 else 1.0
             rates[:] = [group["lr"] for group in optimizer.param_groups]
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] * factor

@@ -19,7 +19,7 @@ class LrRescheduling(Section):
     ``max(1, tau) ** (1 - step / anneal_steps)``."""
 
     anneal_steps: int = Field(default=2000, ge=1)
-    """Optimizer steps after which all stages have the schedule's own rate."""
+    """Optimizer steps after ``warmup_steps`` until all stages have the schedule's own rate."""
 
 
 class DiscrepancyCorrection(Section):
@@ -81,5 +81,14 @@ class PipelineConfig(Section):
     """Names of the batch entries that travel with the hidden states; the model's default if
     omitted."""
 
+    untie: bool | None = None
+    """Whether an output head gets weights of its own where it shares those of the embedding. By
+    default it does with ``pipemare``, whose stages cannot share a weight."""
+
     pipemare: PipeMareConfig = PipeMareConfig()
     """Settings of the schedule ``pipemare``."""
+
+    @property
+    def unties(self) -> bool:
+        """Whether tied weights are made separate."""
+        return self.schedule == "pipemare" if self.untie is None else self.untie

@@ -79,7 +79,7 @@ class Replay:
         micro_batches: Micro-batches per optimizer step.
         correction: One of `staleness.MODES`.
         decay_base: PipeMare's D for the estimate; omitted, the decay is `ema_decay`'s.
-        anneal_steps: Steps over which the learning rate is rescheduled (T1); None for not at all.
+        anneal_steps: Steps after warm-up in which the learning rate is rescheduled (T1), or None.
         make_scheduler: Makes a stage's learning-rate scheduler, stepped after its optimizer.
         warmup_steps: So many first steps are synchronous (T3).
         drain_interval: Steps between drains after that; 0 for none.
@@ -204,7 +204,9 @@ class Replay:
         return float(loss.detach())
 
     def _factor(self, stage: _Stage, step: int) -> float:
-        if self._anneal_steps is None:
+        # A synchronous step has no delay: the annealing begins after them.
+        step -= self._warmup_steps
+        if self._anneal_steps is None or step < 0:
             return 1.0
         return lr_factor(step, stage.tau, self._anneal_steps)
 

@@ -137,9 +137,8 @@ class Job:
         from wavemare.models import tied_weights
 
         self.sequence_length = sequence_length
-        # An asynchronous pipeline trains a tied head by itself.
-        untied = self.section.pipeline.schedule == "pipemare"
-        copies = sum(t.num_parameters for t in tied_weights(model)) if untied else 0
+        unties = self.stages > 1 and self.section.pipeline.unties
+        copies = sum(t.num_parameters for t in tied_weights(model)) if unties else 0
         self.num_parameters = sum(p.numel() for p in model.parameters()) + copies
         panel = start_up_panel(
             model,

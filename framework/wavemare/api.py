@@ -105,7 +105,7 @@ def _converted(model: Any, ours: WavemareConfig) -> Any:
         partition=ours.pipeline.partition,
         inputs=ours.pipeline.inputs,
         dynamic_shape=ours.pipeline.dynamic_shape,
-        untie=ours.pipeline.schedule == "pipemare",
+        untie=ours.pipeline.unties,
     )
 
 

@@ -1,6 +1,7 @@
 """Corrections against plain histories of copies, and PipeMare's formula written out."""
 
 import io
+import math
 
 import pytest
 import torch
@@ -387,3 +388,21 @@ def test_numbers_out_of_range_are_refused():
     params[0].data, params[1].data = flat[:3], flat[1:]
     with pytest.raises(ModelError):
         make_correction("exact", params, 1)
+
+
+def test_the_update_gap_is_the_relative_distance_to_the_oldest_version_in_use():
+    weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+    exact, estimate = ExactCorrection([weight], 2), EmaCorrection([weight], 0.5, depth=2)
+    assert math.isnan(exact.update_gap())
+    assert estimate.update_gap() == 0.0
+    for change in (1.0, 2.0, 3.0):
+        for correction in (exact, estimate):
+            correction.before_step()
+        weight.data.add_(change)
+        for correction in (exact, estimate):
+            correction.after_step()
+    newest = math.hypot(9.0, 10.0)
+    assert exact.update_gap() == pytest.approx(math.hypot(5.0, 5.0) / newest)
+    mean = 0.5 * (0.5 * (0.5 * 1.0) + 0.5 * 2.0) + 0.5 * 3.0
+    assert estimate.update_gap() == pytest.approx(2 * math.hypot(mean, mean) / newest)
+    assert math.isnan(NoCorrection([weight]).update_gap())
