@@ -203,7 +203,7 @@ def _default_store() -> Any:
 
 def _own_part(store: Any, rank: int) -> Any:
     """Return a part of the store that all ranks share, and that no earlier loop has written."""
-    from torch.distributed import PrefixStore
+    from torch.distributed.distributed_c10d import PrefixStore
 
     # Every rank counts its own loops; all of them enter the same ones.
     loops = store.add(f"{_PREFIX}/{rank}/loops", 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import deepspeed
@@ -262,8 +263,11 @@ class PipeMareEngine(PipelineEngine):
     def _exec_forward(self, action: Action) -> None:
         micro_batch = self._micro_batches[action.micro_batch]
         micro_batch.version = self._version
+        # What lies beyond this step will go backward after the weights have changed.
+        stale = action.micro_batch >= self._first + self.micro_batches
         if not micro_batch.ended:
-            self._forward(micro_batch)
+            with self._correction.forward() if stale else nullcontext():
+                self._forward(micro_batch)
         if not self.is_last_stage():
             self._exchange.expect_grad(action.micro_batch, micro_batch.differentiable_outputs)
 
@@ -344,7 +348,8 @@ class PipeMareEngine(PipelineEngine):
             return
         if trained < self.micro_batches:
             self._stage_optimizer.scale_gradients(self.micro_batches / trained)
-        self._exec_reduce_grads()
+        if self.is_data_parallel or self.zero_optimization():
+            self._exec_reduce_grads()
         loss = torch.as_tensor(self._loss_sum, dtype=torch.float32, device=self.device) / trained
         if self.is_data_parallel:
             dist.all_reduce(loss, group=self.grid.get_data_parallel_group())

@@ -1,8 +1,10 @@
 """Weights for the backward passes of stale micro-batches: copies, or PipeMare's estimate (T2).
 
-A correction changes a stage's weights in place, through ``.data``, for the time of a backward pass.
-Autograd's saved references then see it, and no version counter tells autograd of a change; giving
-``p.data`` another tensor would leave some operators with the old one.
+A correction gives ``p.data`` another tensor for the time of a backward pass; nothing is copied for
+it. By itself autograd would go on with the newest weights for some operators and take the others
+for some, as it keeps a parameter itself for the ones and a view of its memory for the others. So
+the forward pass of a micro-batch that will be stale keeps neither, but only which part of which
+parameter it was (`Correction.forward`), and its backward pass looks there.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +21,7 @@ from torch import Tensor
 
 from wavemare.errors import CheckpointError, PlanError
 from wavemare.pipeline.staleness import MODES, ema_decay, ema_decay_from, resolve_mode
-from wavemare.pipeline.storage import distinct, size_bytes, swap
+from wavemare.pipeline.storage import distinct, kept_as_references, size_bytes
 
 __all__ = [
     "MODES",
@@ -45,7 +48,7 @@ class Correction(ABC):
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = distinct(parameters)
-        self._corrected = False
+        self._newest: list[Tensor] | None = None
 
     def before_step(self) -> None:
         """Note the newest weights just before an optimizer step changes them.
@@ -60,6 +63,10 @@ class Correction(ABC):
         """Note the weights that an optimizer step made."""
         self._after_step(self._weights())
 
+    def forward(self) -> AbstractContextManager[None]:
+        """Return a context for the forward pass of a micro-batch that will be stale."""
+        return kept_as_references(self._parameters)
+
     def correct(self, staleness: int) -> None:
         """Put the weights of some versions ago, or their estimate, in place of the newest.
 
@@ -72,14 +79,21 @@ class Correction(ABC):
         if staleness == 0:
             return
         self._check_newest("correct")
-        self._put(self._weights(), staleness)
-        self._corrected = True
+        weights = self._weights()
+        former = self._former(weights, staleness)
+        if former is not None:
+            self._point_to(former)
+            self._newest = weights
 
     def restore(self) -> None:
-        """Put the newest weights back, bit for bit; nothing is done if they are in place."""
-        if self._corrected:
-            self._put_back(self._weights())
-            self._corrected = False
+        """Put the newest weights back; nothing is done if they are in place."""
+        if self._newest is not None:
+            self._point_to(self._newest)
+            self._newest = None
+
+    def _point_to(self, tensors: list[Tensor]) -> None:
+        for parameter, tensor in zip(self._parameters, tensors, strict=True):
+            parameter.data = tensor
 
     @abstractmethod
     def forget(self) -> None:
@@ -129,16 +143,13 @@ class Correction(ABC):
     def _after_step(self, weights: list[Tensor]) -> None: ...
 
     @abstractmethod
-    def _put(self, weights: list[Tensor], staleness: int) -> None: ...
-
-    @abstractmethod
-    def _put_back(self, weights: list[Tensor]) -> None: ...
+    def _former(self, weights: list[Tensor], staleness: int) -> list[Tensor] | None: ...
 
     def _weights(self) -> list[Tensor]:
         return [parameter.data for parameter in self._parameters]
 
     def _check_newest(self, what: str) -> None:
-        if self._corrected:
+        if self._newest is not None:
             reason = "corrected weights are in place"
             raise PlanError("correction", what, reason, "Restore the newest weights first")
 
@@ -153,6 +164,10 @@ class NoCorrection(Correction):
     """Backward passes use the newest weights, whatever their forward passes used."""
 
     mode = "off"
+
+    def forward(self) -> AbstractContextManager[None]:
+        """Return a context that does nothing."""
+        return nullcontext()
 
     def forget(self) -> None:
         """Do nothing: nothing is held."""
@@ -183,18 +198,12 @@ class NoCorrection(Correction):
     def _after_step(self, weights: list[Tensor]) -> None:
         pass
 
-    def _put(self, weights: list[Tensor], staleness: int) -> None:
-        pass
-
-    def _put_back(self, weights: list[Tensor]) -> None:
-        pass
+    def _former(self, weights: list[Tensor], staleness: int) -> list[Tensor] | None:
+        return None
 
 
 class ExactCorrection(Correction):
     """Holds the versions before the newest, so that backward passes use those of the forward pass.
-
-    The newest weights wait in the place of the version that is put in theirs: nothing is held
-    beside the copies but a small temporary.
 
     Args:
         parameters: See `Correction`.
@@ -213,9 +222,8 @@ class ExactCorrection(Correction):
             raise PlanError("depth", depth, reason, "Give 1 or more")
         super().__init__(parameters)
         self._ring = [[torch.empty_like(w) for w in self._weights()] for _ in range(depth)]
-        self._newest = 0
+        self._latest = 0
         self._held = 0
-        self._lent = 0
 
     def forget(self) -> None:
         """Drop all older versions."""
@@ -253,27 +261,23 @@ class ExactCorrection(Correction):
         return list(torch._foreach_sub(weights, self._ring[self._slot(self._held)]))
 
     def _slot(self, age: int) -> int:
-        return (self._newest - age + 1) % len(self._ring)
+        return (self._latest - age + 1) % len(self._ring)
 
     def _before_step(self, weights: list[Tensor]) -> None:
-        self._newest = (self._newest + 1) % len(self._ring)
+        self._latest = (self._latest + 1) % len(self._ring)
         self._held = min(self._held + 1, len(self._ring))
         if weights:
-            torch._foreach_copy_(self._ring[self._newest], weights)
+            torch._foreach_copy_(self._ring[self._latest], weights)
 
     def _after_step(self, weights: list[Tensor]) -> None:
         pass
 
-    def _put(self, weights: list[Tensor], staleness: int) -> None:
+    def _former(self, weights: list[Tensor], staleness: int) -> list[Tensor]:
         if not 0 < staleness <= self._held:
             reason = f"the {self._held} newest of the older versions are held"
             remedy = f"Give at most that, and a depth (now {len(self._ring)}) that is large enough"
             raise PlanError("staleness", staleness, reason, remedy)
-        self._lent = self._slot(staleness)
-        swap(weights, self._ring[self._lent])
-
-    def _put_back(self, weights: list[Tensor]) -> None:
-        swap(weights, self._ring[self._lent])
+        return self._ring[self._slot(staleness)]
 
 
 class EmaCorrection(Correction):
@@ -302,7 +306,7 @@ class EmaCorrection(Correction):
         super().__init__(parameters)
         self._decay = decay
         self._depth = depth
-        self._saved = [torch.empty_like(w) for w in self._weights()]
+        self._estimate = [torch.empty_like(w) for w in self._weights()]
         self._deltas = [
             torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32))
             for w in self._weights()
@@ -328,8 +332,8 @@ class EmaCorrection(Correction):
 
     @property
     def memory_bytes(self) -> int:
-        """The moving averages and the newest weights' place during a backward pass."""
-        return size_bytes(self._deltas) + size_bytes(self._saved)
+        """The moving averages and the estimate."""
+        return size_bytes(self._deltas) + size_bytes(self._estimate)
 
     def _differences(self, weights: list[Tensor]) -> list[Tensor]:
         return list(torch._foreach_mul(self._deltas, self._depth)) if weights else []
@@ -344,16 +348,12 @@ class EmaCorrection(Correction):
         if weights:
             torch._foreach_add_(self._deltas, weights, alpha=1.0 - self._decay)
 
-    def _put(self, weights: list[Tensor], staleness: int) -> None:
+    def _former(self, weights: list[Tensor], staleness: int) -> list[Tensor]:
         if weights:
-            torch._foreach_copy_(self._saved, weights)
             # An addition to half precision is done in the wider of the two types.
-            torch._foreach_add_(weights, self._deltas, alpha=-staleness)
-
-    def _put_back(self, weights: list[Tensor]) -> None:
-        # Adding the difference back would change the weights by its rounding.
-        if weights:
-            torch._foreach_copy_(weights, self._saved)
+            torch._foreach_copy_(self._estimate, weights)
+            torch._foreach_add_(self._estimate, self._deltas, alpha=-staleness)
+        return self._estimate
 
 
 def make_correction(

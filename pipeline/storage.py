@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from wavemare.errors import ModelError
 
-__all__ = ["distinct", "size_bytes", "swap"]
-
-_HOST_BYTES = 1 << 18
-"""What is exchanged at once in a host's memory: the temporary stays in a core's cache."""
-
-_DEVICE_BYTES = 1 << 26
-"""The same in a device's memory, where few and large operations are fast."""
-
-_Piece = tuple[Tensor, Tensor]
+__all__ = ["distinct", "kept_as_references", "size_bytes"]
 
 
 def distinct(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -49,14 +44,54 @@ def distinct(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [trainable[index] for index in sorted(kept)]
 
 
-def swap(left: Sequence[Tensor], right: Sequence[Tensor]) -> None:
-    """Exchange the contents of two lists of tensors, with a small temporary."""
-    for group in _groups(_pieces(left, right)):
-        ours, theirs = ([piece[side] for piece in group] for side in (0, 1))
-        held = [torch.empty_like(tensor) for tensor in ours]
-        torch._foreach_copy_(held, ours)
-        torch._foreach_copy_(ours, theirs)
-        torch._foreach_copy_(theirs, held)
+@contextmanager
+def kept_as_references(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Let autograd keep, of parameters and views of them, only which part of which one they are.
+
+    The backward pass then takes that part of whatever ``.data`` the parameter has at the time.
+
+    Args:
+        parameters: Without shared memory; see `distinct`.
+    """
+    homes: dict[int, list[tuple[int, int, Tensor]]] = {}
+    for parameter in parameters:
+        _, start, end = _span(parameter)
+        storage = parameter.untyped_storage().data_ptr()
+        homes.setdefault(storage, []).append((start, end, parameter))
+    for spans in homes.values():
+        spans.sort(key=lambda span: span[0])
+
+    def pack(tensor: Tensor) -> Tensor | _Reference:
+        spans = homes.get(tensor.untyped_storage().data_ptr())
+        if spans is None:
+            return tensor
+        place = tensor.data_ptr()
+        index = bisect_right(spans, place, key=lambda span: span[0]) - 1
+        start, end, parameter = spans[max(index, 0)]
+        if not start <= place < end or tensor.dtype != parameter.dtype:
+            return tensor
+        offset = (place - start) // tensor.element_size()
+        return _Reference(parameter, tensor.size(), tensor.stride(), offset)
+
+    def unpack(kept: Tensor | _Reference) -> Tensor:
+        return kept if isinstance(kept, Tensor) else kept.resolve()
+
+    with saved_tensors_hooks(pack, unpack):
+        yield
+
+
+class _Reference(NamedTuple):
+    """A view of a parameter, by where it lies in it."""
+
+    parameter: Tensor
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def resolve(self) -> Tensor:
+        """Return the view of the parameter's present contents."""
+        data = self.parameter.data
+        return data.as_strided(self.size, self.stride, data.storage_offset() + self.offset)
 
 
 def size_bytes(tensors: Iterable[Tensor]) -> int:
@@ -76,31 +111,3 @@ def _covers(outer: Tensor, inner: Tensor) -> bool:
     _, start, end = _span(outer)
     same = outer.shape == inner.shape and outer.stride() == inner.stride()
     return (same and start == inner.data_ptr()) or end - start == outer.nbytes
-
-
-def _limit(tensor: Tensor) -> int:
-    return _HOST_BYTES if tensor.device.type == "cpu" else _DEVICE_BYTES
-
-
-def _pieces(left: Sequence[Tensor], right: Sequence[Tensor]) -> Iterator[_Piece]:
-    """Yield pairs of tensors, those above the limit in parts."""
-    for a, b in zip(left, right, strict=True):
-        if a.nbytes > _limit(a) and a.is_contiguous() and b.is_contiguous():
-            length = _limit(a) // a.element_size()
-            yield from zip(a.view(-1).split(length), b.view(-1).split(length), strict=True)
-        else:
-            yield a, b
-
-
-def _groups(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
-    """Yield lists of pairs that stay below the limit together."""
-    group: list[_Piece] = []
-    total = 0
-    for piece in pieces:
-        if group and total + piece[0].nbytes > _limit(piece[0]):
-            yield group
-            group, total = [], 0
-        group.append(piece)
-        total += piece[0].nbytes
-    if group:
-        yield group

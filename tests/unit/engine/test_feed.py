@@ -1,0 +1,150 @@
+"""The feed of a stage that reads ahead: which batch of which iterator comes next."""
+
+from collections import deque
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wavemare.engine.feed import Feed
+
+
+def numbered(epoch, length):
+    return iter([(epoch, number) for number in range(length)])
+
+
+def feed():
+    return Feed(next)
+
+
+def test_the_same_iterator_again_or_none_changes_nothing():
+    ours, data = feed(), numbered(0, 3)
+    ours.use(data)
+    assert ours.newest == 1
+    ours.use(data)
+    ours.use(None)
+    assert ours.newest == 1
+    assert ours.next_inputs() == (1, (0, 0))
+
+
+def test_an_iterator_given_before_the_first_ended_is_read_at_once():
+    ours = feed()
+    ours.use(numbered(0, 3))
+    assert ours.next_inputs() == (1, (0, 0))
+    ours.use(numbered(1, 3))
+    assert ours.next_inputs() == (2, (1, 0))
+
+
+def test_labels_come_from_the_iterator_that_the_inputs_came_from():
+    first, last = feed(), feed()
+    for stage in (first, last):
+        stage.use(numbered(0, 2))
+    read = [first.next_inputs(), first.next_inputs()]
+    for stage in (first, last):
+        stage.use(numbered(1, 2))
+    read += [first.next_inputs(), first.next_inputs()]
+    assert read == [(1, (0, 0)), (1, (0, 1)), (2, (1, 0)), (2, (1, 1))]
+    assert [last.next_labels(source) for source, _ in read] == [batch for _, batch in read]
+
+
+def test_labels_let_older_iterators_go():
+    ours = feed()
+    for epoch in range(3):
+        ours.use(numbered(epoch, 1))
+    assert ours.next_labels(2) == (1, 0)
+    with pytest.raises(KeyError):
+        ours.next_labels(1)
+    assert ours.next_labels(3) == (2, 0)
+
+
+def test_labels_that_ended_say_so():
+    ours = feed()
+    ours.use(numbered(0, 0))
+    with pytest.raises(StopIteration):
+        ours.next_labels(1)
+
+
+def test_the_end_is_none_and_the_data_goes_on_with_another_iterator():
+    ours = feed()
+    assert ours.goes_on
+    ours.use(numbered(0, 1))
+    assert ours.next_inputs() == (1, (0, 0))
+    assert ours.goes_on  # nobody has seen the end yet
+    assert ours.next_inputs() is None
+    assert not ours.goes_on
+    assert ours.next_inputs() is None
+    ours.use(numbered(1, 1))
+    assert ours.goes_on
+    assert ours.next_inputs() == (2, (1, 0))
+    assert ours.next_inputs() is None
+    assert not ours.goes_on
+
+
+def test_what_is_put_back_comes_first_and_in_order_with_its_own_number():
+    ours = feed()
+    ours.use(numbered(0, 4))
+    read = [ours.next_inputs() for _ in range(3)]
+    ours.use(numbered(1, 1))
+    ours.put_back(read[1:])
+    assert [ours.next_inputs() for _ in range(3)] == [*read[1:], (2, (1, 0))]
+    ours.put_back([])
+    assert ours.next_inputs() is None
+
+
+def test_a_second_put_back_comes_before_what_was_left_of_the_first():
+    ours = feed()
+    ours.use(numbered(0, 4))
+    read = [ours.next_inputs() for _ in range(4)]
+    ours.put_back(read[1:])
+    again = ours.next_inputs()
+    ours.put_back([again])
+    assert [ours.next_inputs() for _ in range(3)] == read[1:]
+
+
+def test_an_error_of_the_data_is_passed_on():
+    def broken(iterator):
+        raise OSError("disk")
+
+    ours = Feed(broken)
+    ours.use(numbered(0, 1))
+    with pytest.raises(OSError, match="disk"):
+        ours.next_inputs()
+
+
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=4),
+    st.lists(st.sampled_from(["read", "train", "use", "drain"]), max_size=60),
+)
+def test_a_last_stage_behind_a_drained_and_refilled_first_one_gets_every_label_once(
+    lengths, script
+):
+    """Each batch that is trained is met by its own label, in order, with no batch lost."""
+    first, last = feed(), feed()
+    epochs = deque(enumerate(lengths))
+    trained, under_way, expected = [], deque(), []
+    given_so_far = 0
+
+    def use():
+        nonlocal given_so_far
+        epoch, length = epochs.popleft()
+        for stage in (first, last):
+            stage.use(numbered(epoch, length))
+        expected.extend((epoch, number) for number in range(length))
+        given_so_far += 1
+
+    use()
+    for word in script:
+        if word == "read":
+            found = first.next_inputs()
+            if found is not None:
+                under_way.append(found)
+        elif word == "train" and under_way:
+            source, batch = under_way.popleft()
+            assert last.next_labels(source) == batch
+            trained.append(batch)
+        elif word == "use" and epochs and not first.goes_on:
+            use()
+        elif word == "drain":
+            first.put_back(list(under_way))
+            under_way.clear()
+    assert trained == expected[: len(trained)]
