@@ -156,7 +156,7 @@ def topology(engine: Any) -> dict[str, Any]:
         "pipe": pipe,
         "model": engine.mp_world_size // pipe,
         "zero_stage": int(engine.zero_optimization_stage()),
-        "cuts": list(parts) if parts is not None else None,
+        "cuts": [int(part) for part in parts] if parts is not None else None,
     }
 
 

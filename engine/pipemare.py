@@ -452,7 +452,7 @@ class PipeMareEngine(PipelineEngine):
     @property
     def step_lead(self) -> int:
         """How many optimizer steps more than rank 0 another rank may have done."""
-        return max_staleness(0, self.num_stages, self.micro_batches)
+        return (self.num_stages - 1) // self.micro_batches
 
     def step_metrics(self) -> dict[str, float]:
         """Return staleness, waiting and update gap by stage, and the bubble; on the first stage.

@@ -6,11 +6,18 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from wavemare.files import atomic_write_text
+from wavemare.files import atomic_write_bytes, atomic_write_text
 from wavemare.pipeline.action import Action
+from wavemare.pipeline.draw import chrome_trace, png, svg
 from wavemare.pipeline.timeline import Event, Timeline
 
-__all__ = ["build_timeline", "load_timeline", "save_timeline", "save_timelines"]
+__all__ = [
+    "build_timeline",
+    "draw_timelines",
+    "load_timeline",
+    "save_timeline",
+    "save_timelines",
+]
 
 
 def build_timeline(title: str, ranks: Sequence[Sequence[Event]]) -> Timeline | None:
@@ -82,3 +89,22 @@ def save_timelines(
     timeline = build_timeline(f"{system}, M={micro_batches}, measured", ranks)
     if rank == 0 and timeline is not None:
         save_timeline(timeline, folder / f"{system}-m{micro_batches}.json")
+
+
+def draw_timelines(folder: Path, systems: Sequence[str], micro_batches: int) -> None:
+    """Draw the saved timelines of several systems, one below the other on one time axis.
+
+    Writes ``timeline-mM.png``, ``timeline-mM.svg`` and ``trace-mM.json`` (for Perfetto).
+
+    Args:
+        folder: Where `save_timelines` wrote.
+        systems: Names, in their order from above; those without a timeline are passed over.
+        micro_batches: Per optimizer step.
+    """
+    files = [folder / f"{system}-m{micro_batches}.json" for system in systems]
+    timelines = [load_timeline(file) for file in files if file.exists()]
+    if timelines:
+        name = f"m{micro_batches}"
+        atomic_write_bytes(folder / f"timeline-{name}.png", png(timelines))
+        atomic_write_text(folder / f"timeline-{name}.svg", svg(timelines))
+        atomic_write_text(folder / f"trace-{name}.json", chrome_trace(timelines))

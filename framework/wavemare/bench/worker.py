@@ -26,7 +26,7 @@ from wavemare.bench.rounds import Key, Round, run_rounds
 from wavemare.bench.runner import BoundRunner, Place, Runner
 from wavemare.bench.systems import BASELINE, BOUND, SYSTEMS
 from wavemare.bench.torch_schedules import build_torch_one_f_one_b, build_zbv
-from wavemare.bench.trace import save_timelines
+from wavemare.bench.trace import draw_timelines, save_timelines
 from wavemare.bench.workload import Workload, build_workload
 from wavemare.engine.launch import environment_rank, init_distributed
 from wavemare.failure import run_main
@@ -95,6 +95,9 @@ def measure(request: PipelineRequest, trace: Path | None) -> dict[str, Any]:
     if trace is not None:
         for (name, count), measured in last.items():
             save_timelines(trace, name, count, _gather(measured.events), environment_rank())
+        if environment_rank() == 0:
+            for count in request.micro_batches:
+                draw_timelines(trace, request.systems, count)
     return {
         "machine": describe_machine(),
         "baseline": BASELINE,

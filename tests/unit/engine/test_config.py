@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 
 import pytest
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
@@ -69,6 +70,152 @@ def test_pipelines_refuse_zero_2_and_3_and_name_what_works(stage):
     error = error_of(check_config, config, world_size=2)
     assert error.key == "zero_optimization.stage"
     assert "0 or 1" in error.remedy
+
+
+def pipemare(pipemare=None, config=None, **pipeline):
+    """A configuration of the asynchronous schedule, with additions to its sections."""
+    pipeline = {"schedule": "pipemare", "stages": 2, **pipeline}
+    if pipemare is not None:
+        pipeline["pipemare"] = pipemare
+    return {**(config or {}), "wavemare": {"pipeline": pipeline}}
+
+
+def refusal(config):
+    """The error of a configuration, which must say all that its reader needs."""
+    error = error_of(check_config, config, world_size=2)
+    for part in (error.key, repr(error.value), error.reason, error.remedy):
+        assert part
+        assert part in str(error)
+    assert not error.reason.endswith(".")
+    assert not error.remedy.endswith(".")
+    return error
+
+
+def test_the_asynchronous_schedule_has_defaults_that_work():
+    pipeline = check_config(pipemare(), world_size=4).pipeline
+    assert pipeline.schedule == "pipemare"
+    assert pipeline.pipemare.discrepancy_correction.mode == "auto"
+    assert pipeline.pipemare.clipping == "global"
+    assert not pipeline.pipemare.lr_rescheduling.enabled
+    assert pipeline.unties
+    assert not check_config({}, world_size=4).pipeline.unties
+
+
+def test_the_asynchronous_settings_are_read():
+    given = {
+        "lr_rescheduling": {"enabled": True, "anneal_steps": 7},
+        "discrepancy_correction": {"mode": "ema", "decay": 0.135},
+        "warmup_steps": 3,
+        "drain_interval": 5,
+        "clipping": "stage",
+    }
+    found = check_config(pipemare(given), world_size=2).pipeline.pipemare
+    assert found.model_dump() == given
+
+
+@pytest.mark.parametrize(
+    ("schedule", "remedy"),
+    [
+        ("pipmare", "Did you mean 'pipemare'?"),
+        ("1F1B", "Did you mean '1f1b'?"),
+        ("gpipe", "Did you mean 'pipemare'?"),
+        ("zbv", "Valid names are '1f1b', 'pipemare'"),
+        ("", "Valid names are '1f1b', 'pipemare'"),
+    ],
+)
+def test_an_unknown_schedule_names_the_nearest_or_all(schedule, remedy):
+    error = refusal(pipemare(schedule=schedule))
+    assert (error.key, error.value) == ("wavemare.pipeline.schedule", schedule)
+    assert error.remedy == remedy
+
+
+def test_asynchronous_settings_without_the_schedule_are_refused():
+    settings = {"warmup_steps": 2}
+    error = refusal(pipemare(settings, schedule="1f1b"))
+    assert error.key == "wavemare.pipeline.pipemare"
+    assert "'1f1b'" in error.reason
+    assert 'wavemare.pipeline.schedule to "pipemare"' in error.remedy
+
+
+def test_tied_weights_cannot_stay_tied():
+    error = refusal(pipemare(untie=False))
+    assert (error.key, error.value) == ("wavemare.pipeline.untie", False)
+    assert check_config(pipemare(untie=True), world_size=2).pipeline.unties
+
+
+@pytest.mark.parametrize("name", ["fp16", "torch_autocast", "amp"])
+def test_half_precision_that_asynchronous_stages_cannot_hold_is_refused_by_name(name):
+    error = refusal(pipemare(config={name: {"enabled": True}}))
+    assert (error.key, error.value) == (f"{name}.enabled", True)
+    assert '"bf16"' in error.remedy
+    assert "1f1b" in error.remedy
+    synchronous = pipemare(config={name: {"enabled": True}}, schedule="1f1b")
+    check_config(synchronous, world_size=2)
+    check_config(
+        pipemare(config={name: {"enabled": False}, "bf16": {"enabled": True}}), world_size=2
+    )
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_asynchronous_schedule_refuses_zero_2_and_3(stage, stages):
+    error = refusal(pipemare(config={"zero_optimization": {"stage": stage}}, stages=stages))
+    assert (error.key, error.value) == ("zero_optimization.stage", stage)
+    assert "0 or 1" in error.remedy
+
+
+@pytest.mark.parametrize("section", [{"stage": 0}, {"stage": 1}, {}, True, False])
+def test_the_asynchronous_schedule_takes_zero_0_and_1(section):
+    check_config(pipemare(config={"zero_optimization": section}), world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("warmup_steps", -1),
+        ("warmup_steps", 1.5),
+        ("warmup_steps", "3"),
+        ("warmup_steps", True),
+        ("drain_interval", -1),
+        ("clipping", "x"),
+        ("lr_rescheduling.enabled", "yes"),
+        ("lr_rescheduling.anneal_steps", 0),
+        ("discrepancy_correction.mode", "x"),
+        ("discrepancy_correction.decay", 1.5),
+        ("discrepancy_correction.decay", 1.0),
+        ("discrepancy_correction.decay", 0.0),
+        ("discrepancy_correction.decay", math.nan),
+        ("discrepancy_correction", 3),
+    ],
+)
+def test_a_wrong_asynchronous_setting_is_named(key, value):
+    *sections, name = key.split(".")
+    settings = {name: value}
+    for section in reversed(sections):
+        settings = {section: settings}
+    error = refusal(pipemare(settings))
+    assert error.key == f"wavemare.pipeline.pipemare.{key}"
+    assert repr(error.value) == repr(value)
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("warmup", "'warmup_steps'"),
+        ("drain_intervals", "'drain_interval'"),
+        ("lr_rescheduling.anneal", "'anneal_steps'"),
+        ("discrepancy_correction.modes", "'mode'"),
+        ("lr_rescheduling.xyz", "Valid names are 'anneal_steps', 'enabled'"),
+    ],
+)
+def test_an_unknown_asynchronous_setting_names_the_valid_ones(key, hint):
+    *sections, name = key.split(".")
+    settings = {name: 1}
+    for section in reversed(sections):
+        settings = {section: settings}
+    error = refusal(pipemare(settings))
+    assert (error.key, error.value) == (f"wavemare.pipeline.pipemare.{key}", 1)
+    assert hint in error.remedy
 
 
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 8))

@@ -33,16 +33,6 @@ DTYPES = [
 ]
 SPECIAL = [0.0, -0.0, math.nan, -math.nan, math.inf, -math.inf, 5e-324, 1e308]
 
-shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)
-tensors = st.builds(
-    lambda shape, dtype, seed: random_bits(shape, dtype, seed),
-    shapes,
-    st.sampled_from(DTYPES),
-    st.integers(0, 2**31),
-)
-sendable = st.one_of(tensors, st.lists(tensors, max_size=5).map(tuple))
-headers = st.lists(st.sampled_from(SPECIAL) | st.floats(), max_size=9)
-
 
 def random_bits(shape, dtype, seed):
     """A tensor of every bit pattern that there is, nan and inf among them."""
@@ -52,6 +42,17 @@ def random_bits(shape, dtype, seed):
     size = torch.Size(shape).numel() * dtype.itemsize
     bits = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
     return bits.view(dtype).view(shape)
+
+
+shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)
+tensors = st.builds(
+    random_bits,
+    shapes,
+    st.sampled_from(DTYPES),
+    st.integers(0, 2**31),
+)
+sendable = st.one_of(tensors, st.lists(tensors, max_size=5).map(tuple))
+headers = st.lists(st.sampled_from(SPECIAL) | st.floats(), max_size=9)
 
 
 def bits_of(tensor):
