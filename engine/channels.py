@@ -10,7 +10,6 @@ import torch.distributed
 from deepspeed import comm as dist
 
 from wavemare.engine.messages import Inbox, Outbox
-from wavemare.pipeline.schedules import SEND_SLOTS
 
 __all__ = ["Channels"]
 
@@ -24,8 +23,10 @@ class Channels:
     Args:
         grid: DeepSpeed's grid of the pipeline.
         device: The stage's device.
+        slots: Messages that may be under way in one direction.
 
     Attributes:
+        slots: As given.
         device: Where messages lie: the CPU for gloo, which takes nothing else.
         from_previous: Activations from the stage before; None on the first stage.
         to_next: Activations to the next stage; None on the last.
@@ -33,7 +34,8 @@ class Channels:
         to_previous: Gradients to the stage before; None on the first.
     """
 
-    def __init__(self, grid: Any, device: torch.device) -> None:
+    def __init__(self, grid: Any, device: torch.device, slots: int) -> None:
+        self.slots = slots
         on_cpu = torch.distributed.get_backend() == "gloo"
         self.device = torch.device("cpu") if on_cpu else device
         self.from_previous: Inbox | None = None
@@ -45,11 +47,11 @@ class Channels:
             for before, after in pairwise(ranks):
                 down, up = dist.new_group([before, after]), dist.new_group([before, after])
                 if me == before:
-                    self.to_next = Outbox(after, down, SEND_SLOTS)
+                    self.to_next = Outbox(after, down, slots)
                     self.from_next = Inbox(after, up, self.device)
                 elif me == after:
                     self.from_previous = Inbox(before, down, self.device)
-                    self.to_previous = Outbox(before, up, SEND_SLOTS)
+                    self.to_previous = Outbox(before, up, slots)
 
     def flush(self) -> None:
         """Wait until all messages have gone."""

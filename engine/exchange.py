@@ -19,7 +19,6 @@ from wavemare.engine.messages import (
     write_message,
 )
 from wavemare.pipeline.action import Action, Kind
-from wavemare.pipeline.schedules import SEND_SLOTS
 
 __all__ = ["Exchange"]
 
@@ -80,8 +79,9 @@ class Exchange:
 
     def post_ahead(self) -> None:
         """Post the receives of the next messages, as far as their size is known."""
-        _post(self._channels.from_previous, self._down, self._down_size)
-        _post(self._channels.from_next, self._up, self._up_size)
+        slots = self._channels.slots
+        _post(self._channels.from_previous, self._down, self._down_size, slots)
+        _post(self._channels.from_next, self._up, self._up_size, slots)
 
     def _down_size(self, action: Action) -> int | None:
         if action.kind is Kind.RECV_TOTAL:
@@ -181,9 +181,12 @@ class Exchange:
 
 
 def _post(
-    inbox: Inbox | None, queue: deque[Action], size_of: Callable[[Action], int | None]
+    inbox: Inbox | None,
+    queue: deque[Action],
+    size_of: Callable[[Action], int | None],
+    slots: int,
 ) -> None:
-    while inbox is not None and queue and inbox.posted < SEND_SLOTS:
+    while inbox is not None and queue and inbox.posted < slots:
         size = size_of(queue[0])
         if size is None:
             return

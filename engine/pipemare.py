@@ -7,6 +7,7 @@ taken one optimizer step at a time and interpreted through DeepSpeed's instructi
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -31,11 +32,13 @@ from wavemare.errors import ConfigError, DataError, ModelError
 from wavemare.pipeline.action import Action, Kind
 from wavemare.pipeline.config import PipeMareConfig
 from wavemare.pipeline.correction import make_correction
-from wavemare.pipeline.order import Stream
-from wavemare.pipeline.schedules import drain_boundary
+from wavemare.pipeline.order import Stream, ahead
+from wavemare.pipeline.schedules import SEND_SLOTS, drain_boundary
 from wavemare.pipeline.staleness import max_staleness
 
 __all__ = ["PipeMareEngine"]
+
+logger = logging.getLogger("wavemare")
 
 _GAP_INTERVAL = 10
 """Optimizer steps between two measurements of the update gap, which read all weights."""
@@ -81,7 +84,7 @@ class PipeMareEngine(PipelineEngine):
         self._stage_optimizer = StageOptimizer(self, clip=self._clip, config=pipemare)
         self._recorder = Recorder()
         self._telemetry = Telemetry(self.stage_id, self.num_stages)
-        self._channels = Channels(self.grid, self.device)
+        self._channels = Channels(self.grid, self.device, SEND_SLOTS + pipemare.slack)
         self._exchange = Exchange(
             self._channels,
             down_header=3,
@@ -105,7 +108,7 @@ class PipeMareEngine(PipelineEngine):
         self._correction = make_correction(
             settings.mode,
             (p for p in self.module.parameters() if p.requires_grad),
-            max_staleness(self.stage_id, self.num_stages, self.micro_batches),
+            max_staleness(self.stage_id, self.num_stages, self.micro_batches, self.pipemare.slack),
             decay_base=settings.decay,
         )
         self._stream = Stream(
@@ -114,6 +117,7 @@ class PipeMareEngine(PipelineEngine):
             self.micro_batches,
             norms=self._clip > 0 and self.pipemare.clipping == "global",
             correct=settings.mode != "off",
+            slack=self.pipemare.slack,
         )
 
     # --- training -------------------------------------------------------------------------------
@@ -427,9 +431,14 @@ class PipeMareEngine(PipelineEngine):
         return {"norms": self._norms.state_dict(), "correction": self._correction.state_dict()}
 
     def load_rank_state(self, state: dict[str, Any]) -> None:
-        """Take over a state of `rank_state`."""
-        self._norms.load_state_dict(state["norms"])
-        self._correction.load_state_dict(state["correction"])
+        """Take over a state of `rank_state`; of another schedule or correction there is none."""
+        if "norms" in state:
+            self._norms.load_state_dict(state["norms"])
+        correction = state.get("correction", {})
+        if correction.get("mode") == self._correction.mode:
+            self._correction.load_state_dict(correction)
+        elif self._correction.mode == "ema":
+            logger.warning("pipemare: the moving average of the weight changes starts anew")
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the number of micro-batches per step; all ranks must call it."""
@@ -452,7 +461,7 @@ class PipeMareEngine(PipelineEngine):
     @property
     def step_lead(self) -> int:
         """How many optimizer steps more than rank 0 another rank may have done."""
-        return (self.num_stages - 1) // self.micro_batches
+        return ahead(0, self.num_stages, self.pipemare.slack) // self.micro_batches
 
     def step_metrics(self) -> dict[str, float]:
         """Return staleness, waiting and update gap by stage, and the bubble; on the first stage.

@@ -53,7 +53,7 @@ class StageOptimizer:
             self._optimizer.model_parallel_group = None
             self._optimizer.model_parallel_rank = 0
         if config.lr_rescheduling.enabled:
-            self._reschedule(config.lr_rescheduling.anneal_steps, config.warmup_steps)
+            self._reschedule(config)
 
     def _check(self) -> None:
         basic = self._engine.basic_optimizer
@@ -73,15 +73,16 @@ class StageOptimizer:
                 "Use an optimizer of element-wise state, such as AdamW, Adam or SGD",
             )
 
-    def _reschedule(self, anneal_steps: int, warmup_steps: int) -> None:
+    def _reschedule(self, config: PipeMareConfig) -> None:
         # In the optimizer's own hooks: a scheduler that derives the next rate from the present
         # one must not see the divided rate.
         rates: list[float] = []
 
         def divide(optimizer: Any, args: Any, kwargs: Any) -> None:
             engine = self._engine
-            tau = mean_delay(engine.stage_id, engine.num_stages, engine.micro_batches)
-            step = engine.global_steps - warmup_steps
+            tau = mean_delay(engine.stage_id, engine.num_stages, engine.micro_batches, config.slack)
+            step = engine.global_steps - config.warmup_steps
+            anneal_steps = config.lr_rescheduling.anneal_steps
             factor = lr_factor(step, tau, anneal_steps) if step >= 0 else 1.0
             rates[:] = [group["lr"] for group in optimizer.param_groups]
             for group in optimizer.param_groups:

@@ -50,6 +50,10 @@ class PipeMareConfig(Section):
     drain_interval: int = Field(default=0, ge=0)
     """Optimizer steps between two drains of the pipeline; 0 drains only to evaluate and save."""
 
+    slack: int = Field(default=0, ge=0)
+    """Micro-batches that a stage forwards further ahead than the passes need, for each stage that
+    comes after it. One hides the latency of slow messages, and doubles delay and activations."""
+
     clipping: Literal["global", "stage"] = "global"
     """Whether ``gradient_clipping`` bounds the norm over all stages (that of earlier stages as of
     their last step) or each stage's own norm by its share, ``sqrt(parameters / all parameters)``.

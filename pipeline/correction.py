@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wavemare.errors import CheckpointError, PlanError
+from wavemare.errors import CheckpointError, ModelError, PlanError
 from wavemare.pipeline.staleness import MODES, ema_decay, ema_decay_from, resolve_mode
-from wavemare.pipeline.storage import distinct, kept_as_references, size_bytes
+from wavemare.pipeline.storage import References, distinct, resolve, same_layout, size_bytes
 
 __all__ = [
     "MODES",
@@ -37,8 +37,8 @@ class Correction(ABC):
     """Gives the backward passes of one stage the weights that the forward passes used.
 
     Args:
-        parameters: Of the stage. Frozen ones are left out, and so are those that lie in the memory
-            of another one. Their ``.data`` is looked up at each call.
+        parameters: Of the stage. Frozen ones are left out; those that lie in the memory of another
+            one follow it. Their ``.data`` is looked up at each call.
 
     Raises:
         ModelError: Parameters share a part of their memory.
@@ -47,7 +47,11 @@ class Correction(ABC):
     mode: str
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._parameters = distinct(parameters)
+        trainable = [p for p in parameters if p.requires_grad and p.numel()]
+        self._parameters = distinct(trainable)
+        apart = set(map(id, self._parameters))
+        self._aliases = [p for p in trainable if id(p) not in apart]
+        self._references = References(self._parameters)
         self._newest: list[Tensor] | None = None
 
     def before_step(self) -> None:
@@ -65,7 +69,7 @@ class Correction(ABC):
 
     def forward(self) -> AbstractContextManager[None]:
         """Return a context for the forward pass of a micro-batch that will be stale."""
-        return kept_as_references(self._parameters)
+        return self._references.kept()
 
     def correct(self, staleness: int) -> None:
         """Put the weights of some versions ago, or their estimate, in place of the newest.
@@ -75,25 +79,30 @@ class Correction(ABC):
 
         Raises:
             PlanError: The weights are corrected already, or those asked for are not held.
+            ModelError: A parameter was given another memory format.
         """
         if staleness == 0:
             return
         self._check_newest("correct")
         weights = self._weights()
         former = self._former(weights, staleness)
-        if former is not None:
-            self._point_to(former)
-            self._newest = weights
+        if former is None:
+            return
+        for weight, tensor in zip(weights, former, strict=True):
+            if not same_layout(weight, tensor):
+                reason = f"a parameter of this shape now has the strides {weight.stride()}"
+                remedy = "Choose the memory format before the engine is made"
+                raise ModelError("parameters", tuple(weight.shape), reason, remedy)
+        parts = self._references.of_all(self._aliases)
+        self._newest = [*weights, *(alias.data for alias in self._aliases)]
+        _point(self._parameters, former)
+        _point(self._aliases, map(resolve, parts))
 
     def restore(self) -> None:
         """Put the newest weights back; nothing is done if they are in place."""
         if self._newest is not None:
-            self._point_to(self._newest)
+            _point([*self._parameters, *self._aliases], self._newest)
             self._newest = None
-
-    def _point_to(self, tensors: list[Tensor]) -> None:
-        for parameter, tensor in zip(self._parameters, tensors, strict=True):
-            parameter.data = tensor
 
     @abstractmethod
     def forget(self) -> None:
@@ -221,7 +230,7 @@ class ExactCorrection(Correction):
             reason = "an exact correction holds at least one older version"
             raise PlanError("depth", depth, reason, "Give 1 or more")
         super().__init__(parameters)
-        self._ring = [[torch.empty_like(w) for w in self._weights()] for _ in range(depth)]
+        self._ring = [[_unfilled(w) for w in self._weights()] for _ in range(depth)]
         self._latest = 0
         self._held = 0
 
@@ -306,7 +315,7 @@ class EmaCorrection(Correction):
         super().__init__(parameters)
         self._decay = decay
         self._depth = depth
-        self._estimate = [torch.empty_like(w) for w in self._weights()]
+        self._estimate = [_unfilled(w) for w in self._weights()]
         self._deltas = [
             torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32))
             for w in self._weights()
@@ -384,6 +393,17 @@ def make_correction(
             decay = ema_decay_from(decay_base, max_staleness)
         return EmaCorrection(parameters, decay, max_staleness)
     return NoCorrection(parameters)
+
+
+def _point(parameters: Iterable[Tensor], tensors: Iterable[Tensor]) -> None:
+    for parameter, tensor in zip(parameters, tensors, strict=True):
+        parameter.data = tensor
+
+
+def _unfilled(weight: Tensor) -> Tensor:
+    """Return memory of a weight's layout: references to parts of the one must fit the other."""
+    size, stride = weight.size(), weight.stride()
+    return torch.empty_strided(size, stride, dtype=weight.dtype, device=weight.device)
 
 
 def _norm(tensors: Sequence[Tensor]) -> float:

@@ -1,7 +1,7 @@
 """The order of forward and backward passes on one stage: one rule for all our schedules.
 
 Before the backward pass of micro-batch ``m``, stage ``s`` of ``P`` has forwarded all micro-batches
-up to ``m + P - 1 - s``, as far as they may be forwarded yet. Without a limit this is PipeMare's
+up to ``m + P - 1 - s`` (`ahead`), as far as they may be forwarded yet. Without a limit this is PipeMare's
 continuous pipeline, whose only idle time is the first fill; with a limit at the end of every
 optimizer step it is 1F1B, which empties the pipeline at each step.
 """
@@ -17,17 +17,31 @@ from wavemare.pipeline.passes import Versions, add_communication, add_steps
 __all__ = ["Stream", "ahead", "compute_order"]
 
 
-def ahead(stage: int, num_stages: int) -> int:
+def ahead(stage: int, num_stages: int, slack: int = 0) -> int:
     """Return how many micro-batches a stage forwards ahead of its backward passes.
 
     It is also the delay of the stage's gradients in micro-batches (d_i of PipeMare's delay model
     for a pipeline that does one pass at a time).
+
+    Args:
+        stage: Counted from 0.
+        num_stages: Length of the pipeline.
+        slack: Micro-batches more than the passes need, for each stage that comes after. Without
+            any, a micro-batch's way to the next stage and back takes all the time that there is,
+            and the latency of its messages comes on top of it.
     """
-    return num_stages - 1 - stage
+    return (num_stages - 1 - stage) * (1 + slack)
 
 
 def compute_order(
-    stage: int, num_stages: int, *, first: int, last: int, forwarded: int, stop: int | None
+    stage: int,
+    num_stages: int,
+    *,
+    first: int,
+    last: int,
+    forwarded: int,
+    stop: int | None,
+    slack: int = 0,
 ) -> Iterator[Action]:
     """Return the passes of one optimizer step of one stage.
 
@@ -38,9 +52,10 @@ def compute_order(
         last: One behind the step's last micro-batch.
         forwarded: How many micro-batches of the run the stage has forwarded.
         stop: How many of the run it may forward; None for no limit.
+        slack: See `ahead`.
     """
     for micro_batch in range(first, last):
-        limit = micro_batch + ahead(stage, num_stages) + 1
+        limit = micro_batch + ahead(stage, num_stages, slack) + 1
         if stop is not None and stop < limit:
             limit = stop
         for forward in range(forwarded, limit):
@@ -58,6 +73,7 @@ class Stream:
         micro_batches: Micro-batches per optimizer step.
         norms: Whether the stages tell each other their gradient norms.
         correct: Whether backward passes of stale micro-batches use corrected weights.
+        slack: See `ahead`.
 
     Attributes:
         first: First micro-batch of the next step.
@@ -72,6 +88,7 @@ class Stream:
         *,
         norms: bool = False,
         correct: bool = False,
+        slack: int = 0,
     ) -> None:
         if not 0 <= stage < num_stages:
             reason = f"a pipeline of {num_stages} stages has no such stage"
@@ -83,6 +100,7 @@ class Stream:
         self.num_stages = num_stages
         self.micro_batches = micro_batches
         self.norms = norms
+        self.slack = slack
         self.first = 0
         self.forwarded = 0
         self.versions = Versions(correct=correct)
@@ -115,6 +133,7 @@ class Stream:
             last=last,
             forwarded=self.forwarded,
             stop=stop,
+            slack=self.slack,
         )
         actions = add_steps(
             actions,
@@ -125,7 +144,7 @@ class Stream:
         )
         actions = self.versions.annotate(actions)
         window = list(add_communication(actions, self.num_stages))
-        limit = last + ahead(self.stage, self.num_stages)
+        limit = last + ahead(self.stage, self.num_stages, self.slack)
         self.forwarded = max(self.forwarded, limit if stop is None else min(limit, stop))
         self.first = last
         self._stop = stop
@@ -138,7 +157,7 @@ class Stream:
         """How many activations the stage before has sent, or will in this step, beyond ours."""
         if self.stage == 0:
             return 0
-        sent = self.first + ahead(self.stage - 1, self.num_stages)
+        sent = self.first + ahead(self.stage - 1, self.num_stages, self.slack)
         if self._stop is not None:
             sent = min(sent, max(self._stop, self.first))
         return max(sent - self.forwarded, 0)

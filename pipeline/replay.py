@@ -83,6 +83,7 @@ class Replay:
         make_scheduler: Makes a stage's learning-rate scheduler, stepped after its optimizer.
         warmup_steps: So many first steps are synchronous (T3).
         drain_interval: Steps between drains after that; 0 for none.
+        slack: See `order.ahead`.
         measure_gap: Whether to measure how far the weights move away from forward passes.
 
     Attributes:
@@ -105,6 +106,7 @@ class Replay:
         make_scheduler: Callable[[Optimizer], LRScheduler] | None = None,
         warmup_steps: int = 0,
         drain_interval: int = 0,
+        slack: int = 0,
         measure_gap: bool = False,
     ) -> None:
         if not stages:
@@ -123,9 +125,9 @@ class Replay:
                 module,
                 make_optimizer,
                 make_scheduler,
-                delay=ahead(index, len(stages)),
-                tau=mean_delay(index, len(stages), micro_batches),
-                oldest=max_staleness(index, len(stages), micro_batches),
+                delay=ahead(index, len(stages), slack),
+                tau=mean_delay(index, len(stages), micro_batches, slack),
+                oldest=max_staleness(index, len(stages), micro_batches, slack),
                 correction=correction,
                 decay_base=decay_base,
             )

@@ -22,7 +22,8 @@ __all__ = [
 ]
 
 SEND_SLOTS = 2
-"""Messages that the asynchronous engine may have under way in one direction: double buffers."""
+"""Messages that the asynchronous engine may have under way in one direction: double buffers, and
+as many more as there is slack."""
 
 
 def drain_boundary(
@@ -59,6 +60,7 @@ def pipemare(
     *,
     warmup_steps: int = 0,
     drain_interval: int = 0,
+    slack: int = 0,
     norms: bool = False,
     correct: bool = False,
 ) -> Plan:
@@ -70,6 +72,7 @@ def pipemare(
         num_steps: Optimizer steps.
         warmup_steps: So many first steps are synchronous (PipeMare's T3).
         drain_interval: Steps between drains; 0 for none.
+        slack: See `ahead`.
         norms: See `add_steps`.
         correct: See `Versions`.
 
@@ -77,9 +80,11 @@ def pipemare(
         PlanError: A number is out of range.
     """
     _check(num_stages, micro_batches, num_steps)
+    if slack < 0:
+        raise PlanError("slack", slack, "it is negative", "Give 0 or more")
 
     def actions(stage: int) -> tuple[Action, ...]:
-        stream = Stream(stage, num_stages, micro_batches, norms=norms, correct=correct)
+        stream = Stream(stage, num_stages, micro_batches, norms=norms, correct=correct, slack=slack)
         result: list[Action] = []
         for step in range(num_steps):
             result += stream.window(
@@ -95,7 +100,7 @@ def pipemare(
         return tuple(result)
 
     ranks = tuple(actions(stage) for stage in range(num_stages))
-    return Plan("pipemare", num_stages, micro_batches, num_steps, ranks, SEND_SLOTS)
+    return Plan("pipemare", num_stages, micro_batches, num_steps, ranks, SEND_SLOTS + slack)
 
 
 def one_f_one_b(num_stages: int, micro_batches: int, num_steps: int = 1) -> Plan:

@@ -32,7 +32,7 @@ EXACT_LIMIT = 2
 """Up to this staleness, copies take no more memory than the moving average and one saved copy."""
 
 
-def mean_delay(stage: int, num_stages: int, micro_batches: int) -> float:
+def mean_delay(stage: int, num_stages: int, micro_batches: int, slack: int = 0) -> float:
     """Return the mean staleness of a stage, in optimizer steps (tau_i of PipeMare).
 
     This is for a pipeline that does one pass at a time, where the delay is half that of the paper's
@@ -42,25 +42,27 @@ def mean_delay(stage: int, num_stages: int, micro_batches: int) -> float:
         stage: Counted from 0.
         num_stages: Length of the pipeline.
         micro_batches: Micro-batches per optimizer step.
+        slack: See `order.ahead`.
 
     Raises:
         PlanError: There is no such stage, or no micro-batch.
     """
-    return _delay(stage, num_stages, micro_batches) / micro_batches
+    return _delay(stage, num_stages, micro_batches, slack) / micro_batches
 
 
-def max_staleness(stage: int, num_stages: int, micro_batches: int) -> int:
+def max_staleness(stage: int, num_stages: int, micro_batches: int, slack: int = 0) -> int:
     """Return the largest staleness of a stage's micro-batches, in optimizer steps.
 
     Args:
         stage: Counted from 0.
         num_stages: Length of the pipeline.
         micro_batches: Micro-batches per optimizer step.
+        slack: See `order.ahead`.
 
     Raises:
         PlanError: There is no such stage, or no micro-batch.
     """
-    return -(-_delay(stage, num_stages, micro_batches) // micro_batches)
+    return -(-_delay(stage, num_stages, micro_batches, slack) // micro_batches)
 
 
 def forward_version(micro_batch: int, delay: int, micro_batches: int, drained: int = 0) -> int:
@@ -179,12 +181,12 @@ def resolve_mode(mode: str, max_staleness: int) -> str:
     return mode
 
 
-def _delay(stage: int, num_stages: int, micro_batches: int) -> int:
+def _delay(stage: int, num_stages: int, micro_batches: int, slack: int) -> int:
     if not 0 <= stage < num_stages:
         reason = f"a pipeline of {num_stages} stages has no such stage"
         raise PlanError("stage", stage, reason, f"Give 0 to {num_stages - 1}")
     _check_numbers(0, 0, micro_batches)
-    return ahead(stage, num_stages)
+    return ahead(stage, num_stages, slack)
 
 
 def _check_numbers(micro_batch: int, delay: int, micro_batches: int) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple, NoReturn
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from wavemare.errors import ModelError
 
-__all__ = ["distinct", "kept_as_references", "size_bytes"]
+__all__ = ["Reference", "References", "distinct", "resolve", "same_layout", "size_bytes"]
+
+_Place = tuple[int, torch.Size, tuple[int, ...]]
 
 
 def distinct(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -44,54 +46,84 @@ def distinct(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [trainable[index] for index in sorted(kept)]
 
 
-@contextmanager
-def kept_as_references(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Let autograd keep, of parameters and views of them, only which part of which one they are.
+class References:
+    """Lets autograd keep, of parameters and views of them, only which part of which one they are.
 
-    The backward pass then takes that part of whatever ``.data`` the parameter has at the time.
+    The backward pass then takes that part of whatever ``.data`` the parameter has at the time. What
+    is kept while other hooks of saved tensors are in force within the context is left to those.
 
     Args:
         parameters: Without shared memory; see `distinct`.
     """
-    homes: dict[int, list[tuple[int, int, Tensor]]] = {}
-    for parameter in parameters:
-        _, start, end = _span(parameter)
-        storage = parameter.untyped_storage().data_ptr()
-        homes.setdefault(storage, []).append((start, end, parameter))
-    for spans in homes.values():
-        spans.sort(key=lambda span: span[0])
 
-    def pack(tensor: Tensor) -> Tensor | _Reference:
-        spans = homes.get(tensor.untyped_storage().data_ptr())
-        if spans is None:
-            return tensor
-        place = tensor.data_ptr()
-        index = bisect_right(spans, place, key=lambda span: span[0]) - 1
-        start, end, parameter = spans[max(index, 0)]
-        if not start <= place < end or tensor.dtype != parameter.dtype:
-            return tensor
-        offset = (place - start) // tensor.element_size()
-        return _Reference(parameter, tensor.size(), tensor.stride(), offset)
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._parameters = list(parameters)
+        self._places: list[_Place] = []
+        self._spans: list[tuple[int, Tensor]] = []
+        self._starts: list[int] = []
 
-    def unpack(kept: Tensor | _Reference) -> Tensor:
-        return kept if isinstance(kept, Tensor) else kept.resolve()
+    def kept(self) -> saved_tensors_hooks:
+        """Return the context for a forward pass.
 
-    with saved_tensors_hooks(pack, unpack):
-        yield
+        In it, a layer gets a `ModelError` if what it keeps is more than a part of one parameter.
+        """
+        self._find_parameters()
+        return saved_tensors_hooks(self._pack, resolve)
+
+    def of(self, tensor: Tensor) -> Tensor | Reference | None:
+        """Return what stands for a tensor: a parameter, a part of one, or None for neither."""
+        start = tensor.data_ptr()
+        index = bisect_right(self._starts, start)
+        if index < len(self._starts) and _ends_behind(tensor, start, self._starts[index]):
+            _refuse(tensor)
+        if not index or start >= self._spans[index - 1][0]:
+            return None
+        end, parameter = self._spans[index - 1]
+        size, stride, offset = tensor.size(), tensor.stride(), start - self._starts[index - 1]
+        same_form = tensor.dtype == parameter.dtype and not tensor.is_conj()
+        if not same_form or _ends_behind(tensor, start, end):
+            _refuse(tensor)
+        if not offset and size == parameter.size() and stride == parameter.stride():
+            return parameter
+        return Reference(parameter, size, stride, offset // tensor.element_size())
+
+    def _find_parameters(self) -> None:
+        places = [(p.data_ptr(), p.size(), p.stride()) for p in self._parameters]
+        if places != self._places:
+            spans = sorted((_span(p)[1:], index) for index, p in enumerate(self._parameters))
+            self._places = places
+            self._starts = [start for (start, _), _ in spans]
+            self._spans = [(end, self._parameters[index]) for (_, end), index in spans]
+
+    def _pack(self, tensor: Tensor) -> Tensor | Reference:
+        kept = self.of(tensor) if tensor.layout is torch.strided else None
+        # An operator's own output would hold the operator, which holds what is returned here.
+        return tensor.detach() if kept is None else kept
 
 
-class _Reference(NamedTuple):
-    """A view of a parameter, by where it lies in it."""
+class Reference(NamedTuple):
+    """A view of a part of a parameter, by where it lies in it; in elements."""
 
     parameter: Tensor
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
 
-    def resolve(self) -> Tensor:
-        """Return the view of the parameter's present contents."""
-        data = self.parameter.data
-        return data.as_strided(self.size, self.stride, data.storage_offset() + self.offset)
+
+def resolve(kept: Tensor | Reference) -> Tensor:
+    """Return the present contents of what `References.of` returned."""
+    if isinstance(kept, Tensor):
+        return kept
+    data = kept.parameter.data
+    return data.as_strided(kept.size, kept.stride, data.storage_offset() + kept.offset)
+
+
+def same_layout(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors of one shape have their elements in the same places."""
+    if left.stride() == right.stride():
+        return True
+    steps = zip(left.shape, left.stride(), right.stride(), strict=True)
+    return all(a == b for size, a, b in steps if size > 1)
 
 
 def size_bytes(tensors: Iterable[Tensor]) -> int:
@@ -106,8 +138,22 @@ def _span(tensor: Tensor) -> tuple[str, int, int]:
     return str(tensor.device), start, start + (reach + 1) * tensor.element_size()
 
 
+def _ends_behind(tensor: Tensor, start: int, limit: int) -> bool:
+    # Where an element is repeated, as in expanded tensors, there is less memory than elements.
+    return start + tensor.nbytes > limit and _span(tensor)[2] > limit
+
+
 def _covers(outer: Tensor, inner: Tensor) -> bool:
     """Whether a tensor has all of the memory between its ends, or is the same view as another."""
     _, start, end = _span(outer)
     same = outer.shape == inner.shape and outer.stride() == inner.stride()
     return (same and start == inner.data_ptr()) or end - start == outer.nbytes
+
+
+def _refuse(tensor: Tensor) -> NoReturn:
+    reason = (
+        f"a layer keeps a tensor of this shape and {tensor.dtype} for its backward pass, which is "
+        "more than a part of one parameter or has its elements in another form"
+    )
+    remedy = 'Give the layer memory of its own, or set the discrepancy correction to "off"'
+    raise ModelError("parameters", tuple(tensor.shape), reason, remedy)

@@ -8,6 +8,7 @@ from typing import Any
 from wavemare.engine.config import zero_section
 from wavemare.observe import MemoryEstimate, estimate_activations, estimate_memory
 from wavemare.pipeline.config import PipelineConfig
+from wavemare.pipeline.order import ahead
 from wavemare.pipeline.staleness import max_staleness
 
 __all__ = ["start_up_panel"]
@@ -72,7 +73,8 @@ def _schedule(pipeline: PipelineConfig, micro_batches: int) -> str:
         return "data parallel"
     if pipeline.schedule != "pipemare":
         return pipeline.schedule.upper()
-    stale = [max_staleness(s, pipeline.stages, micro_batches) for s in range(pipeline.stages)]
+    stages, slack = pipeline.stages, pipeline.pipemare.slack
+    stale = [max_staleness(stage, stages, micro_batches, slack) for stage in range(stages)]
     return f"PipeMare (staleness by stage {', '.join(map(str, stale))})"
 
 
@@ -98,7 +100,11 @@ def _memory(
         bytes_per_value=bytes_per_value,
         # The first stage holds as many micro-batches as there are stages; 1F1B, which has none
         # of the next step, no more than a step has.
-        micro_batches=stages if pipeline.schedule == "pipemare" else min(stages, micro_batches),
+        micro_batches=(
+            1 + ahead(0, stages, pipeline.pipemare.slack)
+            if pipeline.schedule == "pipemare"
+            else min(stages, micro_batches)
+        ),
     )
     return estimate_memory(
         -(-num_parameters // stages),

@@ -28,6 +28,7 @@ CHOSEN = [
     for j, correction in enumerate(CORRECTIONS)
 ] + [
     case("adamw", ("exact", False), 1),
+    case("adamw", ("auto", False), 2, slack=1),
     case("momentum", ("auto", True), 1, warmup_steps=7, drain_interval=5),
 ]
 ALL = [case(*chosen) for chosen in product(OPTIMIZERS, CORRECTIONS, SIZES)]

@@ -92,10 +92,11 @@ def build_dualpipev(workload: Workload, place: Place) -> Runner:
     return EngineRunner(engine, workload, _record(engine, place))
 
 
-def build_pipemare(workload: Workload, place: Place) -> Runner:
-    """Return our asynchronous pipeline."""
+def build_pipemare(workload: Workload, place: Place, slack: int = 0) -> Runner:
+    """Return our asynchronous pipeline; with slack it hides the latency of messages."""
     module = _module(deepspeed.PipelineModule, workload, place, parts=place.stages)
-    pipeline = {"schedule": "pipemare", "stages": place.stages}
+    settings = {"pipemare": {"slack": slack}} if slack else {}
+    pipeline = {"schedule": "pipemare", "stages": place.stages, **settings}
     config = {**_config(workload, place), "wavemare": {"pipeline": pipeline}}
     return AsynchronousRunner(_initialize(wavemare.initialize, module, config), workload)
 

@@ -112,12 +112,17 @@ def _one_f_one_b_utilisation(stages: int, micro_batches: int) -> float:
 
 
 def _shares(rounds: Sequence[Sequence[Sample]]) -> dict[str, Any]:
-    """Return each rank's medians, and the share of its time that the busiest rank waits."""
+    """Return each rank's medians, their mean share of busy time, and what the busiest one waits."""
     if any(sample.busy is None for samples in rounds for sample in samples):
-        return {"waiting": None, "ranks": None}
+        return {"waiting": None, "busy": None, "ranks": None}
     ranks = [_rank_medians(samples) for samples in zip(*rounds, strict=True)]
     bottleneck = max(ranks, key=lambda rank: rank["compute_s"] + rank["step_s"])
-    return {"waiting": bottleneck["waiting_s"] / bottleneck["seconds"], "ranks": ranks}
+    busy = [(rank["compute_s"] + rank["step_s"]) / rank["seconds"] for rank in ranks]
+    return {
+        "waiting": bottleneck["waiting_s"] / bottleneck["seconds"],
+        "busy": sum(busy) / len(busy),
+        "ranks": ranks,
+    }
 
 
 def _rank_medians(samples: Sequence[Sample]) -> dict[str, float]:

@@ -73,6 +73,7 @@ SYSTEMS = {
         System(name="torch-1f1b", ideal=_always_one, least=lambda stages: stages),
         System(name="torch-zbv", ideal=None, parts_per_stage=2, splits_backward=True),
         System(name="wavemare-pipemare", ideal=_without_bubble, steady=True),
+        System(name="wavemare-pipemare-slack", ideal=_without_bubble, steady=True),
         System(name=BOUND, ideal=_without_bubble, steady=True),
     )
 }

@@ -23,7 +23,7 @@ _COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "ideal": ("ideal", _number(".2f")),
     "bound": ("bound_fraction", _number(".3f")),
     "waiting": ("waiting", _number(".1%")),
-    "busy": ("utilisation", _number(".1%")),
+    "busy": ("busy", _number(".1%")),
 }
 
 

@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ BUILDERS: dict[str, Callable[[Workload, Place], Runner]] = {
     "torch-1f1b": build_torch_one_f_one_b,
     "torch-zbv": build_zbv,
     "wavemare-pipemare": build_pipemare,
+    "wavemare-pipemare-slack": partial(build_pipemare, slack=1),
     BOUND: BoundRunner,
 }
 

@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -48,6 +48,10 @@ def show(
     drain_interval: Annotated[
         int | None, typer.Option(min=0, help="PipeMare: steps between drains; 0 for none.")
     ] = None,
+    slack: Annotated[
+        int | None,
+        typer.Option(min=0, help="PipeMare: micro-batches further ahead, by following stage."),
+    ] = None,
     forward_ms: Annotated[
         str, typer.Option(help="Forward pass: one number, or one per stage (1,1,2,1).")
     ] = "1",
@@ -76,6 +80,7 @@ def show(
         "--steps": steps,
         "--warmup-steps": warmup_steps,
         "--drain-interval": drain_interval,
+        "--slack": slack,
     }
     if file is not None:
         _refuse_beside_file(options)
@@ -86,8 +91,11 @@ def show(
             _STAGES if stages is None else stages,
             _MICRO_BATCHES if micro_batches is None else micro_batches,
             _STEPS if steps is None else steps,
-            warmup_steps or 0,
-            drain_interval or 0,
+            {
+                "warmup_steps": warmup_steps or 0,
+                "drain_interval": drain_interval or 0,
+                "slack": slack or 0,
+            },
         )
     costs = forward_ms, backward_ms, step_ms, send_ms
     _present(plan, costs, text=text, output=output)
@@ -119,21 +127,15 @@ def _make(
     stages: int,
     micro_batches: int,
     steps: int,
-    warmup_steps: int,
-    drain_interval: int,
+    asynchronous: dict[str, Any],
 ) -> Plan:
     from wavemare.pipeline import schedules
 
     if schedule == "pipemare":
-        return schedules.pipemare(
-            stages,
-            micro_batches,
-            steps,
-            warmup_steps=warmup_steps,
-            drain_interval=drain_interval,
-        )
+        return schedules.pipemare(stages, micro_batches, steps, **asynchronous)
     plan = schedules.build_plan(schedule, stages, micro_batches, steps)
-    for key, value in {"--warmup-steps": warmup_steps, "--drain-interval": drain_interval}.items():
+    for name, value in asynchronous.items():
+        key = f"--{name.replace('_', '-')}"
         if value:
             reason = f"the schedule {schedule!r} never has two steps under way"
             raise ConfigError(key, value, reason, f"Leave it out, or give {key} with pipemare")

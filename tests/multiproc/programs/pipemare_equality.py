@@ -56,6 +56,7 @@ def train(num_stages, case):
         "discrepancy_correction": {"mode": case["correction"]},
         "drain_interval": case.get("drain_interval", 0),
         "warmup_steps": case.get("warmup_steps", 0),
+        "slack": case.get("slack", 0),
     }
     config = {
         "train_micro_batch_size_per_gpu": SIZE,
@@ -89,6 +90,7 @@ def replay(num_stages, case, **changes):
         anneal_steps=ANNEAL if case["t1"] else None,
         drain_interval=changes.get("drain_interval", case.get("drain_interval", 0)),
         warmup_steps=case.get("warmup_steps", 0),
+        slack=case.get("slack", 0),
     )
     data = batches()
     losses = [twin.step(list(islice(data, case["micro_batches"]))) for _ in range(STEPS)]

@@ -27,7 +27,7 @@ def text(result: dict[str, Any]) -> str:
 
 
 def test_full_rows_fit_a_narrow_screen() -> None:
-    full = {**ROW, "median_s": 1.2345, "ideal": 2.0, "bound_fraction": 1.0, "utilisation": 0.971}
+    full = {**ROW, "median_s": 1.2345, "ideal": 2.0, "bound_fraction": 1.0, "busy": 0.971}
     shown = text({"rows": [full], "stage_s": [0.1, 0.3], "imbalance": 0.5})
     (line,) = (line for line in shown.splitlines() if "no-communication-bound" in line)
     assert line.split() == [

@@ -5,10 +5,21 @@ When a new DeepSpeed moves one of them, the test of that name fails and says wha
 
 import inspect
 from importlib import import_module
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import deepspeed
 import pytest
-from deepspeed.runtime.pipe import schedule
+import torch
+from deepspeed.ops.adam import FusedAdam
+from deepspeed.runtime import utils as runtime_utils
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.pipe import schedule, topology
+from deepspeed.runtime.pipe.engine import BF16_Optimizer as PipelineBF16Optimizer
+from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.zero import stage_1_and_2
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 import wavemare
 from wavemare.engine import DualPipeVEngine, Engine, PipelineEngine
@@ -129,3 +140,372 @@ def test_shared_memory_communication_is_switched_off_through_the_compatible_ops(
     names = backend.build_shm_op.__code__.co_names
     assert "__compatible_ops__" in names
     assert "deepspeed_shm_comm" in deepspeed.ops.__compatible_ops__
+
+
+# --- what the asynchronous engine relies on -----------------------------------------------------
+
+
+def names_in(function):
+    return set(inspect.unwrap(function).__code__.co_names)
+
+
+def parameters_of(function):
+    return list(inspect.signature(function).parameters)
+
+
+def behind(function):
+    """The function behind DeepSpeed's decorators, which do not tell of it."""
+    held = [cell.cell_contents for cell in function.__closure__ or ()]
+    decorated = [value for value in held if inspect.isfunction(value)]
+    return behind(decorated[0]) if decorated else function
+
+
+def assigned_in(function):
+    return inspect.getsource(inspect.unwrap(function))
+
+
+class Ours(schedule.PipeInstruction):
+    pass
+
+
+def test_exec_schedule_looks_up_the_instruction_map_of_the_engine_and_passes_the_keywords():
+    called = []
+    plan = MagicMock()
+    plan.__iter__.return_value = iter([[Ours(action="first")], [Ours(action="second")]])
+    plan.num_pipe_buffers.return_value = 0
+    engine = SimpleNamespace(
+        _INSTRUCTION_MAP={Ours: lambda self, action: called.append((self, action))},
+        _reserve_pipe_buffers=called.append,
+    )
+    deepspeed.PipelineEngine._exec_schedule(engine, plan)
+    assert called == [0, (engine, "first"), (engine, "second")]
+    assert plan.num_pipe_buffers.call_count == 1
+
+
+def test_exec_schedule_refuses_an_instruction_that_the_map_does_not_have():
+    engine = SimpleNamespace(_INSTRUCTION_MAP={}, _reserve_pipe_buffers=lambda count: None)
+    plan = MagicMock()
+    plan.__iter__.return_value = iter([[Ours()]])
+    with pytest.raises(RuntimeError, match="Ours"):
+        deepspeed.PipelineEngine._exec_schedule(engine, plan)
+
+
+def test_reserving_no_pipe_buffers_changes_nothing():
+    engine = SimpleNamespace(num_pipe_buffers=0, pipe_buffers={"inputs": []})
+    deepspeed.PipelineEngine._reserve_pipe_buffers(engine, 0)
+    assert engine.pipe_buffers == {"inputs": []}
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        (schedule.OptimizerStep, "_exec_optimizer_step"),
+        (schedule.ReduceGrads, "_exec_reduce_grads"),
+        (schedule.ReduceTiedGrads, "_exec_reduce_tied_grads"),
+        (schedule.LoadMicroBatch, "_exec_load_micro_batch"),
+        (schedule.ForwardPass, "_exec_forward_pass"),
+        (schedule.BackwardPass, "_exec_backward_pass"),
+        (schedule.SendActivation, "_exec_send_activations"),
+        (schedule.RecvActivation, "_exec_recv_activations"),
+        (schedule.SendGrad, "_exec_send_grads"),
+        (schedule.RecvGrad, "_exec_recv_grads"),
+    ],
+)
+def test_the_instruction_map_has_deepspeeds_method(kind, method):
+    assert deepspeed.PipelineEngine._INSTRUCTION_MAP[kind] is getattr(
+        deepspeed.PipelineEngine, method
+    )
+
+
+def test_train_batch_runs_what_train_schedule_returns():
+    assert {"_train_schedule", "_exec_schedule"} <= names_in(deepspeed.PipelineEngine.train_batch)
+
+
+def test_the_optimizer_step_instruction_takes_the_model_step():
+    engine = MagicMock()
+    engine.wall_clock_breakdown.return_value = False
+    engine.global_rank = 1
+    deepspeed.PipelineEngine._exec_optimizer_step(engine)
+    engine._take_model_step.assert_called_once_with(None)
+
+
+def model_step(*, clipping=1.0, bf16=False, zero=False):
+    engine = MagicMock()
+    engine.gradient_clipping.return_value = clipping
+    engine.fp16_enabled.return_value = False
+    engine.bfloat16_enabled.return_value = bf16
+    engine.zero_optimization.return_value = zero
+    engine.torch_autocast_z0_gradscaler = None
+    engine.optimizer.overflow = False
+    engine.global_rank, engine.global_steps, engine.global_samples = 1, 0, 0
+    engine.steps_per_print.return_value = None
+    engine.train_batch_size.return_value = 8
+    deepspeed.DeepSpeedEngine._take_model_step(engine, None)
+    assert (engine.global_steps, engine.global_samples) == (1, 8)
+    engine.optimizer.step.assert_called_once_with()
+    engine.lr_scheduler.step.assert_called_once_with()
+    return engine.clip_fp32_gradients.call_count
+
+
+def test_take_model_step_clips_through_clip_fp32_gradients_in_fp32_without_zero_alone():
+    assert model_step() == 1
+    assert model_step(clipping=0.0) == 0
+    assert model_step(bf16=True) == 0
+    assert model_step(zero=True) == 0
+
+
+def test_reduce_grads_is_of_the_data_parallel_group_alone():
+    names = names_in(deepspeed.PipelineEngine._exec_reduce_grads)
+    assert {"_bf16_reduce_grads", "allreduce_gradients", "using_bf16_optimizer"} <= names
+    assert "_exec_reduce_tied_grads" not in names
+
+
+def test_using_bf16_optimizer_means_the_class_that_we_look_for():
+    assert PipelineBF16Optimizer is BF16_Optimizer
+    assert "self.using_bf16_optimizer = type(self.optimizer) == BF16_Optimizer" in assigned_in(
+        deepspeed.PipelineEngine.__init__
+    )
+
+
+@pytest.mark.parametrize(
+    "attribute", ["mpu", "clip_grad", "fp32_groups_gradients_flat", "fp32_groups_has_gradients"]
+)
+def test_the_bf16_optimizer_has_the_attribute(attribute):
+    assert f"self.{attribute} = " in assigned_in(BF16_Optimizer.__init__)
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters"),
+    [
+        ("get_grads_for_norm", ["self", "for_clipping"]),
+        ("clear_lp_grads", ["self", "set_to_none"]),
+        ("update_hp_grads", ["self", "clear_lp_grads"]),
+    ],
+)
+def test_the_bf16_optimizer_has_the_method(method, parameters):
+    assert parameters_of(getattr(BF16_Optimizer, method)) == parameters
+
+
+def test_the_pipelines_backward_pass_accumulates_bf16_gradients_as_ours_does():
+    names = names_in(deepspeed.PipelineEngine._exec_backward_pass)
+    assert {
+        "clear_lp_grads",
+        "update_hp_grads",
+        "immediate_grad_update",
+        "_running_engine_backward",
+        "using_bf16_optimizer",
+    } <= names
+
+
+def bf16_optimizer():
+    """As much of one as its gradients need: one group of two parameters, one without gradient."""
+    flat = torch.zeros(5)
+    weights = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2))]
+    return SimpleNamespace(
+        mpu=None,
+        has_moe_layers=False,
+        immediate_grad_update=False,
+        autoep_folding_tp_group=None,
+        optimizer=SimpleNamespace(param_groups=[{}]),
+        bf16_groups=[weights],
+        fp32_groups_gradients_flat=[flat],
+        fp32_groups_gradients=[[flat[:3], flat[3:]]],
+        fp32_groups_has_gradients=[[True, False]],
+    )
+
+
+def test_update_hp_grads_adds_the_gradients_to_the_flat_ones():
+    optimizer = bf16_optimizer()
+    update = BF16_Optimizer._update_hp_grad
+    optimizer._update_hp_grad = lambda *args: update(optimizer, *args)
+    optimizer.bf16_groups[0][0].grad = torch.tensor([1.0, 2.0, 3.0])
+    for _ in range(2):
+        BF16_Optimizer.update_hp_grads(optimizer, clear_lp_grads=False)
+    assert optimizer.fp32_groups_gradients_flat[0].tolist() == [2.0, 4.0, 6.0, 0.0, 0.0]
+
+
+def test_get_grads_for_norm_returns_views_of_the_flat_gradients_without_an_mpu():
+    optimizer = bf16_optimizer()
+    (gradients,), experts = BF16_Optimizer.get_grads_for_norm(optimizer)
+    assert gradients.data_ptr() == optimizer.fp32_groups_gradients_flat[0].data_ptr()
+    assert gradients.shape == (3,)
+    assert experts == {}
+
+
+def test_clear_lp_grads_leaves_the_flat_gradients():
+    optimizer = bf16_optimizer()
+    optimizer.fp32_groups_gradients_flat[0].fill_(7.0)
+    optimizer.bf16_groups[0][0].grad = torch.ones(3)
+    BF16_Optimizer.clear_lp_grads(optimizer)
+    assert not optimizer.bf16_groups[0][0].grad.any()
+    assert optimizer.fp32_groups_gradients_flat[0].tolist() == [7.0] * 5
+
+
+def test_the_bf16_step_reduces_its_norm_over_its_mpu_alone_and_clips_to_clip_grad():
+    names = names_in(BF16_Optimizer.step)
+    assert {"get_grads_for_norm", "get_global_norm_of_tensors", "mpu"} <= names
+    assert {"clip_tensors_by_global_norm", "clip_grad"} <= names
+
+
+def test_the_norm_of_tensors_without_an_mpu_reduces_nothing(monkeypatch):
+    refuse = MagicMock(side_effect=AssertionError("a collective"))
+    monkeypatch.setattr(runtime_utils.dist, "all_reduce", refuse)
+    cpu = SimpleNamespace(current_device_name=lambda: "cpu")
+    monkeypatch.setattr(runtime_utils, "get_accelerator", lambda: cpu)
+    norm = runtime_utils.get_global_norm_of_tensors([torch.tensor([3.0]), torch.tensor([4.0])])
+    assert float(norm) == 5.0
+
+
+@pytest.mark.parametrize(("bound", "factor"), [(1.0, 1 / (4 + 1e-6)), (8.0, 1.0), (2.0, None)])
+def test_bf16_gradients_are_multiplied_by_the_bound_over_the_norm_and_an_epsilon(bound, factor):
+    factor = bound / (4 + 1e-6) if factor is None else factor
+    gradient = torch.tensor([4.0], dtype=torch.float64)
+    norm = torch.tensor(4.0, dtype=torch.float64)
+    runtime_utils.clip_tensors_by_global_norm([gradient], max_norm=bound, global_norm=norm)
+    assert float(gradient) == pytest.approx(4 * factor, rel=1e-14)
+
+
+@pytest.mark.parametrize("bound", [1.0, 2.0, 8.0, 0.0])
+def test_zero_gradients_are_multiplied_by_the_bound_over_the_norm_and_an_epsilon(bound):
+    optimizer = SimpleNamespace(clip_grad=bound, loss_scale=1.0, device="cpu")
+    gradient = torch.tensor([4.0], dtype=torch.float64)
+    norm = torch.tensor(4.0, dtype=torch.float64)
+    DeepSpeedZeroOptimizer.unscale_and_clip_grads(optimizer, [gradient], norm)
+    factor = min(1.0, bound / (4 + 1e-6)) if bound else 1.0
+    assert float(gradient) == pytest.approx(4 * factor, rel=1e-14)
+
+
+def test_the_zero_optimizer_reduces_over_its_model_parallel_group_or_not_at_all(monkeypatch):
+    reduce = MagicMock()
+    monkeypatch.setattr(stage_1_and_2.dist, "all_reduce", reduce)
+    optimizer = SimpleNamespace(model_parallel_group=None)
+    DeepSpeedZeroOptimizer._model_parallel_all_reduce(optimizer, torch.ones(1), "sum")
+    reduce.assert_not_called()
+    norm = names_in(DeepSpeedZeroOptimizer.get_grad_norm_direct)
+    assert {"dp_process_group", "_model_parallel_all_reduce", "model_parallel_rank"} <= norm
+    assert "get_grad_norm_direct" in names_in(DeepSpeedZeroOptimizer.scaled_global_norm)
+    source = assigned_in(DeepSpeedZeroOptimizer.__init__)
+    for attribute in ("model_parallel_group", "model_parallel_rank", "clip_grad"):
+        assert f"self.{attribute} = " in source
+
+
+def test_the_zero_norm_of_one_rank_is_that_of_its_gradients(monkeypatch):
+    reduced = []
+    monkeypatch.setattr(
+        stage_1_and_2.dist, "all_reduce", lambda tensor, op, group: reduced.append(group)
+    )
+    optimizer = SimpleNamespace(
+        bit16_groups=[None],
+        cpu_offload=False,
+        has_moe_layers=False,
+        averaged_gradients={0: [torch.tensor([3.0]), torch.tensor([4.0])]},
+        params_in_partition=[[torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]],
+        model_parallel_group=None,
+        model_parallel_rank=0,
+        dp_process_group="replicas",
+        device="cpu",
+        _muon_update_lacks_loss_scale=lambda group: False,
+    )
+    for name in ("get_grad_norm_direct", "_model_parallel_all_reduce"):
+        method = getattr(DeepSpeedZeroOptimizer, name)
+        setattr(optimizer, name, method.__get__(optimizer))
+    cpu = SimpleNamespace(current_device_name=lambda: "cpu")
+    monkeypatch.setattr(stage_1_and_2, "get_accelerator", lambda: cpu)
+    assert float(DeepSpeedZeroOptimizer.scaled_global_norm(optimizer)) == 5.0
+    assert reduced == ["replicas"]
+
+
+def test_the_grid_lists_the_ranks_of_each_pipeline():
+    grid = topology.PipelineParallelGrid
+    assert "self.pipe_groups = self._topo.get_axis_comm_lists('pipe')" in assigned_in(grid.__init__)
+    layout = topology.PipeDataParallelTopology(num_pp=3, num_dp=2)
+    assert layout.get_axis_comm_lists("pipe") == [[0, 2, 4], [1, 3, 5]]
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "get_slice_parallel_world_size",
+        "get_pipe_parallel_group",
+        "get_data_parallel_group",
+        "get_pipe_parallel_world_size",
+    ],
+)
+def test_the_grid_has_the_method(method):
+    assert parameters_of(getattr(topology.PipelineParallelGrid, method)) == ["self"]
+
+
+def test_slices_are_the_model_axis():
+    grid = SimpleNamespace(slice_parallel_size=3)
+    assert topology.PipelineParallelGrid.get_slice_parallel_world_size(grid) == 3
+    source = assigned_in(topology.PipelineParallelGrid.__init__)
+    assert "self.slice_parallel_size = self.model_parallel_size" in source
+
+
+def test_a_pipeline_module_keeps_its_tied_layers_by_key():
+    assert "self.tied_comms = self._index_tied_modules()" in assigned_in(PipelineModule.__init__)
+    source = assigned_in(PipelineModule._index_tied_modules)
+    assert "tied_comms[key] = " in source
+
+
+def test_a_pipeline_module_has_no_additional_losses_unless_its_author_adds_some():
+    assert PipelineModule.get_additional_losses(None) is None
+
+
+def test_the_base_engine_runs_a_forward_and_a_backward_pass():
+    engine = deepspeed.DeepSpeedEngine
+    assert parameters_of(behind(engine.forward)) == ["self", "inputs", "kwargs"]
+    backward = inspect.signature(behind(engine.backward)).parameters
+    assert list(backward) == ["self", "loss", "retain_graph", "scale_wrt_gas"]
+    assert backward["scale_wrt_gas"].default is True
+
+
+@pytest.mark.parametrize(
+    "seam",
+    [
+        "_exec_reduce_grads",
+        "_exec_optimizer_step",
+        "_reentrant_activation_checkpointing",
+        "clip_fp32_gradients",
+        "reset_activation_shape",
+        "set_train_batch_size",
+    ],
+)
+def test_the_pipeline_engine_has_the_asynchronous_seam(seam):
+    assert callable(getattr(deepspeed.PipelineEngine, seam))
+
+
+def test_weights_may_change_behind_autograds_back_inside_preserve_version_counter():
+    weight = torch.nn.Parameter(torch.tensor([2.0]))
+    inputs = torch.tensor([3.0], requires_grad=True)
+    output = weight * inputs
+    with torch.no_grad(), _unsafe_preserve_version_counter((weight,)):
+        weight.mul_(10)
+    output.backward()
+    assert inputs.grad.item() == 20.0  # of the newest weight
+    output = weight * inputs
+    with torch.no_grad():
+        weight.mul_(10)
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        output.backward()
+
+
+def test_the_step_hooks_see_and_change_the_rate_of_this_very_step():
+    weight = torch.nn.Parameter(torch.tensor([1.0]))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    order = []
+
+    def before(optimizer, args, kwargs):
+        order.append("before")
+        optimizer.param_groups[0]["lr"] = 0.25
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(lambda optimizer, args, kwargs: order.append("after"))
+    weight.grad = torch.tensor([1.0])
+    optimizer.step()
+    assert weight.item() == 0.75
+    assert order == ["before", "after"]
+
+
+def test_deepspeeds_own_optimizers_have_the_step_hooks():
+    assert issubclass(FusedAdam, torch.optim.Optimizer)

@@ -1,0 +1,64 @@
+"""The asynchronous engine refuses what it cannot do, and breaks with word of where and no hang."""
+
+import pytest
+
+SCHEDULE = "wavemare.pipeline.schedule"
+EXPECTED = {
+    "tied": ("ModelError", "tied layers", "ends", "LayerSpec instead of TiedLayerSpec"),
+    "line search": ("ConfigError", "optimizer", "LBFGS", "AdamW, Adam or SGD"),
+    "two waves": ("ConfigError", SCHEDULE, "pipemare", "Give a PipelineModule"),
+    "no pipeline": ("ConfigError", "wavemare.pipeline.stages", "2", "or 1 stage"),
+    "no stages": ("ConfigError", SCHEDULE, "pipemare", "Give a PipelineModule"),
+    "model axis": ("ConfigError", SCHEDULE, "pipemare", "the axes pipe and data alone"),
+    "fp16": ("ConfigError", "fp16.enabled", "True", '"bf16": {"enabled": true}'),
+    "zero": ("ConfigError", "zero_optimization.stage", "2", "0 or 1"),
+}
+NAMED = {"two waves": "DualPipeVModule", "no pipeline": "Linear", "no stages": "Linear"}
+
+
+def test_what_cannot_work_is_refused_on_all_ranks_before_the_first_step(launch):
+    done = launch("pipemare_refusals.py", "refused", timeout=120).check()
+    for rank in range(2):
+        found = done.result(rank)
+        assert found.keys() == EXPECTED.keys()
+        for name, (kind, key, value, remedy) in EXPECTED.items():
+            error = found[name]
+            assert (error["type"], error["key"], error["value"]) == (kind, key, value), name
+            assert remedy in error["remedy"], name
+            assert NAMED.get(name, "") in error["reason"]
+            assert error["reason"][-1] not in ".?"
+
+
+@pytest.mark.parametrize(
+    ("case", "step", "action", "message"),
+    [
+        (
+            "additional",
+            1,
+            "1F0@0",
+            "wavemare.errors.ModelError: get_additional_losses = 'WithAdditionalLosses': "
+            "the schedule pipemare carries one loss.",
+        ),
+        (
+            "data",
+            4,
+            "1L6@3",
+            "wavemare.errors.DataError: data_iter = 'iterator 1': "
+            "the last stage has fewer micro-batches than the first stage read.",
+        ),
+        ("loss", 3, "1F5@2", "ArithmeticError: the loss function broke down"),
+    ],
+)
+def test_what_breaks_within_a_step_says_where_and_ends_both_ranks(
+    launch, case, step, action, message
+):
+    done = launch("pipemare_refusals.py", case, timeout=60)
+    assert message in done.outputs[1]
+    assert (
+        f"rank 1, stage 1, optimizer step {step}: in action {action} of the plan"
+        in (done.outputs[1])
+    )
+    # The other rank waits for a gradient; it ends by itself when its neighbour has gone.
+    assert f"rank 0, stage 0, optimizer step {step}: in action 0RG{action[2]}@" in done.outputs[0]
+    assert done.codes == [1, 1]
+    assert [done.result(rank) for rank in range(2)] == [step - 1] * 2  # whole steps before it
