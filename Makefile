@@ -41,7 +41,7 @@ test: lint
 	$(BIN)/python -m pytest -m 'not slow' tests/multiproc tests/e2e $(ARGS)
 
 test-all: test
-	$(BIN)/python -m pytest -m slow tests/e2e $(ARGS)
+	$(BIN)/python -m pytest -m slow tests/unit tests/multiproc tests/e2e $(ARGS)
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -37,9 +37,14 @@ class Feed:
         return self._ended is None or self._ended < self.newest
 
     def use(self, iterator: Iterator[Any] | None) -> None:
-        """Read from an iterator from now on; the same one again, or none, changes nothing."""
+        """Read from an iterator from now on; the same one again, or none, changes nothing.
+
+        What was given back of the one before is dropped: it was read too early, and a caller who
+        counts what has been trained on does not know of it.
+        """
         if iterator is not None and iterator is not self._iterators.get(self.newest):
             self._iterators[self.newest + 1] = iterator
+            self._put_back.clear()
 
     def next_inputs(self) -> tuple[int, Any] | None:
         """Return the next batch and its iterator's number; None if the data ended."""

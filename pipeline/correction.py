@@ -93,7 +93,9 @@ class Correction(ABC):
                 reason = f"a parameter of this shape now has the strides {weight.stride()}"
                 remedy = "Choose the memory format before the engine is made"
                 raise ModelError("parameters", tuple(weight.shape), reason, remedy)
-        parts = self._references.of_all(self._aliases)
+        if self._aliases:
+            self._references.find()
+        parts = [self._references.of(alias) for alias in self._aliases]
         self._newest = [*weights, *(alias.data for alias in self._aliases)]
         _point(self._parameters, former)
         _point(self._aliases, map(resolve, parts))

@@ -67,27 +67,11 @@ class References:
 
         In it, a layer gets a `ModelError` if what it keeps is more than a part of one parameter.
         """
-        self._find_parameters()
-        return saved_tensors_hooks(self._pack, resolve)
+        self.find()
+        return saved_tensors_hooks(self.of, resolve)
 
-    def of(self, tensor: Tensor) -> Tensor | Reference | None:
-        """Return what stands for a tensor: a parameter, a part of one, or None for neither."""
-        start = tensor.data_ptr()
-        index = bisect_right(self._starts, start)
-        if index < len(self._starts) and _ends_behind(tensor, start, self._starts[index]):
-            _refuse(tensor)
-        if not index or start >= self._spans[index - 1][0]:
-            return None
-        end, parameter = self._spans[index - 1]
-        size, stride, offset = tensor.size(), tensor.stride(), start - self._starts[index - 1]
-        same_form = tensor.dtype == parameter.dtype and not tensor.is_conj()
-        if not same_form or _ends_behind(tensor, start, end):
-            _refuse(tensor)
-        if not offset and size == parameter.size() and stride == parameter.stride():
-            return parameter
-        return Reference(parameter, size, stride, offset // tensor.element_size())
-
-    def _find_parameters(self) -> None:
+    def find(self) -> None:
+        """Note where the parameters lie now."""
         places = [(p.data_ptr(), p.size(), p.stride()) for p in self._parameters]
         if places != self._places:
             spans = sorted((_span(p)[1:], index) for index, p in enumerate(self._parameters))
@@ -95,10 +79,29 @@ class References:
             self._starts = [start for (start, _), _ in spans]
             self._spans = [(end, self._parameters[index]) for (_, end), index in spans]
 
-    def _pack(self, tensor: Tensor) -> Tensor | Reference:
-        kept = self.of(tensor) if tensor.layout is torch.strided else None
-        # An operator's own output would hold the operator, which holds what is returned here.
-        return tensor.detach() if kept is None else kept
+    def of(self, tensor: Tensor) -> Tensor | Reference:
+        """Return what stands for a tensor: a parameter, a part of one, or its own contents.
+
+        Raises:
+            ModelError: It is more than a part of one parameter, or has another type.
+        """
+        if tensor.layout is not torch.strided:
+            return tensor.detach()
+        start = tensor.data_ptr()
+        index = bisect_right(self._starts, start)
+        if index < len(self._starts) and _ends_behind(tensor, start, self._starts[index]):
+            _refuse(tensor)
+        if not index or start >= self._spans[index - 1][0]:
+            # Detached: an operator's own output would hold the operator, which holds this.
+            return tensor.detach()
+        end, parameter = self._spans[index - 1]
+        same_form = tensor.dtype == parameter.dtype and not tensor.is_conj()
+        if not same_form or _ends_behind(tensor, start, end):
+            _refuse(tensor)
+        size, stride, offset = tensor.size(), tensor.stride(), start - self._starts[index - 1]
+        if not offset and size == parameter.size() and stride == parameter.stride():
+            return parameter
+        return Reference(parameter, size, stride, offset // tensor.element_size())
 
 
 class Reference(NamedTuple):

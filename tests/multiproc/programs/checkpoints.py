@@ -14,26 +14,29 @@ from common import build_gpt2, configuration, leave, token_batches, weights_dige
 import wavemare
 
 STEPS = 3
+PIPELINES = ("pipeline", "pipemare")
 QUIET = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
 def build(initialize, case: str, **changes):
-    """Return an engine for a ZeRO stage ('1', '3') or 'pipeline' (two stages, ZeRO 1)."""
+    """Return an engine for a ZeRO stage ('1', '3'), 'pipeline' or 'pipemare' (stages, ZeRO 1)."""
     model = build_gpt2(**QUIET)
-    if case != "pipeline":
+    if case not in PIPELINES:
         return initialize(model=model, config=configuration(int(case), **changes))[0]
-    stages = torch.distributed.get_world_size()
-    module = wavemare.to_pipeline(model, num_stages=stages, inputs=["input_ids"])
+    stages, untie = torch.distributed.get_world_size(), case == "pipemare"
+    module = wavemare.to_pipeline(model, num_stages=stages, inputs=["input_ids"], untie=untie)
+    if untie:
+        changes["wavemare"] = {"pipeline": {"schedule": "pipemare", "stages": stages}}
     return initialize(model=module, config=configuration(1, **changes))[0]
 
 
 def train(engine, case: str, *, first: int) -> list[float]:
     """Train STEPS steps, from the micro-batch that step ``first`` begins with."""
     rank = torch.distributed.get_rank()
-    data = token_batches(0 if case == "pipeline" else rank)
+    data = token_batches(0 if case in PIPELINES else rank)
     for _ in range(first * 2):
         next(data)
-    if case == "pipeline":
+    if case in PIPELINES:
         batches = ((batch, batch) for batch in data)
         return [engine.train_batch(batches).item() for _ in range(STEPS)]
     losses = []
