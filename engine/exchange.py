@@ -18,6 +18,7 @@ from wavemare.engine.messages import (
     read_header,
     write_message,
 )
+from wavemare.errors import ModelError
 from wavemare.pipeline.action import Action, Kind
 
 __all__ = ["Exchange"]
@@ -63,10 +64,10 @@ class Exchange:
             beyond: How many activations more will be on their way to it at the end.
         """
         down = [action for action in window if action.kind in _DOWN]
+        down += [Action(Kind.RECV_ACTIVATION, 0, 0)] * beyond
+        # The first of these have been noted before, as being on their way beyond the last window.
         self._down.extend(down[self._beyond :])
         self._up.extend(action for action in window if action.kind in _UP)
-        if beyond:
-            self._down.extend([Action(Kind.RECV_ACTIVATION, 0, 0)] * beyond)
         self._beyond = beyond
         self.post_ahead()
 
@@ -104,6 +105,14 @@ class Exchange:
         if self._dynamic or self._sent is None:
             self._write(outbox, DESCRIPTION, layout.describe(), [])
         if tensors and not self._dynamic:
+            if self._sent not in (None, layout):
+                raise ModelError(
+                    "activations",
+                    layout.shapes,
+                    f"the micro-batches before had the shapes {self._sent.shapes}, and the next "
+                    "stage expects them again",
+                    'Set "dynamic_shape": true in wavemare.pipeline',
+                )
             self._sent = layout
         self._write(outbox, layout, header, tensors)
 

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from wavemare.errors import DataError
+
 __all__ = ["Feed"]
 
 
@@ -18,10 +20,12 @@ class Feed:
 
     Args:
         read: Reads and prepares the next batch of an iterator; raises StopIteration at its end.
+        keeps_older: Whether older iterators are still read from: on the last stage.
     """
 
-    def __init__(self, read: Callable[[Iterator[Any]], Any]) -> None:
+    def __init__(self, read: Callable[[Iterator[Any]], Any], *, keeps_older: bool = True) -> None:
         self._read = read
+        self._keeps_older = keeps_older
         self._iterators: dict[int, Iterator[Any]] = {}
         self._put_back: deque[tuple[int, Any]] = deque()
         self._ended: int | None = None
@@ -37,20 +41,26 @@ class Feed:
         return self._ended is None or self._ended < self.newest
 
     def use(self, iterator: Iterator[Any] | None) -> None:
-        """Read from an iterator from now on; the same one again, or none, changes nothing.
-
-        What was given back of the one before is dropped: it was read too early, and a caller who
-        counts what has been trained on does not know of it.
-        """
-        if iterator is not None and iterator is not self._iterators.get(self.newest):
-            self._iterators[self.newest + 1] = iterator
-            self._put_back.clear()
+        """Read from an iterator from now on; the same one again, or none, changes nothing."""
+        newest = self.newest
+        if iterator is None or iterator is self._iterators.get(newest):
+            return
+        if not self._keeps_older:
+            self._iterators.clear()
+        self._iterators[newest + 1] = iterator
 
     def next_inputs(self) -> tuple[int, Any] | None:
-        """Return the next batch and its iterator's number; None if the data ended."""
+        """Return the next batch and its iterator's number; None if the data ended.
+
+        Raises:
+            DataError: There has been no iterator.
+        """
         if self._put_back:
             return self._put_back.popleft()
         number = self.newest
+        if not number:
+            reason = "there is no iterator, and initialize had no training_data"
+            raise DataError("data_iter", None, reason, "Give train_batch an iterator")
         try:
             return number, self._read(self._iterators[number])
         except StopIteration:
@@ -61,11 +71,32 @@ class Feed:
         """Return the next batch of an iterator; those before it are let go.
 
         Raises:
-            StopIteration: It ended.
+            DataError: The iterator has ended, or there has been none of this number.
         """
         for older in [n for n in self._iterators if n < number]:
             del self._iterators[older]
-        return self._read(self._iterators[number])
+        if number in self._iterators:
+            try:
+                return self._read(self._iterators[number])
+            except StopIteration:
+                pass
+        raise DataError(
+            "data_iter",
+            f"iterator {number}",
+            "the last stage has fewer micro-batches than the first stage read",
+            "Give the first and last stage iterators over the same data",
+        )
+
+    def drop_put_back(self) -> int:
+        """Forget what was given back; return how many batches of the newest iterator it was."""
+        dropped = sum(number == self.newest for number, _ in self._put_back)
+        self._put_back.clear()
+        return dropped
+
+    def skip(self, count: int) -> None:
+        """Pass over batches of the newest iterator."""
+        for _ in range(count):
+            self.next_labels(self.newest)
 
     def put_back(self, batches: list[tuple[int, Any]]) -> None:
         """Give batches back, in their order, to be the next ones."""

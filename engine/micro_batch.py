@@ -66,7 +66,9 @@ def as_tuple(tensors: Any) -> tuple[Tensor, ...]:
 
 
 def moved(tensors: Any, device: torch.device) -> Any:
-    """Return tensors on a device, in the form in which they came."""
+    """Return one tensor, or a tuple or list of them, on a device; anything else as it is."""
     if isinstance(tensors, Tensor):
         return tensors.detach().to(device)
-    return tuple(tensor.detach().to(device) for tensor in tensors)
+    if isinstance(tensors, (tuple, list)):
+        return tuple(tensor.detach().to(device) for tensor in tensors)
+    return tensors

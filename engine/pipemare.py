@@ -28,7 +28,7 @@ from wavemare.engine.pipe import PipelineEngine
 from wavemare.engine.recorder import Recorder
 from wavemare.engine.stage_optimizer import StageOptimizer
 from wavemare.engine.telemetry import Telemetry
-from wavemare.errors import ConfigError, DataError, ModelError
+from wavemare.errors import ConfigError, ModelError
 from wavemare.pipeline.action import Action, Kind
 from wavemare.pipeline.config import PipeMareConfig
 from wavemare.pipeline.correction import make_correction
@@ -91,8 +91,9 @@ class PipeMareEngine(PipelineEngine):
             up_header=1 + self._telemetry.num_numbers,
             dynamic=self.dynamic_shape,
         )
-        self._feed = Feed(self._read)
+        self._feed = Feed(self._read, keeps_older=self.is_last_stage())
         self._feed.use(self.data_iterator)
+        self._evaluating = False
         self._micro_batches: dict[int, MicroBatch] = {}
         self._first = 0
         self._end: int | None = None
@@ -125,8 +126,8 @@ class PipeMareEngine(PipelineEngine):
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Train one optimizer step of this rank's stage.
 
-        The first stage reads up to ``stages - 1`` micro-batches ahead of the step. Where the data
-        ends within a step, the step is made of the micro-batches that there are.
+        The first stage reads micro-batches ahead of the step, as many as `ahead` says. Where the
+        data ends within a step, the step is made of the micro-batches that there are.
 
         Args:
             data_iter: Gives micro-batches to the first and last stage, as in DeepSpeed; if
@@ -141,6 +142,8 @@ class PipeMareEngine(PipelineEngine):
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("train_batch() requires gradients: use eval_batch() to evaluate")
+        if torch.is_autocast_enabled(self.device.type):
+            raise RuntimeError("train_batch() under torch.autocast: use bf16 in the configuration")
         self._feed.use(data_iter)
         self.module.train()
         self._compute_loss = True
@@ -169,6 +172,7 @@ class PipeMareEngine(PipelineEngine):
         try:
             self._exec_schedule(_Window(window))
         except Exception as error:
+            self._correction.restore()
             error.add_note(
                 f"rank {self.global_rank}, stage {self.stage_id}, optimizer step "
                 f"{self.global_steps + 1}: in action {self._position} of the plan"
@@ -227,23 +231,12 @@ class PipeMareEngine(PipelineEngine):
         micro_batch = self._micro_batches[number]
         if self.is_last_stage() and not micro_batch.ended:
             if not self.is_first_stage():
-                batch = self._labels_of(micro_batch)
+                batch = self._feed.next_labels(micro_batch.source)
             micro_batch.labels = moved(batch[1], self.device)
 
     def _read(self, iterator: Iterator[Any]) -> Any:
         self.data_iterator = iterator
         return self._next_batch()
-
-    def _labels_of(self, micro_batch: MicroBatch) -> Any:
-        try:
-            return self._feed.next_labels(micro_batch.source)
-        except (StopIteration, KeyError):
-            raise DataError(
-                "data_iter",
-                f"iterator {micro_batch.source}",
-                "the last stage has fewer micro-batches than the first stage read",
-                "Give the first and last stage iterators over the same data",
-            ) from None
 
     def _note_end(self, number: int) -> None:
         self._end = number if self._end is None else min(self._end, number)
@@ -347,7 +340,6 @@ class PipeMareEngine(PipelineEngine):
 
     def _exec_reduce(self, action: Action) -> None:
         trained = self._trained
-        self._norms.own = 0.0
         if not trained:
             return
         if trained < self.micro_batches:
@@ -390,6 +382,7 @@ class PipeMareEngine(PipelineEngine):
         self._correction.before_step()
         with self._stage_optimizer.keeping_versions():
             self._exec_optimizer_step()
+        self._stage_optimizer.end_step()
         self._correction.after_step()
         norms.end_step()
         if self._clip:
@@ -414,7 +407,23 @@ class PipeMareEngine(PipelineEngine):
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate as `PipelineEngine.eval_batch`, at one version of the weights on all stages."""
         self.drain()
-        return super().eval_batch(*args, **kwargs)
+        self._evaluating = True
+        try:
+            return super().eval_batch(*args, **kwargs)
+        finally:
+            self._evaluating = False
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Set the iterator of the next training steps."""
+        super().set_dataiterator(iterator)
+        if not self._evaluating:
+            self._feed.use(iterator)
+
+    def set_dataloader(self, loader: Any) -> None:
+        """Set the loader of the next training steps."""
+        super().set_dataloader(loader)
+        if hasattr(self, "_feed"):  # DeepSpeed's constructor calls this, too
+            self._feed.use(self.data_iterator)
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
         """Save as `PipelineEngine.save_checkpoint`, with one version of the weights."""
@@ -422,8 +431,12 @@ class PipeMareEngine(PipelineEngine):
         return super().save_checkpoint(*args, **kwargs)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Load as `PipelineEngine.load_checkpoint`."""
+        """Load as `PipelineEngine.load_checkpoint`; what was read ahead is forgotten."""
         self.drain()
+        read_ahead = torch.tensor([self._feed.drop_put_back()], device=self.device)
+        dist.all_reduce(read_ahead, group=self.grid.get_pipe_parallel_group())
+        if self.is_last_stage() and not self.is_first_stage():
+            self._feed.skip(int(read_ahead.item()))
         return super().load_checkpoint(*args, **kwargs)
 
     def rank_state(self) -> dict[str, Any]:
@@ -448,6 +461,7 @@ class PipeMareEngine(PipelineEngine):
 
     def reset_activation_shape(self) -> None:
         """Forget the shapes of the micro-batches so far; all stages must call it."""
+        self.drain()
         super().reset_activation_shape()
         self._exchange.forget_shapes()
 

@@ -102,6 +102,7 @@ class StageOptimizer:
         if isinstance(optimizer, BF16_Optimizer):
             gradients, _ = optimizer.get_grads_for_norm()
             norm = get_global_norm_of_tensors(gradients) if gradients else torch.zeros(())
+            norm = norm if norm >= 0 else math.inf  # DeepSpeed's mark of a norm that is not finite
         elif isinstance(optimizer, DeepSpeedZeroOptimizer):
             norm = optimizer.scaled_global_norm()
         else:
@@ -109,7 +110,11 @@ class StageOptimizer:
         return float(norm) ** 2
 
     def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self._parameters if p.grad is not None]
+        for parameter in self._parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()
+        found = (p.grad for p in self._parameters if p.grad is not None)
+        return [grad._values() if grad.is_sparse else grad for grad in found]
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the accumulated gradients, before they are reduced."""
@@ -127,7 +132,7 @@ class StageOptimizer:
             own_squared: Squared norm of this stage's gradients.
             total_squared: Squared norm of all stages' gradients, or the best estimate of it.
         """
-        # A stage with an infinite gradient somewhere stops the others too.
+        # Where a stage has an infinite gradient, the others take none of theirs.
         total = total_squared**0.5 if math.isfinite(total_squared) else math.inf
         coefficient = self._clip / (total + _EPSILON)
         if self._optimizer is not self._engine.basic_optimizer:
@@ -138,6 +143,14 @@ class StageOptimizer:
         gradients = self._gradients()
         if coefficient < 1 and gradients:
             torch._foreach_mul_(gradients, coefficient)
+
+    def end_step(self) -> None:
+        """Put back what a step has changed for itself, and keep the stages' schedules in step."""
+        if self._optimizer is not self._engine.basic_optimizer:
+            self._optimizer.clip_grad = self._clip  # checkpoints contain it
+        scheduler = self._engine.lr_scheduler
+        if scheduler is not None and not self._engine.was_step_applied():
+            scheduler.step()  # DeepSpeed leaves it where a stage skips its step
 
     @contextmanager
     def keeping_versions(self) -> Iterator[None]:

@@ -65,7 +65,8 @@ class References:
     def kept(self) -> saved_tensors_hooks:
         """Return the context for a forward pass.
 
-        In it, a layer gets a `ModelError` if what it keeps is more than a part of one parameter.
+        In it, a layer gets a `ModelError` if what it keeps is more than a part of one parameter. As
+        with any hooks of saved tensors, autograd does not notice changes in place of what it keeps.
         """
         self.find()
         return saved_tensors_hooks(self.of, resolve)
@@ -98,10 +99,12 @@ class References:
         same_form = tensor.dtype == parameter.dtype and not tensor.is_conj()
         if not same_form or _ends_behind(tensor, start, end):
             _refuse(tensor)
-        size, stride, offset = tensor.size(), tensor.stride(), start - self._starts[index - 1]
-        if not offset and size == parameter.size() and stride == parameter.stride():
+        size, stride, first = tensor.size(), tensor.stride(), self._starts[index - 1]
+        if end - first != parameter.nbytes and not _is_part(tensor, parameter):
+            _refuse(tensor)
+        if size == parameter.size() and stride == parameter.stride():
             return parameter
-        return Reference(parameter, size, stride, offset // tensor.element_size())
+        return Reference(parameter, size, stride, (start - first) // tensor.element_size())
 
 
 class Reference(NamedTuple):
@@ -144,6 +147,18 @@ def _span(tensor: Tensor) -> tuple[str, int, int]:
 def _ends_behind(tensor: Tensor, start: int, limit: int) -> bool:
     # Where an element is repeated, as in expanded tensors, there is less memory than elements.
     return start + tensor.nbytes > limit and _span(tensor)[2] > limit
+
+
+def _is_part(tensor: Tensor, parameter: Tensor) -> bool:
+    """Whether none of a tensor's elements lies in a gap between a parameter's, or behind it."""
+    _, start, end = _span(parameter)
+    if _span(tensor)[2] > end:
+        return False
+    unit = parameter.element_size()
+    own = torch.zeros((end - start) // unit, dtype=torch.bool)
+    own.as_strided(parameter.size(), parameter.stride()).fill_(True)
+    first = (tensor.data_ptr() - start) // unit
+    return bool(own.as_strided(tensor.size(), tensor.stride(), first).all())
 
 
 def _covers(outer: Tensor, inner: Tensor) -> bool:

@@ -85,7 +85,7 @@ def test_the_graph_goes_and_inputs_and_their_gradients_stay():
     hidden = inputs * 2
     saved = weakref.ref(hidden)
     micro_batch = MicroBatch(
-        inputs=inputs, outputs=hidden.exp(), loss=hidden.sum(), labels=hidden, grads=[inputs]
+        inputs=inputs, outputs=hidden, loss=hidden, labels=hidden, grads=[hidden]
     )
     del hidden
     micro_batch.free_graph()

@@ -1,12 +1,14 @@
-"""Which parameters share memory, and exchanging contents in place."""
+"""Which parameters share memory, and references to parts of them."""
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 from wavemare.errors import ModelError
-from wavemare.pipeline import storage
-from wavemare.pipeline.storage import distinct, size_bytes, swap
+from wavemare.pipeline.storage import References, distinct, resolve, same_layout, size_bytes
 
 
 def parameter(tensor):
@@ -16,8 +18,8 @@ def parameter(tensor):
     return result
 
 
-def same(found, expected):
-    return [id(p) for p in found] == [id(p) for p in expected]
+def same(kept, expected):
+    return [id(p) for p in kept] == [id(p) for p in expected]
 
 
 def test_views_side_by_side_in_a_flat_buffer_are_all_kept_in_their_order():
@@ -61,20 +63,190 @@ def test_partly_shared_memory_is_refused(left, right):
         distinct([parameter(flat[left]), parameter(flat[right])])
 
 
-@pytest.mark.parametrize("piece_bytes", [1 << 20, 24])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_contents_are_exchanged_in_place(monkeypatch, piece_bytes, dtype):
-    monkeypatch.setattr(storage, "_HOST_BYTES", piece_bytes)
-    shapes = [(7, 5), (3,), (), (4, 4)]
-    left = [torch.randn(shape).to(dtype) for shape in shapes]
-    left[3] = left[3].t()
-    right = [torch.randn(shape).to(dtype) for shape in shapes]
-    expected = [t.clone() for t in right], [t.clone() for t in left]
-    addresses = [t.data_ptr() for t in (*left, *right)]
-    swap(left, right)
-    for found, wanted in zip((left, right), expected, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-    assert [t.data_ptr() for t in (*left, *right)] == addresses
+VIEWS = {
+    "t": lambda w: w.t(),
+    "rest": lambda w: w[1:],
+    "every other": lambda w: w[:, ::2],
+    "row": lambda w: w[-1],
+    "column": lambda w: w[:, -2:][:, 0],
+    "diagonal": lambda w: w.diagonal(),
+    "chunk": lambda w: w.chunk(2, -1)[1],
+    "unsqueezed": lambda w: w.unsqueeze(1),
+    "expanded": lambda w: w.unsqueeze(0).expand(50, *w.shape),
+    "flat": lambda w: w.flatten(),
+    "unfolded": lambda w: w.unfold(-1, 2, 1),
+}
+
+
+def found(parameters):
+    references = References(parameters)
+    references.find()
+    return references
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
+@pytest.mark.parametrize("offset", [0, 5])
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
+def test_a_reference_is_the_same_view_of_whatever_the_parameter_is_then(view, offset, dtype):
+    flat = torch.randn(40).to(dtype)
+    first, second = parameter(flat[offset : offset + 12].view(3, 4)), parameter(flat[20:36])
+    second.data = second.data.view(4, 4)
+    references = found([second, first])
+    kept = [(p, references.of(view(p))) for p in (first, second)]
+    for other_offset in (0, 2):
+        for p, reference in kept:
+            other = torch.randn(30).to(dtype)[other_offset : other_offset + p.numel()].view(p.shape)
+            p.data = other
+            seen = resolve(reference)
+            assert torch.equal(seen, view(other))
+            assert (seen.stride(), seen.dtype) == (view(other).stride(), dtype)
+            assert seen.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+@given(st.lists(st.sampled_from(["t", "rest", "every other", "unsqueezed", "column"]), max_size=4))
+def test_views_of_views(names):
+    def view(tensor):
+        for name in names:
+            tensor = VIEWS[name](tensor) if tensor.dim() == 2 else tensor[tensor.shape[0] // 2 :]
+        return tensor
+
+    p, other = Parameter(torch.randn(5, 6)), torch.randn(5, 6)
+    reference = found([p]).of(view(p))
+    p.data = other
+    assert torch.equal(resolve(reference), view(other))
+
+
+def test_a_whole_parameter_stands_for_itself():
+    p = Parameter(torch.randn(3, 4))
+    for whole in (p, p.data, p.detach(), p.view(3, 4)):
+        assert found([p]).of(whole) is p
+
+
+def test_other_tensors_stand_for_their_contents_alone():
+    flat = torch.randn(30)
+    trained, behind = parameter(flat[10:20]), parameter(flat[22:26])
+    elsewhere = torch.randn(10, requires_grad=True)
+    others = [
+        flat[:10],
+        flat[20:22],
+        flat[26:],
+        # More elements than there is memory up to the next parameter.
+        flat[9:10].expand(7, 100),
+        torch.randn(10) * elsewhere,
+        elsewhere,
+        torch.tensor(2),
+        torch.zeros(0),
+        torch.eye(3).to_sparse(),
+    ]
+    references = found([trained, behind])
+    for tensor in others:
+        kept = references.of(tensor)
+        trained.data = torch.zeros(10)
+        assert resolve(kept) is kept
+        assert torch.equal(kept.to_dense(), tensor.to_dense())
+        assert kept.grad_fn is None
+        if tensor.layout is torch.strided:
+            assert kept.data_ptr() == tensor.data_ptr()
+        trained.data = flat[10:20]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        lambda flat: flat,
+        lambda flat: flat[3:5],
+        lambda flat: flat[5:13],
+        lambda flat: flat[5:15],
+        lambda flat: flat[11:15],
+        lambda flat: flat[4:8].view(torch.int32),
+        lambda flat: flat[4:8].view(torch.complex64),
+    ],
+)
+def test_what_is_more_than_a_part_of_one_parameter_is_refused(tensor):
+    flat = torch.randn(16)
+    references = found([parameter(flat[4:10]), parameter(flat[10:14])])
+    with pytest.raises(ModelError, match="more than a part of one parameter"):
+        references.of(tensor(flat))
+
+
+def test_conjugate_views_are_refused():
+    p = Parameter(torch.randn(3, dtype=torch.complex64))
+    references = found([p])
+    assert references.of(p) is p
+    with pytest.raises(ModelError, match="form"):
+        references.of(p.conj())
+
+
+def test_a_layer_that_keeps_two_parameters_at_once_is_named_in_its_forward_pass():
+    flat = torch.randn(8)
+    left, right = parameter(flat[:4]), parameter(flat[4:])
+    x = torch.randn(8, requires_grad=True)
+    with References([left, right]).kept(), pytest.raises(ModelError, match=r"\(8,\)"):
+        x * flat
+
+
+def test_memory_that_a_parameter_has_left_is_no_part_of_it():
+    p, before, after = Parameter(torch.randn(4)), torch.randn(4), torch.randn(4)
+    references = References([p])
+    for memory, other in ((before, after), (after, before), (before, after)):
+        p.data = memory
+        references.find()
+        assert references.of(memory) is p
+        assert references.of(other).data_ptr() == other.data_ptr()
+    # At the same address: fewer elements, or other ones.
+    for memory, other in ((before[:2], before[2:]), (before[:3:2], before[3:])):
+        p.data = memory
+        references.find()
+        assert references.of(memory) is p
+        assert references.of(other).data_ptr() == other.data_ptr()
+
+
+def test_what_lies_in_the_gaps_of_a_parameter_is_no_part_of_it():
+    memory = torch.randn(6, 5)
+    p = parameter(memory[:, :3])
+    references = found([p])
+    parts = [lambda w: w.t(), lambda w: w[1:, 1:], lambda w: w[::2, 2], lambda w: w[0]]
+    kept = [references.of(part(p)) for part in parts]
+    for tensor in (memory[:, 3:], memory[:, :4], memory[:-1].t(), memory[1:, 1:4], memory[:2, 2:]):
+        with pytest.raises(ModelError, match="part of one parameter"):
+            references.of(tensor)
+    p.data = torch.randn(6, 5)[:, :3]
+    for part, reference in zip(parts, kept, strict=True):
+        assert torch.equal(resolve(reference), part(p))
+
+
+def test_autograd_keeps_parts_of_parameters_and_other_tensors_in_the_context_alone():
+    w = Parameter(torch.randn(4, 3))
+    x = torch.randn(2, 3, requires_grad=True)
+    references = References([w])
+    products = {}
+    with references.kept():
+        products["within"] = (x @ w.t()).tanh()
+    products["after"] = (x @ w.t()).tanh()
+    old, w.data = w.data, torch.randn(4, 3)
+    for when, weight in (("within", w.data), ("after", old)):
+        (grad,) = torch.autograd.grad(products[when].sum(), x)
+        torch.testing.assert_close(grad, (1 - (x @ old.t()).tanh().square()) @ weight)
+
+
+@pytest.mark.parametrize("reference", [lambda w: w, lambda w: w[1:].t()])
+def test_a_reference_holds_no_memory(reference):
+    p = Parameter(torch.randn(3, 4))
+    references = found([p])
+    kept = references.of(reference(p))
+    memory = StorageWeakRef(p.untyped_storage())
+    p.data = torch.zeros(3, 4)
+    assert memory.expired()
+    assert not resolve(kept).any()
+
+
+def test_layouts_differ_where_some_element_lies_elsewhere():
+    square = torch.zeros(3, 3)
+    assert same_layout(square, torch.ones(3, 3))
+    assert not same_layout(square, square.t())
+    assert not same_layout(torch.zeros(4), torch.zeros(8)[::2])
+    # The step along a dimension of one element is never taken.
+    assert same_layout(torch.zeros(3, 1), torch.zeros(1, 3).t())
 
 
 def test_size_counts_elements():

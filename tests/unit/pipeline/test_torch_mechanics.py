@@ -168,10 +168,18 @@ def test_a_correction_is_what_the_backward_pass_sees():
     layer = nn.Linear(4, 4)
     correction = EmaCorrection(layer.parameters(), 0.0)
     old = layer.weight.detach().clone()
-    correction.before_step()
-    layer.weight.data.add_(0.01)
-    correction.after_step()
-    found = input_grad(layer, lambda: correction.correct(3))
+
+    def forward(x):
+        with correction.forward():
+            return layer(x)
+
+    def change():
+        correction.before_step()
+        layer.weight.data.add_(0.01)
+        correction.after_step()
+        correction.correct(3)
+
+    found = input_grad(forward, change)
     wanted = OUTPUT_GRAD @ (old - 2 * 0.01)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
