@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from wavemare.engine.config import check_batch_sizes, check_config, load_config
+from wavemare.engine.config import SECTION, check_batch_sizes, check_config, load_config
 from wavemare.engine.launch import (
     ensure_launched,
     environment_rank,
@@ -97,6 +97,12 @@ class Job:
         for key, value in (("total_num_steps", steps), ("warmup_num_steps", max(steps // 10, 1))):
             if scheduler.get(key) == "auto":
                 scheduler[key] = value
+        # Stale gradients do the most harm while the learning rate is at its highest.
+        section: Any = config
+        for key in (SECTION, "pipeline", "pipemare"):
+            section = section.get(key) if isinstance(section, dict) else None
+        if isinstance(section, dict) and section.get("warmup_steps") == "auto":
+            section["warmup_steps"] = steps // 5
         return config
 
     @property

@@ -13,6 +13,9 @@ SGD = {"type": "SGD", "params": {"lr": 0.1}}
 ZERO = {"zero_optimization": {"stage": 1}}
 BF16 = {"bf16": {"enabled": True}, **ZERO}
 CLIP = 0.02
+# Stage by optimizer step: each stage spoils a step of its own.
+BAD = {"2": 0, "5": 1}
+WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 20, "warmup_max_lr": 0.01}}
 # All properties that need as many ranks run in the same processes: starting them takes longest.
 CASES = {
     1: {"one stage": ["synchronous", {"num_stages": 1, "micro_batches": 3, "config": {}}]},
@@ -24,6 +27,29 @@ CASES = {
             {"num_stages": 2, "micro_batches": 2, "config": {"gradient_clipping": 0.05, **ZERO}},
         ],
         "epochs": ["epochs", {"num_stages": 2, "micro_batches": 2}],
+        "epoch norms": [
+            "epoch_norms",
+            {
+                "num_stages": 2,
+                "micro_batches": 1,
+                "config": {"gradient_clipping": CLIP, "optimizer": SGD},
+            },
+        ],
+        **{
+            f"slack {slack} of 2": ["slack", {"num_stages": 2, "micro_batches": 1, "slack": slack}]
+            for slack in (1, 2)
+        },
+        "given": ["given", {"num_stages": 2, "micro_batches": 2}],
+        "wrapped 2": ["wrapped", {"num_stages": 2, "micro_batches": 1}],
+        "overflow": [
+            "overflow",
+            {
+                "num_stages": 2,
+                "micro_batches": 2,
+                "bad": BAD,
+                "config": {"gradient_clipping": CLIP, "scheduler": WARMUP, **BF16},
+            },
+        ],
         "by stage": [
             "norms",
             {
@@ -38,6 +64,9 @@ CASES = {
         "replicas, ZeRO-1": ["synchronous", {"num_stages": 2, "micro_batches": 3, "config": ZERO}],
         "ends": ["ends", {"num_stages": 4, "micro_batches": 2}],
         "drains": ["drains", {"num_stages": 4, "micro_batches": 2}],
+        "slack 1 of 4": ["slack", {"num_stages": 4, "micro_batches": 1, "slack": 1}],
+        "wrapped 4": ["wrapped", {"num_stages": 4, "micro_batches": 1}],
+        "reload": ["reload", {"num_stages": 4, "micro_batches": 1}],
         "half": ["half", {"num_stages": 4, "micro_batches": 1}],
         "norms": [
             "norms",
@@ -207,3 +236,56 @@ def test_half_precision_weights_are_the_rounded_masters_after_corrections(found)
     results = found("half")
     assert all(ours["equal"] and ours["finite"] for ours in results)
     assert [ours["corrected"] for ours in results] == ["ema", "ema", "ema", "off"]
+
+
+@pytest.mark.parametrize(
+    ("name", "unreceived"), [("slack 1 of 2", 2), ("slack 2 of 2", 3), ("slack 1 of 4", 2)]
+)
+def test_an_evaluation_drains_more_activations_than_a_step_has(found, name, unreceived):
+    results = found(name)
+    assert max(ours["unreceived"] for ours in results) == unreceived
+    for ours in results:
+        assert ours["evaluated"] == ours["planned"]
+        assert ours["left"] == [0, 0]
+
+
+def test_norms_outlive_the_end_of_an_iterator(found):
+    for stage, (epochs, drained) in enumerate(found("epoch norms")):
+        assert len(epochs) == 6
+        assert epochs == drained
+        # After the first step the last stage knows of the one before it.
+        assert [known for _, _, known in epochs[1:]] == [stage > 0] * 5
+
+
+def test_an_iterator_may_be_set_before_the_first_step(found):
+    for ours, expected in found("given"):
+        assert ours == expected
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_a_stream_may_be_wrapped_anew_for_each_step_and_no_wrapper_is_kept(found, num_stages):
+    results = found(f"wrapped {num_stages}")
+    for stage, ours in enumerate(results):
+        assert ours["wrapped"] == ours["bare"]
+        # Of the last stage's labels those are missing that the first one has read ahead.
+        assert max(ours["held"]) == (num_stages if stage == num_stages - 1 else 1)
+
+
+def test_a_checkpoint_may_be_loaded_in_the_middle_of_a_run(found):
+    for ours in found("reload"):
+        assert ours["same"] == ours["behind"]
+        assert ours["anew"] == ours["fresh"]
+        assert ours["same"] != ours["fresh"]
+
+
+def test_a_stage_that_skips_a_step_keeps_to_the_schedule_and_the_bound(found):
+    results = found("overflow")
+    rates = [[rate for rate, _, _ in ours["steps"]] for ours in results]
+    assert rates[0] == rates[1]
+    assert len(set(rates[0])) == len(rates[0])
+    for stage, ours in enumerate(results):
+        skipped = [step for step, (_, applied, _) in enumerate(ours["steps"]) if not applied]
+        assert skipped == [int(step) for step, bad in BAD.items() if bad == stage]
+        assert ours["finite"]
+        assert [kept for _, _, kept in ours["steps"]] == [[CLIP, CLIP]] * len(rates[0])
+        assert any(clip != CLIP for clip in ours["clips"])  # within the step it is another

@@ -20,6 +20,7 @@ def test_what_cannot_work_is_refused_on_all_ranks_before_the_first_step(launch):
     done = launch("pipemare_refusals.py", "refused", timeout=120).check()
     for rank in range(2):
         found = done.result(rank)
+        without = found.pop("no data")
         assert found.keys() == EXPECTED.keys()
         for name, (kind, key, value, remedy) in EXPECTED.items():
             error = found[name]
@@ -27,6 +28,9 @@ def test_what_cannot_work_is_refused_on_all_ranks_before_the_first_step(launch):
             assert remedy in error["remedy"], name
             assert NAMED.get(name, "") in error["reason"]
             assert error["reason"][-1] not in ".?"
+        if rank == 0:
+            assert (without["type"], without["key"]) == ("DataError", "data_iter")
+            assert without["remedy"] == "Give train_batch an iterator"
 
 
 @pytest.mark.parametrize(
@@ -62,3 +66,13 @@ def test_what_breaks_within_a_step_says_where_and_ends_both_ranks(
     assert f"rank 0, stage 0, optimizer step {step}: in action 0RG{action[2]}@" in done.outputs[0]
     assert done.codes == [1, 1]
     assert [done.result(rank) for rank in range(2)] == [step - 1] * 2  # whole steps before it
+
+
+def test_a_change_of_shape_in_static_mode_is_refused_and_not_computed_wrongly(launch):
+    done = launch("pipemare_refusals.py", "shapes", timeout=60)
+    assert "wavemare.errors.ModelError: activations = ((1, 8),): " in done.outputs[0]
+    assert '"dynamic_shape": true' in done.outputs[0]
+    assert "rank 0, stage 0, optimizer step 2: in action 0SA3@" in done.outputs[0]
+    assert "rank 1, stage 1, optimizer step 2: in action 1RA3@" in done.outputs[1]
+    assert done.codes == [1, 1]
+    assert [done.result(rank) for rank in range(2)] == [1, 1]

@@ -272,12 +272,133 @@ def half(num_stages, micro_batches):
     }
 
 
+def left(engine):
+    """What is still expected of, or posted to, the neighbours."""
+    exchange, channels = engine._exchange, engine._channels
+    inboxes = [channels.from_previous, channels.from_next]
+    queued = len(exchange._down) + len(exchange._up)
+    return queued + sum(inbox.posted for inbox in inboxes if inbox is not None)
+
+
+def slack(num_stages, micro_batches, slack):
+    """An evaluation with more activations on their way than a step has, and a planned drain."""
+    evaluated = build(num_stages, micro_batches, section={"slack": slack})
+    data = batches()
+    losses = train(evaluated, data, 4)
+    ahead = evaluated._stream.unreceived
+    evaluated.eval_batch(batches(9), num_micro_batches=1)
+    leftovers = [left(evaluated)]
+    losses += train(evaluated, data, 4)
+    evaluated.drain()
+    leftovers.append(left(evaluated))
+    planned = build(num_stages, micro_batches, section={"slack": slack, "drain_interval": 4})
+    return {
+        "evaluated": [losses, digest(evaluated)],
+        "planned": [train(planned, batches(), 8), digest(planned)],
+        "unreceived": ahead,
+        "left": leftovers,
+    }
+
+
+def epoch_norms(num_stages, micro_batches, config):
+    """The norms that epochs of finite iterators clip by, and those of a drain between them."""
+    found = []
+    for section in (None, {"drain_interval": 2}):
+        engine = build(num_stages, micro_batches, section=section, **config)
+        noted, step = [], engine._step
+
+        def noting(engine=engine, noted=noted, step=step):
+            norms = engine._norms
+            noted.append([norms.own, norms.total, 0.0 if norms.prefix == 0 else 1.0])
+            step()
+
+        engine._step = noting
+        for epoch in range(3):
+            train(engine, islice(batches(epoch), 2 * micro_batches), 2)
+        found.append(noted)
+    return found
+
+
+def wrapped(num_stages, micro_batches):
+    """A stream that the caller wraps anew for each call, with a drain in the middle."""
+    found, held = [], []
+    for again in (True, False):
+        engine, stream, losses = build(num_stages, micro_batches), batches(), []
+        for step in range(10):
+            given = ((x, y) for x, y in stream) if again else stream
+            losses.append(float(engine.train_batch(given)))
+            if again:
+                held.append(len(engine._feed._iterators))
+            if step == 4:
+                engine.drain()
+        found.append([losses, digest(engine)])
+    return {"wrapped": found[0], "bare": found[1], "held": held}
+
+
+def given(num_stages, micro_batches):
+    """The iterator set before the first step, and given to each."""
+    engine, other = build(num_stages, micro_batches), build(num_stages, micro_batches)
+    engine.set_dataiterator(batches())
+    losses = [float(engine.train_batch()) for _ in range(4)]
+    return [losses, train(other, batches(), 4)]
+
+
+def reload(num_stages, micro_batches, folder):
+    """A checkpoint loaded in the middle of a run that goes on, against fresh engines."""
+
+    def resume(engine, data):
+        engine.load_checkpoint(folder)
+        return [train(engine, data, 4), digest(engine)]
+
+    def after(number):
+        return islice(batches(), number, None)
+
+    engine, data = build(num_stages, micro_batches), batches()
+    train(engine, data, 3)
+    engine.save_checkpoint(folder)
+    train(engine, data, 3)
+    read_ahead = num_stages - 1
+    same = resume(engine, data)
+    anew = resume(engine, after(3 * micro_batches))
+    return {
+        "same": same,
+        "behind": resume(build(num_stages, micro_batches), after(6 * micro_batches + read_ahead)),
+        "anew": anew,
+        "fresh": resume(build(num_stages, micro_batches), after(3 * micro_batches)),
+    }
+
+
+def overflow(num_stages, micro_batches, bad, config):
+    """A gradient that is not a number on one stage at a time: the bounds and rates after it."""
+    engine = build(num_stages, micro_batches, **config)
+    parameter = next(engine.module.parameters())
+
+    def spoil(grad):
+        return grad * float("nan") if bad.get(str(engine.global_steps)) == engine.stage_id else grad
+
+    parameter.register_hook(spoil)
+    data, found, clips = batches(dtype=torch.bfloat16), [], []
+    clip = engine._stage_optimizer.clip
+
+    def clipping(*args):
+        clip(*args)
+        clips.append(engine.optimizer.clip_grad)
+
+    engine._stage_optimizer.clip = clipping
+    for _ in range(8):
+        engine.train_batch(data)
+        kept = [engine.optimizer.clip_grad, engine.optimizer.state_dict()["clip_grad"]]
+        found.append([engine.get_lr()[0], bool(engine.was_step_applied()), kept])
+    finite = all(bool(p.isfinite().all()) for p in engine.module.parameters())
+    return {"steps": found, "finite": finite, "clips": clips}
+
+
 def main() -> None:
     init_distributed()
     found = {}
     for key, (name, settings) in json.loads(sys.argv[2]).items():
-        if name == "drains":
-            settings["folder"] = str(Path(sys.argv[1]) / "checkpoints")
+        if name in ("drains", "reload"):
+            settings["folder"] = str(Path(sys.argv[1]) / name)
         found[key] = globals()[name](**settings)
     leave(found)
 

@@ -1,7 +1,8 @@
 """What the asynchronous engine refuses, and how it ends when something breaks within a step.
 
 Arguments: folder, then "refused" for all refusals before the first step, or one of "additional",
-"data" and "loss", which break on the last stage and so end both processes.
+"data" and "loss", which break on the last stage, or "shapes", which breaks on the first: they end
+both processes.
 """
 
 import json
@@ -80,7 +81,13 @@ def refused():
         "fp16": lambda: build(pipeline, fp16={"enabled": True}),
         "zero": lambda: build(pipeline, zero_optimization={"stage": 2}),
     }
-    return {name: refusal(case) for name, case in cases.items()}
+    return {name: refusal(case) for name, case in cases.items()} | {"no data": no_data()}
+
+
+def no_data():
+    """Without any iterator; the last stage, which would wait for the first, stays away."""
+    engine = build(module_of(layers()))
+    return refusal(engine.train_batch) if engine.is_first_stage() else None
 
 
 def refusal(case):
@@ -118,6 +125,21 @@ def loss():
         return torch.nn.functional.mse_loss(outputs, labels)
 
     return build(module_of(layers(), loss_fn=break_down)), count(), batches()
+
+
+class Shrinking(torch.nn.Linear):
+    """Gives a row less for the fourth micro-batch than it was given."""
+
+    calls = count(1)
+
+    def forward(self, inputs):
+        outputs = super().forward(inputs)
+        return outputs[1:] if next(self.calls) == 4 else outputs
+
+
+def shapes():
+    """The outputs of the first stage change their shape, and its inputs do not."""
+    return build(module_of([Shrinking(WIDTH, WIDTH), *layers()[1:]])), count(), batches()
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """The feed of a stage that reads ahead: which batch of which iterator comes next."""
 
+import weakref
 from collections import deque
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wavemare.engine.feed import Feed
+from wavemare.errors import DataError
 
 
 def numbered(epoch, length):
@@ -52,7 +54,7 @@ def test_labels_let_older_iterators_go():
     for epoch in range(3):
         ours.use(numbered(epoch, 1))
     assert ours.next_labels(2) == (1, 0)
-    with pytest.raises(KeyError):
+    with pytest.raises(DataError, match="iterator 1"):
         ours.next_labels(1)
     assert ours.next_labels(3) == (2, 0)
 
@@ -60,8 +62,57 @@ def test_labels_let_older_iterators_go():
 def test_labels_that_ended_say_so():
     ours = feed()
     ours.use(numbered(0, 0))
-    with pytest.raises(StopIteration):
+    with pytest.raises(DataError, match="fewer micro-batches"):
         ours.next_labels(1)
+
+
+def test_no_iterator_at_all_says_so():
+    with pytest.raises(DataError, match="there is no iterator"):
+        feed().next_inputs()
+
+
+def test_all_stages_but_the_last_keep_only_the_newest_iterator():
+    first, known = Feed(next, keeps_older=False), []
+    for epoch in range(10):
+        data = (number for number in [epoch])
+        known.append(weakref.ref(data))
+        first.use(data)
+        del data
+    assert [reference() is not None for reference in known] == [False] * 9 + [True]
+    assert first.next_inputs() == (10, 9)
+
+
+def test_dropped_batches_are_counted_and_passed_over_on_the_last_stage():
+    first, last = feed(), feed()
+    for stage in (first, last):
+        stage.use(numbered(0, 5))
+    read = [first.next_inputs() for _ in range(3)]
+    assert last.next_labels(1) == (0, 0)
+    first.put_back(read[1:])
+    dropped = first.drop_put_back()
+    assert dropped == 2
+    last.skip(dropped)
+    source, batch = first.next_inputs()
+    assert last.next_labels(source) == batch == (0, 3)
+
+
+def test_dropped_batches_of_an_older_iterator_are_not_passed_over_in_the_newest():
+    first = feed()
+    first.use(numbered(0, 2))
+    read = [first.next_inputs(), first.next_inputs()]
+    first.use(numbered(1, 2))
+    first.put_back(read)
+    assert first.drop_put_back() == 0
+    assert first.next_inputs() == (2, (1, 0))
+
+
+def test_batches_given_back_outlive_a_new_iterator():
+    ours, stream = feed(), numbered(0, 4)
+    ours.use(item for item in stream)
+    read = [ours.next_inputs() for _ in range(2)]
+    ours.put_back(read[1:])
+    ours.use(item for item in stream)
+    assert [ours.next_inputs() for _ in range(2)] == [(1, (0, 1)), (2, (0, 2))]
 
 
 def test_the_end_is_none_and_the_data_goes_on_with_another_iterator():

@@ -33,6 +33,11 @@ def test_moved_tensors_keep_their_form_and_lose_their_graph():
     assert moved(torch.zeros(1), torch.device("meta")).device.type == "meta"
 
 
+@pytest.mark.parametrize("labels", [None, {"ids": [1]}, "text"])
+def test_labels_that_are_no_tensors_stay_as_they_are(labels):
+    assert moved(labels, CPU) is labels
+
+
 def test_gradients_of_several_outputs_are_those_of_one_sum():
     weight, inputs = leaf(3, 4), leaf(2, 3)
     grads = [torch.randn(2, 4), torch.randn(2, 4)]
