@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from wavemare.errors import DataError
@@ -87,16 +87,16 @@ class Feed:
             "Give the first and last stage iterators over the same data",
         )
 
-    def drop_put_back(self) -> int:
-        """Forget what was given back; return how many batches of the newest iterator it was."""
-        dropped = sum(number == self.newest for number, _ in self._put_back)
+    def drop_put_back(self) -> list[int]:
+        """Forget what was given back; return the iterator's number of each batch."""
+        dropped = [number for number, _ in self._put_back]
         self._put_back.clear()
         return dropped
 
-    def skip(self, count: int) -> None:
-        """Pass over batches of the newest iterator."""
-        for _ in range(count):
-            self.next_labels(self.newest)
+    def skip(self, numbers: Iterable[int]) -> None:
+        """Pass over a batch of each of these iterators, as the first stage has done."""
+        for number in numbers:
+            self.next_labels(number)
 
     def put_back(self, batches: list[tuple[int, Any]]) -> None:
         """Give batches back, in their order, to be the next ones."""

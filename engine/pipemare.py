@@ -208,8 +208,8 @@ class PipeMareEngine(PipelineEngine):
         self._exchange.discard(self.device)
         self._channels.flush()
         if self.is_first_stage():
-            ahead = [m for m in self._micro_batches.values() if not m.ended]
-            self._feed.put_back([(m.source, m.batch) for m in ahead])
+            read = [m for m in self._micro_batches.values() if not m.ended]
+            self._feed.put_back([(m.source, m.batch) for m in read])
         self._micro_batches.clear()
         self._stream.rewind(end)
         self._end = None
@@ -433,10 +433,13 @@ class PipeMareEngine(PipelineEngine):
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Load as `PipelineEngine.load_checkpoint`; what was read ahead is forgotten."""
         self.drain()
-        read_ahead = torch.tensor([self._feed.drop_put_back()], device=self.device)
-        dist.all_reduce(read_ahead, group=self.grid.get_pipe_parallel_group())
+        read_ahead = self._feed.drop_put_back()
+        most = ahead(0, self.num_stages, self.pipemare.slack) + self.micro_batches
+        sources = torch.zeros(most, dtype=torch.int64, device=self.device)
+        sources[: len(read_ahead)] = torch.tensor(read_ahead, dtype=torch.int64)
+        dist.all_reduce(sources, group=self.grid.get_pipe_parallel_group())
         if self.is_last_stage() and not self.is_first_stage():
-            self._feed.skip(int(read_ahead.item()))
+            self._feed.skip(number for number in sources.tolist() if number)
         return super().load_checkpoint(*args, **kwargs)
 
     def rank_state(self) -> dict[str, Any]:
