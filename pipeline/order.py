@@ -1,9 +1,9 @@
 """The order of forward and backward passes on one stage: one rule for all our schedules.
 
 Before the backward pass of micro-batch ``m``, stage ``s`` of ``P`` has forwarded all micro-batches
-up to ``m + P - 1 - s`` (`ahead`), as far as they may be forwarded yet. Without a limit this is PipeMare's
-continuous pipeline, whose only idle time is the first fill; with a limit at the end of every
-optimizer step it is 1F1B, which empties the pipeline at each step.
+up to ``m + P - 1 - s`` (`ahead`), as far as they may be forwarded yet. Without a limit this is
+PipeMare's continuous pipeline, whose only idle time is the first fill; with a limit at the end of
+every optimizer step it is 1F1B, which empties the pipeline at each step.
 """
 
 from __future__ import annotations
