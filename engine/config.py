@@ -155,7 +155,8 @@ def _check_schedule(config: Mapping[str, Any], pipeline: PipelineConfig) -> None
         if "pipemare" in pipeline.model_fields_set:
             reason = f"it has no effect on the schedule {pipeline.schedule!r}"
             remedy = f'Set {key} to "pipemare", or remove the key'
-            raise ConfigError(f"{SECTION}.pipeline.pipemare", {}, reason, remedy)
+            given = pipeline.pipemare.model_dump(exclude_unset=True)
+            raise ConfigError(f"{SECTION}.pipeline.pipemare", given, reason, remedy)
         return
     if pipeline.untie is False:
         raise ConfigError(
