@@ -1,4 +1,51 @@
-"""Collectives and what they stand on: the message passing libraries of this machine."""
+"""Collectives: gradients travel as their non-zero blocks, over MPI, gloo or NCCL.
+
+Useful by itself, without DeepSpeed: `SparseComm` for plain calls, `register_ddp_hook` for torch's
+DistributedDataParallel. Names are imported at first use.
+"""
+
+from __future__ import annotations
 
 if __name__ == "comm":  # a second import would duplicate its classes
     raise ImportError("'comm' is part of wavemare: import 'wavemare.comm' instead")
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from wavemare.comm.ddp import register_ddp_hook
+
+    from wavemare.comm.compress import make_compressor
+    from wavemare.comm.config import CompressorConfig, SparseCollectiveConfig
+    from wavemare.comm.layout import Piece
+    from wavemare.comm.masks import Masks
+    from wavemare.comm.sparse import SparseComm
+    from wavemare.comm.worker import Handle
+
+__all__ = [
+    "CompressorConfig",
+    "Handle",
+    "Masks",
+    "Piece",
+    "SparseCollectiveConfig",
+    "SparseComm",
+    "make_compressor",
+    "register_ddp_hook",
+]
+
+_HOME = {
+    "CompressorConfig": "config",
+    "Handle": "worker",
+    "Masks": "masks",
+    "Piece": "layout",
+    "SparseCollectiveConfig": "config",
+    "SparseComm": "sparse",
+    "make_compressor": "compress",
+    "register_ddp_hook": "ddp",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

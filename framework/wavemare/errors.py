@@ -10,6 +10,7 @@ from difflib import get_close_matches
 
 __all__ = [
     "CheckpointError",
+    "CommError",
     "ConfigError",
     "DataError",
     "LaunchError",
@@ -71,6 +72,10 @@ class PlanError(WavemareError, ValueError):
 
 class LaunchError(WavemareError, RuntimeError):
     """A run that was started in the wrong way."""
+
+
+class CommError(WavemareError, RuntimeError):
+    """A collective that cannot be done as asked, or that a peer has left."""
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:

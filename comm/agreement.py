@@ -1,0 +1,105 @@
+"""What the ranks tell each other before they move data: what each calls, and its mask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wavemare.comm.kernels import DTYPES
+from wavemare.comm.masks import Masks, mask_bytes
+from wavemare.comm.transport.base import Transport
+from wavemare.errors import CommError
+
+__all__ = ["HEADER_BYTES", "Header", "agree", "exchange_masks"]
+
+OPERATIONS = ("allreduce_", "reduce_scatter_", "allgather_", "allreduce_rows_")
+_FIELDS = 7
+HEADER_BYTES = 8 * _FIELDS
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a rank calls.
+
+    Args:
+        number: Of the call, counted from 0.
+        operation: One of `OPERATIONS`.
+        numel: Elements of the bucket, or columns of the rows.
+        dtype: Of its elements.
+        block: Elements per block.
+        took_ns: Nanoseconds that the call of this bucket before took.
+        num_items: What else must agree, such as the number of rows.
+    """
+
+    number: int
+    operation: str
+    numel: int
+    dtype: torch.dtype
+    block: int
+    took_ns: int = 0
+    num_items: int = 0
+
+    def as_tensor(self) -> Tensor:
+        """Return the header as (7,), int64."""
+        numbers = [
+            *(self.number, OPERATIONS.index(self.operation), self.numel),
+            *(DTYPES.index(self.dtype), self.block, self.took_ns, self.num_items),
+        ]
+        return torch.tensor(numbers, dtype=torch.int64)
+
+    def differs(self, told: list[int]) -> bool:
+        """Whether another rank's header names another call."""
+        own = self.as_tensor().tolist()
+        return own[:5] != told[:5] or own[6:] != told[6:]
+
+
+def agree(transport: Transport, header: Header) -> list[int]:
+    """Check that all ranks call the same.
+
+    Args:
+        transport: To the other ranks.
+        header: This rank's.
+
+    Returns:
+        Each rank's ``took_ns``.
+
+    Raises:
+        CommError: A rank calls something else; the message names it.
+    """
+    mine = header.as_tensor().to(transport.message_device)
+    table = mine.new_empty(transport.size, _FIELDS)
+    transport.all_gather(mine, table)
+    told = table.tolist()
+    for rank, numbers in enumerate(told):
+        if header.differs(numbers):
+            raise CommError(
+                "collective",
+                _spell(header.as_tensor().tolist()),
+                f"rank {rank} calls {_spell(numbers)} instead",
+                "Let all ranks call the same collectives, on equal buckets, in one order",
+            )
+    return [numbers[5] for numbers in told]
+
+
+def exchange_masks(transport: Transport, bits: Tensor, num_blocks: int) -> Masks:
+    """Tell all ranks which blocks are not zero.
+
+    Args:
+        transport: To the other ranks.
+        bits: (ceil(nb / 8),), uint8: this rank's mask, on the bucket's device or on the host.
+        num_blocks: nb.
+    """
+    mine = bits.to(transport.message_device)
+    table = mine.new_empty(transport.size, mask_bytes(num_blocks))
+    transport.all_gather(mine, table)
+    return Masks(np.ascontiguousarray(table.cpu().numpy()), num_blocks)
+
+
+def _spell(numbers: list[int]) -> str:
+    number, operation, numel, dtype, block, _, items = numbers
+    kind = str(DTYPES[dtype]).removeprefix("torch.")
+    extra = f", {items} rows" if items else ""
+    return f"#{number} {OPERATIONS[operation]}({numel} {kind}, block {block}{extra})"

@@ -1,0 +1,231 @@
+"""Error feedback: the blocks of a bucket that are not sent wait for the next step.
+
+A bucket is what `wavemare.comm.kernels` calls one. In each step, ``a = gradient + residual`` is
+split by whole blocks: the chosen blocks of a are *sent*, all others become the new residual. No
+element is divided or rounded, so ``sent + residual == a`` holds bitwise. In 16 bits a itself is a
+rounded sum: what a gradient adds below half a unit in the last place of its residual is lost.
+
+The norm of a block is the root of its sum of squares in float32 (in float64 for float64), so it is
+0 for elements below about 1e-23 and infinite for elements beyond about 1e19. A block whose norm is
+not finite is always chosen: NaN and infinities never hide in a residual.
+
+Beside the residual (as large as the bucket) nothing grows with the elements. A step reads 3 and
+writes 2 buckets, without error feedback 1 and 1; then it moves the chosen blocks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from wavemare.comm.kernels import DTYPES, num_blocks
+from wavemare.errors import CheckpointError, ConfigError
+
+__all__ = ["Compressor", "block_norms"]
+
+# Elements that are converted or moved at a time: enough to hide the cost of a call, few enough
+# to stay in a core's cache.
+_CHUNK = 1 << 18
+
+
+class Compressor(ABC):
+    """Splits buckets into blocks to send and blocks that wait.
+
+    Each bucket has a key, under which its residual and the number of its steps are kept.
+
+    Args:
+        block: Elements per block.
+        error_feedback: Whether the blocks that are not sent are added to the next gradient; else
+            they are dropped, and nothing is kept.
+        warmup_steps: So many first steps of a bucket send everything.
+
+    Raises:
+        ConfigError: A number is out of range.
+    """
+
+    kind: ClassVar[str]
+    """Name of the method in the configuration."""
+
+    def __init__(self, block: int, *, error_feedback: bool = True, warmup_steps: int = 0) -> None:
+        if block < 1:
+            raise ConfigError("block", block, "a block has at least one element", "Give 1 or more")
+        if warmup_steps < 0:
+            raise ConfigError("warmup_steps", warmup_steps, "it is negative", "Give 0 or more")
+        self.block = block
+        self.error_feedback = error_feedback
+        self.warmup_steps = warmup_steps
+        self._steps: dict[str, int] = {}
+        self._residuals: dict[str, Tensor] = {}
+
+    @abstractmethod
+    def select(self, accumulated: Tensor, weights: Tensor | None = None, draw: int = 0) -> Tensor:
+        """Choose blocks; nothing is changed.
+
+        Args:
+            accumulated: (E,), a bucket: the gradient and what has waited.
+            weights: (E,), what the gradient belongs to; for methods that ask for it.
+            draw: What a random choice depends on beside the seed.
+
+        Returns:
+            (ceil(E / block),), bool, on the device of the bucket.
+        """
+
+    @torch.no_grad()
+    def step(self, key: str, gradient: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Split ``gradient + residual``.
+
+        Args:
+            key: Name of the bucket.
+            gradient: (E,), the bucket; it becomes what is to be sent: +0.0 off the chosen blocks.
+            weights: (E,), what the gradient belongs to; for methods that ask for it.
+
+        Returns:
+            (ceil(E / block),), bool, on the device of the bucket: the chosen blocks.
+
+        Raises:
+            ConfigError: The gradient is not a flat, contiguous tensor of floats, or it or the
+                weights do not fit what was given before.
+        """
+        self._check(key, gradient, weights)
+        count = self._steps.get(key, 0)
+        if count < self.warmup_steps:
+            chosen = gradient.new_ones(num_blocks(len(gradient), self.block), dtype=torch.bool)
+        elif self.error_feedback:
+            residual = self._residual_for(key, gradient).add_(gradient)
+            chosen = self.select(residual, weights, _draw(key, count))
+            _move(residual, gradient, chosen, self.block)
+        else:
+            chosen = self.select(gradient, weights, _draw(key, count))
+            _clear(gradient, ~chosen, self.block)
+        self._steps[key] = count + 1
+        return chosen
+
+    def residual(self, key: str) -> Tensor | None:
+        """Return what of a bucket waits, (E,); None if nothing of it was ever kept."""
+        return self._residuals.get(key)
+
+    def settings(self) -> dict[str, Any]:
+        """Return all that the choice of blocks depends on, by its name in the configuration."""
+        return {
+            "type": self.kind,
+            "block": self.block,
+            "error_feedback": self.error_feedback,
+            "warmup_steps": self.warmup_steps,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, from which `load_state_dict` goes on bitwise.
+
+        The residuals are not copied: later steps change them.
+        """
+        return {
+            "settings": self.settings(),
+            "steps": dict(self._steps),
+            "residuals": dict(self._residuals),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state; residuals are copied, and follow their buckets to their devices.
+
+        Args:
+            state: From `state_dict`.
+
+        Raises:
+            CheckpointError: It is of another kind, or of a compressor with other settings.
+        """
+        parts = {"settings", "steps", "residuals"}
+        if state.keys() != parts:
+            reason = f"the state of a compressor has {', '.join(sorted(parts))}"
+            raise CheckpointError("compressor", sorted(state), reason, "Load a compressor's state")
+        own, saved = self.settings(), state["settings"]
+        for name in sorted(own.keys() | saved.keys()):
+            if saved.get(name) != own.get(name):
+                reason = f"the residuals were made with it, and now it is {own.get(name)!r}"
+                remedy = "Use the settings of the checkpoint, or start without its residuals"
+                raise CheckpointError(f"compressor.{name}", saved.get(name), reason, remedy)
+        self._steps = dict(state["steps"])
+        self._residuals = {key: kept.detach().clone() for key, kept in state["residuals"].items()}
+
+    def _residual_for(self, key: str, gradient: Tensor) -> Tensor:
+        kept = self._residuals.get(key)
+        if kept is None or kept.device != gradient.device:
+            kept = torch.zeros_like(gradient) if kept is None else kept.to(gradient.device)
+            self._residuals[key] = kept
+        return kept
+
+    def _check(self, key: str, gradient: Tensor, weights: Tensor | None) -> None:
+        if gradient.dim() != 1 or not gradient.is_contiguous():
+            reason = "a bucket is flat and contiguous"
+            raise ConfigError(f"bucket {key}", tuple(gradient.shape), reason, "Flatten it")
+        if gradient.dtype not in DTYPES or not gradient.dtype.is_floating_point:
+            reason = "only gradients of floats of 16 to 64 bits can be compressed"
+            remedy = "Send this bucket without compression"
+            raise ConfigError(f"bucket {key}", gradient.dtype, reason, remedy)
+        kept = self._residuals.get(key)
+        if kept is not None and (kept.shape, kept.dtype) != (gradient.shape, gradient.dtype):
+            reason = f"what waits under this key has {len(kept)} elements of {kept.dtype}"
+            remedy = "Give each bucket a key of its own"
+            value = f"{len(gradient)} elements of {gradient.dtype}"
+            raise ConfigError(f"bucket {key}", value, reason, remedy)
+
+
+def block_norms(flat: Tensor, block: int) -> Tensor:
+    """Return the L2 norm of each block, in one pass over the bucket.
+
+    Args:
+        flat: (E,), floats, contiguous.
+        block: Elements per block; the last one may be short.
+
+    Returns:
+        (ceil(E / block),), float32; float64 for float64.
+    """
+    wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
+    norms = torch.empty(num_blocks(len(flat), block), dtype=wide, device=flat.device)
+    whole = len(flat) // block
+    rows = flat[: whole * block].view(whole, block)
+    if flat.dtype == wide or flat.device.type != "cpu":
+        norms[:whole] = torch.linalg.vector_norm(rows, dim=1, dtype=wide)
+    else:
+        # On CPUs, converting inside of the reduction takes seven times as long.
+        size = max(1, _CHUNK // block)
+        for part, place in zip(rows.split(size), norms[:whole].split(size), strict=True):
+            place.copy_(torch.linalg.vector_norm(part.to(wide), dim=1))
+    if whole < len(norms):
+        norms[whole] = torch.linalg.vector_norm(flat[whole * block :], dtype=wide)
+    return norms
+
+
+def _draw(key: str, count: int) -> int:
+    # Python's own hash of a string differs between processes.
+    digest = blake2b(f"{count} {key}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _move(source: Tensor, target: Tensor, chosen: Tensor, block: int) -> None:
+    """Move the chosen blocks; what they leave, and the rest of the target, becomes +0.0."""
+    whole = len(source) // block
+    rows = source[: whole * block].view(whole, block)
+    places = target[: whole * block].view(whole, block)
+    target.zero_()
+    # Part by part, so that no copy of all chosen blocks is needed.
+    for index in chosen[:whole].nonzero().squeeze(1).split(max(1, _CHUNK // block)):
+        places.index_copy_(0, index, rows.index_select(0, index))
+        rows.index_fill_(0, index, 0.0)
+    if whole < len(chosen):
+        rest, waits = source[whole * block :], ~chosen[whole]
+        target[whole * block :] = rest.masked_fill(waits, 0.0)
+        rest.masked_fill_(~waits, 0.0)
+
+
+def _clear(flat: Tensor, gone: Tensor, block: int) -> None:
+    """Make blocks +0.0."""
+    whole = len(flat) // block
+    index = gone[:whole].nonzero().squeeze(1)
+    flat[: whole * block].view(whole, block).index_fill_(0, index, 0.0)
+    if whole < len(gone):
+        flat[whole * block :].masked_fill_(gone[whole], 0.0)

@@ -1,0 +1,124 @@
+"""What an executor is: one way to sum a bucket over all ranks."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from wavemare.comm.kernels import BlockKernels, kernels_for
+from wavemare.comm.masks import Masks
+from wavemare.comm.transport.base import Transport
+
+__all__ = ["Call", "Executor", "Scratch"]
+
+
+class Scratch:
+    """Memory that grows to what was needed most and is used again: fresh pages are slow."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+
+    def __call__(self, name: str, numel: int, like: Tensor) -> Tensor:
+        """Return a flat tensor of undefined content, of another's type and device.
+
+        Args:
+            name: What it is for; one name is one memory.
+            numel: Elements.
+            like: A tensor of the wanted type and device.
+        """
+        key = (name, like.dtype, like.device)
+        held = self._held.get(key)
+        if held is None or held.numel() < numel:
+            held = torch.empty(numel, dtype=like.dtype, device=like.device)
+            self._held[key] = held
+        return held[:numel]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held."""
+        return sum(tensor.nbytes for tensor in self._held.values())
+
+
+@dataclass
+class Call:
+    """One collective on one bucket.
+
+    Args:
+        flat: (E,), the bucket; the executor leaves the result in it.
+        block: Elements per block.
+        scale: Factor of the sum: 1/N for a mean.
+        transport: To the other ranks.
+        scratch: Memory to use.
+        phases_s: Seconds by phase, filled in.
+    """
+
+    flat: Tensor
+    block: int
+    scale: float
+    transport: Transport
+    scratch: Scratch
+    phases_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def kernels(self) -> BlockKernels:
+        """The kernels for the bucket's device."""
+        return kernels_for(self.flat.device.type)
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.transport.rank
+
+    @property
+    def size(self) -> int:
+        """N."""
+        return self.transport.size
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time of what happens inside to a phase."""
+        started = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - started
+        self.phases_s[name] = self.phases_s.get(name, 0.0) + seconds
+
+    def packed(self, name: str, num_blocks: int) -> Tensor:
+        """Return scratch for so many packed blocks."""
+        return self.scratch(name, num_blocks * self.block, self.flat)
+
+    def index(self, numbers: npt.NDArray[np.int64]) -> Tensor:
+        """Return numbers of blocks, or places, as a tensor on the bucket's device."""
+        return torch.from_numpy(numbers).to(self.flat.device, non_blocking=True)
+
+
+class Executor(ABC):
+    """Sums buckets over all ranks; all ranks call it with the same masks.
+
+    Attributes:
+        name: By which it is chosen.
+        needs_masks: Whether it has a use for them.
+        deterministic: Whether the result is, bit for bit, the sum in the order of the ranks from
+            +0.0 in float32 (or the bucket's type if that is wider, or whole numbers), scaled and
+            rounded once; on all ranks, for any number of them.
+    """
+
+    name: str
+    needs_masks: bool = True
+    deterministic: bool = True
+
+    @abstractmethod
+    def all_reduce(self, call: Call, masks: Masks | None) -> None:
+        """Leave the scaled sum of all ranks' buckets in each rank's bucket.
+
+        Args:
+            call: This rank's bucket; blocks that its mask says are zero hold +0.0.
+            masks: Of all ranks, if `needs_masks`.
+        """

@@ -1,0 +1,56 @@
+"""Every rank gets all ranks' non-zero blocks and sums them by itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from wavemare.comm.executors.base import Call, Executor
+from wavemare.comm.layout import Layout, gathered
+from wavemare.comm.masks import Masks
+
+__all__ = ["BlockAllgather", "gather_and_sum"]
+
+
+class BlockAllgather(Executor):
+    """(N-1) d of the bucket: best for two ranks, tiny buckets and masks that hardly overlap.
+
+    It holds N d of the bucket in memory.
+    """
+
+    name = "allgather"
+
+    def all_reduce(self, call: Call, masks: Masks | None) -> None:
+        """Gather all blocks, and sum the union."""
+        assert masks is not None
+        with call.phase("plan"):
+            layout = gathered(masks)
+        summed = call.packed("summed", layout.blocks.size)
+        gather_and_sum(call, masks, masks.of_rank(call.rank), layout, summed)
+        with call.phase("unpack"):
+            call.kernels.scatter(summed, call.block, call.index(layout.blocks), call.flat)
+
+
+def gather_and_sum(
+    call: Call, masks: Masks, own: npt.NDArray[np.int64], layout: Layout, out: Tensor
+) -> None:
+    """Send this rank's blocks to all ranks, and sum those of all ranks.
+
+    Args:
+        call: The call; its bucket is only read.
+        masks: Of all ranks.
+        own: (k,), the places of this rank's blocks in its bucket, ascending by block.
+        layout: From `gathered`.
+        out: (U * block,), written: the scaled sums, ascending by block.
+    """
+    with call.phase("pack"):
+        received = call.packed("received", int(masks.counts.sum()))
+        parts = received.split([int(count) * call.block for count in masks.counts])
+        call.kernels.gather(call.flat, call.block, call.index(own), parts[call.rank])
+    with call.phase("push"):
+        call.transport.all_gather_parts(parts)
+    with call.phase("plan"):
+        places = call.index(layout.places(0))
+    with call.phase("reduce"):
+        call.kernels.reduce(received, places, call.block, call.scale, out)

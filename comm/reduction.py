@@ -1,0 +1,187 @@
+"""One bucket, from its mask to its sum: what runs on the thread of a `SparseComm`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from wavemare.comm.agreement import exchange_masks
+from wavemare.comm.compress import Compressor
+from wavemare.comm.cost import Constants
+from wavemare.comm.executors import EXECUTOR_TYPES, Call, Executor, Scratch
+from wavemare.comm.executors.ranges import (
+    equal_pieces,
+    gather_ranges,
+    reduce_ranges,
+    reduce_scatter,
+)
+from wavemare.comm.hierarchy import Hierarchy
+from wavemare.comm.kernels import kernels_for, num_blocks
+from wavemare.comm.layout import Piece
+from wavemare.comm.masks import Masks, mask_bytes
+from wavemare.comm.selector import DENSE, Selector
+from wavemare.comm.statistics import Statistics
+from wavemare.comm.transport import Transport
+
+__all__ = ["Reduction"]
+
+
+class Reduction:
+    """Sums buckets by the executor that was asked for, or by the one that a selector chooses.
+
+    Args:
+        transport: Among all ranks.
+        hierarchy: Nodes, if their ranks are to sum among themselves first.
+        block: Elements per block.
+        mode: ``auto`` or the name of an executor.
+        constants: Of the cost model.
+        allowed: What the selector may choose.
+        compressor: What each rank leaves out.
+        scratch: Memory to use.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        hierarchy: Hierarchy | None,
+        *,
+        block: int,
+        mode: str,
+        constants: Constants,
+        allowed: Sequence[str],
+        compressor: Compressor | None,
+        scratch: Scratch,
+    ) -> None:
+        self.selector = Selector(constants, allowed)
+        self._transport = transport
+        self._hierarchy = hierarchy
+        self._block = block
+        self._mode = mode
+        self._compressor = compressor
+        self._scratch = scratch
+        self._executors: Mapping[str, Executor] = {
+            name: executor() for name, executor in EXECUTOR_TYPES.items()
+        }
+        self._took: dict[str, tuple[str, float, float]] = {}
+
+    def took_ns(self, key: str) -> int:
+        """Return the nanoseconds of the call of a bucket before, to tell the other ranks."""
+        return int(1e9 * self._took[key][1]) if key in self._took else 0
+
+    def learn(self, key: str, told_ns: Sequence[int]) -> None:
+        """Take note of what the call before took on all ranks.
+
+        Of their times the least counts: a rank that waited for another measured that as well.
+        """
+        if key in self._took and min(told_ns) > 0:
+            executor, _, predicted = self._took.pop(key)
+            self.selector.learn(key, executor, 1e-9 * min(told_ns) / predicted)
+
+    def all_reduce(
+        self, flat: Tensor, key: str, scale: float, weights: Tensor | None, stats: Statistics
+    ) -> None:
+        """Leave the scaled sum of all ranks' buckets in each rank's.
+
+        Args:
+            flat: (E,), the bucket.
+            key: Its name.
+            scale: Factor of the sum.
+            weights: (E,), of which it is the gradient, for a compressor.
+            stats: Filled in.
+        """
+        self._compress(flat, key, weights)
+        if self._hierarchy is None:
+            self._sum(self._call(flat, self._transport, scale, stats), key, stats)
+            return
+        # Dense and in order within the node; then each rank's shard sparsely between the nodes.
+        within = self._call(flat, self._hierarchy.within, 1.0, stats)
+        pieces = equal_pieces(flat.numel(), self._block, within.size)
+        reduce_ranges(within, pieces)
+        shard = flat[pieces[within.rank].start : pieces[within.rank].stop]
+        between = self._call(shard, self._hierarchy.between, scale, stats)
+        self._sum(between, key, stats)
+        gather_ranges(within, pieces)
+
+    def reduce_scatter(
+        self,
+        flat: Tensor,
+        pieces: Sequence[Piece],
+        key: str,
+        scale: float,
+        weights: Tensor | None,
+        stats: Statistics,
+    ) -> None:
+        """Leave the scaled sum of each range on its owner; arguments as for `all_reduce`."""
+        self._compress(flat, key, weights)
+        call = self._call(flat, self._transport, scale, stats)
+
+        def dense(call: Call, masks: Masks | None) -> None:
+            reduce_ranges(call, pieces)
+
+        def sparse(call: Call, masks: Masks | None) -> None:
+            assert masks is not None
+            reduce_scatter(call, masks, pieces)
+
+        ways = {name: dense if name in DENSE else sparse for name in self._executors}
+        self._sum(call, key, stats, ways)
+
+    def all_gather(self, flat: Tensor, pieces: Sequence[Piece], stats: Statistics) -> None:
+        """Give all ranks each range as its owner has it."""
+        stats.executor = "dense"
+        gather_ranges(self._call(flat, self._transport, 1.0, stats), pieces)
+
+    def _call(self, flat: Tensor, transport: Transport, scale: float, stats: Statistics) -> Call:
+        return Call(flat, self._block, scale, transport, self._scratch, stats.phases_s)
+
+    def _compress(self, flat: Tensor, key: str, weights: Tensor | None) -> None:
+        if self._compressor is not None:
+            self._compressor.step(key, flat, weights)
+
+    def _sum(
+        self,
+        call: Call,
+        key: str,
+        stats: Statistics,
+        ways: Mapping[str, Callable[[Call, Masks | None], None]] | None = None,
+    ) -> None:
+        ways = ways or {name: way.all_reduce for name, way in self._executors.items()}
+        if self._mode != "auto":
+            masks = self._masks(call) if self._executors[self._mode].needs_masks else None
+            _note(stats, masks)
+            stats.executor = self._mode
+            ways[self._mode](call, masks)
+            return
+        started = time.perf_counter()
+        if not self.selector.looks(key):
+            name, masks, predicted = self.selector.dense(key), None, None
+        else:
+            masks = self._masks(call)
+            plan = self.selector.choose(key, masks, self._block * call.flat.element_size())
+            name, predicted = plan.executor, plan.predicted_s[plan.executor]
+            _note(stats, masks)
+        stats.executor, stats.predicted_s = name, predicted
+        if name in DENSE:
+            started = time.perf_counter()  # the mask is not a part of it: it is rarely taken
+        ways[name](call, masks)
+        if call.flat.is_cuda:
+            torch.cuda.current_stream(call.flat.device).synchronize()
+        if predicted is not None:
+            self._took[key] = name, time.perf_counter() - started, predicted
+
+    def _masks(self, call: Call) -> Masks:
+        blocks = num_blocks(call.flat.numel(), call.block)
+        with call.phase("mask"):
+            like = torch.empty(0, dtype=torch.uint8, device=call.flat.device)
+            bits = self._scratch("bits", mask_bytes(blocks), like)
+            kernels_for(call.flat.device.type).mask(call.flat, call.block, bits)
+        with call.phase("metadata"):
+            return exchange_masks(call.transport, bits, blocks)
+
+
+def _note(stats: Statistics, masks: Masks | None) -> None:
+    if masks is not None and masks.num_blocks:
+        stats.density = float(masks.counts.mean()) / masks.num_blocks
+        stats.union = masks.union_size / masks.num_blocks

@@ -1,0 +1,124 @@
+"""Rows of a table, such as an embedding's gradient: a block is a row, and only some are there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wavemare.comm.agreement import exchange_masks
+from wavemare.comm.coalesce import coalesce
+from wavemare.comm.cost import Constants, predict
+from wavemare.comm.executors.base import Call, Scratch
+from wavemare.comm.executors.block_allgather import gather_and_sum
+from wavemare.comm.executors.push_pull import pull, push
+from wavemare.comm.hashed_rows import HashedRows
+from wavemare.comm.layout import deal, gathered
+from wavemare.comm.masks import Masks, mask_bytes
+from wavemare.comm.statistics import Statistics
+from wavemare.comm.transport import Transport
+from wavemare.errors import ConfigError
+
+__all__ = ["RowReducer", "check_rows"]
+
+_LARGEST_TABLE = 1 << 24
+"""Rows up to which the masks of all ranks are exchanged; above, ids are hashed to their owners."""
+
+
+def check_rows(ids: Tensor, rows: Tensor, num_rows: int | None) -> None:
+    """Check the arguments of `SparseComm.allreduce_rows_`.
+
+    Raises:
+        ConfigError: Shapes or types do not fit, or an id is not a row.
+    """
+    if ids.dtype != torch.int64 or ids.dim() != 1:
+        reason = f"ids are {ids.dtype} of shape {tuple(ids.shape)}"
+        raise ConfigError("ids", tuple(ids.shape), reason, "Give (k,), int64")
+    if rows.dim() != 2 or rows.shape[0] != ids.numel() or not rows.is_contiguous():  # noqa: PLR2004
+        reason = f"there are {ids.numel()} ids"
+        remedy = "Give as many contiguous rows, (k, dim)"
+        raise ConfigError("rows", tuple(rows.shape), reason, remedy)
+    if num_rows is not None and ids.numel():
+        least, most = (int(bound) for bound in ids.aminmax())
+        if least < 0 or most >= num_rows:
+            value = least if least < 0 else most
+            reason = f"the table has {num_rows} rows"
+            raise ConfigError("ids", value, reason, "Give ids from 0, below that number")
+
+
+class RowReducer:
+    """Sums rows over all ranks.
+
+    Args:
+        transport: Among all ranks.
+        scratch: Memory to use.
+        constants: Of the cost model.
+    """
+
+    def __init__(self, transport: Transport, scratch: Scratch, constants: Constants) -> None:
+        self._transport = transport
+        self._scratch = scratch
+        self._constants = constants
+        self._hashed = HashedRows()
+
+    def reduce(
+        self, ids: Tensor, rows: Tensor, num_rows: int | None, scale: float, stats: Statistics
+    ) -> tuple[Tensor, Tensor]:
+        """Sum rows of equal ids, first within a rank and then in the order of the ranks.
+
+        Args:
+            ids: (k,), int64.
+            rows: (k, dim).
+            num_rows: Rows of the table; None if ids can be any number.
+            scale: Factor of the sums.
+            stats: Filled in.
+
+        Returns:
+            Ascending ids and their rows, the same on all ranks.
+        """
+        dim = rows.shape[1]
+        ids, rows = coalesce(ids, rows)
+        call = Call(rows.view(-1), dim, scale, self._transport, self._scratch, stats.phases_s)
+        if num_rows is None or num_rows > _LARGEST_TABLE:
+            stats.executor = "rows-hashed"
+            union, sums = self._hashed.reduce(call, ids.cpu(), num_rows)
+            return union.to(rows.device), sums
+        masks = self._masks(call, ids, num_rows)
+        stats.density = float(masks.counts.mean()) / num_rows
+        stats.union = masks.union_size / num_rows
+        seconds = predict(masks, dim * rows.element_size(), self._constants)
+        chosen = min(("pushpull", "allgather"), key=lambda name: seconds[name])
+        stats.executor, stats.predicted_s = f"rows-{chosen}", seconds[chosen]
+        return self._by_masks(call, ids, masks, chosen)
+
+    def _masks(self, call: Call, ids: Tensor, num_rows: int) -> Masks:
+        with call.phase("mask"):
+            present = np.zeros(num_rows, dtype=bool)
+            present[ids.cpu().numpy()] = True
+            bits = torch.from_numpy(np.packbits(present, bitorder="little"))
+            assert bits.numel() == mask_bytes(num_rows)
+        with call.phase("metadata"):
+            return exchange_masks(call.transport, bits, num_rows)
+
+    def _by_masks(
+        self, call: Call, ids: Tensor, masks: Masks, chosen: str
+    ) -> tuple[Tensor, Tensor]:
+        own = ids.cpu().numpy()
+        with call.phase("plan"):
+            layout = deal(masks) if chosen == "pushpull" else gathered(masks)
+            # Of the bucket, which holds this rank's rows alone, a block's place is that of its id.
+            local = replace(layout, blocks=np.searchsorted(own, layout.blocks))
+            ascending = np.argsort(layout.blocks, kind="stable")
+        summed = call.packed("summed", layout.blocks.size)
+        if chosen == "pushpull":
+            group = layout.group(call.rank)
+            push(call, local, summed[group.start * call.block : group.stop * call.block])
+            pull(call, layout, summed)
+        else:
+            gather_and_sum(call, masks, np.arange(own.size), layout, summed)
+        with call.phase("unpack"):
+            out = call.flat.new_empty(summed.numel())
+            call.kernels.gather(summed, call.block, call.index(ascending), out)
+        return call.index(masks.union), out.view(-1, call.block)

@@ -1,0 +1,386 @@
+"""The sparse collective: gradients travel as their non-zero blocks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wavemare.comm.agreement import Header, agree
+from wavemare.comm.calibration import calibrate
+from wavemare.comm.compress import Compressor, make_compressor
+from wavemare.comm.config import MODES, CompressorConfig, Mode
+from wavemare.comm.cost import Constants
+from wavemare.comm.executors import EXECUTOR_TYPES, Scratch
+from wavemare.comm.hierarchy import Hierarchy
+from wavemare.comm.kernels import DTYPES
+from wavemare.comm.layout import Piece
+from wavemare.comm.masks import Masks
+from wavemare.comm.reduction import Reduction
+from wavemare.comm.rows import RowReducer, check_rows
+from wavemare.comm.selector import Plan, make_plan
+from wavemare.comm.statistics import Statistics, Totals
+from wavemare.comm.transport import Transport, open_transport
+from wavemare.comm.transport.choice import Choice, Staging
+from wavemare.comm.worker import Handle, Worker
+from wavemare.errors import ConfigError, did_you_mean
+
+__all__ = ["SparseComm"]
+
+_AUTO = ("ordered", "pushpull", "allgather")
+_AUTO_LOOSE = ("dense", "ordered", "packed", "pushpull", "allgather")
+
+
+class SparseComm:
+    """Sums gradients over a group of ranks, moving the blocks that are not zero.
+
+    All ranks of the group make one together and call its methods in the same order. Collectives
+    run one after the other on a thread of their own; each method returns a `Handle`, and has ended
+    unless ``async_op`` is true.
+
+    Args:
+        group: An MPI communicator, a torch process group, a `Transport`, or None for all ranks.
+        block: Elements per block; 64 to 4096 are useful.
+        mode: ``auto`` or the name of an executor.
+        average: Whether results are means rather than sums.
+        deterministic: Whether sums are made in the order of the ranks, from +0.0, in float32 for
+            16-bit floats: all executors then give the same bits, and so do all ranks.
+        hierarchical: Whether ranks of one node first sum densely among themselves.
+        compressor: What each rank leaves out of its gradients, and adds to the next ones.
+        transport: ``mpi``, ``torch`` or ``auto``: what the launch offers.
+        staging: How an accelerator's tensors travel: ``direct``, ``pinned`` or ``auto``.
+        timeout_s: Seconds after which a silent peer counts as lost.
+        constants: Of the cost model; measured here if omitted and needed.
+        device: Where buckets will be; that of the present accelerator if omitted.
+
+    Raises:
+        ConfigError: A value cannot be.
+        CommError: There is no such transport, or a peer was lost.
+    """
+
+    def __init__(
+        self,
+        group: Any = None,
+        *,
+        block: int = 256,
+        mode: Mode = "auto",
+        average: bool = True,
+        deterministic: bool = True,
+        hierarchical: bool = False,
+        compressor: Compressor | CompressorConfig | None = None,
+        transport: Choice = "auto",
+        staging: Staging = "auto",
+        timeout_s: float = 300.0,
+        constants: Constants | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        _check(block, mode, deterministic)
+        if isinstance(compressor, CompressorConfig):
+            compressor = make_compressor(compressor, block)
+        self.block = block
+        self.mode = mode
+        self.average = average
+        self.deterministic = deterministic
+        self.compressor = compressor
+        self.totals = Totals()
+        self._transport = open_transport(
+            group, choice=transport, staging=staging, timeout_s=timeout_s
+        )
+        self._hierarchy = Hierarchy.find(self._transport) if hierarchical else None
+        between = self._hierarchy.between if self._hierarchy else self._transport
+        if constants is None and mode == "auto" and between.size > 1:
+            constants = calibrate(between, block, torch.device(device or _present_device()))
+        self.constants = constants or Constants()
+        scratch = Scratch()
+        self._reduction = Reduction(
+            self._transport,
+            self._hierarchy,
+            block=block,
+            mode=mode,
+            constants=self.constants,
+            allowed=_AUTO if deterministic else _AUTO_LOOSE,
+            compressor=compressor,
+            scratch=scratch,
+        )
+        self._rows = RowReducer(self._transport, scratch, self.constants)
+        self._scratch = scratch
+        self._worker = Worker(f"wavemare-collectives-{self.rank}")
+        self._calls = 0
+
+    # --- what this is -----------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This process's place in the group."""
+        return self._transport.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._transport.size
+
+    @property
+    def transport(self) -> Transport:
+        """The transport."""
+        return self._transport
+
+    @property
+    def num_scratch_bytes(self) -> int:
+        """Bytes held to pack and receive blocks; they grow to what the largest call needed."""
+        return self._scratch.num_bytes
+
+    def plan(self, masks: Masks | np.ndarray[Any, Any] | Tensor, itemsize: int = 4) -> Plan:
+        """Say what would be done with a bucket: a pure function of its masks, without history.
+
+        Args:
+            masks: (N, nb), whether each rank's block is not zero.
+            itemsize: Bytes of an element.
+
+        Returns:
+            The plan, which prints as a table.
+        """
+        if not isinstance(masks, Masks):
+            masks = Masks.of(np.asarray(masks))
+        allowed = self._reduction.selector.allowed
+        return make_plan(masks, self.block * itemsize, self.constants, allowed)
+
+    # --- collectives ------------------------------------------------------------------------------
+
+    def allreduce_(
+        self,
+        flat: Tensor,
+        *,
+        key: str | None = None,
+        weights: Tensor | None = None,
+        async_op: bool = False,
+    ) -> Handle:
+        """Sum (or average) a bucket over all ranks, in place.
+
+        Args:
+            flat: (E,), contiguous; float32, bfloat16, float16, float64 or int32.
+            key: Name of the bucket, under which its history and residual are kept; by default its
+                size and type.
+            weights: (E,), the weights whose gradient it is, if the compressor asks for them.
+            async_op: Whether to return at once.
+
+        Returns:
+            A handle, whose ``wait`` returns ``flat``.
+
+        Raises:
+            ConfigError: The tensor has another layout or type; nothing was sent.
+            CommError: A peer was lost, or calls something else.
+        """
+        scale = self._check_bucket(flat)
+        key = key or f"{flat.numel()} {flat.dtype}"
+
+        def work(stats: Statistics) -> Tensor:
+            if flat.numel():
+                self._reduction.all_reduce(flat, key, scale, weights, stats)
+            return flat
+
+        return self._submit("allreduce_", flat, work, async_op, key=key)
+
+    def reduce_scatter_(
+        self,
+        flat: Tensor,
+        partition: Sequence[Piece] | Sequence[int],
+        *,
+        key: str | None = None,
+        weights: Tensor | None = None,
+        async_op: bool = False,
+    ) -> Handle:
+        """Sum (or average) a bucket over all ranks, each range on the rank that owns it.
+
+        Args:
+            flat: As for `allreduce_`. Afterwards this rank's own ranges hold the result and the
+                others are undefined.
+            partition: Who owns what: pieces, or the N + 1 borders of one range for each rank. The
+                same on all ranks.
+            key: As for `allreduce_`.
+            weights: As for `allreduce_`.
+            async_op: Whether to return at once.
+        """
+        scale = self._check_bucket(flat)
+        pieces = _pieces(partition, flat.numel(), self.size)
+        key = f"scatter {key or f'{flat.numel()} {flat.dtype}'}"
+
+        def work(stats: Statistics) -> Tensor:
+            if flat.numel():
+                self._reduction.reduce_scatter(flat, pieces, key, scale, weights, stats)
+            return flat
+
+        return self._submit("reduce_scatter_", flat, work, async_op, key=key)
+
+    def allgather_(
+        self, flat: Tensor, partition: Sequence[Piece] | Sequence[int], *, async_op: bool = False
+    ) -> Handle:
+        """Give all ranks each range as it is on the rank that owns it.
+
+        Args:
+            flat: As for `allreduce_`; its ranges of other owners are written.
+            partition: As for `reduce_scatter_`.
+            async_op: Whether to return at once.
+        """
+        self._check_bucket(flat)
+        pieces = _pieces(partition, flat.numel(), self.size)
+
+        def work(stats: Statistics) -> Tensor:
+            self._reduction.all_gather(flat, pieces, stats)
+            return flat
+
+        return self._submit("allgather_", flat, work, async_op)
+
+    def allreduce_rows_(
+        self, ids: Tensor, rows: Tensor, num_rows: int | None = None, *, async_op: bool = False
+    ) -> Handle:
+        """Sum (or average) some rows of a table, such as an embedding's gradient, over all ranks.
+
+        Args:
+            ids: (k,), int64: which rows; a row that stands several times is summed first.
+            rows: (k, dim), contiguous: their values.
+            num_rows: Rows of the table; None if ids can be any number.
+            async_op: Whether to return at once.
+
+        Returns:
+            A handle, whose ``wait`` returns (ids, rows): ascending ids of the rows that some rank
+            gave, and their sums, the same on all ranks.
+
+        Raises:
+            ConfigError: Shapes or types do not fit, or an id is not a row; nothing was sent.
+        """
+        check_rows(ids, rows, num_rows)
+        scale = self._check_bucket(rows.view(-1))
+
+        def work(stats: Statistics) -> tuple[Tensor, Tensor]:
+            return self._rows.reduce(ids, rows, num_rows, scale, stats)
+
+        return self._submit("allreduce_rows_", rows, work, async_op, num_items=num_rows or 0)
+
+    # --- state ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what must be saved with a checkpoint: the compressor's residuals."""
+        return {"compressor": self.compressor.state_dict()} if self.compressor else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state of `state_dict`.
+
+        Raises:
+            CheckpointError: It is of another compressor.
+        """
+        if self.compressor is not None and "compressor" in state:
+            self.compressor.load_state_dict(state["compressor"])
+
+    def close(self) -> None:
+        """End the collectives under way, then the thread and the transport."""
+        self._worker.close()
+        if self._hierarchy:
+            self._hierarchy.close()
+        self._transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _submit(
+        self,
+        operation: str,
+        tensor: Tensor,
+        work: Callable[[Statistics], Any],
+        async_op: bool,
+        *,
+        key: str = "",
+        num_items: int = 0,
+    ) -> Handle:
+        number, self._calls = self._calls, self._calls + 1
+        columns = tensor.numel() if tensor.dim() == 1 else tensor.shape[1]
+
+        def run(stats: Statistics) -> Any:
+            started = time.perf_counter()
+            up, down = self._traffic()
+            stats.payload_bytes = tensor.nbytes
+            if self.size > 1:
+                took = self._reduction.took_ns(key)
+                shape = (columns, tensor.dtype, self.block, took, num_items)
+                told = agree(self._transport, Header(number, operation, *shape))
+                self._reduction.learn(key, told)
+            result = work(stats)
+            stats.actual_s = time.perf_counter() - started
+            after = self._traffic()
+            stats.bytes_up, stats.bytes_down = after[0] - up, after[1] - down
+            self.totals.add(stats)
+            return result
+
+        handle = self._worker.submit(run, tensor.device)
+        if not async_op:
+            handle.wait()
+        return handle
+
+    def _traffic(self) -> tuple[int, int]:
+        transports = [self._transport]
+        if self._hierarchy:
+            transports += [self._hierarchy.within, self._hierarchy.between]
+        return sum(t.bytes_up for t in transports), sum(t.bytes_down for t in transports)
+
+    def _check_bucket(self, flat: Tensor) -> float:
+        """Check what cannot be summed, and return the factor of the sum."""
+        reason = remedy = None
+        if flat.layout is not torch.strided:
+            reason, remedy = f"its layout is {flat.layout}", "Use allreduce_rows_ for its rows"
+        elif flat.dim() != 1 or not flat.is_contiguous():
+            reason = f"it is not flat and contiguous (shape {tuple(flat.shape)}, {flat.stride()})"
+            remedy = "Give tensor.contiguous().view(-1), or a bucket made by flattening"
+        elif flat.dtype not in DTYPES:
+            reason, remedy = (
+                f"its type is {flat.dtype}",
+                f"Use one of {', '.join(map(str, DTYPES))}",
+            )
+        elif self.average and not flat.dtype.is_floating_point:
+            reason, remedy = "whole numbers have no mean", "Use SparseComm(average=False)"
+        if reason is not None and remedy is not None:
+            raise ConfigError("bucket", tuple(flat.shape), reason, remedy)
+        return 1.0 / self.size if self.average else 1.0
+
+
+def _present_device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _check(block: int, mode: str, deterministic: bool) -> None:
+    if block < 1:
+        raise ConfigError("block", block, "a block has at least one element", "Give 256")
+    if mode not in MODES:
+        raise ConfigError("mode", mode, "there is no such mode", did_you_mean(mode, MODES))
+    if deterministic and mode != "auto" and not EXECUTOR_TYPES[mode].deterministic:
+        raise ConfigError(
+            "mode",
+            mode,
+            "it does not sum in the order of the ranks, which deterministic asks for",
+            "Set deterministic to false, or choose auto, ordered, pushpull or allgather",
+        )
+
+
+def _pieces(partition: Sequence[Any], numel: int, num_ranks: int) -> list[Piece]:
+    if all(isinstance(item, Piece) for item in partition):
+        pieces = list(partition)
+    else:
+        borders = [int(border) for border in partition]
+        pieces = [Piece(*pair, owner) for owner, pair in enumerate(pairwise(borders))]
+        if len(pieces) != num_ranks:
+            reason = f"it has {len(pieces)} ranges for {num_ranks} ranks"
+            raise ConfigError("partition", borders, reason, f"Give {num_ranks + 1} borders")
+    ordered = sorted(pieces, key=lambda piece: piece.start)
+    inside = all(0 <= p.start <= p.stop <= numel and 0 <= p.owner < num_ranks for p in ordered)
+    if not inside or any(a.stop > b.start for a, b in pairwise(ordered)):
+        reason = f"its ranges overlap or lie outside of {numel} elements and {num_ranks} ranks"
+        raise ConfigError("partition", pieces, reason, "Give ranges that do not overlap")
+    return pieces

@@ -1,0 +1,76 @@
+"""What a collective has done, and what the collectives of a step have."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["Statistics", "Totals"]
+
+
+@dataclass
+class Statistics:
+    """One call.
+
+    Attributes:
+        executor: Which was used.
+        payload_bytes: Bytes of the bucket.
+        density: Mean share of a rank's blocks that are not zero; None if nobody looked.
+        union: Share of the blocks that are not zero on some rank; None if nobody looked.
+        bytes_up: Bytes that this rank sent, masks included.
+        bytes_down: Bytes that it received.
+        predicted_s: Seconds that the call was expected to take; None without a prediction.
+        actual_s: Seconds that it took.
+        phases_s: Where they went: ``mask``, ``metadata``, ``plan``, ``pack``, ``push``, ``reduce``,
+            ``pull``, ``unpack``, ``dense``.
+    """
+
+    executor: str = ""
+    payload_bytes: int = 0
+    density: float | None = None
+    union: float | None = None
+    bytes_up: int = 0
+    bytes_down: int = 0
+    predicted_s: float | None = None
+    actual_s: float = 0.0
+    phases_s: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Totals:
+    """All calls since it was last taken."""
+
+    calls: list[Statistics] = field(default_factory=list)
+
+    def add(self, statistics: Statistics) -> None:
+        """Add a call."""
+        self.calls.append(statistics)
+
+    def take(self) -> Mapping[str, float]:
+        """Return figures by name, and forget the calls.
+
+        Densities are means weighted by the bytes of the buckets; ``sparse_calls_EXECUTOR`` counts
+        calls. Empty if there was no call.
+        """
+        calls, self.calls = self.calls, []
+        if not calls:
+            return {}
+        figures: dict[str, float] = {
+            "sparse_payload_bytes": sum(call.payload_bytes for call in calls),
+            "sparse_bytes_up": sum(call.bytes_up for call in calls),
+            "sparse_bytes_down": sum(call.bytes_down for call in calls),
+            "sparse_seconds": sum(call.actual_s for call in calls),
+        }
+        foreseen = [call for call in calls if call.predicted_s is not None]
+        if foreseen:
+            figures["sparse_predicted_seconds"] = sum(call.predicted_s or 0.0 for call in foreseen)
+        for name in ("density", "union"):
+            looked = [(getattr(c, name), c.payload_bytes) for c in calls]
+            known = [(share, size) for share, size in looked if share is not None]
+            total = sum(size for _, size in known)
+            if total:
+                figures[f"sparse_{name}"] = sum(share * size for share, size in known) / total
+        for executor, count in Counter(call.executor for call in calls).items():
+            figures[f"sparse_calls_{executor}"] = count
+        return figures

@@ -1,0 +1,7 @@
+"""Networks that the collectives may use, chosen by what the launch offers."""
+
+from wavemare.comm.transport.base import Exchange, Transport
+from wavemare.comm.transport.choice import open_transport
+from wavemare.comm.transport.staging import StagedTransport
+
+__all__ = ["Exchange", "StagedTransport", "Transport", "open_transport"]

@@ -1,0 +1,193 @@
+"""What the collectives ask of a network: messages between ranks, and its own dense reduction.
+
+All algorithms are made of messages between two ranks, so that whoever is missing can be named, and
+so that any MPI and any of torch's backends will do. Messages between two ranks arrive in the order
+in which they were sent; both sides know their sizes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from wavemare.errors import CommError
+
+__all__ = ["Exchange", "Transport", "as_bytes", "pieces"]
+
+_LARGEST = 1 << 30
+"""Bytes of the largest single message: MPI before version 4 counts with 32 bits."""
+
+
+class Exchange(Protocol):
+    """Messages under way. A zero-sized tensor is no message, on both sides."""
+
+    def send(self, peer: int, tensor: Tensor) -> None:
+        """Send a contiguous tensor, which must stay as it is until `wait` has returned."""
+
+    def receive(self, peer: int, tensor: Tensor) -> None:
+        """Fill a contiguous tensor with the next message of a peer."""
+
+    def wait(self) -> None:
+        """Wait until all that was sent and received has been.
+
+        Raises:
+            CommError: A peer has gone, or was silent for longer than the time limit.
+        """
+
+
+class Transport(ABC):
+    """Messages and reductions within one group of ranks, used by one thread at a time.
+
+    Attributes:
+        name: ``mpi``, ``gloo``, ``nccl``, ...
+        rank: This process's place in the group.
+        size: Number of ranks.
+        timeout_s: Seconds after which a silent peer counts as lost.
+        takes_device: Whether tensors of an accelerator may be given, rather than of the host.
+        bytes_up: Bytes sent to other ranks so far.
+        bytes_down: Bytes received from other ranks so far.
+    """
+
+    name: str
+    rank: int
+    size: int
+    timeout_s: float
+    takes_device: bool = False
+    bytes_up: int = 0
+    bytes_down: int = 0
+
+    @abstractmethod
+    def begin(self) -> Exchange:
+        """Begin messages that are under way together."""
+
+    @abstractmethod
+    def receive_any(self, tensor: Tensor) -> int:
+        """Fill a tensor with the next message of whichever peer; it may be shorter than that.
+
+        No other receives may be under way.
+
+        Returns:
+            The peer.
+
+        Raises:
+            CommError: As `Exchange.wait`; or this network has no such receives.
+        """
+
+    @abstractmethod
+    def reduces(self, dtype: torch.dtype) -> bool:
+        """Whether `all_reduce` adds tensors of this type as its own type says."""
+
+    def all_reduce(self, flat: Tensor) -> None:
+        """Sum a tensor over all ranks in place, in whatever order the library likes.
+
+        It counts as 2 (N-1)/N of its bytes in each direction, the least that is possible.
+
+        Raises:
+            CommError: As `Exchange.wait`.
+        """
+        self._all_reduce(flat)
+        least = 2 * (self.size - 1) * flat.nbytes // self.size
+        self.bytes_up += least
+        self.bytes_down += least
+
+    @abstractmethod
+    def _all_reduce(self, flat: Tensor) -> None: ...
+
+    @abstractmethod
+    def split(self, colour: int) -> Self:
+        """Return a transport among the ranks of one colour, in their order; all must call it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what the library holds."""
+
+    @property
+    def message_device(self) -> torch.device:
+        """Where small messages, such as masks, must lie."""
+        return torch.device("cpu")
+
+    @property
+    @abstractmethod
+    def host(self) -> str:
+        """Name of the machine on which this rank runs."""
+
+    def all_gather(self, mine: Tensor, out: Tensor) -> None:
+        """Tell all ranks the same.
+
+        Args:
+            mine: (n,), this rank's.
+            out: (N, n), written: each rank's.
+        """
+        out[self.rank].copy_(mine)
+        self.all_gather_parts(list(out))
+
+    def all_gather_parts(self, parts: Sequence[Tensor]) -> None:
+        """Tell all ranks this rank's part and receive the others', of sizes known to all.
+
+        Args:
+            parts: For each rank its part; one's own is read, the others are written.
+        """
+        exchange = self.begin()
+        for peer in self.peers():
+            exchange.receive(peer, parts[peer])
+        for peer in self.peers():
+            exchange.send(peer, parts[self.rank])
+        exchange.wait()
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Give all ranks the tensor of one."""
+        exchange = self.begin()
+        if self.rank == source:
+            for peer in self.peers():
+                exchange.send(peer, tensor)
+        else:
+            exchange.receive(source, tensor)
+        exchange.wait()
+
+    def barrier(self) -> None:
+        """Wait until all ranks have come here."""
+        mine = torch.zeros(1, dtype=torch.uint8, device=self.message_device)
+        self.all_gather(mine, mine.new_empty(self.size, 1))
+
+    def peers(self) -> list[int]:
+        """Return the other ranks, beginning with the next: no two ranks begin with the same."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    def lost(self, peers: Sequence[int], how: str) -> CommError:
+        """Return the error for peers that do not answer.
+
+        Args:
+            peers: Their ranks in this group; empty if nobody knows which.
+            how: What was noticed, such as ``it has closed its connection``.
+        """
+        named = ", ".join(map(str, peers)) or "unknown"
+        return CommError(
+            "rank" if len(peers) < 2 else "ranks",  # noqa: PLR2004
+            named,
+            f"lost during a collective of {self.size} ranks over {self.name}, "
+            f"noticed by rank {self.rank}: {how}",
+            "Look at the output of that rank; if it was only slow, raise the time limit "
+            "(wavemare.watchdog.timeout_s)",
+        )
+
+    def silent(self, peers: Sequence[int]) -> CommError:
+        """Return the error for peers that have said nothing within the time limit."""
+        return self.lost(peers, f"nothing came within {self.timeout_s:g} s")
+
+
+def as_bytes(tensor: Tensor) -> Any:
+    """Return a contiguous host tensor as a numpy array of its bytes, without a copy."""
+    return tensor.detach().view(-1).view(torch.uint8).numpy()
+
+
+def pieces(tensor: Tensor) -> Sequence[Tensor]:
+    """Cut a contiguous tensor into views that each are small enough for one message."""
+    if tensor.numel() == 0:
+        return ()
+    flat = tensor.detach().view(-1)
+    most = _LARGEST // flat.element_size()
+    return (flat,) if flat.numel() <= most else flat.split(most)

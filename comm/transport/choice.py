@@ -1,0 +1,126 @@
+"""Which transport a launch offers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from wavemare.comm.transport.base import Transport
+from wavemare.comm.transport.staging import StagedTransport
+from wavemare.comm.transport.torch_transport import TorchTransport
+from wavemare.errors import CommError, ConfigError
+
+__all__ = ["Choice", "Staging", "open_transport"]
+
+Choice = Literal["auto", "mpi", "torch"]
+Staging = Literal["auto", "direct", "pinned"]
+
+_MPI_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
+
+
+def open_transport(
+    group: Any = None,
+    *,
+    choice: Choice = "auto",
+    staging: Staging = "auto",
+    timeout_s: float = 300.0,
+) -> Transport:
+    """Open a transport; all ranks of the group must call this together.
+
+    Args:
+        group: A `Transport` (returned as it is), an MPI communicator, a torch process group, or
+            None for all ranks.
+        choice: ``mpi`` or ``torch``; ``auto`` takes torch where its backend is NCCL, MPI where an
+            MPI launcher started this process, else torch.
+        staging: How an accelerator's tensors travel over MPI and gloo: ``pinned`` copies packed
+            blocks through the host's pinned memory, ``direct`` hands MPI the device's memory,
+            ``auto`` does that if the MPI says that it is CUDA-aware.
+        timeout_s: Seconds after which a silent peer counts as lost.
+
+    Raises:
+        CommError: What was chosen is not there.
+        ConfigError: A process group was given with another transport than torch, or the reverse.
+    """
+    if isinstance(group, Transport):
+        return group
+    if _is_mpi_communicator(group):
+        if choice == "torch":
+            raise _mismatch(choice, "an MPI communicator")
+        return _staged(_open_mpi(group, staging, timeout_s), staging)
+    if choice == "mpi" or (choice == "auto" and group is None and _launched_by_mpi()):
+        return _staged(_open_mpi(_same_ranks(group), staging, timeout_s), staging)
+    if not dist.is_initialized():
+        raise CommError(
+            "transport",
+            choice,
+            "torch.distributed is not initialized, and no MPI launcher started this process",
+            "Call torch.distributed.init_process_group, or start it with 'mpirun -n N python "
+            "-m mpi4py SCRIPT'",
+        )
+    return _staged(TorchTransport(group, timeout_s), staging)
+
+
+def _launched_by_mpi() -> bool:
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        return False
+    return any(name in os.environ for name in _MPI_VARIABLES)
+
+
+def _is_mpi_communicator(group: Any) -> bool:
+    module = sys.modules.get("mpi4py.MPI")
+    return module is not None and isinstance(group, module.Comm)
+
+
+def _same_ranks(group: Any) -> Any:
+    """Return the communicator of the ranks of a process group; all ranks there are must call it."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    if not dist.is_initialized():
+        return world
+    if (dist.get_rank(), dist.get_world_size()) != (world.Get_rank(), world.Get_size()):
+        raise CommError(
+            "transport",
+            "mpi",
+            f"this is rank {dist.get_rank()} of {dist.get_world_size()} for torch.distributed and "
+            f"rank {world.Get_rank()} of {world.Get_size()} for MPI",
+            "Start all ranks with one mpirun, or use transport torch",
+        )
+    if group is None or group is dist.group.WORLD:
+        return world
+    members = dist.get_process_group_ranks(group)
+    return world.Split(min(members), members.index(dist.get_rank()))
+
+
+def _open_mpi(communicator: Any, staging: Staging, timeout_s: float) -> Transport:
+    try:
+        from wavemare.comm.transport.mpi_transport import MpiTransport
+    except (ImportError, RuntimeError) as error:
+        reason = f"mpi4py finds no MPI library ({str(error).splitlines()[0]})"
+        raise CommError("transport", "mpi", reason, "Install one: pip install mpich") from error
+    return MpiTransport(communicator, timeout_s, takes_device=_cuda_aware(staging))
+
+
+def _cuda_aware(staging: Staging) -> bool:
+    if staging != "auto":
+        return staging == "direct"
+    import torch
+
+    if not torch.cuda.is_available():
+        return False
+    from wavemare.comm.mpi import describe_mpi
+
+    return bool(describe_mpi().cuda_aware)
+
+
+def _staged(transport: Transport, staging: Staging) -> Transport:
+    if staging == "direct" or transport.takes_device:
+        return transport
+    return StagedTransport(transport)
+
+
+def _mismatch(choice: str, given: str) -> ConfigError:
+    return ConfigError("transport", choice, f"{given} was given", "Use auto, or give no group")

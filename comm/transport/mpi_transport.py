@@ -1,0 +1,190 @@
+"""Messages over MPI, by mpi4py's buffer calls alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from wavemare.comm.transport.base import Transport, as_bytes, pieces
+from wavemare.errors import CommError
+
+__all__ = ["MpiTransport"]
+
+_TAG = 7
+_PROBE_TAG = 8
+_SPINS = 200
+"""Polls without a pause: short messages are there before a sleeping thread would wake up."""
+_PAUSE_S = 50e-6
+"""Then a pause between two polls. A library that waits by itself keeps a core busy, which the
+backward pass needs; over the slowest of useful links the buffers of the kernel last for longer."""
+_TYPES = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE, torch.int32: MPI.INT32_T}
+
+
+class MpiTransport(Transport):
+    """Messages over a duplicate of a communicator, so that nobody else's can mix with them.
+
+    Args:
+        comm: Whose ranks take part; all of them must call this together.
+        timeout_s: Seconds after which a silent peer counts as lost.
+        takes_device: Whether this MPI takes GPU buffers.
+    """
+
+    name = "mpi"
+
+    def __init__(
+        self,
+        comm: MPI.Comm = MPI.COMM_WORLD,
+        timeout_s: float = 300.0,
+        takes_device: bool = False,
+    ) -> None:
+        self._comm = comm.Dup()
+        self.rank = self._comm.Get_rank()
+        self.size = self._comm.Get_size()
+        self.timeout_s = timeout_s
+        self.takes_device = takes_device
+
+    def begin(self) -> _MpiExchange:
+        """Begin messages that are under way together."""
+        return _MpiExchange(self)
+
+    def receive_any(self, tensor: Tensor) -> int:
+        """Fill a tensor with the next message of whichever peer."""
+        status = MPI.Status()
+        request = self._comm.Irecv(buffer_of(tensor), MPI.ANY_SOURCE, _TAG)
+        self.finish([request], [], status)
+        return status.Get_source()
+
+    def reduces(self, dtype: torch.dtype) -> bool:
+        """Whether `all_reduce` takes tensors of this type: MPI knows no 16-bit floats."""
+        return dtype in _TYPES
+
+    def _all_reduce(self, flat: Tensor) -> None:
+        kind = _TYPES[flat.dtype]
+        for piece in pieces(flat):
+            _synchronize(piece)
+            request = self._comm.Iallreduce(MPI.IN_PLACE, [buffer_of(piece)[0], kind])
+            self.finish([request], [])
+
+    def split(self, colour: int) -> MpiTransport:
+        """Return a transport among the ranks of one colour; all ranks must call it."""
+        part = self._comm.Split(colour, self.rank)
+        transport = MpiTransport(part, self.timeout_s, self.takes_device)
+        part.Free()
+        return transport
+
+    def close(self) -> None:
+        """Give back the communicator."""
+        if self._comm != MPI.COMM_NULL and not MPI.Is_finalized():
+            self._comm.Free()
+
+    @property
+    def host(self) -> str:
+        """Name of the machine on which this rank runs."""
+        return MPI.Get_processor_name()
+
+    @property
+    def communicator(self) -> MPI.Comm:
+        """The communicator."""
+        return self._comm
+
+    def finish(
+        self, requests: list[MPI.Request], peers: Sequence[int], status: MPI.Status | None = None
+    ) -> None:
+        """Wait for requests, leaving the core to others meanwhile.
+
+        Args:
+            requests: From MPI.
+            peers: For each of them who is at the other end; empty if it is no single rank.
+            status: Filled in if there is one request.
+
+        Raises:
+            CommError: One of them failed, or took longer than the time limit.
+        """
+        deadline = time.monotonic() + self.timeout_s
+        polls = 0
+        try:
+            while not _all_done(requests, status):
+                polls += 1
+                time.sleep(0 if polls < _SPINS else _PAUSE_S)
+                if polls % 256 == 0 and time.monotonic() > deadline:
+                    raise self._silent(requests, peers)
+        except MPI.Exception as error:
+            raise self.lost([], str(error)) from error
+
+    def _silent(self, requests: Sequence[MPI.Request], peers: Sequence[int]) -> CommError:
+        # A peer that waits for the one that was lost is silent too: ask who is still there.
+        pending = [p for r, p in zip(requests, peers, strict=False) if r != MPI.REQUEST_NULL]
+        absent = self._absent()
+        return self.silent(absent or sorted(set(pending)))
+
+    def _absent(self, patience_s: float = 2.0) -> list[int]:
+        """Return the peers that do not answer; all that are left ask this at about one time."""
+        mine = torch.zeros(1, dtype=torch.uint8)
+        answers = {peer: torch.zeros(1, dtype=torch.uint8) for peer in self.peers()}
+        asked = {
+            peer: self._comm.Irecv(buffer_of(answers[peer]), peer, _PROBE_TAG) for peer in answers
+        }
+        for peer in answers:
+            self._comm.Isend(buffer_of(mine), peer, _PROBE_TAG)
+        deadline = time.monotonic() + patience_s
+        present: set[int] = set()
+        while len(present) < len(asked) and time.monotonic() < deadline:
+            present |= {peer for peer, r in asked.items() if peer not in present and r.Test()}
+            time.sleep(0.01)
+        return sorted(asked.keys() - present)
+
+
+class _MpiExchange:
+    """Each message is under way as soon as it is given; the library moves it when polled."""
+
+    def __init__(self, transport: MpiTransport) -> None:
+        self._transport = transport
+        self._requests: list[MPI.Request] = []
+        self._peers: list[int] = []
+
+    def send(self, peer: int, tensor: Tensor) -> None:
+        _synchronize(tensor)
+        self._post(self._transport.communicator.Isend, peer, tensor)
+        self._transport.bytes_up += tensor.nbytes
+
+    def receive(self, peer: int, tensor: Tensor) -> None:
+        self._post(self._transport.communicator.Irecv, peer, tensor)
+        self._transport.bytes_down += tensor.nbytes
+
+    def _post(self, function: Any, peer: int, tensor: Tensor) -> None:
+        for piece in pieces(tensor):
+            self._requests.append(function(buffer_of(piece), peer, _TAG))
+            self._peers.append(peer)
+
+    def wait(self) -> None:
+        requests, self._requests = self._requests, []
+        peers, self._peers = self._peers, []
+        if requests:
+            self._transport.finish(requests, peers)
+
+
+def _all_done(requests: list[MPI.Request], status: MPI.Status | None) -> bool:
+    if status is not None:
+        return requests[0].Test(status)
+    # Not Testall, which leaves those that are done among those that are not.
+    MPI.Request.Testsome(requests)
+    return all(request == MPI.REQUEST_NULL for request in requests)
+
+
+def buffer_of(tensor: Tensor) -> list[Any]:
+    """Return what mpi4py takes for the bytes of a contiguous tensor."""
+    if tensor.is_cuda:
+        flat = tensor.detach().view(-1).view(torch.uint8)
+        return [flat, MPI.BYTE]
+    return [as_bytes(tensor), MPI.BYTE]
+
+
+def _synchronize(tensor: Tensor) -> None:
+    # MPI knows nothing of streams: what fills the buffer must have ended.
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()

@@ -1,0 +1,160 @@
+"""Tensors of an accelerator over a network that only reads the host's memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wavemare.comm.transport.base import Exchange, Transport
+
+__all__ = ["StagedTransport"]
+
+_CHUNK_BYTES = 4 << 20
+"""Copying one chunk overlaps with sending the one before it."""
+
+
+class StagedTransport(Transport):
+    """Copies through pinned memory of the host, in chunks; the host's own tensors pass through.
+
+    Only what is sent is copied, which is packed blocks: the link to the host is often slower than
+    the network (OmniReduce (SIGCOMM'21): its staged version copies the whole tensor and is bound
+    by PCIe at any sparsity).
+
+    Args:
+        inner: Moves the host's tensors.
+        stages_host: Whether to stage the host's tensors as well, which only a test wants.
+    """
+
+    def __init__(self, inner: Transport, *, stages_host: bool = False) -> None:
+        self._inner = inner
+        self._stages_host = stages_host
+        self._pinned: dict[str, Tensor] = {}
+        self._copies: dict[torch.device, Any] = {}
+        self.name = inner.name
+        self.rank = inner.rank
+        self.size = inner.size
+        self.timeout_s = inner.timeout_s
+        self.takes_device = True
+
+    @property
+    def inner(self) -> Transport:
+        """The transport that moves the host's tensors."""
+        return self._inner
+
+    @property
+    def host(self) -> str:
+        """Name of the machine on which this rank runs."""
+        return self._inner.host
+
+    def begin(self) -> _StagedExchange:
+        """Begin messages that are under way together."""
+        return _StagedExchange(self, self._inner.begin())
+
+    def stages(self, tensor: Tensor) -> bool:
+        """Whether a tensor is copied through the host."""
+        return tensor.is_cuda or self._stages_host
+
+    def receive_any(self, tensor: Tensor) -> int:
+        """Fill a tensor with the next message of whichever peer."""
+        if not self.stages(tensor):
+            return self._inner.receive_any(tensor)
+        staged = self.pinned("any", tensor.nbytes)
+        peer = self._inner.receive_any(staged)
+        tensor.view(-1).view(torch.uint8).copy_(staged)
+        return peer
+
+    def reduces(self, dtype: torch.dtype) -> bool:
+        """Whether `all_reduce` adds tensors of this type as its own type says."""
+        return self._inner.reduces(dtype)
+
+    def _all_reduce(self, flat: Tensor) -> None:
+        if not self.stages(flat):
+            self._inner._all_reduce(flat)
+            return
+        staged = self.pinned("reduce", flat.nbytes).view(flat.dtype)
+        staged.copy_(flat.view(-1))
+        self._inner._all_reduce(staged)
+        flat.view(-1).copy_(staged)
+
+    def split(self, colour: int) -> StagedTransport:
+        """Return a transport among the ranks of one colour; all ranks must call it."""
+        return StagedTransport(self._inner.split(colour), stages_host=self._stages_host)
+
+    def close(self) -> None:
+        """Give back what the library holds."""
+        self._inner.close()
+
+    def pinned(self, name: str, num_bytes: int) -> Tensor:
+        """Return scratch of the host that the accelerator can copy to and from at full speed."""
+        held = self._pinned.get(name)
+        if held is None or held.numel() < num_bytes:
+            held = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+            self._pinned[name] = held
+        return held[:num_bytes]
+
+    def copy_stream(self, device: torch.device) -> Any:
+        """Return the stream on which a device's copies run beside its kernels."""
+        if device not in self._copies:
+            self._copies[device] = torch.cuda.Stream(device)
+        return self._copies[device]
+
+
+class _StagedExchange:
+    def __init__(self, transport: StagedTransport, inner: Exchange) -> None:
+        self._transport = transport
+        self._inner = inner
+        self._arriving: list[tuple[Tensor, Tensor]] = []
+        self._messages = 0
+
+    def send(self, peer: int, tensor: Tensor) -> None:
+        self._transport.bytes_up += tensor.nbytes
+        if not self._transport.stages(tensor) or not tensor.numel():
+            self._inner.send(peer, tensor)
+            return
+        source = tensor.detach().view(-1).view(torch.uint8)
+        staged = self._scratch(source)
+        # All copies are queued at once; each chunk leaves when its own has ended.
+        chunks = list(zip(source.split(_CHUNK_BYTES), staged.split(_CHUNK_BYTES), strict=True))
+        for ended, chunk in [(self._copy_out(*chunk), chunk[1]) for chunk in chunks]:
+            if ended is not None:
+                ended.synchronize()
+            self._inner.send(peer, chunk)
+
+    def receive(self, peer: int, tensor: Tensor) -> None:
+        self._transport.bytes_down += tensor.nbytes
+        if not self._transport.stages(tensor) or not tensor.numel():
+            self._inner.receive(peer, tensor)
+            return
+        target = tensor.detach().view(-1).view(torch.uint8)
+        staged = self._scratch(target)
+        for chunk in staged.split(_CHUNK_BYTES):
+            self._inner.receive(peer, chunk)
+        self._arriving.append((target, staged))
+
+    def wait(self) -> None:
+        self._inner.wait()
+        for target, staged in self._arriving:
+            target.copy_(staged, non_blocking=True)
+        devices = {target.device for target, _ in self._arriving if target.is_cuda}
+        for device in devices:
+            # The scratch is written again by the next exchange.
+            torch.cuda.current_stream(device).synchronize()
+        self._arriving.clear()
+
+    def _scratch(self, like: Tensor) -> Tensor:
+        self._messages += 1
+        return self._transport.pinned(f"message {self._messages}", like.numel())
+
+    def _copy_out(self, source: Tensor, staged: Tensor) -> Any:
+        if not source.is_cuda:
+            staged.copy_(source)
+            return None
+        stream = self._transport.copy_stream(source.device)
+        stream.wait_stream(torch.cuda.current_stream(source.device))
+        with torch.cuda.stream(stream):
+            staged.copy_(source, non_blocking=True)
+            ended = torch.cuda.Event()
+            ended.record()
+        return ended

@@ -1,0 +1,234 @@
+"""Messages over ``torch.distributed``: gloo on hosts, NCCL on GPUs."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import time
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+
+from wavemare.comm.transport.base import Transport, pieces
+from wavemare.errors import CommError
+
+__all__ = ["TorchTransport"]
+
+_TAG = 0
+_GRACE_S = 2.0
+"""How long after a failure the other ranks may take to tell of theirs."""
+
+
+class TorchTransport(Transport):
+    """Messages over a process group of its own, so that nobody else's can mix with them.
+
+    Args:
+        group: Whose ranks take part; None for all. All of them must call this together.
+        timeout_s: Seconds after which a silent peer counts as lost.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float = 300.0) -> None:
+        members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        self._start(members, dist.get_backend(group), timeout_s)
+
+    def _start(self, members: list[int], backend: str, timeout_s: float) -> None:
+        self._members = members
+        self._backend = backend
+        self.name = backend
+        self.rank = members.index(dist.get_rank())
+        self.size = len(members)
+        self.timeout_s = timeout_s
+        self.takes_device = backend == "nccl"
+        self._label = _new_label(members)
+        self._group = self._open(timedelta(seconds=timeout_s))
+
+    def _open(self, timeout: timedelta) -> Any:
+        if self._backend == "gloo":
+            # Not by new_group: with local synchronization that gives a group the name, and so the
+            # addresses, of an older one of the same ranks.
+            store = PrefixStore(self._label, dist.distributed_c10d._get_default_store())
+            return dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
+        return dist.new_group(
+            self._members, timeout=timeout, backend=self._backend, use_local_synchronization=True
+        )
+
+    def begin(self) -> _TorchExchange | _BatchedExchange:
+        """Begin messages that are under way together."""
+        return _BatchedExchange(self) if self._backend == "nccl" else _TorchExchange(self)
+
+    def receive_any(self, tensor: Tensor) -> int:
+        """Fill a tensor with the next message of whichever peer."""
+        if self._backend == "nccl":
+            raise CommError(
+                "executor",
+                "streaming",
+                "NCCL cannot receive from whichever rank comes first",
+                "Use gloo or MPI, or another executor",
+            )
+        work = self._group.recv_anysource([tensor], _TAG)
+        self.finish(work, None)
+        return int(work._source_rank())
+
+    def reduces(self, dtype: torch.dtype) -> bool:
+        """Whether `all_reduce` adds tensors of this type in enough precision."""
+        return dtype not in (torch.bfloat16, torch.float16)
+
+    def _all_reduce(self, flat: Tensor) -> None:
+        self.finish(self._group.allreduce([flat]), None)
+
+    def split(self, colour: int) -> TorchTransport:
+        """Return a transport among the ranks of one colour; all ranks must call it."""
+        mine = torch.tensor([colour], device=self.message_device)
+        colours = mine.new_empty(self.size, 1)
+        self.all_gather(mine, colours)
+        chosen = (colours[:, 0] == colour).tolist()
+        part = object.__new__(TorchTransport)
+        members = [member for member, here in zip(self._members, chosen, strict=True) if here]
+        part._start(members, self._backend, self.timeout_s)
+        return part
+
+    def close(self) -> None:
+        """Give back the process group; NCCL's lives as long as the default one."""
+        self._group = None
+
+    @property
+    def message_device(self) -> torch.device:
+        """Where small messages must lie: NCCL reads no memory of the host."""
+        nccl = self._backend == "nccl"
+        return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+
+    @property
+    def host(self) -> str:
+        """Name of the machine on which this rank runs."""
+        return socket.gethostname()
+
+    @property
+    def group(self) -> Any:
+        """The process group."""
+        return self._group
+
+    def finish(self, work: Any, peer: int | None) -> None:
+        """Wait for what torch has begun.
+
+        Args:
+            work: From torch.
+            peer: Who is at the other end, if it is one rank.
+
+        Raises:
+            CommError: It failed, or took longer than the time limit.
+        """
+        if work is None:
+            return
+        try:
+            work.wait(timedelta(seconds=self.timeout_s))
+        except RuntimeError as error:
+            raise self.failed(error, peer) from error
+
+    def failed(self, error: Exception, peer: int | None) -> CommError:
+        """Return the error for a failure of torch's; the ranks tell each other who is left."""
+        how = str(error).strip().splitlines()[-1]
+        culprits = _ask_around(self._label, self.rank, self.size, peer)
+        return self.lost(culprits, how)
+
+
+class _TorchExchange:
+    """Each message is under way as soon as it is given; gloo's own thread moves it."""
+
+    def __init__(self, transport: TorchTransport) -> None:
+        self._transport = transport
+        self._works: list[tuple[Any, int]] = []
+
+    def send(self, peer: int, tensor: Tensor) -> None:
+        self._post(self._transport.group.send, peer, tensor)
+        self._transport.bytes_up += tensor.nbytes
+
+    def receive(self, peer: int, tensor: Tensor) -> None:
+        self._post(self._transport.group.recv, peer, tensor)
+        self._transport.bytes_down += tensor.nbytes
+
+    def _post(self, function: Any, peer: int, tensor: Tensor) -> None:
+        for piece in pieces(tensor):
+            try:
+                work = function([piece], peer, _TAG)
+            except RuntimeError as error:
+                raise self._transport.failed(error, peer) from error
+            self._works.append((work, peer))
+
+    def wait(self) -> None:
+        works, self._works = self._works, []
+        for work, peer in works:
+            self._transport.finish(work, peer)
+
+
+class _BatchedExchange:
+    """All messages start at once: NCCL's would wait for each other one by one."""
+
+    def __init__(self, transport: TorchTransport) -> None:
+        self._transport = transport
+        self._operations: list[dist.P2POp] = []
+
+    def send(self, peer: int, tensor: Tensor) -> None:
+        self._add(dist.isend, peer, tensor)
+        self._transport.bytes_up += tensor.nbytes
+
+    def receive(self, peer: int, tensor: Tensor) -> None:
+        self._add(dist.irecv, peer, tensor)
+        self._transport.bytes_down += tensor.nbytes
+
+    def _add(self, function: Any, peer: int, tensor: Tensor) -> None:
+        for piece in pieces(tensor):
+            operation = dist.P2POp(function, piece, group=self._transport.group, group_peer=peer)
+            self._operations.append(operation)
+
+    def wait(self) -> None:
+        operations, self._operations = self._operations, []
+        if operations:
+            for work in dist.batch_isend_irecv(operations):
+                self._transport.finish(work, None)
+
+
+_made: Counter[tuple[int, ...]] = Counter()
+
+
+def _new_label(members: list[int]) -> str:
+    """Return a name that no other transport has, and that all its ranks find by themselves."""
+    number = _made[tuple(members)]
+    _made[tuple(members)] += 1
+    digest = hashlib.sha256(str(members).encode()).hexdigest()[:16]
+    return f"wavemare/comm/{digest}/{number}"
+
+
+def _ask_around(label: str, rank: int, size: int, suspect: int | None) -> Sequence[int]:
+    """Find out which ranks are lost: those that do not tell of a failure of their own.
+
+    A rank that has lost a peer is itself a lost peer to the others, once it leaves. So each tells
+    its suspicion in the store, and looks who else does.
+
+    Returns:
+        The ranks that told nothing; if all did, the first suspect; empty if nobody knows.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    key = f"{label}/lost"
+    told: dict[int, int] = {}
+    try:
+        store.set(f"{key}/{rank}", str(-1 if suspect is None else suspect))
+        deadline = time.monotonic() + _GRACE_S
+        while len(told) < size and time.monotonic() < deadline:
+            for other in range(size):
+                if other not in told and store.check([f"{key}/{other}"]):
+                    told[other] = int(store.get(f"{key}/{other}"))
+            time.sleep(0.05)
+    except RuntimeError:  # the store has gone with the rank that held it
+        return [suspect] if suspect is not None else [0]
+    silent = [other for other in range(size) if other not in told]
+    suspects = [other for other in told.values() if other >= 0]
+    if silent:
+        # Of several silent ranks some may only be slow to notice.
+        return [other for other in silent if other in suspects] or silent
+    return suspects[:1]

@@ -1,0 +1,151 @@
+"""Collectives in the background, while the main thread computes."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from wavemare.comm.statistics import Statistics
+from wavemare.errors import CommError
+
+__all__ = ["Handle", "Worker"]
+
+
+class Handle:
+    """A collective under way.
+
+    Attributes:
+        stats: What it did; complete after `wait`.
+    """
+
+    def __init__(self) -> None:
+        self.stats = Statistics()
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+        self._result: Any = None
+        self._callbacks: list[Callable[[Handle], None]] = []
+        self._lock = threading.Lock()
+        self._device_end: Any = None
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._ended.is_set()
+
+    def wait(self) -> Any:
+        """Wait for the end; may be called several times.
+
+        On a GPU the current stream waits, not the host.
+
+        Returns:
+            What the collective returns; for those in place the tensor that was given.
+
+        Raises:
+            CommError: A peer was lost, or the ranks have not called the same collective.
+        """
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+        if self._device_end is not None:
+            torch.cuda.current_stream().wait_event(self._device_end)
+        return self._result
+
+    def then(self, callback: Callable[[Handle], None]) -> None:
+        """Call a function at the end, on the worker's thread; at once if it has ended."""
+        with self._lock:
+            if not self._ended.is_set():
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def finish(self, result: Any, error: BaseException | None, device_end: Any = None) -> None:
+        """Note the end."""
+        with self._lock:
+            self._result, self._error, self._device_end = result, error, device_end
+            self._ended.set()
+        for callback in self._callbacks:
+            callback(self)
+        self._callbacks.clear()
+
+
+class Worker:
+    """One thread that runs collectives in the order in which they were given.
+
+    Messages wait in the kernel or in the library, kernels release the interpreter's lock: the main
+    thread goes on meanwhile.
+
+    Args:
+        name: Name of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._streams: dict[torch.device, Any] = {}
+
+    def submit(self, work: Callable[[Statistics], Any], device: torch.device) -> Handle:
+        """Run a collective after those submitted before.
+
+        Args:
+            work: Fills in statistics; its result is the handle's.
+            device: Where its tensors are.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        handle = Handle()
+        ready = None
+        if device.type == "cuda":
+            ready = torch.cuda.Event()
+            ready.record(torch.cuda.current_stream(device))
+        self._queue.put((handle, work, device, ready))
+        return handle
+
+    def close(self) -> None:
+        """End the thread after the collectives that were submitted."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            handle, work, device, ready = item
+            result = error = end = None
+            try:
+                if self._failure is not None:
+                    raise _broken(self._failure)
+                result, end = self._run_one(handle, work, device, ready)
+            except BaseException as caught:  # the thread must live to tell of it
+                error = caught
+                self._failure = self._failure or caught
+            handle.finish(result, error, end)
+            # What the handle holds must not live until the next item comes.
+            del item, handle, work, result, error
+
+    def _run_one(self, handle: Handle, work: Any, device: torch.device, ready: Any) -> Any:
+        if ready is None:
+            return work(handle.stats), None
+        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        with torch.cuda.stream(stream):
+            stream.wait_event(ready)
+            result = work(handle.stats)
+            end = torch.cuda.Event()
+            end.record(stream)
+        return result, end
+
+
+def _broken(failure: BaseException) -> CommError:
+    if isinstance(failure, CommError):
+        return CommError(failure.key, failure.value, failure.reason, failure.remedy)
+    return CommError(
+        "collective",
+        type(failure).__name__,
+        f"an earlier collective has failed ({failure}), so that the ranks may be out of step",
+        "Mend what failed first",
+    )
