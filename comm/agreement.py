@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,10 +14,10 @@ from wavemare.comm.masks import Masks, mask_bytes
 from wavemare.comm.transport.base import Transport
 from wavemare.errors import CommError
 
-__all__ = ["HEADER_BYTES", "Header", "agree", "exchange_masks"]
+__all__ = ["HEADER_BYTES", "Header", "agree", "digest_of", "exchange_masks"]
 
 OPERATIONS = ("allreduce_", "reduce_scatter_", "allgather_", "allreduce_rows_")
-_FIELDS = 7
+_FIELDS = 8
 HEADER_BYTES = 8 * _FIELDS
 
 
@@ -31,7 +32,8 @@ class Header:
         dtype: Of its elements.
         block: Elements per block.
         took_ns: Nanoseconds that the call of this bucket before took.
-        num_items: What else must agree, such as the number of rows.
+        num_items: Rows of a table; -1 if they are not known.
+        terms: Digest of all else that must agree (see `digest_of`).
     """
 
     number: int
@@ -41,12 +43,14 @@ class Header:
     block: int
     took_ns: int = 0
     num_items: int = 0
+    terms: int = 0
 
     def as_tensor(self) -> Tensor:
-        """Return the header as (7,), int64."""
+        """Return the header as (8,), int64."""
         numbers = [
             *(self.number, OPERATIONS.index(self.operation), self.numel),
-            *(DTYPES.index(self.dtype), self.block, self.took_ns, self.num_items),
+            *(DTYPES.index(self.dtype), self.block, self.took_ns),
+            *(self.num_items, self.terms),
         ]
         return torch.tensor(numbers, dtype=torch.int64)
 
@@ -54,6 +58,11 @@ class Header:
         """Whether another rank's header names another call."""
         own = self.as_tensor().tolist()
         return own[:5] != told[:5] or own[6:] != told[6:]
+
+
+def digest_of(*terms: object) -> int:
+    """Return a number that differs, as good as always, where the values do."""
+    return zlib.crc32(repr(terms).encode())
 
 
 def agree(transport: Transport, header: Header) -> list[int]:
@@ -73,12 +82,16 @@ def agree(transport: Transport, header: Header) -> list[int]:
     table = mine.new_empty(transport.size, _FIELDS)
     transport.all_gather(mine, table)
     told = table.tolist()
+    own = _spell(told[transport.rank])
     for rank, numbers in enumerate(told):
         if header.differs(numbers):
+            other = _spell(numbers)
+            if other == own:
+                other = "it with another key, partition, mode, average or cost model"
             raise CommError(
                 "collective",
-                _spell(header.as_tensor().tolist()),
-                f"rank {rank} calls {_spell(numbers)} instead",
+                own,
+                f"rank {rank} calls {other} instead",
                 "Let all ranks call the same collectives, on equal buckets, in one order",
             )
     return [numbers[5] for numbers in told]
@@ -99,7 +112,7 @@ def exchange_masks(transport: Transport, bits: Tensor, num_blocks: int) -> Masks
 
 
 def _spell(numbers: list[int]) -> str:
-    number, operation, numel, dtype, block, _, items = numbers
+    number, operation, numel, dtype, block, _, items, _ = numbers
     kind = str(DTYPES[dtype]).removeprefix("torch.")
-    extra = f", {items} rows" if items else ""
+    extra = {0: "", -1: ", any rows"}.get(items, f", {items} rows")
     return f"#{number} {OPERATIONS[operation]}({numel} {kind}, block {block}{extra})"

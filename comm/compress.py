@@ -6,17 +6,15 @@ chosen too, even beyond k; `wavemare.comm.error_feedback` says what happens to t
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field, ValidationInfo, field_validator
-from pydantic_core import PydanticCustomError
 from torch import Tensor
 
+from wavemare.comm.config import CompressorConfig
 from wavemare.comm.error_feedback import Compressor, block_norms
 from wavemare.errors import ConfigError
-from wavemare.section import Section
 
 __all__ = [
     "BlockRandomK",
@@ -24,7 +22,6 @@ __all__ = [
     "BlockTopK",
     "BlockTopKRatio",
     "Compressor",
-    "CompressorConfig",
     "make_compressor",
 ]
 
@@ -49,8 +46,7 @@ class _CountedCompressor(Compressor):
             raise ConfigError("ratio", ratio, "it is no share", "Give more than 0 and at most 1")
         if k is not None and k < 1:
             raise ConfigError("k", k, "nothing would ever be sent", "Give 1 or more")
-        self.ratio = ratio
-        self.k = k
+        self.ratio, self.k = ratio, k
 
     def count(self, blocks: int) -> int:
         """Return how many of so many blocks are chosen: at least one, and at most all."""
@@ -89,9 +85,9 @@ class BlockTopK(_CountedCompressor):
 class BlockTopKRatio(_CountedCompressor):
     """Chooses the k blocks of largest ``||a_j|| / ||w_j||``; of equal ones, those that come first.
 
-    A block of weights that are all zero counts as if its norm were the smallest of the other
-    blocks of the bucket (1 if all are zero), so that new weights can grow but not crowd out all
-    others. Where the norm of the weights is not finite, the block is chosen.
+    A block whose weights are all zero counts as if their norm were the smallest of the bucket's
+    other blocks (1 if all are zero): it can grow, but not crowd out the others. Where the norm of
+    the weights is not finite, the block is chosen.
 
     Args:
         block: Elements per block.
@@ -220,48 +216,6 @@ class BlockThreshold(Compressor):
     def settings(self) -> dict[str, Any]:
         """Return the settings; see `Compressor.settings`."""
         return {**super().settings(), "threshold": self.threshold}
-
-
-class CompressorConfig(Section):
-    """How gradients are made sparse before they are sent."""
-
-    type: Literal["block_topk", "block_randomk", "block_threshold", "block_topk_ratio"] = (
-        "block_topk"
-    )
-    """Which blocks are sent: the largest, random ones, those that reach a threshold, or the
-    largest beside the norm of their weights."""
-
-    ratio: float = Field(default=0.01, gt=0, le=1)
-    """Share of the blocks of a bucket that is sent; not for ``block_threshold``."""
-
-    threshold: float | None = Field(default=None, gt=0, allow_inf_nan=False, validate_default=True)
-    """L2 norm from which on a block is sent; for ``block_threshold`` alone."""
-
-    seed: int = Field(default=0, ge=0)
-    """Of the choice of blocks; for ``block_randomk`` alone."""
-
-    error_feedback: bool = True
-    """Whether blocks that are not sent are added to the next gradient; else they are lost."""
-
-    warmup_steps: int = Field(default=0, ge=0)
-    """So many first optimizer steps send everything."""
-
-    # Defaults are let through, so that a configuration that was written out in full can be read.
-    @field_validator("ratio", "threshold", "seed")
-    @classmethod
-    def _check_effect(cls, value: float | None, info: ValidationInfo) -> float | None:
-        kind, name = info.data.get("type"), str(info.field_name)
-        if kind is None:  # its own error is told
-            return value
-        users = {"threshold": {"block_threshold"}, "seed": {"block_randomk"}}.get(
-            name, {"block_topk", "block_randomk", "block_topk_ratio"}
-        )
-        if kind not in users and value != cls.model_fields[name].default:
-            context = {"kind": kind, "users": ", ".join(sorted(users))}
-            raise PydanticCustomError("no_effect", "{kind} ignores it, it is for {users}", context)
-        if kind in users and value is None:
-            raise PydanticCustomError("missing", "{kind} needs a number here", {"kind": kind})
-        return value
 
 
 def make_compressor(config: CompressorConfig, block: int) -> Compressor:

@@ -59,7 +59,8 @@ class Hierarchy:
         if len(sizes) in {1, transport.size}:
             return None
         place = colours[: transport.rank].count(colour)
-        return cls(transport.split(colour), transport.split(place))
+        # A colour of MPI's has 31 bits: the node's first rank stands for its name.
+        return cls(transport.split(colours.index(colour)), transport.split(place))
 
     def close(self) -> None:
         """Close both transports."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +51,24 @@ class Layout:
         """Return the blocks that a rank sends to an owner, in the order of the message."""
         group = self.group(owner)
         return self.blocks[group][self.present[source, group]]
+
+    def chunks(self, count: int) -> list[Layout]:
+        """Cut each owner's group into parts: one layout of the first parts, one of the second, ...
+
+        Args:
+            count: How many.
+        """
+        if count == 1:
+            return [self]
+        cuts = np.linspace(self.edges[:-1], self.edges[1:], count + 1).astype(np.int64)
+        layouts = []
+        for starts, stops in pairwise(cuts):
+            index = np.concatenate(
+                [np.arange(start, stop) for start, stop in zip(starts, stops, strict=True)]
+            )
+            edges = np.concatenate([[0], np.cumsum(stops - starts)])
+            layouts.append(Layout(self.blocks[index], edges, self.present[:, index]))
+        return layouts
 
     def push_counts(self) -> Index:
         """Return (N sources, N owners), int64: the blocks of each message, one's own included."""

@@ -13,9 +13,9 @@ from wavemare.comm.coalesce import coalesce
 from wavemare.comm.cost import Constants, predict
 from wavemare.comm.executors.base import Call, Scratch
 from wavemare.comm.executors.block_allgather import gather_and_sum
-from wavemare.comm.executors.push_pull import pull, push
+from wavemare.comm.executors.push_pull import push_and_pull
 from wavemare.comm.hashed_rows import HashedRows
-from wavemare.comm.layout import deal, gathered
+from wavemare.comm.layout import Layout, deal, gathered
 from wavemare.comm.masks import Masks, mask_bytes
 from wavemare.comm.statistics import Statistics
 from wavemare.comm.transport import Transport
@@ -36,10 +36,15 @@ def check_rows(ids: Tensor, rows: Tensor, num_rows: int | None) -> None:
     if ids.dtype != torch.int64 or ids.dim() != 1:
         reason = f"ids are {ids.dtype} of shape {tuple(ids.shape)}"
         raise ConfigError("ids", tuple(ids.shape), reason, "Give (k,), int64")
-    if rows.dim() != 2 or rows.shape[0] != ids.numel() or not rows.is_contiguous():  # noqa: PLR2004
-        reason = f"there are {ids.numel()} ids"
-        remedy = "Give as many contiguous rows, (k, dim)"
+    if rows.layout is not torch.strided or not rows.is_contiguous() or rows.dim() != 2:  # noqa: PLR2004
+        remedy = "Give contiguous rows, (k, dim)"
+        reason = "they are no matrix whose rows stand one after the other"
         raise ConfigError("rows", tuple(rows.shape), reason, remedy)
+    if rows.shape[0] != ids.numel() or rows.shape[1] == 0:
+        reason = f"there are {ids.numel()} ids, and a row has at least one column"
+        raise ConfigError("rows", tuple(rows.shape), reason, "Give (k, dim) for k ids")
+    if num_rows is not None and num_rows < 0:
+        raise ConfigError("num_rows", num_rows, "it is negative", "Give 0 or more, or None")
     if num_rows is not None and ids.numel():
         least, most = (int(bound) for bound in ids.aminmax())
         if least < 0 or most >= num_rows:
@@ -86,8 +91,8 @@ class RowReducer:
             union, sums = self._hashed.reduce(call, ids.cpu(), num_rows)
             return union.to(rows.device), sums
         masks = self._masks(call, ids, num_rows)
-        stats.density = float(masks.counts.mean()) / num_rows
-        stats.union = masks.union_size / num_rows
+        stats.density = float(masks.counts.mean()) / max(num_rows, 1)
+        stats.union = masks.union_size / max(num_rows, 1)
         seconds = predict(masks, dim * rows.element_size(), self._constants)
         chosen = min(("pushpull", "allgather"), key=lambda name: seconds[name])
         stats.executor, stats.predicted_s = f"rows-{chosen}", seconds[chosen]
@@ -110,15 +115,15 @@ class RowReducer:
             layout = deal(masks) if chosen == "pushpull" else gathered(masks)
             # Of the bucket, which holds this rank's rows alone, a block's place is that of its id.
             local = replace(layout, blocks=np.searchsorted(own, layout.blocks))
-            ascending = np.argsort(layout.blocks, kind="stable")
-        summed = call.packed("summed", layout.blocks.size)
+        out = call.flat.new_empty(layout.blocks.size * call.block)
         if chosen == "pushpull":
-            group = layout.group(call.rank)
-            push(call, local, summed[group.start * call.block : group.stop * call.block])
-            pull(call, layout, summed)
+
+            def put(part: Layout, summed: Tensor) -> None:
+                with call.phase("unpack"):
+                    rows = np.searchsorted(masks.union, part.blocks)
+                    call.kernels.scatter(summed, call.block, call.index(rows), out)
+
+            push_and_pull(call, layout, put, places=local)
         else:
-            gather_and_sum(call, masks, np.arange(own.size), layout, summed)
-        with call.phase("unpack"):
-            out = call.flat.new_empty(summed.numel())
-            call.kernels.gather(summed, call.block, call.index(ascending), out)
+            gather_and_sum(call, masks, np.arange(own.size), layout, out)
         return call.index(masks.union), out.view(-1, call.block)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wavemare.comm.agreement import Header, agree
+from wavemare.comm.agreement import Header, agree, digest_of
 from wavemare.comm.calibration import calibrate
 from wavemare.comm.compress import Compressor, make_compressor
 from wavemare.comm.config import MODES, CompressorConfig, Mode
@@ -111,6 +111,7 @@ class SparseComm:
         self._scratch = scratch
         self._worker = Worker(f"wavemare-collectives-{self.rank}")
         self._calls = 0
+        self._terms = digest_of(mode, deterministic, hierarchical, self.constants)
 
     # --- what this is -----------------------------------------------------------------------------
 
@@ -177,10 +178,11 @@ class SparseComm:
         """
         scale = self._check_bucket(flat)
         key = key or f"{flat.numel()} {flat.dtype}"
+        data = flat.detach()  # sums are no part of a graph, even of a leaf that requires gradients
 
         def work(stats: Statistics) -> Tensor:
-            if flat.numel():
-                self._reduction.all_reduce(flat, key, scale, weights, stats)
+            if data.numel():
+                self._reduction.all_reduce(data, key, scale, weights, stats)
             return flat
 
         return self._submit("allreduce_", flat, work, async_op, key=key)
@@ -208,13 +210,14 @@ class SparseComm:
         scale = self._check_bucket(flat)
         pieces = _pieces(partition, flat.numel(), self.size)
         key = f"scatter {key or f'{flat.numel()} {flat.dtype}'}"
+        data = flat.detach()
 
         def work(stats: Statistics) -> Tensor:
-            if flat.numel():
-                self._reduction.reduce_scatter(flat, pieces, key, scale, weights, stats)
+            if data.numel():
+                self._reduction.reduce_scatter(data, pieces, key, scale, weights, stats)
             return flat
 
-        return self._submit("reduce_scatter_", flat, work, async_op, key=key)
+        return self._submit("reduce_scatter_", flat, work, async_op, key=key, terms=pieces)
 
     def allgather_(
         self, flat: Tensor, partition: Sequence[Piece] | Sequence[int], *, async_op: bool = False
@@ -226,14 +229,15 @@ class SparseComm:
             partition: As for `reduce_scatter_`.
             async_op: Whether to return at once.
         """
-        self._check_bucket(flat)
+        self._check_bucket(flat, sums=False)
         pieces = _pieces(partition, flat.numel(), self.size)
+        data = flat.detach()
 
         def work(stats: Statistics) -> Tensor:
-            self._reduction.all_gather(flat, pieces, stats)
+            self._reduction.all_gather(data, pieces, stats)
             return flat
 
-        return self._submit("allgather_", flat, work, async_op)
+        return self._submit("allgather_", flat, work, async_op, terms=pieces)
 
     def allreduce_rows_(
         self, ids: Tensor, rows: Tensor, num_rows: int | None = None, *, async_op: bool = False
@@ -255,11 +259,13 @@ class SparseComm:
         """
         check_rows(ids, rows, num_rows)
         scale = self._check_bucket(rows.view(-1))
+        data = rows.detach()
+        num_items = -1 if num_rows is None else num_rows
 
         def work(stats: Statistics) -> tuple[Tensor, Tensor]:
-            return self._rows.reduce(ids, rows, num_rows, scale, stats)
+            return self._rows.reduce(ids, data, num_rows, scale, stats)
 
-        return self._submit("allreduce_rows_", rows, work, async_op, num_items=num_rows or 0)
+        return self._submit("allreduce_rows_", rows, work, async_op, num_items=num_items)
 
     # --- state ------------------------------------------------------------------------------------
 
@@ -298,9 +304,11 @@ class SparseComm:
         *,
         key: str = "",
         num_items: int = 0,
+        terms: Sequence[Piece] = (),
     ) -> Handle:
         number, self._calls = self._calls, self._calls + 1
         columns = tensor.numel() if tensor.dim() == 1 else tensor.shape[1]
+        told_terms = digest_of(self._terms, self.average, key, terms)
 
         def run(stats: Statistics) -> Any:
             started = time.perf_counter()
@@ -308,7 +316,7 @@ class SparseComm:
             stats.payload_bytes = tensor.nbytes
             if self.size > 1:
                 took = self._reduction.took_ns(key)
-                shape = (columns, tensor.dtype, self.block, took, num_items)
+                shape = (columns, tensor.dtype, self.block, took, num_items, told_terms)
                 told = agree(self._transport, Header(number, operation, *shape))
                 self._reduction.learn(key, told)
             result = work(stats)
@@ -329,7 +337,7 @@ class SparseComm:
             transports += [self._hierarchy.within, self._hierarchy.between]
         return sum(t.bytes_up for t in transports), sum(t.bytes_down for t in transports)
 
-    def _check_bucket(self, flat: Tensor) -> float:
+    def _check_bucket(self, flat: Tensor, *, sums: bool = True) -> float:
         """Check what cannot be summed, and return the factor of the sum."""
         reason = remedy = None
         if flat.layout is not torch.strided:
@@ -342,7 +350,7 @@ class SparseComm:
                 f"its type is {flat.dtype}",
                 f"Use one of {', '.join(map(str, DTYPES))}",
             )
-        elif self.average and not flat.dtype.is_floating_point:
+        elif sums and self.average and not flat.dtype.is_floating_point:
             reason, remedy = "whole numbers have no mean", "Use SparseComm(average=False)"
         if reason is not None and remedy is not None:
             raise ConfigError("bucket", tuple(flat.shape), reason, remedy)

@@ -54,7 +54,10 @@ class Handle:
         return self._result
 
     def then(self, callback: Callable[[Handle], None]) -> None:
-        """Call a function at the end, on the worker's thread; at once if it has ended."""
+        """Call a function at the end, on the worker's thread; at once if it has ended.
+
+        What it raises on the worker's thread is an error of the collectives after this one.
+        """
         with self._lock:
             if not self._ended.is_set():
                 self._callbacks.append(callback)
@@ -86,6 +89,7 @@ class Worker:
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._closed = False
         self._streams: dict[torch.device, Any] = {}
 
     def submit(self, work: Callable[[Statistics], Any], device: torch.device) -> Handle:
@@ -94,7 +98,13 @@ class Worker:
         Args:
             work: Fills in statistics; its result is the handle's.
             device: Where its tensors are.
+
+        Raises:
+            CommError: It has been closed.
         """
+        if self._closed:
+            reason, remedy = "its communicator has been closed", "Make another one"
+            raise CommError("collective", self._name, reason, remedy)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
@@ -107,7 +117,8 @@ class Worker:
         return handle
 
     def close(self) -> None:
-        """End the thread after the collectives that were submitted."""
+        """End the thread after the collectives that were submitted; nothing the second time."""
+        self._closed = True
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
@@ -124,7 +135,10 @@ class Worker:
             except BaseException as caught:  # the thread must live to tell of it
                 error = caught
                 self._failure = self._failure or caught
-            handle.finish(result, error, end)
+            try:
+                handle.finish(result, error, end)
+            except BaseException as caught:
+                self._failure = self._failure or caught
             # What the handle holds must not live until the next item comes.
             del item, handle, work, result, error
 

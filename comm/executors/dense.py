@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from wavemare.comm.executors.base import Call, Executor
-from wavemare.comm.executors.ranges import equal_pieces, gather_ranges, reduce_ranges
+from wavemare.comm.executors.ranges import reduce_and_gather
 from wavemare.comm.masks import Masks
 
 __all__ = ["Dense", "Ordered"]
@@ -39,6 +39,4 @@ class Ordered(Executor):
 
     def all_reduce(self, call: Call, masks: Masks | None = None) -> None:
         """Push ranges to their owners, sum, and pull the sums."""
-        pieces = equal_pieces(call.flat.numel(), call.block, call.size)
-        reduce_ranges(call, pieces)
-        gather_ranges(call, pieces)
+        reduce_and_gather(call)

@@ -5,15 +5,19 @@ This is balanced parallelism (Zen, OSDI'25) on blocks (OmniReduce, SIGCOMM'21).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
+import numpy as np
 from torch import Tensor
 
 from wavemare.comm.executors.base import Call, Executor
+from wavemare.comm.executors.pipelining import num_chunks, pipelined
 from wavemare.comm.layout import Layout, deal
 from wavemare.comm.masks import Masks
 
-__all__ = ["PushPull", "pull", "push"]
+__all__ = ["PushPull", "push", "push_and_pull"]
 
 
 class PushPull(Executor):
@@ -26,12 +30,40 @@ class PushPull(Executor):
         assert masks is not None
         with call.phase("plan"):
             layout = deal(masks)
-        summed = call.packed("summed", layout.blocks.size)
-        own = layout.group(call.rank)
-        push(call, layout, summed[own.start * call.block : own.stop * call.block])
-        pull(call, layout, summed)
-        with call.phase("unpack"):
-            call.kernels.scatter(summed, call.block, call.index(layout.blocks), call.flat)
+
+        def put_back(part: Layout, summed: Tensor) -> None:
+            with call.phase("unpack"):
+                call.kernels.scatter(summed, call.block, call.index(part.blocks), call.flat)
+
+        push_and_pull(call, layout, put_back)
+
+
+def push_and_pull(
+    call: Call, layout: Layout, use: Callable[[Layout, Tensor], None], places: Layout | None = None
+) -> None:
+    """Sum blocks at their owners and give the sums to all ranks, chunk by chunk.
+
+    Args:
+        call: The call; its bucket is only read, except by ``use``.
+        layout: Who owns what; no block twice.
+        use: Called for each chunk with its part of the layout and (B * block,) sums in its order;
+            all that is read of a bucket's block has been read by then.
+        places: The same layout with the blocks' places in this rank's bucket, if these are others.
+    """
+    owned = layout.blocks.size / call.size * call.block * call.flat.element_size()
+    count = num_chunks(owned)
+    sources = (places or layout).chunks(count)
+    first, second = [], []
+    summed = call.packed("summed", layout.blocks.size)
+    start = 0
+    for number, (part, source) in enumerate(zip(layout.chunks(count), sources, strict=True)):
+        sums = summed[start : start + part.blocks.size * call.block]
+        start += sums.numel()
+        group = part.group(call.rank)
+        own = sums[group.start * call.block : group.stop * call.block]
+        first.append(partial(_begin_push, call, source, own, number))
+        second.append(partial(_begin_pull, call, part, sums, use))
+    pipelined(first, second)
 
 
 def push(call: Call, layout: Layout, out: Tensor) -> None:
@@ -42,12 +74,16 @@ def push(call: Call, layout: Layout, out: Tensor) -> None:
         layout: Who owns what.
         out: (m * block,), written: the scaled sums of this rank's m blocks, in the layout's order.
     """
+    _begin_push(call, layout, out, 0)()
+
+
+def _begin_push(call: Call, layout: Layout, out: Tensor, number: int) -> Callable[[], None]:
     rank, block, kernels = call.rank, call.block, call.kernels
     counts = layout.push_counts()
     arriving = counts[:, rank].tolist()
-    received = call.packed("received", sum(arriving))
+    received = call.packed(f"received {number}", sum(arriving))
     parts = received.split([count * block for count in arriving])
-    sent = call.packed("sent", int(counts[rank].sum()) - arriving[rank])
+    sent = call.packed(f"sent {number}", int(counts[rank].sum()) - arriving[rank])
     exchange = call.transport.begin()
     for peer in call.transport.peers():
         exchange.receive(peer, parts[peer])
@@ -65,21 +101,27 @@ def push(call: Call, layout: Layout, out: Tensor) -> None:
         kernels.gather(call.flat, block, call.index(layout.pushed(rank, rank)), parts[rank])
     with call.phase("plan"):
         places = call.index(layout.places(rank))
-    with call.phase("push"):
-        exchange.wait()
-    with call.phase("reduce"):
-        kernels.reduce(received, places, block, call.scale, out)
+
+    def finish() -> None:
+        with call.phase("push"):
+            exchange.wait()
+        with call.phase("reduce"):
+            kernels.reduce(received, places, block, call.scale, out)
+
+    return finish
 
 
-def pull(call: Call, layout: Layout, summed: Tensor) -> None:
-    """Give all ranks all sums.
-
-    Args:
-        call: The call; its bucket is not touched.
-        layout: Who owns what.
-        summed: (B * block,): this rank's sums in their place; the others' are filled in.
-    """
-    edges = (layout.edges * call.block).tolist()
+def _begin_pull(
+    call: Call, layout: Layout, summed: Tensor, use: Callable[[Layout, Tensor], None]
+) -> Callable[[], None]:
+    edges = (layout.edges * np.int64(call.block)).tolist()
     parts = [summed[start:stop] for start, stop in pairwise(edges)]
     with call.phase("pull"):
-        call.transport.all_gather_parts(parts)
+        exchange = call.transport.begin_all_gather(parts)
+
+    def finish() -> None:
+        with call.phase("pull"):
+            exchange.wait()
+        use(layout, summed)
+
+    return finish

@@ -131,12 +131,16 @@ class Transport(ABC):
         Args:
             parts: For each rank its part; one's own is read, the others are written.
         """
+        self.begin_all_gather(parts).wait()
+
+    def begin_all_gather(self, parts: Sequence[Tensor]) -> Exchange:
+        """Begin `all_gather_parts`."""
         exchange = self.begin()
         for peer in self.peers():
             exchange.receive(peer, parts[peer])
         for peer in self.peers():
             exchange.send(peer, parts[self.rank])
-        exchange.wait()
+        return exchange
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Give all ranks the tensor of one."""

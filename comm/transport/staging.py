@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ class StagedTransport(Transport):
     def __init__(self, inner: Transport, *, stages_host: bool = False) -> None:
         self._inner = inner
         self._stages_host = stages_host
-        self._pinned: dict[str, Tensor] = {}
+        self._free: list[Tensor] = []
         self._copies: dict[torch.device, Any] = {}
         self.name = inner.name
         self.rank = inner.rank
@@ -60,9 +61,10 @@ class StagedTransport(Transport):
         """Fill a tensor with the next message of whichever peer."""
         if not self.stages(tensor):
             return self._inner.receive_any(tensor)
-        staged = self.pinned("any", tensor.nbytes)
-        peer = self._inner.receive_any(staged)
-        tensor.view(-1).view(torch.uint8).copy_(staged)
+        held = self.take(tensor.nbytes)
+        peer = self._inner.receive_any(held[: tensor.nbytes])
+        tensor.view(-1).view(torch.uint8).copy_(held[: tensor.nbytes])
+        self.give_back([held])
         return peer
 
     def reduces(self, dtype: torch.dtype) -> bool:
@@ -73,10 +75,12 @@ class StagedTransport(Transport):
         if not self.stages(flat):
             self._inner._all_reduce(flat)
             return
-        staged = self.pinned("reduce", flat.nbytes).view(flat.dtype)
+        held = self.take(flat.nbytes)
+        staged = held[: flat.nbytes].view(flat.dtype)
         staged.copy_(flat.view(-1))
         self._inner._all_reduce(staged)
         flat.view(-1).copy_(staged)
+        self.give_back([held])
 
     def split(self, colour: int) -> StagedTransport:
         """Return a transport among the ranks of one colour; all ranks must call it."""
@@ -86,13 +90,21 @@ class StagedTransport(Transport):
         """Give back what the library holds."""
         self._inner.close()
 
-    def pinned(self, name: str, num_bytes: int) -> Tensor:
-        """Return scratch of the host that the accelerator can copy to and from at full speed."""
-        held = self._pinned.get(name)
-        if held is None or held.numel() < num_bytes:
-            held = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-            self._pinned[name] = held
-        return held[:num_bytes]
+    def take(self, num_bytes: int) -> Tensor:
+        """Return at least so many bytes of the host's memory that a device copies at full speed.
+
+        They are used again after `give_back`: pinning memory is slow.
+        """
+        fitting = [held for held in self._free if held.numel() >= num_bytes]
+        if fitting:
+            smallest = min(fitting, key=Tensor.numel)
+            self._free = [held for held in self._free if held is not smallest]
+            return smallest
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+
+    def give_back(self, held: Sequence[Tensor]) -> None:
+        """Let memory be used again."""
+        self._free.extend(held)
 
     def copy_stream(self, device: torch.device) -> Any:
         """Return the stream on which a device's copies run beside its kernels."""
@@ -106,7 +118,7 @@ class _StagedExchange:
         self._transport = transport
         self._inner = inner
         self._arriving: list[tuple[Tensor, Tensor]] = []
-        self._messages = 0
+        self._held: list[Tensor] = []
 
     def send(self, peer: int, tensor: Tensor) -> None:
         self._transport.bytes_up += tensor.nbytes
@@ -139,13 +151,16 @@ class _StagedExchange:
             target.copy_(staged, non_blocking=True)
         devices = {target.device for target, _ in self._arriving if target.is_cuda}
         for device in devices:
-            # The scratch is written again by the next exchange.
+            # The memory is written again by another exchange.
             torch.cuda.current_stream(device).synchronize()
         self._arriving.clear()
+        self._transport.give_back(self._held)
+        self._held.clear()
 
     def _scratch(self, like: Tensor) -> Tensor:
-        self._messages += 1
-        return self._transport.pinned(f"message {self._messages}", like.numel())
+        held = self._transport.take(like.numel())
+        self._held.append(held)
+        return held[: like.numel()]
 
     def _copy_out(self, source: Tensor, staged: Tensor) -> Any:
         if not source.is_cuda:

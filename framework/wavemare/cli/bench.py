@@ -122,6 +122,82 @@ def pipeline(
         atomic_write_text(json_file, json.dumps(result, indent=2) + "\n")
 
 
+@bench.command()
+def sparse(
+    ranks: Annotated[int, typer.Option(help="Processes.")] = 4,
+    mbit: Annotated[
+        float | None,
+        typer.Option(
+            help="Speed of each rank's link in Mbit/s, on hosts made of namespaces (needs root); "
+            "by default the ranks share this machine's memory."
+        ),
+    ] = None,
+    mib: Annotated[float, typer.Option(help="Size of the gradient in MiB.")] = 100.0,
+    block: Annotated[int, typer.Option(help="Elements per block.")] = 256,
+    densities: Annotated[
+        str, typer.Option(help="Shares of blocks that are not zero.")
+    ] = "1,0.4,0.1,0.04,0.01",
+    patterns: Annotated[str, typer.Option(help="Masks.")] = "random,identical,zipf",
+    systems: Annotated[str | None, typer.Option(help="Which; by default all over MPI.")] = None,
+    rounds: Annotated[int, typer.Option(help="Timed rounds.")] = 5,
+    warmups: Annotated[int, typer.Option(help="Rounds before them.")] = 2,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the result to this file.")
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option("--plot", help="Draw ratios over densities into this file.")
+    ] = None,
+) -> None:
+    """Measure ways to sum a sparse gradient over ranks.
+
+    Dense reductions of MPI and gloo, the sparse ones of torch and DeepSpeed, and wavemare's
+    executors take turns in the same processes. Ratios are to the fastest dense one.
+
+    For example: wavemare bench sparse --mbit 1000 --densities 0.1,0.01 --json result.json
+    """
+    from wavemare.bench.request import parse_names
+    from wavemare.bench.sparse.request import DEFAULT_SYSTEMS, SparseRequest
+
+    request = SparseRequest(
+        ranks=ranks,
+        mbit=mbit,
+        mebibytes=mib,
+        block=block,
+        densities=_shares("--densities", densities),
+        patterns=parse_names(patterns),
+        rounds=rounds,
+        warmups=warmups,
+        systems=DEFAULT_SYSTEMS if systems is None else parse_names(systems),
+    )
+    request.check()
+    _check_writable("--json", json_file.parent if json_file else None)
+    _check_writable("--plot", picture.parent if picture else None)
+    from rich.console import Console
+
+    from wavemare.bench.sparse.launch import measure
+    from wavemare.bench.sparse.show import plot, result_table
+    from wavemare.files import atomic_write_text
+
+    result = {"command": shlex.join(["wavemare", *sys.argv[1:]]), **measure(request)}
+    console = Console(highlight=False)
+    # Narrower, the names would be cut off.
+    console.print(result_table(result), width=max(console.width, 100))
+    if json_file is not None:
+        atomic_write_text(json_file, json.dumps(result, indent=1) + "\n")
+    if picture is not None:
+        plot(result, picture)
+
+
+def _shares(option: str, text: str) -> tuple[float, ...]:
+    from wavemare.bench.request import parse_names
+
+    try:
+        return tuple(dict.fromkeys(map(float, parse_names(text))))
+    except ValueError:
+        reason = "these are no numbers between commas"
+        raise ConfigError(option, text, reason, "Write them as in 1,0.1,0.01") from None
+
+
 def _wait(synthetic: bool, given: float | None, default: float) -> float | None:
     if not synthetic:
         return None

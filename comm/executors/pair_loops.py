@@ -1,0 +1,61 @@
+"""The merging of sorted pairs on a CPU, compiled by numba; it runs without the interpreter's lock.
+
+This file can be imported only where numba is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+
+__all__ = ["merge"]
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that is compiled when it is first called, and kept on disk if possible."""
+    try:
+        return numba.njit(nogil=True, cache=True)(function)
+    except RuntimeError:
+        # There is no folder that numba could write.
+        return numba.njit(nogil=True)(function)
+
+
+@_compiled
+def merge(ids_a: Any, values_a: Any, ids_b: Any, values_b: Any, ids: Any, values: Any) -> int:
+    """Merge two sorted lists of pairs; where both have an id, their values are added, a + b.
+
+    Args:
+        ids_a: (m,), integers, ascending, no two alike.
+        values_a: (m,).
+        ids_b: (n,), as ids_a.
+        values_b: (n,), as values_a.
+        ids: (m + n,), of the type of ids_a, written.
+        values: (m + n,), of the type of values_a, written.
+
+    Returns:
+        Number of pairs written.
+    """
+    i = j = k = 0
+    while i < ids_a.size and j < ids_b.size:
+        if ids_a[i] < ids_b[j]:
+            ids[k], values[k] = ids_a[i], values_a[i]
+            i += 1
+        elif ids_b[j] < ids_a[i]:
+            ids[k], values[k] = ids_b[j], values_b[j]
+            j += 1
+        else:
+            ids[k], values[k] = ids_a[i], values_a[i] + values_b[j]
+            i += 1
+            j += 1
+        k += 1
+    while i < ids_a.size:
+        ids[k], values[k] = ids_a[i], values_a[i]
+        i += 1
+        k += 1
+    while j < ids_b.size:
+        ids[k], values[k] = ids_b[j], values_b[j]
+        j += 1
+        k += 1
+    return k

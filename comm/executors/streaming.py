@@ -1,0 +1,251 @@
+"""Blocks stream to their aggregators and their sums back, and no mask is exchanged.
+
+See `wavemare.comm.executors.streaming_protocol`. A rank is worker and aggregator at once, as with
+OmniReduce's colocated aggregators. Whatever comes first is handled first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from wavemare.comm.executors.base import Call, Executor
+from wavemare.comm.executors.streaming_frames import Frames
+from wavemare.comm.executors.streaming_lanes import Lanes
+from wavemare.comm.executors.streaming_protocol import (
+    Aggregator,
+    Counters,
+    Kind,
+    Message,
+    Reply,
+    Worker,
+)
+from wavemare.comm.kernels import kernels_for, num_blocks
+from wavemare.comm.masks import Masks, mask_bytes
+from wavemare.comm.transport.base import Exchange
+
+__all__ = ["Streaming"]
+
+
+class Streaming(Executor):
+    """(N-1)/N (d + u) of the bucket in each direction, as push/pull, in many small messages.
+
+    Sums overlap with messages, and there is no exchange of masks to wait for: that is of use on
+    slow links, with many ranks. A processor's core handles every message, which takes longer than
+    the bytes on fast links.
+
+    Args:
+        slots_per_rank: Slots that each rank aggregates: messages under way from each worker.
+        width: The most lanes of a slot.
+        depth: The least blocks of a lane, if there are enough: the first block of each lane
+            travels even if it is zero.
+    """
+
+    name = "streaming"
+    needs_masks = False
+
+    def __init__(self, slots_per_rank: int = 4, width: int = 128, depth: int = 16) -> None:
+        self._slots_per_rank = slots_per_rank
+        self._width = width
+        self._depth = depth
+        self.counters = Counters()
+
+    def lanes(self, blocks: int, num_ranks: int) -> Lanes:
+        """Return how a bucket of so many blocks is cut.
+
+        Args:
+            blocks: Blocks of the bucket.
+            num_ranks: N.
+        """
+        slots = self._slots_per_rank * num_ranks
+        width = min(max(blocks // (slots * self._depth), 1), self._width)
+        return Lanes(blocks, num_ranks, slots, width)
+
+    def all_reduce(self, call: Call, masks: Masks | None = None) -> None:
+        """Stream until all sums are there; `counters` then tells of this call."""
+        lanes = self.lanes(num_blocks(call.flat.numel(), call.block), call.size)
+        self.counters = Counters()
+        with call.phase("mask"):
+            nonzero = _local_mask(call, lanes.num_blocks)
+        with call.phase("plan"):
+            stream = _Stream(call, lanes, nonzero, self.counters)
+        stream.run()
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A message under way, and where it lies."""
+
+    frame: int
+    exchange: Exchange
+
+
+class _Stream:
+    """One call of one rank: moves blocks as its worker and its aggregator say."""
+
+    def __init__(
+        self, call: Call, lanes: Lanes, nonzero: npt.NDArray[np.bool_], counters: Counters
+    ) -> None:
+        self._call = call
+        self._lanes = lanes
+        self._worker = Worker(lanes, nonzero, counters)
+        self._aggregator = Aggregator(lanes, call.rank, counters)
+        # One frame to receive into and one for the end. For each slot one message up; for each that
+        # is summed here the contributions of all ranks and the replies that may be under way.
+        owned = -(-lanes.num_slots // call.size)
+        frames = 2 + lanes.num_slots + owned * (call.size + lanes.patience + 1)
+        dtype = call.flat.dtype
+        self._frames = Frames(frames, lanes.width, call.block, dtype, call.scratch)
+        self._arrival = self._frames.take()
+        self._own: deque[tuple[Message, int]] = deque()
+        self._up: dict[int, _Sent] = {}
+        self._down: dict[int, list[_Sent]] = {slot: [] for slot in range(lanes.num_slots)}
+        # Of each slot that is summed here: by rank the frame and the place of its first block.
+        self._contributions: dict[int, dict[int, tuple[int, int]]] = {
+            slot: {} for slot in range(lanes.num_slots)
+        }
+        self._ended: set[int] = set()
+
+    def run(self) -> None:
+        """Begin, answer whatever comes, and end together with the other ranks."""
+        for message in self._worker.start(self._call.rank + 1):
+            self._send_up(message)
+        while True:
+            while self._own:
+                self._contribute(self._call.rank, *self._own.popleft())
+            if self._worker.done and self._aggregator.done:
+                break
+            self._receive()
+        self._end()
+
+    def _receive(self) -> None:
+        with self._call.phase("push"):
+            frame = self._arrival
+            peer = self._call.transport.receive_any(self._frames.whole(frame))
+            message = self._frames.read(frame)
+            self._call.transport.bytes_down += self._frames.num_bytes(message)
+        if message.kind == Kind.UP:
+            self._arrival = self._frames.take()
+            self._contribute(peer, message, frame)
+        elif message.kind == Kind.DOWN:
+            self._store(message, frame)
+        else:
+            self._ended.add(peer)
+
+    def _send_up(self, message: Message) -> None:
+        frame = self._frames.take()
+        data = self._frames.write(frame, message)
+        with self._call.phase("pack"):
+            self._gather(message.blocks, self._frames.blocks(frame, message.blocks.size))
+        owner = self._lanes.owner(message.slot)
+        if owner == self._call.rank:
+            self._own.append((message, frame))
+            return
+        with self._call.phase("push"):
+            exchange = self._call.transport.begin()
+            exchange.send(owner, data)
+        self._up[message.slot] = _Sent(frame, exchange)
+
+    def _contribute(self, worker: int, message: Message, frame: int) -> None:
+        place = self._frames.place(frame, message.blocks.size)
+        self._contributions[message.slot][worker] = frame, place
+        reply = self._aggregator.receive(worker, message)
+        if reply is not None:
+            self._reply(reply)
+
+    def _reply(self, reply: Reply) -> None:
+        call, message = self._call, reply.message
+        sent = self._down[message.slot]
+        if reply.all_answered:
+            # So they have received all replies so far: this does not wait.
+            self._free(sent)
+        frame = self._frames.take()
+        data = self._frames.write(frame, message)
+        contributions = self._contributions[message.slot]
+        with call.phase("reduce"):
+            firsts = np.zeros((call.size, 1), dtype=np.int64)
+            for worker, (_, place) in contributions.items():
+                firsts[worker] = place
+            places = np.where(reply.sources < 0, -1, reply.sources + firsts)
+            summed = self._frames.blocks(frame, message.blocks.size)
+            memory, host = self._frames.memory, kernels_for("cpu")
+            host.reduce(memory, torch.from_numpy(places), call.block, call.scale, summed)
+        with call.phase("pull"):
+            exchange = call.transport.begin()
+            for peer in call.transport.peers():
+                exchange.send(peer, data)
+        sent.append(_Sent(frame, exchange))
+        for used, _ in contributions.values():
+            self._frames.give_back(used)
+        contributions.clear()
+        self._store(message, frame)
+
+    def _store(self, message: Message, frame: int) -> None:
+        if message.slot in self._up:
+            # It was received before the reply was made: this does not wait.
+            self._free([self._up.pop(message.slot)])
+        with self._call.phase("unpack"):
+            self._scatter(self._frames.blocks(frame, message.blocks.size), message.blocks)
+        answer = self._worker.answer(message)
+        if answer is not None:
+            self._send_up(answer)
+
+    def _end(self) -> None:
+        """Leave when all ranks have received all that was for them.
+
+        Else a rank that still receives from whichever comes first would receive another's next
+        collective.
+        """
+        call, frames = self._call, self._frames
+        none = np.empty(0, dtype=np.int64)
+        data = frames.write(frames.take(), Message(0, Kind.END, none, none))
+        ends = call.scratch("ends", call.size * data.numel(), data).view(call.size, -1)
+        with call.phase("push"):
+            exchange = call.transport.begin()
+            for peer in call.transport.peers():
+                if peer not in self._ended:
+                    exchange.receive(peer, ends[peer])
+                exchange.send(peer, data)
+            exchange.wait()
+            for sent in self._down.values():
+                self._free(sent)
+
+    def _free(self, messages: list[_Sent]) -> None:
+        while messages:
+            sent = messages.pop()
+            with self._call.phase("pull"):
+                sent.exchange.wait()
+            self._frames.give_back(sent.frame)
+
+    def _gather(self, blocks: npt.NDArray[np.int64], packed: Tensor) -> None:
+        call = self._call
+        on_device = self._staged(packed)
+        call.kernels.gather(call.flat, call.block, call.index(blocks), on_device)
+        if on_device is not packed:
+            packed.copy_(on_device)
+
+    def _scatter(self, packed: Tensor, blocks: npt.NDArray[np.int64]) -> None:
+        call = self._call
+        on_device = self._staged(packed)
+        if on_device is not packed:
+            on_device.copy_(packed)
+        call.kernels.scatter(on_device, call.block, call.index(blocks), call.flat)
+
+    def _staged(self, packed: Tensor) -> Tensor:
+        """Return memory on the bucket's device for what is in a frame: messages are the host's."""
+        if self._call.flat.device == packed.device:
+            return packed
+        return self._call.scratch("streamed", packed.numel(), self._call.flat)
+
+
+def _local_mask(call: Call, blocks: int) -> npt.NDArray[np.bool_]:
+    like = torch.empty(0, dtype=torch.uint8, device=call.flat.device)
+    bits = call.scratch("bits", mask_bytes(blocks), like)
+    call.kernels.mask(call.flat, call.block, bits)
+    packed = bits.cpu().numpy()
+    return np.unpackbits(packed, count=blocks, bitorder="little").astype(np.bool_)

@@ -1,0 +1,243 @@
+"""The streaming protocol of OmniReduce (SIGCOMM'21) as state machines that know no network.
+
+Blocks ``l, l + L, l + 2 L, ...`` of a bucket make up *lane* l. Some neighbouring lanes make up a
+*slot*, which is served by one message at a time in each direction (*block fusion*). Every rank is a
+*worker*, which holds a bucket, and the *aggregator* of the slots ``s % N == rank``.
+
+* Each worker begins with the first block of every lane, zero or not. With each block it tells the
+  next one of the lane that is not zero (its *look-ahead*); behind the last one stands a number
+  beyond the bucket that is still the lane's.
+* When the aggregator has the blocks of all workers whose next one it is, it gives all workers their
+  sum and the least of all workers' next ones, which is what it sums next.
+* A worker whose next block that is sends it; the others stay silent, having told so before.
+
+No rank ever sees another's mask, and what travels is the blocks that are not zero, up, and their
+union, down; each plus the zero blocks of the beginning.
+
+One thing is added, to bound the replies that a silent worker may not have received yet (in the
+paper they rotate over 256 versions): at every `Lanes.patience`-th reply of a slot all workers
+answer, if need be without blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from wavemare.comm.executors.streaming_lanes import Lanes
+
+__all__ = ["Aggregator", "Counters", "Kind", "Message", "Reply", "Worker"]
+
+Index = npt.NDArray[np.int64]
+
+
+class Kind(IntEnum):
+    """What a message is: from a worker, from an aggregator, or the last one of a rank."""
+
+    UP = 0
+    DOWN = 1
+    END = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Message:
+    """What is told of blocks; the blocks themselves travel behind it.
+
+    Args:
+        slot: Whose.
+        kind: Who sent it.
+        blocks: (k,), int64: the numbers of the blocks, one of a lane at most.
+        nexts: (k,), int64: what comes after each in its lane: for this worker, or for any.
+    """
+
+    slot: int
+    kind: Kind
+    blocks: Index
+    nexts: Index
+
+
+@dataclass(frozen=True, eq=False)
+class Reply:
+    """What an aggregator must sum, and tell all workers.
+
+    Args:
+        message: To all workers.
+        sources: (N, k), int64: for each worker and block of the message its place within what that
+            worker sent last; -1 if it was not there.
+        all_answered: Whether all workers have answered the reply before, and so have received it.
+    """
+
+    message: Message
+    sources: Index
+    all_answered: bool
+
+
+@dataclass
+class Counters:
+    """What a rank has sent, to itself as well.
+
+    Attributes:
+        up_blocks: Blocks that its worker sent.
+        up_messages: Messages with blocks that its worker sent.
+        empty_messages: Messages without.
+        down_blocks: Blocks that its aggregator sent to each worker.
+        down_messages: Messages that its aggregator sent to each worker.
+    """
+
+    up_blocks: int = 0
+    up_messages: int = 0
+    empty_messages: int = 0
+    down_blocks: int = 0
+    down_messages: int = 0
+
+
+class Worker:
+    """Decides what a rank sends up.
+
+    Args:
+        lanes: Of the bucket.
+        nonzero: (num_blocks,), bool: this rank's mask.
+        counters: Counted up.
+    """
+
+    def __init__(
+        self, lanes: Lanes, nonzero: npt.NDArray[np.bool_], counters: Counters | None = None
+    ) -> None:
+        self._lanes = lanes
+        self._counters = counters or Counters()
+        self._from = lanes.first_nonzero_from(nonzero)
+        self._next = np.empty(lanes.count, dtype=np.int64)
+        self._replies = [0] * lanes.num_slots
+        self._open = lanes.num_slots
+
+    @property
+    def done(self) -> bool:
+        """Whether all sums have been received."""
+        return self._open == 0
+
+    def start(self, first: int = 0) -> Iterator[Message]:
+        """Yield the messages to begin with, one for each slot.
+
+        Args:
+            first: Slot to begin with; if each rank takes another, none gets all messages at once.
+        """
+        slots = self._lanes.num_slots
+        for step in range(slots):
+            slot = (first + step) % slots
+            yield self._message(slot, self._lanes.first_blocks(slot))
+
+    def answer(self, reply: Message) -> Message | None:
+        """Return what to send in answer to a reply; None to stay silent.
+
+        Args:
+            reply: Of any slot; those of one slot in the order in which they were sent.
+        """
+        slot, inside = reply.slot, reply.nexts < self._lanes.num_blocks
+        self._replies[slot] += 1
+        if not inside.any():
+            self._open -= 1
+            return None
+        own = self._next[reply.nexts % self._lanes.count] == reply.nexts
+        blocks = reply.nexts[own & inside]
+        if blocks.size == 0 and self._replies[slot] % self._lanes.patience:
+            return None
+        return self._message(slot, blocks)
+
+    def _message(self, slot: int, blocks: Index) -> Message:
+        nexts = self._from[blocks + self._lanes.count]
+        self._next[blocks % self._lanes.count] = nexts
+        self._counters.up_blocks += blocks.size
+        self._counters.up_messages += blocks.size > 0
+        self._counters.empty_messages += blocks.size == 0
+        return Message(slot, Kind.UP, blocks, nexts)
+
+
+class Aggregator:
+    """Decides what a rank sums and sends down.
+
+    Args:
+        lanes: Of the bucket.
+        rank: Whose slots.
+        counters: Counted up.
+    """
+
+    def __init__(self, lanes: Lanes, rank: int, counters: Counters | None = None) -> None:
+        self._lanes = lanes
+        self._counters = counters or Counters()
+        self._slots = {
+            slot: _Slot(lanes, slot) for slot in range(lanes.num_slots) if lanes.owner(slot) == rank
+        }
+        self._open = len(self._slots)
+
+    @property
+    def done(self) -> bool:
+        """Whether all sums have been made: then no message will come for it any more."""
+        return self._open == 0
+
+    def receive(self, worker: int, message: Message) -> Reply | None:
+        """Take in a message.
+
+        Args:
+            worker: Who sent it.
+            message: Of one of this rank's slots.
+
+        Returns:
+            What follows, if it was the last one that was missing.
+        """
+        slot = self._slots[message.slot]
+        columns = self._lanes.columns(message.blocks)
+        slot.nexts[worker, columns] = message.nexts
+        slot.sources[worker, columns] = np.arange(columns.size)
+        slot.missing -= 1
+        return None if slot.missing else self._reply(message.slot, slot)
+
+    def _reply(self, number: int, slot: _Slot) -> Reply:
+        lanes = self._lanes
+        live = np.flatnonzero(slot.blocks < lanes.num_blocks)
+        blocks, nexts = slot.blocks[live], slot.nexts[:, live].min(axis=0)
+        assert (nexts > blocks).all(), "a block was sent whose turn it was not"
+        reply = Reply(
+            Message(number, Kind.DOWN, blocks, nexts),
+            slot.sources[:, live],
+            slot.answers == lanes.num_ranks,
+        )
+        slot.blocks[live] = nexts
+        slot.sources.fill(-1)
+        slot.replies += 1
+        inside = live[nexts < lanes.num_blocks]
+        if inside.size == 0:
+            self._open -= 1
+        elif slot.replies % lanes.patience == 0:
+            slot.missing = lanes.num_ranks
+        else:
+            # All lanes of a worker come in one message, so that messages can be counted.
+            awaited = slot.nexts[:, inside] == slot.blocks[inside]
+            slot.missing = int(awaited.any(axis=1).sum())
+        slot.answers = slot.missing
+        self._counters.down_blocks += blocks.size
+        self._counters.down_messages += 1
+        return reply
+
+
+class _Slot:
+    """What an aggregator knows of a slot.
+
+    Attributes:
+        blocks: (m,): what is being summed in each lane, or beyond the bucket.
+        nexts: (N, m): the last look-ahead of each worker.
+        sources: (N, m): as in `Reply`.
+        answers: Messages that answer the last reply.
+        missing: Those that have not come yet.
+        replies: Number of replies.
+    """
+
+    def __init__(self, lanes: Lanes, slot: int) -> None:
+        self.blocks = lanes.first_blocks(slot)
+        self.nexts = np.empty((lanes.num_ranks, self.blocks.size), dtype=np.int64)
+        self.sources = np.full_like(self.nexts, -1)
+        self.answers = self.missing = lanes.num_ranks
+        self.replies = 0

@@ -1,0 +1,1 @@
+"""``wavemare bench sparse``: ways to sum a sparse gradient over ranks, side by side."""

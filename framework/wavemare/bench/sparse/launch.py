@@ -1,0 +1,73 @@
+"""Starting the ranks of ``wavemare bench sparse``: on this machine, or on hosts of a laboratory."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from wavemare.bench.network import Laboratory
+from wavemare.bench.sparse.request import SparseRequest
+from wavemare.comm.mpi import describe_mpi
+from wavemare.errors import LaunchError
+
+__all__ = ["measure"]
+
+_WORKER = "wavemare.bench.sparse.worker"
+_TIMEOUT_S = 4 * 3600.0
+
+
+def measure(request: SparseRequest) -> dict[str, Any]:
+    """Run the ranks to their end and return what they measured.
+
+    Raises:
+        LaunchError: There is no MPI here, no laboratory, or a rank failed (it has said why).
+    """
+    with tempfile.TemporaryDirectory(prefix="wavemare-bench-") as folder:
+        asked, answered = Path(folder, "request.json"), Path(folder, "result.json")
+        asked.write_text(request.to_json(), encoding="utf-8")
+        command = [sys.executable, "-m", "mpi4py", "-m", _WORKER]
+        command += ["--request", str(asked), "--result", str(answered)]
+        if request.mbit is None:
+            code = _run_here(command, request.ranks)
+        else:
+            with Laboratory(request.ranks, request.mbit) as laboratory:
+                code = laboratory.run_ranks(
+                    command,
+                    launcher="mpirun",
+                    timeout_s=_TIMEOUT_S,
+                    environment={"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+                )
+        if code or not answered.exists():
+            reason = f"the ranks ended with code {code}"
+            raise LaunchError("ranks", request.ranks, reason, "Look at their output above")
+        result: dict[str, Any] = json.loads(answered.read_text(encoding="utf-8"))
+        return result
+
+
+def _run_here(command: list[str], ranks: int) -> int:
+    mpi = describe_mpi()
+    if mpi.launcher is None or not mpi.launcher_matches:
+        reason = mpi.problem or "there is no mpirun of the MPI that mpi4py loads"
+        raise LaunchError("mpirun", mpi.launcher, reason, "Install one: pip install mpich")
+    options = []
+    if mpi.launcher_flavour == "Open MPI":
+        options = ["--oversubscribe", "--bind-to", "none", "--allow-run-as-root"]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    environment = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(ranks),
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+    }
+    launch = [mpi.launcher, *options, "-n", str(ranks), *command]
+    return subprocess.run(launch, env=environment, check=False).returncode

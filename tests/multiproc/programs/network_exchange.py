@@ -1,0 +1,98 @@
+"""Send 20 MB between ranks in one of several ways, and leave the best of three times."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+NUMBERS = 5_000_000  # of 4 bytes
+ROUNDS = 3
+
+
+def best_of(barrier: Callable[[], object], exchange: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(ROUNDS):
+        barrier()
+        start = time.perf_counter()
+        exchange()
+        seconds.append(time.perf_counter() - start)
+    barrier()
+    return min(seconds)
+
+
+def exchange_by_gloo(sent: np.ndarray, received: np.ndarray, to: int, source: int) -> float:
+    import torch
+    from torch import distributed
+
+    def exchange() -> None:
+        work = distributed.irecv(torch.from_numpy(received), source)
+        distributed.isend(torch.from_numpy(sent), to).wait()
+        work.wait()
+
+    distributed.init_process_group("gloo")
+    seconds = best_of(distributed.barrier, exchange)
+    distributed.destroy_process_group()
+    return seconds
+
+
+def exchange_by_mpi(sent: np.ndarray, received: np.ndarray, to: int, source: int) -> float:
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    assert world.Get_rank() == int(os.environ["RANK"])
+    assert world.Get_size() == int(os.environ["WORLD_SIZE"])
+    return best_of(world.Barrier, lambda: world.Sendrecv(sent, to, recvbuf=received, source=source))
+
+
+def gather_by_mpi(sent: np.ndarray, received: np.ndarray, to: int, source: int) -> float:
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    everything = np.empty((world.Get_size(), NUMBERS), np.float32)
+    seconds = best_of(world.Barrier, lambda: world.Gather(sent, everything))
+    world.Bcast(everything)
+    received[:] = everything[source]
+    return seconds
+
+
+def scatter_by_mpi(sent: np.ndarray, received: np.ndarray, to: int, source: int) -> float:
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+
+    def scatter() -> None:
+        if world.Get_rank() > 0:
+            world.Recv(received, 0)
+            return
+        # All at once: the library's own scatter may serve one rank after the other.
+        parts = [np.full(NUMBERS, rank - 1, np.float32) for rank in range(1, world.Get_size())]
+        MPI.Request.Waitall([world.Isend(part, rank) for rank, part in enumerate(parts, 1)])
+
+    received[:] = source
+    return best_of(world.Barrier, scatter)
+
+
+WAYS = {
+    "gloo": exchange_by_gloo,
+    "mpi": exchange_by_mpi,
+    "mpi_gather": gather_by_mpi,
+    "mpi_scatter": scatter_by_mpi,
+}
+
+
+def main() -> None:
+    folder, exchange = Path(sys.argv[1]), WAYS[sys.argv[2]]
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    sent, received = np.full(NUMBERS, rank, np.float32), np.full(NUMBERS, -1, np.float32)
+    source = (rank - 1) % ranks
+    seconds = exchange(sent, received, (rank + 1) % ranks, source)
+    assert (received == source).all()
+    result = {"seconds": seconds, "host": os.uname().nodename}
+    (folder / f"rank_{rank}.json").write_text(json.dumps(result))
+
+
+main()

@@ -1,0 +1,299 @@
+"""The laboratory: its hosts are apart, its links carry and limit, and nothing of it stays."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from wavemare.bench import namespaces
+from wavemare.bench.network import Laboratory
+from wavemare.comm.mpi import describe_mpi
+from wavemare.errors import LaunchError
+
+PROGRAMS = Path(__file__).parent / "programs"
+EXCHANGE = [sys.executable, str(PROGRAMS / "network_exchange.py")]
+EXCHANGED = 20_000_000
+OBSTACLE = Laboratory.obstacle()
+needs_laboratory = pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
+
+
+@pytest.fixture(scope="module")
+def pair():
+    with Laboratory(2) as laboratory:
+        yield laboratory
+
+
+def shell(script):
+    return ["sh", "-c", script]
+
+
+def outputs(folder, ranks):
+    return [(folder / f"rank_{rank}.log").read_text().strip() for rank in range(ranks)]
+
+
+def seen_from_outside():
+    words = (["ip", "-brief", "address"], ["ip", "netns"], ["cat", "/proc/mounts"])
+    return [subprocess.run(word, capture_output=True, check=True).stdout for word in words]
+
+
+def all_commands():
+    return subprocess.check_output(["ps", "-ww", "-eo", "args"], text=True)
+
+
+def until(condition, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def has_ended(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+@needs_laboratory
+def test_hosts_have_names_addresses_and_memory_of_their_own(tmp_path, pair):
+    Path("/dev/shm/outside").touch()
+    try:
+        script = "uname -n; echo $(ls /sys/class/net) / $(ls /dev/shm); ls /proc | grep -c [0-9]"
+        script += "; touch /dev/shm/$RANK"
+        assert pair.run_ranks(shell(script), timeout_s=10, logs=tmp_path) == 0
+        first = outputs(tmp_path, 2)
+        script = "ls /dev/shm; getent hosts node0 node1"
+        assert pair.run_ranks(shell(script), timeout_s=10, logs=tmp_path) == 0
+        second = outputs(tmp_path, 2)
+    finally:
+        Path("/dev/shm/outside").unlink()
+    for index in range(2):
+        name, listed, processes = first[index].splitlines()
+        assert (name, listed) == (f"node{index}", "eth0 lo /")
+        assert int(processes) == 4  # the keeper, the shell, ls and grep
+        assert second[index].split() == [str(index), "10.77.0.1", "node0", "10.77.0.2", "node1"]
+
+
+@needs_laboratory
+def test_ranks_have_torchruns_variables_and_none_of_another_job(tmp_path, pair, monkeypatch):
+    monkeypatch.setenv("RANK", "7")
+    monkeypatch.setenv("PMI_RANK", "7")
+    monkeypatch.chdir(tmp_path)
+    names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR GLOO_SOCKET_IFNAME PWD GIVEN"
+    script = "echo " + " ".join(f"${name}" for name in names.split())
+    for launcher in ("torch", "mpirun"):
+        code = pair.run_ranks(
+            shell(script),
+            timeout_s=30,
+            ranks_per_host=2,
+            environment={"GIVEN": "a b"},
+            launcher=launcher,
+            logs=tmp_path / launcher,
+        )
+        assert code == 0
+        for rank, output in enumerate(outputs(tmp_path / launcher, 4)):
+            assert output == f"{rank} {rank % 2} 4 2 10.77.0.1 eth0 {tmp_path} a b"
+        hosts = pair.run_ranks(shell("uname -n"), timeout_s=10, ranks_per_host=2, logs=tmp_path)
+        assert hosts == 0
+        assert outputs(tmp_path, 4) == ["node0", "node0", "node1", "node1"]
+
+
+@needs_laboratory
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("library", ["gloo", "mpi"])
+def test_what_ranks_exchange_goes_over_the_links_at_their_speed(tmp_path, library):
+    if library == "mpi" and describe_mpi().flavour is None:
+        pytest.skip("no MPI is installed")
+    launcher = "mpirun" if library == "mpi" else "torch"
+    rates = (200.0, None) if library == "mpi" else (200.0,)  # importing torch takes its time
+    command = [*EXCHANGE, str(tmp_path), library]
+    seconds = {}
+    with Laboratory(2, 200.0) as laboratory:
+        for rate in rates:
+            laboratory.shape(rate)
+            before = laboratory.traffic()
+            code = laboratory.run_ranks(command, timeout_s=60, launcher=launcher, logs=tmp_path)
+            assert code == 0, outputs(tmp_path, 2)
+            for old, new in zip(before, laboratory.traffic(), strict=True):
+                for way in ("sent_bytes", "received_bytes"):
+                    carried = getattr(new, way) - getattr(old, way)
+                    assert 3 * EXCHANGED < carried < 1.1 * 3 * EXCHANGED
+            found = [json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(2)]
+            assert [one["host"] for one in found] == ["node0", "node1"]
+            seconds[rate] = max(one["seconds"] for one in found)
+    wire = 8 * EXCHANGED / 200e6
+    assert wire <= seconds[200.0] < 2 * wire
+    assert seconds.get(None, 0.0) < wire / 2
+
+
+@needs_laboratory
+@pytest.mark.world_size(3)
+@pytest.mark.parametrize("way", ["gather", "scatter"])
+def test_one_host_with_many_peers_has_its_links_speed_and_no_more(tmp_path, way):
+    if describe_mpi().flavour is None:
+        pytest.skip("no MPI is installed")
+    command = [*EXCHANGE, str(tmp_path), f"mpi_{way}"]
+    with Laboratory(3, 800.0) as laboratory:
+        code = laboratory.run_ranks(command, timeout_s=60, launcher="mpirun", logs=tmp_path)
+    assert code == 0, outputs(tmp_path, 3)
+    found = [json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(3)]
+    wire = 2 * 8 * EXCHANGED / 800e6
+    assert wire <= max(one["seconds"] for one in found) < 2 * wire
+
+
+@needs_laboratory
+@pytest.mark.parametrize("launcher", ["torch", "mpirun"])
+def test_a_rank_that_fails_makes_the_program_fail(tmp_path, pair, launcher):
+    script = "[ $RANK = 0 ] || exit 3"
+    assert pair.run_ranks(shell(script), timeout_s=30, launcher=launcher, logs=tmp_path) == 3
+
+
+@needs_laboratory
+def test_a_rank_that_fails_ends_those_that_wait_for_it(tmp_path, pair):
+    script = "[ $RANK = 0 ] || exit 3; sleep 1000"
+    group = pair.start_ranks(shell(script), logs=tmp_path)
+    start = time.monotonic()
+    assert group.wait(timeout_s=100, grace_s=0.2) == 3
+    assert time.monotonic() - start < 5
+    assert group.pids() == {}
+
+
+@needs_laboratory
+@pytest.mark.parametrize("launcher", ["torch", "mpirun"])
+def test_ranks_that_hang_are_killed_with_all_their_children(tmp_path, pair, launcher):
+    marker = f"1000.{os.getpid()}"
+    script = f"trap '' TERM; setsid sleep {marker} & sleep {marker}"
+    assert pair.run_ranks(shell(script), timeout_s=2, launcher=launcher, logs=tmp_path) == 124
+    assert marker not in all_commands()
+    assert pair.run_ranks(["true"], timeout_s=30, launcher=launcher, logs=tmp_path) == 0
+
+
+@needs_laboratory
+@pytest.mark.parametrize("launcher", ["torch", "mpirun"])
+def test_single_ranks_can_be_stopped_and_killed(tmp_path, pair, launcher):
+    script = "while :; do echo x >>$0.$RANK; sleep 0.02; done"
+    command = ["sh", "-c", script, str(tmp_path / "beats")]
+    group = pair.start_ranks(command, launcher=launcher, ranks_per_host=2, logs=tmp_path)
+    until(lambda: all((tmp_path / f"beats.{rank}").exists() for rank in range(4)))
+    beats = [tmp_path / f"beats.{rank}" for rank in range(4)]
+    pids = pair.rank_pids()
+    assert sorted(pids) == [0, 1, 2, 3]
+    os.kill(pids[1], signal.SIGSTOP)
+    time.sleep(0.1)
+    sizes = [beat.stat().st_size for beat in beats]
+    until(lambda: all(beats[rank].stat().st_size > sizes[rank] + 4 for rank in (0, 2, 3)))
+    assert beats[1].stat().st_size == sizes[1]
+    os.kill(pids[1], signal.SIGCONT)
+    until(lambda: beats[1].stat().st_size > sizes[1])
+    os.kill(pids[3], signal.SIGKILL)
+    code = group.wait(timeout_s=30, grace_s=0.2)
+    # What an mpirun makes of a signal is its own affair.
+    assert code == 137 if launcher == "torch" else code != 0
+    assert pair.rank_pids() == {}
+
+
+@needs_laboratory
+def test_a_rank_may_stop_for_a_while(tmp_path, pair):
+    group = pair.start_ranks(shell("sleep 0.5"), logs=tmp_path)
+    until(lambda: len(group.pids()) == 2)
+    for event in (signal.SIGSTOP, signal.SIGCONT):
+        os.kill(group.pids()[0], event)
+        time.sleep(0.1)
+    assert group.wait(timeout_s=10) == 0
+
+
+@needs_laboratory
+def test_output_is_printed_with_the_rank_before_each_line(pair, capsys):
+    script = "echo one; sleep 0.1; printf two"
+    assert pair.run_ranks(shell(script), timeout_s=10) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("[0]")] == ["[0] one", "[0] two"]
+    assert sorted(lines) == ["[0] one", "[0] two", "[1] one", "[1] two"]
+    assert pair.run_ranks(["/no/such/program"], timeout_s=10) == 127
+    assert "/no/such/program: not found" in capsys.readouterr().out
+
+
+@needs_laboratory
+def test_laboratories_do_not_meet(tmp_path):
+    before = seen_from_outside()
+    with Laboratory(2) as first, Laboratory(3) as second:
+        folders = [tmp_path / "first", tmp_path / "second"]
+        threads = [
+            threading.Thread(
+                target=laboratory.run_ranks,
+                args=(shell("cat /etc/hosts"),),
+                kwargs={"timeout_s": 10, "logs": folder},
+            )
+            for laboratory, folder in zip((first, second), folders, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert "node2" not in outputs(folders[0], 2)[0]
+        assert "node2" in outputs(folders[1], 3)[0]
+        assert seen_from_outside() == before
+    assert seen_from_outside() == before
+    for laboratory in (first, second):
+        assert laboratory.folder.name not in all_commands()
+        assert not laboratory.folder.exists()
+
+
+@needs_laboratory
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL, "raise"])
+def test_nothing_stays_however_it_ends(ending):
+    before = seen_from_outside()
+    words = [sys.executable, str(PROGRAMS / "network_holder.py"), str(ending)]
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+    ) as holder:
+        parts = json.loads(holder.stdout.readline())
+        if ending != "raise":
+            assert not any(map(has_ended, parts["pids"]))
+            assert Path(parts["folder"]).exists()
+            os.killpg(holder.pid, ending)  # as a terminal does
+        assert holder.wait(timeout=20) != 0
+    until(lambda: all(map(has_ended, parts["pids"])))
+    until(lambda: not Path(parts["folder"]).exists() and parts["folder"] not in all_commands())
+    until(lambda: seen_from_outside() == before)
+
+
+@needs_laboratory
+def test_what_cannot_be_is_refused(pair):
+    for number in (0, 65):
+        with pytest.raises(LaunchError, match="Give 1 to 64"):
+            Laboratory(number)
+    for rate in (0.0, -1.0, float("nan")):
+        with pytest.raises(LaunchError, match="a link carries something"):
+            Laboratory(2, rate)
+        with pytest.raises(LaunchError, match="a link carries something"):
+            pair.shape(rate)
+    with pytest.raises(LaunchError, match="Did you mean 'mpirun'"):
+        pair.start_ranks(["true"], launcher="mpi_run")
+    with pytest.raises(LaunchError, match="it has no hosts"):
+        Laboratory(2).start_ranks(["true"])
+    group = pair.start_ranks(["sleep", "1000"])
+    with pytest.raises(LaunchError, match="another program"):
+        pair.start_ranks(["true"])
+    group.kill()
+
+
+@needs_laboratory
+def test_the_obstacle_is_told(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert Laboratory.obstacle() == "only root may create hosts as namespaces"
+    with pytest.raises(LaunchError, match="only root"), Laboratory(2):
+        pass
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    with monkeypatch.context() as without_tc:
+        without_tc.setattr(shutil, "which", lambda tool: None if tool == "tc" else tool)
+        assert Laboratory.obstacle().startswith("the program 'tc' is not installed")
+    monkeypatch.setattr(namespaces, "_TRIAL", "ip link add w0 type nonsense")
+    assert Laboratory.obstacle().startswith("the kernel refuses: ")

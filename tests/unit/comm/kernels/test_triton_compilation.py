@@ -1,0 +1,206 @@
+"""Triton's kernels, compiled for GPUs without one, exactly as they would be started."""
+
+import re
+from collections import Counter
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource, make_backend  # noqa: E402
+from triton.runtime.jit import create_function_from_signature  # noqa: E402
+
+from wavemare.comm.kernels import DTYPES, num_blocks  # noqa: E402
+from wavemare.comm.kernels.triton_kernels import TritonKernels  # noqa: E402
+
+CAPABILITIES = (80, 90, 100)
+# Masks and copies of float16 are those of bfloat16.
+WIDTHS = (torch.float32, torch.bfloat16, torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def no_kernels_of_before(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def launches(kernel, dtype, block, numel, offset=0):
+    """Return what a kernel would start on a bucket, which may begin at an odd address."""
+    kept = []
+    kernels = TritonKernels(start=kept.append)
+    flat = torch.zeros(numel + offset, dtype=dtype)[offset:]
+    count = num_blocks(numel, block)
+    bits = torch.zeros(num_blocks(count, 8), dtype=torch.uint8)
+    index = torch.arange(count)
+    packed = torch.zeros(count * block, dtype=dtype)
+    if kernel == "mask":
+        kernels.mask(flat, block, bits)
+    elif kernel == "gather":
+        kernels.gather(flat, block, index, packed)
+    elif kernel == "scatter":
+        kernels.scatter(packed, block, index, flat)
+    elif kernel == "reduce":
+        scale = 0.3 if dtype.is_floating_point else 1
+        kernels.reduce(packed, index[None], block, scale, torch.empty_like(packed))
+    return kept
+
+
+def compact_launches():
+    kept = []
+
+    def start(launch):
+        kept.append(launch)
+        launch.arguments[1].fill_(1)  # The counts: there is something to list.
+
+    TritonKernels(start=start).compact(torch.ones(1000, dtype=torch.uint8), 8000)
+    return kept
+
+
+def compiled(launch, capability):
+    """Compile what a launch on such a GPU would compile: with Triton's own binder."""
+    program = launch.program
+    target = GPUTarget("cuda", capability, 32)
+    backend = make_backend(target)
+    bind = create_function_from_signature(program.signature, program.params, backend)
+    bound, specialization, options = bind(*launch.arguments, **launch.options)
+    options, signature, constants, attributes = program._pack_args(
+        backend, launch.options, bound, specialization, options
+    )
+    source = ASTSource(program, signature, constants, attributes)
+    return triton.compile(source, target=target, options=options.__dict__)
+
+
+def accesses(ptx):
+    """Count (ld or st, bits) of the accesses to global memory."""
+    counts = Counter()
+    for kind, vector, bits in re.findall(r"\b(ld|st)\.global(?:\.v(\d))?\.b(\d+)", ptx):
+        counts[kind, int(vector or 1) * int(bits)] += 1
+    assert counts.total() == len(re.findall(r"\b(?:ld|st)\.global", ptx))
+    return counts
+
+
+def wide_and_narrow(counts, kind, bits=128):
+    return counts[kind, bits], sum(n for (k, b), n in counts.items() if k == kind and b < bits)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("kernel", ["mask", "gather", "scatter", "reduce"])
+def test_kernels_compile_for_each_architecture(kernel, capability):
+    for dtype, rest in ((torch.float32, 0), (torch.bfloat16, 7)):
+        (launch,) = launches(kernel, dtype, 256, 256 * 40 + rest)
+        binary = compiled(launch, capability)
+        assert binary.asm["cubin"][:4] == b"\x7fELF"
+        assert f".target sm_{capability}" in binary.asm["ptx"]
+        assert "atom." not in binary.asm["ptx"]
+        assert "red.global" not in binary.asm["ptx"]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_compaction_compiles_without_atomics(capability):
+    first, second = compact_launches()
+    for launch in (first, second):
+        binary = compiled(launch, capability)
+        assert binary.asm["cubin"][:4] == b"\x7fELF"
+        assert "atom." not in binary.asm["ptx"]
+        assert "red.global" not in binary.asm["ptx"]
+
+
+@pytest.mark.parametrize("dtype", [*WIDTHS, torch.int32])
+@pytest.mark.parametrize("block", [64, 256, 4096])
+def test_mask_loads_128_bits_at_a_time(dtype, block):
+    (launch,) = launches("mask", dtype, block, block * 40)
+    counts = accesses(compiled(launch, 90).asm["ptx"])
+    wide, narrow = wide_and_narrow(counts, "ld")
+    assert wide >= 8
+    assert narrow == 0
+    # Blocks of -0.0 are rewritten; nothing else is stored but the bits.
+    rewritten, bits = wide_and_narrow(counts, "st")
+    assert rewritten == (wide if dtype.is_floating_point else 0)
+    assert bits == counts["st", 8] >= 1
+
+
+@pytest.mark.parametrize("dtype", WIDTHS)
+@pytest.mark.parametrize("kernel", ["gather", "scatter"])
+def test_copies_move_128_bits_at_a_time(kernel, dtype):
+    (launch,) = launches(kernel, dtype, 256, 256 * 40)
+    counts = accesses(compiled(launch, 90).asm["ptx"])
+    # Loads of the 64-bit index are what is left; on these rows rest the addresses.
+    wide, narrow = wide_and_narrow(counts, "ld")
+    assert wide == counts["st", 128] == 4
+    assert narrow == counts["ld", 64] <= wide
+    assert wide_and_narrow(counts, "st")[1] == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_reduce_moves_128_bits_at_a_time_and_fuses_nothing(dtype):
+    (launch,) = launches("reduce", dtype, 256, 256 * 40)
+    ptx = compiled(launch, 90).asm["ptx"]
+    counts = accesses(ptx)
+    wide, narrow = wide_and_narrow(counts, "ld")
+    assert wide >= 16
+    assert narrow == counts["ld", 64] <= wide
+    assert wide_and_narrow(counts, "st") == (4, 0)
+    assert "fma" not in ptx
+    assert ".ftz" not in ptx
+    if dtype.is_floating_point:
+        # Rounding is stated, so that the assembler may not fuse either.
+        kind = "f64" if dtype == torch.float64 else "f32"
+        assert set(re.findall(r"\b(?:add|mul)[\w.]*f\d\d", ptx)) == {
+            f"add.rn.{kind}",
+            f"mul.rn.{kind}",
+        }
+
+
+@pytest.mark.parametrize("kernel", ["mask", "gather", "scatter"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ragged_tail_leaves_the_whole_blocks_as_fast(kernel, dtype):
+    for numel in (256 * 40 + 1, 256 * 40 + 128):
+        whole, ragged = (
+            accesses(compiled(launches(kernel, dtype, 256, length)[0], 90).asm["ptx"])
+            for length in (256 * 40, numel)
+        )
+        assert ragged["ld", 128] >= whole["ld", 128]
+        assert ragged["st", 128] >= whole["st", 128]
+        assert ragged["ld", dtype.itemsize * 8] > 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "bits"),
+    [
+        (torch.float32, 768, 128),
+        (torch.float32, 300, 128),
+        (torch.bfloat16, 768, 128),
+        (torch.float16, 100, 64),
+    ],
+)
+@pytest.mark.parametrize("kernel", ["mask", "gather", "scatter", "reduce"])
+def test_rows_of_embeddings_are_moved_as_wide_as_their_address_allows(kernel, dtype, dim, bits):
+    (launch,) = launches(kernel, dtype, dim, dim * 40)
+    counts = accesses(compiled(launch, 90).asm["ptx"])
+    index = 0 if kernel == "mask" or bits == 64 else counts["ld", 64]
+    wide, narrow = wide_and_narrow(counts, "ld", bits)
+    assert wide >= 4
+    assert narrow == index
+
+
+@pytest.mark.parametrize("kernel", ["mask", "gather", "scatter", "reduce"])
+def test_lengths_do_not_make_a_kernel_compile_anew(kernel):
+    sizes = [(256 * n, 256) for n in (1, 16, 17)] if kernel != "reduce" else [(256, 256)]
+    keys = set()
+    for numel, block in sizes:
+        (launch,) = launches(kernel, torch.float32, block, numel)
+        program = launch.program
+        backend = make_backend(GPUTarget("cuda", 90, 32))
+        bind = create_function_from_signature(program.signature, program.params, backend)
+        keys.add(str(bind(*launch.arguments, **launch.options)[1:]))
+    assert len(keys) == 1
+
+
+def test_unaligned_bucket_compiles_into_something_of_its_own():
+    aligned, unaligned = (
+        accesses(compiled(launches("mask", torch.float32, 256, 256 * 40, offset)[0], 90).asm["ptx"])
+        for offset in (0, 1)
+    )
+    assert aligned["ld", 128] > 0 == aligned["ld", 32]
+    assert unaligned["ld", 32] > 0 == unaligned["ld", 128]

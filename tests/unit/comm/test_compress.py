@@ -1,0 +1,505 @@
+"""Compressors against slow twins, the conservation law of error feedback, and a training."""
+
+import io
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
+
+from wavemare.comm.compress import (
+    BlockRandomK,
+    BlockThreshold,
+    BlockTopK,
+    BlockTopKRatio,
+    make_compressor,
+)
+from wavemare.comm.config import CompressorConfig
+from wavemare.comm.error_feedback import block_norms
+from wavemare.errors import CheckpointError, ConfigError
+
+MAKERS = {
+    "block_topk": lambda **common: BlockTopK(8, ratio=0.1, **common),
+    "block_topk_ratio": lambda **common: BlockTopKRatio(8, k=3, **common),
+    "block_randomk": lambda **common: BlockRandomK(8, ratio=0.1, seed=5, **common),
+    "block_threshold": lambda **common: BlockThreshold(8, 12.0, **common),
+}
+RAGGED = 8 * 29 + 3
+DTYPES = (torch.float32, torch.bfloat16)
+every_kind = pytest.mark.parametrize("kind", MAKERS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def bits(tensor):
+    return tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
+
+
+def same(a, b):
+    return a.dtype == b.dtype and torch.equal(bits(a), bits(b))
+
+
+def spread(mask, block, numel):
+    """Return the mask of the elements of the chosen blocks."""
+    return mask.repeat_interleave(block)[:numel]
+
+
+def gradients(steps, dtype=torch.float32, seed=0, numel=RAGGED):
+    """Yield noise whose size differs between blocks and steps; some of it is -0.0."""
+    random = torch.Generator().manual_seed(seed)
+    sizes = torch.rand(numel, generator=random) ** 3 * 4
+    for _ in range(steps):
+        noise = torch.randn(numel, generator=random) * sizes
+        yield noise.masked_fill(torch.rand(numel, generator=random) < 0.05, -0.0).to(dtype)
+
+
+def slow_split(mask, accumulated, block):
+    """Return (sent, residual), element by element."""
+    sent, residual = torch.zeros_like(accumulated), torch.zeros_like(accumulated)
+    for i in range(len(accumulated)):
+        (sent if mask[i // block] else residual)[i] = accumulated[i]
+    return sent, residual
+
+
+def slow_largest(scores, k):
+    order = sorted(range(len(scores)), key=lambda j: (-scores[j], j))
+    return [j in order[:k] for j in range(len(scores))]
+
+
+@every_kind
+@every_dtype
+def test_nothing_is_lost_in_a_thousand_steps(kind, dtype):
+    compressor = MAKERS[kind]()
+    weights = torch.randn(RAGGED)
+    old = torch.zeros(RAGGED, dtype=dtype)
+    chosen = []
+    for gradient in gradients(1000, dtype):
+        accumulated = gradient + old
+        mask = compressor.step("b", gradient, weights)
+        old = compressor.residual("b").clone()
+        assert same(gradient + old, accumulated)
+        sent = spread(mask, 8, RAGGED)
+        assert same(gradient[sent], accumulated[sent])
+        assert same(old[~sent], accumulated[~sent])
+        assert not bits(gradient[~sent]).any()
+        assert not bits(old[sent]).any()
+        chosen.append(mask)
+    counts = torch.stack(chosen).sum(1)
+    assert 0 < counts.sum() < counts.numel() * 30
+    # All blocks have their turn, the ragged one too, and the number is what was asked for.
+    assert torch.stack(chosen).any(0).all()
+    if kind != "block_threshold":
+        assert counts.unique().tolist() == [3]
+
+
+@every_kind
+@every_dtype
+@pytest.mark.parametrize("numel", [0, 1, 7, 8, 9, 64, 67])
+def test_a_step_is_that_of_the_slow_twin(kind, dtype, numel):
+    compressor = MAKERS[kind]()
+    old = torch.zeros(numel, dtype=dtype)
+    weights = torch.randn(numel, dtype=dtype)
+    for gradient in gradients(20, dtype, numel=numel):
+        accumulated = gradient + old
+        mask = compressor.step("b", gradient, weights)
+        assert (mask.dtype, len(mask)) == (torch.bool, -(-numel // 8))
+        sent, old = slow_split(mask, accumulated, 8)
+        assert same(gradient, sent)
+        assert same(compressor.residual("b"), old)
+
+
+# Squares and sums of such numbers are exact, so that ties are ties.
+SMALL = st.lists(st.integers(-3, 3), min_size=1, max_size=60)
+
+
+@given(values=SMALL, k=st.integers(1, 12), block=st.integers(1, 7))
+def test_largest_blocks_are_those_of_the_slow_twin(values, k, block):
+    norms = [sum(v * v for v in values[j : j + block]) ** 0.5 for j in range(0, len(values), block)]
+    for dtype in (*DTYPES, torch.float16, torch.float64):
+        flat = torch.tensor(values, dtype=dtype)
+        assert BlockTopK(block, k=k).select(flat).tolist() == slow_largest(norms, k)
+        threshold = sorted(norms)[len(norms) // 2] or 1.0
+        expected = [norm >= threshold - 1e-6 for norm in norms]
+        assert BlockThreshold(block, threshold - 1e-6).select(flat).tolist() == expected
+
+
+@given(values=SMALL, k=st.integers(1, 6), data=st.data())
+def test_largest_beside_their_weights_are_those_of_the_slow_twin(values, k, data):
+    exponents = st.sampled_from([None, -20, -1, 0, 2])
+    scales = data.draw(st.lists(exponents, min_size=len(values), max_size=len(values)))
+    # Powers of two: the quotients are exact.
+    sizes = [0.0 if e is None else 2.0**e for e in scales]
+    floor = min((s for s in sizes if s > 0), default=1.0)
+    scores = [abs(v) / (s or floor) for v, s in zip(values, sizes, strict=True)]
+    flat, weights = torch.tensor(values, dtype=torch.float32), torch.tensor(sizes)
+    mask = BlockTopKRatio(1, k=k).select(flat, -weights)
+    assert mask.tolist() == slow_largest(scores, k)
+
+
+def test_a_norm_that_equals_the_threshold_is_sent():
+    flat = torch.tensor([3.0, 4.0, 4.0, 2.99, 0.0, 5.0])
+    assert BlockThreshold(2, 5.0).select(flat).tolist() == [True, False, True]
+
+
+def test_equal_blocks_are_taken_from_the_front():
+    flat = torch.ones(1000)
+    assert BlockTopK(10, ratio=0.07).select(flat).nonzero().flatten().tolist() == list(range(7))
+    flat[500:520] = 2
+    expected = [0, 1, 2, 3, 4, 50, 51]
+    assert BlockTopK(10, k=7).select(flat).nonzero().flatten().tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("ratio", "blocks", "k"),
+    [
+        (0.01, 1000, 10),
+        (0.07, 100, 7),
+        (0.29, 100, 29),
+        (0.01, 30, 1),
+        (1.0, 13, 13),
+        (0.5, 1, 1),
+        (0.99, 0, 0),
+    ],
+)
+def test_ratio_is_a_share_of_the_blocks_and_at_least_one(ratio, blocks, k):
+    assert BlockTopK(4, ratio=ratio).count(blocks) == k
+    for kind in (BlockTopK, BlockRandomK, BlockTopKRatio):
+        flat = torch.randn(blocks * 4)
+        assert kind(4, ratio=ratio).step("b", flat, torch.ones(blocks * 4)).sum() == k
+
+
+def left(compressor, accumulated):
+    """Return ``||C(a) - a||^2`` and ``||a||^2`` in float64."""
+    mask = spread(compressor.select(accumulated), compressor.block, len(accumulated))
+    squares = accumulated.double() ** 2
+    return float(squares[~mask].sum()), float(squares.sum())
+
+
+@given(
+    values=st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=80),
+    k=st.integers(1, 20),
+    block=st.integers(1, 6),
+)
+def test_contraction_of_the_largest_and_bound_of_the_threshold(values, k, block):
+    flat = torch.tensor(values, dtype=torch.float32)
+    blocks = -(-len(values) // block)
+    rest, whole = left(BlockTopK(block, k=k), flat)
+    assert rest <= (1 - min(k, blocks) / blocks) * whole * (1 + 1e-5)
+    for threshold in (0.5, 100.0):
+        rest, _ = left(BlockThreshold(block, threshold), flat)
+        assert rest <= blocks * threshold**2 * (1 + 1e-5)
+
+
+def test_random_blocks_contract_in_expectation():
+    flat = next(gradients(1, numel=400))
+    compressor, draws, k, blocks = BlockRandomK(8, k=10, seed=3), 800, 10, 50
+    hits = sum(compressor.select(flat, draw=draw).double() for draw in range(draws))
+    p = k / blocks
+    assert (hits / draws - p).abs().max() < 5 * (p * (1 - p) / draws) ** 0.5
+    found = [left_at(compressor, flat, draw) for draw in range(draws)]
+    _, whole = left(compressor, flat)
+    deviation = float(np.std(found)) / draws**0.5
+    assert abs(float(np.mean(found)) - (1 - p) * whole) < 5 * deviation
+
+
+def left_at(compressor, accumulated, draw):
+    mask = spread(compressor.select(accumulated, draw=draw), compressor.block, len(accumulated))
+    return float((accumulated[~mask].double() ** 2).sum())
+
+
+def test_random_blocks_are_the_same_on_all_ranks_and_others_in_each_step():
+    ranks = [BlockRandomK(4, k=20, seed=9) for _ in range(2)]
+    masks = [
+        [rank.step("b", torch.randn(4000)) for _ in range(50)] for rank in ranks
+    ]  # of other data on each rank
+    assert torch.equal(torch.stack(masks[0]), torch.stack(masks[1]))
+    assert all(not torch.equal(a, b) for a, b in pairwise(masks[0]))
+    other = BlockRandomK(4, k=20, seed=10)
+    assert not torch.equal(other.step("b", torch.randn(4000)), masks[0][0])
+    # Another bucket has other blocks, and does not disturb the first one's.
+    assert not torch.equal(ranks[0].step("c", torch.randn(4000)), masks[0][0])
+    assert torch.equal(ranks[0].step("b", torch.randn(4000)), ranks[1].step("b", torch.randn(4000)))
+
+
+def test_the_draw_is_the_same_in_all_processes():
+    # Pinned, as all ranks and resumed runs must draw alike: no hash seed of Python, no clock.
+    mask = BlockRandomK(1, k=4, seed=1).step("layer.0", torch.ones(40))
+    assert mask.nonzero().flatten().tolist() == [7, 15, 22, 27]
+
+
+@every_kind
+@every_dtype
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
+def test_what_is_not_finite_is_sent_at_once(kind, dtype, value):
+    compressor = MAKERS[kind]()
+    weights = torch.ones(RAGGED)
+    bad = [0, 5, 6, 7, 20, 29]  # more than k, the ragged one too
+    for step, gradient in enumerate(gradients(30, dtype)):
+        if step % 10 == 3:
+            gradient[[j * 8 + 1 for j in bad]] = value
+        mask = compressor.step("b", gradient, weights)
+        assert compressor.residual("b").isfinite().all()
+        if step % 10 == 3:
+            assert mask[bad].all()
+            assert (~gradient.isfinite()).sum() == len(bad)
+    assert gradient.isfinite().all()
+
+
+def test_one_block_that_is_not_finite_takes_a_place_of_the_largest():
+    flat = torch.arange(20.0)
+    flat[3] = torch.nan
+    assert BlockTopK(2, k=3).select(flat).nonzero().flatten().tolist() == [1, 8, 9]
+
+
+def test_a_sum_that_overflows_is_sent():
+    compressor = BlockTopK(1, k=1)
+    for _ in range(2):
+        gradient = torch.tensor([40000.0, 65504.0, 1.0], dtype=torch.float16)
+        mask = compressor.step("b", gradient)
+    assert mask.tolist() == [True, False, False]
+    assert gradient.tolist() == [torch.inf, 0.0, 0.0]
+    assert compressor.residual("b").tolist() == [0.0, 65504.0, 2.0]
+
+
+def test_weights_that_are_not_finite_send_their_block():
+    weights = torch.ones(10)
+    weights[4], weights[6] = torch.nan, torch.inf
+    mask = BlockTopKRatio(1, k=1).select(torch.arange(10.0), weights)
+    assert mask.nonzero().flatten().tolist() == [4, 6]
+
+
+def test_zero_weights_do_not_crowd_out_the_others():
+    gradient = torch.tensor([1.0, 1.0, 1.0, 8.0, 0.0])
+    weights = torch.tensor([0.0, 0.0, 0.5, 2.0, 0.0])
+    ratio = BlockTopKRatio(1, k=1)
+    assert ratio.select(gradient, weights).tolist() == [False, False, False, True, False]
+    assert ratio.select(gradient, torch.zeros(5)).tolist() == [False, False, False, True, False]
+
+
+@every_kind
+def test_warmup_sends_everything_and_keeps_nothing(kind):
+    compressor = MAKERS[kind](warmup_steps=3)
+    for step, gradient in enumerate(gradients(5)):
+        before = gradient.clone()
+        mask = compressor.step("b", gradient, torch.ones(RAGGED))
+        if step < 3:
+            assert mask.all()
+            assert same(gradient, before)
+            assert compressor.residual("b") is None
+        else:
+            assert not mask.all()
+            assert compressor.residual("b").any()
+
+
+@every_kind
+def test_without_error_feedback_nothing_is_kept(kind):
+    compressor = MAKERS[kind](error_feedback=False)
+    for gradient in gradients(50):
+        before = gradient.clone()
+        mask = compressor.step("b", gradient, torch.ones(RAGGED))
+        sent = spread(mask, 8, RAGGED)
+        assert same(gradient[sent], before[sent])
+        assert not bits(gradient[~sent]).any()
+        assert compressor.residual("b") is None
+    assert compressor.state_dict()["residuals"] == {}
+
+
+@every_kind
+@every_dtype
+def test_a_saved_state_goes_on_bitwise(kind, dtype):
+    weights = torch.randn(RAGGED)
+    straight, resumed = MAKERS[kind](warmup_steps=2), MAKERS[kind](warmup_steps=2)
+    for step, gradient in enumerate(gradients(40, dtype)):
+        twin = gradient.clone()
+        mask = straight.step("b", gradient, weights)
+        if step == 20:
+            file = io.BytesIO()
+            torch.save(resumed.state_dict(), file)
+            file.seek(0)
+            resumed = MAKERS[kind](warmup_steps=2)
+            resumed.load_state_dict(torch.load(file, weights_only=True))
+        assert torch.equal(resumed.step("b", twin, weights), mask)
+        assert same(twin, gradient)
+
+
+def test_a_loaded_state_is_a_copy():
+    first, second = BlockTopK(8, k=2), BlockTopK(8, k=2)
+    for gradient in gradients(3):
+        first.step("b", gradient)
+    second.load_state_dict(first.state_dict())
+    before = first.residual("b").clone()
+    for gradient in gradients(3):
+        second.step("b", gradient)
+    assert same(first.residual("b"), before)
+
+
+@pytest.mark.parametrize(
+    ("other", "name"),
+    [
+        (BlockTopK(16, ratio=0.1), "block"),
+        (BlockTopK(8, ratio=0.2), "ratio"),
+        (BlockTopK(8, k=3), "k"),
+        (BlockTopK(8, ratio=0.1, error_feedback=False), "error_feedback"),
+        (BlockTopK(8, ratio=0.1, warmup_steps=1), "warmup_steps"),
+        (BlockTopKRatio(8, ratio=0.1), "type"),
+        (BlockRandomK(8, ratio=0.1, seed=1), "seed"),
+        (BlockThreshold(8, 1.0), "threshold"),
+    ],
+)
+def test_a_state_of_other_settings_is_refused_by_name(other, name):
+    own = {
+        "seed": BlockRandomK(8, ratio=0.1),
+        "threshold": BlockThreshold(8, 2.0),
+    }.get(name, BlockTopK(8, ratio=0.1))
+    with pytest.raises(CheckpointError) as caught:
+        own.load_state_dict(other.state_dict())
+    assert caught.value.key == f"compressor.{name}"
+    with pytest.raises(CheckpointError, match="residuals, settings, steps"):
+        own.load_state_dict({"settings": own.settings()})
+
+
+@pytest.mark.parametrize("block", [1, 32, 256, 1000])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16, torch.float64], ids=str)
+def test_norms_are_those_in_double_precision(block, dtype):
+    flat = torch.randn((1 << 18) + 2 * block + block // 2).to(dtype)
+    found = block_norms(flat, block)
+    squares = flat.double().numpy() ** 2
+    expected = np.add.reduceat(squares, np.arange(0, len(flat), block)) ** 0.5
+    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert np.allclose(found.double().numpy(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("error_feedback", [True, False])
+@every_dtype
+def test_a_step_needs_no_temporary_as_large_as_the_bucket(error_feedback, dtype):
+    compressor = BlockTopK(256, ratio=0.5, error_feedback=error_feedback)
+    gradient = torch.randn(1 << 21).to(dtype)
+    compressor.step("b", gradient.clone())
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        compressor.step("b", gradient)
+    largest = max(event.self_cpu_memory_usage for event in recorded.events())
+    assert 0 < largest < gradient.nbytes / 3
+
+
+def distance(compressor_of, steps=600, lr=0.004):
+    """Minimize the mean of two ranks' ``|w - centre|^2 / 2``; return the relative distance."""
+    random = torch.Generator().manual_seed(1)
+    best = torch.randn(1600, generator=random)
+    # The ranks disagree strongly on two blocks: there their gradients are large, and cancel.
+    dispute = torch.zeros(1600)
+    dispute[160:176] = 20 * torch.randn(16, generator=random)
+    centres = [best + dispute, best - dispute]
+    ranks = [compressor_of() for _ in centres]
+    weights = torch.zeros(1600)
+    for _ in range(steps):
+        total = torch.zeros(1600)
+        for rank, centre in zip(ranks, centres, strict=True):
+            gradient = weights - centre
+            rank.step("w", gradient)
+            total += gradient
+        weights -= lr * total / 2
+    return float((weights - best).norm() / best.norm())
+
+
+def test_one_percent_converges_with_error_feedback_and_not_without():
+    assert distance(lambda: BlockTopK(8, ratio=0.01)) < 0.25
+    assert distance(lambda: BlockTopK(8, ratio=0.01, error_feedback=False)) > 0.9
+    assert distance(lambda: BlockRandomK(8, ratio=0.01)) < 0.25
+
+
+@pytest.mark.parametrize(
+    ("call", "key"),
+    [
+        (lambda: BlockTopK(0, k=1), "block"),
+        (lambda: BlockTopK(8), "ratio"),
+        (lambda: BlockTopK(8, ratio=0.1, k=1), "ratio"),
+        (lambda: BlockTopK(8, ratio=0.0), "ratio"),
+        (lambda: BlockTopK(8, ratio=1.1), "ratio"),
+        (lambda: BlockTopK(8, ratio=float("nan")), "ratio"),
+        (lambda: BlockTopK(8, k=0), "k"),
+        (lambda: BlockTopK(8, k=1, warmup_steps=-1), "warmup_steps"),
+        (lambda: BlockRandomK(8, k=1, seed=-1), "seed"),
+        (lambda: BlockThreshold(8, 0.0), "threshold"),
+        (lambda: BlockThreshold(8, float("nan")), "threshold"),
+        (lambda: BlockThreshold(8, float("inf")), "threshold"),
+        (lambda: BlockTopK(8, k=1).step("b", torch.ones(9, dtype=torch.int32)), "bucket b"),
+        (lambda: BlockTopK(8, k=1).step("b", torch.ones(3, 3)), "bucket b"),
+        (lambda: BlockTopK(8, k=1).step("b", torch.ones(9)[::2]), "bucket b"),
+        (lambda: BlockTopKRatio(8, k=1).step("b", torch.ones(9)), "weights of bucket b"),
+        (
+            lambda: BlockTopKRatio(8, k=1).step("b", torch.ones(9), torch.ones(8)),
+            "weights of bucket b",
+        ),
+    ],
+)
+def test_what_cannot_be_used_is_refused(call, key):
+    with pytest.raises(ConfigError) as caught:
+        call()
+    assert caught.value.key == key
+
+
+@pytest.mark.parametrize("changed", [torch.ones(25), torch.ones(24, dtype=torch.bfloat16)])
+def test_a_bucket_that_changes_is_refused_and_leaves_no_trace(changed):
+    compressor = BlockTopK(8, k=1)
+    compressor.step("b", torch.arange(24.0))
+    before = compressor.residual("b").clone()
+    with pytest.raises(ConfigError, match=r"24 elements of torch\.float32"):
+        compressor.step("b", changed)
+    assert same(compressor.residual("b"), before)
+    assert compressor.state_dict()["steps"] == {"b": 1}
+    compressor.step("c", changed)
+
+
+@pytest.mark.parametrize(
+    ("values", "made"),
+    [
+        ({}, {"type": "block_topk", "ratio": 0.01}),
+        ({"type": "block_topk_ratio", "ratio": 0.5}, {"ratio": 0.5}),
+        ({"type": "block_randomk", "seed": 4, "warmup_steps": 2}, {"seed": 4, "warmup_steps": 2}),
+        ({"type": "block_threshold", "threshold": 0.5}, {"threshold": 0.5}),
+        ({"error_feedback": False}, {"error_feedback": False}),
+    ],
+)
+def test_configuration(values, made):
+    config = CompressorConfig.parse(values)
+    found = make_compressor(config, 64).settings()
+    assert found | made | {"block": 64} == found
+    assert found["type"] == config.type
+    assert CompressorConfig.parse(config.model_dump()) == config
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"threshold": 0.5}, "threshold"),
+        ({"type": "block_randomk", "threshold": 0.5}, "threshold"),
+        ({"type": "block_threshold"}, "threshold"),
+        ({"type": "block_threshold", "threshold": None}, "threshold"),
+        ({"type": "block_threshold", "threshold": 0.0}, "threshold"),
+        ({"type": "block_threshold", "threshold": 0.5, "ratio": 0.1}, "ratio"),
+        ({"seed": 1}, "seed"),
+        ({"type": "block_topk_ratio", "seed": 1}, "seed"),
+        ({"type": "block_randomk", "seed": -1}, "seed"),
+        ({"ratio": 1.5}, "ratio"),
+        ({"warmup_steps": -1}, "warmup_steps"),
+        ({"type": "topk"}, "type"),
+        ({"rato": 0.1}, "rato"),
+    ],
+)
+def test_configuration_that_is_refused_by_its_key(values, key):
+    with pytest.raises(ConfigError) as caught:
+        CompressorConfig.parse(values, "wavemare.comm.compressor")
+    assert caught.value.key == f"wavemare.comm.compressor.{key}"
+
+
+@settings(max_examples=20)
+@given(data=st.binary(min_size=4, max_size=200), k=st.integers(1, 5))
+def test_any_bits_are_conserved_or_sent(data, k):
+    flat = torch.from_numpy(np.frombuffer(data[: len(data) // 4 * 4], np.float32).copy())
+    compressor, before = BlockTopK(3, k=k), flat + 0.0
+    sent = spread(compressor.step("b", flat), 3, len(flat))
+    assert same(flat[sent], before[sent])
+    assert same(compressor.residual("b")[~sent], before[~sent])
+    assert compressor.residual("b").isfinite().all()

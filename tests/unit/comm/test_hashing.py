@@ -1,0 +1,247 @@
+"""Hashing of ids against Python's dictionaries and integers, and against its probabilities."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from wavemare.comm import hashing
+from wavemare.comm.hashing import HashBitmap, insert, owner_of, place, unique_by_hash
+from wavemare.errors import ConfigError
+
+INT64 = st.integers(-(2**63), 2**63 - 1)
+# Few values, so that many are alike, and the whole range with both of its ends.
+IDS = st.lists(st.integers(-3, 5) | INT64 | st.sampled_from([2**63 - 1, -(2**63)]), max_size=80)
+both = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+
+
+@pytest.fixture(params=["numba", "numpy"])
+def way(request, monkeypatch):
+    """Run a test with the compiled loops and without them."""
+    if request.param == "numba":
+        pytest.importorskip("numba")
+    else:
+        monkeypatch.setattr(hashing, "row_loops", None)
+    return request.param
+
+
+def slow_place(number, key, count):
+    h = (number + key) % 2**64
+    h = (h ^ h >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    h = (h ^ h >> 27) * 0x94D049BB133111EB % 2**64
+    return ((h ^ h >> 31) >> 32) * count >> 32
+
+
+def slow_insert(ids, keys, count):
+    """Return (cells, first, left) of a table, with a list for each round."""
+    cells, first, waiting = [-1] * count, {}, list(range(len(ids)))
+    for key in keys:
+        again = []
+        for i in waiting:
+            cell = slow_place(ids[i], key, count)
+            if cells[cell] == -1:
+                cells[cell] = i
+            if ids[cells[cell]] == ids[i]:
+                first[i] = cells[cell]
+            else:
+                again.append(i)
+        waiting = again
+    return cells, first, waiting
+
+
+def distinct(n, seed=0):
+    numbers = np.random.default_rng(seed).integers(-(2**63), 2**63 - 1, 2 * n)
+    return torch.from_numpy(np.unique(numbers)[:n].copy())
+
+
+@both
+@given(ids=IDS, probes=st.integers(1, 4), load=st.sampled_from([0.1, 0.25, 1.0]))
+def test_no_id_is_lost(way, ids, probes, load):
+    found = unique_by_hash(torch.tensor(ids, dtype=torch.int64), probes=probes, load=load)
+    assert found.unique.tolist() == list(dict.fromkeys(ids))
+    assert found.unique[found.inverse].tolist() == ids
+    assert 0 <= found.serial <= len(found.unique)
+
+
+@pytest.mark.parametrize("load", [0.25, 1.0])
+def test_many_ids_are_those_of_a_sort(way, load):
+    random = np.random.default_rng(1)
+    for ids in (random.zipf(1.2, 40_000), random.integers(-(10**18), 10**18, 40_000)):
+        found = unique_by_hash(torch.from_numpy(ids), load=load, probes=2)
+        unique, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
+        order = np.argsort(first)
+        assert np.array_equal(found.unique.numpy(), unique[order])
+        assert np.array_equal(found.unique.numpy()[found.inverse], unique[inverse])
+        assert found.serial > 0
+
+
+def test_ids_of_32_bits_are_the_same_ids(way):
+    ids = torch.tensor([5, -7, 5, 2**31 - 1], dtype=torch.int32)
+    found = unique_by_hash(ids)
+    assert found.unique.dtype == found.inverse.dtype == torch.int64
+    assert found.unique.tolist() == [5, -7, 2**31 - 1]
+    assert torch.equal(owner_of(ids, 1000), owner_of(ids.long(), 1000))
+    strided = torch.arange(40)[::3]
+    assert torch.equal(unique_by_hash(strided).unique, strided)
+
+
+@both
+@given(ids=IDS, keys=st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=4), data=st.data())
+def test_table_is_that_of_the_slow_twin(way, ids, keys, data):
+    count = data.draw(st.integers(1, 2 * len(ids) + 1))
+    numbers = np.array(ids, dtype=np.int64)
+    for key in keys:
+        expected = [slow_place(i, key, count) for i in ids]
+        assert place(numbers, np.uint64(key), count).tolist() == expected
+    cells, first = np.full(count, -1, dtype=np.int32), np.full(len(ids), -9)
+    left = insert(numbers, np.array(keys, dtype=np.uint64), cells, first)
+    slow_cells, slow_first, slow_left = slow_insert(ids, keys, count)
+    assert cells.tolist() == slow_cells
+    assert left.tolist() == slow_left
+    assert first.tolist() == [slow_first.get(i, -9) for i in range(len(ids))]
+
+
+def test_hash_is_the_published_one(way):
+    # The first numbers of SplitMix64 with seed 0.
+    gamma = 0x9E3779B97F4A7C15
+    numbers = np.array([0, gamma, 2 * gamma % 2**64], dtype=np.uint64).view(np.int64)
+    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    upper = [number >> 32 for number in published]
+    count = 2**32 - 1
+    expected = [number * count >> 32 for number in upper]
+    assert place(numbers, np.uint64(gamma), count).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("load", "expected"),
+    [(0.5, [21.3, 9.0, 4.2, 2.0]), (0.25, [11.5, 2.7, 0.66, 0.16])],
+)
+def test_few_ids_are_left_for_the_serial_area(way, load, expected):
+    ids = distinct(200_000)
+    for probes, percent in enumerate(expected, start=1):
+        serial = unique_by_hash(ids, probes=probes, load=load).serial
+        deviation = 100 * math.sqrt(percent / 100 / len(ids))
+        assert abs(100 * serial / len(ids) - percent) < 0.03 * percent + 4 * deviation
+
+
+def test_ids_of_one_owner_fill_the_table_like_any_others(way):
+    ids = torch.arange(400_000)
+    ids = ids[owner_of(ids, 16, seed=3) == 5]
+    assert unique_by_hash(ids, probes=1, seed=3).serial / len(ids) < 0.13
+
+
+PATTERNS = {
+    "rows": torch.arange,
+    "negative": lambda n: -torch.arange(n),
+    "every 4096th": lambda n: torch.arange(n) * 4096,
+    "upper half": lambda n: torch.arange(n) << 40,
+    "random": distinct,
+}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("num_owners", [2, 3, 16, 100])
+def test_owners_are_balanced_but_for_the_root_of_their_rows(pattern, num_owners):
+    for n in (1000, 30_000, 300_000):
+        counts = owner_of(PATTERNS[pattern](n), num_owners, seed=7).bincount(minlength=num_owners)
+        assert len(counts) == num_owners
+        mean = n / num_owners
+        # Of 1815 counts in all, one in 16 000 would be further off.
+        assert (counts - mean).abs().max() < 4 * math.sqrt(mean)
+
+
+def test_owners_depend_on_id_and_seed_alone(way):
+    ids = distinct(50_000)
+    owners = owner_of(ids, 16, seed=1)
+    turned = torch.randperm(len(ids))
+    assert torch.equal(owner_of(ids[turned], 16, seed=1), owners[turned])
+    others = owner_of(ids, 16, seed=2)
+    assert abs((owners == others).double().mean() - 1 / 16) < 0.01
+    # Pinned, as all ranks and resumed runs must agree.
+    pinned = owner_of(torch.tensor([0, 1, 2, -1, 2**62]), 1000, seed=1)
+    assert pinned.tolist() == [643, 198, 622, 804, 456]
+
+
+def all_rows(bitmap):
+    return bitmap.decode(torch.full((bitmap.num_bytes,), 255, dtype=torch.uint8))
+
+
+@both
+@given(
+    num_rows=st.integers(0, 300),
+    num_owners=st.integers(1, 9),
+    seed=st.integers(0, 3),
+    data=st.data(),
+)
+def test_bitmaps_bring_back_each_owner_its_rows(way, num_rows, num_owners, seed, data):
+    rows = st.integers(0, num_rows - 1) if num_rows else st.nothing()
+    ids = torch.tensor(data.draw(st.lists(rows)), dtype=torch.int64)
+    owners = owner_of(ids, num_owners, seed)
+    total = 0
+    for owner in range(num_owners):
+        bitmap = HashBitmap(num_rows, num_owners, owner, seed)
+        own = ids[owners == owner]
+        bits = bitmap.encode(own)
+        assert bits.dtype == torch.uint8
+        assert len(bits) == bitmap.num_bytes == math.ceil(len(bitmap) / 8)
+        assert bitmap.decode(bits).tolist() == sorted(set(own.tolist()))
+        total += len(bitmap)
+    assert total == num_rows
+
+
+def test_bitmaps_of_all_owners_take_a_bit_per_row(monkeypatch):
+    monkeypatch.setattr(hashing, "_CHUNK", 999)
+    bitmaps = [HashBitmap(100_000, 16, owner) for owner in range(16)]
+    sizes = [bitmap.num_bytes for bitmap in bitmaps]
+    assert 100_000 / 8 <= sum(sizes) < 100_000 / 8 + 16
+    assert max(sizes) < 100_000 / 8 / 16 * 1.06
+    rows = [all_rows(bitmap) for bitmap in bitmaps]
+    assert torch.equal(torch.cat(rows).sort().values, torch.arange(100_000))
+
+
+def test_bit_of_a_row_is_its_rank_among_the_rows_of_its_owner():
+    own = [row for row in range(500) if owner_of(torch.tensor([row]), 7, 2) == 4]
+    bitmap = HashBitmap(500, 7, 4, 2)
+    for j, row in enumerate(own):
+        bits = bitmap.encode(torch.tensor([row, row], dtype=torch.int32))
+        assert bits.nonzero().flatten().tolist() == [j // 8]
+        assert bits[j // 8] == 1 << j % 8
+    assert all_rows(bitmap).tolist() == own
+
+
+def test_a_row_of_another_owner_is_refused():
+    bitmap = HashBitmap(500, 7, int(owner_of(torch.tensor([0]), 7)))
+    own = all_rows(bitmap).tolist()
+    assert own[0] == 0
+    others = [row for row in range(500) if row not in own]
+    # Those that differ by 2^32 from a row would be it if they were cut to 32 bits.
+    beyond = [-1, 500, 2**31, 2**62, -(2**63), own[1] + 2**32, own[1] - 2**32]
+    for foreign in [*others, *beyond]:
+        with pytest.raises(ConfigError) as caught:
+            bitmap.encode(torch.tensor([own[0], foreign]))
+        assert (caught.value.key, caught.value.value) == ("ids", foreign)
+
+
+@pytest.mark.parametrize(
+    ("call", "key"),
+    [
+        (lambda: owner_of(torch.arange(4), 0), "num_owners"),
+        (lambda: owner_of(torch.arange(4.0), 2), "ids"),
+        (lambda: owner_of(torch.zeros(2, 2, dtype=torch.int64), 2), "ids"),
+        (lambda: owner_of(torch.arange(4, device="meta"), 2), "ids"),
+        (lambda: unique_by_hash(torch.arange(4), probes=0), "probes"),
+        (lambda: unique_by_hash(torch.arange(4), load=0.0), "load"),
+        (lambda: unique_by_hash(torch.arange(4), load=1.5), "load"),
+        (lambda: HashBitmap(-1, 2, 0), "num_rows"),
+        (lambda: HashBitmap(10, 2, 2), "owner"),
+        (lambda: HashBitmap(10, 2, -1), "owner"),
+        (lambda: HashBitmap(80, 1, 0).decode(torch.zeros(9, dtype=torch.uint8)), "bits"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(call, key):
+    with pytest.raises(ConfigError) as caught:
+        call()
+    assert caught.value.key == key
