@@ -1,8 +1,8 @@
 """The four kernels of the sparse collective, on the device where a bucket lives.
 
-A *bucket* is a flat contiguous tensor of E elements, seen as ``ceil(E / block)`` blocks of ``block``
-elements, of which the last one may be short (*ragged*). *Packed* blocks stand one after the other,
-each of full length; a ragged one is padded with zeros.
+A *bucket* is a flat contiguous tensor of E elements, seen as ``ceil(E / block)`` blocks of
+``block`` elements, of which the last one may be short (*ragged*). *Packed* blocks stand one after
+the other, each of full length; a ragged one is padded with zeros.
 """
 
 from __future__ import annotations
@@ -59,9 +59,7 @@ class BlockKernels(Protocol):
             flat: (E,), a bucket; its blocks of these numbers are written and no others.
         """
 
-    def reduce(
-        self, packed: Tensor, places: Tensor, block: int, scale: float, out: Tensor
-    ) -> None:
+    def reduce(self, packed: Tensor, places: Tensor, block: int, scale: float, out: Tensor) -> None:
         """Sum blocks of several ranks in the order of the ranks.
 
         For each j: ``out[j] = round(scale * ((+0.0 + packed[places[0, j]]) + packed[places[1, j]]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from wavemare.bench.sparse.request import DEFAULT_SYSTEMS
 from wavemare.bench.systems import SYSTEMS
 from wavemare.bench.trace import load_timeline
 
@@ -76,3 +77,27 @@ def test_a_refused_request_starts_nothing(command: Callable[..., Any]) -> None:
     assert ended.code == 2
     assert "torch-zbv" in ended.output
     assert "Traceback" not in ended.output
+
+
+def test_collectives_are_measured_and_checked_against_each_other(
+    command: Callable[..., Any], tmp_path: Path
+) -> None:
+    options = ["--ranks", 2, "--mib", 1, "--densities", "1,0.1", "--patterns", "random,zipf"]
+    options += ["--rounds", 2, "--warmups", 1, "--json", "result.json", "--plot", "plot.png"]
+    ended = command("wavemare", "bench", "sparse", *options).check()
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["command"].startswith("wavemare bench sparse --ranks 2 --mib 1 ")
+    rows = {(row["system"], row["pattern"], row["density"]): row for row in result["rows"]}
+    cases = [("random", 1.0), ("random", 0.1), ("zipf", 0.1)]
+    left_out = {(row["system"], row["pattern"], row["density"]) for row in result["skipped"]}
+    expected = {(name, *case) for name in DEFAULT_SYSTEMS for case in cases}
+    assert rows.keys() | left_out == expected
+    assert not rows.keys() & left_out
+    for (name, *_), row in rows.items():
+        assert row["ratio"] > 0
+        assert len(row["rounds_s"]) == 2
+        assert (row.get("executor") is not None) == name.startswith("wavemare")
+    pushed = rows["wavemare-pushpull", "random", 0.1]
+    assert 0 < pushed["bytes_up"] < 0.5 * 2**20
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+    assert "wavemare-auto" in ended.output

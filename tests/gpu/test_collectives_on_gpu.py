@@ -1,0 +1,20 @@
+"""Two ranks on one GPU: mask, pack, copy, send, reduce and unpack, bit for bit as on the host."""
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+
+MODES = ["ordered", "pushpull", "allgather"]
+
+
+@pytest.mark.world_size(2)
+def test_sums_on_the_device_are_those_of_the_host(launch):
+    finished = launch("sparse_gpu.py", *MODES, timeout=280).check()
+    for rank in range(2):
+        result = finished.result(rank)
+        assert len(result["exact"]) == 3 * len(MODES)
+        assert all(result["exact"].values()), result["exact"]
+    for name, measured in finished.result(0)["speed"].items():
+        phases = {key: round(1000 * value, 2) for key, value in measured["phases_s"].items()}
+        print(f"{name:>16}: {1000 * measured['seconds']:8.2f} ms  {phases}")

@@ -1,0 +1,89 @@
+"""Rows, ratios and the model of ``wavemare bench sparse``; the table and the picture."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from wavemare.bench.sparse.report import Sample, build_result
+from wavemare.bench.sparse.request import Case, SparseRequest
+from wavemare.bench.sparse.show import plot, result_table
+from wavemare.comm.statistics import Statistics
+
+CASE = Case("identical", 0.5)
+
+
+def sample(seconds: float, executor: str = "", **phases: float) -> Sample:
+    if not executor:
+        return Sample(seconds, None, None)
+    statistics = Statistics(
+        executor=executor, union=0.5, bytes_up=100, bytes_down=90, phases_s=phases
+    )
+    return Sample(seconds, statistics, None)
+
+
+def result(mbit: float | None = 8.0) -> dict[str, Any]:
+    request = SparseRequest(
+        ranks=2,
+        mbit=mbit,
+        mebibytes=1.0,
+        block=256,
+        densities=(1.0, 0.5),
+        patterns=("identical",),
+        systems=("mpi-dense", "gloo-dense", "wavemare-auto", "torch-sparse"),
+    )
+    measured = {
+        CASE: {
+            "mpi-dense": [sample(3.0), sample(9.0), sample(4.0)],
+            "gloo-dense": [sample(5.0), sample(2.0), sample(5.0)],
+            "wavemare-auto": [
+                sample(s, "pushpull", mask=m, push=1.0, reduce=0.1)
+                for s, m in ((1.0, 0.3), (2.0, 0.1), (4.0, 0.2))
+            ],
+        }
+    }
+    return build_result(request, measured, {"cores": 2}, {})
+
+
+def rows(of: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["system"]: row for row in of["rows"]}
+
+
+def test_ratios_are_to_the_faster_dense_system() -> None:
+    found = rows(result())
+    assert found["mpi-dense"]["median_s"] == 4.0
+    assert found["mpi-dense"]["ratio"] == 1.0
+    assert found["gloo-dense"]["ratio"] == 0.8
+    assert found["wavemare-auto"]["ratio"] == 2.0
+    assert found["wavemare-auto"]["rounds_s"] == [1.0, 2.0, 4.0]
+
+
+def test_the_model_is_bytes_over_the_rate_and_measured_kernels() -> None:
+    row = rows(result())["wavemare-auto"]
+    # Push and pull of half the bucket each, half of both within the rank: 0.5 MiB at 1 MB/s.
+    assert row["model_s"] == pytest.approx(2**19 / 1e6 + 0.2 + 0.1)
+    assert row["model"] == pytest.approx(4.0 / row["model_s"])
+    assert rows(result(mbit=None))["wavemare-auto"]["model_s"] is None
+
+
+def test_what_was_left_out_stands_with_its_reason() -> None:
+    skipped = result()["skipped"]
+    assert [(row["system"], row["density"]) for row in skipped] == [
+        ("torch-sparse", 1.0),
+        ("torch-sparse", 0.5),
+    ]
+    assert all("dense bytes" in row["reason"] for row in skipped)
+
+
+def test_the_table_and_the_picture_show_each_row(tmp_path: Path) -> None:
+    console = Console(width=110, record=True)
+    console.print(result_table(result()))
+    text = console.export_text()
+    assert "2 ranks over 8 Mbit/s" in text
+    assert all(name in text for name in ("mpi-dense", "gloo-dense", "wavemare-auto", "pushpull"))
+    file = tmp_path / "plot.png"
+    plot(result(), file)
+    with Image.open(file) as picture:
+        assert picture.size[0] > 300
