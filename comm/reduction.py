@@ -122,8 +122,8 @@ class Reduction:
             reduce_ranges(call, pieces)
 
         def sparse(call: Call, masks: Masks | None) -> None:
-            assert masks is not None
-            reduce_scatter(call, masks, pieces)
+            # Executors that need no masks sum whole buckets only.
+            reduce_scatter(call, masks if masks is not None else self._masks(call), pieces)
 
         ways = {name: dense if name in DENSE else sparse for name in self._executors}
         self._sum(call, key, stats, ways)

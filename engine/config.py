@@ -10,6 +10,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from wavemare.comm.config import SparseCollectiveConfig, WatchdogConfig
+from wavemare.engine.sparse_checks import check_sparse_collective
 from wavemare.errors import ConfigError, did_you_mean
 from wavemare.pipeline.config import PipelineConfig
 from wavemare.section import Section
@@ -38,6 +40,8 @@ class WavemareConfig(Section):
     """The ``"wavemare"`` section. Stock DeepSpeed ignores it, so one file serves both."""
 
     pipeline: PipelineConfig = PipelineConfig()
+    sparse_collective: SparseCollectiveConfig = SparseCollectiveConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> WavemareConfig:
@@ -130,6 +134,10 @@ def check_config(config: Mapping[str, Any], *, world_size: int) -> WavemareConfi
             f"Start a multiple of {stages} processes, or change the number of stages",
         )
     _check_schedule(config, ours.pipeline)
+    sparse = ours.sparse_collective
+    if sparse.mode != "off":
+        compresses = sparse.compressor is not None
+        check_sparse_collective(config, zero_section(config), compresses=compresses)
     zero = zero_section(config).get("stage", 0)
     if (stages > 1 or ours.pipeline.schedule == "pipemare") and zero in (2, 3):
         raise ConfigError(

@@ -86,9 +86,10 @@ def read_config(args: Any = None, config: Any = None, config_params: Any = None)
 
 
 def _engines(ours: WavemareConfig, model: Any) -> Mapping[str, Any]:
-    """Return `ENGINES`, with the one that the schedule asks for."""
+    """Return `ENGINES`, with the one that the schedule asks for, and with our sections."""
+    engines = {name: partial(engine, sections=ours) for name, engine in ENGINES.items()}
     if ours.pipeline.schedule != "pipemare":
-        return ENGINES
+        return engines
     if isinstance(model, DualPipeVModule) or not isinstance(model, deepspeed.PipelineModule):
         raise ConfigError(
             "wavemare.pipeline.schedule",
@@ -96,7 +97,8 @@ def _engines(ours: WavemareConfig, model: Any) -> Mapping[str, Any]:
             f"{type(model).__name__} is no pipeline of one stage per rank",
             "Give a PipelineModule, or a transformers model and 2 or more stages",
         )
-    return {**ENGINES, "PipelineEngine": partial(PipeMareEngine, pipemare=ours.pipeline.pipemare)}
+    asynchronous = partial(PipeMareEngine, pipemare=ours.pipeline.pipemare, sections=ours)
+    return {**engines, "PipelineEngine": asynchronous}
 
 
 def _check(config: dict[str, Any], model: Any, mpu: Any, mesh_param: Any) -> WavemareConfig:

@@ -7,12 +7,54 @@ from typing import Any
 from deepspeed import comm as dist
 
 from wavemare.engine.checkpoint import CheckpointMixin
+from wavemare.engine.config import WavemareConfig
+from wavemare.engine.sparse_attach import attach_sparse_gradients
+from wavemare.engine.sparse_gradients import SparseGradients
 
 __all__ = ["EngineMixin"]
 
 
 class EngineMixin(CheckpointMixin):
-    """Checkpoints that are complete or absent, and the rank's place in the data."""
+    """Checkpoints that are complete or absent, sparse collectives, the rank's place in the data.
+
+    Args:
+        args: DeepSpeed's.
+        sections: Ours of the configuration; all defaults if omitted.
+        kwargs: DeepSpeed's.
+    """
+
+    _sparse: SparseGradients | None = None
+
+    def __init__(self, *args: Any, sections: WavemareConfig | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if sections is not None and sections.sparse_collective.mode != "off":
+            self._sparse = attach_sparse_gradients(
+                self, sections.sparse_collective, sections.watchdog.timeout_s
+            )
+
+    def buffered_allreduce_fallback(self, grads: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Reduce gradients as DeepSpeed's method of that name, or by the sparse collective."""
+        if self._sparse is not None and grads is None:
+            self._sparse.reduce()
+        else:
+            super().buffered_allreduce_fallback(grads, *args, **kwargs)  # type: ignore[misc]
+
+    def destroy(self) -> None:
+        """Give back what the engine holds; all ranks should call it."""
+        if self._sparse is not None:
+            self._sparse.close()
+        super().destroy()  # type: ignore[misc]
+
+    def rank_state(self) -> dict[str, Any]:
+        """Return what this rank's next step needs beside weights, optimizer and random state."""
+        state = self._sparse.rank_state() if self._sparse is not None else {}
+        return {"sparse_collective": state} if state else {}
+
+    def load_rank_state(self, state: dict[str, Any]) -> None:
+        """Take over a state of `rank_state`."""
+        saved = state.get("sparse_collective")
+        if self._sparse is not None and saved is not None:
+            self._sparse.load_rank_state(saved)
 
     @property
     def data_rank(self) -> int:
@@ -32,5 +74,8 @@ class EngineMixin(CheckpointMixin):
         return 0
 
     def step_metrics(self) -> dict[str, float]:
-        """Return what the engine has measured of the last step, by name; here nothing."""
-        return {}
+        """Return what the engine has measured of the last step, by name.
+
+        That is this rank's share of the sparse collectives, if there are any.
+        """
+        return dict(self._sparse.figures) if self._sparse is not None else {}

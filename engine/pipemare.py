@@ -444,10 +444,15 @@ class PipeMareEngine(PipelineEngine):
 
     def rank_state(self) -> dict[str, Any]:
         """Return what this rank's next step needs beside weights and optimizer."""
-        return {"norms": self._norms.state_dict(), "correction": self._correction.state_dict()}
+        return {
+            **super().rank_state(),
+            "norms": self._norms.state_dict(),
+            "correction": self._correction.state_dict(),
+        }
 
     def load_rank_state(self, state: dict[str, Any]) -> None:
         """Take over a state of `rank_state`; of another schedule or correction there is none."""
+        super().load_rank_state(state)
         if "norms" in state:
             self._norms.load_state_dict(state["norms"])
         correction = state.get("correction", {})
@@ -483,9 +488,9 @@ class PipeMareEngine(PipelineEngine):
     def step_metrics(self) -> dict[str, float]:
         """Return staleness, waiting and update gap by stage, and the bubble; on the first stage.
 
-        Those of later stages are of their step before.
+        Those of later stages are of their step before. Beside them, what `EngineMixin` tells.
         """
-        return self._telemetry.metrics()
+        return {**self._telemetry.metrics(), **super().step_metrics()}
 
     def _report_step(self) -> None:
         if self.global_steps % _GAP_INTERVAL == 0:

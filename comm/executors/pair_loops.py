@@ -1,4 +1,4 @@
-"""The merging of sorted pairs on a CPU, compiled by numba; it runs without the interpreter's lock.
+"""Loops over pairs on a CPU, compiled by numba; they run without the interpreter's lock.
 
 This file can be imported only where numba is installed.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 import numba
 
-__all__ = ["merge"]
+__all__ = ["count", "find", "merge"]
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -20,6 +20,36 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     except RuntimeError:
         # There is no folder that numba could write.
         return numba.njit(nogil=True)(function)
+
+
+@_compiled
+def count(words: Any, magnitude: Any) -> int:
+    """Count the words that have any of some bits set.
+
+    Args:
+        words: (n,), unsigned integers.
+        magnitude: The bits, of the words' type.
+    """
+    found = 0
+    for i in range(words.size):
+        found += (words[i] & magnitude) != 0
+    return found
+
+
+@_compiled
+def find(words: Any, magnitude: Any, ids: Any) -> None:
+    """Find those words.
+
+    Args:
+        words: (n,), unsigned integers.
+        magnitude: The bits, of the words' type.
+        ids: (k + 1,), integers, of which the first k are written: the places of the words.
+    """
+    k = 0
+    for i in range(words.size):
+        # Always written, since a branch would often be guessed wrongly.
+        ids[k] = i
+        k += (words[i] & magnitude) != 0
 
 
 @_compiled

@@ -5,6 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from wavemare.comm.kernels.numpy_kernels import as_words, magnitude_bits
+
+try:
+    from wavemare.comm.executors import pair_loops
+except ImportError:
+    pair_loops = None  # type: ignore[assignment]
+
 __all__ = ["index_dtype", "nonzero_ids", "sum_dtype"]
 
 _SIGNED = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -31,7 +38,15 @@ def nonzero_ids(flat: Tensor) -> Tensor:
     Returns:
         (k,), of `index_dtype`: their indices, ascending.
     """
-    words = flat.view(_SIGNED[flat.element_size()])
+    kind = index_dtype(flat.numel())
+    if pair_loops is not None and flat.device.type == "cpu":
+        words = as_words(flat)
+        magnitude = words.dtype.type(magnitude_bits(flat.dtype))
+        number = pair_loops.count(words, magnitude)
+        ids = torch.empty(number + 1, dtype=kind)
+        pair_loops.find(words, magnitude, ids.numpy())
+        return ids[:number]
+    signed = flat.view(_SIGNED[flat.element_size()])
     if flat.dtype.is_floating_point:
-        words = words & torch.iinfo(words.dtype).max
-    return words.nonzero().view(-1).to(index_dtype(flat.numel()))
+        signed = signed & torch.iinfo(signed.dtype).max
+    return signed.nonzero().view(-1).to(kind)

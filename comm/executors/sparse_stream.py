@@ -75,7 +75,11 @@ class SparseStream:
         return SparseStream(self.numel, None, values)
 
     def __add__(self, other: SparseStream) -> SparseStream:
-        """Add element by element, this one's first: a sum of two NaN is the first of them."""
+        """Add element by element.
+
+        Ranks that are to have the same bits must add in the same order: the sum of two NaN is one
+        of them.
+        """
         if self.ids is not None and other.ids is not None:
             pairs = merge_pairs(self.ids, self.values, other.ids, other.values)
             return SparseStream(self.numel, *pairs).settled()

@@ -49,7 +49,7 @@ class Streaming(Executor):
     name = "streaming"
     needs_masks = False
 
-    def __init__(self, slots_per_rank: int = 4, width: int = 128, depth: int = 16) -> None:
+    def __init__(self, slots_per_rank: int = 2, width: int = 512, depth: int = 16) -> None:
         self._slots_per_rank = slots_per_rank
         self._width = width
         self._depth = depth

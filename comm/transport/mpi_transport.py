@@ -19,7 +19,7 @@ _TAG = 7
 _PROBE_TAG = 8
 _SPINS = 200
 """Polls without a pause: short messages are there before a sleeping thread would wake up."""
-_PAUSE_S = 50e-6
+_PAUSE_S = 100e-6
 """Then a pause between two polls. A library that waits by itself keeps a core busy, which the
 backward pass needs; over the slowest of useful links the buffers of the kernel last for longer."""
 _TYPES = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE, torch.int32: MPI.INT32_T}
@@ -47,6 +47,8 @@ class MpiTransport(Transport):
         self.size = self._comm.Get_size()
         self.timeout_s = timeout_s
         self.takes_device = takes_device
+        # A message that comes after all must not be written to memory that has a new owner.
+        self._abandoned: list[MPI.Request] = []
 
     def begin(self) -> _MpiExchange:
         """Begin messages that are under way together."""
@@ -117,6 +119,7 @@ class MpiTransport(Transport):
             raise self.lost([], str(error)) from error
 
     def _silent(self, requests: Sequence[MPI.Request], peers: Sequence[int]) -> CommError:
+        self._abandoned.extend(requests)
         # A peer that waits for the one that was lost is silent too: ask who is still there.
         pending = [p for r, p in zip(requests, peers, strict=False) if r != MPI.REQUEST_NULL]
         absent = self._absent()
@@ -129,8 +132,9 @@ class MpiTransport(Transport):
         asked = {
             peer: self._comm.Irecv(buffer_of(answers[peer]), peer, _PROBE_TAG) for peer in answers
         }
+        self._abandoned.extend(asked.values())
         for peer in answers:
-            self._comm.Isend(buffer_of(mine), peer, _PROBE_TAG)
+            self._abandoned.append(self._comm.Isend(buffer_of(mine), peer, _PROBE_TAG))
         deadline = time.monotonic() + patience_s
         present: set[int] = set()
         while len(present) < len(asked) and time.monotonic() < deadline:

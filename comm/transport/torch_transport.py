@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -213,6 +214,23 @@ def _ask_around(label: str, rank: int, size: int, suspect: int | None) -> Sequen
     Returns:
         The ranks that told nothing; if all did, the first suspect; empty if nobody knows.
     """
+    answers: list[Sequence[int]] = []
+
+    def ask() -> None:
+        answers.append(_ask_store(label, rank, size, suspect))
+
+    # If the store's host hangs, so does whoever asks it: its own time limit is much longer.
+    thread = threading.Thread(target=ask, name="wavemare-ask-around", daemon=True)
+    thread.start()
+    thread.join(2 * _GRACE_S)
+    return answers[0] if answers else _host_of_store(suspect)
+
+
+def _host_of_store(suspect: int | None) -> Sequence[int]:
+    return [suspect] if suspect is not None else [0]
+
+
+def _ask_store(label: str, rank: int, size: int, suspect: int | None) -> Sequence[int]:
     store = dist.distributed_c10d._get_default_store()
     key = f"{label}/lost"
     told: dict[int, int] = {}
@@ -225,7 +243,7 @@ def _ask_around(label: str, rank: int, size: int, suspect: int | None) -> Sequen
                     told[other] = int(store.get(f"{key}/{other}"))
             time.sleep(0.05)
     except RuntimeError:  # the store has gone with the rank that held it
-        return [suspect] if suspect is not None else [0]
+        return _host_of_store(suspect)
     silent = [other for other in range(size) if other not in told]
     suspects = [other for other in told.values() if other >= 0]
     if silent:

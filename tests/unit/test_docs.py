@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from wavemare.comm.config import CompressorConfig, SparseCollectiveConfig, WatchdogConfig
 from wavemare.engine.config import check_batch_sizes, check_config
 from wavemare.pipeline.config import PipelineConfig
 from wavemare.pipeline.staleness import max_staleness, mean_delay
@@ -60,11 +61,19 @@ def defaults(section, prefix=""):
     return found
 
 
-def test_every_key_is_documented_with_its_default():
+@pytest.mark.parametrize(
+    ("name", "section"),
+    [
+        ("pipeline", PipelineConfig()),
+        ("sparse_collective", SparseCollectiveConfig(compressor=CompressorConfig())),
+        ("watchdog", WatchdogConfig()),
+    ],
+)
+def test_every_key_is_documented_with_its_default(name, section):
     text = (ROOT / "docs" / "configuration.md").read_text()
-    table = text.partition("| key in `wavemare.pipeline` |")[2].partition("\n\n")[0]
+    table = text.partition(f"| key in `wavemare.{name}` |")[2].partition("\n\n")[0]
     documented = {row[0].strip("`"): row[1].strip("`") for row in rows(table)}
-    expected = defaults(PipelineConfig())
+    expected = defaults(section)
     assert documented.keys() == expected.keys()
     for key, default in expected.items():
         if default is not None:  # else it is told in words

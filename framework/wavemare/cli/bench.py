@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from wavemare.cli.bench_training import training
 from wavemare.errors import ConfigError
 
 if TYPE_CHECKING:
     from wavemare.bench.request import PipelineRequest
 
-__all__ = ["bench"]
+__all__ = ["bench", "check_writable"]
 
 bench = typer.Typer(
     no_args_is_help=True,
@@ -112,8 +113,8 @@ def pipeline(
         batch=batch,
     )
     request.check()
-    _check_writable("--json", json_file.parent if json_file else None)
-    _check_writable("--trace", trace, make=True)
+    check_writable("--json", json_file.parent if json_file else None)
+    check_writable("--trace", trace, make=True)
     result = _measure(request, trace)
     _show(result)
     if json_file is not None:
@@ -170,8 +171,8 @@ def sparse(
         systems=DEFAULT_SYSTEMS if systems is None else parse_names(systems),
     )
     request.check()
-    _check_writable("--json", json_file.parent if json_file else None)
-    _check_writable("--plot", picture.parent if picture else None)
+    check_writable("--json", json_file.parent if json_file else None)
+    check_writable("--plot", picture.parent if picture else None)
     from rich.console import Console
 
     from wavemare.bench.sparse.launch import measure
@@ -186,6 +187,9 @@ def sparse(
         atomic_write_text(json_file, json.dumps(result, indent=1) + "\n")
     if picture is not None:
         plot(result, picture)
+
+
+bench.command()(training)
 
 
 def _shares(option: str, text: str) -> tuple[float, ...]:
@@ -234,8 +238,17 @@ def _show(result: dict[str, Any]) -> None:
         console.print(line, soft_wrap=True)
 
 
-def _check_writable(option: str, folder: Path | None, *, make: bool = False) -> None:
-    """Check a folder before minutes of measuring rather than afterwards."""
+def check_writable(option: str, folder: Path | None, *, make: bool = False) -> None:
+    """Check a folder before minutes of measuring rather than afterwards.
+
+    Args:
+        option: Names the folder.
+        folder: None if the option was not given.
+        make: Whether to make the folder.
+
+    Raises:
+        ConfigError: Nothing can be written there.
+    """
     if folder is None:
         return
     try:

@@ -509,3 +509,129 @@ def test_the_step_hooks_see_and_change_the_rate_of_this_very_step():
 
 def test_deepspeeds_own_optimizers_have_the_step_hooks():
     assert issubclass(FusedAdam, torch.optim.Optimizer)
+
+
+# --- what the sparse collective relies on --------------------------------------------------------
+
+
+def test_gradients_without_zero_are_reduced_through_buffered_allreduce_fallback():
+    reduce = behind(deepspeed.DeepSpeedEngine.allreduce_gradients)
+    assert "buffered_allreduce_fallback" in names_in(reduce)
+    assert "buffered_allreduce_fallback" in names_in(deepspeed.PipelineEngine._bf16_reduce_grads)
+    stock = deepspeed.DeepSpeedEngine.buffered_allreduce_fallback
+    assert parameters_of(stock) == ["self", "grads", "elements_per_buffer"]
+
+
+def test_gradients_are_reduced_after_the_backward_pass_unless_in_no_sync():
+    names = names_in(deepspeed.DeepSpeedEngine._backward_epilogue)
+    assert {"allreduce_gradients", "inside_no_sync_ctxt", "enable_backward_allreduce"} <= names
+
+
+def test_gradients_without_zero_that_a_rank_lacks_are_zero():
+    source = assigned_in(deepspeed.DeepSpeedEngine._get_gradients_for_reduction)
+    assert "param.grad = torch.zeros(" in source
+    names = names_in(deepspeed.DeepSpeedEngine._get_gradients_for_reduction)
+    assert {"parameters", "requires_grad", "numel"} <= names
+
+
+@pytest.mark.parametrize(
+    "attribute", ["gradient_average", "sequence_parallel_size", "has_moe_layers", "config"]
+)
+def test_the_engine_has_the_attribute(attribute):
+    sources = inspect.getsource(deepspeed.DeepSpeedEngine)
+    assert f"self.{attribute} = " in sources
+
+
+def test_the_engine_tells_the_type_in_which_gradients_travel():
+    assert isinstance(deepspeed.DeepSpeedEngine.communication_data_type, property)
+    names = names_in(deepspeed.DeepSpeedEngine.allreduce_bucket)
+    assert {"communication_data_type", "gradient_average"} <= names
+
+
+def test_the_bf16_optimizer_reduces_the_gradients_of_its_groups():
+    source = assigned_in(BF16_Optimizer._setup_for_real_optimizer)
+    assert "self.non_expert_gradients.append(fp32_flat_buffer)" in source
+    assert "self.fp32_groups_gradients.append(fp32_gradients)" in source
+    assert "non_expert_gradients" in names_in(BF16_Optimizer.get_grads_for_reduction)
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters"),
+    [
+        ("average_tensor", ["self", "tensor", "communication_data_type"]),
+        ("reduce_ipg_grads", ["self", "comm_dtype"]),
+        (
+            "buffered_reduce_fallback",
+            ["self", "rank", "grads", "communication_data_type", "elements_per_buffer", "log"],
+        ),
+        (
+            "_buffered_reduce_fallback_preserving_fp32",
+            ["self", "grads", "grad_params", "communication_data_type", "elements_per_buffer"],
+        ),
+        ("get_param_comm_dtype", ["self", "param"]),
+        ("get_param_id", ["self", "param"]),
+        ("get_gradient_for_reduction", ["self", "param"]),
+        (
+            "_get_compact_grad_partition_slice",
+            ["self", "group_idx", "partition_id", "param_id", "num_elements"],
+        ),
+    ],
+)
+def test_the_zero_optimizer_has_the_method(method, parameters):
+    assert parameters_of(getattr(DeepSpeedZeroOptimizer, method)) == parameters
+
+
+@pytest.mark.parametrize(
+    "attribute",
+    [
+        "reduce_bucket_size",
+        "reduce_scatter",
+        "overlap_comm",
+        "reduction_stream",
+        "use_grad_accum_attribute",
+        "ipg_buckets",
+        "bit16_groups",
+        "param_to_partition_ids",
+        "grad_start_offset",
+    ],
+)
+def test_the_zero_optimizer_has_the_attribute(attribute):
+    assert f"self.{attribute}" in assigned_in(DeepSpeedZeroOptimizer.__init__)
+
+
+def test_zero_reduces_gathered_gradients_in_reduce_ipg_grads_alone():
+    names = names_in(DeepSpeedZeroOptimizer.reduce_ipg_grads)
+    reducing = {
+        "average_tensor",
+        "buffered_reduce_fallback",
+        "_buffered_reduce_fallback_preserving_fp32",
+    }
+    assert reducing <= names
+    for name, method in inspect.getmembers(DeepSpeedZeroOptimizer, inspect.isfunction):
+        if name != "reduce_ipg_grads":
+            assert not reducing & names_in(method), name
+
+
+def test_zero_ends_a_backward_pass_by_reduce_ipg_grads_without_a_type_before_it_reads_gradients():
+    epilogue = assigned_in(DeepSpeedZeroOptimizer.independent_gradient_partition_epilogue)
+    assert epilogue.index("self.reduce_ipg_grads()") < epilogue.index("get_all_grad_tensors(")
+    during = assigned_in(DeepSpeedZeroOptimizer.reduce_independent_p_g_buckets_and_remove_grads)
+    assert "self.reduce_ipg_grads(comm_dtype=comm_dtype)" in during
+
+
+def test_zero_copies_a_reduced_gradient_after_it_was_reduced():
+    source = assigned_in(DeepSpeedZeroOptimizer.reduce_ipg_grads)
+    assert source.index("self.average_tensor(") < source.index("self.copy_grads_in_partition(")
+
+
+def test_zeros_buckets_know_their_parameters_gradients_and_producers():
+    bucket = stage_1_and_2.IPGBucket()
+    assert (bucket.params, bucket.grads, set(bucket.copy_streams)) == ([], [], set())
+    gather = assigned_in(DeepSpeedZeroOptimizer.reduce_independent_p_g_buckets_and_remove_grads)
+    assert "bucket.params.append((i, param.param_idx_in_group, param_id))" in gather
+    assert "bucket.grads.append(grad_reduc)" in gather
+
+
+def test_the_owner_of_a_range_is_the_number_of_its_partition():
+    names = names_in(DeepSpeedZeroOptimizer.average_tensor)
+    assert {"param_to_partition_ids", "grad_start_offset"} <= names

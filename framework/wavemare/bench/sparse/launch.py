@@ -1,4 +1,4 @@
-"""Starting the ranks of ``wavemare bench sparse``: on this machine, or on hosts of a laboratory."""
+"""Starting ranks under MPI that measure: on this machine, or on hosts of a laboratory."""
 
 from __future__ import annotations
 
@@ -9,21 +9,39 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from wavemare.bench.network import Laboratory
-from wavemare.bench.sparse.request import SparseRequest
 from wavemare.comm.mpi import describe_mpi
 from wavemare.errors import LaunchError
 
-__all__ = ["measure"]
+__all__ = ["Request", "measure"]
 
 _WORKER = "wavemare.bench.sparse.worker"
 _TIMEOUT_S = 4 * 3600.0
 
 
-def measure(request: SparseRequest) -> dict[str, Any]:
+class Request(Protocol):
+    """What the ranks are told."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of processes."""
+
+    @property
+    def mbit(self) -> float | None:
+        """Speed of each rank's link in Mbit/s; None for the memory of this machine."""
+
+    def to_json(self) -> str:
+        """Return the text that the ranks read."""
+
+
+def measure(request: Request, worker: str = _WORKER) -> dict[str, Any]:
     """Run the ranks to their end and return what they measured.
+
+    Args:
+        request: What to measure.
+        worker: The module that each rank runs, with the options ``--request`` and ``--result``.
 
     Raises:
         LaunchError: There is no MPI here, no laboratory, or a rank failed (it has said why).
@@ -31,7 +49,7 @@ def measure(request: SparseRequest) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="wavemare-bench-") as folder:
         asked, answered = Path(folder, "request.json"), Path(folder, "result.json")
         asked.write_text(request.to_json(), encoding="utf-8")
-        command = [sys.executable, "-m", "mpi4py", "-m", _WORKER]
+        command = [sys.executable, "-m", "mpi4py", "-m", worker]
         command += ["--request", str(asked), "--result", str(answered)]
         if request.mbit is None:
             code = _run_here(command, request.ranks)

@@ -1,0 +1,224 @@
+"""The hook for torch's DistributedDataParallel: its buckets travel as their non-zero blocks.
+
+DDP rebuilds its buckets after the first backward pass, in the order in which gradients came, and
+a process that resumes begins with the first ones again. What a compressor keeps must not depend on
+that: here it compresses each parameter by itself, under the parameter's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from wavemare.comm.compress import make_compressor
+from wavemare.comm.config import CompressorConfig
+from wavemare.comm.error_feedback import Compressor
+from wavemare.comm.sparse import SparseComm
+from wavemare.comm.worker import Handle
+from wavemare.errors import ConfigError
+
+__all__ = ["register_ddp_hook"]
+
+
+def register_ddp_hook(
+    model: DistributedDataParallel, comm: SparseComm | None = None, **options: Any
+) -> SparseComm:
+    """Let a sparse collective average the gradients of a model; all ranks must call this.
+
+    Buckets are reduced in the background while the backward pass goes on. Sparse gradients
+    (``Embedding(sparse=True)``, ``EmbeddingBag(sparse=True)``) travel as rows. A lost peer ends
+    ``backward`` with the collective's own error.
+
+    Args:
+        model: To be trained; its communication hook must not be set yet.
+        comm: The collectives, of the ranks of the model's process group and without a compressor;
+            made here if omitted.
+        options: For `SparseComm`; ``compressor`` compresses each parameter by itself.
+
+    Returns:
+        The collectives: their ``state_dict`` has the compressor's residuals by the parameters'
+        names, and ``close`` ends them.
+
+    Raises:
+        ConfigError: Options for a given ``comm``, or one that does not fit the model.
+        CommError: There is no such transport, or a rank is missing.
+    """
+    compressor = None
+    if comm is None:
+        options = {"block": 256, "device": model.device, **options}
+        inner = options.pop("compressor", None)
+        if isinstance(inner, CompressorConfig):
+            inner = make_compressor(inner, options["block"])
+        compressor = _ByParameter(inner) if inner is not None else None
+        comm = SparseComm(model.process_group, compressor=compressor, **options)
+    else:
+        _check(comm, options, dist.get_world_size(model.process_group))
+    hook = _Hook(model, comm, compressor)
+    # DDP compares annotations, if there are any, with types rather than their names.
+    model.register_comm_hook(None, lambda state, bucket: hook.reduce(bucket))
+    return comm
+
+
+def _check(comm: SparseComm, options: Mapping[str, Any], num_ranks: int) -> None:
+    if options:
+        reason = "they are for a SparseComm that is made here, and one was given"
+        raise ConfigError("options", sorted(options), reason, "Give one of the two")
+    if comm.compressor is not None:
+        reason = "it keeps residuals by the bucket, and DDP rebuilds its buckets"
+        remedy = "Give compressor= instead of comm="
+        raise ConfigError("comm.compressor", type(comm.compressor).__name__, reason, remedy)
+    if comm.size != num_ranks:
+        reason = f"the model is trained by {num_ranks} ranks"
+        raise ConfigError("comm", f"{comm.size} ranks", reason, "Give it the model's process group")
+
+
+class _ByParameter(Compressor):
+    """Compresses each parameter of a bucket by itself.
+
+    Args:
+        inner: Compresses one.
+    """
+
+    kind = "by parameter"
+
+    def __init__(self, inner: Compressor) -> None:
+        super().__init__(
+            inner.block, error_feedback=inner.error_feedback, warmup_steps=inner.warmup_steps
+        )
+        self.inner = inner
+        self.layouts: dict[str, Sequence[tuple[str, int]]] = {}
+
+    def select(self, accumulated: Tensor, weights: Tensor | None = None, draw: int = 0) -> Tensor:
+        """Choose blocks of one parameter."""
+        return self.inner.select(accumulated, weights, draw)
+
+    def step(self, key: str, gradient: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Split each parameter of the bucket; see `Compressor.step`.
+
+        Returns:
+            The chosen blocks of one parameter after the other.
+        """
+        chosen, start = [], 0
+        for name, numel in self.layouts[key]:
+            part = slice(start, start + numel)
+            own = weights[part] if weights is not None else None
+            chosen.append(self.inner.step(name, gradient[part], own))
+            start += numel
+        return torch.cat(chosen)
+
+    def residual(self, key: str) -> Tensor | None:
+        """Return what of a parameter waits."""
+        return self.inner.residual(key)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings; see `Compressor.settings`."""
+        return self.inner.settings()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, by the parameters' names."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state; see `Compressor.load_state_dict`."""
+        self.inner.load_state_dict(state)
+
+
+class _Hook:
+    """Reduces DDP's buckets.
+
+    Args:
+        model: Whose buckets they are.
+        comm: Reduces.
+        compressor: That of ``comm``.
+    """
+
+    def __init__(
+        self, model: DistributedDataParallel, comm: SparseComm, compressor: _ByParameter | None
+    ) -> None:
+        self._names = {id(p): name for name, p in model.module.named_parameters()}
+        self._comm = comm
+        self._compressor = compressor
+        self._compares_weights = compressor is not None and (
+            compressor.inner.kind == "block_topk_ratio"
+        )
+        self._handles: list[Handle] = []
+        self._streams: dict[torch.device, Any] = {}
+
+    def reduce(self, bucket: Any) -> Future[Tensor]:
+        """Begin to reduce a bucket; DDP calls this when its gradients are there.
+
+        Args:
+            bucket: A ``torch.distributed.GradBucket``.
+        """
+        buffer = bucket.buffer()
+        parameters = bucket.parameters()
+        if not self._handles:
+            # Before DDP's own end of the backward pass, which does not tell errors apart.
+            torch.autograd.Variable._execution_engine.queue_callback(self._wait)
+        if buffer.layout is torch.strided:
+            handle = self._reduce_dense(buffer, parameters)
+        else:
+            handle = self._reduce_rows(buffer, self._names[id(parameters[0])])
+        self._handles.append(handle)
+        return self._future(handle, buffer)
+
+    def _reduce_dense(self, buffer: Tensor, parameters: Sequence[Tensor]) -> Handle:
+        layout = [(self._names[id(p)], p.numel()) for p in parameters]
+        assert sum(numel for _, numel in layout) == buffer.numel()
+        key = f"{layout[0][0]} to {layout[-1][0]}"
+        if self._compressor is not None:
+            self._compressor.layouts[key] = layout
+        weights = None
+        if self._compares_weights:
+            weights = torch.cat([p.detach().reshape(-1).to(buffer.dtype) for p in parameters])
+        return self._comm.allreduce_(buffer, key=key, weights=weights, async_op=True)
+
+    def _reduce_rows(self, gradient: Tensor, name: str) -> Handle:
+        if gradient.layout is not torch.sparse_coo or gradient.sparse_dim() != 1:
+            what = str(gradient.layout)
+            if gradient.layout is torch.sparse_coo:
+                what += f" with {gradient.sparse_dim()} sparse dimensions"
+            reason = "of sparse gradients only rows, with one sparse dimension, can be reduced"
+            raise ConfigError(name, what, reason, "Use Embedding(sparse=True), or a dense gradient")
+        rows = gradient._values().reshape(gradient._nnz(), -1).contiguous()
+        ids = gradient._indices()[0].contiguous()
+        return self._comm.allreduce_rows_(ids, rows, gradient.shape[0], async_op=True)
+
+    def _future(self, handle: Handle, buffer: Tensor) -> Future[Tensor]:
+        device = buffer.device
+        on_device = device.type == "cuda"
+        future: Future[Tensor] = Future(devices=[device] if on_device else None)
+
+        def finish(handle: Handle) -> None:
+            try:
+                result = handle.wait()
+                if isinstance(result, tuple):
+                    ids, rows = result
+                    shape = (ids.numel(), *buffer.shape[1:])
+                    result = torch.sparse_coo_tensor(
+                        ids[None], rows.view(shape), buffer.shape, is_coalesced=True
+                    )
+                future.set_result(result)
+            except BaseException as error:  # `_wait` raises it; DDP must not wait for ever
+                future.set_exception(error)  # type: ignore[arg-type]
+
+        def on_side_stream(handle: Handle) -> None:
+            # The future notes the stream that is current. The default one is the backward pass's
+            # own, which must not wait.
+            stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+            with torch.cuda.stream(stream):
+                finish(handle)
+
+        handle.then(on_side_stream if on_device else finish)
+        return future
+
+    def _wait(self) -> None:
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.wait()

@@ -1,0 +1,118 @@
+"""How the parameters of a model are laid out in the buckets that are reduced together.
+
+Embeddings get buckets of their own: of their gradients few rows are not zero, which a dense layer
+in the same blocks would hide. Each parameter begins at a block, so that no block holds two of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+__all__ = ["Bucket", "Member", "Place", "embedding_weights", "make_buckets", "row_tables"]
+
+
+@dataclass(frozen=True)
+class Member:
+    """A parameter whose gradient is to be reduced.
+
+    Args:
+        name: Its name in the model, which is the same on all ranks.
+        numel: Number of its elements.
+        dtype: In which its gradient travels.
+        embedding: Whether it is the weight of an embedding.
+    """
+
+    name: str
+    numel: int
+    dtype: torch.dtype
+    embedding: bool = False
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter's gradient lies in its bucket.
+
+    Args:
+        name: Of the parameter.
+        start: First element.
+        stop: Element after the last.
+    """
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that are reduced by one collective.
+
+    Args:
+        key: The bucket's name, made of those of its parameters: residuals are kept under it.
+        dtype: Of its elements.
+        numel: Number of its elements, those between the parameters included.
+        places: Its parameters.
+    """
+
+    key: str
+    dtype: torch.dtype
+    numel: int
+    places: tuple[Place, ...]
+
+
+def make_buckets(members: Sequence[Member], block: int, bucket_bytes: int) -> list[Bucket]:
+    """Lay parameters out in buckets; the same on all ranks, as all of it follows from the model.
+
+    Args:
+        members: In the order in which the model registers them. Backward passes reach the last
+            one first, so that buckets are filled from the end.
+        block: Elements per block.
+        bucket_bytes: Largest bucket; a larger parameter is a bucket by itself.
+
+    Returns:
+        The buckets, in the order in which backward passes are expected to complete them.
+    """
+    closed: list[tuple[int, Bucket]] = []
+    open_: dict[tuple[torch.dtype, bool], list[tuple[int, Member]]] = {}
+    for time, member in enumerate(reversed(members)):
+        kind = member.dtype, member.embedding
+        group = open_.setdefault(kind, [])
+        held = sum(_padded(other.numel, block) for _, other in group)
+        if group and (held + member.numel) * member.dtype.itemsize > bucket_bytes:
+            closed.append((group[-1][0], _bucket(group, block)))
+            group = open_[kind] = []
+        group.append((time, member))
+    closed += [(group[-1][0], _bucket(group, block)) for group in open_.values()]
+    return [bucket for _, bucket in sorted(closed, key=lambda item: item[0])]
+
+
+def _bucket(group: Sequence[tuple[int, Member]], block: int) -> Bucket:
+    places, start = [], 0
+    for _, member in group:
+        places.append(Place(member.name, start, start + member.numel))
+        start += _padded(member.numel, block)
+    first, last = places[0], places[-1]
+    key = first.name if len(places) == 1 else f"{first.name} to {last.name}"
+    return Bucket(key, group[0][1].dtype, last.stop, tuple(places))
+
+
+def _padded(numel: int, block: int) -> int:
+    return -(-numel // block) * block
+
+
+def embedding_weights(modules: Iterable[nn.Module]) -> set[int]:
+    """Return the identities of all embeddings' weights, whatever else they are tied to."""
+    return {id(module.weight) for module in _embeddings(modules)}
+
+
+def row_tables(modules: Iterable[nn.Module]) -> set[int]:
+    """Return the identities of the weights whose gradients are torch's sparse tensors."""
+    return {id(module.weight) for module in _embeddings(modules) if module.sparse}
+
+
+def _embeddings(modules: Iterable[nn.Module]) -> list[nn.Embedding | nn.EmbeddingBag]:
+    return [module for module in modules if isinstance(module, nn.Embedding | nn.EmbeddingBag)]

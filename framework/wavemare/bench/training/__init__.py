@@ -1,0 +1,1 @@
+"""``wavemare bench training``: whole optimizer steps, with gradients summed in several ways."""

@@ -1,0 +1,119 @@
+"""A result on the screen and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+__all__ = ["plot", "result_table"]
+
+_NOTHING = "-"
+
+
+def result_table(result: Mapping[str, Any]) -> Table:
+    """Return a table of the rows.
+
+    Args:
+        result: As it is written to the file.
+    """
+    request = result["request"]
+    where = f"{request['mbit']:g} Mbit/s" if request["mbit"] else "this machine's memory"
+    table = Table(
+        title=f"{request['ranks']} ranks over {where}: BERT, {request['layers']} layers of "
+        f"{request['hidden']}, {request['vocabulary']} tokens, "
+        f"{request['batch']} x {request['sequence']} of {result['task']}",
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        collapse_padding=True,
+        pad_edge=False,
+    )
+    table.add_column("system", no_wrap=True)
+    if "quality" in result:
+        return _fill_quality(table, result["quality"])
+    for heading in ("ms", "ratio", "comm ms", "ratio", "MiB up", "density", "union", "used"):
+        table.add_column(heading, justify="right")
+    for row in result["rows"]:
+        up = row["bytes_up"] if row["link_bytes_up"] is None else row["link_bytes_up"]
+        table.add_row(
+            row["system"],
+            f"{1000 * row['median_s']:.1f}",
+            _cell(row["ratio"], ".2f"),
+            _cell(row["communication_s"], ".1f", 1000),
+            _cell(row["communication_ratio"], ".2f"),
+            _cell(up, ".2f", 2**-20),
+            _cell(row["density"], ".3f"),
+            _cell(row["union"], ".3f"),
+            row["executor"] or _NOTHING,
+        )
+    return table
+
+
+def plot(result: Mapping[str, Any], file: Path) -> None:
+    """Draw the times as bars, or the held-out losses as curves.
+
+    Args:
+        result: As it is written to the file.
+        file: PNG or SVG.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(8, 4.2))
+    if "quality" in result:
+        _draw_curves(axis, result["quality"])
+    else:
+        _draw_bars(axis, result["rows"])
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+    pyplot.close(figure)
+
+
+def _fill_quality(table: Table, rows: list[Mapping[str, Any]]) -> Table:
+    for heading in ("held-out loss", "gap %", "same losses", "MiB up"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            row["system"],
+            f"{row['held_out']:.4f}",
+            f"{row['gap_percent']:+.2f}",
+            "yes" if row["same_losses"] else "no",
+            _cell(row["bytes_up"], ".1f", 2**-20),
+        )
+    return table
+
+
+def _draw_bars(axis: Any, rows: list[Mapping[str, Any]]) -> None:
+    names = [row["system"] for row in rows]
+    whole = [1000 * row["median_s"] for row in rows]
+    talking = [1000 * (row["communication_s"] or 0.0) for row in rows]
+    computing = [all_ - part for all_, part in zip(whole, talking, strict=True)]
+    axis.barh(names, computing, color="0.75", label="no communication")
+    axis.barh(names, talking, left=computing, color="tab:blue", label="beyond it")
+    for place, (value, row) in enumerate(zip(whole, rows, strict=True)):
+        if row["ratio"] is not None:
+            axis.text(value, place, f" {row['ratio']:.2f}x", va="center", fontsize=8)
+    axis.margins(x=0.12)
+    axis.invert_yaxis()
+    axis.set_xlabel("ms per optimizer step")
+    axis.legend(fontsize=8)
+
+
+def _draw_curves(axis: Any, rows: list[Mapping[str, Any]]) -> None:
+    for row in rows:
+        steps, losses = zip(*row["curve"], strict=True)
+        label = f"{row['system']}: {row['held_out']:.4f} ({row['gap_percent']:+.2f} %)"
+        axis.plot(steps, losses, marker="o", ms=3, label=label)
+    axis.set(xlabel="optimizer steps", ylabel="held-out loss")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+
+
+def _cell(value: float | None, form: str, factor: float = 1.0) -> str:
+    return _NOTHING if value is None else format(factor * value, form)

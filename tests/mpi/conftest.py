@@ -1,0 +1,125 @@
+"""Starting a program by the ``mpirun`` of the interpreter's MPI, or over torch."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wavemare.comm.mpi import describe_mpi
+
+PROGRAMS = Path(__file__).parent / "programs"
+mpi = functools.cache(describe_mpi)  # it starts processes
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a job left.
+
+    Attributes:
+        code: The launcher's exit code; the largest of the ranks' where they have no launcher.
+        output: Of all ranks.
+        seconds: That it took.
+        folder: Where the ranks' results are.
+    """
+
+    code: int
+    output: str
+    seconds: float
+    folder: Path
+
+    def results(self) -> dict[int, Any]:
+        """Return the results of the ranks that left one."""
+        files = sorted(self.folder.glob("rank_*.json"))
+        return {
+            int(file.stem.removeprefix("rank_")): json.loads(file.read_text()) for file in files
+        }
+
+    def check(self) -> Job:
+        assert self.code == 0, f"exit code {self.code}\n{self.output[-6000:]}"
+        return self
+
+
+@pytest.fixture
+def start(launch: Callable[..., Any], tmp_path: Path) -> Callable[..., Job]:
+    """Run a file of ``tests/mpi/programs`` as several ranks, over MPI or torch.
+
+    The program gets a folder and the name of the transport as its first arguments.
+    """
+
+    def run(
+        program: str,
+        kind: str,
+        *arguments: object,
+        ranks: int,
+        timeout: float = 120,
+        options: Sequence[str] = (),
+        folder: Path | None = None,
+    ) -> Job:
+        folder = folder or tmp_path
+        started = time.monotonic()
+        words = [kind, *map(str, arguments)]
+        if kind == "mpi":
+            words = [str(PROGRAMS / program), str(folder), *words]
+            code, output = _run_by_mpirun(words, ranks, timeout, options, folder / "mpirun.log")
+        else:
+            path = PROGRAMS / program
+            finished = launch(path, *words, ranks=ranks, timeout=timeout, folder=folder)
+            code = max(finished.codes, key=abs)
+            output = "\n".join(finished.outputs)
+        return Job(code, output, time.monotonic() - started, folder)
+
+    return run
+
+
+def _run_by_mpirun(
+    words: Sequence[str], ranks: int, timeout: float, options: Sequence[str], log: Path
+) -> tuple[int, str]:
+    info = mpi()
+    if info.launcher is None or info.flavour is None or not info.launcher_matches:
+        pytest.skip(f"no MPI with its mpirun: {info.problem or info}")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    if info.flavour == "Open MPI":
+        options = [*options, "--oversubscribe", "--bind-to", "none"]
+        environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    command = [info.launcher, *options, "-n", str(ranks), sys.executable, "-m", "mpi4py", *words]
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            code = -signal.SIGALRM
+            process.terminate()  # mpirun ends the ranks
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                pass
+        finally:
+            _end_group(process)
+    output = log.read_text(errors="replace")
+    return code, output + ("\ntook too long" if code == -signal.SIGALRM else "")
+
+
+def _end_group(process: subprocess.Popen[Any]) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()

@@ -1,0 +1,68 @@
+"""Ranks that call something else than the others: an error that names one of them, and no hang."""
+
+import time
+
+import torch
+
+from wavemare.comm.cost import Constants
+from wavemare.comm.layout import Piece
+from wavemare.comm.sparse import SparseComm
+from wavemare.errors import CommError
+
+TIMEOUT_S = 20.0
+
+
+def disagreements(world, checks, sizes):
+    """The last rank differs from the others in one thing at a time."""
+    odd = world.rank == world.size - 1
+    ids = torch.tensor([1, 2])
+    halves = [0, *([50] * (world.size - 1)), 100]
+    pieces = [Piece(0, 50, 0), Piece(50, 100, world.size - 1)]
+    calls = {
+        "size": lambda comm: comm.allreduce_(torch.ones(100 + odd)),
+        "type": lambda comm: comm.allreduce_(torch.ones(100, dtype=(_F32, _F16)[odd])),
+        "name": lambda comm: comm.allreduce_(torch.ones(100), key=f"bucket {odd}"),
+        "operation": lambda comm: _either(odd, comm.allreduce_, comm.reduce_scatter_, halves),
+        "order": lambda comm: [comm.allreduce_(torch.ones(n)) for n in ((50, 60), (60, 50))[odd]],
+        "partition": lambda comm: comm.reduce_scatter_(
+            torch.ones(100), halves if odd else pieces[:1]
+        ),
+        "gathered": lambda comm: comm.allgather_(torch.ones(100), halves if odd else pieces[:1]),
+        "columns": lambda comm: comm.allreduce_rows_(ids, torch.ones(2, 3 + odd), 9),
+        "rows": lambda comm: comm.allreduce_rows_(ids, torch.ones(2, 3), 9 + odd),
+        "bound": lambda comm: comm.allreduce_rows_(ids, torch.ones(2, 3), None if odd else 9),
+    }
+    for name, call in calls.items():
+        _expect(world, checks, name, {}, call)
+    settings = {
+        "block": {"block": 64 if odd else 256},
+        "mode": {"mode": "pushpull" if odd else "ordered"},
+        "mode, masks alike": {"mode": "pushpull" if odd else "allgather"},
+        "mean": {"average": odd},
+        "order of sums": {"mode": "auto", "deterministic": odd},
+        "constants": {"constants": Constants(exchange_s=1e-12 if odd else 1e-3)},
+    }
+    for name, keys in settings.items():
+        _expect(world, checks, name, keys, lambda comm: comm.allreduce_(torch.ones(10_000)))
+
+
+_F32, _F16 = torch.float32, torch.float16
+
+
+def _either(odd, one, other, partition):
+    return other(torch.ones(100), partition) if odd else one(torch.ones(100))
+
+
+def _expect(world, checks, name, keys, call):
+    world.meet()
+    settings = {"constants": Constants(), "timeout_s": TIMEOUT_S, **keys}
+    comm = SparseComm(transport=world.kind, **settings)
+    started = time.monotonic()
+    others = "rank 0" if world.rank == world.size - 1 else f"rank {world.size - 1}"
+    checks.refuses(CommError, lambda: call(comm), "differ in", name, says=f"{others} calls")
+    seconds = time.monotonic() - started
+    checks(seconds < 5, "differ in", name, "took", seconds)
+    # Whatever else is called fails too, at once.
+    checks.refuses(CommError, lambda: comm.allreduce_(torch.ones(3)), name, "afterwards")
+    world.meet()
+    comm.close()

@@ -1,0 +1,61 @@
+"""One rank is lost: it raises before a call, or is killed or stopped in the middle of one.
+
+FOLDER TRANSPORT HOW VICTIM: the others leave what they noticed, and when.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+from common import World, leave
+
+from wavemare.comm.cost import Constants
+from wavemare.comm.sparse import SparseComm
+from wavemare.errors import CommError
+
+TIMEOUT_S = 4.0
+NUMEL = 24 << 20
+HOW = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+
+
+def main():
+    kind, how, victim = sys.argv[2], sys.argv[3], int(sys.argv[4])
+    world = World(kind)
+    folder = Path(sys.argv[1])
+    pids = world.gather(os.getpid())
+    comm = SparseComm(transport=kind, mode="pushpull", constants=Constants(), timeout_s=TIMEOUT_S)
+    flat = torch.ones(NUMEL)
+    comm.allreduce_(torch.ones(1000))
+    world.meet()
+    if world.rank == victim:
+        if how == "raise":
+            raise ValueError("this rank's own fault, before the call")
+        # While the bucket travels.
+        threading.Timer(0.05, os.kill, (os.getpid(), HOW[how])).start()
+        while True:
+            comm.allreduce_(flat)
+    started = time.monotonic()
+    noticed = None
+    try:
+        while True:
+            comm.allreduce_(flat)
+    except CommError as error:
+        noticed = error
+    # To close what is broken must not hang either.
+    comm.close()
+    seconds = time.monotonic() - started
+    leave(world, {"seconds": seconds, "value": noticed.value, "error": str(noticed)})
+    # All the others must have had their time, before this one's end ends the job.
+    deadline = time.monotonic() + 2 * TIMEOUT_S
+    while len(list(folder.glob("rank_*.json"))) < world.size - 1 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if kind == "torch" and how == "stop" and world.rank == (victim + 1) % world.size:
+        os.kill(pids[victim], signal.SIGKILL)
+    raise noticed
+
+
+main()

@@ -1,0 +1,99 @@
+"""Reduce-scatter and allgather for partitions of all kinds."""
+
+import itertools
+
+import torch
+from inputs import buckets
+from oracle import ordered_sum, same_bits
+
+from wavemare.comm.agreement import HEADER_BYTES
+from wavemare.comm.cost import Constants
+from wavemare.comm.layout import Piece
+from wavemare.comm.sparse import SparseComm
+
+BLOCK = 64
+NUMEL = BLOCK * 31 + 13
+MODES = ("ordered", "pushpull", "allgather", "auto", "packed", "dense")
+
+
+def partitions(ranks):
+    """Return partitions by name: borders, or pieces."""
+    equal = [NUMEL * owner // ranks for owner in range(ranks + 1)]
+    blocks = [min(BLOCK * (32 * owner // ranks), NUMEL) for owner in range(ranks)] + [NUMEL]
+    odd = [0, *sorted((7 * owner * owner + 5) % NUMEL for owner in range(1, ranks)), NUMEL]
+    cuts = [0, 1, 63, 64, 65, 190, 191, 500, 1000, 1001, NUMEL - 1, NUMEL]
+    many = [Piece(*pair, place % ranks) for place, pair in enumerate(itertools.pairwise(cuts))]
+    return {
+        "equal": equal,
+        "whole blocks": blocks,
+        "borders inside blocks": odd,
+        "empty for all but the last": [0] * ranks + [NUMEL],
+        "empty for all but the first": [0] + [NUMEL] * ranks,
+        "several pieces": many,
+        "several pieces, out of order": many[::-1],
+        "with gaps": [piece for piece in many if piece.stop - piece.start > 1],
+        "with empty pieces": [Piece(64, 64, 0), *many, Piece(NUMEL, NUMEL, ranks - 1)],
+        "nobody's": [],
+    }
+
+
+def as_pieces(partition):
+    if all(isinstance(item, Piece) for item in partition):
+        return partition
+    return [Piece(*pair, owner) for owner, pair in enumerate(itertools.pairwise(partition))]
+
+
+def reduce_scatters(world, checks, sizes):
+    for ranks in sizes:
+        group, _, _ = world.groups_of(ranks)
+        for mode in MODES:
+            with _comm(group, world, mode) as comm:
+                for name, partition in partitions(comm.size).items():
+                    for pattern, dtype in (
+                        ("tenth", torch.float32),
+                        ("negative zeros", torch.bfloat16),
+                        ("zero", torch.float32),
+                    ):
+                        everyone = buckets(pattern, comm.size, NUMEL, BLOCK, dtype)
+                        flat = everyone[comm.rank].clone()
+                        comm.reduce_scatter_(flat, partition)
+                        summed = ordered_sum(everyone, 1 / comm.size)
+                        for piece in as_pieces(partition):
+                            if piece.owner == comm.rank:
+                                own = slice(piece.start, piece.stop)
+                                what = (mode, comm.size, name, pattern, dtype, piece)
+                                checks(same_bits(flat[own], summed[own]), *what)
+
+
+def allgathers(world, checks, sizes):
+    for ranks in sizes:
+        group, _, _ = world.groups_of(ranks)
+        with _comm(group, world, "ordered") as comm:
+            for (name, partition), dtype in itertools.product(
+                partitions(comm.size).items(), (torch.float32, torch.float16, torch.int32)
+            ):
+                everyone = buckets("half", comm.size, NUMEL, BLOCK, dtype)
+                flat = everyone[comm.rank].clone()
+                expected = flat.clone()
+                pieces = as_pieces(partition)
+                for piece in pieces:
+                    own = slice(piece.start, piece.stop)
+                    expected[own] = everyone[piece.owner][own]
+                handle = comm.allgather_(flat, partition)
+                down = sum(p.stop - p.start for p in pieces if p.owner != comm.rank)
+                found = handle.stats.bytes_down - HEADER_BYTES * (comm.size - 1)
+                checks(found == down * flat.element_size(), comm.size, name, dtype, "bytes")
+                checks(same_bits(flat, expected), comm.size, name, dtype)
+
+
+def _comm(group, world, mode):
+    return SparseComm(
+        group,
+        transport=world.kind,
+        mode=mode,
+        block=BLOCK,
+        # Whatever the executor, a reduce-scatter is made of ordered sums.
+        deterministic=mode not in {"packed", "dense"},
+        constants=Constants(),
+        timeout_s=60,
+    )

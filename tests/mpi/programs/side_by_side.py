@@ -1,0 +1,167 @@
+"""Collectives in flight while others run: handles, two communicators, nodes, a selector at work."""
+
+import threading
+import time
+
+import torch
+from inputs import buckets
+from oracle import ordered_sum, same_bits
+
+from wavemare.comm.cost import Constants
+from wavemare.comm.sparse import SparseComm
+
+
+def handles(world, checks, sizes):
+    """Many buckets in flight at once, waited for in another order, with callbacks."""
+    with SparseComm(transport=world.kind, constants=Constants(), timeout_s=60) as comm:
+        pending, ended = [], []
+        for number, pattern in enumerate(("half", "tenth", "dense", "zero") * 5):
+            numel = 10_000 + 37 * number
+            everyone = buckets(pattern, comm.size, numel, 256, torch.float32)
+            flat = everyone[comm.rank].clone()
+            handle = comm.allreduce_(flat, key=f"{number}", async_op=True)
+            handle.then(lambda _, number=number: ended.append(number))
+            pending.append((handle, flat, everyone))
+        main = threading.current_thread()
+        sums = torch.zeros(200, 200)
+        while not all(handle.done() for handle, _, _ in pending):
+            sums += torch.ones(200, 200) @ torch.ones(200, 200)
+            time.sleep(0.001)
+        for handle, flat, everyone in reversed(pending):
+            checks(handle.wait() is flat and handle.wait() is flat, "waits")
+            checks(same_bits(flat, ordered_sum(everyone, 1 / comm.size)), "in flight")
+        checks(ended == list(range(20)), "callbacks", ended)
+        late = []
+        pending[0][0].then(lambda _: late.append(threading.current_thread() is main))
+        checks(late == [True], "late callback")
+        totals = comm.totals.take()
+        checks(sum(v for k, v in totals.items() if k.startswith("sparse_calls_")) == 20, totals)
+        checks(comm.totals.take() == {}, "taken")
+        pending.clear()
+
+
+def two_communicators(world, checks, sizes):
+    """Two threads, each with a communicator of its own, whose calls interleave at random."""
+    pair = [
+        SparseComm(transport=world.kind, mode=mode, constants=Constants(), timeout_s=60)
+        for mode in ("pushpull", "ordered")
+    ]
+    failures = []
+
+    def work(comm, seed):
+        for step in range(25):
+            everyone = buckets("half", comm.size, 3000 + seed + step, 256, torch.float32)
+            flat = everyone[comm.rank].clone()
+            # The ranks' threads get out of step.
+            time.sleep(0.003 * ((step * 7 + world.rank * 3 + seed) % 4))
+            comm.allreduce_(flat, async_op=bool(step % 2)).wait()
+            if not same_bits(flat, ordered_sum(everyone, 1 / comm.size)):
+                failures.append((seed, step))
+
+    threads = [threading.Thread(target=work, args=(comm, seed)) for seed, comm in enumerate(pair)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    checks(not failures, "two communicators", failures)
+    # Two of one thread: what the ranks submit in different orders runs independently.
+    flats = [torch.full((5000,), float(world.rank + 1)) for _ in pair]
+    order = (0, 1) if world.rank % 2 else (1, 0)
+    pending = [pair[which].allreduce_(flats[which], async_op=True) for which in order]
+    for handle in pending:
+        handle.wait()
+    mean = (world.size + 1) / 2
+    checks(all((flat == mean).all() for flat in flats), "crosswise")
+    for comm in pair:
+        comm.close()
+
+
+def nodes(world, checks, sizes):
+    """Four ranks as two nodes of two: dense within, sparse between."""
+    if world.size < 4:
+        checks(False, "needs four ranks")
+        return
+    group, rank, count = world.groups_of(4)
+    if count != 4:
+        return
+    from wavemare.comm.hierarchy import Hierarchy
+
+    found = Hierarchy.find
+    for names in (("a", "a", "b", "b"), ("a", "b", "a", "b")):
+        Hierarchy.find = classmethod(
+            lambda cls, transport, names=names: found(transport, names[transport.rank])
+        )
+        for mode in ("ordered", "pushpull", "allgather", "auto"):
+            with SparseComm(
+                group,
+                transport=world.kind,
+                mode=mode,
+                hierarchical=True,
+                constants=Constants(),
+                timeout_s=60,
+            ) as comm:
+                for pattern, numel in (("tenth", 9000), ("negative zeros", 4096), ("dense", 300)):
+                    for dtype in (torch.float32, torch.bfloat16):
+                        everyone = buckets(pattern, 4, numel, 256, dtype)
+                        flat = everyone[rank].clone()
+                        comm.allreduce_(flat)
+                        sums = [
+                            ordered_sum([everyone[r] for r in range(4) if names[r] == node])
+                            for node in ("a", "b")
+                        ]
+                        expected = ordered_sum(sums, 0.25)
+                        checks(same_bits(flat, expected), "nodes", names, mode, pattern, dtype)
+                for numel in (0, 1, 7):
+                    flat = torch.full((numel,), float(rank))
+                    comm.allreduce_(flat)
+                    checks(bool((flat == 1.5).all()), "nodes", names, mode, numel)
+    Hierarchy.find = found
+
+
+def one_node(world, checks, sizes):
+    """Where all ranks share a machine, a hierarchy is none."""
+    with SparseComm(
+        transport=world.kind, hierarchical=True, constants=Constants(), timeout_s=60
+    ) as comm:
+        everyone = buckets("half", comm.size, 3000, 256, torch.float32)
+        flat = everyone[comm.rank].clone()
+        comm.allreduce_(flat)
+        checks(same_bits(flat, ordered_sum(everyone, 1 / comm.size)), "one node")
+
+
+def selection(world, checks, sizes):
+    """The ranks choose alike, although their clocks differ; dense buckets are rarely looked at."""
+    # A wire so fast that dense is the best for dense buckets, in any case.
+    constants = Constants(exchange_s=1e-10, message_s=1e-6, mask_s=1e-9, plan_s=1e-7)
+    with SparseComm(transport=world.kind, constants=constants, timeout_s=60) as comm:
+        told, looked = [], []
+        for step in range(60):
+            pattern = "dense" if step < 40 else "hundredth"
+            everyone = buckets(pattern, comm.size, 256 * 40, 256, torch.float32)
+            flat = everyone[comm.rank].clone()
+            if world.rank == 1:
+                time.sleep(0.001 * (step % 3))
+            stats = comm.allreduce_(flat, key="bucket").stats
+            told.append(stats.executor)
+            looked.append(stats.density is not None)
+            checks(same_bits(flat, ordered_sum(everyone, 1 / comm.size)), "step", step)
+        every = world.gather((told, looked))
+        checks(all(one == every[0] for one in every), "the ranks chose differently", told)
+        dense = [place for place in range(40) if told[place] != "ordered"]
+        if world.size > 1 and not dense:
+            checks(looked[:4] == [True] * 4, "looks at first", looked)
+            expected = [place for place in range(4, 40) if (place - 3) % 16 == 0]
+            found = [place for place in range(4, 40) if looked[place]]
+            checks(found == expected, "looks now and then", found, expected)
+
+
+def calibrated(world, checks, sizes):
+    """Constants that are measured are positive and the same on all ranks."""
+    with SparseComm(transport=world.kind, timeout_s=60) as comm:
+        told = world.gather(comm.constants.as_list())
+        checks(all(one == told[0] for one in told), "constants", told)
+        checks(all(0 < value < 1 for value in told[0]) or comm.size == 1, "sane", told[0])
+        everyone = buckets("tenth", comm.size, 5000, 256, torch.float32)
+        flat = everyone[comm.rank].clone()
+        comm.allreduce_(flat)
+        checks(same_bits(flat, ordered_sum(everyone, 1 / comm.size)), "calibrated")

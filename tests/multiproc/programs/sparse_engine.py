@@ -1,0 +1,222 @@
+"""Train with gradients reduced by DeepSpeed and by the sparse collective; leave what came of it.
+
+Arguments: result folder, then a list of cases in JSON. A case has a ``name``, the ``model``, the
+number of ``steps``, a ``section`` (``wavemare.sparse_collective``) and other keys of the
+configuration. Or "lose a rank", which ends in an error.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import transformers
+from common import leave, weights_digest
+
+import wavemare
+from wavemare.failure import run_main
+
+VOCABULARY, LENGTH, MICRO, ACCUMULATION, HIDDEN = 30_000, 16, 2, 2, 16
+
+
+class Rows(torch.nn.Module):
+    """A classifier on a bag of words.
+
+    Args:
+        sparse: Whether the tables' gradients are torch's sparse tensors.
+    """
+
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        self.words = torch.nn.EmbeddingBag(VOCABULARY, HIDDEN, sparse=sparse)
+        self.positions = torch.nn.Embedding(LENGTH, HIDDEN, sparse=sparse)
+        self.out = torch.nn.Linear(HIDDEN, 3)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(input_ids.shape[1])
+        hidden = self.words(input_ids) + self.positions(places).mean(0)
+        return torch.nn.functional.cross_entropy(self.out(hidden), labels[:, 0] % 3)
+
+
+class Branching(torch.nn.Module):
+    """Each rank uses another branch in turn, and nobody uses the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(VOCABULARY, HIDDEN)
+        self.branches = torch.nn.ModuleList(torch.nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
+        self.out = torch.nn.Linear(HIDDEN, 3)
+        self.calls = 0
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        rank = torch.distributed.get_rank()
+        hidden = self.words(input_ids).mean(1)
+        hidden = self.branches[(rank + self.calls) % 2](hidden)
+        return torch.nn.functional.cross_entropy(self.out(hidden), labels[:, 0] % 3)
+
+
+class Shared(torch.nn.Module):
+    """One layer used twice within segments that are computed again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(VOCABULARY, HIDDEN)
+        self.shared = torch.nn.Linear(HIDDEN, HIDDEN)
+        self.out = torch.nn.Linear(HIDDEN, 3)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.words(input_ids).mean(1)
+        for _ in range(2):
+            hidden = torch.utils.checkpoint.checkpoint(self.shared, hidden, use_reentrant=True)
+        return torch.nn.functional.cross_entropy(self.out(hidden), labels[:, 0] % 3)
+
+
+def build(model: str) -> torch.nn.Module:
+    transformers.set_seed(7)
+    sizes = {"vocab_size": VOCABULARY}
+    if model == "bert":
+        return transformers.BertForMaskedLM(
+            transformers.BertConfig(
+                **sizes,
+                hidden_size=HIDDEN,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                intermediate_size=2 * HIDDEN,
+                max_position_embeddings=LENGTH,
+            )
+        )
+    if model == "gpt":
+        return transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                **sizes,
+                n_positions=LENGTH,
+                n_embd=HIDDEN,
+                n_layer=2,
+                n_head=2,
+                bos_token_id=0,
+                eos_token_id=0,
+                tie_word_embeddings=False,
+            )
+        )
+    if model == "pipeline":
+        return _pipeline()
+    if model.startswith("rows"):
+        return Rows(sparse=model == "rows")
+    return {"branching": Branching, "shared": Shared}[model]()
+
+
+def _pipeline() -> deepspeed.PipelineModule:
+    layers: list[Any] = [torch.nn.Embedding(VOCABULARY, HIDDEN)]
+    for _ in range(3):
+        layers += [torch.nn.Linear(HIDDEN, HIDDEN), torch.nn.Tanh()]
+    layers.append(torch.nn.Linear(HIDDEN, 50))
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten() % 50)
+
+    return deepspeed.PipelineModule(layers, num_stages=2, loss_fn=loss, partition_method="uniform")
+
+
+def batches(rank: int, pipeline: bool) -> Iterator[Any]:
+    generator = torch.Generator().manual_seed(100 + rank)
+    while True:
+        # Few words often and many seldom, as in a language.
+        spread = torch.rand(MICRO, LENGTH, generator=generator) ** 4
+        ids = (spread * VOCABULARY).long()
+        yield (ids, ids) if pipeline else {"input_ids": ids, "labels": ids}
+
+
+def initialize(case: dict[str, Any]) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "steps_per_print": None,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        **case.get("config", {}),
+    }
+    config["wavemare"] = {**case.get("wavemare", {}), "sparse_collective": case["section"]}
+    model = build(case["model"])
+    optimizer = None
+    if case["model"].startswith("rows"):  # what sums rows and tables alike
+        del config["optimizer"]
+        config["gradient_clipping"] = 0.0
+        config["gradient_accumulation_steps"] = 1
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    return wavemare.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def note_sent(engine: Any) -> list[int]:
+    """Return a list of how many buckets were on their way when the backward pass ended."""
+    sent: list[int] = []
+    sparse = engine._sparse
+    if sparse is not None:
+        reduce = sparse.reduce
+
+        def noting() -> None:
+            sent.append(sparse.rounds.num_sent)
+            reduce()
+
+        sparse.reduce = noting
+    return sent
+
+
+def train(case: dict[str, Any]) -> dict[str, Any]:
+    engine = initialize(case)
+    sent = note_sent(engine)
+    pipeline = case["model"] == "pipeline"
+    torch.manual_seed(1000 + engine.data_rank)
+    data = batches(engine.data_rank, pipeline)
+    losses, metrics = [], []
+    for step in range(case["steps"]):
+        losses.append(engine.train_batch(data).item())
+        metrics.append(engine.step_metrics())
+        if step + 1 == case.get("save_after"):
+            engine.save_checkpoint(str(Path(sys.argv[1], case["name"])))
+    found = {
+        "losses": losses,
+        "weights": weights_digest(engine),
+        "metrics": metrics[-1],
+        "sent": sent,
+    }
+    if "save_after" in case:
+        found["resumed"] = resume(case)
+    engine.destroy()
+    return found
+
+
+def resume(case: dict[str, Any]) -> str:
+    engine = initialize(case)
+    data = batches(engine.data_rank, case["model"] == "pipeline")
+    for _ in range(case["save_after"] * ACCUMULATION):
+        next(data)
+    engine.load_checkpoint(str(Path(sys.argv[1], case["name"])))
+    for _ in range(case["steps"] - case["save_after"]):
+        engine.train_batch(data)
+    digest = weights_digest(engine)
+    engine.destroy()
+    return digest
+
+
+def lose_a_rank() -> None:
+    """Rank 1 dies within the third step."""
+    engine = initialize({"model": "gpt", "section": {"mode": "pushpull"}})
+    data = batches(engine.data_rank, pipeline=False)
+    for _ in range(2):
+        engine.train_batch(data)
+    if engine.data_rank == 1:
+        os._exit(0)
+    engine.train_batch(data)
+
+
+if __name__ == "__main__":
+    wavemare.init_distributed()
+    if sys.argv[2] == "lose a rank":
+        run_main(lose_a_rank)
+    else:
+        leave({case["name"]: train(case) for case in json.loads(sys.argv[2])})

@@ -1,0 +1,36 @@
+"""Streaming, AGsparse and SparCML between processes, against the sum in the order of the ranks."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parent / "programs" / "sparse_peers.py"
+MPIRUN = Path(sys.executable).parent / "mpirun"
+
+
+def check(result):
+    assert result["failures"] == []
+    # 8 cases; 5 types and 3 executors, and 4 more ways of streaming float32.
+    assert result["checks"] == 8 * (5 * 3 + 4)
+    assert result["modes"] == {"streaming": True, "agsparse": True, "sparcml": True}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+def test_sums_are_those_of_the_ranks_in_order_over_gloo(launch, ranks):
+    finished = launch(PROGRAM, "torch", ranks=ranks).check()
+    for rank in range(ranks):
+        check(finished.result(rank))
+
+
+@pytest.mark.skipif(not MPIRUN.exists(), reason="no mpirun in this environment")
+@pytest.mark.parametrize("ranks", [3, pytest.param(5, marks=pytest.mark.slow)])
+def test_sums_are_those_of_the_ranks_in_order_over_mpi(tmp_path, ranks):
+    program = [sys.executable, "-m", "mpi4py", str(PROGRAM), str(tmp_path), "mpi"]
+    command = [str(MPIRUN), "-n", str(ranks), "-genv", "OMP_NUM_THREADS", "1", *program]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    for rank in range(ranks):
+        check(json.loads((tmp_path / f"rank_{rank}.json").read_text()))

@@ -1,0 +1,101 @@
+"""The texts of ``wavemare bench training``, and the model that learns them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from wavemare.bench.training.request import TrainingRequest
+from wavemare.bench.training.systems import build_system
+from wavemare.bench.training.task import Batch, make_task
+
+SMALL: dict[str, Any] = {"vocabulary": 2000, "batch": 4, "sequence": 16}
+
+
+def same(first: Batch, second: Batch) -> bool:
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_batches_depend_on_step_and_rank_and_seed_alone() -> None:
+    task = make_task(TrainingRequest(**SMALL))
+    batch = task.batch(3, 1)
+    assert batch["input_ids"].shape == (4, 16)
+    assert same(batch, make_task(TrainingRequest(**SMALL)).batch(3, 1))
+    others = [task.batch(3, 0), task.batch(4, 1)]
+    others.append(make_task(TrainingRequest(seed=1, **SMALL)).batch(3, 1))
+    assert not any(same(batch, other) for other in others)
+
+
+def test_words_are_as_frequent_as_in_a_language() -> None:
+    task = make_task(TrainingRequest(vocabulary=30_522, batch=64))
+    ids = torch.cat([task.batch(step, 0)["input_ids"].flatten() for step in range(20)])
+    counts = ids.bincount(minlength=30_522).sort(descending=True).values
+    # By Zipf's law, the first word makes 1 / (ln 30,522 + 0.58) of what is no marker.
+    assert counts[0] / len(ids) == pytest.approx(0.9 / 10.9, rel=0.1)
+    assert ids.max() < 30_522
+    # A small batch has few of the words: that is what makes the gradient sparse.
+    assert task.batch(0, 0)["input_ids"][:8].unique().numel() < 0.02 * 30_522
+
+
+def test_the_label_can_be_told_from_the_words_but_not_always() -> None:
+    task = make_task(TrainingRequest(vocabulary=30_522, batch=512))
+    seen = torch.zeros(30_522, 4)
+    for step in range(8):
+        batch = task.batch(step, 0)
+        for ids, label in zip(batch["input_ids"], batch["labels"], strict=True):
+            seen[ids, label] += 1
+    # Naive Bayes, which knows nothing of markers.
+    evidence = torch.log((seen + 0.1) / (seen + 0.1).sum(dim=0))
+    answers = evidence[task.held_out["input_ids"]].sum(dim=1).argmax(dim=1)
+    accuracy = (answers == task.held_out["labels"]).float().mean()
+    # A tenth of the labels are drawn anew, a quarter of these rightly.
+    assert 0.85 < accuracy < 0.97
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    file = tmp_path / "texts.tsv"
+    lines = [
+        f"text number {n} of the {'good' if n % 2 else 'bad'} ones\t{n % 2}" for n in range(50)
+    ]
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+def test_each_pass_over_a_table_gives_each_text_once(table: Path) -> None:
+    request = TrainingRequest(data=str(table), batch=3, vocabulary=1000, sequence=16)
+    task = make_task(request)
+    assert task.num_labels == 2
+    held_out = len(task.held_out["labels"])
+    texts = 50 - held_out
+    batches = [task.batch(step, rank) for step in range(2 * texts) for rank in range(2)]
+    rows = [tuple(row) for batch in batches for row in batch["input_ids"].tolist()]
+    passes = [sorted(rows[start : start + texts]) for start in range(0, 6 * texts, texts)]
+    assert all(one == passes[0] for one in passes)
+    assert len(set(passes[0])) == texts
+    assert rows[:texts] != rows[texts : 2 * texts]
+    assert batches[0]["attention_mask"].sum() < batches[0]["attention_mask"].numel()
+
+
+def test_only_rows_of_words_in_the_batch_get_a_gradient() -> None:
+    request = TrainingRequest(hidden=16, heads=2, layers=1, **SMALL)
+    task = make_task(request)
+    system = build_system("no-communication-bound", request, task)
+    batch = task.batch(0, 0)
+    system.model(**batch).loss.backward()
+    gradient = system.model.get_input_embeddings().weight.grad
+    touched = gradient.ne(0).any(dim=1).nonzero().flatten()
+    assert torch.equal(touched, batch["input_ids"].unique())
+
+
+def test_steps_of_equal_systems_give_equal_losses() -> None:
+    request = TrainingRequest(hidden=16, heads=2, layers=1, **SMALL)
+    task = make_task(request)
+    losses = []
+    for _ in range(2):
+        system = build_system("no-communication-bound", request, task)
+        system.set_learning_rate(1e-2)
+        losses.append([float(system.step(task.batch(step, 0))) for step in range(4)])
+    assert losses[0] == losses[1]
+    assert len(set(losses[0])) == 4

@@ -1,0 +1,192 @@
+"""The streaming protocol without a network: messages come in any order that a network allows."""
+
+import random
+from collections import deque
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wavemare.comm.executors.streaming_lanes import Lanes
+from wavemare.comm.executors.streaming_protocol import Aggregator, Counters, Kind, Worker
+
+
+class Network:
+    """Ranks that hold one number per block, and messages that wait in a queue for each pair."""
+
+    def __init__(self, lanes, values, seed):
+        self.lanes = lanes
+        self.values = np.array(values, dtype=np.float32)
+        self.random = random.Random(seed)
+        ranks = range(lanes.num_ranks)
+        self.counters = [Counters() for _ in ranks]
+        self.workers = [Worker(lanes, self.values[r] != 0, self.counters[r]) for r in ranks]
+        self.aggregators = [Aggregator(lanes, r, self.counters[r]) for r in ranks]
+        self.queues = {(a, b): deque() for a in ranks for b in ranks}
+        self.contributions = [{} for _ in ranks]
+        self.most_unanswered = 0
+
+    def run(self):
+        for rank, worker in enumerate(self.workers):
+            for message in worker.start(self.random.randrange(10)):
+                self.send(rank, self.lanes.owner(message.slot), message, self.values[rank])
+        while waiting := [pair for pair, queue in self.queues.items() if queue]:
+            pair = self.random.choice(waiting)
+            self.deliver(*pair, *self.queues[pair].popleft())
+        return self.values
+
+    def send(self, source, target, message, values):
+        self.queues[source, target].append((message, values[message.blocks].copy()))
+        replies = [m.slot for m, _ in self.queues[source, target] if m.kind == Kind.DOWN]
+        self.most_unanswered = max([self.most_unanswered, *map(replies.count, replies)])
+
+    def deliver(self, source, target, message, values):
+        if message.kind == Kind.DOWN:
+            self.values[target][message.blocks] = values
+            answer = self.workers[target].answer(message)
+            if answer is not None:
+                self.send(target, source, answer, self.values[target])
+            return
+        contributions = self.contributions[target].setdefault(message.slot, {})
+        assert source not in contributions
+        contributions[source] = values
+        reply = self.aggregators[target].receive(source, message)
+        if reply is not None:
+            waiting = [m for (a, _), queue in self.queues.items() if a == target for m, _ in queue]
+            under_way = any(m.kind == Kind.DOWN and m.slot == message.slot for m in waiting)
+            assert not (reply.all_answered and under_way)
+            sums = np.zeros(self.values.shape[1], dtype=np.float32)
+            for worker, places in enumerate(reply.sources):
+                here = places >= 0
+                if here.any():
+                    sums[reply.message.blocks[here]] += contributions[worker][places[here]]
+            contributions.clear()
+            for peer in range(self.lanes.num_ranks):
+                self.send(target, peer, reply.message, sums)
+
+    @property
+    def done(self):
+        return all(part.done for part in (*self.workers, *self.aggregators))
+
+
+@st.composite
+def networks(draw):
+    ranks = draw(st.integers(1, 6))
+    blocks = draw(st.integers(0, 70))
+    lanes = Lanes(
+        blocks,
+        ranks,
+        max_slots=draw(st.integers(1, 12)),
+        width=draw(st.integers(1, 9)),
+        patience=draw(st.integers(1, 9)),
+    )
+    densities = draw(st.lists(st.sampled_from([0, 0.02, 0.3, 1]), min_size=ranks, max_size=ranks))
+    seed = draw(st.integers(0, 2**32 - 1))
+    generator = np.random.default_rng(seed)
+    values = generator.standard_normal((ranks, blocks)) * 10.0 ** generator.integers(-8, 9, blocks)
+    # The kernel that takes the mask leaves no -0.0.
+    values = np.where(generator.random(values.shape) < np.array(densities)[:, None], values, 0)
+    return Network(lanes, values, seed)
+
+
+def sequences(lanes, masks):
+    """Return for each slot the blocks of its lanes: the union, and the first whatever it is."""
+    union = masks.any(axis=0)
+    return [
+        [
+            [b for b in range(first, lanes.num_blocks, lanes.count) if b == first or union[b]]
+            for first in lanes.first_blocks(slot).tolist()
+        ]
+        for slot in range(lanes.num_slots)
+    ]
+
+
+@settings(max_examples=300, deadline=None)
+@given(networks())
+def test_all_ranks_get_the_ordered_sum_and_every_message_is_received(network):
+    wanted = np.zeros(network.lanes.num_blocks, dtype=np.float32)
+    for row in network.values.copy():
+        wanted = wanted + row
+    for result in network.run():
+        assert np.array_equal(result.view(np.int32), wanted.view(np.int32))
+    assert network.done
+
+
+@settings(max_examples=300, deadline=None)
+@given(networks())
+def test_what_is_sent_is_what_the_masks_say(network):
+    lanes, masks = network.lanes, network.values != 0
+    network.run()
+    slots = sequences(lanes, masks)
+    for rank, counters in enumerate(network.counters):
+        owned = [slot for number, slot in enumerate(slots) if lanes.owner(number) == rank]
+        first = np.arange(lanes.num_blocks) < lanes.count
+        assert counters.up_blocks == (masks[rank] | first).sum()
+        assert counters.down_blocks == sum(len(lane) for slot in owned for lane in slot)
+        assert counters.down_messages == sum(max(map(len, slot)) for slot in owned)
+        # Lanes of a slot go on together: round t has block t of each lane that has so many.
+        rounds = [
+            [[lane[t] for lane in slot if t < len(lane)] for t in range(max(map(len, slot)))]
+            for slot in slots
+        ]
+        speaks = [[t == 0 or masks[rank][bs].any() for t, bs in enumerate(r)] for r in rounds]
+        assert counters.up_messages == sum(map(sum, speaks))
+        silent = [t for r in speaks for t, speaks in enumerate(r) if t and not speaks]
+        assert counters.empty_messages == sum(t % lanes.patience == 0 for t in silent)
+
+
+@settings(max_examples=200, deadline=None)
+@given(networks())
+def test_no_more_replies_of_a_slot_are_under_way_than_patience(network):
+    network.run()
+    assert network.most_unanswered <= network.lanes.patience
+
+
+def test_the_bound_on_replies_is_reached_by_a_silent_worker():
+    # Rank 1's messages are always delivered last.
+    values = np.ones((2, 40), dtype=np.float32)
+    values[1] = 0
+    network = Network(Lanes(40, 2, max_slots=1, width=1, patience=5), values, 0)
+    network.random.choice = lambda pairs: min(pairs, key=lambda pair: pair[1])
+    network.run()
+    assert network.done
+    assert network.most_unanswered == 5
+
+
+def test_slots_are_dealt_to_all_ranks():
+    lanes = Lanes(100, 3, max_slots=7, width=2)
+    assert [lanes.owner(slot) for slot in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+
+
+def messages(density, width, ranks=8, blocks=2048, slots=16):
+    generator = np.random.default_rng(3)
+    values = generator.random((ranks, blocks)) < density
+    network = Network(Lanes(blocks, ranks, slots, width, patience=1 << 30), values, 0)
+    network.run()
+    return sum(counters.up_messages for counters in network.counters)
+
+
+def test_fusion_saves_messages_where_lanes_agree_on_their_blocks():
+    assert messages(1.0, 1) == 4 * messages(1.0, 4)
+    assert 1.5 < messages(0.4, 1) / messages(0.4, 4) < 4
+    assert 1 < messages(0.01, 1) / messages(0.01, 4) < 1.3
+
+
+@pytest.mark.parametrize(
+    ("blocks", "slots", "width", "count"), [(10, 2, 3, 2), (4, 2, 3, 2), (3, 2, 3, 1), (0, 2, 3, 0)]
+)
+def test_lanes_beyond_the_bucket_have_no_slot(blocks, slots, width, count):
+    lanes = Lanes(blocks, 2, slots, width)
+    assert lanes.num_slots == count
+    firsts = [block for slot in range(count) for block in lanes.first_blocks(slot).tolist()]
+    assert firsts == list(range(min(blocks, slots * width)))
+
+
+def test_look_ahead_ends_beyond_the_bucket_in_the_same_lane():
+    lanes = Lanes(7, 1, max_slots=1, width=3)
+    nonzero = np.zeros(7, dtype=bool)
+    nonzero[[4, 6]] = True
+    found = lanes.first_nonzero_from(nonzero)
+    assert found[:10].tolist() == [6, 4, 11, 6, 4, 11, 6, 10, 11, 9]
+    assert lanes.columns(found[:3]).tolist() == [0, 1, 2]

@@ -1,0 +1,83 @@
+"""Headers: each field makes calls differ, but for the time, and the message says in what."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from wavemare.comm.agreement import (
+    HEADER_BYTES,
+    Header,
+    agree,
+    digest_of,
+    exchange_masks,
+)
+from wavemare.comm.layout import Piece
+from wavemare.errors import CommError
+
+MINE = Header(7, "allreduce_", 1000, torch.float32, 256, took_ns=5, num_items=3, terms=9)
+
+
+class Told:
+    """A transport on which the other ranks have told something already."""
+
+    message_device = torch.device("cpu")
+    rank = 0
+
+    def __init__(self, *others):
+        self.others = others
+        self.size = 1 + len(others)
+
+    def all_gather(self, mine, table):
+        table[0] = mine
+        for rank, other in enumerate(self.others, 1):
+            table[rank] = other
+
+
+def test_a_header_has_its_size():
+    assert MINE.as_tensor().nbytes == HEADER_BYTES
+
+
+def test_ranks_that_agree_tell_their_times():
+    others = [replace(MINE, took_ns=took).as_tensor() for took in (0, 11, 2**40)]
+    assert agree(Told(*others), MINE) == [5, 0, 11, 2**40]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"number": 8}, "#8"),
+        ({"operation": "allgather_"}, "allgather_"),
+        ({"numel": 1001}, "1001"),
+        ({"dtype": torch.bfloat16}, "bfloat16"),
+        ({"block": 64}, "block 64"),
+        ({"num_items": -1}, "any rows"),
+        ({"num_items": 4}, "4 rows"),
+        ({"terms": 10}, "key, partition, mode"),
+    ],
+)
+def test_a_rank_that_differs_is_named(change, words):
+    other = replace(MINE, took_ns=1).as_tensor()
+    differing = replace(MINE, **change).as_tensor()
+    with pytest.raises(CommError, match=f"rank 2 calls .*{words}"):
+        agree(Told(other, differing, other), MINE)
+
+
+def test_terms_differ_where_any_of_them_does():
+    terms = [
+        ("ordered", 0.5, [Piece(0, 5, 0)]),
+        ("ordered", 0.5, [Piece(0, 5, 1)]),
+        ("ordered", 0.25, [Piece(0, 5, 0)]),
+        ("pushpull", 0.5, [Piece(0, 5, 0)]),
+        ("ordered", 0.5, []),
+    ]
+    assert len({digest_of(*some) for some in terms}) == len(terms)
+    assert digest_of(*terms[0]) == digest_of(*terms[0])
+
+
+def test_masks_of_all_ranks():
+    tables = np.array([[1, 0, 0, 1, 0, 0, 0, 0, 1], [0, 1, 0, 1, 0, 0, 0, 0, 0]], dtype=bool)
+    packed = [torch.from_numpy(np.packbits(row, bitorder="little")) for row in tables]
+    masks = exchange_masks(Told(packed[1]), packed[0], 9)
+    assert masks.matrix.tolist() == tables.tolist()

@@ -1,0 +1,131 @@
+"""Layouts against card games and lists, and messages played from all ranks' sides."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wavemare.comm.executors.ranges import equal_pieces
+from wavemare.comm.layout import Layout, Piece, deal, gathered, owned_ranges
+from wavemare.comm.masks import Masks
+
+
+@st.composite
+def tables(draw, max_ranks=6, max_blocks=50):
+    ranks, blocks = draw(st.integers(1, max_ranks)), draw(st.integers(0, max_blocks))
+    seed, density = draw(st.integers(0, 2**32)), draw(st.sampled_from([0, 0.1, 0.5, 0.9, 1]))
+    rng = np.random.default_rng(seed)
+    # Some ranks are denser than others.
+    return rng.random((ranks, blocks)) < density * rng.random((ranks, 1)) ** 0.2
+
+
+def check_messages(layout: Layout, table):
+    """Play all messages: an owner must find each rank's copy of each of its blocks."""
+    ranks = len(table)
+    counts = layout.push_counts()
+    for owner in range(ranks):
+        group = layout.blocks[layout.group(owner)].tolist()
+        assert layout.owned(owner) == len(group)
+        received = []
+        for source in range(ranks):
+            message = layout.pushed(source, owner).tolist()
+            assert message == [block for block in group if table[source][block]]
+            assert counts[source, owner] == len(message)
+            received += [(source, block) for block in message]
+        places = layout.places(owner)
+        assert places.shape == (ranks, len(group))
+        for source in range(ranks):
+            for column, block in enumerate(group):
+                place = places[source, column]
+                if table[source][block]:
+                    assert received[place] == (source, block)
+                else:
+                    assert place == -1
+
+
+@given(table=tables())
+def test_blocks_are_dealt_like_cards_sorted_by_holders(table):
+    layout = deal(Masks.of(table))
+    ranks, blocks = table.shape
+    holders = {j: sum(row[j] for row in table) for j in range(blocks)}
+    cards = sorted((j for j in holders if holders[j]), key=lambda j: (holders[j], j))
+    for owner in range(ranks):
+        assert layout.blocks[layout.group(owner)].tolist() == sorted(cards[owner::ranks])
+    check_messages(layout, table)
+
+
+@given(table=tables())
+def test_every_rank_gets_the_union(table):
+    masks = Masks.of(table)
+    layout = gathered(masks)
+    assert layout.blocks.tolist() == masks.union.tolist()
+    received = [(r, j) for r, row in enumerate(table) for j in np.flatnonzero(row).tolist()]
+    for column, block in enumerate(layout.blocks.tolist()):
+        for rank, row in enumerate(table):
+            place = layout.places(0)[rank, column]
+            assert (place == -1) == (not row[block])
+            assert place == -1 or received[place] == (rank, block)
+
+
+@given(table=tables(max_blocks=20), block=st.integers(1, 7), data=st.data())
+def test_partitions_give_an_owner_all_blocks_that_it_touches(table, block, data):
+    ranks, blocks = table.shape
+    numel = blocks * block
+    cuts = data.draw(st.lists(st.integers(0, numel), max_size=8))
+    cuts = sorted(cuts)
+    owners = st.integers(0, ranks - 1)
+    pieces = [Piece(*pair, data.draw(owners)) for pair in pairwise(cuts)]
+    layout = owned_ranges(Masks.of(table), block, data.draw(st.permutations(pieces)))
+    for owner in range(ranks):
+        elements = {i for p in pieces if p.owner == owner for i in range(p.start, p.stop)}
+        touched = sorted({i // block for i in elements})
+        expected = [j for j in touched if any(row[j] for row in table)]
+        assert layout.blocks[layout.group(owner)].tolist() == expected
+    check_messages(layout, table)
+
+
+@given(table=tables(), count=st.integers(1, 9))
+def test_chunks_part_each_owners_blocks(table, count):
+    layout = deal(Masks.of(table))
+    parts = layout.chunks(count)
+    assert len(parts) == count
+    for owner in range(len(table)):
+        joined = [j for part in parts for j in part.blocks[part.group(owner)].tolist()]
+        assert joined == layout.blocks[layout.group(owner)].tolist()
+        sizes = [part.owned(owner) for part in parts]
+        assert max(sizes) - min(sizes) <= 1
+    for part in parts:
+        check_messages(part, table)
+
+
+@pytest.mark.parametrize("density", [0.02, 0.1])
+def test_owners_of_a_skewed_table_are_balanced(density):
+    ranks, blocks = 16, 20_000
+    rng = np.random.default_rng(0)
+    weights = 1 / np.arange(1, blocks + 1) ** 1.1
+    table = np.zeros((ranks, blocks), dtype=bool)
+    for row in table:
+        row[rng.choice(blocks, int(density * blocks), replace=False, p=weights / weights.sum())] = 1
+    layout = deal(Masks.of(table))
+    counts = layout.push_counts()
+    pushed = counts.sum(axis=0) - counts.diagonal()
+    pulled = np.array([layout.owned(owner) for owner in range(ranks)])
+    print(f"push {pushed.max() / pushed.mean():.4f} pull {pulled.max() / pulled.mean():.4f}")
+    assert pushed.max() <= 1.02 * pushed.mean()
+    assert pulled.max() <= 1.02 * pulled.mean()
+    # Of equal ranges the first would have several times as much.
+    ranges = table.sum(axis=0).reshape(ranks, -1).sum(axis=1)
+    assert ranges.max() > 3 * ranges.mean()
+
+
+@given(numel=st.integers(0, 3000), block=st.integers(1, 300), ranks=st.integers(1, 9))
+def test_equal_pieces_are_whole_blocks_of_about_one_size(numel, block, ranks):
+    pieces = equal_pieces(numel, block, ranks)
+    assert [piece.owner for piece in pieces] == list(range(ranks))
+    assert [piece.start for piece in pieces] == [0, *(piece.stop for piece in pieces[:-1])]
+    assert pieces[-1].stop == numel
+    assert all(piece.stop % block == 0 or piece.stop == numel for piece in pieces)
+    blocks = [-(-(piece.stop - piece.start) // block) for piece in pieces]
+    assert max(blocks) - min(blocks) <= 1

@@ -1,0 +1,174 @@
+"""The selector: pure, steady, and rarely looking where looking has not paid."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wavemare.comm.cost import EXECUTORS, Constants, predict
+from wavemare.comm.masks import Masks
+from wavemare.comm.selector import HYSTERESIS, PATIENCE, PROBE_INTERVAL, Selector, make_plan
+
+SPARSE_MODES = ("ordered", "pushpull", "allgather")
+SLOW_WIRE = Constants(message_s=1e-6, exchange_s=8e-9, plan_s=0.0)
+
+
+def masks_of(density, ranks=4, blocks=4000, seed=0):
+    return Masks.of(np.random.default_rng(seed).random((ranks, blocks)) < density)
+
+
+FULL, THIN = masks_of(1.1), masks_of(0.01)
+
+
+def test_planning_needs_neither_torch_nor_mpi():
+    program = (
+        "import sys\n"
+        "import numpy as np\n"
+        "from wavemare.comm.cost import Constants\n"
+        "from wavemare.comm.layout import deal\n"
+        "from wavemare.comm.masks import Masks\n"
+        "from wavemare.comm.selector import make_plan\n"
+        "masks = Masks.of(np.eye(4, dtype=bool))\n"
+        "print(make_plan(masks, 1024, Constants(), ['ordered', 'pushpull']).executor)\n"
+        "deal(masks)\n"
+        "assert 'mpi4py.MPI' not in sys.modules\n"
+        "assert 'torch.distributed.distributed_c10d' not in sys.modules\n"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@given(
+    density=st.floats(0, 1),
+    ranks=st.integers(1, 6),
+    last=st.sampled_from([None, *SPARSE_MODES]),
+    factor=st.floats(0.3, 3),
+)
+def test_the_same_masks_make_the_same_plan(density, ranks, last, factor):
+    settings = {"last": last, "corrections": {"pushpull": factor}}
+    one, two = (
+        make_plan(masks_of(density, ranks, 50), 1024, SLOW_WIRE, order, **settings)
+        for order in (SPARSE_MODES, SPARSE_MODES[::-1])
+    )
+    assert one.executor == two.executor
+    assert one == two
+
+
+def test_equally_good_executors_are_told_apart_by_name():
+    free = Constants(*(0.0,) * 9)
+    for allowed in (SPARSE_MODES, SPARSE_MODES[::-1]):
+        assert make_plan(THIN, 1024, free, allowed).executor == "allgather"
+
+
+def test_full_masks_are_dense_and_thin_ones_sparse():
+    assert make_plan(FULL, 1024, SLOW_WIRE, SPARSE_MODES).executor == "ordered"
+    assert make_plan(THIN, 1024, SLOW_WIRE, SPARSE_MODES).executor in {"pushpull", "allgather"}
+    # Two ranks need no owners.
+    thin = make_plan(masks_of(0.01, 2), 1024, SLOW_WIRE, SPARSE_MODES)
+    assert thin.executor == "allgather"
+    # Many ranks with the same blocks would all get all copies.
+    same = Masks.of(np.repeat(np.random.default_rng(0).random((1, 4000)) < 0.1, 8, axis=0))
+    assert make_plan(same, 1024, SLOW_WIRE, SPARSE_MODES).executor == "pushpull"
+
+
+def test_a_plan_says_what_it_is_made_of():
+    plan = make_plan(THIN, 1024, SLOW_WIRE, SPARSE_MODES)
+    assert plan.counts == tuple(THIN.counts)
+    assert plan.density == pytest.approx(0.01, rel=0.3)
+    assert plan.union_density == THIN.union_size / 4000
+    expected = predict(THIN, 1024, SLOW_WIRE)
+    assert dict(plan.predicted_s) == {name: expected[name] for name in SPARSE_MODES}
+    assert plan.executor == min(plan.predicted_s, key=plan.predicted_s.__getitem__)
+    lines = str(plan).splitlines()
+    assert len(lines) == 1 + len(SPARSE_MODES)
+    assert lines[1].startswith(f"> {plan.executor} ")
+
+
+def test_the_last_choice_stays_unless_another_is_clearly_faster():
+    masks = masks_of(0.3)
+    base = predict(masks, 1024, SLOW_WIRE)
+    best = min(base, key=base.__getitem__)
+    other = next(name for name in SPARSE_MODES if name != best)
+    within = base[best] / base[other] * (1 + HYSTERESIS)
+    for factor, expected in ((0.99 * within, other), (1.01 * within, best)):
+        corrections = {other: factor}
+        plan = make_plan(masks, 1024, SLOW_WIRE, EXECUTORS, last=other, corrections=corrections)
+        assert plan.executor == expected
+    assert make_plan(masks, 1024, SLOW_WIRE, EXECUTORS, last="unknown").executor == best
+
+
+def test_after_some_dense_choices_masks_are_rarely_looked_at():
+    selector = Selector(SLOW_WIRE, SPARSE_MODES)
+    looked = []
+    for call in range(100):
+        if selector.looks("key"):
+            looked.append(call)
+            assert selector.choose("key", FULL, 1024).executor == "ordered"
+        else:
+            assert selector.dense("key") == "ordered"
+    first = PATIENCE + PROBE_INTERVAL - 1
+    assert looked == [*range(PATIENCE), *range(first, 100, PROBE_INTERVAL)]
+    assert (PATIENCE, PROBE_INTERVAL) == (4, 16)
+
+
+def test_a_bucket_that_becomes_sparse_is_looked_at_again():
+    selector = Selector(SLOW_WIRE, SPARSE_MODES)
+    for _ in range(PATIENCE):
+        assert selector.looks("key")
+        selector.choose("key", FULL, 1024)
+    while not selector.looks("key"):
+        pass
+    assert selector.choose("key", THIN, 1024).executor != "ordered"
+    assert all(selector.looks("key") for _ in range(40))
+
+
+def test_buckets_have_histories_of_their_own():
+    selector = Selector(SLOW_WIRE, SPARSE_MODES)
+    for _ in range(PATIENCE):
+        selector.looks("dense")
+        selector.choose("dense", FULL, 1024)
+    assert not selector.looks("dense")
+    assert selector.looks("other")
+
+
+def test_what_takes_longer_than_foreseen_is_chosen_less():
+    selector = Selector(SLOW_WIRE, SPARSE_MODES)
+    first = selector.choose("key", THIN, 1024).executor
+    for _ in range(30):
+        selector.learn("key", first, 3.0)
+    assert selector.choose("key", THIN, 1024).executor != first
+    assert selector.choose("other", THIN, 1024).executor == first
+
+
+def test_corrections_are_bounded_and_come_back():
+    selector = Selector(SLOW_WIRE, SPARSE_MODES)
+    before = selector.choose("key", THIN, 1024).predicted_s["pushpull"]
+    for _ in range(50):
+        selector.learn("key", "pushpull", 1000.0)
+    worst = selector.choose("key", THIN, 1024).predicted_s["pushpull"]
+    assert worst == pytest.approx(4 * before, rel=1e-6)
+    for _ in range(50):
+        selector.learn("key", "pushpull", 1e-6)
+    best = selector.choose("key", THIN, 1024).predicted_s["pushpull"]
+    assert best == pytest.approx(before / 4, rel=1e-6)
+
+
+def test_a_correction_settles_at_what_is_measured():
+    selector = Selector(SLOW_WIRE, SPARSE_MODES)
+    plain = selector.choose("key", THIN, 1024).predicted_s["pushpull"]
+    for _ in range(60):
+        # It always takes twice what the plain model says; predictions are corrected already.
+        predicted = selector.choose("key", THIN, 1024).predicted_s["pushpull"]
+        selector.learn("key", "pushpull", 2 * plain / predicted)
+    predicted = selector.choose("key", THIN, 1024).predicted_s["pushpull"]
+    assert predicted == pytest.approx(2 * plain, rel=1e-6)
+
+
+def test_no_blocks_at_all():
+    plan = make_plan(Masks.of(np.zeros((3, 0), dtype=bool)), 1024, SLOW_WIRE, SPARSE_MODES)
+    assert plan.executor in SPARSE_MODES
+    assert (plan.density, plan.union_density) == (0.0, 0.0)

@@ -1,0 +1,158 @@
+"""The thread of the collectives: order, handles, errors, and its end."""
+
+import gc
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+
+from wavemare.comm.worker import Worker
+from wavemare.errors import CommError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def worker():
+    worker = Worker("collectives under test")
+    yield worker
+    worker.close()
+    assert not [thread for thread in threading.enumerate() if "under test" in thread.name]
+
+
+def fails(stats):
+    raise ValueError("what went wrong")
+
+
+def test_work_is_done_in_order_on_one_thread(worker):
+    seen = []
+
+    def work(number):
+        return lambda stats: seen.append((number, threading.current_thread().name)) or number
+
+    handles = [worker.submit(work(number), CPU) for number in range(50)]
+    assert [handle.wait() for handle in reversed(handles)] == list(range(50))[::-1]
+    assert seen == [(number, "collectives under test") for number in range(50)]
+
+
+def test_the_main_thread_goes_on_meanwhile(worker):
+    gate = threading.Event()
+    handle = worker.submit(lambda stats: gate.wait(10), CPU)
+    assert not handle.done()
+    gate.set()
+    assert handle.wait() is True
+    assert handle.done()
+
+
+def test_statistics_are_filled_in(worker):
+    def work(stats):
+        stats.executor = "pushpull"
+
+    handle = worker.submit(work, CPU)
+    handle.wait()
+    assert handle.stats.executor == "pushpull"
+
+
+def test_an_error_is_raised_by_wait_each_time(worker):
+    handle = worker.submit(fails, CPU)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="what went wrong"):
+            handle.wait()
+    assert handle.done()
+
+
+def test_nothing_runs_after_an_error(worker):
+    first = worker.submit(fails, CPU)
+    ran = []
+    second = worker.submit(ran.append, CPU)
+    with pytest.raises(CommError, match="what went wrong") as caught:
+        second.wait()
+    assert caught.value.key == "collective"
+    assert not ran
+    with pytest.raises(ValueError, match="what went wrong"):
+        first.wait()
+
+
+def test_a_lost_peer_stays_named(worker):
+    def loses(stats):
+        raise CommError("rank", "3", "it has gone", "Look there")
+
+    worker.submit(loses, CPU)
+    with pytest.raises(CommError, match="it has gone") as caught:
+        worker.submit(lambda stats: None, CPU).wait()
+    assert (caught.value.key, caught.value.value) == ("rank", "3")
+
+
+def test_callbacks_run_on_the_worker_or_at_once(worker):
+    names, gate = [], threading.Event()
+    handle = worker.submit(lambda stats: gate.wait(10), CPU)
+    handle.then(lambda done: names.append((threading.current_thread().name, done is handle)))
+    gate.set()
+    worker.submit(lambda stats: None, CPU).wait()
+    handle.then(lambda done: names.append((threading.current_thread().name, done is handle)))
+    assert names == [("collectives under test", True), ("MainThread", True)]
+
+
+def test_callbacks_run_after_an_error_too(worker):
+    gate, seen = threading.Event(), []
+
+    def work(stats):
+        gate.wait(10)
+        raise ValueError("what went wrong")
+
+    handle = worker.submit(work, CPU)
+    handle.then(lambda done: seen.append(done.done()))
+    gate.set()
+    with pytest.raises(CommError):
+        worker.submit(lambda stats: None, CPU).wait()
+    assert seen == [True]
+
+
+def test_a_callback_that_raises_breaks_what_comes_after_it_and_hangs_nobody(worker):
+    gate = threading.Event()
+
+    def callback(handle):
+        raise ValueError("the callback's own fault")
+
+    handle = worker.submit(lambda stats: gate.wait(10), CPU)
+    handle.then(callback)
+    gate.set()
+    assert handle.wait() is True
+    last = worker.submit(lambda stats: None, CPU)
+    with pytest.raises(CommError, match="the callback's own fault"):
+        last.wait()
+
+
+def test_results_are_given_back_with_their_handles(worker):
+    tensor = torch.ones(3)
+    gone = weakref.ref(tensor)
+    handle = worker.submit(lambda stats, tensor=tensor: tensor, CPU)
+    assert handle.wait() is tensor
+    del handle, tensor
+    # The thread must not hold what it did last while it waits for more.
+    deadline = time.monotonic() + 5
+    while gone() is not None and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert gone() is None
+
+
+def test_closing_ends_what_was_submitted():
+    worker = Worker("to be closed")
+    worker.submit(lambda stats: time.sleep(0.1), CPU)
+    handle = worker.submit(lambda stats: "done", CPU)
+    worker.close()
+    assert handle.done()
+    assert handle.wait() == "done"
+    worker.close()
+    with pytest.raises(CommError, match="closed"):
+        worker.submit(lambda stats: None, CPU)
+
+
+def test_a_worker_without_work_has_no_thread():
+    before = threading.active_count()
+    worker = Worker("idle")
+    assert threading.active_count() == before
+    worker.close()

@@ -1,0 +1,158 @@
+import pytest
+import torch
+
+from wavemare.comm.layout import Piece
+from wavemare.comm.worker import Handle
+from wavemare.engine.bucket_rounds import BucketRounds
+from wavemare.engine.gradient_buckets import Member, make_buckets
+
+SIZES = {"a": (3, 2), "b": (5,), "c": (2, 2), "d": (9,)}
+
+
+class Comm:
+    """Doubles what it gets, as two equal ranks would, when `answer` is called."""
+
+    def __init__(self):
+        self.calls = []
+
+    def allreduce_(self, flat, *, key, weights, async_op):
+        assert async_op
+        handle = Handle()
+        self.calls.append((key, flat.clone(), weights, handle, flat, None))
+        return handle
+
+    def reduce_scatter_(self, flat, pieces, *, key, weights, async_op):
+        handle = self.allreduce_(flat, key=key, weights=weights, async_op=async_op)
+        self.calls[-1] = (*self.calls[-1][:-1], pieces)
+        return handle
+
+    def answer(self, number):
+        *_, handle, flat, _ = self.calls[number]
+        flat *= 2
+        handle.finish(flat, None)
+
+    @property
+    def keys(self):
+        return [call[0] for call in self.calls]
+
+
+@pytest.fixture
+def comm():
+    return Comm()
+
+
+def rounds_of(comm, **settings):
+    members = [
+        Member(name, torch.Size(size).numel(), torch.float32) for name, size in SIZES.items()
+    ]
+    taken = []
+    rounds = BucketRounds(
+        comm,
+        make_buckets(members, 4, 4 * 13),
+        device=torch.device("cpu"),
+        write=lambda name, reduced, here: taken.append((name, reduced.tolist(), here)),
+        **settings,
+    )
+    assert [bucket.key for bucket in rounds.buckets] == ["d", "c to b", "a"]
+    return rounds, taken
+
+
+def gradient(name):
+    size = SIZES[name]
+    return torch.arange(1.0, 1 + torch.Size(size).numel()).view(size)
+
+
+def end(rounds, comm):
+    """End a round whose collectives answer as soon as they are all sent."""
+    first = [number for number, call in enumerate(comm.calls) if not call[3].done()]
+    for number in first:
+        comm.answer(number)
+    send = comm.allreduce_
+    comm.allreduce_ = lambda *args, **kwargs: (send(*args, **kwargs), comm.answer(-1))[0]
+    rounds.end()
+    comm.allreduce_ = send
+
+
+def test_buckets_leave_in_their_order_as_soon_as_they_are_complete(comm):
+    rounds, _ = rounds_of(comm)
+    for name, sent in (("b", []), ("a", []), ("d", ["d"]), ("c", ["d", "c to b", "a"])):
+        rounds.put(name, gradient(name))
+        rounds.send_complete()
+        assert comm.keys == sent
+    assert rounds.num_sent == 3
+    assert rounds.sent("a")
+
+
+def test_what_has_come_back_is_taken_while_others_are_on_their_way(comm):
+    rounds, taken = rounds_of(comm)
+    for name in SIZES:
+        rounds.put(name, gradient(name))
+    rounds.send_complete()
+    comm.answer(1)
+    rounds.send_complete()
+    assert taken == []  # in the order of the buckets
+    comm.answer(0)
+    rounds.send_complete()
+    assert [name for name, *_ in taken] == ["d", "c", "b"]
+    assert taken[1] == ("c", [2.0, 4.0, 6.0, 8.0], True)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_gradient_that_did_not_come_is_zero_even_after_a_round_in_which_it_did(comm, keep):
+    rounds, taken = rounds_of(comm, keep=keep)
+    for name in SIZES:
+        rounds.put(name, gradient(name))
+    end(rounds, comm)
+    assert len(taken) == 4
+    taken.clear()
+    assert not rounds.begun
+    rounds.put("b", gradient("b"))
+    assert rounds.begun
+    end(rounds, comm)
+    assert [(name, here) for name, _, here in taken] == [
+        ("d", False),
+        ("c", False),
+        ("b", True),
+        ("a", False),
+    ]
+    assert not any(taken[0][1] + taken[1][1] + taken[3][1])
+    assert taken[2][1] == (2 * gradient("b")).tolist()
+    # Between the parameters, and where nothing came, what travels is zero.
+    assert comm.calls[4][1].count_nonzero() == SIZES["b"][0]
+
+
+def test_a_later_gradient_replaces_one_that_has_not_left(comm):
+    rounds, taken = rounds_of(comm)
+    rounds.put("b", torch.ones(5))
+    rounds.put("b", gradient("b").double())
+    end(rounds, comm)
+    assert dict((name, values) for name, values, _ in taken)["b"] == (2 * gradient("b")).tolist()
+
+
+def test_a_gradient_that_is_late_is_a_bug(comm):
+    rounds, _ = rounds_of(comm)
+    rounds.put("d", gradient("d"))
+    rounds.send_complete()
+    with pytest.raises(AssertionError, match="d"):
+        rounds.put("d", gradient("d"))
+
+
+def test_an_error_of_a_collective_ends_the_round(comm):
+    rounds, _ = rounds_of(comm)
+    rounds.put("d", gradient("d"))
+    rounds.send_complete()
+    comm.calls[0][3].finish(None, ValueError("lost"))
+    with pytest.raises(ValueError, match="lost"):
+        rounds.end()
+
+
+def test_pieces_and_weights_lie_as_the_gradients_do(comm):
+    pieces = {key: [Piece(0, 4, 0)] for key in ("d", "c to b", "a")}
+    parameters = {name: 10 * gradient(name) for name in SIZES}
+    rounds, _ = rounds_of(comm, pieces=pieces, parameters=parameters, keep=False)
+    for name in SIZES:
+        rounds.put(name, gradient(name))
+    rounds.send_complete()
+    for key, flat, weights, _, _, given in comm.calls:
+        assert given is pieces[key]
+        assert weights.equal(10 * flat)
