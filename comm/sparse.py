@@ -350,6 +350,8 @@ class SparseComm:
                 f"its type is {flat.dtype}",
                 f"Use one of {', '.join(map(str, DTYPES))}",
             )
+        elif flat.is_inference():
+            reason, remedy = "it was made in inference mode", "Give a clone made outside of it"
         elif sums and self.average and not flat.dtype.is_floating_point:
             reason, remedy = "whole numbers have no mean", "Use SparseComm(average=False)"
         if reason is not None and remedy is not None:

@@ -11,6 +11,7 @@ SHORT = (
     "partitions.allgathers",
     "rows",
     "side_by_side.handles",
+    "side_by_side.counters",
     "side_by_side.two_communicators",
     "side_by_side.nodes",
     "side_by_side.one_node",

@@ -9,6 +9,7 @@ from oracle import ordered_sum, same_bits
 
 from wavemare.comm.cost import Constants
 from wavemare.comm.sparse import SparseComm
+from wavemare.comm.transport import open_transport
 
 
 def handles(world, checks, sizes):
@@ -38,6 +39,23 @@ def handles(world, checks, sizes):
         checks(sum(v for k, v in totals.items() if k.startswith("sparse_calls_")) == 20, totals)
         checks(comm.totals.take() == {}, "taken")
         pending.clear()
+
+
+def counters(world, checks, sizes):
+    """A transport counts the bytes of its own messages."""
+    transport = open_transport(choice=world.kind, staging="direct", timeout_s=60)
+    after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    arrived = torch.zeros(1000)
+    exchange = transport.begin()
+    if world.size > 1:
+        exchange.receive(before, arrived)
+        exchange.send(after, torch.full((1000,), float(world.rank)))
+    exchange.wait()
+    moved = (transport.bytes_up, transport.bytes_down)
+    checks(moved == ((4000, 4000) if world.size > 1 else (0, 0)), "counted", moved)
+    checks(world.size == 1 or bool((arrived == before).all()), "arrived")
+    transport.barrier()
+    transport.close()
 
 
 def two_communicators(world, checks, sizes):
