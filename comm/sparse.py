@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any, Self
 
 import numpy as np
@@ -12,13 +11,13 @@ import torch
 from torch import Tensor
 
 from wavemare.comm.agreement import Header, agree, digest_of
+from wavemare.comm.arguments import check_bucket, check_settings, pieces_of
 from wavemare.comm.calibration import calibrate
 from wavemare.comm.compress import Compressor, make_compressor
-from wavemare.comm.config import MODES, CompressorConfig, Mode
+from wavemare.comm.config import CompressorConfig, Mode
 from wavemare.comm.cost import Constants
-from wavemare.comm.executors import EXECUTOR_TYPES, Scratch
+from wavemare.comm.executors import Scratch
 from wavemare.comm.hierarchy import Hierarchy
-from wavemare.comm.kernels import DTYPES
 from wavemare.comm.layout import Piece
 from wavemare.comm.masks import Masks
 from wavemare.comm.reduction import Reduction
@@ -28,7 +27,6 @@ from wavemare.comm.statistics import Statistics, Totals
 from wavemare.comm.transport import Transport, open_transport
 from wavemare.comm.transport.choice import Choice, Staging
 from wavemare.comm.worker import Handle, Worker
-from wavemare.errors import ConfigError, did_you_mean
 
 __all__ = ["SparseComm"]
 
@@ -79,7 +77,7 @@ class SparseComm:
         constants: Constants | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        _check(block, mode, deterministic)
+        check_settings(block, mode, deterministic)
         if isinstance(compressor, CompressorConfig):
             compressor = make_compressor(compressor, block)
         self.block = block
@@ -176,7 +174,7 @@ class SparseComm:
             ConfigError: The tensor has another layout or type; nothing was sent.
             CommError: A peer was lost, or calls something else.
         """
-        scale = self._check_bucket(flat)
+        scale = self._scale(flat)
         key = key or f"{flat.numel()} {flat.dtype}"
         data = flat.detach()  # sums are no part of a graph, even of a leaf that requires gradients
 
@@ -207,8 +205,8 @@ class SparseComm:
             weights: As for `allreduce_`.
             async_op: Whether to return at once.
         """
-        scale = self._check_bucket(flat)
-        pieces = _pieces(partition, flat.numel(), self.size)
+        scale = self._scale(flat)
+        pieces = pieces_of(partition, flat.numel(), self.size)
         key = f"scatter {key or f'{flat.numel()} {flat.dtype}'}"
         data = flat.detach()
 
@@ -229,8 +227,8 @@ class SparseComm:
             partition: As for `reduce_scatter_`.
             async_op: Whether to return at once.
         """
-        self._check_bucket(flat, sums=False)
-        pieces = _pieces(partition, flat.numel(), self.size)
+        check_bucket(flat)
+        pieces = pieces_of(partition, flat.numel(), self.size)
         data = flat.detach()
 
         def work(stats: Statistics) -> Tensor:
@@ -258,7 +256,7 @@ class SparseComm:
             ConfigError: Shapes or types do not fit, or an id is not a row; nothing was sent.
         """
         check_rows(ids, rows, num_rows)
-        scale = self._check_bucket(rows.view(-1))
+        scale = self._scale(rows.view(-1))
         data = rows.detach()
         num_items = -1 if num_rows is None else num_rows
 
@@ -337,25 +335,9 @@ class SparseComm:
             transports += [self._hierarchy.within, self._hierarchy.between]
         return sum(t.bytes_up for t in transports), sum(t.bytes_down for t in transports)
 
-    def _check_bucket(self, flat: Tensor, *, sums: bool = True) -> float:
-        """Check what cannot be summed, and return the factor of the sum."""
-        reason = remedy = None
-        if flat.layout is not torch.strided:
-            reason, remedy = f"its layout is {flat.layout}", "Use allreduce_rows_ for its rows"
-        elif flat.dim() != 1 or not flat.is_contiguous():
-            reason = f"it is not flat and contiguous (shape {tuple(flat.shape)}, {flat.stride()})"
-            remedy = "Give tensor.contiguous().view(-1), or a bucket made by flattening"
-        elif flat.dtype not in DTYPES:
-            reason, remedy = (
-                f"its type is {flat.dtype}",
-                f"Use one of {', '.join(map(str, DTYPES))}",
-            )
-        elif flat.is_inference():
-            reason, remedy = "it was made in inference mode", "Give a clone made outside of it"
-        elif sums and self.average and not flat.dtype.is_floating_point:
-            reason, remedy = "whole numbers have no mean", "Use SparseComm(average=False)"
-        if reason is not None and remedy is not None:
-            raise ConfigError("bucket", tuple(flat.shape), reason, remedy)
+    def _scale(self, flat: Tensor) -> float:
+        """Check a bucket that is to be summed, and return the factor of its sum."""
+        check_bucket(flat, averages=self.average)
         return 1.0 / self.size if self.average else 1.0
 
 
@@ -363,34 +345,3 @@ def _present_device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-def _check(block: int, mode: str, deterministic: bool) -> None:
-    if block < 1:
-        raise ConfigError("block", block, "a block has at least one element", "Give 256")
-    if mode not in MODES:
-        raise ConfigError("mode", mode, "there is no such mode", did_you_mean(mode, MODES))
-    if deterministic and mode != "auto" and not EXECUTOR_TYPES[mode].deterministic:
-        raise ConfigError(
-            "mode",
-            mode,
-            "it does not sum in the order of the ranks, which deterministic asks for",
-            "Set deterministic to false, or choose auto, ordered, pushpull or allgather",
-        )
-
-
-def _pieces(partition: Sequence[Any], numel: int, num_ranks: int) -> list[Piece]:
-    if all(isinstance(item, Piece) for item in partition):
-        pieces = list(partition)
-    else:
-        borders = [int(border) for border in partition]
-        pieces = [Piece(*pair, owner) for owner, pair in enumerate(pairwise(borders))]
-        if len(pieces) != num_ranks:
-            reason = f"it has {len(pieces)} ranges for {num_ranks} ranks"
-            raise ConfigError("partition", borders, reason, f"Give {num_ranks + 1} borders")
-    ordered = sorted(pieces, key=lambda piece: piece.start)
-    inside = all(0 <= p.start <= p.stop <= numel and 0 <= p.owner < num_ranks for p in ordered)
-    if not inside or any(a.stop > b.start for a, b in pairwise(ordered)):
-        reason = f"its ranges overlap or lie outside of {numel} elements and {num_ranks} ranks"
-        raise ConfigError("partition", pieces, reason, "Give ranges that do not overlap")
-    return pieces

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -39,9 +39,9 @@ class Statistics:
 
 @dataclass
 class Totals:
-    """All calls since it was last taken."""
+    """All calls since it was last taken, but no more than the latest 65,536."""
 
-    calls: list[Statistics] = field(default_factory=list)
+    calls: deque[Statistics] = field(default_factory=lambda: deque(maxlen=1 << 16))
 
     def add(self, statistics: Statistics) -> None:
         """Add a call."""
@@ -53,7 +53,7 @@ class Totals:
         Densities are means weighted by the bytes of the buckets; ``sparse_calls_EXECUTOR`` counts
         calls. Empty if there was no call.
         """
-        calls, self.calls = self.calls, []
+        calls, self.calls = self.calls, deque(maxlen=self.calls.maxlen)
         if not calls:
             return {}
         figures: dict[str, float] = {

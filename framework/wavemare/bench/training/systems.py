@@ -130,6 +130,7 @@ def build_system(name: str, request: TrainingRequest, task: Task) -> System:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": request.batch,
         "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,  # by default DeepSpeed clips, and the others do not
         "zero_optimization": {"stage": 1 if name.endswith("-zero1") else 0},
         "steps_per_print": None,
     }
