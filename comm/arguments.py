@@ -85,7 +85,7 @@ def pieces_of(partition: Sequence[Any], numel: int, num_ranks: int) -> list[Piec
         if len(pieces) != num_ranks:
             reason = f"it has {len(pieces)} ranges for {num_ranks} ranks"
             raise ConfigError("partition", borders, reason, f"Give {num_ranks + 1} borders")
-    ordered = sorted(pieces, key=lambda piece: piece.start)
+    ordered = sorted(pieces, key=lambda piece: (piece.start, piece.stop))
     inside = all(0 <= p.start <= p.stop <= numel and 0 <= p.owner < num_ranks for p in ordered)
     if not inside or any(a.stop > b.start for a, b in pairwise(ordered)):
         reason = f"its ranges overlap or lie outside of {numel} elements and {num_ranks} ranks"

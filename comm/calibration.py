@@ -105,10 +105,10 @@ def _fit(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 def _kernels(transport: Transport, block: int, device: torch.device) -> list[float]:
     """Return seconds per byte of mask, pack, reduce and unpack, and per block of planning."""
-    numel = _KERNEL_BYTES // 4 // block * block
+    blocks = max(_KERNEL_BYTES // 4 // block // 2, 1) * 2
+    numel = blocks * block
     flat = torch.ones(numel, device=device)
     call = Call(flat, block, 0.5, transport, Scratch())
-    blocks = numel // block
     bits = torch.empty(-(-blocks // 8), dtype=torch.uint8, device=device)
     every = torch.arange(blocks, device=device)
     packed, out = call.packed("packed", blocks), call.packed("out", blocks // 2)

@@ -115,8 +115,9 @@ class BlockTopKRatio(_CountedCompressor):
         smallest = smallest.where(smallest.isfinite(), 1.0)
         return _largest(norms / sizes.where(sizes != 0, smallest), urgent, k)
 
-    def _check(self, key: str, gradient: Tensor, weights: Tensor | None) -> None:
-        super()._check(key, gradient, weights)
+    def check(self, key: str, gradient: Tensor, weights: Tensor | None = None) -> None:
+        """Check what `step` would be given; see `Compressor.check`."""
+        super().check(key, gradient, weights)
         if weights is None:
             remedy = "Pass the weights that the gradients belong to"
             raise ConfigError(f"weights of bucket {key}", None, f"{self.kind} needs them", remedy)

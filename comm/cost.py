@@ -7,11 +7,15 @@ from dataclasses import dataclass, fields
 
 from wavemare.comm.masks import Masks, mask_bytes
 
-__all__ = ["EXECUTORS", "Constants", "Traffic", "predict", "traffic"]
+__all__ = ["EXECUTORS", "HALVES", "Constants", "Traffic", "predict", "traffic"]
 
 EXECUTORS = ("dense", "ordered", "packed", "pushpull", "allgather")
 """What a selector chooses from. ``dense`` and ``ordered`` send everything, the one by the library's
 own reduction, the other as ``pushpull`` does."""
+
+
+HALVES = ("ordered", "pushpull")
+"""Those of which a reduce-scatter is the first half."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class Traffic:
     unpacked: float = 0.0
 
 
-def traffic(masks: Masks, block_bytes: int) -> Mapping[str, Traffic]:
+def traffic(masks: Masks, block_bytes: int, *, halves: bool = False) -> Mapping[str, Traffic]:
     """Return the bytes of each executor, by the formulas of the papers.
 
     With S the bytes of the bucket, N ranks, d the density of a rank's blocks and u that of their
@@ -74,6 +78,7 @@ def traffic(masks: Masks, block_bytes: int) -> Mapping[str, Traffic]:
     Args:
         masks: Of all ranks.
         block_bytes: Bytes of a block.
+        halves: Whether only sums at their owners are wanted; then of `HALVES`.
     """
     ranks = masks.num_ranks
     others = (ranks - 1) / ranks
@@ -85,6 +90,12 @@ def traffic(masks: Masks, block_bytes: int) -> Mapping[str, Traffic]:
     owned = union / ranks
     pushed = max(most, total / ranks) * others
     pulled = owned * (ranks - 1)
+    if halves:
+        reduced = total / ranks + owned
+        return {
+            "ordered": Traffic(others * whole, others * whole, reduced=whole + whole / ranks),
+            "pushpull": Traffic(pushed, total / ranks * others, most, reduced, owned),
+        }
     return {
         "dense": Traffic(2 * others * whole, 2 * others * whole),
         "ordered": Traffic(2 * others * whole, 2 * others * whole, reduced=whole + whole / ranks),
@@ -106,13 +117,16 @@ def traffic(masks: Masks, block_bytes: int) -> Mapping[str, Traffic]:
     }
 
 
-def predict(masks: Masks, block_bytes: int, constants: Constants) -> Mapping[str, float]:
+def predict(
+    masks: Masks, block_bytes: int, constants: Constants, *, halves: bool = False
+) -> Mapping[str, float]:
     """Return the seconds that each executor will take, the exchange of masks included.
 
     Args:
         masks: Of all ranks.
         block_bytes: Bytes of a block.
         constants: Of this machine.
+        halves: As for `traffic`.
     """
     ranks, c = masks.num_ranks, constants
     whole = masks.num_blocks * block_bytes
@@ -120,7 +134,7 @@ def predict(masks: Masks, block_bytes: int, constants: Constants) -> Mapping[str
     metadata = c.message_s + bits * c.exchange_s + whole * c.mask_s
     planning = ranks * masks.num_blocks * c.plan_s
     seconds = {}
-    for name, moved in traffic(masks, block_bytes).items():
+    for name, moved in traffic(masks, block_bytes, halves=halves).items():
         kernels = moved.packed * c.pack_s + moved.reduced * c.reduce_s + moved.unpacked * c.unpack_s
         wire = max(moved.up, moved.down) * c.exchange_s
         if name == "dense":
@@ -129,7 +143,7 @@ def predict(masks: Masks, block_bytes: int, constants: Constants) -> Mapping[str
             union = masks.union_size * block_bytes
             seconds[name] = metadata + c.dense_latency_s + union * c.dense_s + kernels
         else:
-            exchanges = 1 if name == "allgather" else 2
+            exchanges = 1 if name == "allgather" or halves else 2
             seconds[name] = exchanges * c.message_s + wire + kernels
             if name != "ordered":
                 seconds[name] += metadata + planning

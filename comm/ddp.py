@@ -7,7 +7,7 @@ that: here it compresses each parameter by itself, under the parameter's name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,6 +73,9 @@ def _check(comm: SparseComm, options: Mapping[str, Any], num_ranks: int) -> None
         reason = "it keeps residuals by the bucket, and DDP rebuilds its buckets"
         remedy = "Give compressor= instead of comm="
         raise ConfigError("comm.compressor", type(comm.compressor).__name__, reason, remedy)
+    if not comm.average:
+        reason = "gradients would be sums over the ranks, and DDP's are means"
+        raise ConfigError("comm.average", False, reason, "Give SparseComm(average=True)")
     if comm.size != num_ranks:
         reason = f"the model is trained by {num_ranks} ranks"
         raise ConfigError("comm", f"{comm.size} ranks", reason, "Give it the model's process group")
@@ -104,13 +107,22 @@ class _ByParameter(Compressor):
         Returns:
             The chosen blocks of one parameter after the other.
         """
-        chosen, start = [], 0
+        parts = self._parts(key, gradient, weights)
+        return torch.cat([self.inner.step(name, part, own) for part, name, own in parts])
+
+    def check(self, key: str, gradient: Tensor, weights: Tensor | None = None) -> None:
+        """Check each parameter of the bucket; see `Compressor.check`."""
+        for part, name, own in self._parts(key, gradient, weights):
+            self.inner.check(name, part, own)
+
+    def _parts(
+        self, key: str, gradient: Tensor, weights: Tensor | None
+    ) -> Iterator[tuple[Tensor, str, Tensor | None]]:
+        start = 0
         for name, numel in self.layouts[key]:
             part = slice(start, start + numel)
-            own = weights[part] if weights is not None else None
-            chosen.append(self.inner.step(name, gradient[part], own))
+            yield gradient[part], name, weights[part] if weights is not None else None
             start += numel
-        return torch.cat(chosen)
 
     def residual(self, key: str) -> Tensor | None:
         """Return what of a parameter waits."""
@@ -159,8 +171,7 @@ class _Hook:
         buffer = bucket.buffer()
         parameters = bucket.parameters()
         if not self._handles:
-            # Before DDP's own end of the backward pass, which does not tell errors apart.
-            torch.autograd.Variable._execution_engine.queue_callback(self._wait)
+            self._wait_at_the_end()
         if buffer.layout is torch.strided:
             handle = self._reduce_dense(buffer, parameters)
         else:
@@ -211,12 +222,22 @@ class _Hook:
         def on_side_stream(handle: Handle) -> None:
             # The future notes the stream that is current. The default one is the backward pass's
             # own, which must not wait.
-            stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)
+            stream = self._streams[device]
             with torch.cuda.stream(stream):
                 finish(handle)
 
         handle.then(on_side_stream if on_device else finish)
         return future
+
+    def _wait_at_the_end(self) -> None:
+        try:
+            # Before DDP's own end of the backward pass, which does not tell errors apart.
+            torch.autograd.Variable._execution_engine.queue_callback(self._wait)
+        except RuntimeError:
+            # There is no backward pass: a rank without data shadows those of others, in join().
+            self._handles.clear()
 
     def _wait(self) -> None:
         handles, self._handles = self._handles, []

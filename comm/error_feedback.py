@@ -91,7 +91,7 @@ class Compressor(ABC):
             ConfigError: The gradient is not a flat, contiguous tensor of floats, or it or the
                 weights do not fit what was given before.
         """
-        self._check(key, gradient, weights)
+        self.check(key, gradient, weights)
         count = self._steps.get(key, 0)
         if count < self.warmup_steps:
             chosen = gradient.new_ones(num_blocks(len(gradient), self.block), dtype=torch.bool)
@@ -158,7 +158,12 @@ class Compressor(ABC):
             self._residuals[key] = kept
         return kept
 
-    def _check(self, key: str, gradient: Tensor, weights: Tensor | None) -> None:
+    def check(self, key: str, gradient: Tensor, weights: Tensor | None = None) -> None:
+        """Check what `step` would be given.
+
+        Raises:
+            ConfigError: As `step`.
+        """
         if gradient.dim() != 1 or not gradient.is_contiguous():
             reason = "a bucket is flat and contiguous"
             raise ConfigError(f"bucket {key}", tuple(gradient.shape), reason, "Flatten it")

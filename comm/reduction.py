@@ -76,7 +76,8 @@ class Reduction:
 
         Of their times the least counts: a rank that waited for another measured that as well.
         """
-        if key in self._took and min(told_ns) > 0:
+        # With a hierarchy, ranks of other places have other shards, and choose by themselves.
+        if key in self._took and min(told_ns) > 0 and self._hierarchy is None:
             executor, _, predicted = self._took.pop(key)
             self.selector.learn(key, executor, 1e-9 * min(told_ns) / predicted)
 
@@ -96,12 +97,14 @@ class Reduction:
         if self._hierarchy is None:
             self._sum(self._call(flat, self._transport, scale, stats), key, stats)
             return
-        # Dense and in order within the node; then each rank's shard sparsely between the nodes.
-        within = self._call(flat, self._hierarchy.within, 1.0, stats)
+        # Dense and in order within the node; then each rank's shard sparsely between the nodes. Of
+        # a mean each does its part: the sum of a node may be too large for 16 bits.
+        parts = self._hierarchy.within.size if scale != 1 else 1
+        within = self._call(flat, self._hierarchy.within, 1 / parts, stats)
         pieces = equal_pieces(flat.numel(), self._block, within.size)
         reduce_ranges(within, pieces)
         shard = flat[pieces[within.rank].start : pieces[within.rank].stop]
-        between = self._call(shard, self._hierarchy.between, scale, stats)
+        between = self._call(shard, self._hierarchy.between, scale * parts, stats)
         self._sum(between, key, stats)
         gather_ranges(within, pieces)
 
@@ -118,15 +121,14 @@ class Reduction:
         self._compress(flat, key, weights)
         call = self._call(flat, self._transport, scale, stats)
 
-        def dense(call: Call, masks: Masks | None) -> None:
+        def ordered(call: Call, masks: Masks | None) -> None:
             reduce_ranges(call, pieces)
 
-        def sparse(call: Call, masks: Masks | None) -> None:
-            # Executors that need no masks sum whole buckets only.
-            reduce_scatter(call, masks if masks is not None else self._masks(call), pieces)
+        def pushed(call: Call, masks: Masks | None) -> None:
+            assert masks is not None
+            reduce_scatter(call, masks, pieces)
 
-        ways = {name: dense if name in DENSE else sparse for name in self._executors}
-        self._sum(call, key, stats, ways)
+        self._sum(call, key, stats, {"ordered": ordered, "pushpull": pushed})
 
     def all_gather(self, flat: Tensor, pieces: Sequence[Piece], stats: Statistics) -> None:
         """Give all ranks each range as its owner has it."""
@@ -147,19 +149,32 @@ class Reduction:
         stats: Statistics,
         ways: Mapping[str, Callable[[Call, Masks | None], None]] | None = None,
     ) -> None:
+        """Sum by the executor of the mode, or by that which the selector chooses.
+
+        Args:
+            call: The bucket.
+            key: Its name.
+            stats: Filled in.
+            ways: What there is beside the executors: the push half of the two that have one.
+        """
+        halves = ways is not None
         ways = ways or {name: way.all_reduce for name, way in self._executors.items()}
         if self._mode != "auto":
-            masks = self._masks(call) if self._executors[self._mode].needs_masks else None
+            name = self._mode
+            if name not in ways:
+                name = "ordered" if name in DENSE else "pushpull"
+            masks = self._masks(call) if self._executors[name].needs_masks else None
             _note(stats, masks)
-            stats.executor = self._mode
-            ways[self._mode](call, masks)
+            stats.executor = name
+            ways[name](call, masks)
             return
         started = time.perf_counter()
         if not self.selector.looks(key):
             name, masks, predicted = self.selector.dense(key), None, None
         else:
             masks = self._masks(call)
-            plan = self.selector.choose(key, masks, self._block * call.flat.element_size())
+            block_bytes = self._block * call.flat.element_size()
+            plan = self.selector.choose(key, masks, block_bytes, halves=halves)
             name, predicted = plan.executor, plan.predicted_s[plan.executor]
             _note(stats, masks)
         stats.executor, stats.predicted_s = name, predicted

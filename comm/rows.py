@@ -43,6 +43,9 @@ def check_rows(ids: Tensor, rows: Tensor, num_rows: int | None) -> None:
     if rows.shape[0] != ids.numel() or rows.shape[1] == 0:
         reason = f"there are {ids.numel()} ids, and a row has at least one column"
         raise ConfigError("rows", tuple(rows.shape), reason, "Give (k, dim) for k ids")
+    if not rows.dtype.is_floating_point:
+        reason = f"they are {rows.dtype}"
+        raise ConfigError("rows", tuple(rows.shape), reason, "Give floats of 16 to 64 bits")
     if num_rows is not None and num_rows < 0:
         raise ConfigError("num_rows", num_rows, "it is negative", "Give 0 or more, or None")
     if num_rows is not None and ids.numel():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from wavemare.comm.cost import Constants, Traffic, predict, traffic
+from wavemare.comm.cost import HALVES, Constants, Traffic, predict, traffic
 from wavemare.comm.masks import Masks
 
 __all__ = ["Plan", "Selector", "make_plan"]
@@ -19,6 +19,7 @@ PROBE_INTERVAL = 16
 DENSE = ("dense", "ordered")
 _LEARNING_RATE = 0.3
 _MOST_CORRECTION = 4.0
+_FORGETTING = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +80,7 @@ def make_plan(
     *,
     last: str | None = None,
     corrections: Mapping[str, float] | None = None,
+    halves: bool = False,
 ) -> Plan:
     """Choose an executor; a pure function of what all ranks know.
 
@@ -89,14 +91,15 @@ def make_plan(
         allowed: Names of `wavemare.comm.cost.EXECUTORS`.
         last: What was chosen before: it stays unless another is faster by `HYSTERESIS`.
         corrections: By how much executors took longer than predicted, as factors.
+        halves: Whether only sums at their owners are wanted.
     """
     factors = corrections or {}
-    predictions = predict(masks, block_bytes, constants)
+    predictions = predict(masks, block_bytes, constants, halves=halves)
     predicted = {name: predictions[name] * factors.get(name, 1.0) for name in allowed}
     best = min(predicted, key=lambda name: (predicted[name], name))
     if last in predicted and predicted[last] <= predicted[best] * (1 + HYSTERESIS):
         best = last
-    moved = traffic(masks, block_bytes)
+    moved = traffic(masks, block_bytes, halves=halves)
     return Plan(
         executor=best,
         num_ranks=masks.num_ranks,
@@ -115,6 +118,7 @@ class _History:
     dense_in_a_row: int = 0
     skipped: int = 0
     corrections: dict[str, float] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
 
 
 class Selector:
@@ -151,22 +155,24 @@ class Selector:
         assert last in DENSE
         return last
 
-    def choose(self, key: str, masks: Masks, block_bytes: int) -> Plan:
+    def choose(self, key: str, masks: Masks, block_bytes: int, *, halves: bool = False) -> Plan:
         """Choose an executor for a call.
 
         Args:
             key: Name of the bucket.
             masks: Of all ranks.
             block_bytes: Bytes of a block.
+            halves: Whether only sums at their owners are wanted.
         """
         history = self._history(key)
         plan = make_plan(
             masks,
             block_bytes,
             self.constants,
-            self.allowed,
+            HALVES if halves else self.allowed,
             last=history.last,
             corrections=history.corrections,
+            halves=halves,
         )
         history.last = plan.executor
         history.dense_in_a_row = history.dense_in_a_row + 1 if plan.executor in DENSE else 0
@@ -180,7 +186,15 @@ class Selector:
             executor: Which was used.
             ratio: Seconds taken over seconds predicted; the same on all ranks.
         """
-        corrections = self._history(key).corrections
+        history = self._history(key)
+        if executor not in history.used:
+            # The first call meets fresh pages and, for some types, a compiler.
+            history.used.add(executor)
+            return
+        corrections = history.corrections
+        for other in corrections.keys() - {executor}:
+            # What is not used is not measured either: let it be tried again some time.
+            corrections[other] += _FORGETTING * (1 - corrections[other])
         before = corrections.get(executor, 1.0)
         # The prediction was corrected already.
         target = min(max(before * ratio, 1 / _MOST_CORRECTION), _MOST_CORRECTION)

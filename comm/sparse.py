@@ -27,6 +27,7 @@ from wavemare.comm.statistics import Statistics, Totals
 from wavemare.comm.transport import Transport, open_transport
 from wavemare.comm.transport.choice import Choice, Staging
 from wavemare.comm.worker import Handle, Worker
+from wavemare.errors import ConfigError
 
 __all__ = ["SparseComm"]
 
@@ -42,13 +43,15 @@ class SparseComm:
     unless ``async_op`` is true.
 
     Args:
-        group: An MPI communicator, a torch process group, a `Transport`, or None for all ranks.
+        group: An MPI communicator, a torch process group, a `Transport` (which then is used by
+            nobody else, and closed with this), or None for all ranks.
         block: Elements per block; 64 to 4096 are useful.
         mode: ``auto`` or the name of an executor.
         average: Whether results are means rather than sums.
         deterministic: Whether sums are made in the order of the ranks, from +0.0, in float32 for
             16-bit floats: all executors then give the same bits, and so do all ranks.
-        hierarchical: Whether ranks of one node first sum densely among themselves.
+        hierarchical: Whether ranks of one node first sum densely among themselves, in `allreduce_`;
+            the order is then that of the ranks within each node, and of the nodes.
         compressor: What each rank leaves out of its gradients, and adds to the next ones.
         transport: ``mpi``, ``torch`` or ``auto``: what the launch offers.
         staging: How an accelerator's tensors travel: ``direct``, ``pinned`` or ``auto``.
@@ -89,10 +92,15 @@ class SparseComm:
         self._transport = open_transport(
             group, choice=transport, staging=staging, timeout_s=timeout_s
         )
-        self._hierarchy = Hierarchy.find(self._transport) if hierarchical else None
-        between = self._hierarchy.between if self._hierarchy else self._transport
-        if constants is None and mode == "auto" and between.size > 1:
-            constants = calibrate(between, block, torch.device(device or _present_device()))
+        self._hierarchy: Hierarchy | None = None
+        try:
+            self._hierarchy = Hierarchy.find(self._transport) if hierarchical else None
+            between = self._hierarchy.between if self._hierarchy else self._transport
+            if constants is None and mode == "auto" and between.size > 1:
+                constants = calibrate(between, block, torch.device(device or _present_device()))
+        except BaseException:
+            self._transport.close()
+            raise
         self.constants = constants or Constants()
         scratch = Scratch()
         self._reduction = Reduction(
@@ -144,7 +152,7 @@ class SparseComm:
             The plan, which prints as a table.
         """
         if not isinstance(masks, Masks):
-            masks = Masks.of(np.asarray(masks))
+            masks = Masks.of(masks.cpu().numpy() if isinstance(masks, Tensor) else masks)
         allowed = self._reduction.selector.allowed
         return make_plan(masks, self.block * itemsize, self.constants, allowed)
 
@@ -163,7 +171,7 @@ class SparseComm:
         Args:
             flat: (E,), contiguous; float32, bfloat16, float16, float64 or int32.
             key: Name of the bucket, under which its history and residual are kept; by default its
-                size and type.
+                size and type. With a compressor it must be given.
             weights: (E,), the weights whose gradient it is, if the compressor asks for them.
             async_op: Whether to return at once.
 
@@ -175,7 +183,7 @@ class SparseComm:
             CommError: A peer was lost, or calls something else.
         """
         scale = self._scale(flat)
-        key = key or f"{flat.numel()} {flat.dtype}"
+        key = self._key(key, flat, weights)
         data = flat.detach()  # sums are no part of a graph, even of a leaf that requires gradients
 
         def work(stats: Statistics) -> Tensor:
@@ -207,7 +215,7 @@ class SparseComm:
         """
         scale = self._scale(flat)
         pieces = pieces_of(partition, flat.numel(), self.size)
-        key = f"scatter {key or f'{flat.numel()} {flat.dtype}'}"
+        key = self._key(f"scatter {key}" if key else None, flat, weights)
         data = flat.detach()
 
         def work(stats: Statistics) -> Tensor:
@@ -334,6 +342,16 @@ class SparseComm:
         if self._hierarchy:
             transports += [self._hierarchy.within, self._hierarchy.between]
         return sum(t.bytes_up for t in transports), sum(t.bytes_down for t in transports)
+
+    def _key(self, key: str | None, flat: Tensor, weights: Tensor | None) -> str:
+        """Return the name of a bucket, checked with its compressor."""
+        if self.compressor is None:
+            return key or f"{flat.numel()} {flat.dtype}"
+        if not key:
+            reason = "what the compressor leaves out must wait under a name of the bucket's own"
+            raise ConfigError("key", key, reason, "Give key=, another one for each bucket")
+        self.compressor.check(key, flat.detach(), weights)
+        return key
 
     def _scale(self, flat: Tensor) -> float:
         """Check a bucket that is to be summed, and return the factor of its sum."""

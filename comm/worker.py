@@ -50,8 +50,16 @@ class Handle:
         if self._error is not None:
             raise self._error
         if self._device_end is not None:
-            torch.cuda.current_stream().wait_event(self._device_end)
+            self._join_stream()
         return self._result
+
+    def _join_stream(self) -> None:
+        result = self._result if isinstance(self._result, tuple) else (self._result,)
+        for tensor in result:
+            stream = torch.cuda.current_stream(tensor.device)
+            stream.wait_event(self._device_end)
+            # Its memory belongs to the worker's stream, and must not be used again there too early.
+            tensor.record_stream(stream)
 
     def then(self, callback: Callable[[Handle], None]) -> None:
         """Call a function at the end, on the worker's thread; at once if it has ended.
@@ -145,7 +153,9 @@ class Worker:
     def _run_one(self, handle: Handle, work: Any, device: torch.device, ready: Any) -> Any:
         if ready is None:
             return work(handle.stats), None
-        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        stream = self._streams[device]
         with torch.cuda.stream(stream):
             stream.wait_event(ready)
             result = work(handle.stats)

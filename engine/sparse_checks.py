@@ -54,13 +54,12 @@ def check_sparse_collective(
         if _section(config, name).get(key) is True:
             raise _refusal(f"{name}.{key}", True, reason)
     half = _section(config, "fp16")
-    if compresses and half.get("enabled") is True and not half.get("loss_scale", 0):
+    if compresses and half.get("enabled") is True:
         raise ConfigError(
-            "fp16.loss_scale",
-            half.get("loss_scale", 0),
-            "a compressor leaves gradients for later steps, which have another loss scale if it "
-            "is dynamic",
-            'Give a number, or use "bf16": {"enabled": true}',
+            "fp16.enabled",
+            True,
+            "a step that overflows is skipped, and what a compressor has sent in it would be lost",
+            'Use "bf16": {"enabled": true}, or no compressor',
         )
 
 

@@ -45,6 +45,11 @@ class SparseGradients(ABC):
         assert config.mode != "off"
         self._engine = engine
         self.figures: Mapping[str, float] = {}
+        compressor = config.compressor
+        if compressor is not None and engine.zero_optimization_partition_gradients():
+            # ZeRO 2 reduces after each micro-batch, and the compressor counts reductions.
+            calls = compressor.warmup_steps * engine.gradient_accumulation_steps()
+            compressor = compressor.model_copy(update={"warmup_steps": calls})
         self.comm = SparseComm(
             engine.data_parallel_group,
             block=config.block,
@@ -52,7 +57,7 @@ class SparseGradients(ABC):
             average=engine.gradient_average,
             deterministic=config.deterministic,
             hierarchical=config.hierarchical,
-            compressor=config.compressor,
+            compressor=compressor,
             transport=config.transport,
             staging=config.staging,
             timeout_s=timeout_s,
@@ -202,7 +207,7 @@ class ReplicatedGradients(SparseGradients):
                 f"gradient of {self._fired[name]} parts",
                 f"in the step before it came in {self._usual[name]}, after which it was sent",
                 'Set "overlap_comm" to false in zero_optimization: gradients are then sent after '
-                "the backward pass",
+                "the backward pass. If a backward pass before ended with an error, start again",
             )
         if name in self._usual and self._fired[name] >= self._usual[name]:
             self._rounds.put(name, self._gradient(name))

@@ -161,21 +161,27 @@ class Transport(ABC):
         """Return the other ranks, beginning with the next: no two ranks begin with the same."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
+    @property
+    @abstractmethod
+    def world_ranks(self) -> Sequence[int]:
+        """Of each rank of the group the number that its launcher gave it."""
+
     def lost(self, peers: Sequence[int], how: str) -> CommError:
-        """Return the error for peers that do not answer.
+        """Return the error for peers that do not answer, by the numbers that the user knows.
 
         Args:
             peers: Their ranks in this group; empty if nobody knows which.
             how: What was noticed, such as ``it has closed its connection``.
         """
-        named = ", ".join(map(str, peers)) or "unknown"
+        names = self.world_ranks
+        named = ", ".join(str(names[peer]) for peer in peers) or "unknown"
         return CommError(
             "rank" if len(peers) < 2 else "ranks",  # noqa: PLR2004
             named,
             f"lost during a collective of {self.size} ranks over {self.name}, "
-            f"noticed by rank {self.rank}: {how}",
-            "Look at the output of that rank; if it was only slow, raise the time limit "
-            "(wavemare.watchdog.timeout_s)",
+            f"noticed by rank {names[self.rank]}: {how}",
+            "Look at the output of that rank; if it was only slow, raise the time limit, timeout_s "
+            "(in a configuration wavemare.watchdog.timeout_s)",
         )
 
     def silent(self, peers: Sequence[int]) -> CommError:

@@ -34,7 +34,7 @@ def open_transport(
         group: A `Transport` (returned as it is), an MPI communicator, a torch process group, or
             None for all ranks.
         choice: ``mpi`` or ``torch``; ``auto`` takes torch where its backend is NCCL, MPI where an
-            MPI launcher started this process, else torch.
+            MPI launcher started the ranks and all of them take part, else torch.
         staging: How an accelerator's tensors travel over MPI and gloo: ``pinned`` copies packed
             blocks through the host's pinned memory, ``direct`` hands MPI the device's memory,
             ``auto`` does that if the MPI says that it is CUDA-aware.
@@ -50,7 +50,7 @@ def open_transport(
         if choice == "torch":
             raise _mismatch(choice, "an MPI communicator")
         return _staged(_open_mpi(group, staging, timeout_s), staging)
-    if choice == "mpi" or (choice == "auto" and group is None and _launched_by_mpi()):
+    if choice == "mpi" or (choice == "auto" and _has_all_ranks(group) and _mpi_serves()):
         return _staged(_open_mpi(_same_ranks(group), staging, timeout_s), staging)
     if not dist.is_initialized():
         raise CommError(
@@ -63,10 +63,23 @@ def open_transport(
     return _staged(TorchTransport(group, timeout_s), staging)
 
 
-def _launched_by_mpi() -> bool:
-    if dist.is_initialized() and dist.get_backend() == "nccl":
+def _has_all_ranks(group: Any) -> bool:
+    # Of other groups nobody knows whether all ranks are making one, as MPI asks.
+    return group is None or len(dist.get_process_group_ranks(group)) == dist.get_world_size()
+
+
+def _mpi_serves() -> bool:
+    if not any(name in os.environ for name in _MPI_VARIABLES):
         return False
-    return any(name in os.environ for name in _MPI_VARIABLES)
+    if not dist.is_initialized():
+        return True
+    if dist.get_backend() == "nccl":
+        return False
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError):
+        return False
+    return MPI.COMM_WORLD.Get_size() == dist.get_world_size()
 
 
 def _is_mpi_communicator(group: Any) -> bool:

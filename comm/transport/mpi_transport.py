@@ -42,6 +42,13 @@ class MpiTransport(Transport):
         timeout_s: float = 300.0,
         takes_device: bool = False,
     ) -> None:
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            raise CommError(
+                "MPI",
+                MPI.Get_library_version().split(",")[0].strip(),
+                "it was started for one thread, and collectives run on a thread of their own",
+                'Set mpi4py.rc.thread_level = "multiple" before mpi4py.MPI is imported',
+            )
         self._comm = comm.Dup()
         self.rank = self._comm.Get_rank()
         self.size = self._comm.Get_size()
@@ -85,6 +92,11 @@ class MpiTransport(Transport):
             self._comm.Free()
 
     @property
+    def world_ranks(self) -> Sequence[int]:
+        """Of each rank of the group the number that its launcher gave it."""
+        return self._comm.Get_group().Translate_ranks(group=MPI.COMM_WORLD.Get_group())
+
+    @property
     def host(self) -> str:
         """Name of the machine on which this rank runs."""
         return MPI.Get_processor_name()
@@ -116,14 +128,15 @@ class MpiTransport(Transport):
                 if polls % 256 == 0 and time.monotonic() > deadline:
                     raise self._silent(requests, peers)
         except MPI.Exception as error:
-            raise self.lost([], str(error)) from error
+            self._abandoned.extend(requests)
+            raise self.lost(_pending(requests, peers), str(error)) from error
 
     def _silent(self, requests: Sequence[MPI.Request], peers: Sequence[int]) -> CommError:
         self._abandoned.extend(requests)
         # A peer that waits for the one that was lost is silent too: ask who is still there.
-        pending = [p for r, p in zip(requests, peers, strict=False) if r != MPI.REQUEST_NULL]
-        absent = self._absent()
-        return self.silent(absent or sorted(set(pending)))
+        pending, absent = _pending(requests, peers), self._absent()
+        # One that is absent here may only be late; one that this rank waits for is not.
+        return self.silent([peer for peer in absent if peer in pending] or absent or pending)
 
     def _absent(self, patience_s: float = 2.0) -> list[int]:
         """Return the peers that do not answer; all that are left ask this at about one time."""
@@ -157,6 +170,7 @@ class _MpiExchange:
         self._transport.bytes_up += tensor.nbytes
 
     def receive(self, peer: int, tensor: Tensor) -> None:
+        _synchronize(tensor)
         self._post(self._transport.communicator.Irecv, peer, tensor)
         self._transport.bytes_down += tensor.nbytes
 
@@ -170,6 +184,11 @@ class _MpiExchange:
         peers, self._peers = self._peers, []
         if requests:
             self._transport.finish(requests, peers)
+
+
+def _pending(requests: Sequence[MPI.Request], peers: Sequence[int]) -> list[int]:
+    waiting = (p for r, p in zip(requests, peers, strict=False) if r != MPI.REQUEST_NULL)
+    return sorted(set(waiting))
 
 
 def _all_done(requests: list[MPI.Request], status: MPI.Status | None) -> bool:

@@ -45,6 +45,11 @@ class StagedTransport(Transport):
         return self._inner
 
     @property
+    def world_ranks(self) -> Sequence[int]:
+        """Of each rank of the group the number that its launcher gave it."""
+        return self._inner.world_ranks
+
+    @property
     def host(self) -> str:
         """Name of the machine on which this rank runs."""
         return self._inner.host
@@ -100,7 +105,9 @@ class StagedTransport(Transport):
             smallest = min(fitting, key=Tensor.numel)
             self._free = [held for held in self._free if held is not smallest]
             return smallest
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        # Powers of two: messages differ in size from step to step.
+        size = 1 << max(num_bytes - 1, 1).bit_length()
+        return torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 
     def give_back(self, held: Sequence[Tensor]) -> None:
         """Let memory be used again."""

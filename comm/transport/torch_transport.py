@@ -105,6 +105,11 @@ class TorchTransport(Transport):
         return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
     @property
+    def world_ranks(self) -> Sequence[int]:
+        """Of each rank of the group the number that its launcher gave it."""
+        return self._members
+
+    @property
     def host(self) -> str:
         """Name of the machine on which this rank runs."""
         return socket.gethostname()
@@ -134,7 +139,8 @@ class TorchTransport(Transport):
     def failed(self, error: Exception, peer: int | None) -> CommError:
         """Return the error for a failure of torch's; the ranks tell each other who is left."""
         how = str(error).strip().splitlines()[-1]
-        culprits = _ask_around(self._label, self.rank, self.size, peer)
+        host = self._members.index(0) if 0 in self._members else None
+        culprits = _ask_around(self._label, self.rank, self.size, peer, host)
         return self.lost(culprits, how)
 
 
@@ -205,16 +211,25 @@ def _new_label(members: list[int]) -> str:
     return f"wavemare/comm/{digest}/{number}"
 
 
-def _ask_around(label: str, rank: int, size: int, suspect: int | None) -> Sequence[int]:
+def _ask_around(
+    label: str, rank: int, size: int, suspect: int | None, host: int | None
+) -> Sequence[int]:
     """Find out which ranks are lost: those that do not tell of a failure of their own.
 
     A rank that has lost a peer is itself a lost peer to the others, once it leaves. So each tells
     its suspicion in the store, and looks who else does.
 
+    Args:
+        label: Of the transport.
+        rank: This one.
+        size: Number of ranks.
+        suspect: Whom this rank has lost, if it knows.
+        host: Who holds the store, if it is one of the group.
+
     Returns:
         The ranks that told nothing; if all did, the first suspect; empty if nobody knows.
     """
-    answers: list[Sequence[int]] = []
+    answers: list[Sequence[int] | None] = []
 
     def ask() -> None:
         answers.append(_ask_store(label, rank, size, suspect))
@@ -223,14 +238,13 @@ def _ask_around(label: str, rank: int, size: int, suspect: int | None) -> Sequen
     thread = threading.Thread(target=ask, name="wavemare-ask-around", daemon=True)
     thread.start()
     thread.join(2 * _GRACE_S)
-    return answers[0] if answers else _host_of_store(suspect)
+    if answers and answers[0] is not None:
+        return answers[0]
+    # The store has gone with the rank that held it.
+    return [known for known in (suspect, host) if known is not None][:1]
 
 
-def _host_of_store(suspect: int | None) -> Sequence[int]:
-    return [suspect] if suspect is not None else [0]
-
-
-def _ask_store(label: str, rank: int, size: int, suspect: int | None) -> Sequence[int]:
+def _ask_store(label: str, rank: int, size: int, suspect: int | None) -> Sequence[int] | None:
     store = dist.distributed_c10d._get_default_store()
     key = f"{label}/lost"
     told: dict[int, int] = {}
@@ -242,8 +256,8 @@ def _ask_store(label: str, rank: int, size: int, suspect: int | None) -> Sequenc
                 if other not in told and store.check([f"{key}/{other}"]):
                     told[other] = int(store.get(f"{key}/{other}"))
             time.sleep(0.05)
-    except RuntimeError:  # the store has gone with the rank that held it
-        return _host_of_store(suspect)
+    except RuntimeError:
+        return None
     silent = [other for other in range(size) if other not in told]
     suspects = [other for other in told.values() if other >= 0]
     if silent:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.comm.cost import EXECUTORS, Constants, predict
+from wavemare.comm.cost import EXECUTORS, HALVES, Constants, predict
 from wavemare.comm.masks import Masks
 from wavemare.comm.selector import HYSTERESIS, PATIENCE, PROBE_INTERVAL, Selector, make_plan
 
@@ -166,6 +166,39 @@ def test_a_correction_settles_at_what_is_measured():
         selector.learn("key", "pushpull", 2 * plain / predicted)
     predicted = selector.choose("key", THIN, 1024).predicted_s["pushpull"]
     assert predicted == pytest.approx(2 * plain, rel=1e-6)
+
+
+def test_the_first_call_of_an_executor_teaches_nothing():
+    selector = Selector(SLOW_WIRE, SPARSE_MODES)
+    before = selector.choose("key", THIN, 1024)
+    selector.learn("key", before.executor, 50.0)
+    after = selector.choose("key", THIN, 1024)
+    assert after.executor == before.executor
+    assert after.predicted_s == before.predicted_s
+
+
+def test_what_is_not_used_any_more_is_tried_again():
+    selector = Selector(SLOW_WIRE, SPARSE_MODES)
+    before = selector.choose("key", THIN, 1024)
+    for _ in range(30):
+        selector.learn("key", before.executor, 50.0)
+    other = selector.choose("key", THIN, 1024)
+    assert other.executor != before.executor
+    assert other.predicted_s[before.executor] > 3 * before.predicted_s[before.executor]
+    for _ in range(400):
+        selector.learn("key", other.executor, 1.0)
+    after = selector.choose("key", THIN, 1024).predicted_s[before.executor]
+    assert after == pytest.approx(before.predicted_s[before.executor], rel=0.01)
+
+
+def test_a_reduce_scatter_is_half_of_it():
+    whole = make_plan(THIN, 1024, SLOW_WIRE, SPARSE_MODES)
+    half = make_plan(THIN, 1024, SLOW_WIRE, HALVES, halves=True)
+    assert half.predicted_s.keys() == {"ordered", "pushpull"}
+    for name in HALVES:
+        assert half.traffic[name].up < whole.traffic[name].up
+        assert half.predicted_s[name] < whole.predicted_s[name]
+    assert half.traffic["ordered"].up == whole.traffic["ordered"].up / 2
 
 
 def test_no_blocks_at_all():

@@ -97,5 +97,6 @@ def test_steps_of_equal_systems_give_equal_losses() -> None:
         system = build_system("no-communication-bound", request, task)
         system.set_learning_rate(1e-2)
         losses.append([float(system.step(task.batch(step, 0))) for step in range(4)])
+        assert all(parameter.grad is None for parameter in system.model.parameters())
     assert losses[0] == losses[1]
     assert len(set(losses[0])) == 4

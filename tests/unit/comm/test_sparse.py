@@ -1,0 +1,106 @@
+"""What a `SparseComm` refuses before anything is sent, and what it measures at start."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from wavemare.comm import SparseComm
+from wavemare.comm.calibration import calibrate
+from wavemare.comm.compress import BlockTopK, BlockTopKRatio
+from wavemare.comm.transport.base import Transport
+from wavemare.errors import ConfigError
+
+
+class Nothing:
+    def wait(self) -> None:
+        return None
+
+
+class Alone(Transport):
+    """A network of one rank."""
+
+    name, rank, size, timeout_s, host = "none", 0, 1, 1.0, "here"
+
+    def begin(self) -> Any:
+        return Nothing()
+
+    def receive_any(self, tensor: torch.Tensor) -> int:
+        raise AssertionError
+
+    def reduces(self, dtype: torch.dtype) -> bool:
+        return True
+
+    def _all_reduce(self, flat: torch.Tensor) -> None:
+        return None
+
+    def split(self, colour: int) -> "Alone":
+        return self
+
+    def close(self) -> None:
+        return None
+
+    @property
+    def world_ranks(self) -> Sequence[int]:
+        return [0]
+
+
+@pytest.mark.parametrize("block", [1, 64, 300, 768, 1 << 22, 1 << 24])
+def test_calibration_takes_any_block(block):
+    constants = calibrate(Alone(), block, torch.device("cpu"))
+    assert all(value > 0 for value in constants.as_list())
+
+
+def test_a_compressor_needs_a_name_for_each_bucket():
+    with SparseComm(Alone(), compressor=BlockTopK(4, k=1)) as comm:
+        flat = torch.tensor([9.0] * 4 + [1.0] * 4)
+        with pytest.raises(ConfigError) as caught:
+            comm.allreduce_(flat.clone())
+        assert caught.value.key == "key"
+        with pytest.raises(ConfigError):
+            comm.reduce_scatter_(flat.clone(), [0, 8])
+        first = comm.allreduce_(flat.clone(), key="first").wait()
+        second = comm.allreduce_(torch.zeros(8), key="second").wait()
+        assert first.tolist() == [9.0] * 4 + [0.0] * 4
+        assert not second.any()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda comm: comm.allreduce_(torch.ones(8), key="x"),  # no weights to compare with
+        lambda comm: comm.allreduce_rows_(torch.arange(2), torch.ones(2, 3).int(), 5),
+        lambda comm: comm.allreduce_(torch.ones(8, dtype=torch.int32), key="x"),
+    ],
+)
+def test_what_the_caller_gave_is_refused_before_anything_is_sent(call):
+    with SparseComm(Alone(), average=False, compressor=BlockTopKRatio(4, k=1)) as comm:
+        with pytest.raises(ConfigError):
+            call(comm)
+        # So that the next collective is none the worse for it.
+        flat = torch.ones(8)
+        comm.allreduce_(flat, key="y", weights=torch.ones(8))
+        assert flat.sum() == 4
+
+
+def test_a_plan_is_made_of_tensors_and_arrays_and_prints_as_a_table():
+    with SparseComm(Alone()) as comm:
+        table = torch.rand(4, 1000) < 0.1
+        plan = comm.plan(table)
+        assert str(plan) == str(comm.plan(np.asarray(table)))
+    lines = str(plan).splitlines()
+    assert "1000 blocks of 1024 bytes on 4 ranks" in lines[0]
+    assert len(lines) == 4
+    assert lines[1].startswith(f"> {plan.executor}")
+
+
+def test_empty_pieces_may_lie_anywhere_on_a_border():
+    from wavemare.comm.arguments import pieces_of
+    from wavemare.comm.layout import Piece
+
+    pieces = [Piece(5, 5, 0), Piece(5, 10, 1), Piece(0, 5, 0)]
+    assert pieces_of(pieces, 10, 2) == pieces
+    with pytest.raises(ConfigError):
+        pieces_of([Piece(0, 6, 0), Piece(5, 10, 1)], 10, 2)
