@@ -101,3 +101,14 @@ def test_collectives_are_measured_and_checked_against_each_other(
     assert 0 < pushed["bytes_up"] < 0.5 * 2**20
     assert (tmp_path / "plot.png").stat().st_size > 1000
     assert "wavemare-auto" in ended.output
+
+
+def test_kernels_are_measured_beside_memcpy(command: Callable[..., Any], tmp_path: Path) -> None:
+    options = ["--mib", 1, "--rounds", 2, "--json", "kernels.json"]
+    ended = command("wavemare", "bench", "kernels", *options).check()
+    result = json.loads((tmp_path / "kernels.json").read_text())
+    rows = {(row["kernel"], row["density"]): row for row in result["rows"]}
+    assert rows["memcpy", 1.0]["of_memcpy"] == 1
+    assert {"mask", "gather", "scatter", "reduce float32"} <= {kernel for kernel, _ in rows}
+    assert all(row["gb_s"] > 0 for row in rows.values())
+    assert "of memcpy" in ended.output

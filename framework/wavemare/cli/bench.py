@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from wavemare.cli.bench_kernels import kernels
 from wavemare.cli.bench_training import training
 from wavemare.errors import ConfigError
 
@@ -190,6 +191,7 @@ def sparse(
 
 
 bench.command()(training)
+bench.command()(kernels)
 
 
 def _shares(option: str, text: str) -> tuple[float, ...]:
