@@ -13,10 +13,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from wavemare.comm.ddp import register_ddp_hook
-
     from wavemare.comm.compress import make_compressor
     from wavemare.comm.config import CompressorConfig, SparseCollectiveConfig
+    from wavemare.comm.ddp import register_ddp_hook
     from wavemare.comm.layout import Piece
     from wavemare.comm.masks import Masks
     from wavemare.comm.sparse import SparseComm

@@ -73,11 +73,11 @@ def plot(result: Mapping[str, Any], file: Path) -> None:
     figure, axes = pyplot.subplots(
         1, len(patterns), figsize=(5 * len(patterns), 4.2), squeeze=False, sharey=True
     )
+    names = dict.fromkeys(row["system"] for row in rows)
+    systems = [name for name in names if name.startswith("wavemare-") or name in _PLOTTED]
     for axis, pattern in zip(axes[0], patterns, strict=True):
-        systems = dict.fromkeys(row["system"] for row in rows)
+        axis.set_prop_cycle(color=mpl.colormaps["tab20"].colors)
         for system in systems:
-            if not system.startswith("wavemare-") and system not in _PLOTTED:
-                continue
             points = sorted(
                 (row["density"], row["ratio"], row.get("model"))
                 for row in rows
