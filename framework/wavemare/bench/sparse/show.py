@@ -76,7 +76,7 @@ def plot(result: Mapping[str, Any], file: Path) -> None:
     names = dict.fromkeys(row["system"] for row in rows)
     systems = [name for name in names if name.startswith("wavemare-") or name in _PLOTTED]
     for axis, pattern in zip(axes[0], patterns, strict=True):
-        axis.set_prop_cycle(color=mpl.colormaps["tab20"].colors)
+        axis.set_prop_cycle(color=[mpl.colormaps["tab20"](number) for number in range(20)])
         for system in systems:
             points = sorted(
                 (row["density"], row["ratio"], row.get("model"))
