@@ -120,6 +120,8 @@ def test_results_are_equal_and_the_copies_gradients_add_up(
     tied_name, training, make_tied, make_batch
 ):
     model = make_tied(tied_name).train(training)
+    # A cache lays keys and values out otherwise, and some processors' products then differ.
+    model.config.use_cache = False
     name, source = TIED[tied_name]
     module = to_pipeline(model, num_stages=1, untie=True).train(training)
     batch = make_batch(model)
