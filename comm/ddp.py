@@ -170,13 +170,13 @@ class _Hook:
         """
         buffer = bucket.buffer()
         parameters = bucket.parameters()
-        if not self._handles:
-            self._wait_at_the_end()
+        waits = bool(self._handles) or self._waits_at_the_end()
         if buffer.layout is torch.strided:
             handle = self._reduce_dense(buffer, parameters)
         else:
             handle = self._reduce_rows(buffer, self._names[id(parameters[0])])
-        self._handles.append(handle)
+        if waits:
+            self._handles.append(handle)
         return self._future(handle, buffer)
 
     def _reduce_dense(self, buffer: Tensor, parameters: Sequence[Tensor]) -> Handle:
@@ -231,13 +231,14 @@ class _Hook:
         handle.then(on_side_stream if on_device else finish)
         return future
 
-    def _wait_at_the_end(self) -> None:
+    def _waits_at_the_end(self) -> bool:
+        """Let the backward pass end with a look at all handles; False if there is none."""
         try:
             # Before DDP's own end of the backward pass, which does not tell errors apart.
             torch.autograd.Variable._execution_engine.queue_callback(self._wait)
-        except RuntimeError:
-            # There is no backward pass: a rank without data shadows those of others, in join().
-            self._handles.clear()
+        except RuntimeError:  # a rank without data shadows the others' backward passes, in join()
+            return False
+        return True
 
     def _wait(self) -> None:
         handles, self._handles = self._handles, []
