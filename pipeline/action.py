@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from wavemare.errors import PlanError
 
-__all__ = ["COMPUTE", "RECEIVES", "SENDS", "Action", "Kind"]
+__all__ = ["COLLECTIVES", "COMPUTE", "RECEIVES", "SENDS", "Action", "Kind"]
 
 
 class Kind(StrEnum):
@@ -59,9 +59,18 @@ class Kind(StrEnum):
     RESTORE = "W"
     """Put the newest weights back after the backward pass."""
 
+    SUM_OUTPUT = "XO"
+    """Sum of a segment's output over ranks, while passes go on; in timelines, not in plans."""
+
+    SUM_GRADIENT = "XG"
+    """Sum of the gradient of a segment's input, in the same way."""
+
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD})
 """Kinds that keep a device busy with a micro-batch."""
+
+COLLECTIVES = frozenset({Kind.SUM_OUTPUT, Kind.SUM_GRADIENT})
+"""Kinds that run beside a device's passes."""
 
 SENDS = {
     Kind.SEND_ACTIVATION: (Kind.RECV_ACTIVATION, 1),

@@ -28,6 +28,10 @@ def check(plan: Plan) -> Report:
     * In each direction between two stages the messages are received in the order in which they are
       sent, and the first and last stage load in the same order.
     * No ranks wait for each other in a circle, with the plan's `send_slots`.
+    * One rank with several stages has no messages, and the first stage loads for all. Each
+      micro-batch is forwarded by the stages in their order and backwarded in the opposite one; the
+      last stage goes backward right after its forward pass. There are two waves at most, and each
+      has one micro-batch under way.
 
     Raises:
         PlanError: The plan is wrong; the message names the actions in question.
@@ -37,10 +41,13 @@ def check(plan: Plan) -> Report:
     for actions in plan.ranks:
         for stage in sorted({action.stage for action in actions}):
             walks[stage].go(action for action in actions if action.stage == stage)
-    for before, after in pairwise(walks):
-        _check_messages(before.sent[1], after.received[1])
-        _check_messages(after.sent[-1], before.received[-1])
-    _check_loads(walks[0].loads, walks[-1].loads)
+    if plan.on_one_rank:
+        _check_segments(plan)
+    else:
+        for before, after in pairwise(walks):
+            _check_messages(before.sent[1], after.received[1])
+            _check_messages(after.sent[-1], before.received[-1])
+        _check_loads(walks[0].loads, walks[-1].loads)
     times = execute(plan, lambda kind, _: int(kind in COMPUTE), lambda _: 0)
     return _report(plan, walks, times)
 
@@ -97,6 +104,46 @@ def _check_loads(first: list[Action], last: list[Action]) -> None:
         if one[2::2] != other[2::2]:
             reason = f"stage {one.stage} loads {one} there"
             raise PlanError("action", str(other), reason, "Load in the same order on both stages")
+
+
+def _check_segments(plan: Plan) -> None:
+    """Check what takes the place of messages where one rank has several stages."""
+    head = plan.num_stages - 1
+    if not head:
+        return
+    actions = plan.ranks[0]
+    done: set[Action] = set()
+    under_way: dict[int, int] = {}
+    for action, following in zip_longest(actions, actions[1:]):
+        kind, stage, micro_batch, _, wave = action
+        step = {Kind.FORWARD: -1, Kind.BACKWARD: 1}.get(kind, 0)
+        needed = Action(kind, stage + step, micro_batch, wave=wave)
+        if step and 0 <= needed.stage <= head and needed not in done:
+            reason = f"{needed} does not come before it"
+            raise PlanError("action", str(action), reason, f"Put {needed} before it")
+        done.add(action._replace(version=-1))
+        if not plan.num_steps:
+            continue
+        if kind is Kind.FORWARD and stage == head:
+            backward = action._replace(kind=Kind.BACKWARD, version=-1)
+            if following is None or following._replace(version=-1) != backward:
+                reason = f"the last stage does not go backward next, but {following}"
+                raise PlanError("action", str(action), reason, f"Put {backward} right behind it")
+        if kind is Kind.FORWARD and stage == 0:
+            _check_wave(action, under_way)
+        elif kind is Kind.BACKWARD and stage == 0:
+            del under_way[wave]
+
+
+def _check_wave(action: Action, under_way: dict[int, int]) -> None:
+    """Check that an action may begin its wave's next micro-batch, and note it."""
+    if action.wave > 1:
+        raise PlanError("action", str(action), "there are two waves", "Put it into wave 0 or 1")
+    if action.wave in under_way:
+        reason = f"wave {action.wave} still has micro-batch {under_way[action.wave]} under way"
+        remedy = f"Put 0B{under_way[action.wave]} before it, or it into the other wave"
+        raise PlanError("action", str(action), reason, remedy)
+    under_way[action.wave] = action.micro_batch
 
 
 def _report(plan: Plan, walks: list[Walk], times: list[list[float]]) -> Report:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from wavemare.errors import PlanError
 from wavemare.pipeline.action import Action
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "check_numbers"]
 
 _DIGITS = 18
 _HEADER = ("schedule", "stages", "micro_batches", "steps", "send_slots")
@@ -23,7 +23,8 @@ class Plan:
         num_stages: Number of pipeline stages.
         micro_batches: Micro-batches per optimizer step.
         num_steps: Optimizer steps; 0 for inference.
-        ranks: For each rank its actions.
+        ranks: For each rank its actions. A single rank has all stages, which then are the segments
+            of a model and exchange no messages.
         send_slots: How many messages of one direction a rank may leave unreceived before a send
             waits: 0 where a send waits for its receive (DeepSpeed's blocking sends).
     """
@@ -34,6 +35,11 @@ class Plan:
     num_steps: int
     ranks: tuple[tuple[Action, ...], ...]
     send_slots: int = 0
+
+    @property
+    def on_one_rank(self) -> bool:
+        """Whether one rank has all stages."""
+        return len(self.ranks) == 1
 
     def __str__(self) -> str:
         values = (
@@ -69,6 +75,19 @@ class Plan:
             send_slots=_number(values, "send_slots"),
             ranks=tuple(_rank(line, number) for number, line in enumerate(lines[1:])),
         )
+
+
+def check_numbers(num_stages: int, micro_batches: int, num_steps: int) -> None:
+    """Refuse numbers of which no plan can be made.
+
+    Raises:
+        PlanError: There is no stage or no micro-batch, or the number of steps is negative.
+    """
+    for key, value in {"stages": num_stages, "micro_batches": micro_batches}.items():
+        if value < 1:
+            raise PlanError(key, value, "a plan has at least one", "Give 1 or more")
+    if num_steps < 0:
+        raise PlanError("steps", num_steps, "it is negative", "Give 0 or more")
 
 
 def _header(line: str) -> dict[str, str]:

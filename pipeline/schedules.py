@@ -1,4 +1,4 @@
-"""Plans by name: 1F1B, PipeMare (with synchronous warm-up and drains) and inference."""
+"""Plans by name: 1F1B, PipeMare (with warm-up and drains), inference, and waves on one rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from wavemare.errors import PlanError, did_you_mean
 from wavemare.pipeline.action import Action, Kind
 from wavemare.pipeline.order import Stream
 from wavemare.pipeline.passes import add_communication, defer_sends
-from wavemare.pipeline.plan import Plan
+from wavemare.pipeline.plan import Plan, check_numbers
+from wavemare.pipeline.wave import accumulation, in_phase, tick_tock
 
 __all__ = [
     "SCHEDULES",
@@ -79,7 +80,7 @@ def pipemare(
     Raises:
         PlanError: A number is out of range.
     """
-    _check(num_stages, micro_batches, num_steps)
+    check_numbers(num_stages, micro_batches, num_steps)
     if slack < 0:
         raise PlanError("slack", slack, "it is negative", "Give 0 or more")
 
@@ -109,7 +110,7 @@ def one_f_one_b(num_stages: int, micro_batches: int, num_steps: int = 1) -> Plan
     Raises:
         PlanError: A number is out of range.
     """
-    _check(num_stages, micro_batches, num_steps)
+    check_numbers(num_stages, micro_batches, num_steps)
     ranks = tuple(
         tuple(one_f_one_b_stage(stage, num_stages, micro_batches, num_steps))
         for stage in range(num_stages)
@@ -133,7 +134,7 @@ def inference(num_stages: int, micro_batches: int, num_steps: int = 0) -> Plan:
     Raises:
         PlanError: A number is out of range.
     """
-    _check(num_stages, micro_batches, num_steps)
+    check_numbers(num_stages, micro_batches, num_steps)
 
     def actions(stage: int) -> tuple[Action, ...]:
         passes = (Action(Kind.FORWARD, stage, m, 0) for m in range(micro_batches))
@@ -145,10 +146,13 @@ def inference(num_stages: int, micro_batches: int, num_steps: int = 0) -> Plan:
 
 SCHEDULES: dict[str, Callable[[int, int, int], Plan]] = {
     "1f1b": one_f_one_b,
+    "accumulation": accumulation,
+    "in-phase": in_phase,
     "inference": inference,
     "pipemare": pipemare,
+    "tick-tock": tick_tock,
 }
-"""Generators by the names that the configuration and the command line take."""
+"""Generators by the names that the command line takes; the stages of waves are segments."""
 
 
 def build_plan(schedule: str, num_stages: int, micro_batches: int, num_steps: int) -> Plan:
@@ -161,12 +165,3 @@ def build_plan(schedule: str, num_stages: int, micro_batches: int, num_steps: in
         reason = "there is no such schedule"
         raise PlanError("schedule", schedule, reason, did_you_mean(schedule, SCHEDULES))
     return SCHEDULES[schedule](num_stages, micro_batches, num_steps)
-
-
-def _check(num_stages: int, micro_batches: int, num_steps: int) -> None:
-    values = {"stages": num_stages, "micro_batches": micro_batches}
-    for key, value in values.items():
-        if value < 1:
-            raise PlanError(key, value, "a pipeline has at least one", "Give 1 or more")
-    if num_steps < 0:
-        raise PlanError("steps", num_steps, "it is negative", "Give 0 or more")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from wavemare.pipeline.action import COMPUTE, Action, Kind
+from wavemare.pipeline.action import COLLECTIVES, COMPUTE, Action, Kind
 
 __all__ = ["Event", "Timeline"]
 
@@ -44,7 +45,37 @@ class Timeline:
         ends = [max(event.end_s for event in events) for events in self.ranks if events]
         return max(ends) - min(starts) if ends else 0.0
 
+    @property
+    def collectives_s(self) -> float:
+        """Seconds of all ranks' collectives."""
+        events = (event for rank in self.ranks for event in rank)
+        return sum(e.end_s - e.start_s for e in events if e.action.kind in COLLECTIVES)
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds in which a rank's collectives run and nothing else does, summed over ranks."""
+        return sum(map(_exposed_s, self.ranks))
+
     def busy_s(self, rank: int) -> float:
         """Seconds in which a rank computed: forward and backward passes and optimizer steps."""
         busy = COMPUTE | {Kind.STEP}
         return sum(e.end_s - e.start_s for e in self.ranks[rank] if e.action.kind in busy)
+
+
+def _exposed_s(events: Iterable[Event]) -> float:
+    """Return how long collectives run alone; neither they nor other events overlap each other."""
+    collectives: list[Event] = []
+    others: list[Event] = []
+    for event in events:
+        (collectives if event.action.kind in COLLECTIVES else others).append(event)
+    exposed_s = 0.0
+    first = 0
+    for _, start_s, end_s in collectives:
+        exposed_s += end_s - start_s
+        while first < len(others) and others[first].end_s <= start_s:
+            first += 1
+        for other in others[first:]:
+            if other.start_s >= end_s:
+                break
+            exposed_s -= max(0.0, min(other.end_s, end_s) - max(other.start_s, start_s))
+    return exposed_s

@@ -191,15 +191,22 @@ class Walk:
                 log=logs.get(kind),
             )
             for kind, needs in _requirements(
-                self._stage, self._plan.num_stages, trains=self._plan.num_steps > 0
+                self._stage,
+                self._plan.num_stages,
+                trains=self._plan.num_steps > 0,
+                on_one_rank=self._plan.on_one_rank,
             ).items()
         }
 
 
-def _requirements(stage: int, num_stages: int, *, trains: bool) -> dict[Kind, list[Kind]]:
+def _requirements(
+    stage: int, num_stages: int, *, trains: bool, on_one_rank: bool
+) -> dict[Kind, list[Kind]]:
     """Return the kinds of actions that a stage has to do, each with those that come before it."""
     first, last = stage == 0, stage == num_stages - 1
-    loads = [Kind.LOAD] if first or last else []
+    loads = [Kind.LOAD] if first or (last and not on_one_rank) else []
+    if on_one_rank:  # no stage has a neighbour with which it exchanges messages
+        first = last = True
     from_before = [Kind.RECV_ACTIVATION] if not first else []
     rules: dict[Kind, list[Kind]] = {kind: [] for kind in [*loads, *from_before]}
     rules[Kind.FORWARD] = [*loads, *from_before]

@@ -129,13 +129,18 @@ class _Walk:
         if action.kind in COMPUTE:
             row.append(Cell(now, action))
             now += 1
-        elif action.kind is Kind.STEP and row and not row[-1].step:
+        elif action.kind is Kind.STEP and row and self._marks(action, row[-1]):
             row[-1] = row[-1]._replace(step=True)
         elif action.kind is Kind.STEP:
             row.append(Cell(now, action, step=True))
             now += 1
         self._now[rank] = self._ends[_key(action)] = now
         return True
+
+    @staticmethod
+    def _marks(step: Action, cell: Cell) -> bool:
+        """Whether a step is shown at the last cell; stages on one rank take one step together."""
+        return not cell.step or cell.action.micro_batch == step.micro_batch
 
     def _needed(self, action: Action) -> Iterable[_Key]:
         kind, stage, micro_batch, _, wave = action

@@ -1,4 +1,4 @@
-"""One rank's lane of a Gantt chart: which spans of time are which colour."""
+"""The lanes of a Gantt chart: which spans of time are which colour."""
 
 from __future__ import annotations
 
@@ -7,11 +7,20 @@ from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
-from wavemare.pipeline.action import Kind
+from wavemare.pipeline.action import COLLECTIVES, Kind
 from wavemare.pipeline.draw.picture import Paint
-from wavemare.pipeline.timeline import Event
+from wavemare.pipeline.timeline import Event, Timeline
 
-__all__ = ["PAINTS", "STEP", "WAITING", "Span", "busy_spans", "waiting_spans"]
+__all__ = [
+    "PAINTS",
+    "STEP",
+    "WAITING",
+    "Span",
+    "busy_spans",
+    "collective_spans",
+    "lanes",
+    "waiting_spans",
+]
 
 # Colours of Okabe and Ito, which people with any colour vision tell apart; blue, green and orange
 # differ in lightness as well.
@@ -19,6 +28,7 @@ _FORWARD = Paint("forward", "#0072b2")
 _BACKWARD = Paint("backward", "#f0a830", text="#1f2328")
 STEP = Paint("optimizer step", "#1f2328")
 _WEIGHTS = Paint("weight correction", "#009e73")
+_COLLECTIVE = Paint("collective", "#cc79a7", text="#1f2328")
 WAITING = Paint("waiting for messages", "#f1f1f3", hatch="#c4c6cc")
 
 _PAINTS = {
@@ -28,7 +38,7 @@ _PAINTS = {
     Kind.CORRECT: _WEIGHTS,
     Kind.RESTORE: _WEIGHTS,
 }
-PAINTS = (_FORWARD, _BACKWARD, STEP, _WEIGHTS, WAITING)
+PAINTS = (_FORWARD, _BACKWARD, STEP, _WEIGHTS, _COLLECTIVE, WAITING)
 """In the order of the legend."""
 
 
@@ -59,6 +69,28 @@ def busy_spans(events: Iterable[Event]) -> list[Span]:
             label = str(action.micro_batch) if paint in {_FORWARD, _BACKWARD} else ""
             spans.append(Span(start_s, end_s, paint, label, str(action)))
     return sorted(spans)
+
+
+def lanes(timeline: Timeline) -> list[tuple[str, list[Span]]]:
+    """Return the names and spans of a timeline's lanes, from top to bottom.
+
+    Each rank has one, and below it one for its collectives if it has any.
+    """
+    rows = []
+    for rank, events in enumerate(timeline.ranks):
+        rows.append((f"rank {rank}", [*waiting_spans(events), *busy_spans(events)]))
+        if collectives := collective_spans(events):
+            rows.append(("sums", collectives))
+    return rows
+
+
+def collective_spans(events: Iterable[Event]) -> list[Span]:
+    """Return the collectives that run beside a rank's passes, in the order of their starts."""
+    return sorted(
+        Span(start_s, end_s, _COLLECTIVE, str(action.micro_batch), str(action))
+        for action, start_s, end_s in events
+        if action.kind in COLLECTIVES
+    )
 
 
 def waiting_spans(events: Iterable[Event]) -> Iterator[Span]:

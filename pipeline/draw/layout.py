@@ -8,9 +8,9 @@ from statistics import median
 from typing import NamedTuple
 
 from wavemare.errors import PlanError
-from wavemare.pipeline.draw.lane import PAINTS, STEP, Span, busy_spans, waiting_spans
+from wavemare.pipeline.draw.lane import PAINTS, STEP, Span, busy_spans, lanes
 from wavemare.pipeline.draw.picture import Box, Label, Line, Paint, Picture
-from wavemare.pipeline.timeline import Event, Timeline
+from wavemare.pipeline.timeline import Timeline
 
 __all__ = ["gantt"]
 
@@ -57,7 +57,7 @@ def gantt(
     end_s: float | None = None,
     title: str = "",
 ) -> Picture:
-    """Lay out one lane per rank, and a legend of the colours that occur.
+    """Lay out a lane per rank, with its collectives below, and a legend of the colours that occur.
 
     Args:
         timelines: One, or several to compare.
@@ -76,7 +76,7 @@ def gantt(
     if not start_s < end_s < math.inf:
         reason = f"nothing happens between {start_s:g} s and {end_s:g} s"
         raise PlanError("end_s", end_s, reason, "Give a later end, or a timeline with events")
-    num_lanes = sum(len(timeline.ranks) for timeline in timelines)
+    num_lanes = sum(len(lanes(timeline)) for timeline in timelines)
     lowest, highest = _LANE_HEIGHTS
     lane = min(max(_LANES_HEIGHT / max(num_lanes, 1), lowest), highest)
     scale = _Scale(_LEFT, width - _MARGIN, start_s, end_s)
@@ -142,14 +142,14 @@ class _Chart:
         self.picture.labels.append(label)
         self._y += _PANEL_TITLE_HEIGHT
         top = self._y
-        for rank, events in enumerate(timeline.ranks):
+        for name, spans in lanes(timeline):
             middle = self._y + self._lane / 2
             size = min(_TEXT_SIZE, self._lane)
-            label = Label(_LEFT - 12, middle, f"rank {rank}", size, _GREY, "end")
+            label = Label(_LEFT - 12, middle, name, size, _GREY, "end")
             self.picture.labels.append(label)
             line = Line(self._scale.left, middle, self._scale.right, middle, _LANE_COLOUR)
             self.picture.lines.append(line)
-            self._add_lane(events)
+            self._add_lane(spans)
             self._y += self._lane
         self._panels.append((top, self._y))
 
@@ -177,8 +177,7 @@ class _Chart:
                 self._write(x + 32, middle, paint.name, _TEXT_SIZE, _GREY)
                 x += 32 + _CHARACTER * _TEXT_SIZE * len(paint.name) + 28
 
-    def _add_lane(self, events: Sequence[Event]) -> None:
-        spans = [*waiting_spans(events), *busy_spans(events)]
+    def _add_lane(self, spans: Sequence[Span]) -> None:
         left_s, right_s = self._scale.start_s, self._scale.end_s
         shown = [span for span in spans if span.start_s <= right_s and span.end_s >= left_s]
         gap = self._lane * _LANE_GAP

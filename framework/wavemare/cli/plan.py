@@ -1,4 +1,4 @@
-"""``wavemare plan``: pipeline schedules, checked, predicted and drawn without running them."""
+"""``wavemare plan``: schedules, checked, predicted and drawn without running them."""
 
 from __future__ import annotations
 
@@ -20,21 +20,28 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "show"]
 
-app = typer.Typer(no_args_is_help=True, help="Look at pipeline schedules without running them.")
+app = typer.Typer(no_args_is_help=True, help="Look at schedules without running them.")
 
 _SCHEDULE, _STAGES, _MICRO_BATCHES, _STEPS = "pipemare", 4, 8, 4
 _MS_PER_S = 1e3
-_Costs = tuple[str, str, str, str]
 
 
 @app.command()
 def show(
     schedule: Annotated[
         str | None,
-        typer.Option(help="1f1b, pipemare or inference.", show_default=_SCHEDULE),
+        typer.Option(
+            help="A pipeline: 1f1b, pipemare or inference. Waves on one rank: tick-tock, "
+            "accumulation or in-phase.",
+            show_default=_SCHEDULE,
+        ),
     ] = None,
     stages: Annotated[
-        int | None, typer.Option(help="Length of the pipeline.", show_default=str(_STAGES))
+        int | None,
+        typer.Option(
+            help="Length of the pipeline; of waves: segments of the model, with its head.",
+            show_default=str(_STAGES),
+        ),
     ] = None,
     micro_batches: Annotated[
         int | None, typer.Option(help="Per optimizer step.", show_default=str(_MICRO_BATCHES))
@@ -58,6 +65,12 @@ def show(
     backward_ms: Annotated[str, typer.Option(help="Backward pass, in the same way.")] = "2",
     step_ms: Annotated[str, typer.Option(help="Optimizer step, too.")] = "0",
     send_ms: Annotated[str, typer.Option(help="Message to a neighbour, too.")] = "0",
+    collective_ms: Annotated[
+        str | None,
+        typer.Option(
+            help="Waves: sum over ranks of a segment's output, and of its input's gradient, too."
+        ),
+    ] = None,
     text: Annotated[
         bool, typer.Option("--text", help="Print the plan's text form alone, for --file.")
     ] = False,
@@ -73,6 +86,14 @@ def show(
 
     The exit code is 2 if the plan cannot be run.
     """
+    costs = {
+        "--forward-ms": forward_ms,
+        "--backward-ms": backward_ms,
+        "--step-ms": step_ms,
+        "--send-ms": send_ms,
+    }
+    if collective_ms is not None:
+        costs["--collective-ms"] = collective_ms
     options = {
         "--schedule": schedule,
         "--stages": stages,
@@ -96,8 +117,8 @@ def show(
                 "drain_interval": drain_interval or 0,
                 "slack": slack or 0,
             },
+            costs,
         )
-    costs = forward_ms, backward_ms, step_ms, send_ms
     _present(plan, costs, text=text, output=output)
 
 
@@ -128,12 +149,15 @@ def _make(
     micro_batches: int,
     steps: int,
     asynchronous: dict[str, Any],
+    costs_ms: dict[str, str],
 ) -> Plan:
     from wavemare.pipeline import schedules
 
     if schedule == "pipemare":
         return schedules.pipemare(stages, micro_batches, steps, **asynchronous)
     plan = schedules.build_plan(schedule, stages, micro_batches, steps)
+    if schedule in {"tick-tock", "in-phase"}:
+        plan = _woven(plan, _costs(plan, costs_ms))
     for name, value in asynchronous.items():
         key = f"--{name.replace('_', '-')}"
         if value:
@@ -142,18 +166,30 @@ def _make(
     return plan
 
 
-def _present(plan: Plan, costs_ms: _Costs, *, text: bool, output: Path | None) -> None:
+def _woven(plan: Plan, costs: Costs) -> Plan:
+    """Return the plan anew: its order depends on which segments have collectives."""
+    from wavemare.pipeline.wave import in_phase, tick_tock
+    from wavemare.pipeline.wave_gain import sums_of
+
+    make = tick_tock if plan.schedule == "tick-tock" else in_phase
+    up, down = sums_of(costs, plan.num_stages)
+    numbers = plan.num_stages, plan.micro_batches, plan.num_steps
+    return make(*numbers, sums_output=up, sums_gradient=down)
+
+
+def _present(plan: Plan, costs_ms: dict[str, str], *, text: bool, output: Path | None) -> None:
     from wavemare.pipeline.check import check
     from wavemare.pipeline.simulate import simulate
 
-    costs = _costs(plan.num_stages, costs_ms)
+    costs = _costs(plan, costs_ms)
     report = check(plan)
     timeline = simulate(plan, costs)
     if text:
         typer.echo(str(plan), nl=False)
     else:
         typer.echo(str(report))
-        typer.echo(f"{_prediction(plan, timeline, costs_ms)}\n")
+        typer.echo(_prediction(plan, timeline, costs_ms))
+        typer.echo(_hidden(plan, timeline, costs))
         _print_grid(plan)
     if output is not None:
         _write(plan, timeline, output)
@@ -162,16 +198,25 @@ def _present(plan: Plan, costs_ms: _Costs, *, text: bool, output: Path | None) -
         typer.echo(f"{'' if text else chr(10)}{output}: {names}", err=text)
 
 
-_NAMES = ("--forward-ms", "--backward-ms", "--step-ms", "--send-ms")
-
-
-def _costs(num_stages: int, texts: _Costs) -> Costs:
+def _costs(plan: Plan, texts: dict[str, str]) -> Costs:
     from wavemare.pipeline.simulate import Costs
 
-    forward, backward, step, send = (
-        _seconds(key, text, num_stages) for key, text in zip(_NAMES, texts, strict=True)
+    seconds = {key: _seconds(key, text, plan.num_stages) for key, text in texts.items()}
+    sums = seconds.get("--collective-ms")
+    if sums is not None and not plan.on_one_rank:
+        reason = f"the schedule {plan.schedule!r} has no collectives between its passes"
+        remedy = "Leave it out, or give it with tick-tock, accumulation or in-phase"
+        raise ConfigError("--collective-ms", texts["--collective-ms"], reason, remedy)
+    sums = sums or (0.0,) * plan.num_stages
+    return Costs(
+        forward_s=seconds["--forward-ms"],
+        backward_s=seconds["--backward-ms"],
+        step_s=seconds["--step-ms"],
+        send_s=seconds["--send-ms"],
+        # The first segment's input needs no gradient, and the head's output is the loss.
+        sum_output_s=(*sums[:-1], 0.0),
+        sum_gradient_s=(0.0, *sums[1:]),
     )
-    return Costs(forward_s=forward, backward_s=backward, step_s=step, send_s=send)
 
 
 def _seconds(key: str, text: str, num_stages: int) -> tuple[float, ...]:
@@ -191,13 +236,12 @@ def _seconds(key: str, text: str, num_stages: int) -> tuple[float, ...]:
     return tuple(number / _MS_PER_S for number in numbers)
 
 
-def _prediction(plan: Plan, timeline: Timeline, costs_ms: _Costs) -> str:
+def _prediction(plan: Plan, timeline: Timeline, costs_ms: dict[str, str]) -> str:
     """Return how long the plan takes, and how busy the ranks are meanwhile."""
     from wavemare.pipeline.utilisation import bubble, steady_utilisation, utilisation
 
     passes = ", ".join(
-        f"{key.removeprefix('--').removesuffix('-ms')} {text} ms"
-        for key, text in zip(_NAMES, costs_ms, strict=True)
+        f"{key.removeprefix('--').removesuffix('-ms')} {text} ms" for key, text in costs_ms.items()
     )
     total_ms = timeline.makespan_s * _MS_PER_S
     per_step = f", {total_ms / plan.num_steps:.4g} ms per step" if plan.num_steps else ""
@@ -210,6 +254,23 @@ def _prediction(plan: Plan, timeline: Timeline, costs_ms: _Costs) -> str:
         f"busy: {_spread(shares)}" + (f"; in steady state {_spread(steady)}" if steady else ""),
     ]
     return "\n".join(lines)
+
+
+def _hidden(plan: Plan, timeline: Timeline, costs: Costs) -> str:
+    """Return what becomes of collectives, if there are any, with a line feed."""
+    from wavemare.pipeline.wave import accumulation
+    from wavemare.pipeline.wave_gain import step_time
+
+    sums_s = timeline.collectives_s
+    if not sums_s:
+        return ""
+    hidden = 1 - timeline.exposed_s / sums_s
+    text = f"collectives: {sums_s * _MS_PER_S:.6g} ms, {hidden:.1%} of it behind passes"
+    if plan.num_steps and plan.schedule != "accumulation":
+        plain = accumulation(plan.num_stages, plan.micro_batches)
+        gain = step_time(plain, costs).step_s / step_time(plan, costs).step_s
+        text += f"; {gain:.3f} times as fast as accumulation"
+    return f"{text}\n"
 
 
 def _spread(shares: Sequence[float]) -> str:

@@ -1,0 +1,151 @@
+"""What plans of waves keep in memory between forward and backward passes.
+
+With ``a_l`` the bytes that segment ``l`` of the ``L`` below the head keeps, ``P(k)`` the sum of the
+first ``k`` of them and ``A = P(L)``, tick-tock keeps ``P(L - j) + P(i)`` after ``j`` backward
+passes of one wave and ``i`` forward passes of the other. Weights, gradients and optimizer states
+come on top, and are the same for every schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from wavemare.errors import PlanError, did_you_mean
+from wavemare.pipeline.action import Kind
+from wavemare.pipeline.plan import Plan
+from wavemare.pipeline.wave import PAIR_ORDERS
+
+__all__ = [
+    "Live",
+    "accumulation_peak",
+    "double_batch_peak",
+    "in_phase_peak",
+    "live_bytes",
+    "paired_share",
+    "peak",
+    "prefix_sums",
+    "tick_tock_peak",
+]
+
+
+class Live(NamedTuple):
+    """Bytes kept for backward passes.
+
+    Args:
+        tick: By micro-batches of wave 0.
+        tock: By those of wave 1.
+    """
+
+    tick: int = 0
+    tock: int = 0
+
+    @property
+    def total(self) -> int:
+        """Of both waves."""
+        return self.tick + self.tock
+
+
+def live_bytes(plan: Plan, saved_bytes: Sequence[int]) -> list[Live]:
+    """Return what is kept after each action of a plan.
+
+    Args:
+        plan: On one rank.
+        saved_bytes: For each segment, the head last, what its forward pass keeps for its backward
+            pass.
+
+    Raises:
+        PlanError: There are numbers for another number of segments, or the plan has several ranks.
+    """
+    if not plan.on_one_rank:
+        reason = f"it has {len(plan.ranks)} ranks"
+        raise PlanError("plan", plan.schedule, reason, "Give a plan of waves, which is for one")
+    if len(saved_bytes) != plan.num_stages:
+        reason = f"these are {len(saved_bytes)} numbers for {plan.num_stages} segments"
+        raise PlanError("saved_bytes", tuple(saved_bytes), reason, "Give one for each segment")
+    sign = {Kind.FORWARD: 1, Kind.BACKWARD: -1}
+    kept = [0, 0]
+    curve = []
+    for kind, stage, _, _, wave in plan.ranks[0]:
+        kept[wave] += sign.get(kind, 0) * saved_bytes[stage]
+        curve.append(Live(*kept))
+    return curve
+
+
+def peak(plan: Plan, saved_bytes: Sequence[int]) -> int:
+    """Return the most that is kept at any time.
+
+    Raises:
+        PlanError: See `live_bytes`.
+    """
+    return max((live.total for live in live_bytes(plan, saved_bytes)), default=0)
+
+
+def paired_share(plan: Plan) -> float:
+    """Return which share of forward passes come before the backward passes before them are done.
+
+    Those of each step's first micro-batch and of the head, which have none to go beside, do not
+    count. Without pacing the pair at the bottom has its forward pass last: ``(L - 1) / L``.
+
+    Args:
+        plan: On one rank.
+
+    Returns:
+        0 to 1; 0 where no forward pass could be paired.
+    """
+    head = plan.num_stages - 1
+    done = 0
+    paired = possible = 0
+    for kind, stage, micro_batch, *_ in plan.ranks[0]:
+        if kind is Kind.BACKWARD and stage == 0:
+            done = micro_batch + 1
+        elif kind is Kind.FORWARD and stage < head and micro_batch % plan.micro_batches:
+            possible += 1
+            paired += done < micro_batch
+    return paired / possible if possible else 0.0
+
+
+def prefix_sums(saved_bytes: Sequence[int]) -> tuple[int, ...]:
+    """Return ``P(0)`` to ``P(L)`` from what each segment below the head keeps."""
+    return tuple(accumulate(saved_bytes, initial=0))
+
+
+def accumulation_peak(saved_bytes: Sequence[int], transient: int = 0) -> int:
+    """Return the peak of one wave, or of waves one after the other: ``A + t``.
+
+    Args:
+        saved_bytes: Of each segment below the head; the head keeps nothing beyond its own passes.
+        transient: Bytes that a segment's pass needs only while it runs.
+    """
+    return sum(saved_bytes) + transient
+
+
+def in_phase_peak(saved_bytes: Sequence[int], transient: int = 0) -> int:
+    """Return the peak of two waves that go forward together: ``2A + t``."""
+    return 2 * sum(saved_bytes) + transient
+
+
+def double_batch_peak(saved_bytes: Sequence[int], transient: int = 0) -> int:
+    """Return the peak of one wave with micro-batches of twice the size: ``2A + 2t``."""
+    return 2 * (sum(saved_bytes) + transient)
+
+
+def tick_tock_peak(
+    saved_bytes: Sequence[int], transient: int = 0, *, pair_order: str = "bf"
+) -> int:
+    """Return the peak of tick-tock that alternates by single segments.
+
+    It is the largest ``P(L - j) + P(j)`` for the order "bf", which is ``A`` for equal segments, and
+    the largest ``P(L - j + 1) + P(j)`` for "fb", which is ``A (1 + 1/L)``.
+
+    Raises:
+        PlanError: There is no such order.
+    """
+    if pair_order not in PAIR_ORDERS:
+        reason = "there is no such order"
+        raise PlanError("pair_order", pair_order, reason, did_you_mean(pair_order, PAIR_ORDERS))
+    sums = prefix_sums(saved_bytes)
+    late = int(pair_order == "fb" and len(sums) > 1)
+    # The other wave's forward passes come up from below, these from above, in reversed order.
+    return max(a + b for a, b in zip(sums[late:], reversed(sums), strict=False)) + transient
