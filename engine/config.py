@@ -12,8 +12,10 @@ from typing import Any
 
 from wavemare.comm.config import SparseCollectiveConfig, WatchdogConfig
 from wavemare.engine.sparse_checks import check_sparse_collective
+from wavemare.engine.wave_checks import check_wavelet
 from wavemare.errors import ConfigError, did_you_mean
 from wavemare.pipeline.config import PipelineConfig
+from wavemare.pipeline.wave_config import WaveletConfig
 from wavemare.section import Section
 
 __all__ = [
@@ -40,6 +42,7 @@ class WavemareConfig(Section):
     """The ``"wavemare"`` section. Stock DeepSpeed ignores it, so one file serves both."""
 
     pipeline: PipelineConfig = PipelineConfig()
+    wavelet: WaveletConfig = WaveletConfig()
     sparse_collective: SparseCollectiveConfig = SparseCollectiveConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
 
@@ -138,6 +141,7 @@ def check_config(config: Mapping[str, Any], *, world_size: int) -> WavemareConfi
     if sparse.mode != "off":
         compresses = sparse.compressor is not None
         check_sparse_collective(config, zero_section(config), compresses=compresses)
+    check_wavelet(config, ours.wavelet, ours.pipeline, zero_section(config))
     zero = zero_section(config).get("stage", 0)
     if (stages > 1 or ours.pipeline.schedule == "pipemare") and zero in (2, 3):
         raise ConfigError(

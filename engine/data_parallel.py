@@ -10,7 +10,10 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.dataloader import RepeatingLoader
 
+from wavemare.engine.config import WavemareConfig
 from wavemare.engine.mixin import EngineMixin
+from wavemare.engine.segments import Segments
+from wavemare.engine.wavelet import Wavelet, attach_wavelet
 
 __all__ = ["Engine"]
 
@@ -20,9 +23,27 @@ class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
 
     ``forward``, ``backward`` and ``step`` are DeepSpeed's own. A loop written with
     ``train_batch`` runs unchanged on the pipeline engines.
+
+    Args:
+        args: DeepSpeed's.
+        sections: Ours of the configuration; all defaults if omitted.
+        segments: The model's, where ``train_batch`` runs it as waves.
+        kwargs: DeepSpeed's.
     """
 
     _own_batches: Iterator[Any] | None = None
+    _wavelet: Wavelet | None = None
+
+    def __init__(
+        self,
+        *args: Any,
+        sections: WavemareConfig | None = None,
+        segments: Segments | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, sections=sections, **kwargs)
+        if segments is not None and sections is not None:
+            self._wavelet = attach_wavelet(self, segments, sections.wavelet)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """Train one optimizer step.
@@ -38,6 +59,10 @@ class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
         """
         data_iter = data_iter if data_iter is not None else self._training_batches()
         self.train()
+        if self._wavelet is not None:
+            return self._mean_loss(
+                self._wavelet.train(_to_device(batch, self.device) for batch in data_iter)
+            )
         losses = []
         for _ in range(self.gradient_accumulation_steps()):
             loss = _loss_of(self._run(next(data_iter)))

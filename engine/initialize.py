@@ -27,6 +27,7 @@ from wavemare.engine.data_parallel import Engine
 from wavemare.engine.launch import compiled_ops_enabled
 from wavemare.engine.pipe import DualPipeVEngine, PipelineEngine
 from wavemare.engine.pipemare import PipeMareEngine
+from wavemare.engine.segments import Segments
 from wavemare.errors import ConfigError
 
 __all__ = ["ENGINES", "build_engine", "read_config"]
@@ -43,11 +44,14 @@ ENGINES: Mapping[str, Any] = {
 _dispatch_lock = threading.Lock()
 
 
-def build_engine(config: dict[str, Any], **arguments: Any) -> tuple[Any, Any, Any, Any]:
+def build_engine(
+    config: dict[str, Any], *, segments: Segments | None = None, **arguments: Any
+) -> tuple[Any, Any, Any, Any]:
     """Check a configuration against the processes there are, and let DeepSpeed build our engine.
 
     Args:
         config: The whole configuration.
+        segments: The model's, for ``wavelet``.
         arguments: ``deepspeed.initialize``'s other parameters, by name.
 
     Returns:
@@ -59,7 +63,7 @@ def build_engine(config: dict[str, Any], **arguments: Any) -> tuple[Any, Any, An
     ours = _check(config, arguments.get("model"), arguments.get("mpu"), arguments.get("mesh_param"))
     config = _without_compiled_optimizer(config, arguments.get("optimizer"))
     arguments["args"] = _without_config(arguments.get("args"))
-    with _dispatch_to_ours(_engines(ours, arguments.get("model"))):
+    with _dispatch_to_ours(_engines(ours, arguments.get("model"), segments)):
         result = deepspeed.initialize(config=config, **arguments)
     _check_dispatch(result[0])
     return result
@@ -85,9 +89,11 @@ def read_config(args: Any = None, config: Any = None, config_params: Any = None)
     return load_config(given)
 
 
-def _engines(ours: WavemareConfig, model: Any) -> Mapping[str, Any]:
+def _engines(ours: WavemareConfig, model: Any, segments: Segments | None) -> Mapping[str, Any]:
     """Return `ENGINES`, with the one that the schedule asks for, and with our sections."""
     engines = {name: partial(engine, sections=ours) for name, engine in ENGINES.items()}
+    if segments is not None:
+        engines["DeepSpeedEngine"] = partial(Engine, sections=ours, segments=segments)
     if ours.pipeline.schedule != "pipemare":
         return engines
     if isinstance(model, DualPipeVModule) or not isinstance(model, deepspeed.PipelineModule):

@@ -60,8 +60,60 @@ def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     }
 
 
+class RankServer:
+    """Starts programs as forks of ``multiproc/rank_server.py``."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(PROGRAMS.parent / "rank_server.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=rank_environment(0, 1, 0),
+        )
+
+    def ask(self, **request: Any) -> Any:
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def start(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Rank:
+        program, *arguments = command
+        pid = self.ask(
+            program=program, arguments=arguments, log=str(log), environment=dict(environment)
+        )
+        return Rank(self, pid)
+
+    def close(self) -> None:
+        assert self.process.stdin
+        self.process.stdin.close()
+        self.process.wait(10)
+
+
+@dataclass
+class Rank:
+    """A process that a server started."""
+
+    server: RankServer
+    pid: int
+    returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self.server.ask(poll=self.pid)
+        return self.returncode
+
+
+@pytest.fixture(scope="session")
+def rank_server() -> Iterator[RankServer]:
+    server = RankServer()
+    yield server
+    server.close()
+
+
 @pytest.fixture
-def launch(tmp_path: Path) -> Callable[..., Finished]:
+def launch(tmp_path: Path, rank_server: RankServer) -> Callable[..., Finished]:
     """Run a file of ``tests/multiproc/programs`` as several ranks.
 
     A program gets a folder as its first argument and leaves ``rank_N.json`` there.
@@ -77,20 +129,14 @@ def launch(tmp_path: Path) -> Callable[..., Finished]:
     ) -> Finished:
         folder = folder or tmp_path
         port = free_port()
-        command = [sys.executable, str(PROGRAMS / program), str(folder), *map(str, arguments)]
+        command = [str(PROGRAMS / program), str(folder), *map(str, arguments)]
         logs = [folder / f"rank_{rank}.log" for rank in range(ranks)]
-        processes = []
-        for rank, log in enumerate(logs):
-            with log.open("w") as out:
-                processes.append(
-                    subprocess.Popen(
-                        command,
-                        stdout=out,
-                        stderr=subprocess.STDOUT,
-                        env={**rank_environment(rank, ranks, port), **(environment or {})},
-                        start_new_session=True,
-                    )
-                )
+        processes = [
+            rank_server.start(
+                command, log, {**rank_environment(rank, ranks, port), **(environment or {})}
+            )
+            for rank, log in enumerate(logs)
+        ]
         _wait(processes, timeout)
         outputs = [log.read_text(errors="replace") for log in logs]
         return Finished([process.returncode for process in processes], outputs, folder)
@@ -98,7 +144,7 @@ def launch(tmp_path: Path) -> Callable[..., Finished]:
     return run
 
 
-def _wait(processes: Sequence[subprocess.Popen[Any]], timeout: float) -> None:
+def _wait(processes: Sequence[Rank], timeout: float) -> None:
     """Wait for all; if one fails or time runs out, end the others soon."""
     deadline = time.monotonic() + timeout
     while any(process.poll() is None for process in processes):
@@ -108,7 +154,6 @@ def _wait(processes: Sequence[subprocess.Popen[Any]], timeout: float) -> None:
             for process in processes:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
         time.sleep(0.05)
 
 

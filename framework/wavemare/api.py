@@ -11,6 +11,7 @@ from deepspeed import comm as dist
 from wavemare.engine import build_engine, init_distributed
 from wavemare.engine.config import WavemareConfig, check_config
 from wavemare.engine.initialize import read_config
+from wavemare.engine.segments import Segments
 from wavemare.errors import ConfigError
 
 __all__ = ["initialize"]
@@ -73,6 +74,7 @@ def initialize(
         )
     return build_engine(
         values,
+        segments=_segments(model, ours),
         args=args,
         model=model,
         optimizer=optimizer,
@@ -107,6 +109,15 @@ def _converted(model: Any, ours: WavemareConfig) -> Any:
         dynamic_shape=ours.pipeline.dynamic_shape,
         untie=ours.pipeline.unties,
     )
+
+
+def _segments(model: Any, ours: WavemareConfig) -> Segments | None:
+    """Return the segments of a model that is to be trained as waves."""
+    if ours.wavelet.mode == "off" or isinstance(model, deepspeed.PipelineModule):
+        return None
+    from wavemare.models.segments import segments_of
+
+    return segments_of(model, inputs=ours.pipeline.inputs)
 
 
 def _of_this_stage(

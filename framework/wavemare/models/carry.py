@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ def pack(hidden: Tensor, sides: SideInputs) -> Carry:
 class StageContext:
     """Attention masks and rotary tables, computed once per stage and micro-batch.
 
-    All layers of a process share one context. It keeps the results of the last micro-batch, which
+    All layers of a process share one context. It keeps the results of the last micro-batches, which
     it knows by the identity of the side inputs: these are handed on unchanged from layer to layer
     and are new tensors for each micro-batch.
 
@@ -52,7 +53,12 @@ class StageContext:
         masks: Mask maker for each kind of attention layer.
         rotary: The model's rotary embedding, called with (hidden states, position ids) and, where
             it makes different tables for them, the kind of attention layer.
+
+    Attributes:
+        kept_batches: How many micro-batches have their forward passes at the same time.
     """
+
+    kept_batches = 1
 
     def __init__(
         self, config: Any, masks: Mapping[str, MaskMaker], rotary: nn.Module | None = None
@@ -62,9 +68,7 @@ class StageContext:
         # Not a submodule of any layer: casting the model to bfloat16 would round the frequencies.
         self._rotary = rotary
         self._rotary_by_kind = rotary is not None and _takes_kind(rotary)
-        self._batch: tuple[Any, ...] = ()
-        self._sides: tuple[Tensor, ...] = ()
-        self._results: dict[str, Any] = {}
+        self._batches: list[_Batch] = []
 
     def mask(self, kind: str, hidden: Tensor, sides: SideInputs) -> Any:
         """Return the mask for layers of a kind.
@@ -107,15 +111,29 @@ class StageContext:
         # Tensors made under inference mode cannot be used by autograd later, hence the last entry.
         batch = (hidden.shape[:2], hidden.dtype, hidden.device, torch.is_inference_mode_enabled())
         tensors = tuple(sides.values())
-        same = (
-            batch == self._batch
-            and len(tensors) == len(self._sides)
-            and all(new is old for new, old in zip(tensors, self._sides, strict=True))
+        for known in self._batches:
+            if known.is_of(batch, tensors):
+                return known.results
+        # Holding the tensors keeps their identities from being reused.
+        new = _Batch(batch, tensors, {})
+        self._batches = [*self._batches, new][-self.kept_batches :]
+        return new.results
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A micro-batch, by what its results depend on."""
+
+    properties: tuple[Any, ...]
+    sides: tuple[Tensor, ...]
+    results: dict[str, Any]
+
+    def is_of(self, properties: tuple[Any, ...], sides: tuple[Tensor, ...]) -> bool:
+        return (
+            properties == self.properties
+            and len(sides) == len(self.sides)
+            and all(new is old for new, old in zip(sides, self.sides, strict=True))
         )
-        if not same:
-            # Holding the tensors keeps their identities from being reused.
-            self._batch, self._sides, self._results = batch, tensors, {}
-        return self._results
 
 
 def _takes_kind(rotary: nn.Module) -> bool:

@@ -8,14 +8,18 @@ from typing import Any
 
 from torch import Tensor
 from transformers import BertForMaskedLM, BertForSequenceClassification, GPT2LMHeadModel
-from transformers.loss.loss_utils import ForMaskedLMLoss
 
 from wavemare.errors import ConfigError, ModelError, did_you_mean
 from wavemare.models.bert import classification_chain, masked_lm_chain, masked_lm_spares
 from wavemare.models.generic import decoder_chain, has_plan
 from wavemare.models.gpt2 import gpt2_chain
 from wavemare.models.layers import PipelineLayer
-from wavemare.models.losses import ClassificationLoss, LanguageModelLoss, Loss
+from wavemare.models.losses import (
+    ClassificationLoss,
+    LanguageModelLoss,
+    Loss,
+    masked_cross_entropy,
+)
 
 __all__ = ["SUPPORTED", "Family", "family_of"]
 
@@ -75,7 +79,7 @@ def _causal_loss(model: Any) -> Loss:
 
 
 def _masked_loss(model: Any) -> Loss:
-    return LanguageModelLoss(ForMaskedLMLoss, model.config.vocab_size)
+    return LanguageModelLoss(masked_cross_entropy, model.config.vocab_size)
 
 
 def _classification_loss(model: Any) -> Loss:

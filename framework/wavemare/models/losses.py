@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.loss.loss_utils import ForSequenceClassificationLoss
 
-__all__ = ["ClassificationLoss", "LanguageModelLoss", "Loss"]
+__all__ = ["ClassificationLoss", "LanguageModelLoss", "Loss", "masked_cross_entropy"]
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """From (logits, labels) to a scalar."""
@@ -32,6 +33,11 @@ class LanguageModelLoss:
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the loss of logits (batch, sequence, vocabulary) and labels (batch, sequence)."""
         return self.function(logits=logits, labels=labels, vocab_size=self.vocab_size)
+
+
+def masked_cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int) -> Tensor:
+    """Return BERT's own loss; unlike transformers' function of that purpose it does not upcast."""
+    return F.cross_entropy(logits.view(-1, vocab_size), labels.view(-1))
 
 
 @dataclass(frozen=True)
