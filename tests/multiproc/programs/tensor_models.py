@@ -1,0 +1,155 @@
+"""Tiny GPT-2 and BERT models of many kinds, their batches, and segments run one after the other."""
+
+from typing import Any
+
+import torch
+import transformers
+from torch import distributed as dist
+
+from wavemare.parallel.tensor import split_state_dict
+
+LENGTH = 9
+GPT2: dict[str, Any] = {
+    "n_positions": 32,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+BERT: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "pad_token_id": 3,
+    "num_labels": 3,
+}
+# 96 tokens need no padding on 2 ranks, 101 do, and of 20 the last of 4 ranks holds none.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", {"vocab_size": 96}),
+    "gpt2-101": ("gpt2", {"vocab_size": 101, "n_inner": 24}),
+    "gpt2-20": ("gpt2", {"vocab_size": 20}),
+    "gpt2-untied": ("gpt2", {"vocab_size": 101, "tie_word_embeddings": False}),
+    "gpt2-eager": (
+        "gpt2",
+        {
+            "vocab_size": 96,
+            "attn_implementation": "eager",
+            "reorder_and_upcast_attn": True,
+            "scale_attn_by_inverse_layer_idx": True,
+        },
+    ),
+    "bert-mlm": ("bert-mlm", {"vocab_size": 96}),
+    "bert-mlm-101": ("bert-mlm", {"vocab_size": 101}),
+    "bert-mlm-untied": ("bert-mlm", {"vocab_size": 101, "tie_word_embeddings": False}),
+    "bert-cls": ("bert-cls", {"vocab_size": 101}),
+    "bert-regression": ("bert-cls", {"vocab_size": 96, "num_labels": 1}),
+}
+
+
+def build(name: str, residual: float = 0.0, attention: float = 0.0) -> Any:
+    kind, changes = KINDS[name]
+    transformers.set_seed(7)
+    if kind == "gpt2":
+        drop = {"resid_pdrop": residual, "embd_pdrop": residual, "attn_pdrop": attention}
+        model: Any = transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(**{**GPT2, **drop, **changes})
+        )
+    else:
+        drop = {"hidden_dropout_prob": residual, "attention_probs_dropout_prob": attention}
+        config = transformers.BertConfig(**{**BERT, **drop, **changes})
+        heads = {
+            "bert-mlm": transformers.BertForMaskedLM,
+            "bert-cls": transformers.BertForSequenceClassification,
+        }
+        model = heads[kind](config)
+    for parameter in model.parameters():
+        # Weights of trained size, and biases that show where they are added twice or not at all.
+        scale = 4.0 if parameter.ndim > 1 else 1.0
+        parameter.data.mul_(scale).add_(0.1 * torch.randn(parameter.shape) * (parameter.ndim == 1))
+    return model
+
+
+def batch(model: Any, seed: int = 13, texts: int = 3) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, model.config.vocab_size, (texts, LENGTH), generator=generator)
+    ids[0, :2] = 3  # BERT's padding, which is a token of these texts as well
+    mask = torch.ones_like(ids)
+    mask[1, -3:] = 0
+    result = {"input_ids": ids, "attention_mask": mask}
+    if model.config.model_type == "bert":
+        result["token_type_ids"] = (torch.arange(LENGTH) > LENGTH // 2).long().repeat(texts, 1)
+    if "Classification" in type(model).__name__:
+        labels = torch.arange(texts) % 3
+        result["labels"] = labels if model.config.num_labels > 1 else labels.float()
+    else:
+        result["labels"] = ids.masked_fill(mask == 0, -100)
+    return result
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    """Gradients by the names of the state dict, without padding; names that are tied share one."""
+    share = next((m.share for m in model.modules() if hasattr(m, "share")), None)
+    found = {}
+    for name, value in model.named_parameters(remove_duplicate=False):
+        if value.grad is None:
+            continue
+        found[name] = value.grad
+        if share is not None and value.shape[0] == share.rows and name.split(".")[-2] in TOKENS:
+            assert not value.grad[share.held :].any(), f"the padding of {name} has a gradient"
+            found[name] = value.grad[: share.held]
+    return found
+
+
+TOKENS = ("wte", "lm_head", "word_embeddings", "decoder", "predictions")
+
+
+def distance(these: dict[str, Any], those: dict[str, Any]) -> float:
+    """Largest difference, against the largest element of that tensor."""
+    assert these.keys() == those.keys(), these.keys() ^ those.keys()
+    worst = 0.0
+    for name, value in these.items():
+        assert value.shape == those[name].shape, name
+        if value.numel():
+            scale = max(1.0, float(those[name].abs().max()))
+            worst = max(worst, float((value - those[name]).abs().max()) / scale)
+    return worst
+
+
+def own_part(whole: dict[str, torch.Tensor], group: Any) -> dict[str, torch.Tensor]:
+    return split_state_dict(whole, dist.get_rank(group), dist.get_world_size(group))
+
+
+def run_segments(segments: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Forward and backward, each segment by itself, each sum at once; return the loss."""
+    carry, labels = segments.split(given)
+    passes = []
+    for segment in segments.body:
+        inputs = cut(carry)
+        outputs = segment.run(inputs)
+        passes.append((segment, inputs, outputs))
+        carry = tuple(value.detach().clone() for value in outputs)
+        if segment.sums_output:
+            dist.all_reduce(carry[0], group=segments.group)
+    inputs = cut(carry)
+    loss = segments.head(inputs, labels)
+    loss.backward()
+    upstream = [value.grad for value in inputs]
+    if segments.head_sums_gradient:
+        dist.all_reduce(upstream[0], group=segments.group)
+    for segment, inputs, outputs in reversed(passes):
+        pairs = zip(outputs, upstream, strict=True)
+        roots = [(o, g) for o, g in pairs if o.requires_grad and g is not None]
+        torch.autograd.backward([o for o, _ in roots], [g for _, g in roots])
+        upstream = [value.grad for value in inputs]
+        if segment.sums_gradient:
+            dist.all_reduce(upstream[0], group=segments.group)
+    return loss.detach()
+
+
+def cut(carry: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(
+        value.clone().requires_grad_() if value.is_floating_point() else value for value in carry
+    )

@@ -1,0 +1,219 @@
+"""Models split by tensors over all ranks beside the whole ones.
+
+The second argument names the case, the others the models; every rank leaves what it saw as JSON.
+"""
+
+import copy
+import hashlib
+import sys
+from typing import Any
+
+import torch
+from common import leave
+from tensor_models import batch, build, distance, gradients, own_part, run_segments
+from torch import distributed as dist
+
+from wavemare.engine import init_distributed
+from wavemare.parallel.tensor import (
+    VocabularyShare,
+    copy_to_group,
+    merged_state_dict,
+    reduce_from_group,
+    split_model,
+    tensor_segments,
+    vocab_parallel_cross_entropy,
+)
+
+
+def equal(names: list[str]) -> dict[str, Any]:
+    return {name: equality(name) for name in names}
+
+
+def equality(name: str) -> dict[str, Any]:
+    group = dist.group.WORLD
+    whole = build(name)
+    given = batch(whole)
+    output = whole(**given)
+    output.loss.backward()
+    expected = own_part(gradients(whole), group)
+    model = split_model(copy.deepcopy(whole), group)
+    model.zero_grad()
+    merged = merged_state_dict(model)
+    loss = model(**given).loss
+    loss.backward()
+    own = gradients(model)
+    without_labels = {key: value for key, value in given.items() if key != "labels"}
+    segmented = copied(model, name, group)
+    segment_loss = run_segments(tensor_segments(segmented, group), given)
+    return {
+        "loss": loss.item(),
+        "loss_difference": abs(loss.item() - output.loss.item()),
+        "gradient_difference": distance(own, expected),
+        "gradient_size": max(float(value.abs().max()) for value in own.values() if value.numel()),
+        "logits_difference": float((model(**without_labels).logits - output.logits).abs().max()),
+        "segment_loss_difference": abs(segment_loss.item() - loss.item()),
+        "segment_gradient_difference": distance(gradients(segmented), own),
+        "segment_whole_difference": distance(gradients(segmented), expected),
+        "segments": len(tensor_segments(model, group).body),
+        "merged": None if merged is None else same_bytes(merged, whole.state_dict()),
+        "replicated": replicated_digest(model),
+        "elements": sum(value.numel() for value in model.parameters()),
+        "whole_elements": sum(value.numel() for value in whole.parameters()),
+    }
+
+
+def copied(model: Any, name: str, group: Any) -> Any:
+    """A second split model with the same weights; process groups cannot be copied."""
+    other = split_model(build(name, *DROPOUTS.get(name, ())), group)
+    other.load_state_dict(model.state_dict())
+    return other.train(model.training)
+
+
+DROPOUTS: dict[str, tuple[float, float]] = {}
+
+
+def same_bytes(these: Any, those: Any) -> bool:
+    return list(these) == list(those) and all(
+        these[name].numpy().tobytes() == value.numpy().tobytes() for name, value in those.items()
+    )
+
+
+def replicated_digest(model: Any) -> str:
+    """Of the gradients of weights that all ranks hold: they must be the same to the bit."""
+    digest = hashlib.sha256()
+    for value in model.parameters():
+        if not hasattr(value, "tensor_model_parallel") and value.grad is not None:
+            digest.update(value.grad.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def functions(names: list[str]) -> dict[str, Any]:
+    group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    result: dict[str, Any] = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        value = torch.tensor([1.0, rank + 1.0], dtype=dtype, requires_grad=True)
+        weight = torch.tensor([rank + 1.0, 2.0], dtype=dtype)
+        copied_value = copy_to_group(value, group)
+        (copied_value * weight).sum().backward()
+        other = torch.tensor([1.0, rank + 1.0], dtype=dtype, requires_grad=True)
+        total = reduce_from_group(other, group)
+        (total * 3).sum().backward()
+        assert total.dtype == value.grad.dtype == dtype
+        result[str(dtype)] = {
+            "copied": copied_value.tolist(),
+            "copied_gradient": value.grad.tolist(),
+            "total": total.tolist(),
+            "total_gradient": other.grad.tolist(),
+        }
+    for tokens in (64, 50, 12):
+        share = VocabularyShare(tokens, rank, ranks)
+        result[str(tokens)] = [cross_entropy(share, scale) for scale in (1.0, 200.0)]
+    return result
+
+
+def cross_entropy(share: VocabularyShare, scale: float) -> list[float]:
+    """Differences from torch's function in fp64 of loss (relative) and gradient; in bf16, too."""
+    torch.manual_seed(3)
+    whole = (torch.randn(2, 5, share.tokens) * scale).requires_grad_()
+    labels = torch.randint(0, share.tokens, (2, 5))
+    labels[0, 3], labels[1, 0], labels[1, 1] = -100, 0, share.tokens - 1
+    twin = whole.detach().double().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(twin.flatten(0, 1), labels.flatten())
+    expected.backward()
+    part = share.part(twin.grad.movedim(-1, 0)).movedim(0, -1)
+    own = share.padded(share.part(whole.detach().movedim(-1, 0))).movedim(0, -1)
+    differences = []
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = own.to(dtype, copy=True).requires_grad_()
+        loss = vocab_parallel_cross_entropy(logits, labels, share, dist.group.WORLD)
+        loss.backward()
+        assert loss.dtype == torch.float32
+        assert not logits.grad[..., share.held :].any()
+        differences.append(abs(loss.item() - expected.item()) / max(1.0, expected.item()))
+        got = logits.grad[..., : share.held].double()
+        differences.append(float((got - part).abs().max()) if share.held else 0.0)
+    return differences
+
+
+def dropout(names: list[str]) -> dict[str, Any]:
+    return {name: drop(name) for name in names}
+
+
+def drop(name: str) -> dict[str, Any]:
+    group = dist.group.WORLD
+    whole = build(name, residual=0.1).train()
+    given = batch(whole)
+    torch.manual_seed(21)
+    expected = whole(**given).loss.item()
+    model = split_model(whole, group)
+    torch.manual_seed(21)
+    residual_alone = model(**given).loss.item()
+
+    # Seeded apart on purpose: splitting puts the generators into one state.
+    torch.manual_seed(100 + dist.get_rank())
+    model = split_model(build(name, residual=0.1, attention=0.1), group).train()
+    seen = watch(model)
+    first = train(model, given, seed=None)
+    seen = {key: list(values) for key, values in seen.items()}
+    again = train(model, given, seed=5)
+    repeated = train(model, given, seed=5)
+    model.gradient_checkpointing_enable()
+    checkpointed = train(model, given, seed=5)
+    model.gradient_checkpointing_disable()
+    DROPOUTS[name] = (0.1, 0.1)
+    segmented = copied(model, name, group)
+    torch.manual_seed(5)
+    segment_loss = run_segments(tensor_segments(segmented, group), given)
+    torch.manual_seed(5)
+    fresh = model.eval()(**given).loss.item()
+    return {
+        "residual_alone": abs(residual_alone - expected),
+        "residual_stream": seen["residual"],
+        "attention": seen["attention"],
+        "first_loss": first[0],
+        "loss": again[0],
+        "evaluated": fresh,
+        "repeated": distance(repeated[1], again[1]),
+        "checkpointed": distance(checkpointed[1], again[1]),
+        "segment_loss_difference": abs(segment_loss.item() - again[0]),
+        "segment_gradient_difference": distance(gradients(segmented), again[1]),
+        "replicated": replicated_digest(segmented),
+        "state": hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest(),
+    }
+
+
+def watch(model: Any) -> dict[str, list[str]]:
+    """Digests of what each block gives out, and of what each split attention drops."""
+    seen: dict[str, list[str]] = {"residual": [], "attention": []}
+
+    def residual(module: Any, inputs: Any, output: Any) -> None:
+        seen["residual"].append(hashlib.sha256(output.detach().numpy().tobytes()).hexdigest())
+
+    def attention(module: Any, inputs: Any) -> None:
+        # Drawn after the region's own hook, so inside it; put back, so that nothing changes.
+        state = torch.get_rng_state()
+        seen["attention"].append(str(torch.rand(4).tolist()))
+        torch.set_rng_state(state)
+
+    base = model.base_model
+    for block in base.h if hasattr(base, "h") else base.encoder.layer:
+        block.register_forward_hook(residual)
+        inner = block.attn if hasattr(block, "attn") else block.attention.self
+        inner.register_forward_pre_hook(attention)
+    return seen
+
+
+def train(model: Any, given: Any, seed: int | None) -> tuple[float, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    if seed is not None:
+        torch.manual_seed(seed)
+    loss = model(**given).loss
+    loss.backward()
+    return loss.item(), {name: value.clone() for name, value in gradients(model).items()}
+
+
+CASES = {"equal": equal, "functions": functions, "dropout": dropout}
+
+if __name__ == "__main__":
+    init_distributed()
+    leave(CASES[sys.argv[2]](sys.argv[3:]))

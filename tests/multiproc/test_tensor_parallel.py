@@ -1,0 +1,119 @@
+"""GPT-2 and BERT split by tensors over real ranks, beside the whole models."""
+
+import pytest
+
+NAMES = [
+    "gpt2",
+    "gpt2-101",
+    "gpt2-untied",
+    "gpt2-eager",
+    "bert-mlm",
+    "bert-mlm-101",
+    "bert-mlm-untied",
+    "bert-cls",
+    "bert-regression",
+]
+
+
+def check_equality(results):
+    for result in results:
+        assert result["loss_difference"] < 1e-5
+        assert result["gradient_difference"] < 1e-5
+        assert result["gradient_size"] > 1e-2
+        assert result["logits_difference"] < 2e-5
+        assert result["segment_loss_difference"] < 1e-6
+        assert result["segment_gradient_difference"] < 1e-6
+        assert result["segment_whole_difference"] < 1e-5
+        assert result["segments"] == 2 + 4 * 2
+        assert result["loss"] == results[0]["loss"]
+        assert result["replicated"] == results[0]["replicated"]
+        assert result["elements"] < 0.75 * result["whole_elements"]
+    assert [result["merged"] for result in results] == [True] + [None] * (len(results) - 1)
+
+
+@pytest.mark.world_size(2)
+def test_two_ranks_compute_loss_and_gradients_of_the_whole_model(launch):
+    finished = launch("tensor_parallel.py", "equal", *NAMES).check()
+    results = [finished.result(rank) for rank in range(2)]
+    for name in NAMES:
+        check_equality([result[name] for result in results])
+
+
+@pytest.mark.world_size(4)
+def test_four_ranks_of_which_one_may_hold_no_token(launch):
+    names = ["gpt2-101", "gpt2-20", "bert-mlm-101"]
+    finished = launch("tensor_parallel.py", "equal", *names, ranks=4).check()
+    results = [finished.result(rank) for rank in range(4)]
+    for name in names:
+        check_equality([result[name] for result in results])
+
+
+@pytest.mark.world_size(2)
+def test_sums_and_cross_entropy_over_the_group(launch):
+    finished = launch("tensor_parallel.py", "functions").check()
+    for rank in range(2):
+        result = finished.result(rank)
+        for dtype in ("torch.float32", "torch.bfloat16", "torch.float16"):
+            assert result[dtype] == {
+                "copied": [1.0, rank + 1.0],
+                "copied_gradient": [3.0, 4.0],
+                "total": [2.0, 3.0],
+                "total_gradient": [3.0, 3.0],
+            }
+        for tokens in ("64", "50", "12"):
+            for loss, gradient, bf16_loss, bf16_gradient in result[tokens]:
+                assert loss < 1e-6
+                assert gradient < 1e-6
+                assert bf16_loss < 0.01  # its logits are rounded to 3 digits
+                assert bf16_gradient < 0.02
+
+
+@pytest.mark.world_size(2)
+def test_ranks_drop_the_same_elements_of_what_is_replicated_and_others_inside_attention(launch):
+    names = ["gpt2", "gpt2-eager", "bert-mlm"]
+    finished = launch("tensor_parallel.py", "dropout", *names).check()
+    for name in names:
+        first, second = (finished.result(rank)[name] for rank in range(2))
+        for result in (first, second):
+            # Without dropout inside attention the whole model, seeded alike, drops the same.
+            assert result["residual_alone"] < 1e-5
+            assert result["repeated"] == 0.0
+            assert result["checkpointed"] < 1e-6
+            assert result["segment_loss_difference"] < 1e-6
+            assert result["segment_gradient_difference"] < 1e-6
+            assert result["loss"] != result["first_loss"] != result["evaluated"]
+        assert first["residual_stream"] == second["residual_stream"]
+        assert len(first["residual_stream"]) == len(first["attention"]) == 2
+        assert not set(first["attention"]) & set(second["attention"])
+        assert len(set(first["attention"])) == 2
+        for key in ("first_loss", "loss", "evaluated", "replicated", "state"):
+            assert first[key] == second[key], key
+
+
+def check_training(results, ranks):
+    for result in results:
+        assert result["losses"] == pytest.approx(result["expected"], rel=1e-5, abs=1e-5)
+        assert len(set(result["losses"])) == len(result["losses"]) == 5
+        assert result["norms"] == pytest.approx(result["expected_norms"], rel=1e-5)
+        assert min(result["norms"]) > 3 * result["clip"]
+        assert result["data_ranks"] == ranks // 2
+        assert result["moved"] > 1e-2
+    for rank, result in enumerate(results):
+        if rank % 2 == 0:
+            assert result["difference"] < 1e-5
+            assert result["difference"] == results[0]["difference"]
+        else:
+            assert result["difference"] is None
+    assert results[0]["losses"] == results[1]["losses"]
+    if ranks == 4:
+        assert results[2]["losses"] == results[3]["losses"] != results[0]["losses"]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_engines_train_a_split_model_as_stock_deepspeed_the_whole_one(launch, ranks):
+    names = ["gpt2-101", "bert-mlm", "bert-cls"] if ranks == 2 else ["gpt2-101", "bert-cls"]
+    finished = launch("tensor_training.py", *names, ranks=ranks).check()
+    results = [finished.result(rank) for rank in range(ranks)]
+    for name in names:
+        for zero in ("0", "1"):
+            check_training([result[f"{name} {zero}"] for result in results], ranks)
