@@ -2,7 +2,8 @@
 
 The model has one resource that computes and one that runs collectives (see `overlap`). For equal
 segments of forward time ``f``, backward time ``2f`` and ``c`` for a collective in each direction,
-accumulation takes ``3f + 2c`` per segment and paired tick-tock ``2f + max(f, c)``.
+accumulation takes ``3f + 2c`` per segment and paired tick-tock ``2f + max(f, c)``, or ``2c`` where
+that is more.
 """
 
 from __future__ import annotations

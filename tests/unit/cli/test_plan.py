@@ -19,6 +19,7 @@ from wavemare.pipeline.draw import grid, plan_from_csv
 from wavemare.pipeline.plan import Plan
 from wavemare.pipeline.schedules import inference, one_f_one_b, pipemare
 from wavemare.pipeline.simulate import Costs, simulate
+from wavemare.pipeline.wave import accumulation, in_phase, tick_tock
 
 HEAVY = {"torch", "deepspeed", "transformers", "datasets", "numpy", "matplotlib", "mpi4py"}
 FILES = ["plan.csv", "plan.png", "plan.svg", "plan.txt", "trace.json"]
@@ -60,6 +61,44 @@ def test_defaults_are_those_of_the_help() -> None:
 def test_options_choose_the_plan(options: list[str], plan: Plan) -> None:
     numbers = ["--stages", "3", "--micro-batches", "4", "--steps", "2"]
     assert Plan.parse(show(*numbers, "--text", *options)) == plan
+
+
+CHAIN = {"sums_output": (False, True, False), "sums_gradient": (False, True, True)}
+
+
+@pytest.mark.parametrize(
+    ("options", "plan"),
+    [
+        (["--schedule", "accumulation"], accumulation(3, 4, 2)),
+        (["--schedule", "tick-tock"], tick_tock(3, 4, 2)),
+        (["--schedule", "in-phase"], in_phase(3, 4, 2)),
+        (["--schedule", "tick-tock", "--collective-ms", "0,1,.5"], tick_tock(3, 4, 2, **CHAIN)),
+        (["--schedule", "in-phase", "--collective-ms", "0,2,1"], in_phase(3, 4, 2, **CHAIN)),
+    ],
+    ids=str,
+)
+def test_waves_have_all_segments_on_one_rank(options: list[str], plan: Plan) -> None:
+    numbers = ["--stages", "3", "--micro-batches", "4", "--steps", "2"]
+    assert Plan.parse(show(*numbers, "--text", *options)) == plan
+    text = show(*numbers, *options)
+    assert text.startswith(str(check(plan)))
+    assert text.endswith(f"\n{grid(plan)}\n")
+
+
+def test_hidden_collectives_are_predicted(tmp_path: Path) -> None:
+    # Micro-batches of 4 x (1 + 2) ms; the sums of the first forward and the last backward pass
+    # have nothing to run behind, 1 ms for each of the three segments below the head.
+    numbers = ("--stages", "4", "--micro-batches", "2", "--steps", "1", "--collective-ms", "1")
+    text = show("--schedule", "accumulation", *numbers)
+    assert "collective 1 ms:\ntime: 36 ms, 36 ms per step\n" in text
+    assert "collectives: 12 ms, 0.0% of it behind passes\n" in text
+    text = show("--schedule", "tick-tock", *numbers, "--output", str(tmp_path))
+    assert "time: 30 ms, 30 ms per step\n" in text
+    hidden = "collectives: 12 ms, 50.0% of it behind passes; 1.200 times as fast as accumulation\n"
+    assert hidden in text
+    assert ">sums</text>" in (tmp_path / "plan.svg").read_text()
+    file = str(tmp_path / "plan.txt")
+    assert hidden in show("--file", file, "--collective-ms", "1")
 
 
 def test_text_is_read_back(tmp_path: Path) -> None:
@@ -145,6 +184,9 @@ def test_grid_has_colours_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None
         (["--step-ms", "nan"], "--step-ms", "0 or more"),
         (["--send-ms", "inf"], "--send-ms", "0 or more"),
         (["--forward-ms", "1,2"], "--forward-ms", "2 numbers for 4 stages"),
+        (["--collective-ms", "1"], "--collective-ms", "'pipemare' has no collectives"),
+        (["--schedule", "tick-tock", "--slack", "1"], "--slack", "with pipemare"),
+        (["--schedule", "tick-tok"], "schedule", "Did you mean 'tick-tock'"),
     ],
     ids=" ".join,
 )

@@ -16,6 +16,7 @@ from wavemare.pipeline.plan import Plan
 from wavemare.pipeline.schedules import inference, one_f_one_b, pipemare
 from wavemare.pipeline.simulate import Costs, simulate
 from wavemare.pipeline.utilisation import steady_utilisation, steady_window
+from wavemare.pipeline.wave import accumulation, in_phase, tick_tock
 
 many = settings(max_examples=50, deadline=None)
 stages = st.integers(1, 16)
@@ -379,3 +380,44 @@ def test_a_rank_may_hold_several_stages():
         check(twice)
     with pytest.raises(PlanError, match="in a circle"):
         check(replace(plan, send_slots=0))
+
+
+# Waves: all stages on one rank.
+
+
+@pytest.mark.parametrize(
+    ("swap", "message"),
+    [
+        ({"0F0 1F0": "1F0 0F0"}, "'1F0': 0F0 does not come before it"),
+        ({"1B0 0L1/1 0F1/1 0B0": "0B0 0L1/1 0F1/1 1B0"}, "'0B0': 1B0 does not come before it"),
+        ({"2F0 2B0 1B0": "2F0 1B0 2B0"}, "'2F0': the last stage does not go backward next.*1B0"),
+        ({"0L1/1 ": "", "0F1/1": "0L1/1 0F1/1 1SA1/1"}, "'1SA1/1': this stage has nothing of"),
+        ({"0L0 0F0 1F0 2F0": "0L0 0F0 1F0 2L0 2F0"}, "'2L0': this stage has nothing of this kind"),
+        ({"0R1 ": ""}, "'0S1': 0R1 does not come before it"),
+        ({"1S1": ""}, "steps = 1: stage 1 does 0 optimizer steps"),
+        ({"/1": ""}, "'0F1': wave 0 still has micro-batch 0 under way. Put 0B0 before it"),
+        ({"/1": "/2"}, "'0F1/2': there are two waves"),
+        ({"1F1/1": "1F1", "1B1/1": "1B1"}, "'1F1': 0F1 does not come before it"),
+        ({"0F0 1F0": "0F0 0XO0 1F0"}, "'0XO0': this stage has nothing of this kind to do"),
+    ],
+)
+def test_a_damaged_plan_of_waves_is_refused_by_its_action(swap, message):
+    text = "0L0 0F0 1F0 2F0 2B0 1B0 0L1/1 0F1/1 0B0 1F1/1 2F1/1 2B1/1 1B1/1 0B1/1 "
+    text += "0R1 1R1 2R1 0S1 1S1 2S1"
+    plan = Plan("tick-tock", 3, 2, 1, (tuple(parsed(text)),))
+    assert check(plan).ticks == 12
+    for old, new in swap.items():
+        assert old in text
+        text = text.replace(old, new)
+    with pytest.raises(PlanError, match=message):
+        check(with_rank(plan, 0, parsed(text)))
+
+
+def test_a_plan_of_waves_reports_two_micro_batches_at_its_first_stages():
+    report = check(tick_tock(4, 3, 2))
+    assert report.peak_activations == (2, 1, 1, 1)
+    assert check(tick_tock(4, 3, pair_order="fb")).peak_activations == (2, 2, 1, 1)
+    assert check(in_phase(4, 3)).peak_activations == (2, 2, 2, 1)
+    assert check(accumulation(4, 3)).peak_activations == (1, 1, 1, 1)
+    assert (report.ticks, report.bubble, report.messages) == (4 * 3 * 2 * 2, 0, {})
+    assert check(Plan("forward", 2, 1, 0, (tuple(parsed("0L0 0F0 1F0")),))).ticks == 2

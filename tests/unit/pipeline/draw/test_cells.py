@@ -108,6 +108,12 @@ def test_steps_without_a_pass_before_them_stand_alone() -> None:
     assert grid(plan_of("0S0 0F0 0S0 0S1")).splitlines()[1] == "rank 0 S0* F0* S1*"
 
 
+def test_stages_on_one_rank_take_their_step_together() -> None:
+    text = grid(plan_of("0F0 1F0 1B0 0B0 0R0 1R0 0S0 1S0 0F1 1F1 1B1 0B1 0S1 1S1"))
+    cells = text.splitlines()[1].split()[2:]
+    assert cells == ["0F0", "1F0", "1B0", "0B0*", "0F1", "1F1", "1B1", "0B1*"]
+
+
 def test_a_stuck_rank_ends_in_what_it_waits_for() -> None:
     text = grid(plan_of("0F0 0SA0 0RG0 0B0", "1RG7 1RA0 1F0"))
     assert text == "tick   0    1\nrank 0 F0   RG0?\nrank 1 RG7? .."

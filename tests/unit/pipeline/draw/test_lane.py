@@ -5,8 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wavemare.pipeline.action import Action, Kind
-from wavemare.pipeline.draw.lane import WAITING, busy_spans, waiting_spans
-from wavemare.pipeline.timeline import Event
+from wavemare.pipeline.draw.lane import (
+    WAITING,
+    busy_spans,
+    collective_spans,
+    lanes,
+    waiting_spans,
+)
+from wavemare.pipeline.timeline import Event, Timeline
 
 BUSY = {Kind.FORWARD, Kind.BACKWARD, Kind.STEP, Kind.CORRECT, Kind.RESTORE}
 EVENTS = st.lists(
@@ -50,3 +56,23 @@ def test_only_work_is_busy_and_only_passes_are_numbered(kind: Kind) -> None:
 def test_spans_come_in_the_order_of_time() -> None:
     events = [Event(Action(Kind.FORWARD, 0, m), 5.0 - m, 6.0 - m) for m in range(4)]
     assert [span.label for span in busy_spans(events)] == ["3", "2", "1", "0"]
+
+
+def test_collectives_have_a_lane_below_their_rank() -> None:
+    events = (
+        Event(Action(Kind.FORWARD, 0, 3), 0.0, 1.0),
+        Event(Action(Kind.SUM_OUTPUT, 0, 3), 1.0, 4.0),
+        Event(Action(Kind.BACKWARD, 1, 2), 1.0, 2.0),
+        Event(Action(Kind.SUM_GRADIENT, 1, 2), 4.0, 5.0),
+    )
+    plain = (Event(Action(Kind.FORWARD, 0, 0), 0.0, 1.0),)
+    rows = lanes(Timeline("two", (events, plain)))
+    assert [name for name, _ in rows] == ["rank 0", "sums", "rank 1"]
+    own, sums, _ = (spans for _, spans in rows)
+    assert sums == collective_spans(events)
+    assert [(s.start_s, s.end_s, s.label, s.hint) for s in sums] == [
+        (1.0, 4.0, "3", "0XO3"),
+        (4.0, 5.0, "2", "1XG2"),
+    ]
+    # Where nothing runs beside them the rank waits.
+    assert [(s.start_s, s.end_s) for s in own if s.paint is WAITING] == [(2.0, 5.0)]

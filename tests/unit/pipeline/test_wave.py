@@ -1,0 +1,316 @@
+"""Plans of waves: their order, their groups, and where collectives find something to run behind."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from wavemare.errors import PlanError
+from wavemare.pipeline.action import COMPUTE, Action, Kind
+from wavemare.pipeline.check import check
+from wavemare.pipeline.draw import chrome_trace, grid, plan_from_csv, to_csv
+from wavemare.pipeline.plan import Plan
+from wavemare.pipeline.simulate import Costs, simulate
+from wavemare.pipeline.wave import (
+    accumulation,
+    accumulation_step,
+    in_phase,
+    in_phase_step,
+    tick_tock,
+    tick_tock_step,
+)
+from wavemare.pipeline.wave_groups import group_segments
+from wavemare.pipeline.wave_memory import live_bytes
+
+some = settings(max_examples=100, deadline=None)
+
+
+@st.composite
+def rows(draw, largest=8):
+    """Return a number of segments with their flags, as keywords."""
+    size = draw(st.integers(1, largest))
+    flags = st.lists(st.booleans(), min_size=size, max_size=size)
+    up, down = draw(st.just([]) | flags), draw(st.just([]) | flags)
+    return size, {"sums_output": up and [*up[:-1], False], "sums_gradient": down}
+
+
+@st.composite
+def plans(draw):
+    """Return a plan of any schedule, with its row of segments."""
+    (size, sums), micro_batches, num_steps = draw(rows()), draw(st.integers(1, 5)), 2
+    kind = draw(st.sampled_from(["accumulation", "in-phase", "tick-tock"]))
+    if kind == "accumulation":
+        return accumulation(size, micro_batches, num_steps), sums
+    if kind == "in-phase":
+        return in_phase(size, micro_batches, num_steps, **sums), sums
+    saved = draw(st.lists(st.integers(0, 9), min_size=size, max_size=size))
+    budget = draw(st.none() | st.integers(0, 2 * sum(saved)))
+    order = draw(st.sampled_from(["bf", "fb"]))
+    paced = {"saved_bytes": saved, "budget": budget, "pair_order": order}
+    return tick_tock(size, micro_batches, num_steps, **sums, **paced), sums
+
+
+def passes(plan):
+    return [action for action in plan.ranks[0] if action.kind in COMPUTE]
+
+
+def text(actions):
+    return " ".join(map(str, (a._replace(version=-1, wave=0) for a in actions)))
+
+
+# The orders, written out.
+
+
+def test_tick_tock_of_three_segments_and_three_micro_batches():
+    assert text(passes(tick_tock(3, 3))) == (
+        "0F0 1F0 2F0 2B0 1B0 0F1 0B0 1F1 2F1 2B1 1B1 0F2 0B1 1F2 2F2 2B2 1B2 0B2"
+    )
+
+
+def test_the_other_pair_order():
+    assert text(passes(tick_tock(3, 2, pair_order="fb"))) == (
+        "0F0 1F0 2F0 2B0 0F1 1B0 1F1 0B0 2F1 2B1 1B1 0B1"
+    )
+
+
+def test_accumulation_takes_one_micro_batch_after_the_other():
+    assert text(accumulation(2, 2).ranks[0]) == (
+        "0L0 0F0 1F0 1B0 0B0 0L1 0F1 1F1 1B1 0B1 0R1 1R1 0S1 1S1"
+    )
+
+
+def test_in_phase_goes_forward_and_backward_in_pairs():
+    assert text(passes(in_phase(3, 3))) == (
+        "0F0 0F1 1F0 1F1 2F0 2B0 2F1 2B1 1B0 1B1 0B0 0B1 0F2 1F2 2F2 2B2 1B2 0B2"
+    )
+
+
+CHAIN = {"sums_output": [0, 1, 0, 1, 0, 0], "sums_gradient": [0, 1, 0, 1, 0, 0]}
+"""Norm, products, norm, products, norm, head."""
+
+
+def test_waves_alternate_by_groups_that_end_in_collectives():
+    assert text(passes(tick_tock(6, 2, **CHAIN))) == (
+        "0F0 1F0 2F0 3F0 4F0 5F0 5B0 4B0 3B0 0F1 1F1 2B0 1B0 2F1 3F1 0B0 4F1 5F1 5B1 4B1 3B1 "
+        "2B1 1B1 0B1"
+    )
+    assert text(passes(in_phase(6, 2, **CHAIN))) == (
+        "0F0 1F0 0F1 1F1 2F0 3F0 2F1 3F1 4F0 4F1 5F0 5B0 5F1 5B1 4B0 3B0 4B1 3B1 2B0 1B0 2B1 1B1 "
+        "0B0 0B1"
+    )
+
+
+def test_a_head_that_sums_its_gradient_is_a_group():
+    expected = "0F0 1F0 2F0 3F0 3B0 0F1 2B0 1B0 1F1 2F1 0B0 3F1 3B1 2B1 1B1 0B1"
+    sums = {"sums_output": [1, 0, 1, 0], "sums_gradient": [0, 1, 0, 1]}
+    for order in ("bf", "fb"):
+        assert text(passes(tick_tock(4, 2, **sums, pair_order=order))) == expected
+
+
+@pytest.mark.parametrize("make", [accumulation, in_phase, tick_tock])
+def test_a_model_that_is_only_a_head(make):
+    assert text(make(1, 2).ranks[0]) == "0L0 0F0 0B0 0L1 0F1 0B1 0R1 0S1"
+
+
+@pytest.mark.parametrize(
+    ("up", "down", "forward", "backward"),
+    [
+        ((), (), [[0], [1], [2], [3]], [[4, 3], [2], [1], [0]]),
+        ((0, 1, 0, 1, 0), (), [[0, 1], [2, 3]], [[4, 3, 2], [1, 0]]),
+        ((1, 0, 1, 0, 0), (), [[0], [1, 2], [3]], [[4, 3], [2, 1], [0]]),
+        ((), (0, 1, 0, 1, 0), [[0], [1, 2], [3]], [[4, 3], [2, 1], [0]]),
+        ((), (0, 0, 0, 0, 1), [[0, 1, 2, 3]], [[4], [3, 2, 1, 0]]),
+        ((), (1, 0, 0, 0, 0), [[0, 1, 2, 3]], [[4, 3, 2, 1, 0]]),
+    ],
+)
+def test_groups(up, down, forward, backward):
+    found = group_segments(5, up, down)
+    assert [[*group] for group in found.forward] == forward
+    assert [[*group] for group in found.backward] == backward
+
+
+# Properties of all of them.
+
+
+@some
+@given(made=plans())
+def test_every_pass_is_done_once_in_an_order_that_can_be_run(made):
+    plan, _ = made
+    report = check(plan)
+    assert report.max_staleness == (0,) * plan.num_stages
+    assert not report.messages
+    assert report.idle_ticks == (0,)
+    found = passes(plan)
+    everything = range(plan.micro_batches * plan.num_steps)
+    assert sorted(found) == sorted(
+        Action(kind, s, m, m // plan.micro_batches, m % 2)
+        for kind in COMPUTE
+        for s in range(plan.num_stages)
+        for m in everything
+    )
+    at = {action[:3]: i for i, action in enumerate(found)}
+    head = plan.num_stages - 1
+    for m in everything:
+        way = [(Kind.FORWARD, s, m) for s in range(head + 1)]
+        way += [(Kind.BACKWARD, s, m) for s in range(head, -1, -1)]
+        assert [at[key] for key in way] == sorted(at[key] for key in way)
+        assert at[Kind.BACKWARD, head, m] == at[Kind.FORWARD, head, m] + 1
+    for stage in range(plan.num_stages):
+        backwards = [a.micro_batch for a in found if a[:2] == (Kind.BACKWARD, stage)]
+        assert backwards == [*everything]
+        forwards = [a.micro_batch for a in found if a[:2] == (Kind.FORWARD, stage)]
+        assert forwards == [*everything]
+
+
+@some
+@given(made=plans())
+def test_backward_passes_of_two_micro_batches_never_mix_but_in_phase(made):
+    plan, _ = made
+    backwards = [a.micro_batch for a in passes(plan) if a.kind is Kind.BACKWARD]
+    apart = backwards == sorted(backwards)
+    assert apart or plan.schedule == "in-phase"
+
+
+@some
+@given(made=plans())
+def test_steps_end_empty_with_at_most_two_waves_under_way(made):
+    plan, _ = made
+    ones = (1,) * plan.num_stages
+    curve = live_bytes(plan, ones)
+    assert max(max(live) for live in curve) <= plan.num_stages
+    under_way, steps = set(), []
+    for action, live in zip(plan.ranks[0], curve, strict=True):
+        if action.kind is Kind.LOAD:
+            under_way.add(action.micro_batch)
+            assert action.stage == 0
+        if action.kind is Kind.BACKWARD and action.stage == 0:
+            under_way.remove(action.micro_batch)
+        assert len(under_way) <= (1 if plan.schedule == "accumulation" else 2)
+        if action.kind in {Kind.REDUCE, Kind.STEP}:
+            assert not under_way
+            assert live.total == 0
+            steps.append((action.kind, action.stage, action.micro_batch))
+    last = [plan.micro_batches * (k + 1) - 1 for k in range(plan.num_steps)]
+    segments = range(plan.num_stages)
+    expected = [(k, s, m) for m in last for k in (Kind.REDUCE, Kind.STEP) for s in segments]
+    assert steps == expected
+
+
+@some
+@given(made=plans())
+def test_every_form_is_read_back(made):
+    plan, _ = made
+    assert Plan.parse(str(plan)) == plan
+    assert plan_from_csv(to_csv(plan)) == plan
+    cells = [cell for line in grid(plan).splitlines() for cell in line.split()[2:]]
+    assert sum("F" in cell for cell in cells) == plan.num_stages * 2 * plan.micro_batches
+    assert sum(cell.endswith("*") for cell in cells) == 2
+    assert ".." not in cells
+
+
+@some
+@given(made=plans())
+def test_steps_are_the_windows_of_the_plan(made):
+    plan, sums = made
+    size = plan.num_stages, plan.micro_batches
+    make = {"accumulation": accumulation_step, "in-phase": in_phase_step}.get(plan.schedule)
+    if make is None:
+        return
+    options = {} if plan.schedule == "accumulation" else sums
+    steps = [make(*size, step, **options) for step in range(plan.num_steps)]
+    assert plan.ranks == (sum(steps, ()),)
+
+
+def test_a_step_of_tick_tock():
+    options = {"pair_order": "fb", "saved_bytes": [3, 2, 1], "budget": 7}
+    plan = tick_tock(3, 4, 3, **options)
+    assert sum((tick_tock_step(3, 4, step, **options) for step in range(3)), ()) == plan.ranks[0]
+    assert {a.version for a in tick_tock_step(3, 4, 2, **options)} == {2}
+
+
+# Collectives.
+
+
+def unhidden(plan, sums):
+    """Return collectives whose wait follows with no pass of the other wave in between.
+
+    Those do not count of which the other wave has nothing that it could do then: it is before a
+    head whose turn comes after this micro-batch, behind its last pass, or not in the step at all.
+    """
+    found = passes(plan)
+    head = plan.num_stages - 1
+    bare = []
+    for i, (before, after) in enumerate(pairwise(found)):
+        kind, stage, micro_batch, *_ = before
+        flags = sums["sums_output" if kind is Kind.FORWARD else "sums_gradient"]
+        if not flags or not flags[stage] or after.micro_batch != micro_batch:
+            continue
+        left = [
+            a
+            for a in found[i + 1 :]
+            if a.micro_batch // plan.micro_batches == micro_batch // plan.micro_batches
+            and a.micro_batch != micro_batch
+        ]
+        if kind is Kind.FORWARD:  # the other wave goes backward, if it is behind its head
+            work = [a for a in left if a.micro_batch == micro_batch - 1]
+        else:
+            work = [a for a in left if a.micro_batch == micro_batch + 1 and a.stage < head]
+            work = [a for a in work if a.kind is Kind.FORWARD]
+        bare += [before] if work else []
+    return bare
+
+
+@some
+@given(row=rows(), micro_batches=st.integers(2, 5), order=st.sampled_from(["bf", "fb"]))
+def test_collectives_run_behind_the_other_wave_as_long_as_it_has_work(row, micro_batches, order):
+    size, sums = row
+    assume(any(sums["sums_output"]) or any(sums["sums_gradient"]))
+    plan = tick_tock(size, micro_batches, **sums, pair_order=order)
+    assert unhidden(plan, sums) == []
+    # The measure itself: without groups there is nothing in between.
+    alone = accumulation(3, 2)
+    assert unhidden(alone, {"sums_output": [], "sums_gradient": [False, True, False]})
+
+
+@some
+@given(row=rows(), micro_batches=st.integers(1, 3).map(lambda pairs: 2 * pairs))
+def test_in_phase_collectives_have_the_other_wave_in_between(row, micro_batches):
+    size, sums = row
+    assume(any(sums["sums_output"]) or any(sums["sums_gradient"]))
+    for before, after in pairwise(passes(in_phase(size, micro_batches, **sums))):
+        flags = sums["sums_output" if before.kind is Kind.FORWARD else "sums_gradient"]
+        starts = bool(flags) and flags[before.stage]
+        assert not starts or after.micro_batch != before.micro_batch
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "reason"),
+    [
+        ({"sums_output": [True]}, "sums_output", "1 flags for 3 segments"),
+        ({"sums_gradient": [True] * 4}, "sums_gradient", "4 flags for 3 segments"),
+        ({"sums_output": [False, False, True]}, "sums_output", "the loss"),
+        ({"pair_order": "fd"}, "pair_order", "Did you mean 'fb'"),
+        ({"budget": 7}, "saved_bytes", "0 numbers for 3 segments"),
+        ({"budget": 7, "saved_bytes": [1, 2]}, "saved_bytes", "2 numbers for 3 segments"),
+        ({"budget": 7, "saved_bytes": [1, -2, 3]}, "saved_bytes", "no negative number"),
+        ({"budget": -1, "saved_bytes": [1, 2, 3]}, "budget", "negative"),
+    ],
+)
+def test_impossible_options_are_refused(options, key, reason):
+    with pytest.raises(PlanError, match=reason) as info:
+        tick_tock(3, 2, **options)
+    assert info.value.key == key
+
+
+def test_collectives_are_drawn_beside_the_passes():
+    costs = Costs(1.0, 2.0, sum_output_s=(0, 1, 0, 1, 0, 0), sum_gradient_s=(0, 1, 0, 1, 0, 0))
+    timeline = simulate(tick_tock(6, 2, **CHAIN), costs)
+    names = [str(event.action) for event in timeline.ranks[0]]
+    assert {"1XO0@0", "3XO1@0/1", "1XG1@0/1", "3XG0@0"} <= {*names}
+    assert '"cat": "communication"' in chrome_trace(timeline)
+    starts = [event.start_s for event in timeline.ranks[0]]
+    assert starts == sorted(starts)
