@@ -100,6 +100,28 @@ class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
         self.train(training)
         return (mean, output.logits) if return_logits else mean
 
+    def drain(self) -> None:
+        """Apply all gradients to the weights: modes of ``wavelet`` are a step behind with them."""
+        if self._wavelet is not None:
+            self._wavelet.drain()
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Save as ``deepspeed.DeepSpeedEngine``, once no micro-batch is under way."""
+        if self._wavelet is not None:
+            self._wavelet.settle()
+        return super().save_checkpoint(*args, **kwargs)
+
+    def rank_state(self) -> dict[str, Any]:
+        """Return what this rank's next step needs beside weights and optimizer."""
+        state = self._wavelet.rank_state() if self._wavelet is not None else {}
+        return {**super().rank_state(), **({"wavelet": state} if state else {})}
+
+    def load_rank_state(self, state: dict[str, Any]) -> None:
+        """Take over a state of `rank_state`."""
+        super().load_rank_state(state)
+        if self._wavelet is not None and "wavelet" in state:
+            self._wavelet.load_rank_state(state["wavelet"])
+
     def _training_batches(self) -> Iterator[Any]:
         if self._own_batches is None:
             if self.training_dataloader is None:

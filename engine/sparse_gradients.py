@@ -159,6 +159,7 @@ class ReplicatedGradients(SparseGradients):
             write=self._write,
             parameters=self._parameters if self._compares_weights else None,
         )
+        self._rows: dict[str, Handle] = {}
         self._fired: Counter[str] = Counter()
         self._usual: Counter[str] = Counter()
         self._hooks: list[Any] = []
@@ -179,13 +180,21 @@ class ReplicatedGradients(SparseGradients):
             CommError: A peer was lost, or reduces something else.
             ModelError: A gradient is sparse in another way than an embedding's rows.
         """
+        self.begin()
+        self.end()
+
+    def begin(self) -> None:
+        """Send all that has not been sent; gradients are then free to be replaced."""
         for name in self._parameters:
             if not self._rounds.has(name):
                 self._rounds.put(name, self._gradient(name))
         self._rounds.send_complete()
-        rows = {name: self._send_rows(name) for name in self._tables}
+        self._rows = {name: self._send_rows(name) for name in self._tables}
+
+    def end(self) -> None:
+        """Wait for all that `begin` has sent, and put it in the gradients' place."""
         self._rounds.end()
-        for name, handle in rows.items():
+        for name, handle in self._rows.items():
             self._take_rows(name, handle)
         self._usual, self._fired = self._fired, Counter()
         self._note_round()

@@ -112,14 +112,14 @@ class WaveExecutor:
         self._waves: dict[int, _Wave] = {}
 
     def run(self, actions: Iterable[Action], batches: Iterator[Any]) -> list[Tensor]:
-        """Do the passes among the actions.
+        """Do the passes among the actions; what is left under way, the next call can go on with.
 
         Args:
             actions: Of a plan with one stage per segment; those of other kinds are passed over.
             batches: A batch is taken when its first forward pass comes.
 
         Returns:
-            The losses in the order of the micro-batches, detached.
+            The losses of the heads that ran, in the order of their micro-batches, detached.
         """
         losses: dict[int, Tensor] = {}
         try:
@@ -134,9 +134,10 @@ class WaveExecutor:
                         self._forward(action, wave)
                     else:
                         self._backward(action, wave)
-                if action.kind is Kind.BACKWARD and action.stage == 0:
+                if action.kind is Kind.FORWARD and action.stage == self._head:
                     assert wave.loss is not None
                     losses[action.micro_batch] = wave.loss
+                elif action.kind is Kind.BACKWARD and action.stage == 0:
                     del self._waves[action.micro_batch]
                     self._hooks.end_backward(action.micro_batch)
         except BaseException:

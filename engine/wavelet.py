@@ -1,36 +1,35 @@
-"""Waves inside a DeepSpeed engine: the plan's passes, with DeepSpeed's own reductions and steps."""
+"""Waves inside a DeepSpeed engine."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.runtime.base_optimizer import ZeROOptimizer
-from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor
 
-from wavemare.engine.segments import Segments
+from wavemare.engine.segments import Segment, Segments
 from wavemare.engine.survey import Survey, survey
-from wavemare.engine.wave_executor import Hooks, WaveExecutor
-from wavemare.pipeline.wave import tick_tock_step
+from wavemare.engine.wave_async import AsyncWaves
+from wavemare.engine.wave_executor import WaveExecutor
+from wavemare.engine.wave_protocol import AccumulationProtocol
+from wavemare.pipeline.wave import tick_tock, tick_tock_step
 from wavemare.pipeline.wave_config import WaveletConfig
+from wavemare.pipeline.wave_memory import accumulation_peak, in_phase_peak, peak
 
 __all__ = ["Wavelet", "attach_wavelet"]
 
 logger = logging.getLogger("wavemare")
 
+_MIB = 2**20
+
 
 class Wavelet:
     """Trains the micro-batches of an optimizer step as two waves.
-
-    Around the passes it does what ``engine.forward``, ``engine.backward`` and ``engine.step`` do
-    around theirs: since the backward passes of two micro-batches never overlap, DeepSpeed sees
-    gradient accumulation.
 
     Args:
         engine: A data-parallel engine.
@@ -40,11 +39,14 @@ class Wavelet:
 
     def __init__(self, engine: Any, segments: Segments, config: WaveletConfig) -> None:
         self._engine = engine
-        self._segments = segments
+        self._segments = _compiled(segments) if config.compile else segments
         self._config = config
-        self._executor: WaveExecutor | None = None
-        self._budget: int | None = None
-        self._saved_bytes: tuple[int, ...] = ()
+        self._protocol = AccumulationProtocol(engine)
+        self._asynchronous = (
+            AsyncWaves(engine, config.mode) if config.mode in ("async", "replica") else None
+        )
+        self._survey: Survey | None = None
+        self._steps = 0
 
     def train(self, batches: Iterator[Any]) -> list[Tensor]:
         """Train one optimizer step.
@@ -55,91 +57,105 @@ class Wavelet:
         Returns:
             The losses of its micro-batches, detached.
         """
-        if self._executor is None:
+        if self._survey is None:
             first = next(batches)
             self._prepare(first)
             batches = chain([first], batches)
-        assert self._executor is not None
-        if self._engine.zero_optimization_partition_weights():
-            # As at each call of the whole model: what is gathered ahead is known from the last one.
-            self._engine.optimizer.parameter_offload.get_param_coordinator().reset_step()
+        self._steps += 1
+        if self._asynchronous is None or self._steps <= self._config.warmup_steps:
+            return self._train_synchronously(batches)
         try:
-            return self._executor.run(self._actions(), batches)
+            return self._asynchronous.train(self._open_executor, batches, **self._shape)
         except BaseException:
-            self._leave_backward()
-            self._engine.zero_grad()
+            self._asynchronous.forget()
+            raise
+
+    def settle(self) -> None:
+        """Finish what is under way between two steps, so that the engine can be saved."""
+        if self._asynchronous is not None and self._survey is not None:
+            self._asynchronous.settle(self._open_executor, self._num_segments)
+
+    def drain(self) -> None:
+        """Apply all gradients there are to the weights."""
+        if self._asynchronous is not None and self._survey is not None:
+            self._asynchronous.drain(self._open_executor, self._num_segments)
+
+    def rank_state(self) -> dict[str, Any]:
+        """Return what the next step needs beside weights and optimizer; after `settle`."""
+        if self._asynchronous is None:
+            return {}
+        return {"steps": self._steps, **self._asynchronous.state_dict()}
+
+    def load_rank_state(self, state: dict[str, Any]) -> None:
+        """Take over a state of `rank_state`."""
+        if self._asynchronous is not None:
+            self._steps = state["steps"]
+            self._asynchronous.load_state_dict(state)
+
+    def _train_synchronously(self, batches: Iterator[Any]) -> list[Tensor]:
+        self._protocol.begin_step()
+        actions = tick_tock_step(
+            micro_batches=self._engine.gradient_accumulation_steps(), **self._shape
+        )
+        try:
+            return self._executor.run(actions, batches)
+        except BaseException:
+            self._protocol.abandon()
             raise
 
     def _prepare(self, batch: Any) -> None:
-        with autocast_if_enabled(self._engine):
-            found = survey(self._segments, self._engine.module, batch)
+        """Run a batch forward once, to know what the segments keep and share."""
+        engine = self._engine
+        with self._protocol.forward():
+            found = survey(self._segments, engine.module, batch)
         # Ranks must follow one plan, whatever the shapes of their batches.
-        agreed = torch.tensor(found.saved_bytes, device=self._engine.device)
+        agreed = torch.tensor(found.saved_bytes, device=engine.device)
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
-        self._saved_bytes = tuple(agreed.tolist())
-        if self._config.budget is not None:
-            self._budget = int(self._config.budget * sum(self._saved_bytes))
-        self._executor = WaveExecutor(self._segments, self._engine.module, found, self._hooks())
-        self._report()
-
-    def _actions(self) -> Any:
-        body = self._segments.body
-        return tick_tock_step(
-            len(body) + 1,
-            self._engine.gradient_accumulation_steps(),
-            pair_order=self._config.pair_order,
-            sums_output=[segment.sums_output for segment in body] + [False],
-            sums_gradient=[segment.sums_gradient for segment in body]
-            + [self._segments.head_sums_gradient],
-            saved_bytes=self._saved_bytes,
-            budget=self._budget,
-        )
-
-    def _report(self) -> None:
+        self._survey = replace(found, saved_bytes=tuple(agreed.tolist()))
+        self._executor = self._make_executor(self._protocol)
+        if self._asynchronous is not None:
+            self._open_executor = self._make_executor(self._asynchronous)
         if dist.get_rank() == 0:
-            logger.info("wavelet: ...")
+            logger.info(self._description())
 
-    def _hooks(self) -> Hooks:
-        return Hooks(
-            forward=self._forward,
-            begin_backward=self._begin_backward,
-            scale=self._scale,
-            end_backward=self._end_backward,
+    def _make_executor(self, owner: AccumulationProtocol | AsyncWaves) -> WaveExecutor:
+        assert self._survey is not None
+        return WaveExecutor(self._segments, self._engine.module, self._survey, owner.hooks())
+
+    @property
+    def _num_segments(self) -> int:
+        return len(self._segments.names)
+
+    @property
+    def _shape(self) -> dict[str, Any]:
+        """What the plan is made of, save for the number of micro-batches."""
+        assert self._survey is not None
+        body, saved = self._segments.body, self._survey.saved_bytes
+        budget = self._config.budget
+        return {
+            "num_segments": self._num_segments,
+            "sums_output": [*(segment.sums_output for segment in body), False],
+            "sums_gradient": [
+                *(segment.sums_gradient for segment in body),
+                self._segments.head_sums_gradient,
+            ],
+            "pair_order": self._config.pair_order,
+            "saved_bytes": saved,
+            "budget": None if budget is None else int(budget * sum(saved)),
+        }
+
+    def _description(self) -> str:
+        assert self._survey is not None
+        saved = self._survey.saved_bytes
+        plan = tick_tock(
+            micro_batches=max(2, self._engine.gradient_accumulation_steps()), **self._shape
         )
-
-    def _forward(self, micro_batch: int) -> AbstractContextManager[Any]:
-        return autocast_if_enabled(self._engine)
-
-    def _begin_backward(self, micro_batch: int) -> None:
-        engine = self._engine
-        if isinstance(engine.optimizer, ZeROOptimizer):
-            engine.optimizer.clear_backward_seen_flag()
-        # As within engine.backward: hooks leave the end of the backward pass to us.
-        with engine._running_engine_backward_lock:
-            engine._running_engine_backward_count += 1
-            engine._running_engine_backward = True
-        engine._backward_prologue()
-
-    def _scale(self, loss: Tensor) -> Tensor:
-        engine = self._engine
-        loss = loss / engine.gradient_accumulation_steps()
-        if isinstance(engine.optimizer, ZeROOptimizer):
-            loss = engine.optimizer.scale_if_loss(loss)
-        elif engine.torch_autocast_z0_gradscaler:
-            loss = engine.torch_autocast_z0_gradscaler.scale(loss)
-        return loss
-
-    def _end_backward(self, micro_batch: int) -> None:
-        self._engine._backward_epilogue()
-        self._leave_backward()
-        self._engine.step()
-
-    def _leave_backward(self) -> None:
-        engine = self._engine
-        with engine._running_engine_backward_lock:
-            count = max(engine._running_engine_backward_count - 1, 0)
-            engine._running_engine_backward_count = count
-            engine._running_engine_backward = count > 0
+        return (
+            f"wavelet {self._config.mode}: {self._num_segments} segments; predicted peak of "
+            f"activations {peak(plan, saved) / _MIB:.1f} MiB (one wave "
+            f"{accumulation_peak(saved) / _MIB:.1f}, two in phase "
+            f"{in_phase_peak(saved) / _MIB:.1f})"
+        )
 
 
 def attach_wavelet(engine: Any, segments: Segments, config: WaveletConfig) -> Wavelet | None:
@@ -150,7 +166,8 @@ def attach_wavelet(engine: Any, segments: Segments, config: WaveletConfig) -> Wa
         segments: Its model.
         config: The section ``wavelet``, with another mode than ``off``.
     """
-    if engine.gradient_accumulation_steps() == 1:
+    single = engine.gradient_accumulation_steps() == 1
+    if single and config.mode not in ("async", "replica"):
         if dist.get_rank() == 0:
             logger.warning(
                 "wavelet: gradient_accumulation_steps is 1, so there is no second wave to pair; "
@@ -158,3 +175,13 @@ def attach_wavelet(engine: Any, segments: Segments, config: WaveletConfig) -> Wa
             )
         return None
     return Wavelet(engine, segments, config)
+
+
+def _compiled(segments: Segments) -> Segments:
+    def compiled(run: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.compile(run)
+
+    body = tuple(
+        Segment(s.name, compiled(s.run), s.sums_output, s.sums_gradient) for s in segments.body
+    )
+    return replace(segments, body=body, head=compiled(segments.head))

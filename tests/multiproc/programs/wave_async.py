@@ -1,0 +1,230 @@
+"""Waves that never drain, against plain loops of the same rule; leave what differs.
+
+Arguments: result folder.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from common import build_gpt2, configuration, leave, token_batches
+
+import wavemare
+
+QUIET = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
+STEPS = 6
+OPTIMIZERS = {
+    "sgd": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+    "adamw": {
+        "type": "AdamW",
+        "params": {"lr": 1e-2, "weight_decay": 0.01, "torch_adam": True},
+    },
+}
+
+
+def reference_optimizer(kind, parameters):
+    return {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[kind](
+        parameters, **{k: v for k, v in OPTIMIZERS[kind]["params"].items() if k != "torch_adam"}
+    )
+
+
+def batches(rank, count):
+    tokens = token_batches(rank)
+    return [
+        {"input_ids": (ids := next(tokens)), "attention_mask": torch.ones_like(ids), "labels": ids}
+        for _ in range(count)
+    ]
+
+
+def engine_of(kind, micro_batches, wavelet, *, clipping=0.0, wavemare_keys=None):
+    config = configuration(0, optimizer=OPTIMIZERS[kind], gradient_clipping=clipping)
+    config["gradient_accumulation_steps"] = micro_batches
+    del config["scheduler"]
+    config["wavemare"] = {"wavelet": wavelet, **(wavemare_keys or {})}
+    engine, *_ = wavemare.initialize(model=build_gpt2(**QUIET), config=config)
+    return engine
+
+
+def train(engine, data, micro_batches):
+    steps = len(data) // micro_batches
+    stream = iter(data)
+    return [engine.train_batch(stream).item() for _ in range(steps)]
+
+
+def values(parameters):
+    return [parameter.detach().clone() for parameter in parameters]
+
+
+def put(parameters, weights):
+    for parameter, weight in zip(parameters, weights, strict=True):
+        parameter.data = weight.clone()
+
+
+def mean_gradients(model, data, micro_batches):
+    """The gradient of this rank's micro-batches, and their losses' mean over the ranks."""
+    losses = []
+    for batch in data:
+        loss = model(**batch).loss
+        (loss / micro_batches).backward()
+        losses.append(loss.detach())
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    mean = torch.stack(losses).mean()
+    torch.distributed.all_reduce(mean)
+    return gradients, (mean / torch.distributed.get_world_size()).item()
+
+
+def averaged(gradients):
+    for gradient in gradients:
+        torch.distributed.all_reduce(gradient)
+        gradient.div_(torch.distributed.get_world_size())
+    return gradients
+
+
+def delayed_loop(kind, data, micro_batches, clipping=0.0):
+    """``w_(n+1) = w_n - rate * g(w_(n-1); x_n)``, one step after the other."""
+    model = build_gpt2(**QUIET)
+    parameters = list(model.parameters())
+    optimizer = reference_optimizer(kind, parameters)
+    former = newest = values(parameters)
+    losses = []
+    for start in range(0, len(data), micro_batches):
+        put(parameters, former)
+        gradients, loss = mean_gradients(model, data[start : start + micro_batches], micro_batches)
+        losses.append(loss)
+        put(parameters, newest)
+        for parameter, gradient in zip(parameters, averaged(gradients), strict=True):
+            parameter.grad = gradient
+        if clipping:
+            torch.nn.utils.clip_grad_norm_(parameters, clipping)
+        optimizer.step()
+        optimizer.zero_grad()
+        former, newest = newest, values(parameters)
+    return losses, newest
+
+
+def furthest(engine, weights):
+    pairs = zip(engine.module.parameters(), weights, strict=True)
+    return max((ours - theirs).abs().max().item() for ours, theirs in pairs)
+
+
+def case_delayed(rank, kind, micro_batches, clipping=0.0, wavemare_keys=None):
+    data = batches(rank, STEPS * micro_batches)
+    engine = engine_of(
+        kind, micro_batches, {"mode": "async"}, clipping=clipping, wavemare_keys=wavemare_keys
+    )
+    losses = train(engine, data, micro_batches)
+    steps = engine.global_steps
+    engine.drain()
+    expected, weights = delayed_loop(kind, data, micro_batches, clipping)
+    result = {
+        "losses": losses,
+        "expected": expected,
+        "weights": furthest(engine, weights),
+        "steps": steps,
+    }
+    engine.destroy()
+    return result
+
+
+def case_warmup(rank):
+    """After synchronous steps the next one is computed with the weights that they have left."""
+    data = batches(rank, STEPS * 2)
+    engine = engine_of("sgd", 2, {"mode": "async", "warmup_steps": STEPS})
+    losses = train(engine, data, 2)
+    other = engine_of("sgd", 2, {"mode": "sync"})
+    result = {"losses": losses, "expected": train(other, data, 2)}
+    more = batches(rank + 10, 2)
+    result["next"] = [train(e, more, 2) for e in (engine, other)]
+    return result
+
+
+def case_resume(rank, folder, mode):
+    """Trained without a stop, with a checkpoint on the way, and on from that checkpoint."""
+    data = batches(rank, 2 * STEPS)
+    half = STEPS
+    whole = engine_of("sgd", 2, {"mode": mode})
+    losses = train(whole, data, 2)
+    whole.drain()
+    first = engine_of("sgd", 2, {"mode": mode})
+    before = train(first, data[:half], 2)
+    first.save_checkpoint(folder, tag=mode)
+    going_on = before + train(first, data[half:], 2)
+    first.drain()
+    second = engine_of("sgd", 2, {"mode": mode})
+    second.load_checkpoint(folder, tag=mode)
+    resumed = before + train(second, data[half:], 2)
+    second.drain()
+    return {
+        "losses": [losses, going_on, resumed],
+        "weights": [furthest(e, values(whole.module.parameters())) for e in (first, second)],
+        "steps": [e.global_steps for e in (whole, first, second)],
+    }
+
+
+def case_replica(rank, micro_batches):
+    """The paper's rule in fp64, with plain SGD, and its telescoping identity."""
+    rate = 0.1
+    OPTIMIZERS["plain"] = {"type": "SGD", "params": {"lr": rate}}
+    data = batches(rank, 2 * STEPS * micro_batches)
+    config = configuration(0, optimizer=OPTIMIZERS["plain"], gradient_clipping=0.0)
+    config["gradient_accumulation_steps"] = micro_batches
+    del config["scheduler"]
+    config["wavemare"] = {"wavelet": {"mode": "replica"}}
+    engine, *_ = wavemare.initialize(model=build_gpt2(**QUIET).double(), config=config)
+    losses = train(engine, data, micro_batches)
+    engine.drain()
+    model = build_gpt2(**QUIET).double()
+    parameters = list(model.parameters())
+    replicas = [values(parameters), values(parameters)]
+    expected, last, all_gradients = [], None, []
+    for step in range(2 * STEPS):
+        put(parameters, replicas[step % 2])
+        chosen = data[step * micro_batches : (step + 1) * micro_batches]
+        gradients, loss = mean_gradients(model, chosen, micro_batches)
+        expected.append(loss)
+        smooth = [(new + old) / 2 for new, old in zip(gradients, last or gradients, strict=True)]
+        last = [gradient.clone() for gradient in gradients]
+        all_gradients.append(averaged([gradient.clone() for gradient in gradients]))
+        updates = averaged(smooth)
+        replicas[step % 2] = [
+            w - rate * g for w, g in zip(replicas[step % 2], updates, strict=True)
+        ]
+    ours = engine._wavelet._asynchronous._versions._weights
+    gap = max(
+        (w0 - w1 + rate / 2 * (g0 - gl)).abs().max().item()
+        for w0, w1, g0, gl in zip(*ours, all_gradients[0], all_gradients[-1], strict=True)
+    )
+    result = {
+        "losses": losses,
+        "expected": expected,
+        "weights": [
+            max((a - b).abs().max().item() for a, b in zip(ours[r], replicas[r], strict=True))
+            for r in range(2)
+        ],
+        "gap": gap,
+        "distance": max((a - b).abs().max().item() for a, b in zip(*ours, strict=True)),
+    }
+    engine.destroy()
+    return result
+
+
+if __name__ == "__main__":
+    wavemare.init_distributed()
+    rank = torch.distributed.get_rank()
+    sparse = {"sparse_collective": {"mode": "pushpull", "bucket_bytes": 20_000}}
+    folder = Path(sys.argv[1]) / "checkpoints"
+    leave(
+        {
+            "sgd, 1": case_delayed(rank, "sgd", 1),
+            "sgd, 3": case_delayed(rank, "sgd", 3),
+            "adamw, 2": case_delayed(rank, "adamw", 2),
+            "clipped, 2": case_delayed(rank, "sgd", 2, clipping=0.5),
+            "sparse, 2": case_delayed(rank, "sgd", 2, wavemare_keys=sparse),
+            "warmup": case_warmup(rank),
+            "resume async": case_resume(rank, folder, "async"),
+            "resume replica": case_resume(rank, folder, "replica"),
+            "replica, 1": case_replica(rank, 1),
+            "replica, 2": case_replica(rank, 2),
+        }
+    )
