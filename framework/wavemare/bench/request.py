@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-from wavemare.bench.systems import SYSTEMS, System, find_system
+from wavemare.bench.options import Request, check_least, check_names
+from wavemare.bench.systems import SYSTEMS, System
 from wavemare.errors import ConfigError
 
-__all__ = ["PipelineRequest", "parse_names", "parse_numbers"]
+__all__ = ["PipelineRequest"]
 
 _ROUND_MICRO_BATCHES = 8
 _LEAST_STAGES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineRequest:
+class PipelineRequest(Request):
     """A measurement of pipelines.
 
     Args:
@@ -35,6 +34,7 @@ class PipelineRequest:
         vocabulary: Its number of tokens.
         sequence: Tokens per sequence.
         batch: Sequences per micro-batch.
+        trace: Folder for the timelines of the last round; None for none.
     """
 
     stages: int = 2
@@ -50,6 +50,7 @@ class PipelineRequest:
     vocabulary: int = 256
     sequence: int = 128
     batch: int = 2
+    trace: str | None = None
 
     @property
     def synthetic(self) -> bool:
@@ -76,11 +77,7 @@ class PipelineRequest:
             reason = "a step has at least one micro-batch"
             remedy = "Give numbers of 1 or more, such as 1,2,4,8"
             raise ConfigError("--micro-batches", list(self.micro_batches), reason, remedy)
-        if not self.systems:
-            remedy = f"Name some of {', '.join(SYSTEMS)}"
-            raise ConfigError("--systems", "", "there is nothing to measure", remedy)
-        for name in self.systems:
-            find_system(name)
+        check_names("--systems", self.systems, SYSTEMS)
         self._check_sizes()
         self._check_waits()
         if not any(
@@ -98,10 +95,7 @@ class PipelineRequest:
 
     def _check_sizes(self) -> None:
         sizes = ("rounds", "layers", "hidden", "heads", "vocabulary", "sequence", "batch")
-        for name in sizes:
-            if getattr(self, name) < 1:
-                option = f"--{name}"
-                raise ConfigError(option, getattr(self, name), "it is too small", "Give 1 or more")
+        check_least(1, self.options(*sizes))
         if self.steps_per_round is not None and self.steps_per_round < 1:
             reason = "a round has at least one step"
             raise ConfigError("--steps-per-round", self.steps_per_round, reason, "Give 1 or more")
@@ -145,33 +139,3 @@ class PipelineRequest:
     def tail(self, system: System, micro_batches: int) -> int:
         """Return the steps after the timed ones, which keep the other ranks busy meanwhile."""
         return math.ceil(self.stages / micro_batches) if system.steady else 0
-
-    def to_json(self) -> str:
-        """Return the text that `from_json` reads."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> PipelineRequest:
-        """Read what `to_json` wrote."""
-        values: dict[str, Any] = json.loads(text)
-        for name in ("micro_batches", "systems"):
-            values[name] = tuple(values[name])
-        return cls(**values)
-
-
-def parse_numbers(option: str, text: str) -> tuple[int, ...]:
-    """Read whole numbers between commas; a number that stands twice counts once.
-
-    Raises:
-        ConfigError: There is something else; the message names the option.
-    """
-    words = parse_names(text)
-    if not all(word.isdigit() for word in words):
-        reason = "these are no whole numbers between commas"
-        raise ConfigError(option, text, reason, "Write them as in 1,2,4,8")
-    return tuple(dict.fromkeys(map(int, words)))
-
-
-def parse_names(text: str) -> tuple[str, ...]:
-    """Read names between commas; a name that stands twice counts once."""
-    return tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))

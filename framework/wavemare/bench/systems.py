@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from wavemare.errors import ConfigError, did_you_mean
-
-__all__ = ["BASELINE", "BOUND", "SYSTEMS", "System", "find_system"]
+__all__ = ["BASELINE", "BOUND", "SYSTEMS", "System"]
 
 BASELINE = "deepspeed-1f1b"
 BOUND = "no-communication-bound"
@@ -78,14 +76,3 @@ SYSTEMS = {
     )
 }
 """All systems by name, in the order in which they are shown."""
-
-
-def find_system(name: str) -> System:
-    """Return the system of that name.
-
-    Raises:
-        ConfigError: There is none; the message has the valid names.
-    """
-    if name not in SYSTEMS:
-        raise ConfigError("--systems", name, "there is no such system", did_you_mean(name, SYSTEMS))
-    return SYSTEMS[name]

@@ -1,30 +1,45 @@
-"""A result as a table on the screen."""
+"""Results as tables on the screen."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from rich import box
 from rich.table import Table
 
-__all__ = ["result_table", "skipped_lines"]
+__all__ = ["NOTHING", "cell", "new_table", "result_table", "skipped_lines"]
 
-_NOTHING = "-"
-
-
-def _number(pattern: str) -> Callable[[float], str]:
-    return lambda value: format(value, pattern)
+NOTHING = "-"
+"""Stands for a value that there is not."""
 
 
-_COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = {
-    "ms/step": ("median_s", lambda value: f"{1000 * value:.1f}"),
-    "ratio": ("ratio", _number(".2f")),
-    "ideal": ("ideal", _number(".2f")),
-    "bound": ("bound_fraction", _number(".3f")),
-    "waiting": ("waiting", _number(".1%")),
-    "busy": ("busy", _number(".1%")),
+_COLUMNS = {
+    "ms/step": ("median_s", ".1f", 1000.0),
+    "ratio": ("ratio", ".2f", 1.0),
+    "ideal": ("ideal", ".2f", 1.0),
+    "bound": ("bound_fraction", ".3f", 1.0),
+    "waiting": ("waiting", ".1%", 1.0),
+    "busy": ("busy", ".1%", 1.0),
 }
+"""By heading: the key in a row, the format and the factor of its value."""
+
+
+def new_table(title: str) -> Table:
+    """Return an empty table in the style of all results."""
+    return Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        collapse_padding=True,
+        pad_edge=False,
+    )
+
+
+def cell(value: float | None, form: str, factor: float = 1.0) -> str:
+    """Return the text of a value, scaled; `NOTHING` if it is None."""
+    return NOTHING if value is None else format(factor * value, form)
 
 
 def result_table(result: Mapping[str, Any]) -> Table:
@@ -39,20 +54,13 @@ def result_table(result: Mapping[str, Any]) -> Table:
         for heading, column in _COLUMNS.items()
         if any(row.get(column[0]) is not None for row in rows)
     }
-    table = Table(
-        title=_title(result),
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        collapse_padding=True,
-        pad_edge=False,
-    )
+    table = new_table(_title(result))
     table.add_column("M", justify="right")
     table.add_column("system", no_wrap=True)
     for heading in shown:
         table.add_column(heading, justify="right")
     for index, row in enumerate(rows):
-        cells = [_cell(row.get(key), form) for key, form in shown.values()]
+        cells = [cell(row.get(key), form, factor) for key, form, factor in shown.values()]
         following = rows[index + 1] if index + 1 < len(rows) else None
         ends = following is not None and following["micro_batches"] != row["micro_batches"]
         table.add_row(str(row["micro_batches"]), row["system"], *cells, end_section=ends)
@@ -73,7 +81,3 @@ def _title(result: Mapping[str, Any]) -> str:
         f"{len(result['stage_s'])} stages of {stages} ms per micro-batch "
         f"(the slowest is {result['imbalance']:.1%} above the mean)"
     )
-
-
-def _cell(value: float | None, form: Callable[[float], str]) -> str:
-    return _NOTHING if value is None else form(value)

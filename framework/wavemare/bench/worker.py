@@ -7,8 +7,6 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -19,8 +17,8 @@ from typing import Any
 
 import torch
 
+from wavemare.bench.answer import answer
 from wavemare.bench.engines import build_dualpipev, build_one_f_one_b, build_pipemare
-from wavemare.bench.machine import describe_machine
 from wavemare.bench.report import Sample, build_rows, skipped
 from wavemare.bench.request import PipelineRequest
 from wavemare.bench.rounds import Key, Round, run_rounds
@@ -29,10 +27,9 @@ from wavemare.bench.systems import BASELINE, BOUND, SYSTEMS
 from wavemare.bench.torch_schedules import build_torch_one_f_one_b, build_zbv
 from wavemare.bench.trace import draw_timelines, save_timelines
 from wavemare.bench.workload import Workload, build_workload
-from wavemare.engine.launch import environment_rank, init_distributed
+from wavemare.engine.launch import environment_rank
 from wavemare.failure import run_main
-from wavemare.files import atomic_write_text
-from wavemare.observe import Screen, quiet_libraries
+from wavemare.observe import Screen
 from wavemare.observe.formats import format_duration
 
 __all__ = ["main"]
@@ -52,28 +49,18 @@ _CALIBRATION_MICRO_BATCHES = 4
 
 
 def main() -> None:
-    """Measure, and write the result on rank 0."""
-    options = _options()
-    request = PipelineRequest.from_json(options.request.read_text(encoding="utf-8"))
-    quiet_libraries()
-    init_distributed()
-    quiet_libraries()
-    result = measure(request, options.trace)
-    if environment_rank() == 0:
-        atomic_write_text(options.result, json.dumps(result, indent=2) + "\n")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()  # gloo's threads must not outlive the interpreter
+    """Measure what the request asks for; rank 0 leaves the result."""
+    answer(PipelineRequest, measure)
 
 
-def measure(request: PipelineRequest, trace: Path | None) -> dict[str, Any]:
+def measure(request: PipelineRequest) -> dict[str, Any]:
     """Build all systems, run all rounds and gather what the ranks measured.
 
     Args:
         request: What to measure; one process for each stage.
-        trace: Folder for the timelines of the last round; None for none.
 
     Returns:
-        The result, without the command that led to it; complete on rank 0 alone.
+        The result, complete on rank 0 alone.
     """
     screen = Screen(rank=environment_rank())
     workload = build_workload(request)
@@ -94,29 +81,20 @@ def measure(request: PipelineRequest, trace: Path | None) -> dict[str, Any]:
     for key, measured in run_rounds(request, runners, show):
         samples[key].append(_gather(measured.sample))
         last[key] = measured
-    if trace is not None:
+    if request.trace is not None:
+        folder = Path(request.trace)
         for (name, count), measured in last.items():
-            save_timelines(trace, name, count, _gather(measured.events), environment_rank())
+            save_timelines(folder, name, count, _gather(measured.events), environment_rank())
         if environment_rank() == 0:
             for count in request.micro_batches:
-                draw_timelines(trace, request.systems, count)
+                draw_timelines(folder, request.systems, count)
     return {
-        "machine": describe_machine(),
         "baseline": BASELINE,
         "stage_s": stages,
         "imbalance": max(stages) * len(stages) / sum(stages) - 1,
         "rows": build_rows(request, samples),
         "skipped": skipped(request),
     }
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="wavemare.bench.worker", allow_abbrev=False)
-    parser.add_argument("--request", type=Path, required=True)
-    parser.add_argument("--result", type=Path, required=True)
-    parser.add_argument("--trace", type=Path)
-    parser.add_argument("--local_rank", type=int, help="set by the deepspeed launcher")
-    return parser.parse_args()
 
 
 def _build(request: PipelineRequest, workload: Workload, screen: Screen) -> dict[Key, Runner]:

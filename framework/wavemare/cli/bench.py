@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import json
-import os
-import shlex
-import sys
-import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from wavemare.cli.bench_kernels import kernels
+from wavemare.cli.bench_shared import (
+    JsonFile,
+    Mbit,
+    Ranks,
+    Rounds,
+    Warmups,
+    check_writable,
+    print_wide,
+    save,
+)
 from wavemare.cli.bench_training import training
 from wavemare.errors import ConfigError
 
 if TYPE_CHECKING:
     from wavemare.bench.request import PipelineRequest
 
-__all__ = ["bench", "check_writable"]
+__all__ = ["bench"]
 
 bench = typer.Typer(
     no_args_is_help=True,
@@ -29,8 +36,8 @@ bench = typer.Typer(
 
 _WORKER = "wavemare.bench.worker"
 _FORWARD_MS, _BACKWARD_MS = 7.0, 13.0
-_MODEL = "Size of the GPT"
-_WAITS = "Layers that wait instead"
+_model = partial(typer.Option, rich_help_panel="Size of the GPT")
+_waits = partial(typer.Option, rich_help_panel="Layers that wait instead")
 
 
 @bench.callback()
@@ -45,44 +52,29 @@ def pipeline(
     micro_batches: Annotated[
         str, typer.Option(help="Micro-batches per optimizer step, one or several numbers.")
     ] = "1,2,4,8",
-    rounds: Annotated[int, typer.Option(help="Timed rounds.")] = 7,
+    rounds: Rounds = 7,
     steps_per_round: Annotated[
         int | None, typer.Option(help="Optimizer steps of a system in a round.")
     ] = None,
     systems: Annotated[str | None, typer.Option(help="Which; by default all.")] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the result to this file.")
-    ] = None,
+    json_file: JsonFile = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write the last round's timelines to this folder.")
     ] = None,
-    layers: Annotated[int, typer.Option(help="Blocks.", rich_help_panel=_MODEL)] = 8,
-    hidden: Annotated[int, typer.Option(help="Width.", rich_help_panel=_MODEL)] = 256,
-    heads: Annotated[int, typer.Option(help="Heads.", rich_help_panel=_MODEL)] = 4,
-    vocabulary: Annotated[int, typer.Option(help="Tokens.", rich_help_panel=_MODEL)] = 256,
-    sequence: Annotated[
-        int, typer.Option(help="Tokens per sequence.", rich_help_panel=_MODEL)
-    ] = 128,
-    batch: Annotated[
-        int, typer.Option(help="Sequences per micro-batch.", rich_help_panel=_MODEL)
-    ] = 2,
+    layers: Annotated[int, _model(help="Blocks.")] = 8,
+    hidden: Annotated[int, _model(help="Width.")] = 256,
+    heads: Annotated[int, _model(help="Heads.")] = 4,
+    vocabulary: Annotated[int, _model(help="Tokens.")] = 256,
+    sequence: Annotated[int, _model(help="Tokens per sequence.")] = 128,
+    batch: Annotated[int, _model(help="Sequences per micro-batch.")] = 2,
     synthetic: Annotated[
-        bool,
-        typer.Option(
-            "--synthetic",
-            help="Stages sleep, so that many share few cores.",
-            rich_help_panel=_WAITS,
-        ),
+        bool, _waits("--synthetic", help="Stages sleep, so that many share few cores.")
     ] = False,
     forward_ms: Annotated[
-        float | None,
-        typer.Option(help=f"Of a stage's forward pass [{_FORWARD_MS:g}].", rich_help_panel=_WAITS),
+        float | None, _waits(help=f"Of a stage's forward pass [{_FORWARD_MS:g}].")
     ] = None,
     backward_ms: Annotated[
-        float | None,
-        typer.Option(
-            help=f"Of a stage's backward pass [{_BACKWARD_MS:g}].", rich_help_panel=_WAITS
-        ),
+        float | None, _waits(help=f"Of a stage's backward pass [{_BACKWARD_MS:g}].")
     ] = None,
 ) -> None:
     """Measure the time per optimizer step of pipelines on the same model.
@@ -91,7 +83,8 @@ def pipeline(
 
     For example: wavemare bench pipeline --stages 2 --micro-batches 1,4 --json result.json
     """
-    from wavemare.bench.request import PipelineRequest, parse_names, parse_numbers
+    from wavemare.bench.options import parse_names, parse_numbers
+    from wavemare.bench.request import PipelineRequest
     from wavemare.bench.systems import SYSTEMS
 
     if not synthetic and (forward_ms is not None or backward_ms is not None):
@@ -112,28 +105,20 @@ def pipeline(
         vocabulary=vocabulary,
         sequence=sequence,
         batch=batch,
+        trace=str(trace.absolute()) if trace is not None else None,
     )
     request.check()
-    check_writable("--json", json_file.parent if json_file else None)
-    check_writable("--trace", trace, make=True)
-    result = _measure(request, trace)
+    check_writable("--json", json_file)
+    check_writable("--trace", trace, is_folder=True)
+    result = _measure(request)
     _show(result)
-    if json_file is not None:
-        from wavemare.files import atomic_write_text
-
-        atomic_write_text(json_file, json.dumps(result, indent=2) + "\n")
+    save(json_file, result, indent=2)
 
 
 @bench.command()
 def sparse(
-    ranks: Annotated[int, typer.Option(help="Processes.")] = 4,
-    mbit: Annotated[
-        float | None,
-        typer.Option(
-            help="Speed of each rank's link in Mbit/s, on hosts made of namespaces (needs root); "
-            "by default the ranks share this machine's memory."
-        ),
-    ] = None,
+    ranks: Ranks = 4,
+    mbit: Mbit = None,
     mib: Annotated[float, typer.Option(help="Size of the gradient in MiB.")] = 100.0,
     block: Annotated[int, typer.Option(help="Elements per block.")] = 256,
     densities: Annotated[
@@ -141,11 +126,9 @@ def sparse(
     ] = "1,0.4,0.1,0.04,0.01",
     patterns: Annotated[str, typer.Option(help="Masks.")] = "random,identical,zipf",
     systems: Annotated[str | None, typer.Option(help="Which; by default all over MPI.")] = None,
-    rounds: Annotated[int, typer.Option(help="Timed rounds.")] = 5,
-    warmups: Annotated[int, typer.Option(help="Rounds before them.")] = 2,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the result to this file.")
-    ] = None,
+    rounds: Rounds = 5,
+    warmups: Warmups = 2,
+    json_file: JsonFile = None,
     picture: Annotated[
         Path | None, typer.Option("--plot", help="Draw ratios over densities into this file.")
     ] = None,
@@ -157,7 +140,7 @@ def sparse(
 
     For example: wavemare bench sparse --mbit 1000 --densities 0.1,0.01 --json result.json
     """
-    from wavemare.bench.request import parse_names
+    from wavemare.bench.options import parse_names
     from wavemare.bench.sparse.request import DEFAULT_SYSTEMS, SparseRequest
 
     request = SparseRequest(
@@ -172,20 +155,14 @@ def sparse(
         systems=DEFAULT_SYSTEMS if systems is None else parse_names(systems),
     )
     request.check()
-    check_writable("--json", json_file.parent if json_file else None)
-    check_writable("--plot", picture.parent if picture else None)
-    from rich.console import Console
-
-    from wavemare.bench.sparse.launch import measure
+    check_writable("--json", json_file)
+    check_writable("--plot", picture)
+    from wavemare.bench.launch import measure
     from wavemare.bench.sparse.show import plot, result_table
-    from wavemare.files import atomic_write_text
 
-    result = {"command": shlex.join(["wavemare", *sys.argv[1:]]), **measure(request)}
-    console = Console(highlight=False)
-    # Narrower, the names would be cut off.
-    console.print(result_table(result), width=max(console.width, 100))
-    if json_file is not None:
-        atomic_write_text(json_file, json.dumps(result, indent=1) + "\n")
+    result = measure(request, "wavemare.bench.sparse.worker")
+    print_wide(result_table(result), 100)
+    save(json_file, result)
     if picture is not None:
         plot(result, picture)
 
@@ -195,7 +172,7 @@ bench.command()(kernels)
 
 
 def _shares(option: str, text: str) -> tuple[float, ...]:
-    from wavemare.bench.request import parse_names
+    from wavemare.bench.options import parse_names
 
     try:
         return tuple(dict.fromkeys(map(float, parse_names(text))))
@@ -210,23 +187,18 @@ def _wait(synthetic: bool, given: float | None, default: float) -> float | None:
     return default if given is None else given
 
 
-def _measure(request: PipelineRequest, trace: Path | None) -> dict[str, Any]:
-    """Run the ranks; what they measured comes with the command of this process."""
+def _measure(request: PipelineRequest) -> dict[str, Any]:
+    """Run the ranks and return what they measured."""
+    from wavemare.bench.launch import exchange
     from wavemare.cli import launch
 
-    with tempfile.TemporaryDirectory(prefix="wavemare-bench-") as folder:
-        asked, answered = Path(folder, "request.json"), Path(folder, "result.json")
-        asked.write_text(request.to_json(), encoding="utf-8")
-        options = ["--request", str(asked), "--result", str(answered)]
-        if trace is not None:
-            options += ["--trace", str(trace.absolute())]
+    with exchange(request) as (options, answered):
         command = launch.build_command(_WORKER, options, num_processes=request.stages)
         code = launch.run(command, launch.extra_environment())
         if code:
             raise typer.Exit(code)
-        measured = json.loads(answered.read_text(encoding="utf-8"))
-    words = ["wavemare", *sys.argv[1:]]
-    return {"command": shlex.join(words), **measured}
+        result: dict[str, Any] = json.loads(answered.read_text(encoding="utf-8"))
+        return result
 
 
 def _show(result: dict[str, Any]) -> None:
@@ -238,27 +210,3 @@ def _show(result: dict[str, Any]) -> None:
     console.print(result_table(result))
     for line in skipped_lines(result):
         console.print(line, soft_wrap=True)
-
-
-def check_writable(option: str, folder: Path | None, *, make: bool = False) -> None:
-    """Check a folder before minutes of measuring rather than afterwards.
-
-    Args:
-        option: Names the folder.
-        folder: None if the option was not given.
-        make: Whether to make the folder.
-
-    Raises:
-        ConfigError: Nothing can be written there.
-    """
-    if folder is None:
-        return
-    try:
-        if make:
-            folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = f"this folder cannot be made ({error.strerror})"
-        raise ConfigError(option, str(folder), reason, "Name another folder") from None
-    if not os.access(folder, os.W_OK | os.X_OK):
-        reason = "there is no such folder that can be written"
-        raise ConfigError(option, str(folder), reason, "Name another folder")

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from wavemare.bench.request import PipelineRequest, parse_names, parse_numbers
+from wavemare.bench.request import PipelineRequest
 from wavemare.bench.systems import SYSTEMS
 from wavemare.errors import ConfigError
 
@@ -85,11 +85,3 @@ def test_the_pipeline_is_full_before_and_behind_the_timed_steps(
             assert tail >= stages - 1
         else:
             assert (lead, tail) == (micro_batches, 0)
-
-
-def test_numbers_and_names_between_commas() -> None:
-    assert parse_numbers("--micro-batches", "1, 2,4,2") == (1, 2, 4)
-    assert parse_names(" a,b ,,a") == ("a", "b")
-    for text in ("1,x", "-1", "1.5", "1 2"):
-        with pytest.raises(ConfigError, match="--micro-batches"):
-            parse_numbers("--micro-batches", text)

@@ -6,8 +6,7 @@ import pytest
 from deepspeed.runtime.pipe.schedule import DualPipeVSchedule
 from torch.distributed.pipelining import Schedule1F1B
 
-from wavemare.bench.systems import BASELINE, BOUND, SYSTEMS, find_system
-from wavemare.errors import ConfigError
+from wavemare.bench.systems import BASELINE, BOUND, SYSTEMS
 
 
 def slots_of_one_f_one_b(stages: int, micro_batches: int) -> int:
@@ -85,9 +84,3 @@ def test_a_wait_cannot_be_split() -> None:
     assert "splits" in reason
     others = [system for system in SYSTEMS.values() if system.name != "torch-zbv"]
     assert all(system.obstacle(2, 8, synthetic=True) is None for system in others)
-
-
-def test_an_unknown_name_gets_the_nearest() -> None:
-    assert find_system("torch-zbv").name == "torch-zbv"
-    with pytest.raises(ConfigError, match="wavemare-pipemare"):
-        find_system("pipemare")

@@ -40,12 +40,10 @@ Measured = dict[Case, dict[str, list[Sample]]]
 def build_result(
     request: SparseRequest,
     measured: Measured,
-    machine: Mapping[str, Any],
     constants: Mapping[str, Constants],
 ) -> dict[str, Any]:
-    """Return all that is written to the file, but for the command."""
+    """Return all that is written to the file, but for command and machine."""
     return {
-        "machine": dict(machine),
         "baseline": BASELINE,
         "mebibytes": request.mebibytes,
         "block": request.block,

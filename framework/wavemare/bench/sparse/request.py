@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-from wavemare.errors import ConfigError, did_you_mean
+from wavemare.bench.options import MpiRequest, check_least, check_names, check_positive
+from wavemare.errors import ConfigError
 
 __all__ = ["DEFAULT_SYSTEMS", "DENSE", "PATTERNS", "SYSTEMS", "Case", "SparseRequest"]
 
@@ -57,12 +56,10 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseRequest:
-    """A measurement of collectives.
+class SparseRequest(MpiRequest):
+    """A measurement of collectives: what `MpiRequest` takes, and more.
 
     Args:
-        ranks: Number of processes.
-        mbit: Speed of each rank's link in Mbit/s; None for the memory of this machine.
         mebibytes: Size of the bucket, float32.
         block: Elements per block.
         densities: Shares of blocks that are not zero.
@@ -74,7 +71,6 @@ class SparseRequest:
     """
 
     ranks: int = 4
-    mbit: float | None = None
     mebibytes: float = 100.0
     block: int = 256
     densities: tuple[float, ...] = (1.0, 0.4, 0.1, 0.04, 0.01)
@@ -109,35 +105,12 @@ class SparseRequest:
         """
         if self.ranks < _LEAST_RANKS:
             raise ConfigError("--ranks", self.ranks, "nothing would be sent", "Give 2 or more")
-        for option, value in (("--mbit", self.mbit), ("--mib", self.mebibytes)):
-            if value is not None and not value > 0:
-                raise ConfigError(option, value, "it is not positive", "Give more than 0")
-        for option, value in (("--block", self.block), ("--rounds", self.rounds)):
-            if value < 1:
-                raise ConfigError(option, value, "it is too small", "Give 1 or more")
+        check_positive({"--mbit": self.mbit, "--mib": self.mebibytes})
+        check_least(1, self.options("block", "rounds"))
         if self.warmups < 0:
             raise ConfigError("--warmups", self.warmups, "it is negative", "Give 0 or more")
         if not self.densities or not all(0 <= d <= 1 for d in self.densities):
             reason = "densities are shares"
             raise ConfigError("--densities", list(self.densities), reason, "Give 0 to 1")
-        known = (("--patterns", self.patterns, PATTERNS), ("--systems", self.systems, SYSTEMS))
-        for option, names, valid in known:
-            if not names:
-                remedy = f"Name some of {', '.join(valid)}"
-                raise ConfigError(option, "", "there is nothing to measure", remedy)
-            for name in names:
-                if name not in valid:
-                    remedy = did_you_mean(name, valid)
-                    raise ConfigError(option, name, "there is no such thing", remedy)
-
-    def to_json(self) -> str:
-        """Return the text that `from_json` reads."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> SparseRequest:
-        """Read what `to_json` wrote."""
-        values: dict[str, Any] = json.loads(text)
-        for name in ("densities", "patterns", "systems"):
-            values[name] = tuple(values[name])
-        return cls(**values)
+        check_names("--patterns", self.patterns, PATTERNS, "thing")
+        check_names("--systems", self.systems, SYSTEMS, "thing")

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import time
 from collections import defaultdict
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wavemare.bench.machine import describe_machine
+from wavemare.bench.answer import answer
 from wavemare.bench.rounds import rotated
 from wavemare.bench.sparse.gradients import make_gradient
 from wavemare.bench.sparse.report import Measured, Sample, build_result
@@ -22,31 +18,23 @@ from wavemare.bench.sparse.request import Case, SparseRequest
 from wavemare.bench.sparse.systems import Bench, build_system
 from wavemare.comm.cost import Constants
 from wavemare.comm.transport import Transport, open_transport
-from wavemare.engine.launch import environment_rank, init_distributed
 from wavemare.errors import CommError
 from wavemare.failure import run_main
-from wavemare.files import atomic_write_text
-from wavemare.observe import Screen, quiet_libraries
+from wavemare.observe import Screen
 
 __all__ = ["main"]
 
 _TIMEOUT_S = 120.0
 
 
-class _Options(NamedTuple):
-    request: SparseRequest
-    result: Path
-
-
 def main() -> None:
-    """Measure what the request asks for; rank 0 writes the result."""
-    options = _parse()
-    request = options.request
-    quiet_libraries()
+    """Measure what the request asks for; rank 0 leaves the result."""
+    answer(SparseRequest, measure)
+
+
+def measure(request: SparseRequest) -> dict[str, Any]:
+    """Build all systems, run all rounds of all cases and return the result of rank 0."""
     torch.set_num_threads(1)
-    # MPICH and Open MPI have variables of their own.
-    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(environment_rank())
-    init_distributed()
     transport = open_transport(choice="mpi", timeout_s=_TIMEOUT_S)
     constants: dict[str, Constants] = {}
     # The first one to be built measures the constants for the others.
@@ -58,23 +46,11 @@ def main() -> None:
     for case in request.cases:
         screen.note(f"{case.pattern}, density {case.density:g}")
         measured[case] = _measure_case(request, case, systems, transport)
-    if transport.rank == 0:
-        result = build_result(request, measured, describe_machine(), constants)
-        atomic_write_text(options.result, json.dumps(result))
     for system in systems.values():
         system.close()
     transport.barrier()
     transport.close()
-    dist.destroy_process_group()
-
-
-def _parse() -> _Options:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--request", type=Path, required=True, help="file of the request")
-    parser.add_argument("--result", type=Path, required=True, help="file for the result")
-    parsed = parser.parse_args()
-    text = parsed.request.read_text(encoding="utf-8")
-    return _Options(SparseRequest.from_json(text), parsed.result)
+    return build_result(request, measured, constants)
 
 
 def _measure_case(

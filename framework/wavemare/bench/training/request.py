@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-from wavemare.errors import ConfigError, did_you_mean
+from wavemare.bench.options import MpiRequest, check_least, check_names, check_positive
+from wavemare.errors import ConfigError
 
 __all__ = ["BASELINE", "BOUND", "DEFAULT_SYSTEMS", "QUALITY_SYSTEMS", "SYSTEMS", "TrainingRequest"]
 
@@ -38,12 +36,10 @@ _LEAST_SEQUENCE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingRequest:
-    """A measurement of training.
+class TrainingRequest(MpiRequest):
+    """A measurement of training: what `MpiRequest` takes, and more.
 
     Args:
-        ranks: Number of processes.
-        mbit: Speed of each rank's link in Mbit/s; None for the memory of this machine.
         systems: Names of `SYSTEMS`.
         rounds: Timed rounds; `warmups` more before them.
         warmups: Untimed rounds.
@@ -65,7 +61,6 @@ class TrainingRequest:
     """
 
     ranks: int = 2
-    mbit: float | None = None
     systems: tuple[str, ...] = DEFAULT_SYSTEMS
     rounds: int = 5
     warmups: int = 1
@@ -90,49 +85,21 @@ class TrainingRequest:
         Raises:
             ConfigError: One cannot be; the message names its option.
         """
-        self._check_positive()
-        for option, value, least in (
-            ("--ranks", self.ranks, _LEAST_RANKS),
-            ("--vocabulary", self.vocabulary, _LEAST_VOCABULARY),
-            ("--sequence", self.sequence, _LEAST_SEQUENCE),
-            ("--warmups", self.warmups, 0),
-            ("--compressor-warmup", self.compressor_warmup, 0),
-            ("--seed", self.seed, 0),
-        ):
-            if value < least:
-                raise ConfigError(option, value, "it is too small", f"Give {least} or more")
+        sizes = ("hidden", "layers", "heads", "batch", "ratio", "block")
+        check_positive(self.options("mbit", "rounds", "steps_per_round", *sizes))
+        check_positive(self.options("quality_steps", "learning_rate"))
+        check_least(_LEAST_RANKS, self.options("ranks"))
+        check_least(_LEAST_VOCABULARY, self.options("vocabulary"))
+        check_least(_LEAST_SEQUENCE, self.options("sequence"))
+        check_least(0, self.options("warmups", "compressor_warmup", "seed"))
         if self.ratio > 1:
             raise ConfigError("--ratio", self.ratio, "it is a share", "Give 1 or less")
         if self.hidden % self.heads:
             reason = f"{self.heads} heads cannot share it equally"
             raise ConfigError("--hidden", self.hidden, reason, "Give a multiple of --heads")
-        if not self.systems:
-            remedy = f"Name some of {', '.join(SYSTEMS)}"
-            raise ConfigError("--systems", "", "there is nothing to measure", remedy)
-        for name in self.systems:
-            if name not in SYSTEMS:
-                remedy = did_you_mean(name, SYSTEMS)
-                raise ConfigError("--systems", name, "there is no such system", remedy)
+        check_names("--systems", self.systems, SYSTEMS)
         if self.quality_steps is not None:
             self._check_quality()
-
-    def _check_positive(self) -> None:
-        values: Sequence[tuple[str, float | None]] = (
-            ("--mbit", self.mbit),
-            ("--rounds", self.rounds),
-            ("--steps-per-round", self.steps_per_round),
-            ("--hidden", self.hidden),
-            ("--layers", self.layers),
-            ("--heads", self.heads),
-            ("--batch", self.batch),
-            ("--ratio", self.ratio),
-            ("--block", self.block),
-            ("--quality-steps", self.quality_steps),
-            ("--learning-rate", self.learning_rate),
-        )
-        for option, value in values:
-            if value is not None and not value > 0:
-                raise ConfigError(option, value, "it is not positive", "Give more than 0")
 
     def _check_quality(self) -> None:
         if BASELINE not in self.systems:
@@ -141,13 +108,3 @@ class TrainingRequest:
         if BOUND in self.systems:
             reason = "its ranks train different models"
             raise ConfigError("--systems", BOUND, reason, "Leave it out, or --quality-steps")
-
-    def to_json(self) -> str:
-        """Return the text that `from_json` reads."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> TrainingRequest:
-        """Read what `to_json` wrote."""
-        values: dict[str, Any] = json.loads(text)
-        return cls(**{**values, "systems": tuple(values["systems"])})

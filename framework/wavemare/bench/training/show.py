@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
-__all__ = ["plot", "result_table"]
+from wavemare.bench.picture import drawing
+from wavemare.bench.table import NOTHING, cell, new_table
 
-_NOTHING = "-"
+__all__ = ["plot", "result_table"]
 
 
 def result_table(result: Mapping[str, Any]) -> Table:
@@ -22,15 +22,10 @@ def result_table(result: Mapping[str, Any]) -> Table:
     """
     request = result["request"]
     where = f"{request['mbit']:g} Mbit/s" if request["mbit"] else "this machine's memory"
-    table = Table(
-        title=f"{request['ranks']} ranks over {where}: BERT, {request['layers']} layers of "
+    table = new_table(
+        f"{request['ranks']} ranks over {where}: BERT, {request['layers']} layers of "
         f"{request['hidden']}, {request['vocabulary']} tokens, "
-        f"{request['batch']} x {request['sequence']} of {result['task']}",
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        collapse_padding=True,
-        pad_edge=False,
+        f"{request['batch']} x {request['sequence']} of {result['task']}"
     )
     table.add_column("system", no_wrap=True)
     if "quality" in result:
@@ -42,13 +37,13 @@ def result_table(result: Mapping[str, Any]) -> Table:
         table.add_row(
             row["system"],
             f"{1000 * row['median_s']:.1f}",
-            _cell(row["ratio"], ".2f"),
-            _cell(row["communication_s"], ".1f", 1000),
-            _cell(row["communication_ratio"], ".2f"),
-            _cell(up, ".2f", 2**-20),
-            _cell(row["density"], ".3f"),
-            _cell(row["union"], ".3f"),
-            row["executor"] or _NOTHING,
+            cell(row["ratio"], ".2f"),
+            cell(row["communication_s"], ".1f", 1000),
+            cell(row["communication_ratio"], ".2f"),
+            cell(up, ".2f", 2**-20),
+            cell(row["density"], ".3f"),
+            cell(row["union"], ".3f"),
+            row["executor"] or NOTHING,
         )
     return table
 
@@ -60,19 +55,11 @@ def plot(result: Mapping[str, Any], file: Path) -> None:
         result: As it is written to the file.
         file: PNG or SVG.
     """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(8, 4.2))
-    if "quality" in result:
-        _draw_curves(axis, result["quality"])
-    else:
-        _draw_bars(axis, result["rows"])
-    figure.tight_layout()
-    figure.savefig(file, dpi=110)
-    pyplot.close(figure)
+    with drawing(file, figsize=(8, 4.2)) as axis:
+        if "quality" in result:
+            _draw_curves(axis, result["quality"])
+        else:
+            _draw_bars(axis, result["rows"])
 
 
 def _fill_quality(table: Table, rows: list[Mapping[str, Any]]) -> Table:
@@ -84,7 +71,7 @@ def _fill_quality(table: Table, rows: list[Mapping[str, Any]]) -> Table:
             f"{row['held_out']:.4f}",
             f"{row['gap_percent']:+.2f}",
             "yes" if row["same_losses"] else "no",
-            _cell(row["bytes_up"], ".1f", 2**-20),
+            cell(row["bytes_up"], ".1f", 2**-20),
         )
     return table
 
@@ -113,7 +100,3 @@ def _draw_curves(axis: Any, rows: list[Mapping[str, Any]]) -> None:
     axis.set(xlabel="optimizer steps", ylabel="held-out loss")
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
-
-
-def _cell(value: float | None, form: str, factor: float = 1.0) -> str:
-    return _NOTHING if value is None else format(factor * value, form)

@@ -2,67 +2,41 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from wavemare.bench.machine import describe_machine
+from wavemare.bench.answer import answer
 from wavemare.bench.rounds import rotated
 from wavemare.bench.training.quality import Curve, train
 from wavemare.bench.training.report import Sample, build_quality, build_result
 from wavemare.bench.training.request import TrainingRequest
 from wavemare.bench.training.systems import System, build_system
 from wavemare.bench.training.task import Task, make_task
-from wavemare.engine.launch import environment_rank, init_distributed
 from wavemare.failure import run_main
-from wavemare.files import atomic_write_text
-from wavemare.observe import Screen, quiet_libraries
+from wavemare.observe import Screen
 
 __all__ = ["main"]
 
 _LINK_COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 
-class _Options(NamedTuple):
-    request: TrainingRequest
-    result: Path
-
-
 def main() -> None:
-    """Measure what the request asks for; rank 0 writes the result."""
-    options = _parse()
-    request = options.request
-    quiet_libraries()
+    """Measure what the request asks for; rank 0 leaves the result."""
+    answer(TrainingRequest, measure)
+
+
+def measure(request: TrainingRequest) -> dict[str, Any]:
+    """Measure times, or compare losses, and return the result of rank 0."""
     torch.set_num_threads(1)
-    # MPICH and Open MPI have variables of their own.
-    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(environment_rank())
-    init_distributed()
-    quiet_libraries()
     screen = Screen(rank=dist.get_rank())
     task = make_task(request)
     if request.quality_steps is None:
-        result = _time(request, task, screen)
-    else:
-        result = _train(request, task, screen)
-    if dist.get_rank() == 0:
-        atomic_write_text(options.result, json.dumps({"machine": describe_machine(), **result}))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _parse() -> _Options:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--request", type=Path, required=True, help="file of the request")
-    parser.add_argument("--result", type=Path, required=True, help="file for the result")
-    parsed = parser.parse_args()
-    text = parsed.request.read_text(encoding="utf-8")
-    return _Options(TrainingRequest.from_json(text), parsed.result)
+        return _time(request, task, screen)
+    return _train(request, task, screen)
 
 
 def _time(request: TrainingRequest, task: Task, screen: Screen) -> dict[str, Any]:

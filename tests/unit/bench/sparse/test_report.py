@@ -44,7 +44,7 @@ def result(mbit: float | None = 8.0) -> dict[str, Any]:
             ],
         }
     }
-    return build_result(request, measured, {"cores": 2}, {})
+    return build_result(request, measured, {})
 
 
 def rows(of: dict[str, Any]) -> dict[str, dict[str, Any]]:

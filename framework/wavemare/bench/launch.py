@@ -1,4 +1,4 @@
-"""Starting ranks under MPI that measure: on this machine, or on hosts of a laboratory."""
+"""Starting ranks that measure: on this machine, or on hosts of a laboratory."""
 
 from __future__ import annotations
 
@@ -8,49 +8,49 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from wavemare.bench.network import Laboratory
+from wavemare.bench.options import MpiRequest, Request
 from wavemare.comm.mpi import describe_mpi
 from wavemare.errors import LaunchError
 
-__all__ = ["Request", "measure"]
+__all__ = ["exchange", "measure"]
 
-_WORKER = "wavemare.bench.sparse.worker"
 _TIMEOUT_S = 4 * 3600.0
 
 
-class Request(Protocol):
-    """What the ranks are told."""
-
-    @property
-    def ranks(self) -> int:
-        """Number of processes."""
-
-    @property
-    def mbit(self) -> float | None:
-        """Speed of each rank's link in Mbit/s; None for the memory of this machine."""
-
-    def to_json(self) -> str:
-        """Return the text that the ranks read."""
-
-
-def measure(request: Request, worker: str = _WORKER) -> dict[str, Any]:
-    """Run the ranks to their end and return what they measured.
+@contextmanager
+def exchange(request: Request) -> Iterator[tuple[list[str], Path]]:
+    """Write a request to a file that is gone afterwards, like the answer.
 
     Args:
         request: What to measure.
-        worker: The module that each rank runs, with the options ``--request`` and ``--result``.
 
-    Raises:
-        LaunchError: There is no MPI here, no laboratory, or a rank failed (it has said why).
+    Yields:
+        Options for a rank's module, and the file (JSON) that its result will be in.
     """
     with tempfile.TemporaryDirectory(prefix="wavemare-bench-") as folder:
         asked, answered = Path(folder, "request.json"), Path(folder, "result.json")
         asked.write_text(request.to_json(), encoding="utf-8")
-        command = [sys.executable, "-m", "mpi4py", "-m", worker]
-        command += ["--request", str(asked), "--result", str(answered)]
+        yield ["--request", str(asked), "--result", str(answered)], answered
+
+
+def measure(request: MpiRequest, worker: str) -> dict[str, Any]:
+    """Run ranks under MPI to their end and return what they measured.
+
+    Args:
+        request: What to measure.
+        worker: The module that each rank runs; it calls `wavemare.bench.answer.answer`.
+
+    Raises:
+        LaunchError: There is no MPI here, no laboratory, or a rank failed (it has said why).
+    """
+    with exchange(request) as (options, answered):
+        command = [sys.executable, "-m", "mpi4py", "-m", worker, *options]
         if request.mbit is None:
             code = _run_here(command, request.ranks)
         else:

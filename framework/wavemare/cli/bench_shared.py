@@ -1,0 +1,73 @@
+"""What the ``wavemare bench`` commands have in common: options, and results as files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from wavemare.errors import ConfigError
+from wavemare.files import atomic_write_text
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["JsonFile", "Mbit", "Ranks", "Rounds", "Warmups", "check_writable", "print_wide", "save"]
+
+Ranks = Annotated[int, typer.Option(help="Processes.")]
+Mbit = Annotated[
+    float | None,
+    typer.Option(
+        help="Speed of each rank's link in Mbit/s, on hosts made of namespaces (needs root); "
+        "by default the ranks share this machine's memory."
+    ),
+]
+Rounds = Annotated[int, typer.Option(help="Timed rounds.")]
+Warmups = Annotated[int, typer.Option(help="Rounds before them.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")]
+
+
+def check_writable(option: str, path: Path | None, *, is_folder: bool = False) -> None:
+    """Check a place before minutes of measuring rather than afterwards.
+
+    Args:
+        option: Names it.
+        path: Of a file, or of a folder, which is made; None if the option was not given.
+        is_folder: Which of the two.
+
+    Raises:
+        ConfigError: Nothing can be written there.
+    """
+    if path is None:
+        return
+    folder = path if is_folder else path.parent
+    try:
+        if is_folder:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = f"this folder cannot be made ({error.strerror})"
+        raise ConfigError(option, str(folder), reason, "Name another folder") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        reason = "there is no such folder that can be written"
+        raise ConfigError(option, str(folder), reason, "Name another folder")
+
+
+def print_wide(table: Table, width: int) -> None:
+    """Print a table in at least so many columns: in fewer, its names would be cut off."""
+    from rich.console import Console
+
+    Console(highlight=False, width=max(Console().width, width)).print(table)
+
+
+def save(file: Path | None, result: Mapping[str, Any], *, indent: int = 1) -> None:
+    """Write a result, with the command of this process, if a file was asked for."""
+    if file is not None:
+        command = shlex.join(["wavemare", *sys.argv[1:]])
+        text = json.dumps({"command": command, **result}, indent=indent)
+        atomic_write_text(file, text + "\n")
