@@ -413,6 +413,16 @@ def test_a_damaged_plan_of_waves_is_refused_by_its_action(swap, message):
         check(with_rank(plan, 0, parsed(text)))
 
 
+def test_a_wave_is_not_free_when_the_other_one_is():
+    text = "0L0 0F0 1F0 1B0 0L1/1 0F1/1 0B0 0L2/1 0F2/1 1F1/1 1B1/1 0B1/1 1F2/1 1B2/1 0B2/1 "
+    text += "0R2 1R2 0S2 1S2"
+    plan = Plan("tick-tock", 2, 3, 1, (tuple(parsed(text)),))
+    with pytest.raises(PlanError, match="'0F2/1': wave 1 still has micro-batch 1 under way"):
+        check(plan)
+    free = text.replace("L2/1", "L2").replace("F2/1", "F2").replace("B2/1", "B2")
+    assert check(with_rank(plan, 0, parsed(free))).peak_activations == (2, 1)
+
+
 def test_a_plan_of_waves_reports_two_micro_batches_at_its_first_stages():
     report = check(tick_tock(4, 3, 2))
     assert report.peak_activations == (2, 1, 1, 1)

@@ -102,6 +102,13 @@ def test_pacing_keeps_most_passes_paired(budget, share):
     assert peak(plan, [*FRONT, 0]) <= int(budget * whole)
 
 
+@pytest.mark.parametrize("profile", [UNIFORM, BACK])
+def test_a_budget_of_one_wave_is_enough_for_profiles_that_keep_no_more(profile):
+    plan = tick_tock(13, 4, saved_bytes=[*profile, 0], budget=sum(profile))
+    assert paired_share(plan) == 11 / 12
+    assert plan == tick_tock(13, 4)
+
+
 def test_the_share_of_pairs():
     assert paired_share(tick_tock(13, 4)) == 11 / 12
     assert paired_share(tick_tock(13, 4, pair_order="fb")) == 1
