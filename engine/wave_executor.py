@@ -37,7 +37,7 @@ class Hooks:
         begin_backward: Called before a micro-batch's first backward pass.
         scale: From a micro-batch's loss to what is differentiated.
         end_backward: Called after its last one.
-        record: Context of each action.
+        record: Context of each pass, and of each wait for a collective: what of it is exposed.
     """
 
     forward: Callable[[int], AbstractContextManager[Any]] = lambda micro_batch: nullcontext()
@@ -68,7 +68,8 @@ class _Wave:
         gradients: Of the inputs of the last segment that was backwarded.
         returned: Gradients of weights that were lent to segments, for the one that owns them.
         loss: Detached, once there is one.
-        work: The collective that the next pass waits for.
+        sum: The last collective.
+        work: Its handle, while the next pass has it to wait for.
     """
 
     carry: Carry
@@ -77,6 +78,7 @@ class _Wave:
     gradients: _Gradients = (None,)
     returned: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     loss: Tensor | None = None
+    sum: Action | None = None
     work: Any = None
 
     def wait(self) -> None:
@@ -129,6 +131,10 @@ class WaveExecutor:
                 if action.kind is Kind.FORWARD and action.stage == 0:
                     self._waves[action.micro_batch] = _Wave(*self._segments.split(next(batches)))
                 wave = self._waves[action.micro_batch]
+                if wave.work is not None:
+                    assert wave.sum is not None
+                    with self._hooks.record(wave.sum):
+                        wave.wait()
                 with self._hooks.record(action):
                     if action.kind is Kind.FORWARD:
                         self._forward(action, wave)
@@ -152,7 +158,6 @@ class WaveExecutor:
         self._waves.clear()
 
     def _forward(self, action: Action, wave: _Wave) -> None:
-        wave.wait()
         inputs = cut(wave.carry)
         loans: Loans = {}
         head = action.stage == self._head
@@ -171,10 +176,9 @@ class WaveExecutor:
             (wave.loss,), wave.carry, wave.labels = wave.carry, (), None
         elif self._segments.body[action.stage].sums_output:
             # In place: the segment after reads the sum where the boundary is stored anyway.
-            wave.work = self._sum(wave.carry[0])
+            self._sum(action._replace(kind=Kind.SUM_OUTPUT), wave, wave.carry[0])
 
     def _backward(self, action: Action, wave: _Wave) -> None:
-        wave.wait()
         kept = wave.passes.pop()
         outputs: list[Tensor] = list(kept.outputs)
         if action.stage == self._head:
@@ -202,8 +206,9 @@ class WaveExecutor:
                 wave.returned[weight] = loan.grad if before is None else before + loan.grad
         wave.gradients = tuple(tensor.grad for tensor in kept.inputs)
         if self._sums_gradient[action.stage]:
-            wave.work = self._sum(wave.gradients[0])
+            self._sum(action._replace(kind=Kind.SUM_GRADIENT), wave, wave.gradients[0])
 
-    def _sum(self, tensor: Tensor | None) -> Any:
+    def _sum(self, action: Action, wave: _Wave, tensor: Tensor | None) -> None:
         assert tensor is not None
-        return dist.all_reduce(tensor, group=self._segments.group, async_op=True)
+        wave.sum = action
+        wave.work = dist.all_reduce(tensor, group=self._segments.group, async_op=True)

@@ -1,4 +1,4 @@
-"""What ``engine.forward``, ``backward`` and ``step`` do around the passes, for passes of segments."""
+"""What DeepSpeed does around forward and backward passes, for passes of segments."""
 
 from __future__ import annotations
 

@@ -15,9 +15,10 @@ from torch import Tensor
 from wavemare.engine.segments import Segment, Segments
 from wavemare.engine.survey import Survey, survey
 from wavemare.engine.wave_async import AsyncWaves
-from wavemare.engine.wave_executor import WaveExecutor
+from wavemare.engine.wave_executor import Hooks, WaveExecutor
+from wavemare.engine.wave_probe import WaveProbe
 from wavemare.engine.wave_protocol import AccumulationProtocol
-from wavemare.pipeline.wave import tick_tock, tick_tock_step
+from wavemare.pipeline.wave import accumulation_step, tick_tock, tick_tock_step
 from wavemare.pipeline.wave_config import WaveletConfig
 from wavemare.pipeline.wave_memory import accumulation_peak, in_phase_peak, peak
 
@@ -26,6 +27,8 @@ __all__ = ["Wavelet", "attach_wavelet"]
 logger = logging.getLogger("wavemare")
 
 _MIB = 2**20
+_PROBE_WARMUPS, _PROBE_STEPS = 1, 2
+"""Optimizer steps of plain accumulation before the measured ones, and these."""
 
 
 class Wavelet:
@@ -47,6 +50,10 @@ class Wavelet:
         )
         self._survey: Survey | None = None
         self._steps = 0
+        self._paired = config.mode != "auto"
+        self._probe = (
+            WaveProbe(engine.device, self._num_segments) if config.mode == "auto" else None
+        )
 
     def train(self, batches: Iterator[Any]) -> list[Tensor]:
         """Train one optimizer step.
@@ -62,6 +69,8 @@ class Wavelet:
             self._prepare(first)
             batches = chain([first], batches)
         self._steps += 1
+        if self._probe is not None:
+            self._watch(self._probe)
         if self._asynchronous is None or self._steps <= self._config.warmup_steps:
             return self._train_synchronously(batches)
         try:
@@ -94,14 +103,27 @@ class Wavelet:
 
     def _train_synchronously(self, batches: Iterator[Any]) -> list[Tensor]:
         self._protocol.begin_step()
-        actions = tick_tock_step(
-            micro_batches=self._engine.gradient_accumulation_steps(), **self._shape
-        )
+        micro_batches = self._engine.gradient_accumulation_steps()
+        if self._paired:
+            actions = tick_tock_step(micro_batches=micro_batches, **self._shape)
+        else:
+            actions = accumulation_step(self._num_segments, micro_batches)
         try:
             return self._executor.run(actions, batches)
         except BaseException:
             self._protocol.abandon()
             raise
+
+    def _watch(self, probe: WaveProbe) -> None:
+        """Go on measuring, or decide by what was measured in the steps before."""
+        if self._steps == _PROBE_WARMUPS + 1:
+            probe.forget()
+        elif self._steps == _PROBE_WARMUPS + _PROBE_STEPS + 1:
+            decision = probe.decide(self._engine.gradient_accumulation_steps())
+            self._paired, self._probe = decision.on, None
+            self._executor = self._make_executor(self._protocol.hooks())
+            if dist.get_rank() == 0:
+                logger.info("wavelet auto: %s: %s", "on" if decision.on else "off", decision.reason)
 
     def _prepare(self, batch: Any) -> None:
         """Run a batch forward once, to know what the segments keep and share."""
@@ -112,15 +134,18 @@ class Wavelet:
         agreed = torch.tensor(found.saved_bytes, device=engine.device)
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
         self._survey = replace(found, saved_bytes=tuple(agreed.tolist()))
-        self._executor = self._make_executor(self._protocol)
+        hooks = self._protocol.hooks()
+        if self._probe is not None:
+            hooks = replace(hooks, record=self._probe.record)
+        self._executor = self._make_executor(hooks)
         if self._asynchronous is not None:
-            self._open_executor = self._make_executor(self._asynchronous)
+            self._open_executor = self._make_executor(self._asynchronous.hooks())
         if dist.get_rank() == 0:
             logger.info(self._description())
 
-    def _make_executor(self, owner: AccumulationProtocol | AsyncWaves) -> WaveExecutor:
+    def _make_executor(self, hooks: Hooks) -> WaveExecutor:
         assert self._survey is not None
-        return WaveExecutor(self._segments, self._engine.module, self._survey, owner.hooks())
+        return WaveExecutor(self._segments, self._engine.module, self._survey, hooks)
 
     @property
     def _num_segments(self) -> int:

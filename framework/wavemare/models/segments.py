@@ -10,6 +10,7 @@ from torch import Tensor
 from wavemare.engine.segments import Carry, Segment, Segments
 from wavemare.errors import ModelError
 from wavemare.models.batches import split_batch
+from wavemare.models.carry import StageContext
 from wavemare.models.families import family_of
 from wavemare.models.layers import Head, PipelineLayer, TiedHead
 from wavemare.models.proof import prove
@@ -47,8 +48,9 @@ def segments_of(
         prove(model, chain, declared, loss)
     first, last = _blocks(model, chain)
     for layer in chain:
-        if hasattr(layer, "context"):
-            layer.context.kept_batches = _WAVES
+        context = getattr(layer, "context", None)
+        if isinstance(context, StageContext):
+            context.kept_batches = _WAVES
 
     def split(batch: Any) -> tuple[Carry, Any]:
         carry, labels = split_batch(batch, declared)
