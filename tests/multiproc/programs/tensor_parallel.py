@@ -14,6 +14,7 @@ from tensor_models import batch, build, distance, gradients, own_part, run_segme
 from torch import distributed as dist
 
 from wavemare.engine import init_distributed
+from wavemare.errors import ModelError
 from wavemare.parallel.tensor import (
     VocabularyShare,
     copy_to_group,
@@ -108,7 +109,19 @@ def functions(names: list[str]) -> dict[str, Any]:
     for tokens in (64, 50, 12):
         share = VocabularyShare(tokens, rank, ranks)
         result[str(tokens)] = [cross_entropy(share, scale) for scale in (1.0, 200.0)]
+    result["refused"] = refused()
     return result
+
+
+def refused() -> str:
+    model = build("gpt2")
+    with torch.no_grad():
+        model.transformer.h[1].ln_1.weight[0] += dist.get_rank()
+    try:
+        split_model(model, dist.group.WORLD)
+    except ModelError as error:
+        return str(error)
+    return ""
 
 
 def cross_entropy(share: VocabularyShare, scale: float) -> list[float]:
@@ -149,9 +162,9 @@ def drop(name: str) -> dict[str, Any]:
     torch.manual_seed(21)
     residual_alone = model(**given).loss.item()
 
-    # Seeded apart on purpose: splitting puts the generators into one state.
-    torch.manual_seed(100 + dist.get_rank())
-    model = split_model(build(name, residual=0.1, attention=0.1), group).train()
+    model = build(name, residual=0.1, attention=0.1)
+    torch.manual_seed(100 + dist.get_rank())  # apart: splitting puts them into one state
+    model = split_model(model, group).train()
     seen = watch(model)
     first = train(model, given, seed=None)
     seen = {key: list(values) for key, values in seen.items()}

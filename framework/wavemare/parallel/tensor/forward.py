@@ -36,13 +36,15 @@ def compute_loss_over_group(model: Any, head: VocabParallelHead, *, shifts_label
         by_name = others.pop("return_dict", None)
         others["return_dict"] = True
         output = whole(*bound.args, **bound.kwargs)
+        entries = dict(output)
+        logits = entries.pop("logits")
         if labels is None and shifted is None:
-            output.logits = head.gather(output.logits)
+            entries["logits"] = head.gather(logits)
         else:
             if shifted is None:
                 shifted = next_tokens(labels) if shifts_labels else labels
-            output.loss = head.loss(output.logits, shifted, num_items)
-            output.logits = None
+            entries["loss"] = head.loss(logits, shifted, num_items)
+        output = type(output)(**entries)
         by_name = model.config.return_dict if by_name is None else by_name
         return output if by_name else output.to_tuple()
 

@@ -1,0 +1,165 @@
+"""What becomes of a model's modules and parameters, and which models are refused."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from tensor_models import BERT, GPT2, KINDS, batch, build, distance, gradients, run_segments
+
+from wavemare.errors import ModelError
+from wavemare.parallel.tensor import merged_state_dict, split_model, split_state_dict
+from wavemare.parallel.tensor.segments import tensor_segments
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+@pytest.mark.parametrize("rank", [0, 1])
+def test_parameters_are_a_ranks_part_and_marked_for_megatron_and_deepspeed(name, rank, as_rank):
+    whole = build(name)
+    state = whole.state_dict(keep_vars=True)
+    expected = split_state_dict(state, rank, 2)
+    with as_rank(rank, 2) as group:
+        model = split_model(copy.deepcopy(whole), group)
+    own = model.state_dict(keep_vars=True)
+    assert list(own) == list(state)
+    names = dict(model.named_parameters(remove_duplicate=False))
+    assert set(names) == set(dict(whole.named_parameters(remove_duplicate=False)))
+    marked = 0
+    for key, value in own.items():
+        part = expected[key]
+        split = part.shape != state[key].shape
+        assert torch.equal(value[: len(part)], part)
+        assert not value[len(part) :].any()  # padding
+        assert value.requires_grad == state[key].requires_grad
+        assert getattr(value, "tensor_model_parallel", False) is split
+        assert getattr(value, "model_parallel", False) is split
+        if split:
+            marked += 1
+            (dim,) = [d for d, n in enumerate(part.shape) if n != state[key].shape[d]]
+            assert value.partition_dim == dim
+    assert marked >= 2 * 6
+    for key in own:
+        for other in own:
+            assert (own[key] is own[other]) == (state[key] is state[other])
+
+
+@pytest.mark.parametrize("name", ["gpt2-101", "bert-mlm-101", "bert-mlm-untied", "bert-cls"])
+def test_a_group_of_one_computes_what_the_model_did(name, alone):
+    whole = build(name)
+    given = batch(whole)
+    output = whole(**given)
+    output.loss.backward()
+    model = split_model(copy.deepcopy(whole), alone)
+    model.zero_grad()
+    loss = model(**given).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(output.loss.item(), abs=1e-6)
+    assert distance(gradients(model), gradients(whole)) < 1e-6
+    merged = merged_state_dict(model)
+    assert all(torch.equal(merged[key], value) for key, value in whole.state_dict().items())
+    model.zero_grad()
+    run_segments(tensor_segments(model, alone), given)
+    assert distance(gradients(model), gradients(whole)) < 1e-6
+
+
+def test_a_language_model_returns_logits_without_labels_alone(alone):
+    whole = build("gpt2-101")
+    model = split_model(copy.deepcopy(whole), alone)
+    given = batch(whole)
+    output = model(**given)
+    assert output.logits is None
+    assert "logits" not in output
+    assert output["loss"] is output[0] is output.loss
+    labels = given.pop("labels")
+    output = model(**given)
+    assert output["logits"] is output[0] is output.logits
+    assert output.logits.shape == (3, 9, 101)
+    assert output.loss is None
+    # In the order of forward's parameters, as a tuple, and divided by a number of labels.
+    (loss, *_) = model(given["input_ids"], None, given["attention_mask"], None, None, None, None,
+                       None, labels, return_dict=False)  # fmt: skip
+    torch.testing.assert_close(loss, whole(**given, labels=labels).loss)
+    torch.testing.assert_close(
+        model(**given, labels=labels, num_items_in_batch=7).loss,
+        whole(**given, labels=labels, num_items_in_batch=7).loss,
+    )
+    # A loss of one's own goes through the gathered logits.
+    model(**given).logits.square().mean().backward()
+    whole(**given).logits.square().mean().backward()
+    assert distance(gradients(model), gradients(whole)) < 1e-5
+
+
+def test_generation_and_positions_of_a_batch_work(alone):
+    whole = build("gpt2-101").eval()
+    model = split_model(copy.deepcopy(whole), alone)
+    ids = batch(whole)["input_ids"][1:]
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 2}
+    assert torch.equal(model.generate(ids, **options), whole.generate(ids, **options))
+    given = {"input_ids": ids, "position_ids": torch.arange(9).repeat(2, 1) + 2, "labels": ids}
+    names = ("input_ids", "position_ids")
+    loss = run_segments(tensor_segments(model, alone, names), given)
+    torch.testing.assert_close(loss, whole(**given).loss.detach())
+
+
+def test_a_split_model_saves_what_the_whole_one_saves(alone, tmp_path):
+    for name in ("gpt2-101", "bert-mlm-101", "bert-cls"):
+        whole = build(name)
+        model = split_model(copy.deepcopy(whole), alone)
+        whole.save_pretrained(tmp_path / "whole")
+        whole.save_pretrained(tmp_path / "split", state_dict=merged_state_dict(model))
+        for file in (tmp_path / "whole").iterdir():
+            assert (tmp_path / "split" / file.name).read_bytes() == file.read_bytes()
+
+
+def gpt2(**changes):
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**{**GPT2, "vocab_size": 50, **changes})
+    )
+
+
+def bert(**changes):
+    return transformers.BertForMaskedLM(
+        transformers.BertConfig(**{**BERT, "vocab_size": 50, **changes})
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "ranks", "message"),
+    [
+        (lambda: gpt2(n_head=2), 4, "config.num_attention_heads = 2.*4 ranks"),
+        (lambda: gpt2(n_inner=33), 2, "config.n_inner = 33"),
+        (lambda: bert(intermediate_size=33), 2, "config.intermediate_size = 33"),
+        (lambda: bert(num_attention_heads=1), 2, "config.num_attention_heads = 1"),
+        (lambda: gpt2(add_cross_attention=True), 2, "decoder"),
+        (lambda: bert(is_decoder=True), 2, "decoder"),
+        (lambda: gpt2().transformer, 2, "GPT2LMHeadModel, BertForMaskedLM"),
+        (lambda: gpt2().to("meta"), 2, "meta device"),
+    ],
+)
+def test_a_model_that_cannot_be_split_is_refused_and_left_as_it_was(make, ranks, message, as_rank):
+    model = make()
+    before = {name: type(module) for name, module in model.named_modules()}
+    with as_rank(0, ranks) as group, pytest.raises(ModelError, match=message):
+        split_model(model, group)
+    assert {name: type(module) for name, module in model.named_modules()} == before
+
+
+def test_a_model_is_split_once_and_what_is_not_split_cannot_be_merged(as_rank):
+    model = gpt2()
+    with as_rank(0, 2) as group:
+        with pytest.raises(ModelError, match="not split"):
+            merged_state_dict(model)
+        with pytest.raises(ModelError, match="not split"):
+            tensor_segments(model, group)
+        split_model(model, group)
+        with pytest.raises(ModelError, match="split already"):
+            split_model(model, group)
+
+
+def test_a_frozen_weight_stays_frozen_and_evaluation_stays_so(alone):
+    model = gpt2().eval()
+    model.transformer.wte.weight.requires_grad_(False)
+    split_model(model, alone)
+    assert not model.lm_head.weight.requires_grad
+    assert model.transformer.h[0].mlp.c_fc.weight.requires_grad
+    assert not any(module.training for module in model.modules())
