@@ -205,7 +205,7 @@ class WaveExecutor:
                 before = wave.returned.get(weight)
                 wave.returned[weight] = loan.grad if before is None else before + loan.grad
         wave.gradients = tuple(tensor.grad for tensor in kept.inputs)
-        if self._sums_gradient[action.stage]:
+        if self._sums_gradient[action.stage] and action.stage:  # before the first nothing follows
             self._sum(action._replace(kind=Kind.SUM_GRADIENT), wave, wave.gradients[0])
 
     def _sum(self, action: Action, wave: _Wave, tensor: Tensor | None) -> None:
