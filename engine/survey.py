@@ -47,15 +47,15 @@ class SavedBytes:
 
     def hooks(self) -> Any:
         """Return the context in which saved tensors are counted."""
-        return torch.autograd.graph.saved_tensors_hooks(self._count, lambda tensor: tensor)
+        return torch.autograd.graph.saved_tensors_hooks(self._count, lambda kept: kept)
 
     def _count(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._weights and storage.data_ptr() not in self._seen:
             self._seen.add(storage.data_ptr())
-            self._kept.append(tensor)
+            self._kept.append(tensor.detach())
             self.total += storage.nbytes()
-        return tensor
+        return tensor.detach()  # an operator's own output would hold the operator, which holds this
 
 
 def cut(carry: Carry) -> Carry:
