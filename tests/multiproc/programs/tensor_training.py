@@ -71,7 +71,7 @@ if __name__ == "__main__":
         expected_engine, expected, expected_norms = whole[name, stage]
         model = split_model(build(name), mesh.get_model_parallel_group())
         engine, losses, norms = train(wavemare.initialize, model, stage, data_rank, mpu=mesh)
-        merged = merged_state_dict(engine.module)
+        merged = merged_state_dict(engine)
         state = expected_engine.module.state_dict()
         result[f"{name} {stage}"] = {
             "losses": losses,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from transformers import PreTrainedModel
 
 from wavemare.errors import ModelError
 from wavemare.parallel.tensor.partition import merge_tensor, partition_of
@@ -28,6 +29,8 @@ def merged_state_dict(model: Any) -> dict[str, Tensor] | None:
     Raises:
         ModelError: The model has not been split, or ZeRO-3 has cut its weights further.
     """
+    while not isinstance(model, PreTrainedModel) and hasattr(model, "module"):
+        model = model.module
     embedding = split_embedding(model)
     state = model.state_dict(keep_vars=True)
     merged: dict[int, Tensor] = {}
