@@ -10,6 +10,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from wavemare.comm.config import SparseCollectiveConfig, WatchdogConfig
 from wavemare.engine.sparse_checks import check_sparse_collective
 from wavemare.engine.wave_checks import check_wavelet
@@ -31,6 +33,8 @@ __all__ = [
 SECTION = "wavemare"
 SCHEDULES = ("1f1b", "pipemare")
 
+_ZERO_WEIGHTS = 3
+
 _BATCH_KEYS = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -38,10 +42,18 @@ _BATCH_KEYS = (
 )
 
 
+class TensorParallelConfig(Section):
+    """Ranks that share every layer of a model: GPT-2 or BERT, split as Megatron-LM does."""
+
+    size: int = Field(default=1, ge=1)
+    """How many consecutive ranks share a model; 1 for none."""
+
+
 class WavemareConfig(Section):
     """The ``"wavemare"`` section. Stock DeepSpeed ignores it, so one file serves both."""
 
     pipeline: PipelineConfig = PipelineConfig()
+    tensor_parallel: TensorParallelConfig = TensorParallelConfig()
     wavelet: WaveletConfig = WaveletConfig()
     sparse_collective: SparseCollectiveConfig = SparseCollectiveConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
@@ -57,6 +69,11 @@ class WavemareConfig(Section):
         if not isinstance(section, Mapping):
             raise ConfigError(SECTION, section, "the section is not a mapping", "Write {...}")
         return cls.parse(section, SECTION)
+
+    @property
+    def model_ranks(self) -> int:
+        """How many processes hold one model between them."""
+        return self.pipeline.stages * self.tensor_parallel.size
 
 
 def load_config(
@@ -137,6 +154,8 @@ def check_config(config: Mapping[str, Any], *, world_size: int) -> WavemareConfi
             f"Start a multiple of {stages} processes, or change the number of stages",
         )
     _check_schedule(config, ours.pipeline)
+    if ours.tensor_parallel.size > 1:
+        _check_tensor_parallel(config, ours, world_size)
     sparse = ours.sparse_collective
     if sparse.mode != "off":
         compresses = sparse.compressor is not None
@@ -151,6 +170,42 @@ def check_config(config: Mapping[str, Any], *, world_size: int) -> WavemareConfi
             "Use 0 or 1 with pipeline stages, or wavemare.pipeline.stages 1",
         )
     return ours
+
+
+def _check_tensor_parallel(
+    config: Mapping[str, Any], ours: WavemareConfig, world_size: int
+) -> None:
+    """Check what the rest of the configuration lets a split model do."""
+    key, size = f"{SECTION}.tensor_parallel.size", ours.tensor_parallel.size
+    if world_size % size:
+        reason = f"the number of processes ({world_size}) is not a multiple of it"
+        remedy = f"Start a multiple of {size} processes, or change the size"
+        raise ConfigError(key, size, f"{reason}{_launch_hint(world_size)}", remedy)
+    if ours.pipeline.stages > 1:
+        reason = f"the layers of {ours.pipeline.stages} pipeline stages cannot be split as well"
+        raise ConfigError(key, size, reason, "Use one of the two")
+    zero = zero_section(config).get("stage", 0)
+    if zero == _ZERO_WEIGHTS:
+        reason = "ZeRO 3 would cut the parts of split weights further"
+        raise ConfigError("zero_optimization.stage", zero, reason, "Use 0, 1 or 2")
+    for name in ("fp16", "bf16"):
+        if zero == 0 and _enabled(config, name):
+            raise ConfigError(
+                f"{name}.enabled",
+                True,
+                "without ZeRO DeepSpeed's 16-bit optimizers count split weights of one rank alone "
+                "when they clip",
+                'Set "stage" to 1 or 2 in zero_optimization',
+            )
+    if _section(config, "tensor_parallel").get("autotp_size", 1) != 1:
+        reason = "DeepSpeed would split the model a second time"
+        given = _section(config, "tensor_parallel")["autotp_size"]
+        raise ConfigError("tensor_parallel.autotp_size", given, reason, "Use one of the two")
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = config.get(name)
+    return section if isinstance(section, Mapping) else {}
 
 
 def _check_schedule(config: Mapping[str, Any], pipeline: PipelineConfig) -> None:
@@ -197,8 +252,7 @@ def _check_schedule(config: Mapping[str, Any], pipeline: PipelineConfig) -> None
 
 
 def _enabled(config: Mapping[str, Any], name: str) -> bool:
-    section = config.get(name)
-    return isinstance(section, Mapping) and bool(section.get("enabled"))
+    return bool(_section(config, name).get("enabled"))
 
 
 def zero_section(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor
@@ -19,10 +21,14 @@ class AccumulationProtocol:
 
     Args:
         engine: A data-parallel engine.
+        streams: CUDA streams for the passes: 2 gives each wave one of its own.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, streams: int = 1) -> None:
         self._engine = engine
+        self._streams = [
+            torch.cuda.Stream(engine.device) for _ in range(streams if streams > 1 else 0)
+        ]
         self._within = False
 
     def hooks(self) -> Hooks:
@@ -42,10 +48,15 @@ class AccumulationProtocol:
             engine.optimizer.parameter_offload.get_param_coordinator().reset_step()
         if engine.training_dataloader is None:
             engine.tput_timer.start()
+        for stream in self._streams:
+            stream.wait_stream(torch.cuda.current_stream(engine.device))
 
-    def forward(self, micro_batch: int = 0) -> AbstractContextManager[Any]:
-        """Return the context of a forward pass."""
-        return autocast_if_enabled(self._engine)
+    @contextmanager
+    def forward(self, micro_batch: int = 0) -> Iterator[None]:
+        """Return the context of a forward pass; autograd takes its stream for the backward pass."""
+        stream = self._streams[micro_batch % 2] if self._streams else None
+        with torch.cuda.stream(stream), autocast_if_enabled(self._engine):
+            yield
 
     def abandon(self) -> None:
         """Leave a step that an error has ended; its gradients are dropped."""
@@ -73,6 +84,9 @@ class AccumulationProtocol:
         return loss
 
     def _end_backward(self, micro_batch: int) -> None:
+        if self._streams:
+            stream = self._streams[micro_batch % 2]
+            torch.cuda.current_stream(self._engine.device).wait_stream(stream)
         self._engine._backward_epilogue()
         self._leave()
         self._engine.step()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wavemare.errors import ConfigError
 from wavemare.pipeline.correction import ExactCorrection
 from wavemare.pipeline.storage import References
 
@@ -96,10 +97,21 @@ class Replicas(Versions):
     Args:
         parameters: Those that are trained; they are replica 0 at first.
         optimizer: Of the parameters; linear in the gradients.
+
+    Raises:
+        ConfigError: It is another one than torch's SGD.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], optimizer: Any) -> None:
         super().__init__(parameters)
+        if not isinstance(optimizer, torch.optim.SGD):
+            raise ConfigError(
+                "wavemare.wavelet.mode",
+                "replica",
+                f"a step of {type(optimizer).__name__} is not linear in the gradients, so that the "
+                "replicas would drift apart",
+                'Use SGD, with or without momentum, or mode "async"',
+            )
         self._optimizer = optimizer
         self._references = References(parameters)
         self._weights = [
@@ -120,7 +132,8 @@ class Replicas(Versions):
             state = self._optimizer.state
             self._momentum[self._current] = {p: state.pop(p) for p in self.parameters if p in state}
             self._current = step % 2
-            state.update(self._momentum[self._current])
+            for parameter, held in self._momentum[self._current].items():
+                state[parameter] = held
             self._point(self._current)
 
     @contextmanager

@@ -51,7 +51,8 @@ class Job:
         self.world_size = environment_world_size()
         self.section = check_config(self.config, world_size=self.world_size)
         self.stages = self.section.pipeline.stages
-        self.batch = check_batch_sizes(self.config, data_world_size=self.world_size // self.stages)
+        replicas = self.world_size // self.section.model_ranks
+        self.batch = check_batch_sizes(self.config, data_world_size=replicas)
         quiet_libraries()
         self.rank = environment_rank()
         self.run = Run(Path(arguments.output), rank=self.rank)
@@ -150,7 +151,7 @@ class Job:
             model,
             corpus,
             num_parameters=self.num_parameters,
-            pipeline=self.section.pipeline,
+            section=self.section,
             config=self.config,
             batch=self.batch,
             sequence_length=sequence_length,
@@ -159,8 +160,10 @@ class Job:
         )
         self.screen.panel(self.title, panel)
         self.engine, *_ = wavemare.initialize(model=model, config=self.config)
-        # Dropout must differ between ranks: they hold other samples or other layers.
-        torch.manual_seed(self.arguments.seed + 1 + self.rank)
+        # Dropout must differ between ranks, which hold other samples or other layers, unless they
+        # share layers.
+        place = self.rank // self.section.tensor_parallel.size
+        torch.manual_seed(self.arguments.seed + 1 + place)
 
     def loader(self, dataset: Any, held_out: Any) -> Iterator[Any]:
         """Return this rank's endless micro-batches, at the sample where a resumed run stopped.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from wavemare.engine.config import zero_section
+from wavemare.engine.config import WavemareConfig, zero_section
 from wavemare.observe import MemoryEstimate, estimate_activations, estimate_memory
 from wavemare.pipeline.config import PipelineConfig
 from wavemare.pipeline.order import ahead
@@ -21,7 +21,7 @@ def start_up_panel(
     corpus: Mapping[str, object],
     *,
     num_parameters: int,
-    pipeline: PipelineConfig,
+    section: WavemareConfig,
     config: Mapping[str, Any],
     batch: Mapping[str, int],
     sequence_length: int,
@@ -34,18 +34,18 @@ def start_up_panel(
         model: The whole transformers model.
         corpus: Rows about the data.
         num_parameters: That are trained, over all stages.
-        pipeline: Stages and schedule.
+        section: Ours of the configuration.
         config: DeepSpeed's configuration.
         batch: DeepSpeed's three batch sizes by their keys.
         sequence_length: Tokens per sample.
         world_size: Processes.
         steps: Optimizer steps.
     """
-    shape, stages = model.config, pipeline.stages
+    shape, stages, pipeline = model.config, section.pipeline.stages, section.pipeline
     zero = zero_section(config).get("stage", 0)
     train, micro, accumulation = batch.values()
-    data_ranks = world_size // stages
-    memory = _memory(shape, num_parameters, config, batch, sequence_length, pipeline, data_ranks)
+    data_ranks, parts = world_size // section.model_ranks, section.tensor_parallel.size
+    memory = _memory(shape, num_parameters, config, batch, sequence_length, section, data_ranks)
     return {
         "model": {
             "architecture": type(model).__name__,
@@ -54,8 +54,10 @@ def start_up_panel(
             f"{shape.num_attention_heads}",
         },
         "layout": {
-            "processes": f"{world_size} = {stages} stages x {data_ranks} replicas",
-            "schedule": f"{_schedule(pipeline, accumulation)}, ZeRO {zero}",
+            "processes": f"{world_size} = {stages} stages x {data_ranks} replicas"
+            + (f" x {parts} ranks that share layers" if parts > 1 else ""),
+            "schedule": f"{_schedule(pipeline, accumulation)}, ZeRO {zero}"
+            + (f", waves {section.wavelet.mode}" if section.wavelet.mode != "off" else ""),
         },
         "batch": {
             "samples per step": f"{train} = {micro} x {accumulation} micro-batches x "
@@ -84,9 +86,10 @@ def _memory(
     config: Mapping[str, Any],
     batch: Mapping[str, int],
     sequence_length: int,
-    pipeline: PipelineConfig,
+    section: WavemareConfig,
     data_ranks: int,
 ) -> MemoryEstimate:
+    pipeline = section.pipeline
     stages, micro_batches = pipeline.stages, batch["gradient_accumulation_steps"]
     half = any(config.get(key, {}).get("enabled") for key in ("bf16", "fp16"))
     bytes_per_value = _HALF if half else _SINGLE
@@ -107,7 +110,7 @@ def _memory(
         ),
     )
     return estimate_memory(
-        -(-num_parameters // stages),
+        -(-num_parameters // section.model_ranks),
         bytes_per_parameter=bytes_per_value,
         zero_stage=zero_section(config).get("stage", 0),
         data_world_size=data_ranks,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -9,12 +10,15 @@ import deepspeed
 from deepspeed import comm as dist
 
 from wavemare.engine import build_engine, init_distributed
-from wavemare.engine.config import WavemareConfig, check_config
+from wavemare.engine.config import WavemareConfig, check_config, zero_section
 from wavemare.engine.initialize import read_config
 from wavemare.engine.segments import Segments
 from wavemare.errors import ConfigError
+from wavemare.parallel import TensorMesh
 
 __all__ = ["initialize"]
+
+logger = logging.getLogger("wavemare")
 
 
 def initialize(
@@ -36,7 +40,8 @@ def initialize(
 
     With ``"wavemare": {"pipeline": {"stages": N}}`` and N > 1 a transformers model becomes a
     pipeline of N stages; optimizer and parameter groups made for the whole model are reduced to
-    the parameters of this rank's stage.
+    the parameters of this rank's stage. With ``"tensor_parallel": {"size": N}`` GPT-2 or BERT is
+    split over every N consecutive ranks, in place.
 
     Args:
         args: Namespace with ``deepspeed_config`` (and ``local_rank``), or None with ``config``.
@@ -62,6 +67,8 @@ def initialize(
     """
     values = read_config(args, config, config_params)
     ours = WavemareConfig.of(values)
+    if ours.wavelet.mode == "model_parallel":
+        values = _weights_in_turns(values)
     if dist_init_required is not False:
         init_distributed(distributed_port)
     if ours.pipeline.stages > 1 and not isinstance(model, deepspeed.PipelineModule):
@@ -72,6 +79,13 @@ def initialize(
         optimizer, model_parameters = _of_this_stage(
             model, optimizer, model_parameters, lr_scheduler, copies
         )
+    if ours.tensor_parallel.size > 1:
+        check_config(values, world_size=dist.get_world_size())
+        _check_whole(optimizer, model_parameters, mpu)
+        from wavemare.parallel.tensor import split_model
+
+        mpu = TensorMesh(ours.tensor_parallel.size)
+        model = split_model(model, mpu.get_model_parallel_group())
     return build_engine(
         values,
         segments=_segments(model, ours),
@@ -111,9 +125,41 @@ def _converted(model: Any, ours: WavemareConfig) -> Any:
     )
 
 
+def _check_whole(optimizer: Any, model_parameters: Any, mpu: Any) -> None:
+    """Check that nothing was made for the weights of the model that is going to be split."""
+    key = "wavemare.tensor_parallel.size"
+    if hasattr(optimizer, "param_groups") or model_parameters is not None:
+        name = "optimizer" if optimizer is not None else "model_parameters"
+        reason = "it was made for the weights of the whole model, of which each rank gets parts"
+        raise ConfigError(name, "...", reason, "Name the optimizer in the JSON, or give a function")
+    if mpu is not None:
+        reason = "the ranks that share a model are given twice"
+        raise ConfigError(key, type(mpu).__name__, reason, f"Leave out mpu, or {key}")
+
+
+def _weights_in_turns(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration that does what Wavelet's model-parallel form comes down to.
+
+    There all devices hold the same part of the model at a time and hand activations round. Left
+    where they are, these need no messages, and what remains is ZeRO-3.
+    """
+    zero = dict(zero_section(values))
+    if zero.get("stage", 3) not in (0, 3):
+        reason = "wavelet's mode 'model_parallel' is done by ZeRO-3"
+        raise ConfigError(
+            "zero_optimization.stage", zero["stage"], reason, "Use 3, or leave it out"
+        )
+    logger.info(
+        "wavelet model_parallel: weights come in turns by ZeRO-3, and activations stay in place"
+    )
+    return {**values, "zero_optimization": {**zero, "stage": 3}}
+
+
 def _segments(model: Any, ours: WavemareConfig) -> Segments | None:
     """Return the segments of a model that is to be trained as waves."""
-    if ours.wavelet.mode == "off" or isinstance(model, deepspeed.PipelineModule):
+    if ours.wavelet.mode in ("off", "model_parallel") or isinstance(
+        model, deepspeed.PipelineModule
+    ):
         return None
     from wavemare.models.segments import segments_of
 

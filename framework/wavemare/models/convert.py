@@ -20,6 +20,7 @@ from wavemare.models.module import Conversion, TransformerPipeline
 from wavemare.models.proof import prove
 from wavemare.models.ties import give_own_weights, tied_weights, warn_of_untying
 from wavemare.models.timing import layer_times
+from wavemare.parallel.tensor.state import is_split
 from wavemare.pipeline.cuts import PARTITION_KEY, STAGES_KEY, balanced_cuts, explicit_cuts
 
 __all__ = ["to_pipeline"]
@@ -128,6 +129,9 @@ def _take_apart(model: Any, inputs: Sequence[str] | None, *, untie: bool = False
         raise ModelError(
             "model", type(model).__name__, "it is not a transformers model", f"Use {SUPPORTED}"
         )
+    if is_split(model):
+        reason = "it is split over ranks, and a pipeline's stages hold whole layers"
+        raise ModelError("model", type(model).__name__, reason, "Use one of the two")
     family = family_of(model)
     if any(weight.is_meta for weight in model.parameters()):
         raise ModelError(

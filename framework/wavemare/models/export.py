@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from wavemare.errors import ModelError
 from wavemare.models.module import TransformerPipeline
+from wavemare.parallel.tensor.state import is_split, merged_state_dict
 
 __all__ = ["pipeline_state_dict", "save_pretrained"]
 
@@ -57,7 +58,8 @@ def save_pretrained(
 ) -> None:
     """Write a Hugging Face folder that ``from_pretrained`` reads; every process calls this.
 
-    Works for pipelines made by :func:`to_pipeline` and for plain models under ZeRO stages 0 to 3.
+    Works for pipelines made by :func:`to_pipeline`, for models split over ranks, and for plain
+    models under ZeRO stages 0 to 3. Gradients that an asynchronous engine holds are applied first.
     Files are written beside the target and moved into it at the end, so that a failure leaves it as
     it was; other files in it stay.
 
@@ -70,12 +72,18 @@ def save_pretrained(
         ModelError: There is no transformers model in the engine, or rank 0 cannot write.
     """
     model = _unwrap(engine_or_module)
+    drain = getattr(engine_or_module, "drain", None)
+    if drain is not None:
+        drain()
     if isinstance(model, TransformerPipeline):
         state, saver = pipeline_state_dict(model), model.skeleton
         if state is not None:
             # A 16-bit engine casts the layers; the skeleton decides what config.json says.
             saver.to(next(t.dtype for t in state.values() if t.is_floating_point()))
             state = _one_tensor_each(state, saver)
+    elif is_split(model):
+        state, saver = merged_state_dict(model), _whole(model)
+        state = state if dist.get_rank() == 0 else None
     elif isinstance(model, PreTrainedModel):
         state, saver = _gathered(model), model
     else:
@@ -87,6 +95,14 @@ def save_pretrained(
         except (OSError, RuntimeError, ValueError) as error:
             failure = error
     _agree(failure, folder)
+
+
+def _whole(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the model that a split one was made of, without weights."""
+    with torch.device("meta"):
+        whole: Any = type(model)(model.config)
+    whole.generation_config = model.generation_config
+    return whole.to(model.dtype)  # type: ignore[no-any-return]
 
 
 def _unwrap(module: Any) -> Any:

@@ -13,7 +13,7 @@ from wavemare.errors import ModelError
 from wavemare.parallel.tensor.partition import merge_tensor, partition_of
 from wavemare.parallel.tensor.vocabulary import VocabParallelEmbedding
 
-__all__ = ["merged_state_dict", "split_embedding"]
+__all__ = ["is_split", "merged_state_dict", "split_embedding"]
 
 
 def merged_state_dict(model: Any) -> dict[str, Tensor] | None:
@@ -49,6 +49,13 @@ def merged_state_dict(model: Any) -> dict[str, Tensor] | None:
     if dist.get_rank(embedding.group) != 0:
         return None
     return {name: merged[id(part)] for name, part in state.items()}
+
+
+def is_split(model: Any) -> bool:
+    """Whether a model is one that `split_model` has returned."""
+    return isinstance(model, nn.Module) and any(
+        isinstance(module, VocabParallelEmbedding) for module in model.modules()
+    )
 
 
 def split_embedding(model: nn.Module) -> VocabParallelEmbedding:
