@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import deepspeed
 import torch
@@ -102,7 +102,7 @@ def _whole(model: PreTrainedModel) -> PreTrainedModel:
     with torch.device("meta"):
         whole: Any = type(model)(model.config)
     whole.generation_config = model.generation_config
-    return whole.to(model.dtype)  # type: ignore[no-any-return]
+    return cast(PreTrainedModel, whole.to(model.dtype))
 
 
 def _unwrap(module: Any) -> Any:
