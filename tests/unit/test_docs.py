@@ -8,9 +8,10 @@ import pytest
 from pydantic import BaseModel
 
 from wavemare.comm.config import CompressorConfig, SparseCollectiveConfig, WatchdogConfig
-from wavemare.engine.config import check_batch_sizes, check_config
+from wavemare.engine.config import TensorParallelConfig, check_batch_sizes, check_config
 from wavemare.pipeline.config import PipelineConfig
 from wavemare.pipeline.staleness import max_staleness, mean_delay
+from wavemare.pipeline.wave_config import WaveletConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -39,7 +40,8 @@ def test_configurations_pass_the_check(page, block):
     config = json.loads(block)
     pipeline = config["wavemare"].get("pipeline")
     stages = 1 if pipeline is None else pipeline.get("stages", 2)
-    check_config(config, world_size=stages)
+    parts = config["wavemare"].get("tensor_parallel", {}).get("size", 1)
+    check_config(config, world_size=stages * parts)
     if any("batch_size" in key for key in config):
         check_batch_sizes(config, data_world_size=1)
 
@@ -65,6 +67,8 @@ def defaults(section, prefix=""):
     ("name", "section"),
     [
         ("pipeline", PipelineConfig()),
+        ("wavelet", WaveletConfig()),
+        ("tensor_parallel", TensorParallelConfig()),
         ("sparse_collective", SparseCollectiveConfig(compressor=CompressorConfig())),
         ("watchdog", WatchdogConfig()),
     ],
