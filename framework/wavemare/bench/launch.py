@@ -18,9 +18,10 @@ from wavemare.bench.options import MpiRequest, Request
 from wavemare.comm.mpi import describe_mpi
 from wavemare.errors import LaunchError
 
-__all__ = ["exchange", "measure"]
+__all__ = ["TIMEOUT_S", "exchange", "measure", "read_answer"]
 
-_TIMEOUT_S = 4 * 3600.0
+TIMEOUT_S = 4 * 3600.0
+"""How long ranks may measure."""
 
 
 @contextmanager
@@ -58,14 +59,28 @@ def measure(request: MpiRequest, worker: str) -> dict[str, Any]:
                 code = laboratory.run_ranks(
                     command,
                     launcher="mpirun",
-                    timeout_s=_TIMEOUT_S,
+                    timeout_s=TIMEOUT_S,
                     environment={"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
                 )
-        if code or not answered.exists():
-            reason = f"the ranks ended with code {code}"
-            raise LaunchError("ranks", request.ranks, reason, "Look at their output above")
-        result: dict[str, Any] = json.loads(answered.read_text(encoding="utf-8"))
-        return result
+        return read_answer(answered, code, request.ranks)
+
+
+def read_answer(answered: Path, code: int, ranks: int) -> dict[str, Any]:
+    """Return what ranks that have ended left.
+
+    Args:
+        answered: The file, as `exchange` has named it.
+        code: With which they ended.
+        ranks: Number of processes.
+
+    Raises:
+        LaunchError: A rank failed (it has said why).
+    """
+    if code or not answered.exists():
+        reason = f"the ranks ended with code {code}"
+        raise LaunchError("ranks", ranks, reason, "Look at their output above")
+    result: dict[str, Any] = json.loads(answered.read_text(encoding="utf-8"))
+    return result
 
 
 def _run_here(command: list[str], ranks: int) -> int:

@@ -21,6 +21,7 @@ from wavemare.cli.bench_shared import (
     save,
 )
 from wavemare.cli.bench_training import training
+from wavemare.cli.bench_wave import wave
 from wavemare.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -168,6 +169,7 @@ def sparse(
 
 
 bench.command()(training)
+bench.command()(wave)
 bench.command()(kernels)
 
 

@@ -1,0 +1,1 @@
+"""``wavemare bench wave``: optimizer steps of a tensor-parallel GPT under plans of waves."""

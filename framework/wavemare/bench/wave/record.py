@@ -1,0 +1,75 @@
+"""Where a step's time goes: in passes, in waiting for collectives, and when these really ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from torch import Tensor
+
+from wavemare.engine.wave_executor import WaveExecutor
+from wavemare.engine.wave_probe import WaveProbe
+from wavemare.pipeline.action import COLLECTIVES, COMPUTE, Action
+from wavemare.pipeline.timeline import Event
+
+__all__ = ["StepRecorder", "WatchingExecutor"]
+
+
+class StepRecorder:
+    """Notes the passes of a step, and the waits for collectives between them.
+
+    Args:
+        probe: Told of everything, too.
+        clock: Seconds from any origin, never going back.
+
+    Attributes:
+        events: In their order; those of collectives are the waits for them.
+    """
+
+    def __init__(
+        self, probe: WaveProbe | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._probe = probe
+        self._clock = clock
+        self.events: list[Event] = []
+
+    @contextmanager
+    def record(self, action: Action) -> Iterator[None]:
+        """Note what is done inside."""
+        started = self._clock()
+        with self._probe.record(action) if self._probe is not None else nullcontext():
+            yield
+        self.events.append(Event(action, started, self._clock()))
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds in passes."""
+        return sum(e.end_s - e.start_s for e in self.events if e.action.kind in COMPUTE)
+
+    @property
+    def waiting_s(self) -> float:
+        """Seconds in which nothing but collectives ran."""
+        return sum(e.end_s - e.start_s for e in self.events if e.action.kind in COLLECTIVES)
+
+
+class WatchingExecutor(WaveExecutor):
+    """Notes from when to when collectives run, hidden or not. That takes time of its own.
+
+    Attributes:
+        sums: In the order of their ends, by `time.perf_counter`.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.sums: list[Event] = []
+
+    def _sum(self, action: Action, wave: Any, tensor: Tensor | None) -> None:
+        started = time.perf_counter()
+        super()._sum(action, wave, tensor)
+
+        def note(_: Any) -> None:  # called by gloo's thread, as soon as the sum is there
+            self.sums.append(Event(action, started, time.perf_counter()))
+
+        wave.work.get_future().add_done_callback(note)

@@ -1,0 +1,162 @@
+"""The systems: one model split over the ranks, and a plan of an optimizer step for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel, set_seed
+
+from wavemare.bench.runner import bench_device
+from wavemare.bench.wave.request import BASELINE, DOMINO, IN_PHASE, TICK_TOCK, WaveRequest
+from wavemare.engine.survey import survey
+from wavemare.engine.wave_executor import Hooks, WaveExecutor
+from wavemare.errors import CommError
+from wavemare.parallel.tensor import split_model, tensor_segments
+from wavemare.pipeline.action import Action
+from wavemare.pipeline.wave import accumulation_step, in_phase_step, tick_tock_step
+
+__all__ = ["HALVES", "Systems", "check_gradients"]
+
+HALVES = "halves"
+"""Accumulation of halved micro-batches: no system, but what halving costs."""
+_SEED = 7
+# Sums of halves are rounded in another order.
+_TOLERANCE = 1e-4
+
+_Batch = dict[str, Tensor]
+Record = Callable[[Action], AbstractContextManager[Any]]
+
+
+class _Step(NamedTuple):
+    actions: tuple[Action, ...]
+    batches: list[_Batch]
+
+
+class Systems:
+    """Runs optimizer steps of each system, without the optimizer; all ranks must call together.
+
+    Args:
+        request: Has the sizes.
+
+    Attributes:
+        model: This rank's part.
+        device: Of the model.
+        num_segments: With the head.
+        sums_per_micro_batch: Collectives that the executor starts for one.
+    """
+
+    def __init__(self, request: WaveRequest) -> None:
+        self.device = bench_device()
+        self.model = _build_model(request).to(self.device)
+        group = dist.group.WORLD
+        split_model(self.model, group)
+        self._segments = segments = tensor_segments(self.model, group)
+        self.num_segments = len(segments.names)
+        sums = {
+            "sums_output": [*(segment.sums_output for segment in segments.body), False],
+            "sums_gradient": [
+                *(segment.sums_gradient for segment in segments.body),
+                segments.head_sums_gradient,
+            ],
+        }
+        self.sums_per_micro_batch = sum(map(sum, sums.values()))
+        whole = _build_batches(request, self.device)
+        halves = [_batch(part) for batch in whole for part in batch["input_ids"].chunk(2)]
+        count, num_segments = request.micro_batches, self.num_segments
+        self._steps = {
+            BASELINE: _Step(accumulation_step(num_segments, count), whole),
+            IN_PHASE: _Step(in_phase_step(num_segments, count, **sums), whole),
+            DOMINO: _Step(in_phase_step(num_segments, 2 * count, **sums), halves),
+            TICK_TOCK: _Step(tick_tock_step(num_segments, count, **sums), whole),
+            HALVES: _Step(accumulation_step(num_segments, 2 * count), halves),
+        }
+        self._survey = survey(segments, self.model, whole[0])
+
+    def clear(self) -> None:
+        """Drop the gradients."""
+        self.model.zero_grad()
+
+    def step(
+        self, name: str, record: Record, executor_type: type[WaveExecutor] = WaveExecutor
+    ) -> WaveExecutor:
+        """Compute the gradients of a step, and add them to what is there.
+
+        Args:
+            name: Of the system.
+            record: Context of each pass and of each wait.
+            executor_type: Runs it.
+
+        Returns:
+            What has run it.
+        """
+        actions, batches = self._steps[name]
+
+        def scale(loss: Tensor) -> Tensor:
+            return loss / len(batches)
+
+        hooks = Hooks(record=record, scale=scale)
+        executor = executor_type(self._segments, self.model, self._survey, hooks)
+        executor.run(actions, iter(batches))
+        return executor
+
+    def gradients(self, name: str, record: Record) -> list[Tensor]:
+        """Return copies of a step's gradients, in the order of the model's weights."""
+        self.clear()
+        self.step(name, record)
+        return [
+            weight.grad.clone() for weight in self.model.parameters() if weight.grad is not None
+        ]
+
+
+def check_gradients(name: str, own: list[Tensor], expected: list[Tensor]) -> bool:
+    """Compare a system's gradients with accumulation's.
+
+    Returns:
+        Whether they are equal bit for bit.
+
+    Raises:
+        CommError: They differ by more than rounding, or tick-tock's at all.
+    """
+    equal = all(map(torch.equal, own, expected))
+    gaps = [
+        float((a - b).norm() / b.norm().clamp(min=1e-30))
+        for a, b in zip(own, expected, strict=True)
+    ]
+    if max(gaps) > _TOLERANCE or (name == TICK_TOCK and not equal):
+        reason = f"its gradients are off by {max(gaps):g} of their norm"
+        raise CommError("system", name, reason, "Report this: no measurement of it means anything")
+    return equal
+
+
+def _build_model(request: WaveRequest) -> Any:
+    set_seed(_SEED)
+    return GPT2LMHeadModel(
+        GPT2Config(
+            n_layer=request.layers,
+            n_embd=request.hidden,
+            n_head=request.heads,
+            n_positions=request.sequence,
+            vocab_size=request.vocabulary,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    )
+
+
+def _build_batches(request: WaveRequest, device: torch.device) -> list[_Batch]:
+    generator = torch.Generator().manual_seed(_SEED)
+    shape = (request.micro_batches, request.batch, request.sequence)
+    tokens = torch.randint(0, request.vocabulary, shape, generator=generator).to(device)
+    return [_batch(part) for part in tokens]
+
+
+def _batch(tokens: Tensor) -> _Batch:
+    return {"input_ids": tokens, "labels": tokens}

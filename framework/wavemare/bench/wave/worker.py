@@ -1,0 +1,171 @@
+"""One rank of ``wavemare bench wave``: told by a file what to measure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from wavemare.bench.answer import answer
+from wavemare.bench.rounds import rotated
+from wavemare.bench.wave.links import adjusted_mbit, ask_for_links, link_mbit, sent_bytes
+from wavemare.bench.wave.live import LiveBytes
+from wavemare.bench.wave.record import StepRecorder
+from wavemare.bench.wave.report import Sample, Setting, build_result, exposed_share
+from wavemare.bench.wave.request import BASELINE, SYSTEMS, TICK_TOCK, WaveRequest
+from wavemare.bench.wave.show import plot_memory
+from wavemare.bench.wave.systems import HALVES, Systems, check_gradients
+from wavemare.bench.wave.trace import save_trace
+from wavemare.engine.wave_probe import WaveProbe
+from wavemare.failure import run_main
+from wavemare.observe import Screen
+
+__all__ = ["main"]
+
+_TRIALS = 2
+_CLOSE = 0.02
+
+
+def main() -> None:
+    """Measure what the request asks for; rank 0 leaves the result."""
+    answer(WaveRequest, measure)
+
+
+def measure(request: WaveRequest) -> dict[str, Any]:
+    """Check, measure memory and then times; return the result of rank 0."""
+    torch.set_num_threads(1)
+    screen = Screen(rank=dist.get_rank())
+    systems = Systems(request)
+    screen.note("comparing gradients and memory")
+    bitwise = _compare(systems)
+    memory = {name: _keep_count(systems, name) for name in SYSTEMS}
+    if request.memory is not None and dist.get_rank() == 0:
+        curves = {name: memory[name].curve for name in SYSTEMS}
+        plot_memory(curves, TICK_TOCK, Path(request.memory))
+    bench = _Bench(request, systems, screen)
+    split_loss = bench.split_loss()
+    settings = [bench.measure(percent) for percent in request.exposed]
+    save_trace(request, systems)
+    return build_result(
+        request,
+        settings,
+        num_segments=systems.num_segments,
+        split_loss=split_loss,
+        peaks={name: live.peak for name, live in memory.items()},
+        bitwise=bitwise,
+    )
+
+
+class _Bench:
+    """Measures over links of several speeds, of which the first are as fast as they go.
+
+    Args:
+        request: What to measure.
+        systems: What is measured.
+        screen: Shows the progress.
+    """
+
+    def __init__(self, request: WaveRequest, systems: Systems, screen: Screen) -> None:
+        self._request = request
+        self._systems = systems
+        self._screen = screen
+        count = request.micro_batches * systems.sums_per_micro_batch
+        self._sent = sent_bytes(count * request.carry_bytes, request.ranks)
+        self._step(BASELINE)
+        self._compute_s = self._median_compute(BASELINE)
+
+    def split_loss(self) -> float:
+        """Return how much longer halves of micro-batches compute than wholes: 0.1 for 10 %."""
+        return self._median_compute(HALVES) / self._compute_s - 1
+
+    def measure(self, percent: int) -> Setting:
+        """Measure all systems where collectives take a percentage of accumulation's time."""
+        mbit = self._set_links(percent / 100)
+        request = self._request
+        where = "links as fast as they go" if mbit is None else f"links of {mbit:.0f} Mbit/s"
+        probe = WaveProbe(self._systems.device, self._systems.num_segments)
+        samples: dict[str, list[Sample]] = {name: [] for name in SYSTEMS}
+        for turn in range(request.warmups + request.rounds):
+            total = request.warmups + request.rounds
+            self._screen.note(f"{percent} % exposed, {where}: round {turn + 1} of {total}")
+            if turn == request.warmups:
+                probe.forget()
+            for name in rotated(SYSTEMS, turn):
+                sample = self._step(name, probe if name == BASELINE else None)
+                if turn >= request.warmups:
+                    samples[name].append(sample)
+        return Setting(percent, mbit, samples, probe.costs())
+
+    def _set_links(self, share: float) -> float | None:
+        """Let links have the speed at which a share is exposed, which is tried, and mended once."""
+        if not share:
+            self._ask(None)
+            return None
+        mbit = link_mbit(share, self._compute_s, self._sent)
+        self._ask(mbit)
+        trials = self._trials(BASELINE)
+        if abs(exposed_share(trials) - share) <= _CLOSE:
+            return mbit
+        mbit = adjusted_mbit(
+            mbit,
+            share,
+            self._sent,
+            compute_s=median(trial.compute_s for trial in trials),
+            waiting_s=median(trial.waiting_s for trial in trials),
+        )
+        self._ask(mbit)
+        return mbit
+
+    def _ask(self, mbit: float | None) -> None:
+        dist.barrier()
+        if self._request.links is not None and dist.get_rank() == 0:
+            ask_for_links(Path(self._request.links), mbit)
+        dist.barrier()
+
+    def _median_compute(self, name: str) -> float:
+        return median(sample.compute_s for sample in self._trials(name))
+
+    def _trials(self, name: str) -> Sequence[Sample]:
+        return [self._step(name) for _ in range(_TRIALS)]
+
+    def _step(self, name: str, probe: WaveProbe | None = None) -> Sample:
+        """Run a step from a barrier to the end of the slowest rank."""
+        recorder = StepRecorder(probe)
+        self._systems.clear()
+        dist.barrier()
+        started = time.perf_counter()
+        self._systems.step(name, recorder.record)
+        seconds = time.perf_counter() - started
+        slowest = torch.tensor(seconds, dtype=torch.float64)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        means = torch.tensor([recorder.compute_s, recorder.waiting_s], dtype=torch.float64)
+        dist.all_reduce(means)
+        compute_s, waiting_s = (means / dist.get_world_size()).tolist()
+        return Sample(float(slowest), compute_s, waiting_s)
+
+
+def _compare(systems: Systems) -> dict[str, bool]:
+    """Return for each system whether its gradients are accumulation's, bit for bit."""
+    expected = systems.gradients(BASELINE, StepRecorder().record)
+    return {
+        name: check_gradients(name, systems.gradients(name, StepRecorder().record), expected)
+        for name in SYSTEMS
+    }
+
+
+def _keep_count(systems: Systems, name: str) -> LiveBytes:
+    """Run a step and count what autograd keeps."""
+    live = LiveBytes(systems.model)
+    systems.clear()
+    with live.hooks():
+        systems.step(name, live.record)
+    return live
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,90 @@
+"""``wavemare bench wave``: optimizer steps of a tensor-parallel GPT under plans of waves."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from wavemare.cli.bench_shared import JsonFile, Rounds, Warmups, check_writable, print_wide, save
+
+__all__ = ["wave"]
+
+_model = partial(typer.Option, rich_help_panel="Size of the GPT")
+_step = partial(typer.Option, rich_help_panel="A tick-tock step, as files")
+
+
+def wave(
+    exposed: Annotated[
+        str,
+        typer.Option(
+            help="Percentages of accumulation's time that collectives take, for which links are "
+            "made (needs root); 0 for links as fast as they go."
+        ),
+    ] = "0,10,25,40",
+    micro_batches: Annotated[int, typer.Option(help="Per optimizer step.")] = 8,
+    ranks: Annotated[int, typer.Option(help="Over which the model is split.")] = 2,
+    rounds: Rounds = 5,
+    warmups: Warmups = 1,
+    json_file: JsonFile = None,
+    picture: Annotated[
+        Path | None, typer.Option("--plot", help="Draw the ratios into this file.")
+    ] = None,
+    trace: Annotated[Path | None, _step(help="Chrome trace of rank 0.")] = None,
+    timeline: Annotated[Path | None, _step(help="Picture (PNG) of its first part.")] = None,
+    memory: Annotated[Path | None, _step(help="Picture of the bytes that each wave keeps.")] = None,
+    layers: Annotated[int, _model(help="Blocks.")] = 12,
+    hidden: Annotated[int, _model(help="Width.")] = 512,
+    heads: Annotated[int, _model(help="Heads.")] = 8,
+    vocabulary: Annotated[int, _model(help="Tokens.")] = 1024,
+    sequence: Annotated[int, _model(help="Tokens per sequence.")] = 64,
+    batch: Annotated[int, _model(help="Sequences per micro-batch.")] = 2,
+) -> None:
+    """Measure gradient accumulation, two waves in phase, Domino's halves, and tick-tock.
+
+    A GPT-2 is split by tensors over the ranks, whose collectives tick-tock hides behind the other
+    wave. All systems live in the same processes and take turns. Ratios are to accumulation.
+
+    For example: wavemare bench wave --exposed 25 --json result.json
+    """
+    from wavemare.bench.options import parse_numbers
+    from wavemare.bench.wave.request import WaveRequest
+
+    files = {"--trace": trace, "--timeline": timeline, "--memory": memory}
+    request = WaveRequest(
+        ranks=ranks,
+        exposed=parse_numbers("--exposed", exposed),
+        micro_batches=micro_batches,
+        rounds=rounds,
+        warmups=warmups,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        vocabulary=vocabulary,
+        sequence=sequence,
+        batch=batch,
+        **{
+            option.removeprefix("--"): str(file.absolute())
+            for option, file in files.items()
+            if file is not None
+        },
+    )
+    request.check()
+    for option, file in {"--json": json_file, "--plot": picture, **files}.items():
+        check_writable(option, file)
+    from rich.console import Console
+
+    from wavemare.bench.wave.launch import measure
+    from wavemare.bench.wave.show import auto_lines, memory_table, plot, result_table
+
+    result = measure(request)
+    print_wide(result_table(result), 100)
+    print_wide(memory_table(result), 100)
+    console = Console(highlight=False)
+    for line in auto_lines(result):
+        console.print(line, soft_wrap=True)
+    save(json_file, result)
+    if picture is not None:
+        plot(result, picture)
