@@ -52,7 +52,6 @@ def wave(
     from wavemare.bench.options import parse_numbers
     from wavemare.bench.wave.request import WaveRequest
 
-    files = {"--trace": trace, "--timeline": timeline, "--memory": memory}
     request = WaveRequest(
         ranks=ranks,
         exposed=parse_numbers("--exposed", exposed),
@@ -65,15 +64,16 @@ def wave(
         vocabulary=vocabulary,
         sequence=sequence,
         batch=batch,
-        **{
-            option.removeprefix("--"): str(file.absolute())
-            for option, file in files.items()
-            if file is not None
-        },
+        trace=_text(trace),
+        timeline=_text(timeline),
+        memory=_text(memory),
     )
     request.check()
-    for option, file in {"--json": json_file, "--plot": picture, **files}.items():
-        check_writable(option, file)
+    check_writable("--json", json_file)
+    check_writable("--plot", picture)
+    check_writable("--trace", trace)
+    check_writable("--timeline", timeline)
+    check_writable("--memory", memory)
     from rich.console import Console
 
     from wavemare.bench.wave.launch import measure
@@ -88,3 +88,7 @@ def wave(
     save(json_file, result)
     if picture is not None:
         plot(result, picture)
+
+
+def _text(file: Path | None) -> str | None:
+    return None if file is None else str(file.absolute())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -25,11 +25,18 @@ __all__ = ["HALVES", "Systems", "check_gradients"]
 HALVES = "halves"
 """Accumulation of halved micro-batches: no system, but what halving costs."""
 _SEED = 7
-# Sums of halves are rounded in another order.
+# _Sums of halves are rounded in another order.
 _TOLERANCE = 1e-4
 
 _Batch = dict[str, Tensor]
 Record = Callable[[Action], AbstractContextManager[Any]]
+
+
+class _Sums(TypedDict):
+    """For each segment, whether it sums over the ranks."""
+
+    sums_output: list[bool]
+    sums_gradient: list[bool]
 
 
 class _Step(NamedTuple):
@@ -57,14 +64,10 @@ class Systems:
         split_model(self.model, group)
         self._segments = segments = tensor_segments(self.model, group)
         self.num_segments = len(segments.names)
-        sums = {
-            "sums_output": [*(segment.sums_output for segment in segments.body), False],
-            "sums_gradient": [
-                *(segment.sums_gradient for segment in segments.body),
-                segments.head_sums_gradient,
-            ],
-        }
-        self.sums_per_micro_batch = sum(map(sum, sums.values()))
+        up = [*(segment.sums_output for segment in segments.body), False]
+        down = [*(segment.sums_gradient for segment in segments.body), segments.head_sums_gradient]
+        self.sums_per_micro_batch = sum(up) + sum(down)
+        sums = _Sums(sums_output=up, sums_gradient=down)
         whole = _build_batches(request, self.device)
         halves = [_batch(part) for batch in whole for part in batch["input_ids"].chunk(2)]
         count, num_segments = request.micro_batches, self.num_segments

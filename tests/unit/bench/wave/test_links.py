@@ -1,0 +1,76 @@
+"""The speed of links for a share of exposed communication, and how ranks get it."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wavemare.bench.wave.links import (
+    adjusted_mbit,
+    ask_for_links,
+    link_mbit,
+    links_on_demand,
+    sent_bytes,
+)
+from wavemare.errors import LaunchError
+
+FRAMING = 1514 / 1448
+
+
+def wire_s(mbit: float, sent: float) -> float:
+    return sent * FRAMING * 8 / (mbit * 1e6)
+
+
+def test_a_ring_sends_a_tensor_once_on_two_ranks_and_nearly_twice_on_many() -> None:
+    assert sent_bytes(100.0, 2) == 100.0
+    assert sent_bytes(100.0, 4) == 150.0
+
+
+@pytest.mark.parametrize("ratio", [1 / 6, 0.5, 1.0])
+def test_messages_take_the_share_of_the_model(ratio: float) -> None:
+    # Segments of f forward, 2f backward and c for each of two collectives.
+    forward_s, collective_s = 0.25, 0.25 * ratio
+    share = 2 * collective_s / (3 * forward_s + 2 * collective_s)
+    mbit = link_mbit(share, 3 * forward_s, sent=2e6)
+    assert wire_s(mbit, 2e6) == pytest.approx(2 * collective_s)
+
+
+def test_a_speed_is_mended_for_what_messages_take_beyond_the_wire() -> None:
+    sent, compute_s, overhead_s, share = 1e7, 3.0, 0.3, 0.25
+    first = link_mbit(share, compute_s, sent)
+    waiting_s = wire_s(first, sent) + overhead_s
+    second = adjusted_mbit(first, share, sent, compute_s=compute_s, waiting_s=waiting_s)
+    waiting_s = wire_s(second, sent) + overhead_s
+    assert waiting_s / (compute_s + waiting_s) == pytest.approx(share)
+
+
+def test_a_speed_stays_finite_where_overhead_alone_is_more_than_the_share() -> None:
+    mbit = adjusted_mbit(100.0, 0.1, 1e7, compute_s=1.0, waiting_s=50.0)
+    assert mbit == pytest.approx(400.0)
+
+
+class Laboratory:
+    """Notes the speeds in place of making links."""
+
+    def __init__(self) -> None:
+        self.speeds: list[float | None] = []
+
+    def shape(self, mbit: float | None) -> None:
+        self.speeds.append(mbit)
+
+
+def test_ranks_get_the_links_they_ask_for(tmp_path: Path) -> None:
+    laboratory: Any = Laboratory()
+    before = threading.active_count()
+    with links_on_demand(laboratory, tmp_path):
+        for mbit in (100.0, None, 12.5):
+            ask_for_links(tmp_path, mbit)
+            assert laboratory.speeds[-1] == mbit
+    assert laboratory.speeds == [100.0, None, 12.5]
+    assert threading.active_count() == before
+
+
+def test_a_rank_that_nobody_answers_says_so(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="nobody has changed the links"):
+        ask_for_links(tmp_path, 100.0, timeout_s=0.05)

@@ -1,0 +1,88 @@
+"""What autograd keeps at each moment: counted when it is kept, and until it is dropped."""
+
+import torch
+from torch import Tensor, nn
+
+from wavemare.bench.wave.live import LiveBytes
+from wavemare.engine.survey import SavedBytes
+from wavemare.pipeline.action import Action, Kind
+
+WIDTH, ROWS = 8, 4
+BLOCK = ROWS * WIDTH * 4
+
+
+def forward(layers: nn.Sequential) -> Tensor:
+    return layers(torch.ones(ROWS, WIDTH)).sum()
+
+
+def model(layers: int = 3) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(layers))
+    )
+
+
+def test_a_forward_pass_keeps_what_the_survey_counts() -> None:
+    layers = model()
+    live, counter = LiveBytes(layers), SavedBytes(layers)
+    with live.hooks():
+        loss = forward(layers)
+    with counter.hooks():
+        forward(layers)
+    # The input and the output of each tanh, which is the next layer's input.
+    assert live.now == live.peak == counter.total == 4 * BLOCK
+    loss.backward()
+    assert live.now == 0
+    assert live.peak == 4 * BLOCK
+
+
+def test_gradients_are_those_without_counting() -> None:
+    layers = model()
+    forward(layers).backward()
+    expected = [weight.grad.clone() for weight in layers.parameters()]
+    layers.zero_grad()
+    with LiveBytes(layers).hooks():
+        forward(layers).backward()
+    assert all(map(torch.equal, (weight.grad for weight in layers.parameters()), expected))
+
+
+def test_a_graph_that_is_given_up_keeps_nothing() -> None:
+    layers = model()
+    live = LiveBytes(layers)
+    with live.hooks():
+        loss = forward(layers)
+    del loss
+    assert live.now == 0
+
+
+def test_bytes_count_for_the_wave_that_keeps_them() -> None:
+    layers = model(1)
+    times = iter(range(10))
+    live = LiveBytes(layers, clock=lambda: float(next(times)))
+    losses = {}
+    with live.hooks():
+        for wave in (0, 1):
+            with live.record(Action(Kind.FORWARD, 0, wave, wave=wave)):
+                losses[wave] = forward(layers)
+        # A backward pass in the other wave's time frees its own wave's bytes.
+        with live.record(Action(Kind.FORWARD, 0, 2, wave=1)):
+            losses.pop(0).backward()
+    assert [moment.time_s for moment in live.curve] == [0.0, 1.0, 2.0]
+    assert [tuple(moment.live) for moment in live.curve] == [
+        (2 * BLOCK, 0),
+        (2 * BLOCK, 2 * BLOCK),
+        (0, 2 * BLOCK),
+    ]
+    assert live.peak == 4 * BLOCK
+
+
+def test_memory_that_two_keep_counts_once_until_both_have_dropped_it() -> None:
+    live = LiveBytes(nn.Module())
+    value = torch.ones(ROWS, WIDTH, requires_grad=True)
+    with live.hooks():
+        first, second = value * value.detach(), value[0] * value.detach()[1]
+        assert live.now == BLOCK
+    del first
+    assert live.now == BLOCK
+    del second
+    assert live.now == 0
