@@ -10,12 +10,36 @@ import torch
 from torch import Tensor
 
 from wavemare.comm.config import MODES
+from wavemare.comm.error_feedback import Compressor
 from wavemare.comm.executors import EXECUTOR_TYPES
 from wavemare.comm.kernels import DTYPES
 from wavemare.comm.layout import Piece
 from wavemare.errors import ConfigError, did_you_mean
 
-__all__ = ["check_bucket", "check_settings", "pieces_of"]
+__all__ = ["bucket_key", "check_bucket", "check_settings", "pieces_of"]
+
+
+def bucket_key(
+    key: str | None, flat: Tensor, weights: Tensor | None, compressor: Compressor | None
+) -> str:
+    """Return the name of a bucket, by default its size and type.
+
+    Args:
+        key: The name that was given.
+        flat: The bucket.
+        weights: Whose gradient it is, if they were given.
+        compressor: What it is compressed by; it checks them.
+
+    Raises:
+        ConfigError: The compressor needs a name or weights, or the bucket does not fit it.
+    """
+    if compressor is None:
+        return key or f"{flat.numel()} {flat.dtype}"
+    if not key:
+        reason = "what the compressor leaves out must wait under a name of the bucket's own"
+        raise ConfigError("key", key, reason, "Give key=, another one for each bucket")
+    compressor.check(key, flat.detach(), weights)
+    return key
 
 
 def check_bucket(flat: Tensor, *, averages: bool = False) -> None:

@@ -89,15 +89,7 @@ class BlockTopKRatio(_CountedCompressor):
     other blocks (1 if all are zero): it can grow, but not crowd out the others. Where the norm of
     the weights is not finite, the block is chosen.
 
-    Args:
-        block: Elements per block.
-        ratio: k as a share of a bucket's blocks.
-        k: Number of blocks; exactly one of the two is given.
-        error_feedback: See `Compressor`.
-        warmup_steps: See `Compressor`.
-
-    Raises:
-        ConfigError: A number is missing or out of range.
+    Arguments and errors are those of `BlockTopK`.
     """
 
     kind = "block_topk_ratio"
@@ -137,16 +129,10 @@ class BlockRandomK(_CountedCompressor):
     relies on it must have found out before, on all ranks, whether any gradient overflowed. The
     ranks must also run the same release of numpy.
 
-    Args:
-        block: Elements per block.
-        ratio: k as a share of a bucket's blocks.
-        k: Number of blocks; exactly one of the two is given.
-        seed: The same on all ranks; not negative.
-        error_feedback: See `Compressor`.
-        warmup_steps: See `Compressor`.
+    Arguments and errors are those of `BlockTopK`, and one more.
 
-    Raises:
-        ConfigError: A number is missing or out of range.
+    Args:
+        seed: The same on all ranks; not negative.
     """
 
     kind = "block_randomk"

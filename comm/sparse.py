@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from wavemare.comm.agreement import Header, agree, digest_of
-from wavemare.comm.arguments import check_bucket, check_settings, pieces_of
+from wavemare.comm.agreement import digest_of
+from wavemare.comm.arguments import bucket_key, check_bucket, check_settings, pieces_of
 from wavemare.comm.calibration import calibrate
+from wavemare.comm.calls import Calls
 from wavemare.comm.compress import Compressor, make_compressor
 from wavemare.comm.config import CompressorConfig, Mode
 from wavemare.comm.cost import Constants
@@ -23,11 +23,10 @@ from wavemare.comm.masks import Masks
 from wavemare.comm.reduction import Reduction
 from wavemare.comm.rows import RowReducer, check_rows
 from wavemare.comm.selector import Plan, make_plan
-from wavemare.comm.statistics import Statistics, Totals
+from wavemare.comm.statistics import Statistics
 from wavemare.comm.transport import Transport, open_transport
 from wavemare.comm.transport.choice import Choice, Staging
-from wavemare.comm.worker import Handle, Worker
-from wavemare.errors import ConfigError
+from wavemare.comm.worker import Handle
 
 __all__ = ["SparseComm"]
 
@@ -88,7 +87,6 @@ class SparseComm:
         self.average = average
         self.deterministic = deterministic
         self.compressor = compressor
-        self.totals = Totals()
         self._transport = open_transport(
             group, choice=transport, staging=staging, timeout_s=timeout_s
         )
@@ -115,9 +113,12 @@ class SparseComm:
         )
         self._rows = RowReducer(self._transport, scratch, self.constants)
         self._scratch = scratch
-        self._worker = Worker(f"wavemare-collectives-{self.rank}")
-        self._calls = 0
-        self._terms = digest_of(mode, deterministic, hierarchical, self.constants)
+        transports = [self._transport]
+        if self._hierarchy:
+            transports += [self._hierarchy.within, self._hierarchy.between]
+        terms = digest_of(mode, deterministic, hierarchical, self.constants)
+        self._calls = Calls(transports, self._reduction, block, terms)
+        self.totals = self._calls.totals
 
     # --- what this is -----------------------------------------------------------------------------
 
@@ -183,7 +184,7 @@ class SparseComm:
             CommError: A peer was lost, or calls something else.
         """
         scale = self._scale(flat)
-        key = self._key(key, flat, weights)
+        key = bucket_key(key, flat, weights, self.compressor)
         data = flat.detach()  # sums are no part of a graph, even of a leaf that requires gradients
 
         def work(stats: Statistics) -> Tensor:
@@ -191,7 +192,7 @@ class SparseComm:
                 self._reduction.all_reduce(data, key, scale, weights, stats)
             return flat
 
-        return self._submit("allreduce_", flat, work, async_op, key=key)
+        return self._calls.submit("allreduce_", flat, work, async_op, self.average, key=key)
 
     def reduce_scatter_(
         self,
@@ -215,7 +216,7 @@ class SparseComm:
         """
         scale = self._scale(flat)
         pieces = pieces_of(partition, flat.numel(), self.size)
-        key = self._key(f"scatter {key}" if key else None, flat, weights)
+        key = bucket_key(f"scatter {key}" if key else None, flat, weights, self.compressor)
         data = flat.detach()
 
         def work(stats: Statistics) -> Tensor:
@@ -223,7 +224,9 @@ class SparseComm:
                 self._reduction.reduce_scatter(data, pieces, key, scale, weights, stats)
             return flat
 
-        return self._submit("reduce_scatter_", flat, work, async_op, key=key, terms=pieces)
+        return self._calls.submit(
+            "reduce_scatter_", flat, work, async_op, self.average, pieces, key=key
+        )
 
     def allgather_(
         self, flat: Tensor, partition: Sequence[Piece] | Sequence[int], *, async_op: bool = False
@@ -243,7 +246,7 @@ class SparseComm:
             self._reduction.all_gather(data, pieces, stats)
             return flat
 
-        return self._submit("allgather_", flat, work, async_op, terms=pieces)
+        return self._calls.submit("allgather_", flat, work, async_op, self.average, pieces)
 
     def allreduce_rows_(
         self, ids: Tensor, rows: Tensor, num_rows: int | None = None, *, async_op: bool = False
@@ -271,7 +274,9 @@ class SparseComm:
         def work(stats: Statistics) -> tuple[Tensor, Tensor]:
             return self._rows.reduce(ids, data, num_rows, scale, stats)
 
-        return self._submit("allreduce_rows_", rows, work, async_op, num_items=num_items)
+        return self._calls.submit(
+            "allreduce_rows_", rows, work, async_op, self.average, num_items=num_items
+        )
 
     # --- state ------------------------------------------------------------------------------------
 
@@ -290,7 +295,7 @@ class SparseComm:
 
     def close(self) -> None:
         """End the collectives under way, then the thread and the transport."""
-        self._worker.close()
+        self._calls.close()
         if self._hierarchy:
             self._hierarchy.close()
         self._transport.close()
@@ -300,58 +305,6 @@ class SparseComm:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    def _submit(
-        self,
-        operation: str,
-        tensor: Tensor,
-        work: Callable[[Statistics], Any],
-        async_op: bool,
-        *,
-        key: str = "",
-        num_items: int = 0,
-        terms: Sequence[Piece] = (),
-    ) -> Handle:
-        number, self._calls = self._calls, self._calls + 1
-        columns = tensor.numel() if tensor.dim() == 1 else tensor.shape[1]
-        told_terms = digest_of(self._terms, self.average, key, terms)
-
-        def run(stats: Statistics) -> Any:
-            started = time.perf_counter()
-            up, down = self._traffic()
-            stats.payload_bytes = tensor.nbytes
-            if self.size > 1:
-                took = self._reduction.took_ns(key)
-                shape = (columns, tensor.dtype, self.block, took, num_items, told_terms)
-                told = agree(self._transport, Header(number, operation, *shape))
-                self._reduction.learn(key, told)
-            result = work(stats)
-            stats.actual_s = time.perf_counter() - started
-            after = self._traffic()
-            stats.bytes_up, stats.bytes_down = after[0] - up, after[1] - down
-            self.totals.add(stats)
-            return result
-
-        handle = self._worker.submit(run, tensor.device)
-        if not async_op:
-            handle.wait()
-        return handle
-
-    def _traffic(self) -> tuple[int, int]:
-        transports = [self._transport]
-        if self._hierarchy:
-            transports += [self._hierarchy.within, self._hierarchy.between]
-        return sum(t.bytes_up for t in transports), sum(t.bytes_down for t in transports)
-
-    def _key(self, key: str | None, flat: Tensor, weights: Tensor | None) -> str:
-        """Return the name of a bucket, checked with its compressor."""
-        if self.compressor is None:
-            return key or f"{flat.numel()} {flat.dtype}"
-        if not key:
-            reason = "what the compressor leaves out must wait under a name of the bucket's own"
-            raise ConfigError("key", key, reason, "Give key=, another one for each bucket")
-        self.compressor.check(key, flat.detach(), weights)
-        return key
 
     def _scale(self, flat: Tensor) -> float:
         """Check a bucket that is to be summed, and return the factor of its sum."""
