@@ -80,6 +80,11 @@ class Wavelet:
             self._asynchronous.forget()
             raise
 
+    @property
+    def paired(self) -> bool:
+        """Whether the next step runs two micro-batches at a time, as far as is known."""
+        return self._paired
+
     def settle(self) -> None:
         """Finish what is under way between two steps, so that the engine can be saved."""
         if self._asynchronous is not None and self._survey is not None:

@@ -43,6 +43,7 @@ def test_every_system_is_measured_beside_dense_deepspeed(
     assert (tmp_path / "a.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_held_out_losses_are_compared_with_those_of_dense_deepspeed(
     command: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -16,7 +16,9 @@ from transformers import (
 
 from wavemare.data import train_tokenizer
 
-ENGINES = ["pipeline", "zero"]
+SLOW = pytest.mark.slow
+GPT_ENGINES = ["pipeline", pytest.param("zero", marks=SLOW), pytest.param("wave", marks=SLOW)]
+BERT_ENGINES = ["zero", pytest.param("pipeline", marks=SLOW), pytest.param("wave", marks=SLOW)]
 SMALL_BERT = {
     "model_type": "bert",
     "num_attention_heads": 4,
@@ -53,7 +55,7 @@ def check_screen(output):
     assert "Warning" not in output, output
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", GPT_ENGINES)
 def test_gpt_pretraining_and_finetuning(
     command, small_options, recipe_config, text_folder, tmp_path, engine
 ):
@@ -82,7 +84,7 @@ def test_gpt_pretraining_and_finetuning(
     assert continued[0] < losses[0] - 0.5, "finetuning did not start from the pretrained weights"
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", BERT_ENGINES)
 def test_bert_pretraining_and_finetuning(command, small_options, recipe_config, tmp_path, engine):
     pretrained, finetuned = tmp_path / "pretrained", tmp_path / "finetuned"
     config = recipe_config("bert/pretrain", engine)
@@ -217,7 +219,7 @@ def write_table(folder, kind, text_folder):
     return {"data": folder / "corpus", "tokenizer": folder / "tokenizer"}
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "megatron"])
+@pytest.mark.parametrize("kind", ["jsonl", pytest.param("parquet", marks=SLOW), "megatron"])
 def test_other_kinds_of_data_reach_the_model(command, small_options, text_folder, tmp_path, kind):
     data = write_table(tmp_path, kind, text_folder)
     run = tmp_path / "run"

@@ -57,7 +57,7 @@ def found(start, folders):
 
 
 @pytest.mark.world_size(4)
-@pytest.mark.parametrize("kind", ["mpi", "torch"])
+@pytest.mark.parametrize("kind", ["mpi", pytest.param("torch", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SHORT)
 def test_four_ranks(found, kind, name):
     _check(*found(kind, 4, "4", SHORT), name)

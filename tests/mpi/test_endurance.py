@@ -3,20 +3,17 @@
 import psutil
 import pytest
 
-slow = pytest.mark.slow
+pytestmark = pytest.mark.slow
 KINDS = ["mpi", "torch"]
 
 
 @pytest.mark.world_size(3)
-@pytest.mark.parametrize(
-    ("kind", "steps"), [("mpi", 120), *[pytest.param(kind, 1000, marks=slow) for kind in KINDS]]
-)
-def test_a_mixed_soak_leaks_nothing(start, kind, steps):
-    job = start("soak.py", kind, steps, ranks=3, timeout=280).check()
-    _check(job, 3, "soak", steps)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mixed_soak_leaks_nothing(start, kind):
+    job = start("soak.py", kind, 1000, ranks=3, timeout=280).check()
+    _check(job, 3, "soak", 1000)
 
 
-@pytest.mark.slow
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_messages_of_more_than_two_gibibytes(start, kind):

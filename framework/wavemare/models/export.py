@@ -101,7 +101,8 @@ def _whole(model: PreTrainedModel) -> PreTrainedModel:
     """Return the model that a split one was made of, without weights."""
     with torch.device("meta"):
         whole: Any = type(model)(model.config)
-    whole.generation_config = model.generation_config
+    if model.can_generate():
+        whole.generation_config = model.generation_config
     return cast(PreTrainedModel, whole.to(model.dtype))
 
 

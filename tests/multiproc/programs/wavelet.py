@@ -46,46 +46,57 @@ def batches(rank):
         yield {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
 
 
-def train(initialize, case):
+def train(initialize, case, **wavelet):
+    """Train with stock DeepSpeed, or with settings of waves."""
     config = configuration(case["zero"], **case.get("config", {}))
-    config["gradient_accumulation_steps"] = MICRO_BATCHES
+    config["gradient_accumulation_steps"] = case.get("micro_batches", MICRO_BATCHES)
     config["zero_optimization"].update(case.get("zero_keys", {}))
-    if initialize is wavemare.initialize:
-        config["wavemare"] = {"wavelet": {"mode": "sync", **case.get("wavelet", {})}}
-        config["wavemare"].update(case.get("wavemare", {}))
+    ours = initialize is wavemare.initialize
+    if ours:
+        config["wavemare"] = {**case.get("wavemare", {}), "wavelet": wavelet}
     engine, *_ = initialize(model=build(case), config=config)
-    rank = torch.distributed.get_rank()
+    rank = engine.data_rank if ours else torch.distributed.get_rank()
     torch.manual_seed(1000 + rank)
     data = batches(rank)
     losses = []
     for _ in range(case.get("steps", 4)):
-        if initialize is wavemare.initialize:
-            losses.append(engine.train_batch(data).item())
-            continue
-        engine.train()
-        micro = []
-        for _ in range(MICRO_BATCHES):
-            loss = engine(**next(data)).loss
-            engine.backward(loss)
-            engine.step()
-            micro.append(loss.detach())
-        mean = torch.stack(micro).float().mean()
-        torch.distributed.all_reduce(mean)
-        losses.append((mean / torch.distributed.get_world_size()).item())
-    result = {"losses": losses, "weights": weights_digest(engine)}
-    result["steps"] = engine.global_steps
+        losses.append(engine.train_batch(data).item() if ours else stock_step(engine, data))
+    result = {
+        "losses": losses,
+        "weights": weights_digest(engine),
+        "steps": engine.global_steps,
+        "zero": engine.zero_optimization_stage(),
+    }
+    waves = getattr(engine, "_wavelet", None)
+    paired = waves is not None and waves.paired
     engine.destroy()
-    return result
+    return result, paired
+
+
+def stock_step(engine, data):
+    engine.train()
+    losses = []
+    for _ in range(engine.gradient_accumulation_steps()):
+        loss = engine(**next(data)).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+    mean = torch.stack(losses).float().mean()
+    torch.distributed.all_reduce(mean)
+    return (mean / torch.distributed.get_world_size()).item()
+
+
+def compare(case):
+    """Return what the case's waves give, and what stock DeepSpeed, or ours without waves."""
+    split = "tensor_parallel" in case.get("wavemare", {})
+    if split:
+        expected, _ = train(wavemare.initialize, case, mode="off")
+    else:
+        expected, _ = train(deepspeed.initialize, case)
+    got, paired = train(wavemare.initialize, case, **{"mode": "sync", **case.get("wavelet", {})})
+    return {"expected": expected, "got": got, "paired": paired}
 
 
 if __name__ == "__main__":
     wavemare.init_distributed()
-    leave(
-        {
-            name: {
-                "stock": train(deepspeed.initialize, case),
-                "ours": train(wavemare.initialize, case),
-            }
-            for name, case in json.loads(sys.argv[2]).items()
-        }
-    )
+    leave({name: compare(case) for name, case in json.loads(sys.argv[2]).items()})

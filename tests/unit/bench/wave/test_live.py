@@ -95,6 +95,6 @@ def test_the_peak_stays_when_less_is_kept_later() -> None:
         kept = value * torch.ones(ROWS, WIDTH)
         assert live.peak == BLOCK
         del kept
-        kept = value[0] * torch.ones(WIDTH)
-    assert live.now == WIDTH * 4
+        less = value[0] * torch.ones(WIDTH)
+    assert live.now == less.nbytes == WIDTH * 4
     assert live.peak == BLOCK
