@@ -35,12 +35,12 @@ def wave(
     trace: Annotated[Path | None, _step(help="Chrome trace of rank 0.")] = None,
     timeline: Annotated[Path | None, _step(help="Picture (PNG) of its first part.")] = None,
     memory: Annotated[Path | None, _step(help="Picture of the bytes that each wave keeps.")] = None,
-    layers: Annotated[int, _model(help="Blocks.")] = 12,
+    layers: Annotated[int, _model(help="Blocks.")] = 4,
     hidden: Annotated[int, _model(help="Width.")] = 512,
     heads: Annotated[int, _model(help="Heads.")] = 8,
     vocabulary: Annotated[int, _model(help="Tokens.")] = 1024,
     sequence: Annotated[int, _model(help="Tokens per sequence.")] = 64,
-    batch: Annotated[int, _model(help="Sequences per micro-batch.")] = 2,
+    batch: Annotated[int, _model(help="Sequences per micro-batch.")] = 4,
 ) -> None:
     """Measure gradient accumulation, two waves in phase, Domino's halves, and tick-tock.
 

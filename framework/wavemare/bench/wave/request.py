@@ -30,7 +30,7 @@ class WaveRequest(MpiRequest):
             fast as they are.
         micro_batches: Per optimizer step.
         rounds: Timed rounds; `warmups` more before them.
-        warmups: Untimed rounds, for each of `exposed`.
+        warmups: Untimed rounds.
         layers: Blocks of the GPT.
         hidden: Its width.
         heads: Of each block.
@@ -48,12 +48,12 @@ class WaveRequest(MpiRequest):
     micro_batches: int = 8
     rounds: int = 5
     warmups: int = 1
-    layers: int = 12
+    layers: int = 4
     hidden: int = 512
     heads: int = 8
     vocabulary: int = 1024
     sequence: int = 64
-    batch: int = 2
+    batch: int = 4
     trace: str | None = None
     timeline: str | None = None
     memory: str | None = None

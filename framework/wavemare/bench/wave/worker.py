@@ -42,21 +42,20 @@ def measure(request: WaveRequest) -> dict[str, Any]:
     screen = Screen(rank=dist.get_rank())
     systems = Systems(request)
     screen.note("comparing gradients and memory")
-    bitwise = _compare(systems)
-    memory = {name: _keep_count(systems, name) for name in SYSTEMS}
+    bitwise, kept = _examine(systems)
     if request.memory is not None and dist.get_rank() == 0:
-        curves = {name: memory[name].curve for name in SYSTEMS}
+        curves = {name: live.curve for name, live in kept.items()}
         plot_memory(curves, TICK_TOCK, Path(request.memory))
     bench = _Bench(request, systems, screen)
     split_loss = bench.split_loss()
-    settings = [bench.measure(percent) for percent in request.exposed]
+    settings = bench.measure()
     save_trace(request, systems)
     return build_result(
         request,
         settings,
         num_segments=systems.num_segments,
         split_loss=split_loss,
-        peaks={name: live.peak for name, live in memory.items()},
+        peaks={name: live.peak for name, live in kept.items()},
         bitwise=bitwise,
     )
 
@@ -76,49 +75,53 @@ class _Bench:
         self._screen = screen
         count = request.micro_batches * systems.sums_per_micro_batch
         self._sent = sent_bytes(count * request.carry_bytes, request.ranks)
-        self._step(BASELINE)
         self._compute_s = self._median_compute(BASELINE)
 
     def split_loss(self) -> float:
         """Return how much longer halves of micro-batches compute than wholes: 0.1 for 10 %."""
         return self._median_compute(HALVES) / self._compute_s - 1
 
-    def measure(self, percent: int) -> Setting:
-        """Measure all systems where collectives take a percentage of accumulation's time."""
-        mbit = self._set_links(percent / 100)
+    def measure(self) -> list[Setting]:
+        """Measure all systems at all shares, which take turns, too."""
         request = self._request
-        where = "links as fast as they go" if mbit is None else f"links of {mbit:.0f} Mbit/s"
-        probe = WaveProbe(self._systems.device, self._systems.num_segments)
-        samples: dict[str, list[Sample]] = {name: [] for name in SYSTEMS}
-        for turn in range(request.warmups + request.rounds):
-            total = request.warmups + request.rounds
-            self._screen.note(f"{percent} % exposed, {where}: round {turn + 1} of {total}")
-            if turn == request.warmups:
-                probe.forget()
-            for name in rotated(SYSTEMS, turn):
-                sample = self._step(name, probe if name == BASELINE else None)
-                if turn >= request.warmups:
-                    samples[name].append(sample)
-        return Setting(percent, mbit, samples, probe.costs())
+        speeds = {percent: self._find_speed(percent / 100) for percent in request.exposed}
+        samples: dict[int, dict[str, list[Sample]]] = {
+            percent: {name: [] for name in SYSTEMS} for percent in speeds
+        }
+        device, count = self._systems.device, self._systems.num_segments
+        probes = {percent: WaveProbe(device, count) for percent in speeds}
+        total = request.warmups + request.rounds
+        for turn in range(total):
+            self._screen.note(f"round {turn + 1} of {total}")
+            for percent, mbit in speeds.items():
+                self._ask(mbit)
+                if turn == request.warmups:
+                    probes[percent].forget()
+                for name in rotated(SYSTEMS, turn):
+                    sample = self._step(name, probes[percent] if name == BASELINE else None)
+                    if turn >= request.warmups:
+                        samples[percent][name].append(sample)
+        return [
+            Setting(percent, mbit, samples[percent], probes[percent].costs())
+            for percent, mbit in speeds.items()
+        ]
 
-    def _set_links(self, share: float) -> float | None:
-        """Let links have the speed at which a share is exposed, which is tried, and mended once."""
+    def _find_speed(self, share: float) -> float | None:
+        """Return the links' speed at which a share is exposed, which is tried, and mended once."""
         if not share:
-            self._ask(None)
             return None
         mbit = link_mbit(share, self._compute_s, self._sent)
         self._ask(mbit)
         trials = self._trials(BASELINE)
-        if abs(exposed_share(trials) - share) <= _CLOSE:
-            return mbit
-        mbit = adjusted_mbit(
-            mbit,
-            share,
-            self._sent,
-            compute_s=median(trial.compute_s for trial in trials),
-            waiting_s=median(trial.waiting_s for trial in trials),
-        )
-        self._ask(mbit)
+        if abs(exposed_share(trials) - share) > _CLOSE:
+            mbit = adjusted_mbit(
+                mbit,
+                share,
+                self._sent,
+                compute_s=median(trial.compute_s for trial in trials),
+                waiting_s=median(trial.waiting_s for trial in trials),
+            )
+        self._screen.note(f"{share:.0%} exposed: links of {mbit:.0f} Mbit/s")
         return mbit
 
     def _ask(self, mbit: float | None) -> None:
@@ -149,22 +152,21 @@ class _Bench:
         return Sample(float(slowest), compute_s, waiting_s)
 
 
-def _compare(systems: Systems) -> dict[str, bool]:
-    """Return for each system whether its gradients are accumulation's, bit for bit."""
-    expected = systems.gradients(BASELINE, StepRecorder().record)
-    return {
-        name: check_gradients(name, systems.gradients(name, StepRecorder().record), expected)
-        for name in SYSTEMS
-    }
+def _examine(systems: Systems) -> tuple[dict[str, bool], dict[str, LiveBytes]]:
+    """Run a step of each system: compare its gradients with accumulation's, and count its bytes.
 
-
-def _keep_count(systems: Systems, name: str) -> LiveBytes:
-    """Run a step and count what autograd keeps."""
-    live = LiveBytes(systems.model)
-    systems.clear()
-    with live.hooks():
-        systems.step(name, live.record)
-    return live
+    Returns:
+        For each system whether the gradients are equal bit for bit, and what autograd kept.
+    """
+    bitwise, kept = {}, {}
+    expected = None
+    for name in SYSTEMS:  # the first one is the baseline
+        live = LiveBytes(systems.model)
+        with live.hooks():
+            own = systems.gradients(name, live.record)
+        expected = own if expected is None else expected
+        bitwise[name], kept[name] = check_gradients(name, own, expected), live
+    return bitwise, kept
 
 
 if __name__ == "__main__":
