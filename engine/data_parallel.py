@@ -60,8 +60,10 @@ class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
         data_iter = data_iter if data_iter is not None else self._training_batches()
         self.train()
         if self._wavelet is not None:
+            # Taken at once: data that ends within a step must not leave half of one behind.
+            batches = [next(data_iter) for _ in range(self.gradient_accumulation_steps())]
             return self._mean_loss(
-                self._wavelet.train(_to_device(batch, self.device) for batch in data_iter)
+                self._wavelet.train(_to_device(batch, self.device) for batch in batches)
             )
         losses = []
         for _ in range(self.gradient_accumulation_steps()):

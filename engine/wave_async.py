@@ -106,24 +106,25 @@ class AsyncWaves:
         engine.micro_steps += self._micro_batches
         return losses
 
-    def settle(self, executor: WaveExecutor, num_segments: int) -> None:
+    def settle(self, executor: WaveExecutor | None, num_segments: int) -> None:
         """Finish what is under way; the last step's gradients stay, reduced and not yet applied.
 
         What follows is what would have followed without.
 
         Args:
-            executor: That of `train`.
+            executor: That of `train`; None before the first step.
             num_segments: Of the executor.
         """
         if self._sent is not None:
             self._collect()
         if self._open is not None:
+            assert executor is not None
             executor.run(closing_actions(num_segments, self._open), iter(()))
             self._open = None
             self._advance(self._step)
             self._collect()
 
-    def drain(self, executor: WaveExecutor, num_segments: int) -> None:
+    def drain(self, executor: WaveExecutor | None, num_segments: int) -> None:
         """Finish what is under way, and apply all gradients; `train` may go on after it."""
         self.settle(executor, num_segments)
         if self._held is not None:

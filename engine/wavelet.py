@@ -50,6 +50,7 @@ class Wavelet:
             AsyncWaves(engine, config.mode) if config.mode in ("async", "replica") else None
         )
         self._survey: Survey | None = None
+        self._open_executor: WaveExecutor | None = None
         self._steps = 0
         self._paired = config.mode != "auto"
         self._probe = (
@@ -74,6 +75,7 @@ class Wavelet:
             self._watch(self._probe)
         if self._asynchronous is None or self._steps <= self._config.warmup_steps:
             return self._train_synchronously(batches)
+        assert self._open_executor is not None
         try:
             return self._asynchronous.train(self._open_executor, batches, **self._shape)
         except BaseException:
@@ -87,12 +89,12 @@ class Wavelet:
 
     def settle(self) -> None:
         """Finish what is under way between two steps, so that the engine can be saved."""
-        if self._asynchronous is not None and self._survey is not None:
+        if self._asynchronous is not None:
             self._asynchronous.settle(self._open_executor, self._num_segments)
 
     def drain(self) -> None:
         """Apply all gradients there are to the weights."""
-        if self._asynchronous is not None and self._survey is not None:
+        if self._asynchronous is not None:
             self._asynchronous.drain(self._open_executor, self._num_segments)
 
     def rank_state(self) -> dict[str, Any]:

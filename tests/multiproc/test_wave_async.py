@@ -44,6 +44,7 @@ def test_saving_changes_nothing_and_a_resume_goes_on_bitwise(results, mode):
         whole, going_on, resumed = result[f"resume {mode}"]["losses"]
         assert whole == going_on == resumed
         assert result[f"resume {mode}"]["weights"] == [0.0, 0.0]
+        assert result[f"resume {mode}"]["drained"] == 0.0
         assert len(set(result[f"resume {mode}"]["steps"])) == 1
 
 

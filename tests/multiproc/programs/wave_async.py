@@ -155,9 +155,16 @@ def case_resume(rank, folder, mode):
     second.load_checkpoint(folder, tag=mode)
     resumed = before + train(second, data[half:], 2)
     second.drain()
+    third = engine_of("sgd", 2, {"mode": mode})
+    third.load_checkpoint(folder, tag=mode)
+    third.drain()  # of what the checkpoint holds, before any step
+    half_way = engine_of("sgd", 2, {"mode": mode})
+    train(half_way, data[:half], 2)
+    half_way.drain()
     return {
         "losses": [losses, going_on, resumed],
         "weights": [furthest(e, values(whole.module.parameters())) for e in (first, second)],
+        "drained": furthest(third, values(half_way.module.parameters())),
         "steps": [e.global_steps for e in (whole, first, second)],
     }
 
