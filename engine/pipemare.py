@@ -544,10 +544,13 @@ def _check_model(engine: PipeMareEngine) -> None:
             "stages that share a weight must meet at each step, and asynchronous ones never do",
             "Use LayerSpec instead of TiedLayerSpec (to_pipeline: untie=True), or schedule 1f1b",
         )
-    if engine.grid.get_slice_parallel_world_size() > 1:
+    splits = engine.grid.get_slice_parallel_world_size() > 1
+    if splits and not getattr(engine.module, "sends_whole", False):
         raise ConfigError(
             "wavemare.pipeline.schedule",
             "pipemare",
-            "the topology has a model axis, whose ranks would have to agree on their norms",
-            "Use the axes pipe and data alone, or schedule 1f1b",
+            "the topology has a model axis, of whose ranks it is not known which weights they all "
+            "hold and which they split",
+            "Use the axes pipe and data alone, a model split by wavemare.tensor_parallel, or "
+            "schedule 1f1b",
         )

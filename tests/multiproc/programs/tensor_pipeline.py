@@ -1,0 +1,163 @@
+"""Train pipelines whose stages are split over two ranks each, beside the whole model.
+
+The second argument names the part; every rank leaves what it saw as JSON.
+"""
+
+import itertools
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import leave, weights_digest
+from deepspeed.utils import groups
+from tensor_models import batch, build
+
+import wavemare
+from wavemare.engine import init_distributed
+from wavemare.models import pipeline_state_dict, save_pretrained
+
+STEPS, ACCUMULATION, MICRO, CLIP = 5, 4, 3, 0.05
+ADAM: dict[str, Any] = {"lr": 1e-2, "eps": 1e-4}
+
+
+def batches(name: str) -> Any:
+    model = build(name)
+    for seed in itertools.count():
+        yield batch(model, seed, MICRO)
+
+
+def train_whole(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The whole model in this process, by plain PyTorch."""
+    model = build(name).train()
+    adam = torch.optim.AdamW(model.parameters(), **ADAM)
+    losses, data = [], batches(name)
+    for _ in range(STEPS):
+        total = 0.0
+        for _ in range(ACCUMULATION):
+            loss = model(**next(data)).loss / ACCUMULATION
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        adam.step()
+        adam.zero_grad()
+        losses.append(total)
+    return losses, model.state_dict()
+
+
+def start(name: str, pipeline: dict[str, Any], split: int = 2, **changes: Any) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "gradient_clipping": CLIP,
+        "steps_per_print": None,
+        "optimizer": {"type": "AdamW", "params": {**ADAM, "weight_decay": 0.01, "torch_adam": True}},
+        "wavemare": {
+            "pipeline": {"stages": 2, **pipeline},
+            "tensor_parallel": {"size": split},
+        },
+        **changes,
+    }
+    groups.mpu = None
+    engine, *_ = wavemare.initialize(model=build(name), config=config)
+    return engine
+
+
+def train(engine: Any, name: str, steps: int = STEPS) -> list[float]:
+    data = batches(name)
+    return [float(engine.train_batch(data)) for _ in range(steps)]
+
+
+def difference(these: Any, those: Any) -> float:
+    assert list(these) == list(those)
+    return max(float((these[name] - those[name]).abs().max()) for name in these)
+
+
+def seen(engine: Any, name: str, expected: dict[str, torch.Tensor]) -> dict[str, Any]:
+    merged = pipeline_state_dict(engine)
+    return {
+        "difference": None if merged is None else difference(merged, expected),
+        "moved": difference(expected, build(name).state_dict()),
+        "stage": engine.stage_id,
+        "elements": sum(p.numel() for p in engine.module.parameters()),
+        "whole": engine.module.num_parameters,
+        "data_ranks": engine.data_world_size,
+    }
+
+
+def synchronous(names: list[str]) -> dict[str, Any]:
+    """1F1B beside the whole model, the first one under ZeRO 1, too."""
+    result = {}
+    for name in names:
+        expected, weights = train_whole(name)
+        for stage in (0, 1) if name == names[0] else (0,):
+            engine = start(name, {}, zero_optimization={"stage": stage})
+            losses = train(engine, name)
+            result[f"{name} {stage}"] = {
+                "losses": losses,
+                "expected": expected,
+                **seen(engine, name, weights),
+            }
+    return result
+
+
+def asynchronous(names: list[str]) -> dict[str, Any]:
+    """PipeMare beside itself on whole stages, whose two replicas get the same data."""
+    result = {}
+    for name in names:
+        for case, changes in {
+            "fp32": {},
+            "zero": {"zero_optimization": {"stage": 1}},
+            "bf16": {"bf16": {"enabled": True}},
+        }.items():
+            whole = start(name, {"schedule": "pipemare"}, split=1, **changes)
+            expected = train(whole, name)
+            weights = pipeline_state_dict(whole)
+            weights = build(name).state_dict() if weights is None else weights
+            expected_norm = whole.get_global_grad_norm()
+            engine = start(name, {"schedule": "pipemare"}, **changes)
+            result[f"{name} {case}"] = {
+                "losses": train(engine, name),
+                "expected": expected,
+                "norms": [engine.get_global_grad_norm(), expected_norm],
+                **seen(engine, name, weights),
+            }
+    return result
+
+
+def saved(names: list[str]) -> dict[str, Any]:
+    """Hugging Face folders and checkpoints; bf16 without ZeRO, and its norms."""
+    result = {}
+    for name in names:
+        folder = Path(sys.argv[1], name)
+        whole = start(name, {}, split=1, bf16={"enabled": True})
+        train(whole, name, 1)
+        half = start(name, {}, bf16={"enabled": True})
+        train(half, name, 1)
+        norms = [float(half.get_global_grad_norm()), float(whole.get_global_grad_norm())]
+        engine = start(name, {})
+        train(engine, name, 2)
+        save_pretrained(engine, folder / "model")
+        engine.save_checkpoint(folder / "checkpoint", "two")
+        expected = train(engine, name, 2)
+        again = start(name, {})
+        again.load_checkpoint(folder / "checkpoint", "two")
+        merged = pipeline_state_dict(again)
+        result[name] = {
+            "norms": norms,
+            "expected": expected,
+            "losses": train(again, name, 2),
+            "digests": [weights_digest(again), weights_digest(engine)],
+            "difference": None,
+        }
+        if merged is not None:
+            loaded = type(build(name)).from_pretrained(folder / "model")
+            result[name]["difference"] = difference(merged, loaded.state_dict())
+    return result
+
+
+PARTS = {"synchronous": synchronous, "asynchronous": asynchronous, "saved": saved}
+
+if __name__ == "__main__":
+    init_distributed()
+    leave(PARTS[sys.argv[2]](sys.argv[3:]))

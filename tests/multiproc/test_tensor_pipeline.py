@@ -1,0 +1,52 @@
+"""Pipelines of two stages, each split over two ranks, beside whole models."""
+
+import pytest
+
+pytestmark = pytest.mark.world_size(4)
+
+
+def check_training(results):
+    for result in results:
+        assert result["losses"] == pytest.approx(result["expected"], rel=1e-5, abs=1e-5)
+        assert result["losses"] == results[0]["losses"]
+        assert len(set(result["losses"])) == 5
+        assert result["elements"] < 0.5 * result["whole"]
+        assert result["data_ranks"] == 1
+        assert result["moved"] > 1e-2
+    assert [result["stage"] for result in results] == [0, 0, 1, 1]
+    assert results[0]["difference"] < 1e-5
+    assert [result["difference"] for result in results[1:]] == [None] * 3
+
+
+def run(launch, part, *names):
+    finished = launch("tensor_pipeline.py", part, *names, ranks=4).check()
+    return [finished.result(rank) for rank in range(4)]
+
+
+def test_two_split_stages_train_like_the_whole_model(launch):
+    results = run(launch, "synchronous", "gpt2-101", "bert-mlm", "bert-cls")
+    for case in ("gpt2-101 0", "gpt2-101 1", "bert-mlm 0", "bert-cls 0"):
+        check_training([result[case] for result in results])
+
+
+def test_split_asynchronous_stages_train_like_whole_ones(launch):
+    results = run(launch, "asynchronous", "gpt2-101")
+    for case in ("fp32", "zero"):
+        check_training([result[f"gpt2-101 {case}"] for result in results])
+        for result in results:
+            norm, expected = result[f"gpt2-101 {case}"]["norms"]
+            assert norm == pytest.approx(expected, rel=1e-5)
+            assert norm > 0.15
+    for result in results:
+        half = result["gpt2-101 bf16"]
+        assert half["losses"] == pytest.approx(half["expected"], rel=0.01)
+        assert half["norms"][0] == pytest.approx(half["norms"][1], rel=0.02)
+
+
+def test_split_stages_are_saved_whole_and_go_on_from_checkpoints(launch):
+    for rank, result in enumerate(run(launch, "saved", "bert-mlm-101")):
+        left = result["bert-mlm-101"]
+        assert left["losses"] == left["expected"]
+        assert left["digests"][0] == left["digests"][1]
+        assert left["difference"] == (0.0 if rank == 0 else None)
+        assert left["norms"][0] == pytest.approx(left["norms"][1], rel=0.01)
