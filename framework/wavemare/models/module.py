@@ -146,6 +146,18 @@ class TransformerPipeline(PipelineModule):
             if (name := layer.weight_names[own]) in self.untied
         }
 
+    def stage_segments(self) -> Any:
+        """Return this stage of a split model as `wavemare.engine.segments.Segments`."""
+        from wavemare.parallel.tensor.stage import stage_segments
+
+        grid = self.mpu()
+        return stage_segments(
+            self.forward_funcs,
+            grid.get_slice_parallel_group(),
+            first=grid.is_first_stage,
+            loss=self.loss_fn if grid.is_last_stage else None,
+        )
+
     @property
     def skeleton(self) -> Any:
         """The model without weights, on rank 0; else None."""

@@ -45,7 +45,9 @@ def train_whole(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     return losses, model.state_dict()
 
 
-def start(name: str, pipeline: dict[str, Any], split: int = 2, **changes: Any) -> Any:
+def start(
+    name: str, pipeline: dict[str, Any], split: int = 2, dropout: float = 0.0, **changes: Any
+) -> Any:
     config = {
         "train_micro_batch_size_per_gpu": MICRO,
         "gradient_accumulation_steps": ACCUMULATION,
@@ -59,7 +61,8 @@ def start(name: str, pipeline: dict[str, Any], split: int = 2, **changes: Any) -
         **changes,
     }
     groups.mpu = None
-    engine, *_ = wavemare.initialize(model=build(name), config=config)
+    model = build(name, residual=dropout, attention=dropout)
+    engine, *_ = wavemare.initialize(model=model, config=config)
     return engine
 
 
@@ -156,7 +159,86 @@ def saved(names: list[str]) -> dict[str, Any]:
     return result
 
 
-PARTS = {"synchronous": synchronous, "asynchronous": asynchronous, "saved": saved}
+def pairs(names: list[str]) -> dict[str, Any]:
+    """Each schedule with passes in pairs and without."""
+    asynchronous = {"schedule": "pipemare", "pipemare": {"slack": 1}}
+    cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "1f1b": ({}, {}),
+        "1f1b zero": ({}, {"zero_optimization": {"stage": 1}}),
+        "1f1b bf16": ({}, {"bf16": {"enabled": True}}),
+        "pipemare": (asynchronous, {}),
+    }
+    result = {}
+    for number, name in enumerate(names):
+        for case, (pipeline, changes) in cases.items():
+            if number and case not in ("1f1b", "pipemare"):
+                continue
+            runs = [
+                run_pairs(name, {**pipeline, "pair_passes": on}, **changes) for on in (False, True)
+            ]
+            result[f"{name} {case}"] = runs
+    return result
+
+
+def run_pairs(name: str, pipeline: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    torch.manual_seed(3)  # seeds dropout
+    engine = start(name, pipeline, dropout=0.1, **changes)
+    count = Count()
+    with count:
+        losses = train(engine, name, 3)
+    return {
+        "losses": losses,
+        "evaluated": float(engine.eval_batch(batches(name), num_micro_batches=2)),
+        "again": train(engine, name, 1),
+        "digest": weights_digest(engine),
+        "waits": count.hidden,
+        "sums": count.sums,
+    }
+
+
+class Count:
+    """Counts all-reduces under way, and those behind which a pass ran before their wait.
+
+    Attributes:
+        sums: Asynchronous all-reduces.
+        hidden: Those of them after whose start another one began before their wait.
+    """
+
+    def __init__(self) -> None:
+        self.sums = self.hidden = 0
+        self._started = 0
+
+    def __enter__(self) -> None:
+        self._stock = torch.distributed.all_reduce
+
+        def all_reduce(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+            work = self._stock(*args, async_op=async_op, **kwargs)
+            if not async_op:
+                return work
+            self.sums += 1
+            return Waited(work, self, self.sums)
+
+        torch.distributed.all_reduce = all_reduce
+
+    def __exit__(self, *_: Any) -> None:
+        torch.distributed.all_reduce = self._stock
+
+
+class Waited:
+    def __init__(self, work: Any, count: Count, number: int) -> None:
+        self._work, self._count, self._number = work, count, number
+
+    def wait(self) -> None:
+        self._count.hidden += self._count.sums > self._number
+        self._work.wait()
+
+
+PARTS = {
+    "synchronous": synchronous,
+    "asynchronous": asynchronous,
+    "saved": saved,
+    "pairs": pairs,
+}
 
 if __name__ == "__main__":
     init_distributed()
