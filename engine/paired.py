@@ -55,9 +55,7 @@ class PairedPipelineEngine(PipelineEngine):
         super().__init__(*args, **kwargs)
         self._passes = StagePasses(self)
         channels = Channels(self.grid, self.device, SEND_SLOTS + PAIR_SLACK)
-        self._exchange = Exchange(
-            channels, down_header=0, up_header=0, dynamic=self.dynamic_shape
-        )
+        self._exchange = Exchange(channels, down_header=0, up_header=0, dynamic=self.dynamic_shape)
         self._micro_batches: dict[int, MicroBatch] = {}
 
     def _train_schedule(self) -> Any:

@@ -26,8 +26,8 @@ from wavemare.engine.feed import Feed
 from wavemare.engine.micro_batch import MicroBatch, as_tuple, moved
 from wavemare.engine.pipe import PipelineEngine
 from wavemare.engine.recorder import Recorder
-from wavemare.engine.stage_passes import StagePasses
 from wavemare.engine.stage_optimizer import StageOptimizer
+from wavemare.engine.stage_passes import StagePasses
 from wavemare.engine.telemetry import Telemetry
 from wavemare.errors import ConfigError, ModelError
 from wavemare.pipeline.action import Action, Kind

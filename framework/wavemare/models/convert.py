@@ -121,7 +121,9 @@ def _check_model_axis(topology: Any, model_ranks: list[int]) -> None:
         return
     if len(model_ranks) == 1:
         reason = "the layers of the model are not split over an axis 'model'"
-        remedy = "Split it with split_model first, or use a topology with the axes 'pipe' and 'data'"
+        remedy = (
+            "Split it with split_model first, or use a topology with the axes 'pipe' and 'data'"
+        )
     elif size == 1 or model_ranks not in topology.get_axis_comm_lists("model"):
         reason = f"the model is split over the ranks {model_ranks}, which are not its axis 'model'"
         remedy = "Give num_stages alone, or PipeModelDataParallelTopology"

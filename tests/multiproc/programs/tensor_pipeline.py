@@ -53,7 +53,10 @@ def start(
         "gradient_accumulation_steps": ACCUMULATION,
         "gradient_clipping": CLIP,
         "steps_per_print": None,
-        "optimizer": {"type": "AdamW", "params": {**ADAM, "weight_decay": 0.01, "torch_adam": True}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {**ADAM, "weight_decay": 0.01, "torch_adam": True},
+        },
         "wavemare": {
             "pipeline": {"stages": 2, **pipeline},
             "tensor_parallel": {"size": split},

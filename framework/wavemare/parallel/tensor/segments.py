@@ -36,6 +36,7 @@ __all__ = ["tensor_segments"]
 
 _WAVES = 2
 
+
 def tensor_segments(model: Any, group: Any, inputs: Sequence[str] | None = None) -> Segments:
     """Return a split model as segments between which the executor sums over the group.
 

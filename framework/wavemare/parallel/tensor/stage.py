@@ -1,4 +1,4 @@
-"""The layers of one pipeline stage of a split model as segments that meet where parts are summed."""
+"""The layers of a split model on one pipeline stage, as segments that meet where parts are summed."""
 
 from __future__ import annotations
 
