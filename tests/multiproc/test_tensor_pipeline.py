@@ -24,9 +24,10 @@ def run(launch, part, *names):
 
 
 def test_two_split_stages_train_like_the_whole_model(launch):
-    results = run(launch, "synchronous", "gpt2-101", "bert-mlm", "bert-cls")
-    for case in ("gpt2-101 0", "gpt2-101 1", "bert-mlm 0", "bert-cls 0"):
-        check_training([result[case] for result in results])
+    names = ["gpt2-101", "bert-mlm", "bert-cls"]
+    results = run(launch, "synchronous", *names)
+    for name in names:
+        check_training([result[name] for result in results])
 
 
 def test_split_asynchronous_stages_train_like_whole_ones(launch):
@@ -39,8 +40,8 @@ def test_split_asynchronous_stages_train_like_whole_ones(launch):
             assert norm > 0.15
     for result in results:
         half = result["gpt2-101 bf16"]
-        assert half["losses"] == pytest.approx(half["expected"], rel=0.01)
-        assert half["norms"][0] == pytest.approx(half["norms"][1], rel=0.02)
+        assert half["losses"] == pytest.approx(half["expected"], rel=0.02)
+        assert half["norms"][0] == pytest.approx(half["norms"][1], rel=0.05)
 
 
 def test_split_stages_are_saved_whole_and_go_on_from_checkpoints(launch):
@@ -53,13 +54,14 @@ def test_split_stages_are_saved_whole_and_go_on_from_checkpoints(launch):
 
 
 def test_pairs_of_passes_train_to_the_same_bits(launch):
-    results = run(launch, "pairs", "gpt2-101", "bert-mlm", "bert-cls")
-    for result in results:
-        assert len(result) == 8
+    names = ["gpt2-101", "gpt2-untied", "bert-cls"]
+    for result in run(launch, "pairs", *names):
+        assert list(result) == names
         for alone, together in result.values():
             for key in ("losses", "evaluated", "again", "digest"):
                 assert alone[key] == together[key], key
             assert alone["sums"] == 0
-            assert together["sums"] > 0
-            # Of 4 micro-batches at least one backward pass runs with a forward pass.
-            assert together["waits"] > 0
+            assert together["sums"] >= together["hidden"]
+        # Both stages have whole blocks; of 4 micro-batches at least one pair is formed.
+        for name in ("gpt2-101", "bert-cls"):
+            assert result[name][1]["hidden"] > 0

@@ -1,4 +1,4 @@
-"""The layers of a split model on one pipeline stage, as segments that meet where parts are summed."""
+"""A stage of a split model as segments that meet where the ranks' parts have to be summed."""
 
 from __future__ import annotations
 

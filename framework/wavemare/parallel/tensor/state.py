@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +86,7 @@ def whole_without_weights(model: PreTrainedModel, config: Any = None) -> PreTrai
         whole: Any = type(model)(model.config if config is None else config)
     if hasattr(model, "generation_config"):  # only of what generates
         whole.generation_config = model.generation_config
-    return whole.to(model.dtype)
+    return cast(PreTrainedModel, whole.to(model.dtype))
 
 
 def is_split(model: Any) -> bool:
