@@ -40,8 +40,10 @@ def test_split_asynchronous_stages_train_like_whole_ones(launch):
             assert norm > 0.15
     for result in results:
         half = result["gpt2-101 bf16"]
-        assert half["losses"] == pytest.approx(half["expected"], rel=0.02)
-        assert half["norms"][0] == pytest.approx(half["norms"][1], rel=0.05)
+        assert half["norms"][0] == pytest.approx(half["norms"][1], rel=0.02)
+    half = results[0]["gpt2-101 bf16"]
+    assert half["difference"] < 0.05 * half["moved"]
+    assert half["moved"] > 0.02
 
 
 def test_split_stages_are_saved_whole_and_go_on_from_checkpoints(launch):

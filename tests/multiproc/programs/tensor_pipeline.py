@@ -110,11 +110,7 @@ def asynchronous(names: list[str]) -> dict[str, Any]:
         expected = train(whole, name)
         weights = pipeline_state_dict(whole)
         weights = build(name).state_dict() if weights is None else weights
-        for case, changes in {
-            "fp32": {},
-            "zero": {"zero_optimization": {"stage": 1}},
-            "bf16": {"bf16": {"enabled": True}},
-        }.items():
+        for case, changes in {"fp32": {}, "zero": {"zero_optimization": {"stage": 1}}}.items():
             engine = start(name, {"schedule": "pipemare"}, **changes)
             result[f"{name} {case}"] = {
                 "losses": train(engine, name),
@@ -122,7 +118,33 @@ def asynchronous(names: list[str]) -> dict[str, Any]:
                 "norms": [engine.get_global_grad_norm(), whole.get_global_grad_norm()],
                 **seen(engine, name, weights),
             }
+        result[f"{name} bf16"] = half_step(name)
     return result
+
+
+def half_step(name: str) -> dict[str, Any]:
+    """One step of PipeMare in bf16, as long as the gradient is clipped to be."""
+    changes = {
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "SGD", "params": {"lr": 20.0}},
+        "zero_allow_untested_optimizer": True,
+    }
+    weights: list[Any] = []
+    norms = []
+    for split in (1, 2):
+        engine = start(name, {"schedule": "pipemare"}, split, **changes)
+        train(engine, name, 1)
+        norms.append(engine.get_global_grad_norm())
+        weights.append(pipeline_state_dict(engine))
+    if weights[0] is None:
+        return {"norms": norms}
+    before = {key: value.bfloat16() for key, value in build(name).state_dict().items()}
+    before["lm_head.weight"] = before["transformer.wte.weight"]
+    return {
+        "norms": norms,
+        "difference": difference(*weights),
+        "moved": difference(weights[0], before),
+    }
 
 
 def saved(names: list[str]) -> dict[str, Any]:
