@@ -84,7 +84,7 @@ def whole_without_weights(model: PreTrainedModel, config: Any = None) -> PreTrai
     """
     with torch.device("meta"):
         whole: Any = type(model)(model.config if config is None else config)
-    if hasattr(model, "generation_config"):  # only of what generates
+    if model.can_generate():
         whole.generation_config = model.generation_config
     return cast(PreTrainedModel, whole.to(model.dtype))
 
