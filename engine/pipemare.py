@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import deepspeed
 import torch
 from deepspeed import comm as dist
-from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
 from wavemare.engine.channels import Channels
@@ -29,12 +28,13 @@ from wavemare.engine.recorder import Recorder
 from wavemare.engine.stage_optimizer import StageOptimizer
 from wavemare.engine.stage_passes import StagePasses
 from wavemare.engine.telemetry import Telemetry
+from wavemare.engine.window import INSTRUCTIONS, Pair, Window
 from wavemare.errors import ConfigError, ModelError
 from wavemare.pipeline.action import Action, Kind
 from wavemare.pipeline.config import PipeMareConfig
 from wavemare.pipeline.correction import make_correction
 from wavemare.pipeline.order import Stream, ahead
-from wavemare.pipeline.passes import pair_passes, paired
+from wavemare.pipeline.passes import pair_passes
 from wavemare.pipeline.schedules import SEND_SLOTS, drain_boundary
 from wavemare.pipeline.staleness import max_staleness
 
@@ -44,41 +44,6 @@ logger = logging.getLogger("wavemare")
 
 _GAP_INTERVAL = 10
 """Optimizer steps between two measurements of the update gap, which read all weights."""
-
-
-class _Instruction(schedule.PipeInstruction):
-    """An action of a plan, for DeepSpeed's interpreter; one subclass for each kind."""
-
-
-_INSTRUCTIONS = {kind: type(f"Plan{kind.name.title()}", (_Instruction,), {}) for kind in Kind}
-
-
-class _Pair(schedule.PipeInstruction):
-    """A backward pass and the forward pass after it, run together."""
-
-
-class _Window(schedule.PipeSchedule):
-    """The actions of one optimizer step of one stage, as a DeepSpeed schedule.
-
-    Args:
-        actions: In their order.
-        pairs: Whether passes that follow each other are run together.
-    """
-
-    def __init__(self, actions: Sequence[Action], *, pairs: bool) -> None:
-        self._actions = list(paired(actions)) if pairs else [(action,) for action in actions]
-
-    def steps(self) -> Iterator[list[schedule.PipeInstruction]]:
-        """Yield one instruction after the other."""
-        for action, *others in self._actions:
-            if others:
-                yield [_Pair(backward=action, forward=others[0])]
-            else:
-                yield [_INSTRUCTIONS[action.kind](action=action)]
-
-    def num_pipe_buffers(self) -> int:
-        """Return 0: micro-batches are held by their number, not in DeepSpeed's buffers."""
-        return 0
 
 
 class PipeMareEngine(PipelineEngine):
@@ -189,7 +154,7 @@ class PipeMareEngine(PipelineEngine):
         self._norms.begin_step()
         self._exchange.begin(window, self._stream.unreceived)
         try:
-            self._exec_schedule(_Window(window, pairs=self._passes is not None))
+            self._exec_schedule(Window(window, pairs=self._passes is not None))
         except Exception as error:
             self._correction.restore()
             error.add_note(
@@ -577,22 +542,22 @@ class PipeMareEngine(PipelineEngine):
 
     _INSTRUCTION_MAP: ClassVar = {
         **PipelineEngine._INSTRUCTION_MAP,
-        _INSTRUCTIONS[Kind.LOAD]: _measured(_exec_load),
-        _INSTRUCTIONS[Kind.FORWARD]: _measured(_exec_forward),
-        _INSTRUCTIONS[Kind.BACKWARD]: _measured(_exec_backward),
-        _INSTRUCTIONS[Kind.SEND_ACTIVATION]: _measured(_exec_send_activation),
-        _INSTRUCTIONS[Kind.RECV_ACTIVATION]: _measured(_exec_recv_activation),
-        _INSTRUCTIONS[Kind.SEND_GRAD]: _measured(_exec_send_grad),
-        _INSTRUCTIONS[Kind.RECV_GRAD]: _measured(_exec_recv_grad),
-        _INSTRUCTIONS[Kind.REDUCE]: _measured(_exec_reduce),
-        _INSTRUCTIONS[Kind.SEND_NORM]: _measured(_exec_send_norm),
-        _INSTRUCTIONS[Kind.RECV_NORM]: _measured(_exec_recv_norm),
-        _INSTRUCTIONS[Kind.SEND_TOTAL]: _measured(_exec_send_total),
-        _INSTRUCTIONS[Kind.RECV_TOTAL]: _measured(_exec_recv_total),
-        _INSTRUCTIONS[Kind.STEP]: _measured(_exec_step),
-        _INSTRUCTIONS[Kind.CORRECT]: _measured(_exec_correct),
-        _INSTRUCTIONS[Kind.RESTORE]: _measured(_exec_restore),
-        _Pair: _exec_pair,
+        INSTRUCTIONS[Kind.LOAD]: _measured(_exec_load),
+        INSTRUCTIONS[Kind.FORWARD]: _measured(_exec_forward),
+        INSTRUCTIONS[Kind.BACKWARD]: _measured(_exec_backward),
+        INSTRUCTIONS[Kind.SEND_ACTIVATION]: _measured(_exec_send_activation),
+        INSTRUCTIONS[Kind.RECV_ACTIVATION]: _measured(_exec_recv_activation),
+        INSTRUCTIONS[Kind.SEND_GRAD]: _measured(_exec_send_grad),
+        INSTRUCTIONS[Kind.RECV_GRAD]: _measured(_exec_recv_grad),
+        INSTRUCTIONS[Kind.REDUCE]: _measured(_exec_reduce),
+        INSTRUCTIONS[Kind.SEND_NORM]: _measured(_exec_send_norm),
+        INSTRUCTIONS[Kind.RECV_NORM]: _measured(_exec_recv_norm),
+        INSTRUCTIONS[Kind.SEND_TOTAL]: _measured(_exec_send_total),
+        INSTRUCTIONS[Kind.RECV_TOTAL]: _measured(_exec_recv_total),
+        INSTRUCTIONS[Kind.STEP]: _measured(_exec_step),
+        INSTRUCTIONS[Kind.CORRECT]: _measured(_exec_correct),
+        INSTRUCTIONS[Kind.RESTORE]: _measured(_exec_restore),
+        Pair: _exec_pair,
     }
 
 
