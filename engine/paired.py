@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from wavemare.engine.channels import Channels
 from wavemare.engine.exchange import Exchange
 from wavemare.engine.micro_batch import MicroBatch, as_tuple, moved
@@ -26,11 +28,15 @@ class PairedPipelineEngine(PipelineEngine):
     It is used as, and trains to the same bits as, `PipelineEngine`.
     """
 
+    total_loss: Tensor | None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._passes = StagePasses(self)
-        channels = Channels(self.grid, self.device, SEND_SLOTS + PAIR_SLACK)
-        self._exchange = Exchange(channels, down_header=0, up_header=0, dynamic=self.dynamic_shape)
+        self._channels = Channels(self.grid, self.device, SEND_SLOTS + PAIR_SLACK)
+        self._exchange = Exchange(
+            self._channels, down_header=0, up_header=0, dynamic=self.dynamic_shape
+        )
         self._micro_batches: dict[int, MicroBatch] = {}
 
     def _train_schedule(self) -> Any:
@@ -103,6 +109,7 @@ class PairedPipelineEngine(PipelineEngine):
 
     def _exec_step(self, action: Action) -> None:
         self._exec_optimizer_step()
+        self._channels.flush()  # nothing is under way between two steps
 
     _INSTRUCTION_MAP: ClassVar = {
         **PipelineEngine._INSTRUCTION_MAP,
