@@ -33,7 +33,7 @@ class StageNorms:
         stage = engine.stage_id
         counts = torch.zeros(engine.num_stages, dtype=torch.float64, device=engine.device)
         trained = [p for p in engine.module.parameters() if p.requires_grad]
-        counts[stage] = sum(p.numel() for p in trained)
+        counts[stage] = sum(getattr(p, "whole_numel", p.numel()) for p in trained)
         dist.all_reduce(counts, group=engine.grid.get_pipe_parallel_group())
         shares = (counts / counts.sum()).tolist()
         self.share: float = shares[stage]

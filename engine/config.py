@@ -177,18 +177,22 @@ def _check_tensor_parallel(
 ) -> None:
     """Check what the rest of the configuration lets a split model do."""
     key, size = f"{SECTION}.tensor_parallel.size", ours.tensor_parallel.size
-    if world_size % size:
-        reason = f"the number of processes ({world_size}) is not a multiple of it"
-        remedy = f"Start a multiple of {size} processes, or change the size"
+    stages, ranks = ours.pipeline.stages, ours.model_ranks
+    if world_size % ranks:
+        product = f" times the {stages} pipeline stages" if stages > 1 else ""
+        reason = f"the number of processes ({world_size}) is not a multiple of it{product}"
+        remedy = f"Start a multiple of {ranks} processes, or change the size"
         raise ConfigError(key, size, f"{reason}{_launch_hint(world_size)}", remedy)
-    if ours.pipeline.stages > 1:
-        reason = f"the layers of {ours.pipeline.stages} pipeline stages cannot be split as well"
-        raise ConfigError(key, size, reason, "Use one of the two")
+    for name in ("pipe_partitioned", "grad_partitioned"):
+        if stages > 1 and _section(config, "pipeline").get(name):
+            reason = "the stages of a split model send each other whole tensors"
+            raise ConfigError(f"pipeline.{name}", True, reason, "Leave it out")
     zero = zero_section(config).get("stage", 0)
     if zero == _ZERO_WEIGHTS:
         reason = "ZeRO 3 would cut the parts of split weights further"
         raise ConfigError("zero_optimization.stage", zero, reason, "Use 0, 1 or 2")
-    for name in ("fp16", "bf16"):
+    # A pipeline trains bf16 with an optimizer of its own, which counts split weights of all ranks.
+    for name in ("fp16",) if stages > 1 else ("fp16", "bf16"):
         if zero == 0 and _enabled(config, name):
             raise ConfigError(
                 f"{name}.enabled",

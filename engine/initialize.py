@@ -25,9 +25,11 @@ from wavemare.engine.config import (
 )
 from wavemare.engine.data_parallel import Engine
 from wavemare.engine.launch import compiled_ops_enabled
+from wavemare.engine.paired import PairedPipelineEngine
 from wavemare.engine.pipe import DualPipeVEngine, PipelineEngine
 from wavemare.engine.pipemare import PipeMareEngine
 from wavemare.engine.segments import Segments
+from wavemare.engine.stage_passes import check_pair_passes
 from wavemare.errors import ConfigError
 
 __all__ = ["ENGINES", "build_engine", "read_config"]
@@ -94,6 +96,9 @@ def _engines(ours: WavemareConfig, model: Any, segments: Segments | None) -> Map
     engines = {name: partial(engine, sections=ours) for name, engine in ENGINES.items()}
     if segments is not None:
         engines["DeepSpeedEngine"] = partial(Engine, sections=ours, segments=segments)
+    if ours.pipeline.pair_passes:
+        check_pair_passes(model)
+        engines["PipelineEngine"] = partial(PairedPipelineEngine, sections=ours)
     if ours.pipeline.schedule != "pipemare":
         return engines
     if isinstance(model, DualPipeVModule) or not isinstance(model, deepspeed.PipelineModule):
@@ -103,7 +108,12 @@ def _engines(ours: WavemareConfig, model: Any, segments: Segments | None) -> Map
             f"{type(model).__name__} is no pipeline of one stage per rank",
             "Give a PipelineModule, or a transformers model and 2 or more stages",
         )
-    asynchronous = partial(PipeMareEngine, pipemare=ours.pipeline.pipemare, sections=ours)
+    asynchronous = partial(
+        PipeMareEngine,
+        pipemare=ours.pipeline.pipemare,
+        pairs=ours.pipeline.pair_passes,
+        sections=ours,
+    )
     return {**engines, "PipelineEngine": asynchronous}
 
 

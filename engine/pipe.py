@@ -71,6 +71,11 @@ class PipelineEngine(EngineMixin, _Batches, deepspeed.PipelineEngine):
     ``train_batch`` returns, on every rank, the mean loss over micro-batches and data ranks.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if getattr(self.module, "sends_whole", False):
+            self.is_pipe_partitioned = self.is_grad_partitioned = False
+
     def _train_schedule(self) -> PlanSchedule:
         return PlanSchedule(self.micro_batches, self.num_stages, self.stage_id)
 

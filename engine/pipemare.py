@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import deepspeed
 import torch
 from deepspeed import comm as dist
-from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
 from wavemare.engine.channels import Channels
@@ -27,12 +26,15 @@ from wavemare.engine.micro_batch import MicroBatch, as_tuple, moved
 from wavemare.engine.pipe import PipelineEngine
 from wavemare.engine.recorder import Recorder
 from wavemare.engine.stage_optimizer import StageOptimizer
+from wavemare.engine.stage_passes import StagePasses
 from wavemare.engine.telemetry import Telemetry
+from wavemare.engine.window import INSTRUCTIONS, Pair, Window
 from wavemare.errors import ConfigError, ModelError
 from wavemare.pipeline.action import Action, Kind
 from wavemare.pipeline.config import PipeMareConfig
 from wavemare.pipeline.correction import make_correction
 from wavemare.pipeline.order import Stream, ahead
+from wavemare.pipeline.passes import pair_passes
 from wavemare.pipeline.schedules import SEND_SLOTS, drain_boundary
 from wavemare.pipeline.staleness import max_staleness
 
@@ -44,29 +46,6 @@ _GAP_INTERVAL = 10
 """Optimizer steps between two measurements of the update gap, which read all weights."""
 
 
-class _Instruction(schedule.PipeInstruction):
-    """An action of a plan, for DeepSpeed's interpreter; one subclass for each kind."""
-
-
-_INSTRUCTIONS = {kind: type(f"Plan{kind.name.title()}", (_Instruction,), {}) for kind in Kind}
-
-
-class _Window(schedule.PipeSchedule):
-    """The actions of one optimizer step of one stage, as a DeepSpeed schedule."""
-
-    def __init__(self, actions: Sequence[Action]) -> None:
-        self._actions = actions
-
-    def steps(self) -> Iterator[list[schedule.PipeInstruction]]:
-        """Yield one instruction after the other."""
-        for action in self._actions:
-            yield [_INSTRUCTIONS[action.kind](action=action)]
-
-    def num_pipe_buffers(self) -> int:
-        """Return 0: micro-batches are held by their number, not in DeepSpeed's buffers."""
-        return 0
-
-
 class PipeMareEngine(PipelineEngine):
     """A pipeline that never flushes.
 
@@ -75,7 +54,9 @@ class PipeMareEngine(PipelineEngine):
     travels with the gradients.
     """
 
-    def __init__(self, *args: Any, pipemare: PipeMareConfig, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, pipemare: PipeMareConfig, pairs: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.pipemare = pipemare
         _check_model(self)
@@ -83,6 +64,7 @@ class PipeMareEngine(PipelineEngine):
         self._norms = StageNorms(self)
         self._stage_optimizer = StageOptimizer(self, clip=self._clip, config=pipemare)
         self._recorder = Recorder()
+        self._passes = self._make_passes() if pairs else None
         self._telemetry = Telemetry(self.stage_id, self.num_stages)
         self._channels = Channels(self.grid, self.device, SEND_SLOTS + pipemare.slack)
         self._exchange = Exchange(
@@ -166,11 +148,13 @@ class PipeMareEngine(PipelineEngine):
             drain_interval=self.pipemare.drain_interval,
         )
         window = self._stream.window(stop)
+        if self._passes is not None:
+            window = list(pair_passes(window))
         self._first, self._loss_sum = first, 0.0
         self._norms.begin_step()
         self._exchange.begin(window, self._stream.unreceived)
         try:
-            self._exec_schedule(_Window(window))
+            self._exec_schedule(Window(window, pairs=self._passes is not None))
         except Exception as error:
             self._correction.restore()
             error.add_note(
@@ -257,14 +241,33 @@ class PipeMareEngine(PipelineEngine):
             inputs=inputs, ended=ended, source=source
         )
 
+    def _make_passes(self) -> StagePasses:
+        if not self.pipemare.slack and self.num_stages > 1 and self.global_rank == 0:
+            logger.warning(
+                "pipemare: with pair_passes and without slack neighbouring stages wait for each "
+                "other's pairs; set wavemare.pipeline.pipemare.slack to 1"
+            )
+        return StagePasses(self, forward=self._forward_context, recorder=self._recorder)
+
+    def _forward_context(self, number: int) -> AbstractContextManager[None]:
+        # What lies beyond this step will go backward after the weights have changed.
+        stale = number >= self._first + self.micro_batches
+        return self._correction.forward() if stale else nullcontext()
+
     def _exec_forward(self, action: Action) -> None:
         micro_batch = self._micro_batches[action.micro_batch]
-        micro_batch.version = self._version
-        # What lies beyond this step will go backward after the weights have changed.
-        stale = action.micro_batch >= self._first + self.micro_batches
-        if not micro_batch.ended:
-            with self._correction.forward() if stale else nullcontext():
+        if micro_batch.ended:
+            pass
+        elif self._passes is not None:
+            self._passes.forward(action.micro_batch, micro_batch)
+        else:
+            with self._forward_context(action.micro_batch):
                 self._forward(micro_batch)
+        self._end_forward(action)
+
+    def _end_forward(self, action: Action) -> None:
+        micro_batch = self._micro_batches[action.micro_batch]
+        micro_batch.version = self._version
         if not self.is_last_stage():
             self._exchange.expect_grad(action.micro_batch, micro_batch.differentiable_outputs)
 
@@ -308,13 +311,35 @@ class PipeMareEngine(PipelineEngine):
 
     def _exec_backward(self, action: Action) -> None:
         micro_batch = self._micro_batches[action.micro_batch]
+        if micro_batch.ended:
+            pass
+        elif self._passes is not None:
+            self._passes.backward(action.micro_batch, micro_batch)
+        elif self.is_last_stage():
+            deepspeed.DeepSpeedEngine.backward(self, micro_batch.loss)
+        else:
+            self._backward_of_outputs(micro_batch)
+        self._end_backward(action)
+
+    def _exec_pair(self, backward: Action, forward: Action) -> None:
+        self._position = backward
+        number, next_number = backward.micro_batch, forward.micro_batch
+        micro_batch, following = self._micro_batches[number], self._micro_batches[next_number]
+        if micro_batch.ended or following.ended:
+            self._exec_backward(backward)
+            self._exec_forward(forward)
+            return
+        assert self._passes is not None
+        self._passes.pair(number, micro_batch, next_number, following)
+        self._end_backward(backward)
+        self._end_forward(forward)
+
+    def _end_backward(self, action: Action) -> None:
+        micro_batch = self._micro_batches[action.micro_batch]
         if not micro_batch.ended:
             self._telemetry.note_staleness(self._version - micro_batch.version)
-        if not micro_batch.ended and self.is_last_stage():
-            self._loss_sum = self._loss_sum + micro_batch.loss.detach().float()
-            deepspeed.DeepSpeedEngine.backward(self, micro_batch.loss)
-        elif not micro_batch.ended:
-            self._backward_of_outputs(micro_batch)
+            if self.is_last_stage():
+                self._loss_sum = self._loss_sum + micro_batch.loss.detach().float()
         micro_batch.free_graph()
         if self.is_first_stage():
             del self._micro_batches[action.micro_batch]
@@ -517,21 +542,22 @@ class PipeMareEngine(PipelineEngine):
 
     _INSTRUCTION_MAP: ClassVar = {
         **PipelineEngine._INSTRUCTION_MAP,
-        _INSTRUCTIONS[Kind.LOAD]: _measured(_exec_load),
-        _INSTRUCTIONS[Kind.FORWARD]: _measured(_exec_forward),
-        _INSTRUCTIONS[Kind.BACKWARD]: _measured(_exec_backward),
-        _INSTRUCTIONS[Kind.SEND_ACTIVATION]: _measured(_exec_send_activation),
-        _INSTRUCTIONS[Kind.RECV_ACTIVATION]: _measured(_exec_recv_activation),
-        _INSTRUCTIONS[Kind.SEND_GRAD]: _measured(_exec_send_grad),
-        _INSTRUCTIONS[Kind.RECV_GRAD]: _measured(_exec_recv_grad),
-        _INSTRUCTIONS[Kind.REDUCE]: _measured(_exec_reduce),
-        _INSTRUCTIONS[Kind.SEND_NORM]: _measured(_exec_send_norm),
-        _INSTRUCTIONS[Kind.RECV_NORM]: _measured(_exec_recv_norm),
-        _INSTRUCTIONS[Kind.SEND_TOTAL]: _measured(_exec_send_total),
-        _INSTRUCTIONS[Kind.RECV_TOTAL]: _measured(_exec_recv_total),
-        _INSTRUCTIONS[Kind.STEP]: _measured(_exec_step),
-        _INSTRUCTIONS[Kind.CORRECT]: _measured(_exec_correct),
-        _INSTRUCTIONS[Kind.RESTORE]: _measured(_exec_restore),
+        INSTRUCTIONS[Kind.LOAD]: _measured(_exec_load),
+        INSTRUCTIONS[Kind.FORWARD]: _measured(_exec_forward),
+        INSTRUCTIONS[Kind.BACKWARD]: _measured(_exec_backward),
+        INSTRUCTIONS[Kind.SEND_ACTIVATION]: _measured(_exec_send_activation),
+        INSTRUCTIONS[Kind.RECV_ACTIVATION]: _measured(_exec_recv_activation),
+        INSTRUCTIONS[Kind.SEND_GRAD]: _measured(_exec_send_grad),
+        INSTRUCTIONS[Kind.RECV_GRAD]: _measured(_exec_recv_grad),
+        INSTRUCTIONS[Kind.REDUCE]: _measured(_exec_reduce),
+        INSTRUCTIONS[Kind.SEND_NORM]: _measured(_exec_send_norm),
+        INSTRUCTIONS[Kind.RECV_NORM]: _measured(_exec_recv_norm),
+        INSTRUCTIONS[Kind.SEND_TOTAL]: _measured(_exec_send_total),
+        INSTRUCTIONS[Kind.RECV_TOTAL]: _measured(_exec_recv_total),
+        INSTRUCTIONS[Kind.STEP]: _measured(_exec_step),
+        INSTRUCTIONS[Kind.CORRECT]: _measured(_exec_correct),
+        INSTRUCTIONS[Kind.RESTORE]: _measured(_exec_restore),
+        Pair: _exec_pair,
     }
 
 
@@ -544,10 +570,13 @@ def _check_model(engine: PipeMareEngine) -> None:
             "stages that share a weight must meet at each step, and asynchronous ones never do",
             "Use LayerSpec instead of TiedLayerSpec (to_pipeline: untie=True), or schedule 1f1b",
         )
-    if engine.grid.get_slice_parallel_world_size() > 1:
+    splits = engine.grid.get_slice_parallel_world_size() > 1
+    if splits and not getattr(engine.module, "sends_whole", False):
         raise ConfigError(
             "wavemare.pipeline.schedule",
             "pipemare",
-            "the topology has a model axis, whose ranks would have to agree on their norms",
-            "Use the axes pipe and data alone, or schedule 1f1b",
+            "the topology has a model axis, of whose ranks it is not known which weights they all "
+            "hold and which they split",
+            "Use the axes pipe and data alone, a model split by wavemare.tensor_parallel, or "
+            "schedule 1f1b",
         )

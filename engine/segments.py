@@ -36,23 +36,39 @@ class Segment:
 
 @dataclass(frozen=True)
 class Segments:
-    """A model from a batch to its loss.
+    """A model from a batch to its loss, or one stage of a pipeline.
 
     Args:
         split: From a batch to the first carry and the labels.
-        body: All segments but the last one, in their order.
-        head: From the body's carry and the labels to the mean loss, scalar.
+        body: All segments but the head, in their order.
+        head: From the body's carry and the labels to the mean loss, scalar; None if another stage
+            goes on with the last carry, and gives its gradient.
         head_sums_gradient: As `Segment.sums_gradient`, of the head.
+        continues: Whether the first carry comes from another stage, which wants its gradient.
         group: Ranks over which the segments' collectives sum; None where there are none.
     """
 
     split: Callable[[Any], tuple[Carry, Any]]
     body: tuple[Segment, ...]
-    head: Callable[[Carry, Any], Tensor]
+    head: Callable[[Carry, Any], Tensor] | None
     head_sums_gradient: bool = False
+    continues: bool = False
     group: Any = None
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all segments, the head's last."""
-        return (*(segment.name for segment in self.body), "head")
+        head = () if self.head is None else ("head",)
+        return (*(segment.name for segment in self.body), *head)
+
+    @property
+    def sums_output(self) -> tuple[bool, ...]:
+        """Of each segment, the head's last."""
+        head = () if self.head is None else (False,)
+        return (*(segment.sums_output for segment in self.body), *head)
+
+    @property
+    def sums_gradient(self) -> tuple[bool, ...]:
+        """Of each segment, the head's last."""
+        head = () if self.head is None else (self.head_sums_gradient,)
+        return (*(segment.sums_gradient for segment in self.body), *head)

@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from deepspeed import comm as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.utils import get_global_norm_of_tensors
+from deepspeed.runtime.utils import get_global_norm_of_tensors, is_model_parallel_parameter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
@@ -47,11 +48,15 @@ class StageOptimizer:
         self._clip = clip
         self._parameters = [p for p in engine.module.parameters() if p.requires_grad]
         self._check()
+        # The ranks that share this stage's layers, which all are at the same step.
+        splits = engine.grid.get_slice_parallel_world_size() > 1
+        self._group = engine.grid.get_slice_parallel_group() if splits else None
+        self._group_rank = engine.grid.get_slice_parallel_rank()
         if isinstance(self._optimizer, BF16_Optimizer):
             self._optimizer.mpu = None
         elif isinstance(self._optimizer, DeepSpeedZeroOptimizer):
-            self._optimizer.model_parallel_group = None
-            self._optimizer.model_parallel_rank = 0
+            self._optimizer.model_parallel_group = self._group
+            self._optimizer.model_parallel_rank = self._group_rank
         if config.lr_rescheduling.enabled:
             self._reschedule(config)
 
@@ -97,23 +102,37 @@ class StageOptimizer:
         basic.register_step_post_hook(put_back)
 
     def norm_squared(self) -> float:
-        """Return the squared norm of the stage's gradients, over all its data ranks' shares."""
+        """Return the squared norm of the stage's gradients, over all its ranks' shares."""
         optimizer = self._optimizer
+        if isinstance(optimizer, DeepSpeedZeroOptimizer):
+            return float(optimizer.scaled_global_norm()) ** 2
         if isinstance(optimizer, BF16_Optimizer):
-            gradients, _ = optimizer.get_grads_for_norm()
-            norm = get_global_norm_of_tensors(gradients) if gradients else torch.zeros(())
-            norm = norm if norm >= 0 else math.inf  # DeepSpeed's mark of a norm that is not finite
-        elif isinstance(optimizer, DeepSpeedZeroOptimizer):
-            norm = optimizer.scaled_global_norm()
+            # Its mpu tells which weights count here; in its own step it would be a barrier.
+            optimizer.mpu = self._engine.grid
+            norm = _norm_of_bf16(optimizer)
+            optimizer.mpu = None
         else:
-            norm = torch.nn.utils.get_total_norm(self._gradients())
-        return float(norm) ** 2
+            norm = float(torch.nn.utils.get_total_norm(self._gradients(counted=True)))
+        return self._sum_over_group(norm**2)
 
-    def _gradients(self) -> list[Tensor]:
+    def _sum_over_group(self, squared: float) -> float:
+        if self._group is None:
+            return squared
+        total = torch.tensor(squared, dtype=torch.float64, device=self._engine.device)
+        dist.all_reduce(total, group=self._group)
+        return float(total)
+
+    def _gradients(self, *, counted: bool = False) -> list[Tensor]:
+        """Return the gradients that there are, or those alone that no other rank counts."""
         for parameter in self._parameters:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()
-        found = (p.grad for p in self._parameters if p.grad is not None)
+        found = (
+            p.grad
+            for p in self._parameters
+            if p.grad is not None
+            and (not counted or self._group_rank == 0 or is_model_parallel_parameter(p))
+        )
         return [grad._values() if grad.is_sparse else grad for grad in found]
 
     def scale_gradients(self, factor: float) -> None:
@@ -137,7 +156,10 @@ class StageOptimizer:
         coefficient = self._clip / (total + _EPSILON)
         if self._optimizer is not self._engine.basic_optimizer:
             # It multiplies by min(1, bound / (own + eps)), and takes 0 for no bound.
-            bound = coefficient * (own_squared**0.5 + _EPSILON)
+            own = own_squared**0.5
+            if self._group is not None and isinstance(self._optimizer, BF16_Optimizer):
+                own = _norm_of_bf16(self._optimizer)  # without its mpu, that of this rank's parts
+            bound = coefficient * (own + _EPSILON)
             self._optimizer.clip_grad = max(bound, sys.float_info.min)
             return
         gradients = self._gradients()
@@ -161,3 +183,10 @@ class StageOptimizer:
         """
         with _unsafe_preserve_version_counter(tuple(self._parameters)):
             yield
+
+
+def _norm_of_bf16(optimizer: BF16_Optimizer) -> float:
+    """Return the norm of the gradients that the optimizer counts on this rank."""
+    gradients, _ = optimizer.get_grads_for_norm()
+    norm = float(get_global_norm_of_tensors(gradients)) if gradients else 0.0
+    return norm if norm >= 0 else math.inf  # DeepSpeed's mark of a norm that is not finite

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from wavemare.engine.segments import Carry, Segments
 from wavemare.errors import ModelError
 
-__all__ = ["SavedBytes", "Survey", "cut", "detached", "survey"]
+__all__ = ["SavedBytes", "Survey", "cut", "detached", "nothing_shared", "survey"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,12 @@ class Survey:
     saved_bytes: tuple[int, ...]
     lent: tuple[tuple[nn.Parameter, ...], ...]
     owned: tuple[tuple[nn.Parameter, ...], ...]
+
+
+def nothing_shared(segments: Segments) -> Survey:
+    """Return what holds of segments of which no two use the same weight; bytes are not known."""
+    count = len(segments.names)
+    return Survey((0,) * count, ((),) * count, ((),) * count)
 
 
 class SavedBytes:
@@ -98,6 +104,7 @@ def survey(segments: Segments, module: nn.Module, batch: Any) -> Survey:
                 if index < len(segments.body):
                     outputs = segments.body[index].run(inputs)
                 else:
+                    assert segments.head is not None
                     outputs = (segments.head(inputs, labels),)
             saved.append(counter.total - before)
             _look(index, name, inputs, outputs, segments.names, origins, users)

@@ -8,7 +8,7 @@ are those of plain gradient accumulation, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,10 +62,12 @@ class _Wave:
     """A micro-batch under way.
 
     Attributes:
-        carry: Inputs of the next segment; after the head none.
+        carry: Inputs of the next segment; after the head none, and after the last segment of a
+            stage what the next stage gets.
         labels: For the head.
         passes: Of the segments that are not yet backwarded.
-        gradients: Of the inputs of the last segment that was backwarded.
+        gradients: Of the inputs of the last segment that was backwarded; before that, of the last
+            carry.
         returned: Gradients of weights that were lent to segments, for the one that owns them.
         loss: Detached, once there is one.
         sum: The last collective.
@@ -107,10 +109,8 @@ class WaveExecutor:
         self._survey = survey
         self._hooks = hooks or Hooks()
         self._head = len(segments.body)
-        self._sums_gradient = (
-            *(segment.sums_gradient for segment in segments.body),
-            segments.head_sums_gradient,
-        )
+        self._last = len(segments.names) - 1
+        self._sums_gradient = segments.sums_gradient
         self._waves: dict[int, _Wave] = {}
 
     def run(self, actions: Iterable[Action], batches: Iterator[Any]) -> list[Tensor]:
@@ -131,10 +131,7 @@ class WaveExecutor:
                 if action.kind is Kind.FORWARD and action.stage == 0:
                     self._waves[action.micro_batch] = _Wave(*self._segments.split(next(batches)))
                 wave = self._waves[action.micro_batch]
-                if wave.work is not None:
-                    assert wave.sum is not None
-                    with self._hooks.record(wave.sum):
-                        wave.wait()
+                self._wait(wave)
                 with self._hooks.record(action):
                     if action.kind is Kind.FORWARD:
                         self._forward(action, wave)
@@ -144,12 +141,36 @@ class WaveExecutor:
                     assert wave.loss is not None
                     losses[action.micro_batch] = wave.loss
                 elif action.kind is Kind.BACKWARD and action.stage == 0:
-                    del self._waves[action.micro_batch]
+                    if not self._segments.continues:
+                        del self._waves[action.micro_batch]
                     self._hooks.end_backward(action.micro_batch)
         except BaseException:
             self.abandon()
             raise
         return [losses[micro_batch] for micro_batch in sorted(losses)]
+
+    def outputs(self, micro_batch: int) -> Carry:
+        """Return what a stage without head has made of a micro-batch, detached."""
+        wave = self._waves[micro_batch]
+        self._wait(wave)
+        carry, wave.carry = wave.carry, ()
+        return carry
+
+    def take_gradients(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> None:
+        """Take the gradients of what `outputs` returned, before the first backward pass."""
+        self._waves[micro_batch].gradients = tuple(gradients)
+
+    def input_gradients(self, micro_batch: int) -> tuple[Tensor | None, ...]:
+        """Return the gradients of a stage's first carry, after the last backward pass; once."""
+        wave = self._waves.pop(micro_batch)
+        self._wait(wave)
+        return wave.gradients
+
+    def _wait(self, wave: _Wave) -> None:
+        if wave.work is not None:
+            assert wave.sum is not None
+            with self._hooks.record(wave.sum):
+                wave.wait()
 
     def abandon(self) -> None:
         """Drop all micro-batches under way, once their collectives have ended."""
@@ -167,6 +188,7 @@ class WaveExecutor:
             lent(self._module, self._survey.lent[action.stage], loans),
         ):
             if head:
+                assert self._segments.head is not None
                 outputs: Carry = (self._segments.head(inputs, wave.labels),)
             else:
                 outputs = self._segments.body[action.stage].run(inputs)
@@ -181,8 +203,9 @@ class WaveExecutor:
     def _backward(self, action: Action, wave: _Wave) -> None:
         kept = wave.passes.pop()
         outputs: list[Tensor] = list(kept.outputs)
-        if action.stage == self._head:
+        if action.stage == self._last:
             self._hooks.begin_backward(action.micro_batch)
+        if action.stage == self._head:
             with torch.enable_grad():
                 outputs = [self._hooks.scale(outputs[0])]
             wave.gradients = (torch.ones_like(outputs[0]),)
@@ -205,7 +228,8 @@ class WaveExecutor:
                 before = wave.returned.get(weight)
                 wave.returned[weight] = loan.grad if before is None else before + loan.grad
         wave.gradients = tuple(tensor.grad for tensor in kept.inputs)
-        if self._sums_gradient[action.stage] and action.stage:  # before the first nothing follows
+        follows = action.stage > 0 or self._segments.continues
+        if self._sums_gradient[action.stage] and follows:
             self._sum(action._replace(kind=Kind.SUM_GRADIENT), wave, wave.gradients[0])
 
     def _sum(self, action: Action, wave: _Wave, tensor: Tensor | None) -> None:

@@ -20,12 +20,15 @@ class AccumulationProtocol:
     """Lets DeepSpeed see gradient accumulation: backward passes of micro-batches never overlap.
 
     Args:
-        engine: A data-parallel engine.
+        engine: Of DeepSpeed's.
         streams: CUDA streams for the passes: 2 gives each wave one of its own.
+        steps: Whether the engine's ``step`` follows each micro-batch, as in a data-parallel engine;
+            in a pipeline it follows the plan.
     """
 
-    def __init__(self, engine: Any, streams: int = 1) -> None:
+    def __init__(self, engine: Any, streams: int = 1, *, steps: bool = True) -> None:
         self._engine = engine
+        self._steps = steps
         self._streams = [
             torch.cuda.Stream(engine.device) for _ in range(streams if streams > 1 else 0)
         ]
@@ -89,7 +92,8 @@ class AccumulationProtocol:
             torch.cuda.current_stream(self._engine.device).wait_stream(stream)
         self._engine._backward_epilogue()
         self._leave()
-        self._engine.step()
+        if self._steps:
+            self._engine.step()
 
     def _leave(self) -> None:
         if not self._within:

@@ -163,15 +163,12 @@ class Wavelet:
     def _shape(self) -> dict[str, Any]:
         """What the plan is made of, save for the number of micro-batches."""
         assert self._survey is not None
-        body, saved = self._segments.body, self._survey.saved_bytes
+        saved = self._survey.saved_bytes
         budget = self._config.budget
         return {
             "num_segments": self._num_segments,
-            "sums_output": [*(segment.sums_output for segment in body), False],
-            "sums_gradient": [
-                *(segment.sums_gradient for segment in body),
-                self._segments.head_sums_gradient,
-            ],
+            "sums_output": self._segments.sums_output,
+            "sums_gradient": self._segments.sums_gradient,
             "pair_order": self._config.pair_order,
             "saved_bytes": saved,
             "budget": None if budget is None else int(budget * sum(saved)),
@@ -230,6 +227,7 @@ def _compiled(segments: Segments) -> Segments:
     def compiled(run: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(run)
 
+    assert segments.head is not None
     body = tuple(
         Segment(s.name, compiled(s.run), s.sums_output, s.sums_gradient) for s in segments.body
     )

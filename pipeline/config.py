@@ -89,6 +89,11 @@ class PipelineConfig(Section):
     """Whether an output head gets weights of its own where it shares those of the embedding. By
     default it does with ``pipemare``, whose stages cannot share a weight."""
 
+    pair_passes: bool = False
+    """Whether a stage that is split by ``tensor_parallel`` runs a backward pass and the forward
+    pass after it together, segment by segment, so that the sums of each run behind the other. With
+    ``1f1b`` it then forwards twice as far ahead, and keeps the activations of that."""
+
     pipemare: PipeMareConfig = PipeMareConfig()
     """Settings of the schedule ``pipemare``."""
 

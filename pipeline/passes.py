@@ -1,16 +1,19 @@
 """Passes that lower the order of forward and backward passes to all that a rank has to do.
 
 Each takes and gives the actions of one stage. They are applied in the order `add_steps`,
-`Versions.annotate`, `add_communication`, and, where sends block, `defer_sends`.
+`Versions.annotate`, `add_communication`, and then `pair_passes` where a stage runs two passes
+together, or `defer_sends` where sends block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 from wavemare.pipeline.action import Action, Kind
 
-__all__ = ["Versions", "add_communication", "add_steps", "defer_sends"]
+__all__ = ["Versions", "add_communication", "add_steps", "defer_sends", "pair_passes", "paired"]
+
+_BETWEEN = frozenset({Kind.SEND_GRAD, Kind.RECV_ACTIVATION, Kind.LOAD})
 
 
 def add_steps(
@@ -132,3 +135,52 @@ def defer_sends(actions: Iterable[Action], num_stages: int) -> Iterator[Action]:
             yield action
     if held is not None:
         yield held
+
+
+def pair_passes(actions: Iterable[Action]) -> Iterator[Action]:
+    """Put each backward pass right before the forward pass that follows it, to be run together.
+
+    Their receives then come before both and their sends after both. A pass that an optimizer step
+    or other weights part from the next stays alone.
+    """
+    row = list(actions)
+    place = 0
+    while place < len(row):
+        last = _following_forward(row, place)
+        if last is None:
+            yield row[place]
+            place += 1
+            continue
+        between = row[place + 1 : last]
+        yield from (action for action in between if action.kind is not Kind.SEND_GRAD)
+        yield row[place]
+        yield row[last]
+        yield from (action for action in between if action.kind is Kind.SEND_GRAD)
+        place = last + 1
+
+
+def _following_forward(row: Sequence[Action], place: int) -> int | None:
+    """Return where a backward pass's partner is; None if it has none, or is none itself."""
+    if row[place].kind is not Kind.BACKWARD:
+        return None
+    for later in range(place + 1, len(row)):
+        if row[later].kind not in _BETWEEN:
+            return later if row[later].kind is Kind.FORWARD else None
+    return None
+
+
+def paired(actions: Iterable[Action]) -> Iterator[tuple[Action, ...]]:
+    """Yield each action by itself, but those of a pair together."""
+    held: Action | None = None
+    for action in actions:
+        if held is not None and action.kind is Kind.FORWARD:
+            yield held, action
+            held = None
+            continue
+        if held is not None:
+            yield (held,)
+        held = action if action.kind is Kind.BACKWARD else None
+        if held is None:
+            yield (action,)
+    if held is not None:
+        yield (held,)

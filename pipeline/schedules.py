@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from wavemare.errors import PlanError, did_you_mean
 from wavemare.pipeline.action import Action, Kind
 from wavemare.pipeline.order import Stream
-from wavemare.pipeline.passes import add_communication, defer_sends
+from wavemare.pipeline.passes import add_communication, defer_sends, pair_passes
 from wavemare.pipeline.plan import Plan, check_numbers
 from wavemare.pipeline.wave import accumulation, in_phase, tick_tock
 
 __all__ = [
+    "PAIR_SLACK",
     "SCHEDULES",
     "SEND_SLOTS",
     "build_plan",
@@ -19,12 +20,19 @@ __all__ = [
     "inference",
     "one_f_one_b",
     "one_f_one_b_stage",
+    "paired_one_f_one_b",
+    "paired_one_f_one_b_stage",
     "pipemare",
 ]
 
 SEND_SLOTS = 2
 """Messages that the asynchronous engine may have under way in one direction: double buffers, and
 as many more as there is slack."""
+
+
+PAIR_SLACK = 1
+"""Slack (see `ahead`) of 1F1B with pairs. A pair ends both its passes at once, so that without any
+slack each of two neighbours would wait for the other's pair."""
 
 
 def drain_boundary(
@@ -128,6 +136,32 @@ def one_f_one_b_stage(
         yield from defer_sends(window, num_stages)
 
 
+def paired_one_f_one_b(num_stages: int, micro_batches: int, num_steps: int = 1) -> Plan:
+    """Return 1F1B with the passes of its steady state in pairs; see `pair_passes`.
+
+    A stage forwards twice as far ahead as in `one_f_one_b`, and its sends do not block.
+
+    Raises:
+        PlanError: A number is out of range.
+    """
+    check_numbers(num_stages, micro_batches, num_steps)
+    ranks = tuple(
+        tuple(paired_one_f_one_b_stage(stage, num_stages, micro_batches, num_steps))
+        for stage in range(num_stages)
+    )
+    slots = SEND_SLOTS + PAIR_SLACK
+    return Plan("1f1b-paired", num_stages, micro_batches, num_steps, ranks, slots)
+
+
+def paired_one_f_one_b_stage(
+    stage: int, num_stages: int, micro_batches: int, num_steps: int = 1
+) -> Iterator[Action]:
+    """Return one stage's part of `paired_one_f_one_b`."""
+    stream = Stream(stage, num_stages, micro_batches, slack=PAIR_SLACK)
+    for _ in range(num_steps):
+        yield from pair_passes(stream.window(stream.first + micro_batches))
+
+
 def inference(num_stages: int, micro_batches: int, num_steps: int = 0) -> Plan:
     """Return forward passes alone.
 
@@ -146,6 +180,7 @@ def inference(num_stages: int, micro_batches: int, num_steps: int = 0) -> Plan:
 
 SCHEDULES: dict[str, Callable[[int, int, int], Plan]] = {
     "1f1b": one_f_one_b,
+    "1f1b-paired": paired_one_f_one_b,
     "accumulation": accumulation,
     "in-phase": in_phase,
     "inference": inference,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from wavemare.errors import PlanError
 from wavemare.pipeline.plan import check_numbers
 
-__all__ = ["Group", "Groups", "group_segments"]
+__all__ = ["Group", "Groups", "cut", "group_segments"]
 
 Group = tuple[int, ...]
 """Segments in the order of their passes."""
@@ -71,10 +71,10 @@ def group_segments(
         ends_up = set(range(head))
     ends_up = ends_up or {segment - 1 for segment in ends_down}
     ends_down = ends_down or {segment + 1 for segment in ends_up if segment + 1 < head}
-    return Groups(_cut(range(head), ends_up), _cut(range(head, -1, -1), ends_down))
+    return Groups(cut(range(head), ends_up), cut(range(head, -1, -1), ends_down))
 
 
-def _cut(segments: Iterable[int], ends: Container[int]) -> tuple[Group, ...]:
+def cut(segments: Iterable[int], ends: Container[int]) -> tuple[Group, ...]:
     """Return a row of segments cut behind each end."""
     groups: list[Group] = []
     group: Group = ()

@@ -41,7 +41,7 @@ def initialize(
     With ``"wavemare": {"pipeline": {"stages": N}}`` and N > 1 a transformers model becomes a
     pipeline of N stages; optimizer and parameter groups made for the whole model are reduced to
     the parameters of this rank's stage. With ``"tensor_parallel": {"size": N}`` GPT-2 or BERT is
-    split over every N consecutive ranks, in place.
+    split over every N consecutive ranks, in place; with both, each stage is split so.
 
     Args:
         args: Namespace with ``deepspeed_config`` (and ``local_rank``), or None with ``config``.
@@ -71,6 +71,11 @@ def initialize(
         values = _weights_in_turns(values)
     if dist_init_required is not False:
         init_distributed(distributed_port)
+    if ours.tensor_parallel.size > 1:
+        check_config(values, world_size=dist.get_world_size())
+        _check_whole(optimizer, model_parameters, mpu)
+        model, mesh = _split(model, ours)
+        mpu = mesh if ours.pipeline.stages == 1 else None  # a pipeline's is its grid
     if ours.pipeline.stages > 1 and not isinstance(model, deepspeed.PipelineModule):
         check_config(values, world_size=dist.get_world_size())
         whole, model = model, _converted(model, ours)
@@ -79,13 +84,6 @@ def initialize(
         optimizer, model_parameters = _of_this_stage(
             model, optimizer, model_parameters, lr_scheduler, copies
         )
-    if ours.tensor_parallel.size > 1:
-        check_config(values, world_size=dist.get_world_size())
-        _check_whole(optimizer, model_parameters, mpu)
-        from wavemare.parallel.tensor import split_model
-
-        mpu = TensorMesh(ours.tensor_parallel.size)
-        model = split_model(model, mpu.get_model_parallel_group())
     return build_engine(
         values,
         segments=_segments(model, ours),
@@ -123,6 +121,14 @@ def _converted(model: Any, ours: WavemareConfig) -> Any:
         dynamic_shape=ours.pipeline.dynamic_shape,
         untie=ours.pipeline.unties,
     )
+
+
+def _split(model: Any, ours: WavemareConfig) -> tuple[Any, TensorMesh]:
+    """Split a model over every so many consecutive ranks."""
+    from wavemare.parallel.tensor import split_model
+
+    mesh = TensorMesh(ours.tensor_parallel.size)
+    return split_model(model, mesh.get_model_parallel_group()), mesh
 
 
 def _check_whole(optimizer: Any, model_parameters: Any, mpu: Any) -> None:

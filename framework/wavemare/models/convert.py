@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -18,9 +19,10 @@ from wavemare.models.families import SUPPORTED, family_of
 from wavemare.models.layers import PipelineLayer, TiedHead, name_weights
 from wavemare.models.module import Conversion, TransformerPipeline
 from wavemare.models.proof import prove
+from wavemare.models.split import split_chain, split_loss
 from wavemare.models.ties import give_own_weights, tied_weights, warn_of_untying
 from wavemare.models.timing import layer_times
-from wavemare.parallel.tensor.state import is_split
+from wavemare.parallel.tensor.state import is_split, split_embedding, whole_without_weights
 from wavemare.pipeline.cuts import PARTITION_KEY, STAGES_KEY, balanced_cuts, explicit_cuts
 
 __all__ = ["to_pipeline"]
@@ -41,6 +43,9 @@ def to_pipeline(
 ) -> TransformerPipeline:
     """Turn a transformers model into a pipeline; every process calls this with the same model.
 
+    A model that `split_model` has split over consecutive ranks becomes a pipeline of its parts:
+    the axes of the processes are then ``pipe``, ``data`` and ``model``.
+
     The pipeline's layers are the model's own submodules. ``torch.distributed`` must have been
     initialized (``deepspeed.init_distributed()``).
 
@@ -48,7 +53,8 @@ def to_pipeline(
         model: GPT-2 with its language-modelling head, BERT for masked language modelling or
             sequence classification, or a causal language model with a ``base_model_pp_plan``.
         num_stages: Number of stages; must divide the number of processes.
-        topology: Instead of ``num_stages``, a topology with the axes ``pipe`` and ``data``.
+        topology: Instead of ``num_stages``, a topology with the axes ``pipe`` and ``data``, and
+            ``model`` for a split model.
         partition: ``parameters``, ``time``, ``uniform``, ``type:REGEX``, or the first layer of
             each stage.
         inputs: Batch entries that travel with the hidden states, ``input_ids`` first; the family's
@@ -69,7 +75,13 @@ def to_pipeline(
         LaunchError: ``torch.distributed`` is not initialized.
     """
     _check_launch()
-    stages = _count_stages(num_stages, topology)
+    model_ranks = _model_ranks(model)
+    stages = _count_stages(num_stages, topology, model_ranks)
+    if len(model_ranks) > 1 and topology is None:
+        replicas = dist.get_world_size() // (stages * len(model_ranks))
+        topology = PipeModelDataParallelTopology(stages, len(model_ranks), replicas)
+    if topology is not None:
+        _check_model_axis(topology, model_ranks)
     conversion = _take_apart(model, inputs, untie=untie)
     if verify:
         prove(model, conversion.chain, conversion.inputs, conversion.loss)
@@ -95,16 +107,34 @@ def _check_launch() -> None:
         )
 
 
-def _count_stages(num_stages: int | None, topology: Any) -> int:
+def _model_ranks(model: Any) -> list[int]:
+    """Return the ranks over which a model is split, this one alone if it is not."""
+    if not is_split(model):
+        return [dist.get_rank()]
+    return torch.distributed.get_process_group_ranks(split_embedding(model).group)
+
+
+def _check_model_axis(topology: Any, model_ranks: list[int]) -> None:
+    """Check that the ranks along the axis 'model' are those that share the model's layers."""
+    size = max(topology.get_dim("model"), 1)
+    if size == 1 and len(model_ranks) == 1:
+        return
+    if len(model_ranks) == 1:
+        reason = "the layers of the model are not split over an axis 'model'"
+        remedy = (
+            "Split it with split_model first, or use a topology with the axes 'pipe' and 'data'"
+        )
+    elif size == 1 or model_ranks not in topology.get_axis_comm_lists("model"):
+        reason = f"the model is split over the ranks {model_ranks}, which are not its axis 'model'"
+        remedy = "Give num_stages alone, or PipeModelDataParallelTopology"
+    else:
+        return
+    raise ConfigError("topology", str(topology), reason, remedy)
+
+
+def _count_stages(num_stages: int | None, topology: Any, model_ranks: list[int]) -> int:
     processes = dist.get_world_size()
     if topology is not None:
-        if max(topology.get_dim("model"), 1) > 1:
-            raise ConfigError(
-                "topology",
-                str(topology),
-                "the layers of a transformers model are not split over an axis 'model'",
-                "Use a topology with the axes 'pipe' and 'data'",
-            )
         built = int(topology.get_dim("pipe"))
         if num_stages not in (None, built):
             reason = f"the topology has {built} stages"
@@ -114,12 +144,14 @@ def _count_stages(num_stages: int | None, topology: Any) -> int:
         raise ConfigError(
             STAGES_KEY, None, "the number of stages is missing", "Give num_stages or a topology"
         )
-    if num_stages < 1 or processes % num_stages:
+    places = processes // len(model_ranks)
+    if num_stages < 1 or places % num_stages:
+        shared = f", each stage on {len(model_ranks)} ranks" if len(model_ranks) > 1 else ""
         raise ConfigError(
             STAGES_KEY,
             num_stages,
-            f"{processes} processes cannot form pipelines of that many stages",
-            f"Use a divisor of {processes}",
+            f"{processes} processes cannot form pipelines of that many stages{shared}",
+            f"Use a divisor of {places}",
         )
     return num_stages
 
@@ -129,9 +161,6 @@ def _take_apart(model: Any, inputs: Sequence[str] | None, *, untie: bool = False
         raise ModelError(
             "model", type(model).__name__, "it is not a transformers model", f"Use {SUPPORTED}"
         )
-    if is_split(model):
-        reason = "it is split over ranks, and a pipeline's stages hold whole layers"
-        raise ModelError("model", type(model).__name__, reason, "Use one of the two")
     family = family_of(model)
     if any(weight.is_meta for weight in model.parameters()):
         raise ModelError(
@@ -141,7 +170,9 @@ def _take_apart(model: Any, inputs: Sequence[str] | None, *, untie: bool = False
             "Load it with from_pretrained, or build it on a real device",
         )
     declared = family.declared(inputs)
-    chain, config = tuple(family.chain(model, declared)), model.config
+    chain, config, loss = tuple(family.chain(model, declared)), model.config, family.loss(model)
+    if is_split(model):
+        chain, loss = split_chain(chain), split_loss(model, loss)
     replaced = dict(family.spares(model))
     tied = tied_weights(model) if untie else ()
     if tied:
@@ -153,7 +184,7 @@ def _take_apart(model: Any, inputs: Sequence[str] | None, *, untie: bool = False
         family=family.name,
         inputs=declared,
         chain=chain,
-        loss=family.loss(model),
+        loss=loss,
         names=name_weights(model, chain, replaced),
         skeleton=_without_weights(model, config) if dist.get_rank() == 0 else None,
         config=config,
@@ -162,6 +193,8 @@ def _take_apart(model: Any, inputs: Sequence[str] | None, *, untie: bool = False
 
 
 def _without_weights(model: PreTrainedModel, config: Any) -> PreTrainedModel:
+    if is_split(model):
+        return whole_without_weights(model, config)
     # A copy rather than a new instance: it keeps what loading left in the object, such as the
     # generation configuration and the renaming of weights to be undone when saving.
     memo: dict[int, Any] = {

@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import deepspeed
 import torch
@@ -16,7 +16,12 @@ from transformers import PreTrainedModel
 
 from wavemare.errors import ModelError
 from wavemare.models.module import TransformerPipeline
-from wavemare.parallel.tensor.state import is_split, merged_state_dict
+from wavemare.parallel.tensor.state import (
+    gather_weights,
+    is_split,
+    merged_state_dict,
+    whole_without_weights,
+)
 
 __all__ = ["pipeline_state_dict", "save_pretrained"]
 
@@ -41,6 +46,10 @@ def pipeline_state_dict(module: Any) -> dict[str, Tensor] | None:
     if grid.get_data_parallel_rank() != 0:
         return None
     own = pipeline.local_weights()
+    if grid.get_slice_parallel_world_size() > 1:
+        own = gather_weights(own, grid.get_slice_parallel_group(), pipeline.config.vocab_size)
+        if grid.get_slice_parallel_rank() != 0:
+            return None
     if pipeline.global_rank != 0:
         dist.send_object_list([[(n, t.shape, t.dtype) for n, t in own.items()]], dst=0)
         for tensor in own.values():
@@ -82,7 +91,7 @@ def save_pretrained(
             saver.to(next(t.dtype for t in state.values() if t.is_floating_point()))
             state = _one_tensor_each(state, saver)
     elif is_split(model):
-        state, saver = merged_state_dict(model), _whole(model)
+        state, saver = merged_state_dict(model), whole_without_weights(model)
         state = state if dist.get_rank() == 0 else None
     elif isinstance(model, PreTrainedModel):
         state, saver = _gathered(model), model
@@ -95,15 +104,6 @@ def save_pretrained(
         except (OSError, RuntimeError, ValueError) as error:
             failure = error
     _agree(failure, folder)
-
-
-def _whole(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model that a split one was made of, without weights."""
-    with torch.device("meta"):
-        whole: Any = type(model)(model.config)
-    if model.can_generate():
-        whole.generation_config = model.generation_config
-    return cast(PreTrainedModel, whole.to(model.dtype))
 
 
 def _unwrap(module: Any) -> Any:

@@ -55,8 +55,8 @@ class TransformerPipeline(PipelineModule):
     Args:
         conversion: The model taken apart.
         cuts: Bounds of the stages, ``num_stages + 1`` of them.
-        topology: Process topology with the axes ``pipe`` and ``data``; from the number of stages
-            and processes if None.
+        topology: Process topology with the axes ``pipe`` and ``data``, and ``model`` for a split
+            model; from the number of stages and processes if None.
         loss_fn: Loss of (logits, labels); the head's own if None.
         activation_checkpoint_interval: Layers per activation checkpoint; 0 keeps all activations.
         dynamic_shape: Whether batches differ in shape.
@@ -67,8 +67,13 @@ class TransformerPipeline(PipelineModule):
         inputs: Names of the tensors of the first carry, ``input_ids`` first.
         untied: For each untied weight the name of the one it was tied to, as in the model's state
             dict; empty unless something was untied.
-        num_parameters: Number of parameters of all stages, those that are tied counted once.
+        num_parameters: Number of parameters of all stages, those that are tied or on several
+            ranks of an axis ``model`` counted once.
     """
+
+    sends_whole = True
+    """Whether messages between stages hold whole tensors, rather than each rank of the axis
+    ``model`` its part of them, as DeepSpeed would have it."""
 
     def __init__(
         self,
@@ -141,6 +146,18 @@ class TransformerPipeline(PipelineModule):
             if (name := layer.weight_names[own]) in self.untied
         }
 
+    def stage_segments(self) -> Any:
+        """Return this stage of a split model as `wavemare.engine.segments.Segments`."""
+        from wavemare.parallel.tensor.stage import stage_segments
+
+        grid = self.mpu()
+        return stage_segments(
+            self.forward_funcs,
+            grid.get_slice_parallel_group(),
+            first=grid.is_first_stage,
+            loss=self.loss_fn if grid.is_last_stage else None,
+        )
+
     @property
     def skeleton(self) -> Any:
         """The model without weights, on rank 0; else None."""
@@ -170,10 +187,17 @@ class TransformerPipeline(PipelineModule):
         super()._synchronize_tied_weights()
 
     def _own_for_clipping(self) -> None:
-        # DeepSpeed's fp32 clipping counts a parameter of stage > 0 only if it is marked so. Of a
-        # tied weight, whose gradients are equal on all its stages, the first one counts.
+        # DeepSpeed's clipping counts a parameter on other ranks than the first only if it is marked
+        # so. Of a tied weight, whose gradients are equal on all its stages, the first one counts;
+        # of one that the ranks of a split model all hold, that of the first rank.
+        first = self.mpu().get_slice_parallel_rank() == 0
         for parameter in self.parameters():
-            parameter.model_parallel = not getattr(parameter, "ds_pipe_replicated", False)
+            marked: Any = parameter
+            split = getattr(parameter, "tensor_model_parallel", False)
+            replicated = getattr(parameter, "ds_pipe_replicated", False)
+            marked.model_parallel = not replicated and (split or first)
+            if split:
+                marked.tensor_model_parallel = not replicated
 
     def _is_checkpointable(self, funcs: Sequence[nn.Module]) -> bool:
         """Checkpoint groups that hold a block.
@@ -188,5 +212,5 @@ class TransformerPipeline(PipelineModule):
 
 
 def _count(chain: Sequence[PipelineLayer]) -> int:
-    whole = {id(weight): weight.numel() for layer in chain for weight in layer.parameters()}
-    return sum(whole.values())
+    weights = {id(weight): weight for layer in chain for weight in layer.parameters()}
+    return sum(getattr(weight, "whole_numel", weight.numel()) for weight in weights.values())

@@ -15,6 +15,7 @@ from wavemare.models.batches import split_batch
 from wavemare.models.carry import Carry
 from wavemare.models.layers import PipelineLayer
 from wavemare.models.losses import ClassificationLoss, Loss
+from wavemare.models.split import SplitLoss
 
 __all__ = ["example_batch", "prove", "random_state", "run_chain"]
 
@@ -53,7 +54,10 @@ def prove(model: Any, chain: Sequence[PipelineLayer], inputs: Sequence[str], los
     def original() -> tuple[Tensor, Tensor]:
         restore_random_state()
         output = model(**batch, labels=labels, **options)
-        return output.logits, output.loss
+        if not isinstance(loss, SplitLoss):
+            return output.logits, output.loss
+        restore_random_state()
+        return model(**batch, **options).logits, output.loss
 
     with _undisturbed(model):
         for training in (False, True):
@@ -165,7 +169,8 @@ def _results_of_chain(
     try:
         logits = run_chain(chain, carry)
         assert isinstance(logits, Tensor)
-        return logits, loss(logits, labels)
+        whole = loss.gather(logits) if isinstance(loss, SplitLoss) else logits
+        return whole, loss(logits, labels)
     except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
         message = str(error).partition("\n")[0]
         raise _refusal(model, f"its layers cannot be called one by one ({message})") from error

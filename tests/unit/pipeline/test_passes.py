@@ -1,13 +1,25 @@
 """Lowering passes: what each adds, and where."""
 
+import dataclasses
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wavemare.pipeline.action import SENDS, Action, Kind
-from wavemare.pipeline.order import compute_order
-from wavemare.pipeline.passes import Versions, add_communication, add_steps, defer_sends
+from wavemare.errors import PlanError
+from wavemare.pipeline.action import RECEIVES, SENDS, Action, Kind
+from wavemare.pipeline.check import check
+from wavemare.pipeline.order import Stream, compute_order
+from wavemare.pipeline.passes import (
+    Versions,
+    add_communication,
+    add_steps,
+    defer_sends,
+    pair_passes,
+    paired,
+)
+from wavemare.pipeline.schedules import one_f_one_b, paired_one_f_one_b
 
 
 def parsed(text):
@@ -100,3 +112,64 @@ def test_deferred_sends_keep_everything_else_in_order(num_stages, micro_batches,
     # Where the next stage is one backward pass behind in its forward passes, and only there.
     steady = stage < num_stages - 1 and micro_batches >= num_stages - stage
     assert behind == ({num_stages - 1 - stage} if steady else set())
+
+
+def test_a_pair_receives_before_both_passes_and_sends_after_them():
+    order = parsed("1RA0 1F0 1SA0 1RG0 1B0 1SG0 1RA1 1F1 1SA1 1RG1 1B1 1SG1 1R1 1S1 1RA2 1F2 1SA2")
+    assert shown(pair_passes(order)) == (
+        "1RA0 1F0 1SA0 1RG0 1RA1 1B0 1F1 1SG0 1SA1 1RG1 1B1 1SG1 1R1 1S1 1RA2 1F2 1SA2"
+    )
+    last = parsed("1RA0 1L0 1F0 1B0 1SG0 1RA1 1L1 1F1 1B1 1SG1")
+    assert shown(pair_passes(last)) == "1RA0 1L0 1F0 1RA1 1L1 1B0 1F1 1SG0 1B1 1SG1"
+
+
+def test_a_corrected_pass_stays_alone():
+    order = "1C0@0 1RG0 1B0 1W0 1SG0 1RA3 1F3"
+    assert shown(pair_passes(parsed(order))) == order
+
+
+def test_pairs_are_taken_together():
+    order = parsed("0F0 0F1 0B0 0F2 0B1 0B2 0S2 0F3 0B3")
+    groups = [shown(group) for group in paired(order)]
+    assert groups == ["0F0", "0F1", "0B0 0F2", "0B1", "0B2", "0S2", "0F3", "0B3"]
+
+
+sizes = st.tuples(st.integers(1, 7), st.integers(1, 12), st.integers(1, 3))
+
+
+@given(sizes)
+@settings(deadline=None)
+def test_paired_plans_end_with_slots_and_forward_twice_as_far(size):
+    num_stages, micro_batches, _ = size
+    report = check(paired_one_f_one_b(*size))
+    plain = check(one_f_one_b(*size))
+    for stage, peak in enumerate(report.peak_activations):
+        ahead = 2 * (num_stages - 1 - stage)
+        assert peak == min(ahead + 1, micro_batches)
+    assert sum(report.actions) == sum(plain.actions)
+    assert report.messages == plain.messages
+
+
+@given(sizes)
+def test_only_the_place_of_messages_and_loads_changes(size):
+    num_stages, micro_batches, steps = size
+    for stage in range(num_stages):
+        stream = Stream(stage, num_stages, micro_batches, slack=1)
+        window = [action for _ in range(steps) for action in stream.window()]
+        row = list(pair_passes(window))
+        assert sorted(row) == sorted(window)
+        moved = {*SENDS, *RECEIVES, Kind.LOAD}
+        for kinds in (set(Kind) - moved, {Kind.SEND_GRAD, Kind.SEND_NORM}, {Kind.RECV_ACTIVATION}):
+            kept = [[a for a in rank if a.kind in kinds] for rank in (row, window)]
+            assert kept[0] == kept[1]
+        for before, after in pairwise(row):
+            if (before.kind, after.kind) == (Kind.BACKWARD, Kind.FORWARD):
+                kind = Kind.RECV_ACTIVATION if stage else Kind.LOAD
+                assert row.index(after._replace(kind=kind)) < row.index(before)
+
+
+def test_with_blocking_sends_pairs_wait_in_a_circle():
+    plan = paired_one_f_one_b(3, 6)
+    with pytest.raises(PlanError, match="wait"):
+        check(dataclasses.replace(plan, send_slots=0))
+    check(dataclasses.replace(plan, send_slots=1))

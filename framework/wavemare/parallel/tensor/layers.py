@@ -16,7 +16,9 @@ from wavemare.parallel.tensor.collectives import (
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "split_parameter"]
 
 
-def split_parameter(part: Tensor, dim: int, requires_grad: bool = True) -> nn.Parameter:
+def split_parameter(
+    part: Tensor, dim: int, requires_grad: bool = True, *, whole_numel: int | None = None
+) -> nn.Parameter:
     """Return a rank's part of a parameter, with the marks that Megatron-LM and DeepSpeed look for.
 
     Without them DeepSpeed would count it in the gradient's norm on the first rank alone.
@@ -25,8 +27,11 @@ def split_parameter(part: Tensor, dim: int, requires_grad: bool = True) -> nn.Pa
         part: The rank's values.
         dim: The dimension that is split.
         requires_grad: Whether it is trained.
+        whole_numel: Number of elements of the whole, for counts of a model's parameters.
     """
     parameter: Any = nn.Parameter(part, requires_grad=requires_grad)
+    if whole_numel is not None:
+        parameter.whole_numel = whole_numel
     parameter.tensor_model_parallel = True
     parameter.model_parallel = True
     parameter.partition_dim = dim

@@ -12,12 +12,22 @@ from transformers.masking_utils import create_bidirectional_mask
 from wavemare.engine.segments import Carry, Segment, Segments
 from wavemare.models.batches import split_batch
 from wavemare.models.bert import BertEmbedding
-from wavemare.models.carry import MaskMaker, SideInputs, StageContext
+from wavemare.models.carry import MaskMaker, StageContext
 from wavemare.models.families import family_of
 from wavemare.models.gpt2 import PositionEmbedding, causal_mask
 from wavemare.models.losses import ClassificationLoss
+from wavemare.parallel.tensor.blocks import (
+    add_then_norm,
+    bert_attention,
+    bert_mlp,
+    gpt2_attention,
+    gpt2_mlp,
+    named,
+    norm_of_sum,
+    other,
+    summing,
+)
 from wavemare.parallel.tensor.collectives import deferred_sums
-from wavemare.parallel.tensor.layers import RowParallelLinear
 from wavemare.parallel.tensor.loss import next_tokens
 from wavemare.parallel.tensor.state import split_embedding
 from wavemare.parallel.tensor.vocabulary import VocabParallelHead
@@ -25,10 +35,6 @@ from wavemare.parallel.tensor.vocabulary import VocabParallelHead
 __all__ = ["tensor_segments"]
 
 _WAVES = 2
-
-_Run = Callable[[Carry], Carry]
-_Part = Callable[[Tensor, Sequence[Tensor]], Tensor]
-"""From (x, side inputs) to this rank's part of a sum."""
 
 
 def tensor_segments(model: Any, group: Any, inputs: Sequence[str] | None = None) -> Segments:
@@ -81,17 +87,6 @@ def _embed(embedding: nn.Module) -> Segment:
     return Segment("embedding", run, sums_output=True)
 
 
-def _summing(name: str, part: _Part) -> Segment:
-    """Return the segment that ends with this rank's part of a sum."""
-
-    def run(carry: Carry) -> Carry:
-        value, residual, *sides = carry
-        with deferred_sums():
-            return (part(value, sides), residual, *sides)
-
-    return Segment(name, run, sums_output=True, sums_gradient=True)
-
-
 def _gpt2_body(model: Any, names: Sequence[str]) -> list[Segment]:
     base = model.transformer
     context = _context(model, causal_mask)
@@ -99,53 +94,24 @@ def _gpt2_body(model: Any, names: Sequence[str]) -> list[Segment]:
 
     def start(carry: Carry) -> Carry:
         embedded, *sides = carry
-        residual = positions.run(embedded, _named(names, sides))
+        residual = positions.run(embedded, named(names, sides))
         return (base.h[0].ln_1(residual), residual, *sides)
-
-    def attention(block: Any) -> _Part:
-        def part(value: Tensor, sides: Sequence[Tensor]) -> Tensor:
-            named = _named(names, sides)
-            result: Tensor = block.attn(
-                value,
-                attention_mask=context.mask("full_attention", value, named),
-                use_cache=False,
-                position_ids=context.position_ids(value, named),
-            )[0]
-            return result
-
-        return part
-
-    def mlp(block: Any) -> _Part:
-        return lambda value, sides: block.mlp(value)
 
     segments = [Segment("embedding.norm", start)]
     next_norms = [*(block.ln_1 for block in base.h[1:]), base.ln_f]
     for index, (block, next_norm) in enumerate(zip(base.h, next_norms, strict=True)):
-        attended = _add_then_norm(block.attn.c_proj, block.attn.resid_dropout, block.ln_2)
+        attended = add_then_norm(block.attn.c_proj, block.attn.resid_dropout, block.ln_2)
         ends = next_norm is base.ln_f
         segments += [
-            _summing(f"{index}.attention", attention(block)),
+            summing(f"{index}.attention", gpt2_attention(block, names, context)),
             Segment(f"{index}.attention.norm", attended),
-            _summing(f"{index}.mlp", mlp(block)),
+            summing(f"{index}.mlp", gpt2_mlp(block)),
             Segment(
                 f"{index}.mlp.norm",
-                _add_then_norm(block.mlp.c_proj, block.mlp.dropout, next_norm, ends=ends),
+                add_then_norm(block.mlp.c_proj, block.mlp.dropout, next_norm, ends=ends),
             ),
         ]
     return segments
-
-
-def _add_then_norm(
-    row: RowParallelLinear, dropout: nn.Module, norm: nn.Module, *, ends: bool = False
-) -> _Run:
-    """Return what GPT-2 does between sums: the residual stream goes around the norm."""
-
-    def run(carry: Carry) -> Carry:
-        total, residual, *sides = carry
-        residual = dropout(row.add_bias(total)) + residual
-        return (norm(residual),) if ends else (norm(residual), residual, *sides)
-
-    return run
 
 
 def _bert_body(model: Any, names: Sequence[str]) -> list[Segment]:
@@ -155,47 +121,20 @@ def _bert_body(model: Any, names: Sequence[str]) -> list[Segment]:
 
     def start(carry: Carry) -> Carry:
         embedded, *sides = carry
-        hidden = embedding.run(embedded, _named(names, sides))
-        return (hidden, _other(hidden), *sides)
-
-    def attention(layer: Any) -> _Part:
-        def part(value: Tensor, sides: Sequence[Tensor]) -> Tensor:
-            mask = context.mask("full_attention", value, _named(names, sides))
-            own: Tensor = layer.attention.self(value, mask)[0]
-            return layer.attention.output.dense(own)
-
-        return part
-
-    def mlp(layer: Any) -> _Part:
-        return lambda value, sides: layer.output.dense(layer.intermediate(value))
+        hidden = embedding.run(embedded, named(names, sides))
+        return (hidden, other(hidden), *sides)
 
     transform = model.cls.predictions.transform if isinstance(model, BertForMaskedLM) else _same
     segments = [Segment("embedding.norm", start)]
     for index, layer in enumerate(layers):
         ending = transform if layer is layers[-1] else None
         segments += [
-            _summing(f"{index}.attention", attention(layer)),
-            Segment(f"{index}.attention.norm", _norm_of_sum(layer.attention.output)),
-            _summing(f"{index}.mlp", mlp(layer)),
-            Segment(f"{index}.mlp.norm", _norm_of_sum(layer.output, ending)),
+            summing(f"{index}.attention", bert_attention(layer, names, context)),
+            Segment(f"{index}.attention.norm", norm_of_sum(layer.attention.output)),
+            summing(f"{index}.mlp", bert_mlp(layer)),
+            Segment(f"{index}.mlp.norm", norm_of_sum(layer.output, ending)),
         ]
     return segments
-
-
-def _norm_of_sum(output: Any, ending: Callable[[Tensor], Tensor] | None = None) -> _Run:
-    """Return what BERT does between sums: the residual stream goes through the norm.
-
-    Args:
-        output: A ``BertSelfOutput`` or ``BertOutput``.
-        ending: After the last layer, from the hidden states to the head's input.
-    """
-
-    def run(carry: Carry) -> Carry:
-        total, residual, *sides = carry
-        hidden = output.LayerNorm(output.dropout(output.dense.add_bias(total)) + residual)
-        return (ending(hidden),) if ending is not None else (hidden, _other(hidden), *sides)
-
-    return run
 
 
 def _head(model: Any) -> tuple[Callable[[Carry, Any], Tensor], bool]:
@@ -232,15 +171,6 @@ def _context(model: Any, mask: MaskMaker) -> StageContext:
     context = StageContext(model.config, {"full_attention": mask})
     context.kept_batches = _WAVES
     return context
-
-
-def _named(names: Sequence[str], sides: Sequence[Tensor]) -> SideInputs:
-    return dict(zip(names[1:], sides, strict=True))
-
-
-def _other(value: Tensor) -> Tensor:
-    """Return the same values as a second tensor: its gradient is no part of a sum."""
-    return value.view_as(value)
 
 
 def _same(value: Tensor) -> Tensor:

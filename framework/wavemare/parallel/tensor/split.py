@@ -108,7 +108,9 @@ class _Splitter:
             part = partition.part(whole.detach(), self.rank, self.ranks)
             if partition.vocabulary:
                 part = self._share.padded(part)
-            split = split_parameter(part, partition.dim, whole.requires_grad)
+            split = split_parameter(
+                part, partition.dim, whole.requires_grad, whole_numel=whole.numel()
+            )
             self._parts[id(whole)] = split, whole
         return self._parts[id(whole)][0]
 

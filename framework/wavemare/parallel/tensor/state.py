@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,13 @@ from wavemare.errors import ModelError
 from wavemare.parallel.tensor.partition import merge_tensor, partition_of
 from wavemare.parallel.tensor.vocabulary import VocabParallelEmbedding
 
-__all__ = ["is_split", "merged_state_dict", "split_embedding"]
+__all__ = [
+    "gather_weights",
+    "is_split",
+    "merged_state_dict",
+    "split_embedding",
+    "whole_without_weights",
+]
 
 
 def merged_state_dict(model: Any) -> dict[str, Tensor] | None:
@@ -33,6 +40,27 @@ def merged_state_dict(model: Any) -> dict[str, Tensor] | None:
         model = model.module
     embedding = split_embedding(model)
     state = model.state_dict(keep_vars=True)
+    merged = gather_weights(state, embedding.group, embedding.share.tokens)
+    return merged if dist.get_rank(embedding.group) == 0 else None
+
+
+def gather_weights(state: Mapping[str, Tensor], group: Any, tokens: int) -> dict[str, Tensor]:
+    """Gather the weights of a split model, or of some of its layers, on a group's first rank.
+
+    All ranks of the group call this, and keep the tensors of one weight at a time.
+
+    Args:
+        state: This rank's parts by their names in the model's state dict.
+        group: The ranks.
+        tokens: Size of the vocabulary.
+
+    Returns:
+        On the first rank whole tensors on the device ``cpu``, one for all names of a tensor; on the
+        other ranks what was given.
+
+    Raises:
+        ModelError: ZeRO-3 has cut the weights further.
+    """
     merged: dict[int, Tensor] = {}
     for name, part in state.items():
         if hasattr(part, "ds_id"):
@@ -41,14 +69,24 @@ def merged_state_dict(model: Any) -> dict[str, Tensor] | None:
             )
         if id(part) in merged:
             continue
-        parts = _gather(part.detach(), embedding.group) if partition_of(name) else [part.detach()]
-        if dist.get_rank(embedding.group) == 0:
-            merged[id(part)] = merge_tensor(name, parts, embedding.share.tokens).cpu()
-        else:
-            merged[id(part)] = part
-    if dist.get_rank(embedding.group) != 0:
-        return None
+        parts = _gather(part.detach(), group) if partition_of(name) else [part.detach()]
+        first = dist.get_rank(group) == 0
+        merged[id(part)] = merge_tensor(name, parts, tokens).cpu() if first else part
     return {name: merged[id(part)] for name, part in state.items()}
+
+
+def whole_without_weights(model: PreTrainedModel, config: Any = None) -> PreTrainedModel:
+    """Return the model that a split one was made of, on the meta device.
+
+    Args:
+        model: What :func:`split_model` has returned.
+        config: The whole model's; the split one's if omitted.
+    """
+    with torch.device("meta"):
+        whole: Any = type(model)(model.config if config is None else config)
+    if model.can_generate():
+        whole.generation_config = model.generation_config
+    return cast(PreTrainedModel, whole.to(model.dtype))
 
 
 def is_split(model: Any) -> bool:

@@ -1,0 +1,260 @@
+"""Train pipelines whose stages are split over two ranks each, beside the whole model.
+
+The second argument names the part; every rank leaves what it saw as JSON.
+"""
+
+import itertools
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import leave, weights_digest
+from deepspeed.utils import groups
+from tensor_models import batch, build
+
+import wavemare
+from wavemare.engine import init_distributed
+from wavemare.models import pipeline_state_dict, save_pretrained
+
+STEPS, ACCUMULATION, MICRO, CLIP = 5, 4, 3, 0.05
+ADAM: dict[str, Any] = {"lr": 1e-2, "eps": 1e-4}
+
+
+def batches(name: str) -> Any:
+    model = build(name)
+    for seed in itertools.count():
+        yield batch(model, seed, MICRO)
+
+
+def train_whole(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The whole model in this process, by plain PyTorch."""
+    model = build(name).train()
+    adam = torch.optim.AdamW(model.parameters(), **ADAM)
+    losses, data = [], batches(name)
+    for _ in range(STEPS):
+        total = 0.0
+        for _ in range(ACCUMULATION):
+            loss = model(**next(data)).loss / ACCUMULATION
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        adam.step()
+        adam.zero_grad()
+        losses.append(total)
+    return losses, model.state_dict()
+
+
+def start(
+    name: str, pipeline: dict[str, Any], split: int = 2, dropout: float = 0.0, **changes: Any
+) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "gradient_clipping": CLIP,
+        "steps_per_print": None,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {**ADAM, "weight_decay": 0.01, "torch_adam": True},
+        },
+        "wavemare": {
+            "pipeline": {"stages": 2, **pipeline},
+            "tensor_parallel": {"size": split},
+        },
+        **changes,
+    }
+    groups.mpu = None
+    model = build(name, residual=dropout, attention=dropout)
+    engine, *_ = wavemare.initialize(model=model, config=config)
+    return engine
+
+
+def train(engine: Any, name: str, steps: int = STEPS) -> list[float]:
+    data = batches(name)
+    return [float(engine.train_batch(data)) for _ in range(steps)]
+
+
+def difference(these: Any, those: Any) -> float:
+    assert list(these) == list(those)
+    return max(float((these[name] - those[name]).abs().max()) for name in these)
+
+
+def seen(engine: Any, name: str, expected: dict[str, torch.Tensor]) -> dict[str, Any]:
+    merged = pipeline_state_dict(engine)
+    return {
+        "difference": None if merged is None else difference(merged, expected),
+        "moved": difference(expected, build(name).state_dict()),
+        "stage": engine.stage_id,
+        "elements": sum(p.numel() for p in engine.module.parameters()),
+        "whole": engine.module.num_parameters,
+        "data_ranks": engine.data_world_size,
+    }
+
+
+def synchronous(names: list[str]) -> dict[str, Any]:
+    """1F1B beside the whole model, the last one under ZeRO 1."""
+    result = {}
+    for name in names:
+        expected, weights = train_whole(name)
+        engine = start(name, {}, zero_optimization={"stage": int(name == names[-1])})
+        losses = train(engine, name)
+        result[name] = {"losses": losses, "expected": expected, **seen(engine, name, weights)}
+    return result
+
+
+def asynchronous(names: list[str]) -> dict[str, Any]:
+    """PipeMare beside itself on whole stages, whose two replicas get the same data."""
+    result = {}
+    for name in names:
+        whole = start(name, {"schedule": "pipemare"}, split=1)
+        expected = train(whole, name)
+        weights = pipeline_state_dict(whole)
+        weights = build(name).state_dict() if weights is None else weights
+        for case, changes in {"fp32": {}, "zero": {"zero_optimization": {"stage": 1}}}.items():
+            engine = start(name, {"schedule": "pipemare"}, **changes)
+            result[f"{name} {case}"] = {
+                "losses": train(engine, name),
+                "expected": expected,
+                "norms": [engine.get_global_grad_norm(), whole.get_global_grad_norm()],
+                **seen(engine, name, weights),
+            }
+        result[f"{name} bf16"] = half_step(name)
+    return result
+
+
+def half_step(name: str) -> dict[str, Any]:
+    """One step of PipeMare in bf16, as long as the gradient is clipped to be."""
+    changes = {
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "SGD", "params": {"lr": 20.0}},
+        "zero_allow_untested_optimizer": True,
+    }
+    weights: list[Any] = []
+    norms = []
+    for split in (1, 2):
+        engine = start(name, {"schedule": "pipemare"}, split, **changes)
+        train(engine, name, 1)
+        norms.append(engine.get_global_grad_norm())
+        weights.append(pipeline_state_dict(engine))
+    if weights[0] is None:
+        return {"norms": norms}
+    before = {key: value.bfloat16() for key, value in build(name).state_dict().items()}
+    before["lm_head.weight"] = before["transformer.wte.weight"]
+    return {
+        "norms": norms,
+        "difference": difference(*weights),
+        "moved": difference(weights[0], before),
+    }
+
+
+def saved(names: list[str]) -> dict[str, Any]:
+    """Hugging Face folders and checkpoints; bf16 without ZeRO, and its norms."""
+    result = {}
+    for name in names:
+        folder = Path(sys.argv[1], name)
+        whole = start(name, {}, split=1, bf16={"enabled": True})
+        train(whole, name, 1)
+        half = start(name, {}, bf16={"enabled": True})
+        train(half, name, 1)
+        norms = [float(half.get_global_grad_norm()), float(whole.get_global_grad_norm())]
+        engine = start(name, {})
+        train(engine, name, 2)
+        save_pretrained(engine, folder / "model")
+        engine.save_checkpoint(folder / "checkpoint", "two")
+        expected = train(engine, name, 2)
+        again = start(name, {})
+        again.load_checkpoint(folder / "checkpoint", "two")
+        merged = pipeline_state_dict(again)
+        result[name] = {
+            "norms": norms,
+            "expected": expected,
+            "losses": train(again, name, 2),
+            "digests": [weights_digest(again), weights_digest(engine)],
+            "difference": None,
+        }
+        if merged is not None:
+            loaded = type(build(name)).from_pretrained(folder / "model")
+            result[name]["difference"] = difference(merged, loaded.state_dict())
+    return result
+
+
+def pairs(names: list[str]) -> dict[str, Any]:
+    """Schedules with passes in pairs and without, also where a stage is a single layer."""
+    asynchronous = {"schedule": "pipemare", "pipemare": {"slack": 1}}
+    zero, half = {"zero_optimization": {"stage": 1}}, {"bf16": {"enabled": True}}
+    cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "gpt2-101": ({}, zero),
+        "gpt2-untied": ({"partition": [0, 5], "dynamic_shape": True}, half),
+        "bert-cls": (asynchronous, {}),
+    }
+    result = {}
+    for name in names:
+        pipeline, changes = cases[name]
+        result[name] = [
+            run_pairs(name, {**pipeline, "pair_passes": on}, **changes) for on in (False, True)
+        ]
+    return result
+
+
+def run_pairs(name: str, pipeline: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    torch.manual_seed(3)  # seeds dropout
+    engine = start(name, pipeline, dropout=0.1, **changes)
+    count = Count()
+    with count:
+        losses = train(engine, name, 3)
+    return {
+        "losses": losses,
+        "evaluated": float(engine.eval_batch(batches(name), num_micro_batches=2)),
+        "again": train(engine, name, 1),
+        "digest": weights_digest(engine),
+        "hidden": count.hidden,
+        "sums": count.sums,
+    }
+
+
+class Count:
+    """Counts asynchronous all-reduces, and those that ran beside the other micro-batch's pass.
+
+    Attributes:
+        sums: Asynchronous all-reduces.
+        hidden: Those of them after whose start another one began before their wait.
+    """
+
+    def __init__(self) -> None:
+        self.sums = self.hidden = 0
+
+    def __enter__(self) -> None:
+        self._stock = torch.distributed.all_reduce
+
+        def all_reduce(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+            work = self._stock(*args, async_op=async_op, **kwargs)
+            if not async_op:
+                return work
+            self.sums += 1
+            return Waited(work, self, self.sums)
+
+        torch.distributed.all_reduce = all_reduce
+
+    def __exit__(self, *_: Any) -> None:
+        torch.distributed.all_reduce = self._stock
+
+
+class Waited:
+    def __init__(self, work: Any, count: Count, number: int) -> None:
+        self._work, self._count, self._number = work, count, number
+
+    def wait(self) -> None:
+        self._count.hidden += self._count.sums > self._number
+        self._work.wait()
+
+
+PARTS = {
+    "synchronous": synchronous,
+    "asynchronous": asynchronous,
+    "saved": saved,
+    "pairs": pairs,
+}
+
+if __name__ == "__main__":
+    init_distributed()
+    leave(PARTS[sys.argv[2]](sys.argv[3:]))

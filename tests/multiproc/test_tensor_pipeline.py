@@ -1,0 +1,69 @@
+"""Pipelines of two stages, each split over two ranks, beside whole models."""
+
+import pytest
+
+pytestmark = pytest.mark.world_size(4)
+
+
+def check_training(results):
+    for result in results:
+        assert result["losses"] == pytest.approx(result["expected"], rel=1e-5, abs=1e-5)
+        assert result["losses"] == results[0]["losses"]
+        assert len(set(result["losses"])) == 5
+        assert result["elements"] < 0.5 * result["whole"]
+        assert result["data_ranks"] == 1
+    assert [result["stage"] for result in results] == [0, 0, 1, 1]
+    assert results[0]["difference"] < 1e-5
+    assert results[0]["moved"] > 1e-2
+    assert [result["difference"] for result in results[1:]] == [None] * 3
+
+
+def run(launch, part, *names):
+    finished = launch("tensor_pipeline.py", part, *names, ranks=4).check()
+    return [finished.result(rank) for rank in range(4)]
+
+
+def test_two_split_stages_train_like_the_whole_model(launch):
+    names = ["gpt2-101", "bert-mlm", "bert-cls"]
+    results = run(launch, "synchronous", *names)
+    for name in names:
+        check_training([result[name] for result in results])
+
+
+def test_split_asynchronous_stages_train_like_whole_ones(launch):
+    results = run(launch, "asynchronous", "gpt2-101")
+    for case in ("fp32", "zero"):
+        check_training([result[f"gpt2-101 {case}"] for result in results])
+        for result in results:
+            norm, expected = result[f"gpt2-101 {case}"]["norms"]
+            assert norm == pytest.approx(expected, rel=1e-5)
+            assert norm > 0.15
+    for result in results:
+        half = result["gpt2-101 bf16"]
+        assert half["norms"][0] == pytest.approx(half["norms"][1], rel=0.02)
+    half = results[0]["gpt2-101 bf16"]
+    assert half["difference"] < 0.05 * half["moved"]
+    assert half["moved"] > 0.02
+
+
+def test_split_stages_are_saved_whole_and_go_on_from_checkpoints(launch):
+    for rank, result in enumerate(run(launch, "saved", "bert-mlm-101")):
+        left = result["bert-mlm-101"]
+        assert left["losses"] == left["expected"]
+        assert left["digests"][0] == left["digests"][1]
+        assert left["difference"] == (0.0 if rank == 0 else None)
+        assert left["norms"][0] == pytest.approx(left["norms"][1], rel=0.01)
+
+
+def test_pairs_of_passes_train_to_the_same_bits(launch):
+    names = ["gpt2-101", "gpt2-untied", "bert-cls"]
+    for result in run(launch, "pairs", *names):
+        assert list(result) == names
+        for alone, together in result.values():
+            for key in ("losses", "evaluated", "again", "digest"):
+                assert alone[key] == together[key], key
+            assert alone["sums"] == 0
+            assert together["sums"] >= together["hidden"]
+        # Both stages have whole blocks; of 4 micro-batches at least one pair is formed.
+        for name in ("gpt2-101", "bert-cls"):
+            assert result[name][1]["hidden"] > 0
