@@ -28,6 +28,12 @@ def wave(
     ranks: Annotated[int, typer.Option(help="Over which the model is split.")] = 2,
     rounds: Rounds = 5,
     warmups: Warmups = 1,
+    patience: Annotated[
+        int,
+        typer.Option(
+            help="Seconds in all for which steps that other programs disturb are measured again."
+        ),
+    ] = 0,
     json_file: JsonFile = None,
     picture: Annotated[
         Path | None, typer.Option("--plot", help="Draw the ratios into this file.")
@@ -58,6 +64,7 @@ def wave(
         micro_batches=micro_batches,
         rounds=rounds,
         warmups=warmups,
+        patience=patience,
         layers=layers,
         hidden=hidden,
         heads=heads,
@@ -77,13 +84,13 @@ def wave(
     from rich.console import Console
 
     from wavemare.bench.wave.launch import measure
-    from wavemare.bench.wave.show import auto_lines, memory_table, plot, result_table
+    from wavemare.bench.wave.show import memory_table, plot, remarks, result_table
 
     result = measure(request)
     print_wide(result_table(result), 100)
     print_wide(memory_table(result), 100)
     console = Console(highlight=False)
-    for line in auto_lines(result):
+    for line in remarks(result):
         console.print(line, soft_wrap=True)
     save(json_file, result)
     if picture is not None:

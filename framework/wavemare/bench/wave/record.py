@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from statistics import median
 from typing import Any
 
 from torch import Tensor
 
 from wavemare.engine.wave_executor import WaveExecutor
-from wavemare.engine.wave_probe import WaveProbe
-from wavemare.pipeline.action import COLLECTIVES, COMPUTE, Action
+from wavemare.pipeline.action import COLLECTIVES, COMPUTE, Action, Kind
 from wavemare.pipeline.timeline import Event
 
-__all__ = ["StepRecorder", "WatchingExecutor"]
+__all__ = ["COST_KINDS", "StepRecorder", "WatchingExecutor", "median_seconds"]
+
+COST_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.SUM_OUTPUT, Kind.SUM_GRADIENT)
+"""What each segment does, as far as it takes time."""
 
 
 class StepRecorder:
     """Notes the passes of a step, and the waits for collectives between them.
 
     Args:
-        probe: Told of everything, too.
         clock: Seconds from any origin, never going back.
 
     Attributes:
         events: In their order; those of collectives are the waits for them.
     """
 
-    def __init__(
-        self, probe: WaveProbe | None = None, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self._probe = probe
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self.events: list[Event] = []
 
@@ -39,8 +39,7 @@ class StepRecorder:
     def record(self, action: Action) -> Iterator[None]:
         """Note what is done inside."""
         started = self._clock()
-        with self._probe.record(action) if self._probe is not None else nullcontext():
-            yield
+        yield
         self.events.append(Event(action, started, self._clock()))
 
     @property
@@ -73,3 +72,19 @@ class WatchingExecutor(WaveExecutor):
             self.sums.append(Event(action, started, time.perf_counter()))
 
         wave.work.get_future().add_done_callback(note)
+
+
+def median_seconds(events: Iterable[Event], num_segments: int) -> list[list[float]]:
+    """Return for each of `COST_KINDS` the median times of all segments; 0 for what was not done.
+
+    Args:
+        events: Of steps in which each collective is waited for at once.
+        num_segments: With the head.
+    """
+    seconds: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for action, start_s, end_s in events:
+        seconds[action.kind, action.stage].append(end_s - start_s)
+    return [
+        [median(seconds.get((kind, stage), [0.0])) for stage in range(num_segments)]
+        for kind in COST_KINDS
+    ]

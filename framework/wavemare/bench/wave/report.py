@@ -58,6 +58,8 @@ def build_result(
     split_loss: float,
     peaks: Mapping[str, int],
     bitwise: Mapping[str, bool],
+    repeated: int = 0,
+    disturbed: int = 0,
 ) -> dict[str, Any]:
     """Return what is written to the file, but for command and machine.
 
@@ -68,6 +70,8 @@ def build_result(
         split_loss: How much longer two halves of a micro-batch take than the whole.
         peaks: For each system, the most bytes that autograd kept.
         bitwise: Whether each system's gradients are accumulation's, bit for bit.
+        repeated: Steps that other programs disturbed and that did not count.
+        disturbed: Those that did count.
     """
     rows: list[dict[str, Any]] = []
     auto = []
@@ -82,6 +86,7 @@ def build_result(
         "baseline": BASELINE,
         "request": asdict(request),
         "split_loss": split_loss,
+        "steps": {"repeated": repeated, "disturbed": disturbed},
         "rows": rows,
         "auto": auto,
         "memory": [

@@ -31,6 +31,7 @@ class WaveRequest(MpiRequest):
         micro_batches: Per optimizer step.
         rounds: Timed rounds; `warmups` more before them.
         warmups: Untimed rounds.
+        patience: Seconds in all for which steps that other programs disturb are measured again.
         layers: Blocks of the GPT.
         hidden: Its width.
         heads: Of each block.
@@ -48,6 +49,7 @@ class WaveRequest(MpiRequest):
     micro_batches: int = 8
     rounds: int = 5
     warmups: int = 1
+    patience: int = 0
     layers: int = 4
     hidden: int = 512
     heads: int = 8
@@ -79,7 +81,7 @@ class WaveRequest(MpiRequest):
         check_least(_LEAST_MICRO_BATCHES, self.options("micro_batches"))
         check_least(_LEAST_SEQUENCE, self.options("sequence"))
         check_least(1, self.options("rounds", "layers", "hidden", "heads", "vocabulary", "batch"))
-        check_least(0, self.options("warmups"))
+        check_least(0, self.options("warmups", "patience"))
         if not self.exposed or not all(0 <= percent <= _MOST_EXPOSED for percent in self.exposed):
             reason = "these are no shares that links can be set to"
             remedy = f"Give percentages from 0 to {_MOST_EXPOSED}"

@@ -13,7 +13,7 @@ from wavemare.bench.table import cell, new_table
 from wavemare.bench.wave.live import Moment
 from wavemare.bench.wave.request import SYSTEMS
 
-__all__ = ["auto_lines", "memory_table", "plot", "plot_memory", "result_table"]
+__all__ = ["memory_table", "plot", "plot_memory", "remarks", "result_table"]
 
 _MIB = 2**20
 _BAR = 0.2
@@ -73,12 +73,14 @@ def memory_table(result: Mapping[str, Any]) -> Table:
     return table
 
 
-def auto_lines(result: Mapping[str, Any]) -> list[str]:
-    """Return for each setting a line with what mode ``auto`` would do."""
+def remarks(result: Mapping[str, Any]) -> list[str]:
+    """Return lines: what mode ``auto`` would do in each setting, and what other programs did."""
+    steps = result["steps"]
+    disturbed = [f"{steps['disturbed']} steps count though other programs took part of the cores"]
     return [
         f"auto at {verdict['exposed']:.0%}: {'on' if verdict['on'] else 'off'}, {verdict['reason']}"
         for verdict in result["auto"]
-    ]
+    ] + (disturbed if steps["disturbed"] else [])
 
 
 def plot(result: Mapping[str, Any], file: Path) -> None:

@@ -10,20 +10,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from wavemare.bench.answer import answer
 from wavemare.bench.rounds import rotated
+from wavemare.bench.wave.disturbance import Patience
 from wavemare.bench.wave.links import adjusted_mbit, ask_for_links, link_mbit, sent_bytes
 from wavemare.bench.wave.live import LiveBytes
-from wavemare.bench.wave.record import StepRecorder
+from wavemare.bench.wave.record import StepRecorder, median_seconds
 from wavemare.bench.wave.report import Sample, Setting, build_result, exposed_share
 from wavemare.bench.wave.request import BASELINE, SYSTEMS, TICK_TOCK, WaveRequest
 from wavemare.bench.wave.show import plot_memory
 from wavemare.bench.wave.systems import HALVES, Systems, check_gradients
 from wavemare.bench.wave.trace import save_trace
-from wavemare.engine.wave_probe import WaveProbe
 from wavemare.failure import run_main
 from wavemare.observe import Screen
+from wavemare.pipeline.simulate import Costs
+from wavemare.pipeline.timeline import Event
 
 __all__ = ["main"]
 
@@ -57,6 +60,8 @@ def measure(request: WaveRequest) -> dict[str, Any]:
         split_loss=split_loss,
         peaks={name: live.peak for name, live in kept.items()},
         bitwise=bitwise,
+        repeated=bench.patience.repeated,
+        disturbed=bench.patience.disturbed,
     )
 
 
@@ -67,6 +72,9 @@ class _Bench:
         request: What to measure.
         systems: What is measured.
         screen: Shows the progress.
+
+    Attributes:
+        patience: Decides which steps count.
     """
 
     def __init__(self, request: WaveRequest, systems: Systems, screen: Screen) -> None:
@@ -75,6 +83,7 @@ class _Bench:
         self._screen = screen
         count = request.micro_batches * systems.sums_per_micro_batch
         self._sent = sent_bytes(count * request.carry_bytes, request.ranks)
+        self.patience = Patience(request.patience)
         self._compute_s = self._median_compute(BASELINE)
 
     def split_loss(self) -> float:
@@ -88,21 +97,19 @@ class _Bench:
         samples: dict[int, dict[str, list[Sample]]] = {
             percent: {name: [] for name in SYSTEMS} for percent in speeds
         }
-        device, count = self._systems.device, self._systems.num_segments
-        probes = {percent: WaveProbe(device, count) for percent in speeds}
+        before: dict[int, list[Event]] = {percent: [] for percent in speeds}
         total = request.warmups + request.rounds
         for turn in range(total):
             self._screen.note(f"round {turn + 1} of {total}")
             for percent, mbit in speeds.items():
                 self._ask(mbit)
-                if turn == request.warmups:
-                    probes[percent].forget()
                 for name in rotated(SYSTEMS, turn):
-                    sample = self._step(name, probes[percent] if name == BASELINE else None)
+                    sample, events = self._step(name)
                     if turn >= request.warmups:
                         samples[percent][name].append(sample)
+                        before[percent] += events if name == BASELINE else []
         return [
-            Setting(percent, mbit, samples[percent], probes[percent].costs())
+            Setting(percent, mbit, samples[percent], self._costs(before[percent]))
             for percent, mbit in speeds.items()
         ]
 
@@ -124,6 +131,14 @@ class _Bench:
         self._screen.note(f"{share:.0%} exposed: links of {mbit:.0f} Mbit/s")
         return mbit
 
+    def _costs(self, events: list[Event]) -> Costs:
+        """Return what accumulation's passes and collectives cost, mean over the ranks."""
+        table = torch.tensor(median_seconds(events, self._systems.num_segments))
+        forward, backward, output, gradient = map(tuple, _mean(table).tolist())
+        return Costs(
+            forward_s=forward, backward_s=backward, sum_output_s=output, sum_gradient_s=gradient
+        )
+
     def _ask(self, mbit: float | None) -> None:
         dist.barrier()
         if self._request.links is not None and dist.get_rank() == 0:
@@ -134,22 +149,37 @@ class _Bench:
         return median(sample.compute_s for sample in self._trials(name))
 
     def _trials(self, name: str) -> Sequence[Sample]:
-        return [self._step(name) for _ in range(_TRIALS)]
+        return [self._step(name)[0] for _ in range(_TRIALS)]
 
-    def _step(self, name: str, probe: WaveProbe | None = None) -> Sample:
-        """Run a step from a barrier to the end of the slowest rank."""
-        recorder = StepRecorder(probe)
+    def _step(self, name: str) -> tuple[Sample, list[Event]]:
+        """Run a step, again if other programs have disturbed it; return its events on this rank."""
+        while True:
+            recorder = StepRecorder()
+            seconds = self._run(name, recorder)
+            if self.patience.accepts():
+                break
+        compute_s, waiting_s = _mean(
+            torch.tensor([recorder.compute_s, recorder.waiting_s])
+        ).tolist()
+        return Sample(seconds, compute_s, waiting_s), recorder.events
+
+    def _run(self, name: str, recorder: StepRecorder) -> float:
+        """Run a step from a barrier to the end of the slowest rank; return its seconds."""
         self._systems.clear()
         dist.barrier()
+        self.patience.begin()
         started = time.perf_counter()
         self._systems.step(name, recorder.record)
-        seconds = time.perf_counter() - started
-        slowest = torch.tensor(seconds, dtype=torch.float64)
+        slowest = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        means = torch.tensor([recorder.compute_s, recorder.waiting_s], dtype=torch.float64)
-        dist.all_reduce(means)
-        compute_s, waiting_s = (means / dist.get_world_size()).tolist()
-        return Sample(float(slowest), compute_s, waiting_s)
+        return float(slowest)
+
+
+def _mean(values: Tensor) -> Tensor:
+    """Return the mean over the ranks."""
+    total = values.double()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
 
 
 def _examine(systems: Systems) -> tuple[dict[str, bool], dict[str, LiveBytes]]:

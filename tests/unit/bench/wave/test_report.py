@@ -10,7 +10,7 @@ from rich.console import Console
 from wavemare.bench.wave.live import Moment
 from wavemare.bench.wave.report import Sample, Setting, build_result, exposed_share
 from wavemare.bench.wave.request import SYSTEMS, WaveRequest
-from wavemare.bench.wave.show import auto_lines, memory_table, plot, plot_memory, result_table
+from wavemare.bench.wave.show import memory_table, plot, plot_memory, remarks, result_table
 from wavemare.pipeline.simulate import Costs
 from wavemare.pipeline.wave_memory import Live
 
@@ -32,7 +32,7 @@ def rounds(*seconds: float, waiting: float = 0.0) -> list[Sample]:
     return [Sample(s, s * (1 - waiting), s * waiting) for s in seconds]
 
 
-def result(split_loss: float = 0.0) -> dict[str, Any]:
+def result(split_loss: float = 0.0, disturbed: int = 0) -> dict[str, Any]:
     samples = {
         "accumulation": rounds(4.0, 90.0, 3.0, waiting=0.25),
         "in-phase": rounds(3.0, 3.0, 3.0),
@@ -47,6 +47,8 @@ def result(split_loss: float = 0.0) -> dict[str, Any]:
         split_loss=split_loss,
         peaks={"accumulation": 100, "in-phase": 200, "domino": 102, "tick-tock": 101},
         bitwise={name: name != "domino" for name in SYSTEMS},
+        repeated=7,
+        disturbed=disturbed,
     )
 
 
@@ -91,7 +93,13 @@ def test_auto_is_on_where_communication_is_exposed() -> None:
     assert (off["exposed"], off["on"]) == (0.0, False)
     assert (on["exposed"], on["on"]) == (0.25, True)
     assert "1.2" in on["reason"]
-    assert auto_lines(result())[1].startswith("auto at 25%: on, a step is predicted")
+    assert remarks(result())[1].startswith("auto at 25%: on, a step is predicted")
+
+
+def test_steps_that_others_disturbed_are_told() -> None:
+    assert result()["steps"] == {"repeated": 7, "disturbed": 0}
+    assert len(remarks(result())) == 2
+    assert remarks(result(disturbed=3))[-1].startswith("3 steps count though")
 
 
 def test_memory_is_compared_with_one_wave_and_with_two() -> None:

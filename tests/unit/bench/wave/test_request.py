@@ -37,6 +37,7 @@ def test_a_collective_sums_hidden_states_in_fp32() -> None:
         ({"micro_batches": 1}, "--micro-batches", "2 or more"),
         ({"rounds": 0}, "--rounds", "1 or more"),
         ({"warmups": -1}, "--warmups", "0 or more"),
+        ({"patience": -1}, "--patience", "0 or more"),
         ({"layers": 0}, "--layers", "1 or more"),
         ({"vocabulary": 0}, "--vocabulary", "1 or more"),
         ({"sequence": 1}, "--sequence", "2 or more"),
