@@ -49,6 +49,7 @@ class CheckpointMixin:
         older folder of the same name and ``latest`` as they were.
         """
         engine: Any = self
+        self.settle()
         tag = str(tag if tag is not None else f"global_step{engine.global_steps}")
         state = {**_universal_information(engine), **client_state}
         if engine.checkpoint_engine.is_decoupled():  # writes in the background, renames nothing
@@ -122,6 +123,9 @@ class CheckpointMixin:
         if result[1]:
             result[1].pop(UNIVERSAL_CHECKPOINT_INFO, None)  # for ds_to_universal, not the client
         return result
+
+    def settle(self) -> None:
+        """Finish what is under way between two steps, so that the engine can be saved."""
 
     def rank_state(self) -> dict[str, Any]:
         """Return what this rank's next step needs beside weights, optimizer and random state."""

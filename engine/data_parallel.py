@@ -107,11 +107,10 @@ class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
         if self._wavelet is not None:
             self._wavelet.drain()
 
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Save as ``deepspeed.DeepSpeedEngine``, once no micro-batch is under way."""
+    def settle(self) -> None:
+        """Finish what is under way between two steps, so that the engine can be saved."""
         if self._wavelet is not None:
             self._wavelet.settle()
-        return super().save_checkpoint(*args, **kwargs)
 
     def rank_state(self) -> dict[str, Any]:
         """Return what this rank's next step needs beside weights and optimizer."""
