@@ -50,8 +50,8 @@ class WaveRequest(MpiRequest):
     rounds: int = 5
     warmups: int = 1
     patience: int = 0
-    layers: int = 4
-    hidden: int = 512
+    layers: int = 2
+    hidden: int = 768
     heads: int = 8
     vocabulary: int = 1024
     sequence: int = 64

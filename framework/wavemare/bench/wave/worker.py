@@ -21,6 +21,7 @@ from wavemare.bench.wave.record import StepRecorder, median_seconds
 from wavemare.bench.wave.report import Sample, Setting, build_result, exposed_share
 from wavemare.bench.wave.request import BASELINE, SYSTEMS, TICK_TOCK, WaveRequest
 from wavemare.bench.wave.show import plot_memory
+from wavemare.bench.wave.slices import ask_for_short_slices
 from wavemare.bench.wave.systems import HALVES, Systems, check_gradients
 from wavemare.bench.wave.trace import save_trace
 from wavemare.failure import run_main
@@ -36,6 +37,7 @@ _CLOSE = 0.02
 
 def main() -> None:
     """Measure what the request asks for; rank 0 leaves the result."""
+    ask_for_short_slices()  # before gloo starts its threads
     answer(WaveRequest, measure)
 
 

@@ -118,7 +118,7 @@ def shown(table: Any) -> str:
 
 def test_the_tables_show_every_system() -> None:
     times = shown(result_table(result()))
-    assert "4 layers of 512" in times
+    assert "2 layers of 768" in times
     assert times.count("tick-tock") == 2
     assert "1.600" in times
     assert "800" in times
