@@ -1,12 +1,17 @@
 """The command line answers at once: nothing heavy is imported before it is needed."""
 
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 
 HEAVY = {"torch", "deepspeed", "transformers", "datasets", "numpy", "matplotlib", "mpi4py"}
+
+
+def processor_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 @pytest.mark.parametrize(
@@ -24,12 +29,12 @@ def test_help_is_light_and_fast(arguments: list[str]) -> None:
         f"    sys.stderr.write(repr((end.code, sorted({HEAVY!r} & sys.modules.keys()))))\n"
     )
     seconds = []
-    for _ in range(3):  # the best of three: the machine may be busy
-        started = time.monotonic()
+    for _ in range(3):  # the best of three, in processor time: the machine may be busy
+        started = processor_seconds()
         result = subprocess.run(
             [sys.executable, "-c", program], capture_output=True, text=True, check=False
         )
-        seconds.append(time.monotonic() - started)
+        seconds.append(processor_seconds() - started)
         assert result.stderr == "(0, [])"
         assert "wavemare" in result.stdout
     assert min(seconds) < 1.0
