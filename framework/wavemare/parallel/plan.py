@@ -1,0 +1,271 @@
+"""How one training job is laid out on its devices: stages, splits, replicas and their shares.
+
+Plain data, equal on all ranks; it is made, read and compared without torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from wavemare.errors import PlanError, did_you_mean
+from wavemare.parallel.plan_checks import check_plan, check_seconds
+
+__all__ = ["ParallelPlan", "Prediction"]
+
+VERSION = 1
+_GIB = 2**30
+_MS_PER_S = 1e3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a plan is expected to do.
+
+    Args:
+        step_s: An optimizer step, in seconds.
+        tokens_per_s: Of the whole job.
+        stage_s: For each stage its slowest replica's seconds for one micro-batch, forward and
+            backward.
+        rank_s: For each data-parallel rank its seconds of one step before the gradients are
+            reduced.
+        memory_bytes: For each rank the most that it needs.
+
+    Raises:
+        PlanError: A number is negative or not finite.
+    """
+
+    step_s: float
+    tokens_per_s: float
+    stage_s: tuple[float, ...]
+    rank_s: tuple[float, ...]
+    memory_bytes: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            check_seconds(f"predicted.{name}", value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelPlan:
+    """A layout of ranks, and what each of them trains on.
+
+    Rank ``(stage * data_parallel + replica) * tensor_parallel + part`` holds that part of a stage
+    of a replica: DeepSpeed's order of the axes pipe, data, model.
+
+    Args:
+        stages: Pipeline stages, P.
+        tensor_parallel: Ranks that share each layer, T.
+        data_parallel: Replicas, D.
+        cuts: P + 1 bounds, from 0 to ``num_layers``: stage ``s`` holds the layers
+            ``[cuts[s], cuts[s + 1])`` of the chain of `wavemare.models.to_pipeline`. None with one
+            stage.
+        num_layers: Length of that chain; None where nothing is cut.
+        schedule: ``1f1b`` or ``pipemare``.
+        wavelet: Whether waves hide tensor-parallel sums: ``wavelet.mode`` "auto" with one stage,
+            ``pipeline.pair_passes`` with several.
+        zero_stage: ZeRO stage, 0 to 3; 0 or 1 with several stages.
+        recompute: Whether activations are computed again in the backward pass.
+        global_batch: Samples of one optimizer step.
+        micro_steps: Micro-batches of one optimizer step on each rank.
+        shares: For each replica its samples in one micro-step.
+        order: ``order[rank]`` is the index of the device, in the cluster's description, that runs
+            the rank; None: as they come.
+        colocated: Patterns of modules that are split over the data-parallel ranks while the rest
+            is replicated.
+        predicted: What the planner expects; it is no part of the plan's identity.
+
+    Raises:
+        PlanError: The numbers do not fit each other.
+    """
+
+    global_batch: int
+    shares: tuple[int, ...]
+    stages: int = 1
+    tensor_parallel: int = 1
+    data_parallel: int = 1
+    cuts: tuple[int, ...] | None = None
+    num_layers: int | None = None
+    schedule: str = "1f1b"
+    wavelet: bool = False
+    zero_stage: int = 0
+    recompute: bool = False
+    micro_steps: int = 1
+    order: tuple[int, ...] | None = None
+    colocated: tuple[str, ...] = ()
+    predicted: Prediction | None = None
+
+    def __post_init__(self) -> None:
+        check_plan(self)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.stages * self.tensor_parallel * self.data_parallel
+
+    @property
+    def balanced(self) -> bool:
+        """Whether all replicas have the same share."""
+        return len(set(self.shares)) == 1
+
+    @property
+    def micro_batch(self) -> int:
+        """Mean samples of a replica in one micro-step: what DeepSpeed is told."""
+        return sum(self.shares) // self.data_parallel
+
+    @property
+    def digest(self) -> str:
+        """SHA-256, in hexadecimal, of everything but the prediction."""
+        values = self._values()
+        del values["predicted"]
+        text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def rank(self, stage: int, replica: int, part: int = 0) -> int:
+        """Return the rank at a place."""
+        return (stage * self.data_parallel + replica) * self.tensor_parallel + part
+
+    def to_json(self) -> str:
+        """Return the plan as JSON text."""
+        return json.dumps(self._values(), indent=2) + "\n"
+
+    def _values(self) -> dict[str, Any]:
+        # By way of JSON, so that tuples are the lists that a reader will find.
+        values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return {"version": VERSION, **values}
+
+    @classmethod
+    def from_json(cls, text: str) -> ParallelPlan:
+        """Read what `to_json` wrote.
+
+        Raises:
+            PlanError: The text is no JSON mapping, of another version, has an unknown key, lacks
+                one, or a value is of the wrong kind.
+        """
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            reason = f"not JSON at line {error.lineno}, column {error.colno}: {error.msg}"
+            raise PlanError("plan", text[:40], reason, "Give what to_json wrote") from error
+        if not isinstance(values, dict):
+            raise PlanError("plan", text[:40], "it is no mapping", "Give what to_json wrote")
+        version = values.pop("version", None)
+        if version != VERSION:
+            reason = f"this program reads version {VERSION}"
+            raise PlanError("version", version, reason, "Make the plan again")
+        predicted = values.pop("predicted", None)
+        if predicted is not None:
+            predicted = Prediction(**_arguments(Prediction, predicted, "predicted."))
+        return cls(**_arguments(cls, values, "", {"predicted"}), predicted=predicted)
+
+    def configure(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a DeepSpeed configuration that runs the plan.
+
+        Keys that the plan decides are replaced. ``recompute`` of one stage is not among them: the
+        model's own gradient checkpointing does it. Nor are ``order``, which is the launcher's, and
+        ``colocated``, which changes the model.
+
+        Args:
+            config: The other settings, with or without a section "wavemare".
+        """
+        section = dict(config.get("wavemare", {}))
+        section["pipeline"] = self._pipeline(section.get("pipeline", {}))
+        section["tensor_parallel"] = {"size": self.tensor_parallel}
+        waves = self.wavelet and self.stages == 1
+        if waves:
+            section["wavelet"] = {**section.get("wavelet", {}), "mode": "auto"}
+        else:
+            section.pop("wavelet", None)
+        balance = section.pop("balance", {})
+        kept = dict(balance) if isinstance(balance, Mapping) else {}
+        kept.pop("shares", None)
+        if not self.balanced:
+            kept["shares"] = list(self.shares)
+        if kept:
+            section["balance"] = kept
+        zero = config.get("zero_optimization", {})
+        zero = {**(zero if isinstance(zero, Mapping) else {}), "stage": self.zero_stage}
+        result = {
+            **config,
+            "train_batch_size": self.global_batch,
+            "train_micro_batch_size_per_gpu": self.micro_batch,
+            "gradient_accumulation_steps": self.micro_steps,
+            "zero_optimization": zero,
+            "wavemare": section,
+        }
+        if self.stages > 1 and self.recompute:
+            theirs = dict(config.get("pipeline", {}))
+            result["pipeline"] = {**theirs, "activation_checkpoint_interval": 1}
+        return result
+
+    def _pipeline(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        section = {**given, "stages": self.stages, "schedule": self.schedule}
+        section.pop("partition", None)
+        section.pop("pair_passes", None)
+        if self.cuts is not None:
+            section["partition"] = list(self.cuts[:-1])
+        if self.wavelet and self.stages > 1:
+            section["pair_passes"] = True
+        return section
+
+    def __str__(self) -> str:
+        splits = f"{self.stages} stages x {self.tensor_parallel} splits"
+        lines = [
+            f"plan {self.digest[:12]}: {splits} x {self.data_parallel} replicas = "
+            f"{self.world_size} ranks",
+            f"  schedule       {self.schedule}{', waves' if self.wavelet else ''}",
+            f"  memory         ZeRO {self.zero_stage}, "
+            f"activations {'recomputed' if self.recompute else 'kept'}",
+            f"  batch          {self.global_batch} = {self.micro_steps} x {_sum(self.shares)}",
+        ]
+        if self.cuts is not None:
+            lines.append(f"  cuts           {','.join(map(str, self.cuts))}")
+        if self.order is not None:
+            lines.append(f"  devices        {','.join(map(str, self.order))}")
+        if self.colocated:
+            lines.append(f"  colocated      {', '.join(self.colocated)}")
+        return "\n".join(lines + (_predicted_lines(self.predicted) if self.predicted else []))
+
+
+def _sum(shares: tuple[int, ...]) -> str:
+    """Return ``4x20 + 4x12`` for shares that come in runs."""
+    runs: list[list[int]] = []
+    for share in shares:
+        if runs and runs[-1][1] == share:
+            runs[-1][0] += 1
+        else:
+            runs.append([1, share])
+    text = " + ".join(f"{count}x{share}" for count, share in runs)
+    return f"({text})"
+
+
+def _predicted_lines(predicted: Prediction) -> list[str]:
+    stages = ", ".join(f"{seconds * _MS_PER_S:.3g}" for seconds in predicted.stage_s)
+    most = max(predicted.memory_bytes, default=0.0) / _GIB
+    return [
+        f"  predicted      {predicted.tokens_per_s:,.0f} tokens/s, "
+        f"{predicted.step_s * _MS_PER_S:.4g} ms a step",
+        f"  stages         {stages} ms a micro-batch",
+        f"  most memory    {most:.2f} GiB",
+    ]
+
+
+def _arguments(
+    kind: type, values: Any, prefix: str, apart: frozenset[str] | set[str] = frozenset()
+) -> dict[str, Any]:
+    """Return the arguments of a dataclass from parsed JSON: lists as tuples, no unknown key."""
+    if not isinstance(values, dict):
+        raise PlanError(prefix.rstrip("."), values, "it is no mapping", "Give what to_json wrote")
+    names = {field.name for field in fields(kind)} - apart
+    for name in values:
+        if name not in names:
+            reason = "a plan has no such key"
+            raise PlanError(f"{prefix}{name}", values[name], reason, did_you_mean(name, names))
+    for name in sorted(names - values.keys()):
+        raise PlanError(f"{prefix}{name}", None, "the key is missing", "Give what to_json wrote")
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+    }

@@ -1,0 +1,209 @@
+"""Plans as data: what they refuse, their JSON, their hash and the configuration that runs them."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from wavemare.engine.config import check_batch_sizes, check_config
+from wavemare.errors import PlanError
+from wavemare.parallel.plan import ParallelPlan, Prediction
+
+SHARES = ParallelPlan(
+    data_parallel=4, global_batch=128, micro_steps=2, shares=(20, 20, 12, 12), zero_stage=2
+)
+STAGES = ParallelPlan(
+    stages=2,
+    tensor_parallel=2,
+    data_parallel=2,
+    cuts=(0, 17, 28),
+    num_layers=28,
+    schedule="pipemare",
+    zero_stage=1,
+    recompute=True,
+    wavelet=True,
+    global_batch=48,
+    micro_steps=8,
+    shares=(4, 2),
+    order=(7, 6, 5, 4, 3, 2, 1, 0),
+    colocated=("lm_head", "wte"),
+    predicted=Prediction(
+        step_s=0.5,
+        tokens_per_s=1e4,
+        stage_s=(0.03, 0.02),
+        rank_s=(0.4, 0.5),
+        memory_bytes=(2.0**31,) * 8,
+    ),
+)
+
+
+@pytest.mark.parametrize("plan", [SHARES, STAGES], ids=["shares", "stages"])
+def test_json_round_trip(plan):
+    again = ParallelPlan.from_json(plan.to_json())
+    assert again == plan
+    assert again.digest == plan.digest
+
+
+def test_digest_is_that_of_the_plan_without_its_prediction():
+    assert replace(STAGES, predicted=None).digest == STAGES.digest
+    changed = {
+        "global_batch": 96,
+        "micro_steps": 16,
+    }
+    others = [
+        replace(STAGES, **changed),
+        replace(STAGES, shares=(2, 4)),
+        replace(STAGES, cuts=(0, 16, 28)),
+        replace(STAGES, order=None),
+        replace(STAGES, wavelet=False),
+        replace(STAGES, zero_stage=0),
+        replace(STAGES, recompute=False),
+        replace(STAGES, schedule="1f1b"),
+        replace(STAGES, colocated=()),
+    ]
+    assert len({STAGES.digest, *(plan.digest for plan in others)}) == len(others) + 1
+    # The hash is part of checkpoints: it must not change with the program.
+    assert SHARES.digest[:16] == "7f86b7b9127328cf"
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "key"),
+    [
+        (SHARES, {"global_batch": 127}, "shares"),
+        (SHARES, {"global_batch": 0}, "global_batch"),
+        (SHARES, {"global_batch": True}, "global_batch"),
+        (SHARES, {"micro_steps": 1.0}, "micro_steps"),
+        (SHARES, {"shares": (20, 20, 24)}, "shares"),
+        (SHARES, {"shares": [20, 20, 12, 12]}, "shares"),
+        (SHARES, {"shares": (32, 20, 12, 0)}, "shares[3]"),
+        (SHARES, {"shares": (20, 20, 12, 11), "global_batch": 126}, "shares"),
+        (SHARES, {"zero_stage": 4}, "zero_stage"),
+        (SHARES, {"cuts": (0, 4), "num_layers": 4}, "cuts"),
+        (SHARES, {"schedule": "1b1f"}, "schedule"),
+        (SHARES, {"wavelet": 1}, "wavelet"),
+        (SHARES, {"order": (0, 1, 2)}, "order"),
+        (SHARES, {"order": (0, 1, 2, 2)}, "order"),
+        (SHARES, {"colocated": ("",)}, "colocated"),
+        (SHARES, {"schedule": "pipemare"}, "zero_stage"),
+        (STAGES, {"zero_stage": 2}, "zero_stage"),
+        (STAGES, {"cuts": None}, "cuts"),
+        (STAGES, {"cuts": (0, 10, 20, 28)}, "cuts"),
+        (STAGES, {"cuts": (0, 17, 27)}, "cuts"),
+        (STAGES, {"cuts": (1, 17, 28)}, "cuts"),
+        (STAGES, {"cuts": (0, 28, 28)}, "cuts"),
+        (STAGES, {"num_layers": None}, "cuts"),
+        (STAGES, {"tensor_parallel": 1, "order": None}, "wavelet"),
+    ],
+)
+def test_refusals_name_the_key(base, changes, key):
+    with pytest.raises(PlanError) as refused:
+        replace(base, **changes)
+    assert refused.value.key == key
+
+
+def test_tensor_parallel_goes_with_zero_2_but_not_3():
+    split = ParallelPlan(tensor_parallel=2, global_batch=8, shares=(8,), zero_stage=2)
+    with pytest.raises(PlanError, match="zero_stage = 3"):
+        replace(split, zero_stage=3)
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"version": 2}, "version"),
+        ({"stage": 2}, "stage"),
+        ({"predicted": {"step": 1}}, "predicted.step"),
+        ({"predicted": {**json.loads(STAGES.to_json())["predicted"], "step_s": -1}}, None),
+        ({"predicted": 3}, "predicted"),
+        ({"shares": 6}, "shares"),
+    ],
+)
+def test_files_are_refused_by_key(change, key):
+    values = json.loads(STAGES.to_json()) | change
+    with pytest.raises(PlanError) as refused:
+        ParallelPlan.from_json(json.dumps(values))
+    assert refused.value.key == (key or "predicted.step_s")
+
+
+def test_files_without_a_key_and_no_files():
+    values = json.loads(SHARES.to_json())
+    del values["shares"]
+    for text in (json.dumps(values), "[]", "{"):
+        with pytest.raises(PlanError):
+            ParallelPlan.from_json(text)
+
+
+def test_places_of_ranks_are_those_of_deepspeed():
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)
+    for stage in range(2):
+        for replica in range(2):
+            for part in range(2):
+                expected = topology.get_rank(pipe=stage, data=replica, model=part)
+                assert STAGES.rank(stage, replica, part) == expected
+
+
+def test_configuration_of_shares():
+    given = {
+        "train_batch_size": "auto",
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 0, "overlap_comm": False},
+        "wavemare": {"pipeline": {"stages": 4, "partition": "time", "inputs": ["input_ids"]}},
+    }
+    config = SHARES.configure(given)
+    assert given["zero_optimization"]["stage"] == 0
+    assert config["bf16"] == {"enabled": True}
+    assert config["zero_optimization"] == {"stage": 2, "overlap_comm": False}
+    assert config["wavemare"] == {
+        "pipeline": {"stages": 1, "schedule": "1f1b", "inputs": ["input_ids"]},
+        "tensor_parallel": {"size": 1},
+        "balance": {"shares": [20, 20, 12, 12]},
+    }
+    sizes = check_batch_sizes(config, data_world_size=4)
+    assert sizes == {
+        "train_batch_size": 128,
+        "train_micro_batch_size_per_gpu": 16,
+        "gradient_accumulation_steps": 2,
+    }
+
+
+def test_configuration_of_stages():
+    plan = replace(STAGES, shares=(3, 3), predicted=None)
+    config = plan.configure({"bf16": {"enabled": True}, "wavemare": {"balance": {"shares": [1]}}})
+    assert config["wavemare"]["pipeline"] == {
+        "stages": 2,
+        "schedule": "pipemare",
+        "partition": [0, 17],
+        "pair_passes": True,
+    }
+    assert config["pipeline"] == {"activation_checkpoint_interval": 1}
+    assert "balance" not in config["wavemare"]
+    check_config(config, world_size=plan.world_size)
+
+
+def test_waves_of_one_stage():
+    plan = ParallelPlan(tensor_parallel=2, global_batch=8, micro_steps=2, shares=(4,), wavelet=True)
+    config = plan.configure({"wavemare": {"wavelet": {"mode": "off"}}})
+    assert config["wavemare"]["wavelet"] == {"mode": "auto"}
+    check_config(config, world_size=2)
+
+
+def test_text_tells_what_matters():
+    text = str(STAGES)
+    for part in ("2 stages x 2 splits x 2 replicas = 8 ranks", "8 x (1x4 + 1x2)", "0,17,28"):
+        assert part in text
+    assert "(2x20 + 2x12)" in str(SHARES)
+    assert "10,000 tokens/s" in text
+
+
+def test_plans_need_no_torch():
+    program = (
+        "import sys\nimport wavemare.parallel.plan\n"
+        "print(sorted({'torch', 'deepspeed', 'numpy'} & sys.modules.keys()))"
+    )
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.stdout == "[]\n", result.stderr
