@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import Field
 
 from wavemare.comm.config import SparseCollectiveConfig, WatchdogConfig
+from wavemare.engine.balance_config import BalanceConfig, check_balance
 from wavemare.engine.sparse_checks import check_sparse_collective
 from wavemare.engine.wave_checks import check_wavelet
 from wavemare.errors import ConfigError, did_you_mean
@@ -54,6 +55,7 @@ class WavemareConfig(Section):
 
     pipeline: PipelineConfig = PipelineConfig()
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()
+    balance: BalanceConfig = BalanceConfig()
     wavelet: WaveletConfig = WaveletConfig()
     sparse_collective: SparseCollectiveConfig = SparseCollectiveConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
@@ -162,6 +164,9 @@ def check_config(config: Mapping[str, Any], *, world_size: int) -> WavemareConfi
         check_sparse_collective(config, zero_section(config), compresses=compresses)
     check_wavelet(config, ours.wavelet, ours.pipeline, zero_section(config))
     zero = zero_section(config).get("stage", 0)
+    check_balance(
+        config, ours.balance, pipeline=ours.pipeline, wavelet=ours.wavelet, zero_stage=zero
+    )
     if (stages > 1 or ours.pipeline.schedule == "pipemare") and zero in (2, 3):
         raise ConfigError(
             "zero_optimization.stage",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import deepspeed
@@ -65,13 +66,43 @@ class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
             return self._mean_loss(
                 self._wavelet.train(_to_device(batch, self.device) for batch in batches)
             )
+        if self._balance is not None and self._balance.uneven_steps:
+            return self._train_own_steps(data_iter, self._balance.micro_steps)
         losses = []
         for _ in range(self.gradient_accumulation_steps()):
-            loss = _loss_of(self._run(next(data_iter)))
-            self.backward(loss)
+            losses.append(self._backward(_loss_of(self._run(next(data_iter)))))
             self.step()
-            losses.append(loss.detach())
         return self._mean_loss(losses)
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run DeepSpeed's backward pass; with ``wavemare.balance`` the loss weighs its share."""
+        if self._balance is not None:
+            loss = self._balance.weighted(loss)
+        return super().backward(loss, *args, **kwargs)
+
+    def _backward(self, loss: torch.Tensor) -> torch.Tensor:
+        """Run the backward pass; return the loss that it was of, without its graph."""
+        if self._balance is not None:
+            loss = self._balance.weighted(loss)
+        super().backward(loss)
+        return loss.detach()
+
+    def _train_own_steps(self, data_iter: Iterator[Any], count: int) -> torch.Tensor:
+        """Train a step of which each rank does its own number of micro-batches.
+
+        They are of one size, so that a share is proportional to the number, and the division by
+        the mean number of micro-batches is right for all: ranks meet once, at the end.
+        """
+        losses = []
+        once = self.coalesce_grad_reduction() if self.zero_optimization_stage() else nullcontext()
+        with once:
+            for last in range(1 - count, 1):
+                self.set_gradient_accumulation_boundary(last == 0)
+                losses.append(self._backward(_loss_of(self._run(next(data_iter)))))
+        self.set_gradient_accumulation_boundary(True)
+        self.step()
+        self.micro_steps += self.gradient_accumulation_steps() - 1  # the same on all ranks
+        return self._mean_loss(losses, self.gradient_accumulation_steps())
 
     def eval_batch(
         self,
@@ -138,8 +169,8 @@ class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
             return self(*batch)
         return self(batch)
 
-    def _mean_loss(self, losses: list[torch.Tensor]) -> torch.Tensor:
-        mean = torch.stack(losses).float().mean()
+    def _mean_loss(self, losses: list[torch.Tensor], count: int | None = None) -> torch.Tensor:
+        mean = torch.stack(losses).float().sum() / (count or len(losses))
         dist.all_reduce(mean, group=self.data_parallel_group)
         return mean / self.dp_world_size
 

@@ -15,6 +15,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 
+from wavemare.engine.balance_config import check_shares
 from wavemare.engine.config import (
     WavemareConfig,
     check_batch_sizes,
@@ -128,9 +129,15 @@ def _check(config: dict[str, Any], model: Any, mpu: Any, mesh_param: Any) -> Wav
         data_ranks = _data_ranks_of(mpu, world_size)
     elif mesh_param is None and not _shards_the_batch_otherwise(config):
         data_ranks = world_size // _stages(model, ours)
-    else:
+    elif not ours.balance.is_active:
         return ours  # DeepSpeed counts the data ranks of its own tensor and sequence parallelism
+    else:
+        reason = "the ranks of DeepSpeed's own tensor and sequence parallelism share samples"
+        given = ours.balance.model_dump(exclude_unset=True)
+        remedy = "Leave it out, or use wavemare.tensor_parallel"
+        raise ConfigError("wavemare.balance", given, reason, remedy)
     sizes = check_batch_sizes(config, data_world_size=data_ranks)
+    check_shares(ours.balance, sizes, data_ranks)
     config.update({key: size for key, size in sizes.items() if config.get(key) == "auto"})
     return ours
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from deepspeed import comm as dist
+from deepspeed.runtime.engine import ROUTE_TRAIN
 
+from wavemare.engine.balance import Balance, attach_balance
 from wavemare.engine.checkpoint import CheckpointMixin
 from wavemare.engine.config import WavemareConfig
 from wavemare.engine.sparse_attach import attach_sparse_gradients
@@ -15,7 +17,7 @@ __all__ = ["EngineMixin"]
 
 
 class EngineMixin(CheckpointMixin):
-    """Checkpoints that are complete or absent, sparse collectives, the rank's place in the data.
+    """Checkpoints that are complete or absent, sparse collectives, shares of unlike devices.
 
     Args:
         args: DeepSpeed's.
@@ -24,9 +26,14 @@ class EngineMixin(CheckpointMixin):
     """
 
     _sparse: SparseGradients | None = None
+    _balance: Balance | None = None
+    _sections: WavemareConfig | None = None
 
     def __init__(self, *args: Any, sections: WavemareConfig | None = None, **kwargs: Any) -> None:
+        self._sections = sections  # DeepSpeed makes its loader while it is built
         super().__init__(*args, **kwargs)
+        if sections is not None:
+            self._balance = attach_balance(self, sections.balance)
         if sections is not None and sections.sparse_collective.mode != "off":
             self._sparse = attach_sparse_gradients(
                 self, sections.sparse_collective, sections.watchdog.timeout_s
@@ -38,6 +45,19 @@ class EngineMixin(CheckpointMixin):
             self._sparse.reduce()
         else:
             super().buffered_allreduce_fallback(grads, *args, **kwargs)  # type: ignore[misc]
+
+    def deepspeed_io(
+        self, dataset: Any, batch_size: int | None = None, route: str = ROUTE_TRAIN, **kwargs: Any
+    ) -> Any:
+        """Return a loader as DeepSpeed's method of that name, of this rank's share of samples."""
+        sections = self._sections
+        if route == ROUTE_TRAIN and sections is not None and sections.balance.shares is not None:
+            balance = Balance(sections.balance, self)
+            # A pipeline brings a sampler of its own, which does not shuffle.
+            shuffles = kwargs.get("data_sampler") is None
+            kwargs["data_sampler"] = balance.sampler(dataset, shuffle=shuffles)
+            batch_size = balance.micro_batch
+        return super().deepspeed_io(dataset, batch_size, route, **kwargs)  # type: ignore[misc]
 
     def destroy(self) -> None:
         """Give back what the engine holds; all ranks should call it."""

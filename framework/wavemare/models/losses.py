@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.loss.loss_utils import ForSequenceClassificationLoss
+from transformers.loss.loss_utils import ForCausalLMLoss, ForSequenceClassificationLoss
 
 __all__ = ["ClassificationLoss", "LanguageModelLoss", "Loss", "masked_cross_entropy"]
 
@@ -29,6 +29,11 @@ class LanguageModelLoss:
 
     function: Callable[..., Tensor]
     vocab_size: int
+
+    @property
+    def shifts_labels(self) -> bool:
+        """Whether the first label of each sequence is compared with nothing."""
+        return self.function is ForCausalLMLoss
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the loss of logits (batch, sequence, vocabulary) and labels (batch, sequence)."""

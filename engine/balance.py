@@ -1,0 +1,172 @@
+"""Unequal work for unlike devices: how many samples a rank takes, and what its loss then weighs.
+
+Gradients are averaged over the data ranks with equal weight. So the mean loss of a rank with
+``b_r`` of the ``B`` samples of all ``D`` ranks counts ``b_r D / B`` times (the Whale design's
+"uneven sizes"): the average is then the gradient of the mean over all ``B`` samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sized
+from typing import Any, Literal
+
+import torch
+from deepspeed import comm as dist
+from torch import Tensor, nn
+from torch.utils.data import Sampler
+
+from wavemare.engine.balance_config import BalanceConfig
+
+__all__ = ["Balance", "ShareSampler", "attach_balance"]
+
+_IGNORED = -100
+
+
+class Balance:
+    """What this rank's loss weighs.
+
+    Args:
+        config: The section; has passed `check_balance`.
+        engine: Of DeepSpeed's, built.
+
+    Attributes:
+        micro_batch: Samples of a micro-batch of this rank.
+        micro_steps: Micro-batches of this rank in an optimizer step.
+    """
+
+    def __init__(self, config: BalanceConfig, engine: Any) -> None:
+        self._group = engine.data_parallel_group
+        self._ranks = ranks = engine.dp_world_size
+        rank = dist.get_rank(group=self._group)
+        average = engine.train_micro_batch_size_per_gpu()
+        self.shares = config.shares or [average] * ranks
+        self.micro_batch = self.shares[rank]
+        self.micro_steps = (
+            config.micro_steps[rank] if config.micro_steps else engine.gradient_accumulation_steps()
+        )
+        self.uneven_steps = config.micro_steps is not None
+        self._mean: Literal["samples", "tokens"] = config.mean
+        self._share = self.micro_batch / average
+        self._before = sum(self.shares[:rank])
+        self._labels: Tensor | None = None
+        self._shifts = False
+
+    def watch(self, module: nn.Module) -> None:
+        """Remember the labels that a model is called with, for means over tokens."""
+        if self._mean == "samples":
+            return
+
+        def note(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+            self._labels = named.get("labels")
+
+        # What transformers' models compute their loss with; the function of that name shifts.
+        function = getattr(module, "loss_function", None)
+        self._shifts = getattr(function, "__name__", None) == "ForCausalLMLoss"
+        module.register_forward_pre_hook(note, with_kwargs=True)
+
+    def weighted(self, loss: Tensor) -> Tensor:
+        """Return this rank's loss of the last forward pass as the average over ranks needs it.
+
+        Args:
+            loss: Mean over this rank's micro-batch; scalar.
+
+        Raises:
+            TypeError: A mean over tokens is wanted of a batch without ``labels=``.
+        """
+        if self._mean == "samples":
+            return loss * self._share
+        if self._labels is None:
+            raise TypeError('wavemare.balance.mean "tokens" needs batches with labels by name')
+        return self._weighted_by_tokens(loss, self._labels, self._shifts)
+
+    def weighted_loss(self, loss_fn: Callable[..., Tensor], module: nn.Module) -> Any:
+        """Return a pipeline's loss function with weights while the pipeline trains."""
+        shifts = getattr(loss_fn, "shifts_labels", False)
+
+        def weighted(outputs: Any, labels: Any) -> Tensor:
+            loss = loss_fn(outputs, labels)
+            if not module.training:
+                return loss
+            if self._mean == "samples":
+                return loss * self._share
+            return self._weighted_by_tokens(loss, labels, shifts)
+
+        return weighted
+
+    def sampler(self, dataset: Sized, *, shuffle: bool) -> ShareSampler:
+        """Return the sampler of this rank's part of a dataset."""
+        return ShareSampler(
+            dataset,
+            first=self._before,
+            count=self.micro_batch,
+            stride=sum(self.shares),
+            shuffle=shuffle,
+        )
+
+    def _weighted_by_tokens(self, loss: Tensor, labels: Tensor, shifts: bool) -> Tensor:
+        counted = labels[..., 1:] if shifts else labels
+        own = (counted != _IGNORED).sum().to(torch.float32)
+        total = own.clone()
+        dist.all_reduce(total, group=self._group)
+        weight = own * self._ranks / total.clamp(min=1)
+        # The mean over no token at all is not a number, and counts nothing.
+        return torch.where(own > 0, loss, torch.zeros_like(loss)) * weight
+
+
+class ShareSampler(Sampler[int]):
+    """A rank's indices: its contiguous part of each micro-batch of all ranks.
+
+    All ranks together read the order that torch's ``DistributedSampler`` gives equal shares; the
+    samples at the end that do not fill a micro-batch of all ranks are left out.
+
+    Args:
+        dataset: Whose length counts.
+        first: Samples of a micro-batch that earlier ranks take.
+        count: Those that this rank takes.
+        stride: Those of all ranks.
+        shuffle: Whether indices are permuted, alike on all ranks and in all epochs.
+    """
+
+    def __init__(
+        self, dataset: Sized, *, first: int, count: int, stride: int, shuffle: bool
+    ) -> None:
+        self._size = len(dataset)
+        self._first, self._count, self._stride = first, count, stride
+        self._shuffle = shuffle
+
+    def __len__(self) -> int:
+        return self._size // self._stride * self._count
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(0)
+        order = (
+            torch.randperm(self._size, generator=generator).tolist()
+            if self._shuffle
+            else range(self._size)
+        )
+        for start in range(0, self._size // self._stride * self._stride, self._stride):
+            begin = start + self._first
+            yield from order[begin : begin + self._count]
+
+
+def attach_balance(engine: Any, config: BalanceConfig) -> Balance | None:
+    """Have an engine's losses weighted, if its ranks have unequal work or tokens are counted.
+
+    Args:
+        engine: Built; a pipeline's loss function is replaced by a weighted one.
+        config: The section.
+
+    Returns:
+        What weighs the losses of an engine that is no pipeline; None if nothing is to be weighted.
+    """
+    if not config.is_active:
+        return None
+    balance = Balance(config, engine)
+    module = engine.module
+    if not engine.pipeline_parallelism:
+        balance.watch(module)
+    elif module.loss_fn is not None:
+        weighted = balance.weighted_loss(module.loss_fn, module)
+        module._modules.pop("loss_fn", None)  # a loss that is a module would refuse a function
+        module.loss_fn = weighted
+    return balance

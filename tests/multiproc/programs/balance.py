@@ -1,0 +1,219 @@
+"""Unequal work on 2 data ranks, and on 2 replicas of a pipeline: beside one process that has all.
+
+Each case trains some steps with plain SGD, and leaves the largest difference of a weight from those
+of a loop without DeepSpeed, and of the losses.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+import transformers
+from common import build_gpt2, leave
+from torch import Tensor
+
+import wavemare
+
+STEPS, LENGTH, VOCABULARY, WIDTH = 3, 8, 50, 24
+
+
+def main() -> None:
+    wavemare.init_distributed()
+    leave({name: run(case) for name, case in json.loads(sys.argv[2]).items()})
+
+
+def run(case: dict[str, Any]) -> Any:
+    samples, build = MODELS[case["model"]]
+    try:
+        return compare(case, samples, build)
+    except wavemare.errors.ConfigError as error:
+        return {"refused": str(error)}
+
+
+def compare(case: dict[str, Any], samples: Any, build: Any) -> dict[str, float]:
+    sections = case.get("wavemare", {})
+    replicas = dist.get_world_size() // sections.get("pipeline", {}).get("stages", 1)
+    micro, steps = case.get("micro", 4), case.get("accumulation", 1)
+    config = {
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": steps,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5, "momentum": 0.9}},
+        "zero_optimization": {"stage": case.get("zero", 0)},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": case.get("clipping", 0.0),
+        "steps_per_print": None,
+        "wavemare": sections,
+    }
+    total = micro * steps * replicas
+    whole = [samples(seed, total) for seed in range(STEPS)]
+    loader = case.get("loader", False)
+    dataset = Rows(whole) if loader else None
+    engine, *_ = wavemare.initialize(model=build(), config=config, training_data=dataset)
+    if loader:
+        # The same order, without a permutation.
+        engine.training_dataloader.data_sampler._shuffle = False
+    own = None if loader else parts(whole, case, engine.data_rank, replicas, micro, steps)
+    if case.get("loop"):
+        losses = [loop(engine, own) for _ in range(STEPS)]
+    else:
+        losses = [float(engine.train_batch(own)) for _ in range(STEPS)]
+    expected_losses, expected = reference(build(), whole, case, replicas, micro, steps)
+    mine = weights_of(engine)
+    gaps = [(mine[n] - w).abs().max().item() for n, w in expected.items() if n in mine]
+    assert gaps
+    assert engine.global_steps == STEPS
+    assert engine.pipeline_parallelism or engine.micro_steps == STEPS * steps
+    engine.destroy()
+    loss_gap = max(abs(a - b) for a, b in zip(losses, expected_losses, strict=True))
+    return {"weights": max(gaps), "losses": loss_gap, "compared": len(gaps)}
+
+
+def loop(engine: Any, own: Iterator[dict[str, Tensor]]) -> float:
+    """A caller's own loop, whose mean is not the engine's to know."""
+    batch = next(own)
+    loss = engine(**batch)
+    loss = loss if isinstance(loss, Tensor) else loss.loss
+    engine.backward(loss)
+    engine.step()
+    return float(engine._mean_loss([engine._balance.weighted(loss.detach())]))
+
+
+def parts(
+    whole: list[dict[str, Tensor]],
+    case: dict[str, Any],
+    rank: int,
+    replicas: int,
+    micro: int,
+    steps: int,
+) -> Iterator[dict[str, Tensor]]:
+    """Yield this rank's micro-batches: contiguous parts of all samples."""
+    counts, shares = case.get("counts"), case.get("shares") or [micro] * replicas
+    for batch in whole:
+        if counts:
+            begin = micro * sum(counts[:rank])
+            cuts = [(begin + micro * i, micro) for i in range(counts[rank])]
+        else:
+            begin = sum(shares[:rank])
+            cuts = [(sum(shares) * i + begin, shares[rank]) for i in range(steps)]
+        for start, size in cuts:
+            yield {name: value[start : start + size] for name, value in batch.items()}
+
+
+def reference(
+    model: Any,
+    whole: list[dict[str, Tensor]],
+    case: dict[str, Any],
+    replicas: int,
+    micro: int,
+    steps: int,
+) -> tuple[list[float], dict[str, Tensor]]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    losses = []
+    chunk = micro * replicas
+    for batch in whole:
+        optimizer.zero_grad()
+        total = 0.0
+        for i in range(steps):
+            part = {name: value[i * chunk : (i + 1) * chunk] for name, value in batch.items()}
+            output = model(**part)
+            loss = (output if isinstance(output, Tensor) else output.loss) / steps
+            loss.backward()
+            total += float(loss)
+        if case.get("clipping"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), case["clipping"])
+        optimizer.step()
+        losses.append(total)
+    return losses, {name: value.detach() for name, value in model.named_parameters()}
+
+
+def weights_of(engine: Any) -> dict[str, Tensor]:
+    module = engine.module
+    if isinstance(module, deepspeed.PipelineModule):
+        return {name: value.float() for name, value in module.local_weights().items()}
+    parameters = list(module.parameters())
+    with deepspeed.zero.GatheredParameters(
+        parameters, enabled=engine.zero_optimization_stage() == 3
+    ):
+        return {name: value.detach().float().clone() for name, value in module.named_parameters()}
+
+
+class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """All samples of all steps, in their order."""
+
+    def __init__(self, whole: list[dict[str, Tensor]]) -> None:
+        self._all = {name: torch.cat([b[name] for b in whole]) for name in whole[0]}
+
+    def __len__(self) -> int:
+        return len(next(iter(self._all.values())))
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: value[index] for name, value in self._all.items()}
+
+
+class Net(torch.nn.Module):
+    """Two layers and a mean squared error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = torch.nn.Linear(WIDTH, 4 * WIDTH)
+        self.b = torch.nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        output = self.b(torch.nn.functional.gelu(self.a(x)))
+        return torch.nn.functional.mse_loss(output, y)
+
+
+def net_samples(seed: int, count: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(count, WIDTH, generator=generator) for name in "xy"}
+
+
+def gpt_samples(seed: int, count: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, VOCABULARY, (count, LENGTH), generator=generator)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def masked_samples(seed: int, count: int) -> dict[str, Tensor]:
+    """Very unequal numbers of labels; the last quarter of the samples has none at all."""
+    batch = gpt_samples(seed, count)
+    generator = torch.Generator().manual_seed(1000 + seed)
+    share = torch.linspace(1.0, -0.2, count)[:, None]
+    kept = torch.rand(count, LENGTH, generator=generator) < share
+    kept[-count // 4 :] = False
+    return {**batch, "labels": torch.where(kept, batch["labels"], -100)}
+
+
+def build_bert() -> Any:
+    transformers.set_seed(7)
+    return transformers.BertForMaskedLM(
+        transformers.BertConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=WIDTH,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=4 * WIDTH,
+            max_position_embeddings=LENGTH,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+    )
+
+
+def gpt() -> Any:
+    return build_gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+
+
+MODELS = {
+    "net": (net_samples, Net),
+    "gpt": (gpt_samples, gpt),
+    "masked gpt": (masked_samples, gpt),
+    "masked bert": (masked_samples, build_bert),
+}
+
+main()

@@ -1,0 +1,123 @@
+"""Unequal work on equal weights: what one process computes that has all samples."""
+
+import json
+
+import pytest
+
+SIZES = {"micro": 16, "shares": [20, 12], "wavemare": {"balance": {"shares": [20, 12]}}}
+COUNTS = {
+    "micro": 4,
+    "accumulation": 4,
+    "counts": [5, 3],
+    "wavemare": {"balance": {"micro_steps": [5, 3]}},
+}
+TOKENS = {
+    "shares": [6, 2],
+    "wavemare": {"balance": {"shares": [6, 2], "mean": "tokens"}},
+    "accumulation": 2,
+}
+
+EXACT = {
+    **{f"sizes, ZeRO {z}": {"model": "net", "zero": z, **SIZES} for z in range(4)},
+    **{f"counts, ZeRO {z}": {"model": "net", "zero": z, **COUNTS} for z in range(3)},
+    "clipped": {"model": "net", "clipping": 0.01, **SIZES},
+    "clipped counts": {"model": "net", "zero": 2, "clipping": 0.01, **COUNTS},
+    "a loop": {"model": "net", "loop": True, **SIZES},
+    "a loader": {"model": "net", "loader": True, **SIZES},
+    "gpt": {"model": "gpt", "zero": 1, **SIZES},
+    "tokens of gpt": {"model": "masked gpt", **TOKENS},
+    "tokens of bert": {"model": "masked bert", "zero": 3, **TOKENS},
+    "tokens in a loop": {"model": "masked bert", "loop": True, **TOKENS, "accumulation": 1},
+    "tokens, equal shares": {
+        "model": "masked bert",
+        "wavemare": {"balance": {"mean": "tokens"}},
+        "accumulation": 2,
+    },
+}
+
+WRONG = {
+    "sizes": {"model": "net", "micro": 16, "shares": [20, 12]},
+    "tokens": {
+        "model": "masked bert",
+        "shares": [6, 2],
+        "wavemare": {"balance": {"shares": [6, 2]}},
+    },
+}
+
+REFUSED = {
+    "sum": ({"balance": {"shares": [20, 10]}}, {}, "they sum to 30"),
+    "length": ({"balance": {"shares": [4, 4, 4]}}, {}, "3 numbers for 2 data-parallel ranks"),
+    "nothing": ({"balance": {"shares": [8, 0]}}, {}, "takes part with one or more"),
+    "both": (
+        {"balance": {"shares": [4, 4], "micro_steps": [1, 1]}},
+        {},
+        "unequal micro-batches, or",
+    ),
+    "ZeRO 3": ({"balance": {"micro_steps": [1, 1]}}, {"zero": 3}, "some would wait for ever"),
+    "waves": (
+        {"balance": {"shares": [5, 3]}, "wavelet": {"mode": "sync"}},
+        {},
+        "alike on all ranks",
+    ),
+}
+
+PIPES = {
+    "1f1b": {
+        "model": "gpt",
+        "shares": [5, 3],
+        "accumulation": 3,
+        "wavemare": {"balance": {"shares": [5, 3]}, "pipeline": {"stages": 2}},
+    },
+    "1f1b, tokens": {
+        "model": "masked gpt",
+        "shares": [6, 2],
+        "accumulation": 2,
+        "wavemare": {
+            "balance": {"shares": [6, 2], "mean": "tokens"},
+            "pipeline": {"stages": 2},
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def cached():
+    return {}
+
+
+@pytest.fixture
+def results(launch, cached):
+    if not cached:
+        refused = {
+            f"refused {name}": {"model": "gpt", "wavemare": sections, **more}
+            for name, (sections, more, _) in REFUSED.items()
+        }
+        wrong = {f"wrong {name}": case for name, case in WRONG.items()}
+        program = launch("balance.py", json.dumps(EXACT | wrong | refused), timeout=200).check()
+        cached.update(program.result(1))
+    return cached
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_unequal_work_is_what_one_process_computes(results, name):
+    found = results[name]
+    assert found["weights"] <= 1e-6 if "gpt" in name or "tokens" in name else 2e-7
+    assert found["losses"] <= 1e-6
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_without_weights_it_would_be_something_else(results, name):
+    assert results[f"wrong {name}"]["weights"] >= 1e-3
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused(results, name):
+    assert REFUSED[name][2] in results[f"refused {name}"]["refused"]
+
+
+def test_replicas_of_a_pipeline_take_unequal_shares(launch):
+    program = launch("balance.py", json.dumps(PIPES), ranks=4, timeout=200).check()
+    for rank in range(4):
+        for name, found in program.result(rank).items():
+            assert found["weights"] <= 1e-6, (rank, name)
+            assert found["losses"] <= 1e-6, (rank, name)
