@@ -40,7 +40,7 @@ lint: $(READY)
 
 # Unit tests share the cores; the others start processes that use them.
 test: lint
-	$(BIN)/python -m pytest -n 2 tests/unit
+	$(BIN)/python -m pytest -n 2 -m 'not slow' tests/unit
 	$(BIN)/python -m pytest -m 'not slow' tests/multiproc tests/mpi tests/e2e $(ARGS)
 
 test-all: test

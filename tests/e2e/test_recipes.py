@@ -114,6 +114,7 @@ def test_bert_pretraining_and_finetuning(command, small_options, recipe_config, 
     assert sorted(model.config.id2label.values()) == ["neg", "pos"]
 
 
+@pytest.mark.slow
 def test_the_default_classification_corpus_beats_the_majority(
     command, small_options, recipe_config, tmp_path
 ):
@@ -145,6 +146,7 @@ def test_the_default_classification_corpus_beats_the_majority(
 COMPUTED = {"step", "loss", "learning_rate", "grad_norm", "samples", "held_out_loss"}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_logs_the_losses_of_an_uninterrupted_one(command, small_options, tmp_path):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     command("wavemare", "train", "gpt", *small_options("gpt", whole)).check()

@@ -47,7 +47,7 @@ def check(launch, num_stages, cases, timeout):
             assert found["losses"] <= 1e-6, (rank, chosen, found)
 
 
-@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.parametrize("num_stages", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_real_processes_equal_the_simulation_of_versions(launch, num_stages):
     check(launch, num_stages, CHOSEN, timeout=240)
 
