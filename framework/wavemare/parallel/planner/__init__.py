@@ -1,0 +1,53 @@
+"""Plans for clusters of unlike devices: what they cost, and which one is best."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from wavemare.parallel.planner.api import plan
+    from wavemare.parallel.planner.chains import model_costs
+    from wavemare.parallel.planner.cluster import Cluster, Device, Link
+    from wavemare.parallel.planner.cluster_file import read_cluster
+    from wavemare.parallel.planner.costs import ModelCosts
+    from wavemare.parallel.planner.outcome import PlanSearch
+    from wavemare.parallel.planner.probe import probe_cluster
+    from wavemare.parallel.planner.search import search_plans
+    from wavemare.parallel.planner.settings import Settings
+
+__all__ = [
+    "Cluster",
+    "Device",
+    "Link",
+    "ModelCosts",
+    "PlanSearch",
+    "Settings",
+    "model_costs",
+    "plan",
+    "probe_cluster",
+    "read_cluster",
+    "search_plans",
+]
+
+_HOME = {
+    "Cluster": "cluster",
+    "Device": "cluster",
+    "Link": "cluster",
+    "ModelCosts": "costs",
+    "PlanSearch": "outcome",
+    "Settings": "settings",
+    "model_costs": "chains",
+    "plan": "api",
+    "probe_cluster": "probe",
+    "read_cluster": "cluster_file",
+    "search_plans": "search",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'wavemare.parallel.planner' has no attribute {name!r}")
+    value = getattr(import_module(f"wavemare.parallel.planner.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value

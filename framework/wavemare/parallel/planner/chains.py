@@ -1,0 +1,259 @@
+"""The layers of transformers models, from the configuration alone.
+
+They are those of `wavemare.models.to_pipeline`, in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from wavemare.errors import ModelError, PlanError, did_you_mean
+from wavemare.parallel.planner.costs import BYTES, LayerCost, ModelCosts
+
+__all__ = ["FAMILIES", "model_costs"]
+
+FAMILIES = ("gpt2", "bert", "llama", "mistral", "qwen2", "qwen3")
+"""Values of ``model_type`` that the planner knows."""
+
+# Bytes per token and unit of width that a block keeps, in activations of its dtype (Korthikanti et
+# al. 2022, section 4, counts 34 of 16 bits with two masks of one byte each).
+_REPLICATED = 4  # two norms' inputs, and those of attention and feed-forward
+_SPLIT = 4  # query, key, value, and the input of the attention's projection
+_MASKS = 2  # dropout
+_FEED_FORWARD = 2  # the activation function's input and result, for each unit of the inner width
+
+
+def model_costs(
+    config: Any, sequence: int, *, dtype: str = "fp32", head: str | None = None
+) -> ModelCosts:
+    """Return the costs of a model.
+
+    Args:
+        config: A transformers configuration, or the content of its ``config.json``.
+        sequence: Tokens of a sample.
+        dtype: fp32, fp16 or bf16.
+        head: Class of the model, where the configuration names none or another one.
+
+    Raises:
+        ModelError: The family is not known, or the configuration lacks a number.
+        PlanError: The sequence is too long for the model, or the dtype unknown.
+    """
+    values = config if isinstance(config, Mapping) else config.to_dict()
+    family = str(values.get("model_type", ""))
+    if family not in FAMILIES:
+        reason = "the planner does not know the layers of this family"
+        raise ModelError("model_type", family, reason, did_you_mean(family, FAMILIES))
+    if dtype not in BYTES:
+        raise PlanError("dtype", dtype, "there is no such dtype", did_you_mean(dtype, BYTES))
+    sizes = _Sizes.of(values, family, sequence, BYTES[dtype])
+    name = head or next(iter(values.get("architectures") or ()), "")
+    chain = {"gpt2": _gpt2, "bert": _bert}.get(family, _decoder)
+    widths = (sizes.heads, sizes.inner) if family in ("gpt2", "bert") else ()
+    return ModelCosts(
+        name=name or family,
+        layers=tuple(chain(sizes, name)),
+        sequence=sequence,
+        boundary_bytes=float(sizes.width * sequence * sizes.size),
+        dtype=dtype,
+        widths=widths,
+    )
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """The numbers of a configuration under one name each; ``size`` is the bytes of a number."""
+
+    family: str
+    width: int
+    inner: int
+    blocks: int
+    heads: int
+    key_heads: int
+    head_width: int
+    vocabulary: int
+    positions: int
+    types: int
+    labels: int
+    tied: bool
+    biases: bool
+    eager: bool
+    sequence: int
+    size: int
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], family: str, sequence: int, size: int) -> _Sizes:
+        def number(*names: str, default: int | None = None) -> int:
+            for name in names:
+                if values.get(name) is not None:
+                    return int(values[name])
+            if default is None:
+                raise ModelError(names[0], None, "the configuration lacks it", "Give it")
+            return default
+
+        width = number("hidden_size", "n_embd")
+        heads = number("num_attention_heads", "n_head")
+        positions = number("max_position_embeddings", "n_positions")
+        if not 1 <= sequence <= positions:
+            reason = f"the model has {positions} positions"
+            raise PlanError("sequence_length", sequence, reason, f"Give 1 to {positions}")
+        labels = values.get("id2label")
+        return cls(
+            family=family,
+            width=width,
+            inner=number("intermediate_size", "n_inner", default=4 * width),
+            blocks=number("num_hidden_layers", "n_layer"),
+            heads=heads,
+            key_heads=number("num_key_value_heads", default=heads),
+            head_width=number("head_dim", default=width // heads),
+            vocabulary=number("vocab_size"),
+            positions=positions,
+            types=number("type_vocab_size", default=0),
+            labels=len(labels) if labels else number("num_labels", default=2),
+            tied=bool(values.get("tie_word_embeddings", family in ("gpt2", "bert"))),
+            biases=bool(values.get("attention_bias", family == "qwen2")),
+            eager=values.get("_attn_implementation") == "eager",
+            sequence=sequence,
+            size=size,
+        )
+
+    def tensor(self, width: float) -> float:
+        """Return the bytes of a sample's activations of a width."""
+        return self.sequence * width * self.size
+
+    def product(self, weights: float) -> float:
+        """Return the operations of a sample's product with so many weights."""
+        return 2.0 * self.sequence * weights
+
+
+def _gpt2(sizes: _Sizes, name: str) -> list[LayerCost]:
+    width = sizes.width
+    return [
+        _embedding(sizes),
+        _small("positions", sizes, sizes.positions * width, masks=1),
+        *_blocks(sizes, parameters=_classic_parameters(sizes)),
+        _small("norm", sizes, 2 * width),
+        _head(sizes),
+    ]
+
+
+def _bert(sizes: _Sizes, name: str) -> list[LayerCost]:
+    width = sizes.width
+    tables = (sizes.positions + sizes.types) * width + 2 * width
+    start = [
+        _embedding(sizes),
+        _small("positions", sizes, tables, tensors=2, masks=1),
+        *_blocks(sizes, parameters=_classic_parameters(sizes)),
+    ]
+    if name == "BertForSequenceClassification":
+        pooled = width * width + width
+        labels = sizes.labels * (width + 1)
+        return [
+            *start,
+            LayerCost(
+                name="pooler",
+                parameters=pooled,
+                flops=2.0 * width * width,
+                kept_bytes=2.0 * width * sizes.size,
+            ),
+            LayerCost(
+                name="classifier",
+                parameters=labels,
+                flops=2.0 * width * sizes.labels,
+                kept_bytes=float(width * sizes.size),
+            ),
+        ]
+    transform = LayerCost(
+        name="transform",
+        parameters=width * width + 3 * width,
+        flops=sizes.product(width * width),
+        kept_bytes=sizes.tensor(3 * width),
+    )
+    return [*start, transform, _head(sizes, bias=sizes.vocabulary)]
+
+
+def _decoder(sizes: _Sizes, name: str) -> list[LayerCost]:
+    width, query = sizes.width, sizes.heads * sizes.head_width
+    key = sizes.key_heads * sizes.head_width
+    matrices = 2 * width * query + 2 * width * key + 3 * width * sizes.inner
+    biases = query + 2 * key if sizes.biases else 0
+    if sizes.biases and sizes.family != "qwen2":
+        biases += width
+    norms = 2 * width + (2 * sizes.head_width if sizes.family == "qwen3" else 0)
+    return [
+        _embedding(sizes),
+        *_blocks(sizes, parameters=matrices + biases + norms, matrices=matrices),
+        _small("norm", sizes, width),
+        _head(sizes),
+    ]
+
+
+def _classic_parameters(sizes: _Sizes) -> int:
+    """Return the parameters of a block with biases and two norms: GPT-2's and BERT's."""
+    width, inner = sizes.width, sizes.inner
+    return 4 * width * (width + 1) + 2 * width * inner + inner + width + 4 * width
+
+
+def _blocks(sizes: _Sizes, parameters: int, matrices: int | None = None) -> list[LayerCost]:
+    width, query = sizes.width, sizes.heads * sizes.head_width
+    classic = matrices is None
+    weights = 4 * width * width + 2 * width * sizes.inner if matrices is None else matrices
+    # Scores, and their product with the values.
+    attention = 4.0 * sizes.sequence**2 * query
+    kept = sizes.tensor(_REPLICATED * width)
+    if classic:
+        kept += sizes.sequence * width * _MASKS
+    inner = (_FEED_FORWARD if classic else _FEED_FORWARD + 1) * sizes.inner
+    split = sizes.tensor(_SPLIT * query + inner)
+    if sizes.eager:
+        # Scores before and after the softmax, and a mask.
+        split += sizes.heads * sizes.sequence**2 * (2 * sizes.size + 1)
+    block = LayerCost(
+        name="block",
+        parameters=parameters,
+        flops=sizes.product(weights) + attention,
+        kept_bytes=kept,
+        split_bytes=split,
+        is_block=True,
+        sums=2,
+    )
+    return [block] * sizes.blocks
+
+
+def _embedding(sizes: _Sizes) -> LayerCost:
+    return LayerCost(
+        name="embedding",
+        parameters=sizes.vocabulary * sizes.width,
+        flops=0.0,
+        kept_bytes=sizes.tensor(sizes.width),
+        sums=1,
+    )
+
+
+def _small(
+    name: str, sizes: _Sizes, parameters: int, *, tensors: int = 1, masks: int = 0
+) -> LayerCost:
+    """Return a layer that works on each number by itself."""
+    masked = float(sizes.sequence * sizes.width * masks)
+    return LayerCost(
+        name=name,
+        parameters=parameters,
+        flops=0.0,
+        kept_bytes=sizes.tensor(tensors * sizes.width) + masked,
+    )
+
+
+def _head(sizes: _Sizes, bias: int = 0) -> LayerCost:
+    weights = sizes.vocabulary * sizes.width
+    logits = float(sizes.sequence * sizes.vocabulary)
+    return LayerCost(
+        name="head",
+        parameters=bias + (0 if sizes.tied else weights),
+        tied_parameters=weights if sizes.tied else 0,
+        flops=sizes.product(weights),
+        kept_bytes=sizes.tensor(sizes.width),
+        # Logits, and their probabilities in fp32 with the gradient that replaces them.
+        split_bytes=logits * (sizes.size + 8),
+        sums=1,
+    )

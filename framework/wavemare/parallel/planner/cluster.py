@@ -1,0 +1,159 @@
+"""Devices and the links between them, as a probe measured them or a file describes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from wavemare.errors import PlanError
+from wavemare.files import atomic_write_text
+
+__all__ = ["DTYPES", "Cluster", "Device", "Link"]
+
+DTYPES = ("fp32", "fp16", "bf16")
+VERSION = 1
+EFFICIENCY = 0.5
+OVERHEAD_S = 4e-4
+"""Of a block's passes on a card of the table: some hundred kernels of a few microseconds."""
+_GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What one rank computes with.
+
+    Args:
+        type: Name of the kind of device; devices of one type are alike in all but the node.
+        tflops: 1e12 floating-point operations per second, dense, of the dtype that is used.
+        efficiency: Which part of them the model's products reach, above 0 and up to 1.
+        memory_gib: In 2**30 bytes.
+        memory_gb_s: Bandwidth of its memory, in 1e9 bytes/s.
+        node: Name of the machine that it is in.
+        overhead_s: Seconds of a block's forward and backward pass that do not depend on the batch.
+    """
+
+    type: str
+    tflops: float
+    memory_gib: float
+    memory_gb_s: float
+    node: str = "0"
+    efficiency: float = EFFICIENCY
+    overhead_s: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Floating-point operations per second that the model reaches."""
+        return self.tflops * self.efficiency * 1e12
+
+    @property
+    def memory_bytes(self) -> float:
+        """Its memory."""
+        return self.memory_gib * _GIB
+
+
+@dataclass(frozen=True)
+class Link:
+    """A message of n bytes takes ``alpha_s + n / bytes_s``.
+
+    Args:
+        alpha_s: Latency, in seconds.
+        bytes_s: Bandwidth, in bytes per second.
+    """
+
+    alpha_s: float
+    bytes_s: float
+
+    def seconds(self, size: float) -> float:
+        """Return the time of a message of so many bytes."""
+        return self.alpha_s + size / self.bytes_s
+
+
+WITHIN = Link(10e-6, 20e9)
+BETWEEN = Link(30e-6, 2.5e9)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Devices, in the order in which ranks would come, and links.
+
+    Args:
+        devices: One for each rank.
+        within: Between devices of a node.
+        between: Between nodes.
+        pairs: Links of certain nodes, by their two names in alphabetical order; the same name twice
+            is a link within.
+        measured: Where, when and with what a probe measured it.
+
+    Raises:
+        PlanError: Devices of one type are unlike.
+    """
+
+    devices: tuple[Device, ...]
+    within: Link = WITHIN
+    between: Link = BETWEEN
+    pairs: Mapping[tuple[str, str], Link] = field(default_factory=dict)
+    measured: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        first: dict[str, Device] = {}
+        for device in self.devices:
+            known = first.setdefault(device.type, device)
+            if replace(device, node=known.node, memory_gib=known.memory_gib) != known:
+                reason = "devices of this type differ in more than node and memory"
+                raise PlanError("devices.type", device.type, reason, "Give them different types")
+
+    @cached_property
+    def types(self) -> tuple[str, ...]:
+        """Names of the types, in the order of their first device."""
+        return tuple(dict.fromkeys(device.type for device in self.devices))
+
+    @cached_property
+    def kinds(self) -> tuple[Device, ...]:
+        """A device of each type: the one with the least memory."""
+        return tuple(
+            min((d for d in self.devices if d.type == name), key=lambda d: d.memory_gib)
+            for name in self.types
+        )
+
+    def link(self, first: str, second: str) -> Link:
+        """Return the link between two nodes, or within one."""
+        low, high = sorted((first, second))
+        pair = self.pairs.get((low, high))
+        if pair is not None:
+            return pair
+        return self.within if first == second else self.between
+
+    def slowest_link(self, nodes: Iterable[str], *, single: bool = False) -> Link:
+        """Return the highest latency and the lowest bandwidth among several nodes.
+
+        Args:
+            nodes: Their names, once for each device.
+            single: Whether each node has but one of the devices, so that none shares a node.
+        """
+        names = sorted(set(nodes))
+        links = [self.link(a, b) for place, a in enumerate(names) for b in names[place + 1 :]]
+        if not single or not links:
+            links += [self.link(name, name) for name in names]
+        return Link(max(link.alpha_s for link in links), min(link.bytes_s for link in links))
+
+    def to_json(self) -> str:
+        """Return the cluster as the text of a file."""
+        values = {
+            "version": VERSION,
+            "devices": [asdict(device) for device in self.devices],
+            "links": {
+                "within": asdict(self.within),
+                "between": asdict(self.between),
+                "pairs": [{"nodes": list(n), **asdict(link)} for n, link in self.pairs.items()],
+            },
+            "measured": self.measured,
+        }
+        return json.dumps(values, indent=2) + "\n"
+
+    def save(self, file: str | Path) -> None:
+        """Write the file that `wavemare.parallel.planner.cluster_file.read_cluster` reads."""
+        atomic_write_text(file, self.to_json())

@@ -1,0 +1,198 @@
+"""A layout of devices, and what it is predicted to take: time, tokens and memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from wavemare.parallel.plan import ParallelPlan, Prediction
+from wavemare.parallel.planner.cluster import Cluster, Link
+from wavemare.parallel.planner.costs import BYTES, ModelCosts
+from wavemare.parallel.planner.memory import MemoryModel, Variant
+from wavemare.parallel.planner.settings import Settings
+from wavemare.parallel.planner.stages import Cut, equal_cuts, pipeline_s
+from wavemare.parallel.planner.times import TimeModel, optimizer_s, reduction_s
+
+__all__ = ["Layout", "Scene"]
+
+Unit = tuple[int, ...]
+"""Devices, by their index, that share a model's layers: of one type, in one node."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Which units run which stages of which replicas, and with how many samples.
+
+    Args:
+        variant: Its axes and what decides about memory.
+        units: ``units[stage][replica]``.
+        bounds: Of the stages.
+        shares: Samples of each replica in a micro-step.
+        micro_steps: Of an optimizer step.
+    """
+
+    variant: Variant
+    units: tuple[tuple[Unit, ...], ...]
+    bounds: tuple[int, ...]
+    shares: tuple[int, ...]
+    micro_steps: int
+
+
+class Scene:
+    """What all layouts of a search have in common.
+
+    Args:
+        costs: Of the model.
+        cluster: Its devices.
+        settings: Of the search.
+    """
+
+    def __init__(self, costs: ModelCosts, cluster: Cluster, settings: Settings) -> None:
+        self.costs = costs
+        self.cluster = cluster
+        self.settings = settings
+        self.kind_of = [cluster.types.index(device.type) for device in cluster.devices]
+        self._times: dict[tuple[int, bool, bool], TimeModel] = {}
+        self._memory: dict[Variant, MemoryModel] = {}
+        self._equal: dict[int, tuple[int, ...]] = {}
+        self.cuts: dict[object, Cut | None] = {}
+        """Cuts that were found before, by what they depend on."""
+
+    def usable(self, device: int) -> float:
+        """Return the bytes of a device that a plan may need."""
+        return self.cluster.devices[device].memory_bytes * (1 - self.settings.margin)
+
+    def usable_of_type(self, kind: int) -> float:
+        """Return the bytes that a plan may need of the smallest device of a type."""
+        return self.cluster.kinds[kind].memory_bytes * (1 - self.settings.margin)
+
+    def link_of_type(self, kind: int) -> Link:
+        """Return the link over which a stage on a device of a type is reached, at worst."""
+        cluster = self.cluster
+        own = {device.node for device in cluster.devices if device.type == cluster.types[kind]}
+        everywhere = {device.node for device in cluster.devices}
+        links = [cluster.link(a, b) for a in own for b in everywhere]
+        return max(links, key=lambda link: link.seconds(self.costs.boundary_bytes))
+
+    def equal_cuts(self, stages: int) -> tuple[int, ...]:
+        """Return the bounds of stages of equal work."""
+        if stages not in self._equal:
+            work = [layer.flops for layer in self.costs.layers]
+            self._equal[stages] = equal_cuts(work, stages)
+        return self._equal[stages]
+
+    def times(self, variant: Variant) -> TimeModel:
+        """Return the time model of a variant."""
+        key = (variant.tensor_parallel, variant.recompute, variant.waves)
+        if key not in self._times:
+            parts, recompute, waves = key
+            self._times[key] = TimeModel(
+                self.costs, self.cluster, parts, recompute=recompute, waves=waves
+            )
+        return self._times[key]
+
+    def memory(self, variant: Variant) -> MemoryModel:
+        """Return the memory model of a variant."""
+        if variant not in self._memory:
+            self._memory[variant] = MemoryModel.of(self.costs, variant)
+        return self._memory[variant]
+
+    def replica_s(self, variant: Variant, stage_s: list[float], micro_steps: int) -> float:
+        """Return the time of one replica's step, before gradients are reduced.
+
+        A pipeline that never drains takes the slowest stage's time for each micro-batch.
+        """
+        if variant.schedule == "pipemare":
+            return micro_steps * max(stage_s)
+        return pipeline_s(stage_s, micro_steps)
+
+    def stage_times(self, layout: Layout, replica: int) -> list[float]:
+        """Return the time of each stage of a replica for a micro-batch, with its messages."""
+        times, samples = self.times(layout.variant), layout.shares[replica]
+        seconds = []
+        before: str | None = None
+        for stage, replicas in enumerate(layout.units):
+            device = replicas[replica][0]
+            first, end = layout.bounds[stage], layout.bounds[stage + 1]
+            spent = times.span_s(self.kind_of[device], samples, first, end)
+            node = self.cluster.devices[device].node
+            if before is not None:
+                spent += times.message_s(self.cluster.link(before, node), samples)
+            before = node
+            seconds.append(spent)
+        return seconds
+
+    def memory_of(self, layout: Layout) -> tuple[float, ...]:
+        """Return the bytes that each rank needs."""
+        model = self.memory(layout.variant)
+        in_flight = layout.variant.in_flight(layout.micro_steps)
+        needed = []
+        for stage, replicas in enumerate(layout.units):
+            first, end = layout.bounds[stage], layout.bounds[stage + 1]
+            for replica, unit in enumerate(replicas):
+                size = model.needed(first, end, in_flight[stage], layout.shares[replica])
+                needed += [size] * len(unit)
+        return tuple(needed)
+
+    def predict(self, layout: Layout) -> Prediction | None:
+        """Return what a layout takes; None where it does not fit into memory."""
+        memory = self.memory_of(layout)
+        order = device_order(layout)
+        if any(size > self.usable(d) for size, d in zip(memory, order, strict=True)):
+            return None
+        variant, replicas = layout.variant, range(layout.variant.data_parallel)
+        table = [self.stage_times(layout, replica) for replica in replicas]
+        rank_s = tuple(self.replica_s(variant, row, layout.micro_steps) for row in table)
+        step_s = max(rank_s) + max(self._end_s(layout, stage) for stage in range(variant.stages))
+        tokens = self.settings.global_batch * self.costs.sequence
+        return Prediction(
+            step_s=step_s,
+            tokens_per_s=tokens / step_s,
+            stage_s=tuple(max(column) for column in zip(*table, strict=True)),
+            rank_s=rank_s,
+            memory_bytes=memory,
+        )
+
+    def _end_s(self, layout: Layout, stage: int) -> float:
+        """Return what a stage's reduction and optimizer step take at the end."""
+        variant = layout.variant
+        first, end = layout.bounds[stage], layout.bounds[stage + 1]
+        parameters = sum(layer.parameters for layer in self.costs.layers[first:end])
+        parameters /= variant.tensor_parallel
+        devices = [self.cluster.devices[unit[0]] for unit in layout.units[stage]]
+        nodes = [device.node for device in devices]
+        reduced = reduction_s(
+            self.cluster.slowest_link(nodes, single=len(set(nodes)) == len(nodes)),
+            parameters * BYTES[self.costs.dtype],
+            variant,
+            layout.micro_steps,
+            end - first,
+            self.settings.overlap,
+        )
+        return reduced + max(optimizer_s(device, parameters, variant) for device in devices)
+
+    def plan(self, layout: Layout, predicted: Prediction) -> ParallelPlan:
+        """Return a layout as a plan."""
+        variant, order = layout.variant, device_order(layout)
+        layers = len(self.costs.layers)
+        as_they_come = order == tuple(range(len(order)))
+        return ParallelPlan(
+            stages=variant.stages,
+            tensor_parallel=variant.tensor_parallel,
+            data_parallel=variant.data_parallel,
+            cuts=layout.bounds if variant.stages > 1 else None,
+            num_layers=layers,
+            schedule=variant.schedule,
+            wavelet=variant.waves,
+            zero_stage=variant.zero_stage,
+            recompute=variant.recompute,
+            global_batch=self.settings.global_batch,
+            micro_steps=layout.micro_steps,
+            shares=layout.shares,
+            order=None if as_they_come else order,
+            predicted=predicted,
+        )
+
+
+def device_order(layout: Layout) -> tuple[int, ...]:
+    """Return the device of each rank."""
+    return tuple(device for replicas in layout.units for unit in replicas for device in unit)

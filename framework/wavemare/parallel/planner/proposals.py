@@ -1,0 +1,183 @@
+"""Layouts worth predicting, for given axes and a given number of micro-steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from wavemare.parallel.planner.layout import Layout, Scene, Unit
+from wavemare.parallel.planner.memory import RESERVE, Variant
+from wavemare.parallel.planner.shares import balanced_shares
+from wavemare.parallel.planner.stages import Cut, StageProblem, best_order
+from wavemare.parallel.planner.variants import units_as_they_come, units_by_type
+
+__all__ = ["equal_layouts", "unlike_layouts"]
+
+Grid = tuple[tuple[Unit, ...], ...]
+
+
+def equal_layouts(scene: Scene, variant: Variant, micro_steps: int) -> Iterator[Layout]:
+    """Yield the layout of devices as they come in equal parts, if they form units so."""
+    units = units_as_they_come(scene, variant.tensor_parallel)
+    if units is None:
+        return
+    replicas = variant.data_parallel
+    share = scene.settings.global_batch // micro_steps // replicas
+    rows = range(0, len(units), replicas)
+    yield Layout(
+        variant=variant,
+        units=tuple(tuple(units[first : first + replicas]) for first in rows),
+        bounds=scene.equal_cuts(variant.stages),
+        shares=(share,) * replicas,
+        micro_steps=micro_steps,
+    )
+
+
+def unlike_layouts(scene: Scene, variant: Variant, micro_steps: int) -> Iterator[Layout]:
+    """Yield layouts of like devices in each replica, and of the same mix in all."""
+    units = units_by_type(scene, variant.tensor_parallel)
+    assert units is not None, "variants are made for devices that form units"
+    counts = [len(found) for found in units]
+    if all(number % variant.stages == 0 for number in counts):
+        yield from _homogeneous(scene, variant, micro_steps, units)
+    mixed = len(counts) > 1 and variant.stages > 1
+    if mixed and all(number % variant.data_parallel == 0 for number in counts):
+        yield from _mixed(scene, variant, micro_steps, units)
+
+
+def _homogeneous(
+    scene: Scene, variant: Variant, micro_steps: int, units: Sequence[Sequence[Unit]]
+) -> Iterator[Layout]:
+    """Yield layouts whose replicas have devices of one type each, and shares by their speed."""
+    samples = scene.settings.global_batch // micro_steps
+    stages = variant.stages
+    kinds = [kind for kind, found in enumerate(units) for _ in range(len(found) // stages)]
+    for bounds in _cuts_of_types(scene, variant, micro_steps, kinds):
+        shares = _shares(scene, variant, micro_steps, bounds, kinds, samples)
+        if shares is None:
+            continue
+        for grid in _placed(units, stages):
+            # Replicas in the order of their first devices, so that alike ones stay as they come.
+            order = sorted(range(len(kinds)), key=lambda replica: grid[0][replica])
+            yield Layout(
+                variant=variant,
+                units=tuple(tuple(row[replica] for replica in order) for row in grid),
+                bounds=bounds,
+                shares=tuple(shares[replica] for replica in order),
+                micro_steps=micro_steps,
+            )
+
+
+def _shares(
+    scene: Scene,
+    variant: Variant,
+    micro_steps: int,
+    bounds: tuple[int, ...],
+    kinds: Sequence[int],
+    samples: int,
+) -> tuple[int, ...] | None:
+    times, memory = scene.times(variant), scene.memory(variant)
+    in_flight = variant.in_flight(micro_steps)
+    caps = {
+        kind: memory.cap(bounds, in_flight, [scene.usable_of_type(kind)] * variant.stages)
+        for kind in set(kinds)
+    }
+
+    def finish(replica: int, share: int) -> float:
+        stage_s = times.stage_s(kinds[replica], share, bounds)
+        return scene.replica_s(variant, stage_s.tolist(), micro_steps)
+
+    return balanced_shares(samples, finish, [caps[kind] for kind in kinds], least=1)
+
+
+def _cuts_of_types(
+    scene: Scene, variant: Variant, micro_steps: int, kinds: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """Return the best cut of each type by itself; all replicas will have the same one."""
+    if variant.stages == 1:
+        return [(0, len(scene.costs.layers))]
+    rates = [scene.cluster.kinds[kind].rate for kind in kinds]
+    samples = scene.settings.global_batch // micro_steps
+    found = {scene.equal_cuts(variant.stages)}
+    for kind in sorted(set(kinds)):
+        share = max(1, round(samples * scene.cluster.kinds[kind].rate / sum(rates)))
+        cut = _cut(scene, variant, micro_steps, share, [kind], [variant.stages])
+        if cut is not None:
+            found.add(cut.bounds)
+    return sorted(found)
+
+
+def _mixed(
+    scene: Scene, variant: Variant, micro_steps: int, units: Sequence[Sequence[Unit]]
+) -> Iterator[Layout]:
+    """Yield layouts with the same mix of types in every replica, and equal shares."""
+    replicas = variant.data_parallel
+    share = scene.settings.global_batch // micro_steps // replicas
+    counts = [len(found) // replicas for found in units]
+    cut = _cut(scene, variant, micro_steps, share, list(range(len(units))), counts)
+    if cut is None:
+        return
+    for by_replica in (True, False):
+        used = [0] * len(units)
+        grid = []
+        for kind in cut.order:
+            place, used[kind] = used[kind], used[kind] + 1
+            grid.append(tuple(_pick(units[kind], place, counts[kind], replicas, by_replica)))
+        yield Layout(
+            variant=variant,
+            units=tuple(grid),
+            bounds=cut.bounds,
+            shares=(share,) * replicas,
+            micro_steps=micro_steps,
+        )
+
+
+def _placed(units: Sequence[Sequence[Unit]], stages: int) -> Iterator[Grid]:
+    """Yield grids of replicas of one type: neighbours as stages of a replica, or as replicas."""
+    for by_replica in (True, False) if stages > 1 else (True,):
+        yield tuple(
+            tuple(
+                unit
+                for found in units
+                for unit in _pick(found, stage, stages, len(found) // stages, by_replica)
+            )
+            for stage in range(stages)
+        )
+
+
+def _pick(
+    units: Sequence[Unit], place: int, places: int, replicas: int, by_replica: bool
+) -> Sequence[Unit]:
+    """Return the units that run one of several stages, one for each replica."""
+    if by_replica:
+        return units[place::places]
+    return units[place * replicas : (place + 1) * replicas]
+
+
+def _cut(
+    scene: Scene,
+    variant: Variant,
+    micro_steps: int,
+    samples: int,
+    kinds: Sequence[int],
+    counts: Sequence[int],
+) -> Cut | None:
+    """Return the best cut and order for micro-batches of some samples on devices of some types."""
+    key = (variant, micro_steps, samples, tuple(kinds), tuple(counts))
+    if key not in scene.cuts:
+        times, memory = scene.times(variant), scene.memory(variant)
+        messages = [times.message_s(scene.link_of_type(kind), samples) for kind in kinds]
+        usable = np.asarray([scene.usable_of_type(kind) for kind in kinds])
+        problem = StageProblem(
+            seconds=np.stack([times.seconds(kind, samples) for kind in kinds]),
+            static_bytes=RESERVE * memory.static,
+            activation_bytes=RESERVE * samples * memory.kept,
+            memory_bytes=usable - RESERVE * samples * memory.working,
+            hop_s=np.asarray(messages),
+            in_flight=variant.in_flight(micro_steps),
+        )
+        # A pipeline that never drains is as fast as its slowest stage: no other time counts.
+        weight = micro_steps if variant.schedule == "1f1b" else 10**9
+        scene.cuts[key] = best_order(problem, counts, weight)
+    return scene.cuts[key]

@@ -1,0 +1,112 @@
+"""The search: every legal way to lay a job out, the promising ones first."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from wavemare.errors import PlanError
+from wavemare.parallel.plan import Prediction
+from wavemare.parallel.planner.cluster import Cluster
+from wavemare.parallel.planner.costs import ModelCosts
+from wavemare.parallel.planner.layout import Layout, Scene
+from wavemare.parallel.planner.memory import Variant
+from wavemare.parallel.planner.outcome import PlanSearch
+from wavemare.parallel.planner.proposals import equal_layouts, unlike_layouts
+from wavemare.parallel.planner.settings import Settings
+from wavemare.parallel.planner.variants import variants, whole_micro_steps
+
+__all__ = ["search_plans"]
+
+_GIB = 2**30
+
+
+def search_plans(costs: ModelCosts, cluster: Cluster, settings: Settings) -> PlanSearch:
+    """Return the best plans and the best one with equal cuts and shares.
+
+    Candidates are taken in the order of a lower bound of their step time, until the bound says that
+    no other one can be among the best. Of each way to use the axes only the best plan is kept, so
+    that the five do not differ in details alone.
+
+    Raises:
+        PlanError: No plan fits into the devices' memory, or the batch cannot be divided.
+    """
+    scene = Scene(costs, cluster, settings)
+    candidates = sorted(_candidates(scene), key=lambda candidate: candidate[0])
+    if not candidates:
+        reason = f"no layout of {len(cluster.devices)} devices gets whole samples of it"
+        raise PlanError("global_batch", settings.global_batch, reason, "Give a multiple of them")
+    best: dict[tuple[object, ...], tuple[float, Layout, Prediction]] = {}
+    equal: tuple[Layout, Prediction] | None = None
+    for bound_s, variant, micro_steps in candidates:
+        key = (variant.stages, variant.tensor_parallel, variant.schedule, variant.waves)
+        leaders = heapq.nsmallest(settings.keep, (entry[0] for entry in best.values()))
+        full = len(leaders) == settings.keep and bound_s > leaders[-1]
+        known = key in best and bound_s > best[key][0]
+        if equal is None or bound_s < equal[1].step_s:
+            for layout in equal_layouts(scene, variant, micro_steps):
+                predicted = scene.predict(layout)
+                if predicted and (equal is None or predicted.step_s < equal[1].step_s):
+                    equal = layout, predicted
+                _keep(best, key, layout, predicted)
+        if full or known:
+            continue
+        for layout in unlike_layouts(scene, variant, micro_steps):
+            _keep(best, key, layout, scene.predict(layout))
+    if not best:
+        raise _nothing_fits(scene)
+    found = sorted(best.values(), key=lambda entry: entry[0])[: settings.keep]
+    limit = equal[1].step_s if equal else float("inf")
+    plans = tuple(scene.plan(layout, p) for step_s, layout, p in found if step_s <= limit)
+    return PlanSearch(
+        plans=plans, equal=scene.plan(*equal) if equal else None, costs=costs, cluster=cluster
+    )
+
+
+def _keep(
+    best: dict[tuple[object, ...], tuple[float, Layout, Prediction]],
+    key: tuple[object, ...],
+    layout: Layout,
+    predicted: Prediction | None,
+) -> None:
+    if predicted and (key not in best or predicted.step_s < best[key][0]):
+        best[key] = predicted.step_s, layout, predicted
+
+
+def _candidates(scene: Scene) -> Iterator[tuple[float, Variant, int]]:
+    """Yield variants and micro-steps with a lower bound of their step time.
+
+    For a replica with the share b, rates r and work W per sample: its slowest stage takes at least
+    ``b W / sum(r)``, all its stages together ``b W / max(r)``; and some replica has at least its
+    part of the samples by its rate. Messages and sums are left out.
+    """
+    rates = [device.rate for device in scene.cluster.devices]
+    for variant in variants(scene):
+        work = scene.times(variant).work * variant.tensor_parallel
+        through = sum(rates) / variant.data_parallel / variant.tensor_parallel / max(rates)
+        for micro_steps in whole_micro_steps(scene, variant.data_parallel):
+            if variant.waves and micro_steps == 1:
+                continue
+            passes = micro_steps
+            if variant.schedule == "1f1b":
+                passes = micro_steps - 1 + through
+            samples = scene.settings.global_batch / micro_steps
+            yield samples * work / sum(rates) * passes, variant, micro_steps
+
+
+def _nothing_fits(scene: Scene) -> PlanError:
+    """Return the error of a search whose every layout is above the memory of some device."""
+    devices, least = scene.cluster.devices, float("inf")
+    for variant in variants(scene):
+        for micro_steps in whole_micro_steps(scene, variant.data_parallel):
+            for layout in equal_layouts(scene, variant, micro_steps):
+                least = min(least, max(scene.memory_of(layout)))
+    usable = min(map(scene.usable, range(len(devices))))
+    needs = f"; equal parts need {least / _GIB:.2f} GiB" if least < float("inf") else ""
+    return PlanError(
+        "--cluster",
+        ", ".join(f"{scene.kind_of.count(k)}x{name}" for k, name in enumerate(scene.cluster.types)),
+        f"no plan for {scene.costs.name} fits into {usable / _GIB:.2f} GiB, what the smallest "
+        f"device has within the margin{needs}",
+        "Use more or larger devices, a smaller global batch or a shorter sequence",
+    )

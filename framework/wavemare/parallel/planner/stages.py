@@ -1,0 +1,218 @@
+"""Where a chain of layers is cut for stages of unlike devices, and in which order these stand.
+
+A dynamic programme over (devices used so far, layers placed so far). Which devices were used says
+how many stages there are, and with that how many micro-batches the next one keeps; so that the best
+order of types needs no enumeration of orders: one state serves all orders of the same devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Cut", "StageProblem", "best_order", "cut_stages", "equal_cuts", "pipeline_s"]
+
+Array = NDArray[np.float64]
+Combine = Callable[[Any, Any], Any]
+
+# How much above the least possible one the slowest stage may be where that makes the sum of all
+# stages, which counts once a step, smaller.
+_SLACKS = (1.0, 1.02, 1.05, 1.1, 1.2)
+
+
+@dataclass(frozen=True)
+class StageProblem:
+    """What layers cost on each type of device.
+
+    Args:
+        seconds: (types, layers): forward and backward pass of one micro-batch.
+        static_bytes: (layers,): weights and what belongs to them.
+        activation_bytes: (layers,): what one micro-batch keeps.
+        memory_bytes: (types,): what a device holds.
+        hop_s: (types,): what a stage that is not the first one needs for its messages.
+        in_flight: (stages,): micro-batches that the stage keeps at a time.
+    """
+
+    seconds: Array
+    static_bytes: Array
+    activation_bytes: Array
+    memory_bytes: Array
+    hop_s: Array
+    in_flight: tuple[int, ...]
+
+    def spans(self) -> tuple[Array, Array, Array]:
+        """Return seconds (types, L+1, L+1), static and activation bytes of layers [i, j)."""
+        return _spans(self.seconds), _spans(self.static_bytes), _spans(self.activation_bytes)
+
+    def stage_times(self) -> list[Array]:
+        """Return for each stage the times (types, L+1, L+1) of layers [i, j); inf if impossible."""
+        seconds, static, kept = self.spans()
+        size = seconds.shape[-1]
+        forwards = np.arange(size)[:, None] < np.arange(size)[None, :]
+        times = []
+        for place, count in enumerate(self.in_flight):
+            memory = static + count * kept
+            fits = forwards & (memory <= self.memory_bytes[:, None, None])
+            hop = self.hop_s[:, None, None] if place else 0.0
+            times.append(np.where(fits, seconds + hop, np.inf))
+        return times
+
+
+class Cut(NamedTuple):
+    """Layers of unlike stages.
+
+    Args:
+        bounds: Stage ``s`` holds the layers ``[bounds[s], bounds[s + 1])``.
+        order: The type of each stage's device.
+        stage_s: The time of each stage for one micro-batch, with its messages.
+    """
+
+    bounds: tuple[int, ...]
+    order: tuple[int, ...]
+    stage_s: tuple[float, ...]
+
+    @property
+    def slowest_s(self) -> float:
+        """The time of the slowest stage."""
+        return max(self.stage_s)
+
+
+def pipeline_s(stage_s: Sequence[float], micro_steps: int) -> float:
+    """Return one step of 1F1B: the first micro-batch passes all stages, the others the slowest."""
+    return sum(stage_s) + (micro_steps - 1) * max(stage_s)
+
+
+def cut_stages(problem: StageProblem, order: Sequence[int]) -> Cut | None:
+    """Return the cut whose slowest stage is fastest, for devices in a given order.
+
+    ``f[p + 1][j] = min over i of max(f[p][i], seconds(i, j) + hop)`` where the memory suffices.
+
+    Returns:
+        The cut; None where no cut fits into memory or there are fewer layers than stages.
+    """
+    times = problem.stage_times()
+    best = _start(times)
+    choices = []
+    for place, kind in enumerate(order):
+        values = np.maximum(best[:, None], times[place][kind])
+        choices.append(values.argmin(axis=0))
+        best = values.min(axis=0)
+    if not np.isfinite(best[-1]):
+        return None
+    bounds = [len(best) - 1]
+    for choice in reversed(choices):
+        bounds.append(int(choice[bounds[-1]]))
+    return _cut(times, order, bounds[::-1])
+
+
+def best_order(problem: StageProblem, counts: Sequence[int], micro_steps: int) -> Cut | None:
+    """Return the cut and the order of devices with the shortest step.
+
+    Among all orders and cuts the slowest stage is made as fast as can be; then, as what the other
+    stages take counts once a step, the sum of all stages is made small at that and at slightly
+    slower slowest stages, and the shortest step of these is taken.
+
+    Args:
+        problem: The costs.
+        counts: For each type the number of its devices; their sum is the number of stages.
+        micro_steps: Micro-batches of a step.
+
+    Returns:
+        The cut; None where none fits into memory.
+    """
+    times = problem.stage_times()
+    found = _over_orders(times, counts, np.maximum)
+    if found is None:
+        return None
+    candidates = [found]
+    for slack in _SLACKS:
+        limit = found.slowest_s * slack * (1 + 1e-12)
+        limited = [np.where(table <= limit, table, np.inf) for table in times]
+        cut = _over_orders(limited, counts, np.add)
+        if cut is not None:
+            candidates.append(cut)
+    return min(candidates, key=lambda cut: pipeline_s(cut.stage_s, micro_steps))
+
+
+def equal_cuts(weights: Sequence[float], stages: int) -> tuple[int, ...]:
+    """Return the cut whose heaviest stage is lightest, for like devices with enough memory."""
+    weights_of = np.asarray([weights], dtype=np.float64)
+    layers = weights_of.shape[1]
+    nothing = np.zeros(layers)
+    problem = StageProblem(
+        seconds=weights_of,
+        static_bytes=nothing,
+        activation_bytes=nothing,
+        memory_bytes=np.ones(1),
+        hop_s=np.zeros(1),
+        in_flight=(1,) * stages,
+    )
+    cut = cut_stages(problem, (0,) * stages)
+    assert cut is not None, "there are fewer layers than stages"
+    return cut.bounds
+
+
+def _over_orders(times: Sequence[Array], counts: Sequence[int], combine: Combine) -> Cut | None:
+    """Return the best cut over all orders; the value of stages so far is made by ``combine``."""
+    empty = (0,) * len(counts)
+    values = {empty: _start(times)}
+    choices: dict[tuple[int, ...], tuple[NDArray[np.intp], NDArray[np.intp]]] = {}
+    for used in _states(counts):
+        place = sum(used) - 1
+        kinds = [kind for kind, count in enumerate(used) if count]
+        tables = np.stack(
+            [combine(values[_without(used, kind)][:, None], times[place][kind]) for kind in kinds]
+        )
+        starts = tables.argmin(axis=1)
+        lowest = np.take_along_axis(tables, starts[:, None], axis=1)[:, 0]
+        kind_of = lowest.argmin(axis=0)
+        columns = np.arange(lowest.shape[1])
+        values[used] = lowest[kind_of, columns]
+        choices[used] = np.asarray(kinds)[kind_of], starts[kind_of, columns]
+    used = tuple(counts)
+    end = len(values[empty]) - 1
+    if not np.isfinite(values[used][end]):
+        return None
+    bounds, order = [end], []
+    while sum(used):
+        kind_of, starts = choices[used]
+        order.append(int(kind_of[bounds[-1]]))
+        bounds.append(int(starts[bounds[-1]]))
+        used = _without(used, order[-1])
+    return _cut(times, order[::-1], bounds[::-1])
+
+
+def _states(counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield the devices used so far, fewer first, without the state of none."""
+    states = product(*(range(count + 1) for count in counts))
+    yield from sorted((state for state in states if sum(state)), key=sum)
+
+
+def _without(used: tuple[int, ...], kind: int) -> tuple[int, ...]:
+    return (*used[:kind], used[kind] - 1, *used[kind + 1 :])
+
+
+def _start(times: Sequence[Array]) -> Array:
+    start: Array = np.full(times[0].shape[-1], np.inf)
+    start[0] = 0.0
+    return start
+
+
+def _cut(times: Sequence[Array], order: Sequence[int], bounds: Sequence[int]) -> Cut:
+    stage_s = (
+        float(times[place][kind, bounds[place], bounds[place + 1]])
+        for place, kind in enumerate(order)
+    )
+    return Cut(tuple(bounds), tuple(order), tuple(stage_s))
+
+
+def _spans(values: Array) -> Array:
+    """Return sums over [i, j), (..., L+1, L+1), from values of layers, (..., L)."""
+    totals = np.concatenate([np.zeros((*values.shape[:-1], 1)), np.cumsum(values, axis=-1)], -1)
+    spans: Array = totals[..., None, :] - totals[..., :, None]
+    return spans

@@ -1,0 +1,175 @@
+"""How long layers, stages and reductions take on each type of device."""
+
+from __future__ import annotations
+
+from functools import cache, cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wavemare.parallel.planner.cluster import Cluster, Device, Link
+from wavemare.parallel.planner.costs import BYTES, ModelCosts
+from wavemare.parallel.planner.memory import Variant
+from wavemare.pipeline.simulate import Costs
+from wavemare.pipeline.wave_gain import decide, predict
+
+__all__ = ["TimeModel", "optimizer_s", "reduction_s", "ring_s"]
+
+_BACKWARD = 2.0
+"""A backward pass takes twice the forward pass."""
+
+_RESULTS = 2  # each number is written once and read once
+_SEGMENTS, _PAIRS = 9, 4
+_ADAM_TRAFFIC = 28  # bytes of a weight's step: read four numbers of fp32, write three
+_GRADIENTS, _WEIGHTS = 2, 3
+
+
+def ring_s(link: Link, size: float, ranks: int, passes: int = 2) -> float:
+    """Return the time of a ring all-reduce; of a reduce-scatter or all-gather with one pass."""
+    if ranks == 1:
+        return 0.0
+    return passes * (ranks - 1) * (link.alpha_s + size / ranks / link.bytes_s)
+
+
+class TimeModel:
+    """Seconds of layers on the types of a cluster, for one way to run them.
+
+    ``F = max(operations / rate, bytes / bandwidth)``, a backward pass takes 2F, a recomputed block
+    F more; each of a block's tensor-parallel sums is a ring all-reduce.
+
+    Args:
+        costs: Of the model.
+        cluster: The devices.
+        tensor_parallel: Ranks that share each layer.
+        recompute: Whether blocks are computed again.
+        waves: Whether waves hide sums, where that pays.
+    """
+
+    def __init__(
+        self,
+        costs: ModelCosts,
+        cluster: Cluster,
+        tensor_parallel: int,
+        *,
+        recompute: bool = False,
+        waves: bool = False,
+    ) -> None:
+        self._costs = costs
+        self._cluster = cluster
+        self._parts = tensor_parallel
+        self._waves = waves
+        layers = costs.layers
+        size = BYTES[costs.dtype]
+        weights = [layer.parameters + layer.tied_parameters for layer in layers]
+        self._weights = np.asarray(weights, dtype=np.float64) * size / tensor_parallel
+        self._flops = np.asarray([layer.flops for layer in layers]) / tensor_parallel
+        results = [layer.kept_bytes + layer.split_bytes / tensor_parallel for layer in layers]
+        self._results = _RESULTS * np.asarray(results)
+        blocks = np.asarray([layer.is_block for layer in layers], dtype=np.float64)
+        self._blocks = blocks
+        self._passes = 1 + _BACKWARD + (blocks if recompute else 0.0)
+        self._sums = np.asarray([layer.sums for layer in layers]) * (
+            2.0 + (blocks if recompute else 0.0)
+        )
+        self._totals_of = cache(self._totals)
+        self.wave_gain = cache(self._wave_gain)
+
+    @cached_property
+    def work(self) -> float:
+        """Operations of a sample's passes on one of the ranks that share it."""
+        return float((self._flops * self._passes).sum())
+
+    def layer_s(self, kind: int, samples: int) -> NDArray[np.float64]:
+        """Return the time of each layer's passes of a micro-batch, without what waves hide."""
+        device = self._cluster.kinds[kind]
+        compute = self._passes * self._forward_s(device, samples)
+        return compute + device.overhead_s * self._blocks + self._sums * self._sum_s(kind, samples)
+
+    def seconds(self, kind: int, samples: int) -> NDArray[np.float64]:
+        """Return the time of each layer's passes of a micro-batch."""
+        seconds: NDArray[np.float64] = np.diff(self._totals_of(kind, samples))
+        return seconds
+
+    def stage_s(self, kind: int, samples: int, bounds: tuple[int, ...]) -> NDArray[np.float64]:
+        """Return the time of each stage, were all on devices of a type, without messages."""
+        totals = self._totals_of(kind, samples)
+        stages: NDArray[np.float64] = np.diff(totals[list(bounds)])
+        return stages
+
+    def span_s(self, kind: int, samples: int, first: int, end: int) -> float:
+        """Return the time of a stage of the layers [first, end), without messages."""
+        totals = self._totals_of(kind, samples)
+        return float(totals[end] - totals[first])
+
+    def message_s(self, link: Link, samples: int) -> float:
+        """Return the time of a micro-batch's activations over a link, and of their gradient."""
+        return 2 * link.seconds(self._costs.boundary_bytes * samples)
+
+    def _totals(self, kind: int, samples: int) -> NDArray[np.float64]:
+        seconds = self.layer_s(kind, samples)
+        if self._waves:
+            seconds = seconds / self.wave_gain(kind, samples)
+        return np.concatenate([[0.0], np.cumsum(seconds)])
+
+    def _forward_s(self, device: Device, samples: int) -> NDArray[np.float64]:
+        moved = (self._weights + samples * self._results) / (device.memory_gb_s * 1e9)
+        return np.maximum(self._flops * samples / device.rate, moved)
+
+    def _sum_s(self, kind: int, samples: int) -> float:
+        if self._parts == 1:
+            return 0.0
+        name = self._cluster.types[kind]
+        nodes = {device.node for device in self._cluster.devices if device.type == name}
+        link = max((self._cluster.link(n, n) for n in nodes), key=lambda link: 1 / link.bytes_s)
+        return ring_s(link, self._costs.boundary_bytes * samples, self._parts)
+
+    def _wave_gain(self, kind: int, samples: int) -> float:
+        """Return how many times as fast waves are; 1 where they are not worth it."""
+        blocks = self._blocks > 0
+        sum_s = self._sum_s(kind, samples)
+        if not sum_s or not blocks.any():
+            return 1.0
+        forward_s = float(self._forward_s(self._cluster.kinds[kind], samples)[blocks].max()) / 2
+        none = (0.0,)
+        sums = (sum_s,) * (_SEGMENTS - 1) + none
+        first_none = none + (sum_s,) * (_SEGMENTS - 2) + none
+        costs = Costs(
+            forward_s=forward_s,
+            backward_s=_BACKWARD * forward_s,
+            sum_output_s=sums,
+            sum_gradient_s=first_none,
+        )
+        prediction = predict(costs, _SEGMENTS, _PAIRS)
+        return prediction.gain if decide(prediction, _PAIRS).on else 1.0
+
+
+def reduction_s(
+    link: Link, size: float, variant: Variant, micro_steps: int, layers: int, overlap: float
+) -> float:
+    """Return the time of a step that a stage's replicas spend to reduce and gather.
+
+    ZeRO 0 and 1: gradients once, 2 passes. ZeRO 2: gradients each micro-step, weights once, 1 pass
+    each. ZeRO 3: weights twice and gradients once each micro-step, layer by layer.
+
+    Args:
+        link: The slowest between the replicas.
+        size: Bytes of the stage's weights on one rank.
+        variant: Its number of replicas and ZeRO stage count.
+        micro_steps: Of a step.
+        layers: Of the stage.
+        overlap: Which part a plain data-parallel job hides behind backward passes.
+    """
+    replicas = variant.data_parallel
+    if variant.zero_stage == _WEIGHTS:
+        total = 3 * micro_steps * layers * ring_s(link, size / layers, replicas, passes=1)
+    elif variant.zero_stage == _GRADIENTS:
+        total = (micro_steps + 1) * ring_s(link, size, replicas, passes=1)
+    else:
+        total = ring_s(link, size, replicas)
+    return total * (1 - overlap if variant.stages == 1 else 1.0)
+
+
+def optimizer_s(device: Device, parameters: float, variant: Variant) -> float:
+    """Return the time of an Adam step of a stage's parameters: that of their traffic."""
+    shares = variant.data_parallel if variant.zero_stage else 1
+    return parameters * _ADAM_TRAFFIC / shares / (device.memory_gb_s * 1e9)
