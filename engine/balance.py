@@ -7,7 +7,7 @@ Gradients are averaged over the data ranks with equal weight. So the mean loss o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any, Literal
 
 import torch
@@ -15,7 +15,7 @@ from deepspeed import comm as dist
 from torch import Tensor, nn
 from torch.utils.data import Sampler
 
-from wavemare.engine.balance_config import BalanceConfig
+from wavemare.engine.balance_config import BalanceConfig, check_shares
 
 __all__ = ["Balance", "ShareSampler", "attach_balance"]
 
@@ -39,17 +39,31 @@ class Balance:
         self._ranks = ranks = engine.dp_world_size
         rank = dist.get_rank(group=self._group)
         average = engine.train_micro_batch_size_per_gpu()
-        self.shares = config.shares or [average] * ranks
-        self.micro_batch = self.shares[rank]
+        self._rank, self._average = rank, average
+        self.share_out(config.shares or [average] * ranks)
         self.micro_steps = (
             config.micro_steps[rank] if config.micro_steps else engine.gradient_accumulation_steps()
         )
         self.uneven_steps = config.micro_steps is not None
         self._mean: Literal["samples", "tokens"] = config.mean
-        self._share = self.micro_batch / average
-        self._before = sum(self.shares[:rank])
         self._labels: Tensor | None = None
         self._shifts = False
+
+    def share_out(self, shares: Sequence[int]) -> None:
+        """Change the shares from the next micro-batch on.
+
+        Args:
+            shares: Samples of each rank, the same number in all as before.
+
+        Raises:
+            ConfigError: They are not one for each rank, or sum to another number.
+        """
+        size = {"train_micro_batch_size_per_gpu": self._average}
+        check_shares(BalanceConfig(shares=list(shares)), size, self._ranks)
+        self.shares = list(shares)
+        self.micro_batch = self.shares[self._rank]
+        self._share = self.micro_batch / self._average
+        self._before = sum(self.shares[: self._rank])
 
     def watch(self, module: nn.Module) -> None:
         """Remember the labels that a model is called with, for means over tokens."""

@@ -103,7 +103,7 @@ def check_shares(balance: BalanceConfig, sizes: Mapping[str, int], data_ranks: i
         ("micro_steps", "gradient_accumulation_steps"),
     ):
         given = getattr(balance, name)
-        if given is None:
+        if given is None or size_key not in sizes:
             continue
         key, wanted = f"{_KEY}.{name}", sizes[size_key] * data_ranks
         if len(given) != data_ranks:

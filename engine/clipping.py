@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 
-__all__ = ["StageNorms"]
+__all__ = ["StageNorms", "count_all_stages"]
 
 
 class StageNorms:
@@ -82,3 +82,19 @@ class StageNorms:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state."""
         self.own, self.prefix, self._stepped = state["own"], state["prefix"], state["stepped"]
+
+
+def count_all_stages(module: Any) -> None:
+    """Have DeepSpeed's gradient norm count the weights of all of a pipeline's stages.
+
+    Without ZeRO and in fp32 it counts only those of the first stage, unless weights are marked as
+    split over ranks: what clipping does would depend on the cuts. Of tied weights one copy counts.
+
+    Args:
+        module: A ``PipelineModule`` whose layers are not split over ranks; what is marked stays.
+    """
+    if module.mpu().get_slice_parallel_world_size() > 1:
+        return
+    for parameter in module.parameters():
+        if not hasattr(parameter, "model_parallel"):
+            parameter.model_parallel = not getattr(parameter, "ds_pipe_replicated", False)

@@ -16,7 +16,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 
 from wavemare.engine.balance_config import check_shares
+from wavemare.engine.clipping import count_all_stages
 from wavemare.engine.config import (
+    SECTION,
     WavemareConfig,
     check_batch_sizes,
     check_config,
@@ -64,6 +66,8 @@ def build_engine(
         ConfigError: A key or value that cannot work, before the model is touched.
     """
     ours = _check(config, arguments.get("model"), arguments.get("mpu"), arguments.get("mesh_param"))
+    if SECTION in config and isinstance(arguments.get("model"), deepspeed.PipelineModule):
+        count_all_stages(arguments["model"])  # without our section all is as in DeepSpeed
     config = _without_compiled_optimizer(config, arguments.get("optimizer"))
     arguments["args"] = _without_config(arguments.get("args"))
     with _dispatch_to_ours(_engines(ours, arguments.get("model"), segments)):

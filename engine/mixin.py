@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from deepspeed import comm as dist
@@ -9,9 +10,10 @@ from deepspeed.runtime.engine import ROUTE_TRAIN
 
 from wavemare.engine.balance import Balance, attach_balance
 from wavemare.engine.checkpoint import CheckpointMixin
-from wavemare.engine.config import WavemareConfig
+from wavemare.engine.config import SECTION, WavemareConfig
 from wavemare.engine.sparse_attach import attach_sparse_gradients
 from wavemare.engine.sparse_gradients import SparseGradients
+from wavemare.errors import ConfigError
 
 __all__ = ["EngineMixin"]
 
@@ -23,8 +25,13 @@ class EngineMixin(CheckpointMixin):
         args: DeepSpeed's.
         sections: Ours of the configuration; all defaults if omitted.
         kwargs: DeepSpeed's.
+
+    Attributes:
+        parallel_plan: The plan by which the model is laid out, with ``digest`` and ``to_json()``;
+            None if the configuration alone says how.
     """
 
+    parallel_plan: Any = None
     _sparse: SparseGradients | None = None
     _balance: Balance | None = None
     _sections: WavemareConfig | None = None
@@ -45,6 +52,25 @@ class EngineMixin(CheckpointMixin):
             self._sparse.reduce()
         else:
             super().buffered_allreduce_fallback(grads, *args, **kwargs)  # type: ignore[misc]
+
+    def share_out(self, shares: Sequence[int]) -> None:
+        """Change how data-parallel ranks share micro-batches; between two steps, on all ranks.
+
+        Args:
+            shares: As ``wavemare.balance.shares``, with which the engine must have been built.
+
+        Raises:
+            ConfigError: The engine has no shares, is a pipeline, or the numbers do not fit.
+        """
+        key = f"{SECTION}.balance.shares"
+        engine: Any = self
+        if self._balance is None:
+            reason = "the engine was built without shares"
+            raise ConfigError(key, list(shares), reason, "Give them in the configuration")
+        if engine.pipeline_parallelism:
+            reason = "the stages of a pipeline expect micro-batches of the size that they know"
+            raise ConfigError(key, list(shares), reason, "Start again with the new shares")
+        self._balance.share_out(shares)
 
     def deepspeed_io(
         self, dataset: Any, batch_size: int | None = None, route: str = ROUTE_TRAIN, **kwargs: Any

@@ -40,6 +40,13 @@ class JobArguments:
     cache: str = field(
         default="~/.cache/wavemare", metadata={"help": "folder of tokenizers and tokens"}
     )
+    balance: str = field(
+        default="none",
+        metadata={
+            "help": "how unlike devices share the work: auto measures them, none shares equally, "
+            "or the file of a plan (wavemare plan search --json, or plan.json of a run)"
+        },
+    )
     local_rank: int = field(default=-1, metadata={"help": "set by the deepspeed launcher"})
 
 

@@ -11,7 +11,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from wavemare.engine.config import SECTION, check_batch_sizes, check_config, load_config
+from wavemare.engine.config import (
+    SECTION,
+    WavemareConfig,
+    check_batch_sizes,
+    check_config,
+    load_config,
+)
 from wavemare.engine.launch import (
     ensure_launched,
     environment_rank,
@@ -21,6 +27,7 @@ from wavemare.engine.manifest import read_manifest, resolve_tag
 from wavemare.errors import CheckpointError, ConfigError, DataError
 from wavemare.observe import Run, Screen, quiet_libraries
 from wavemare.recipes.arguments import JobArguments
+from wavemare.recipes.balancing import Balancing
 from wavemare.recipes.panel import start_up_panel
 
 __all__ = ["Job"]
@@ -39,13 +46,20 @@ class Job:
     Raises:
         LaunchError: No launcher started this process.
         ConfigError: A key or value of the configuration cannot work.
+        PlanError: The plan of ``--balance`` cannot be read.
         CheckpointError: ``--resume`` finds no checkpoint, or a damaged one.
     """
 
     def __init__(self, arguments: JobArguments, title: str) -> None:
         self.arguments = arguments
         self.title = title
-        self.config = self._resolve(load_config(arguments.deepspeed_config))
+        self.balancing = Balancing(
+            arguments.balance,
+            self._resolve(load_config(arguments.deepspeed_config)),
+            Path(arguments.output),
+            resumes=arguments.resume,
+        )
+        self.config = self.balancing.config
         # All that can be refused is refused before torch and DeepSpeed take seconds to import.
         ensure_launched()
         self.world_size = environment_world_size()
@@ -159,6 +173,10 @@ class Job:
             steps=self.arguments.max_steps,
         )
         self.screen.panel(self.title, panel)
+        plan = self.balancing.measure(model, self.batch, sequence_length=sequence_length)
+        if plan is not None:
+            self.config = self.balancing.config
+            self.note(str(plan))
         self.engine, *_ = wavemare.initialize(model=model, config=self.config)
         # Dropout must differ between ranks, which hold other samples or other layers, unless they
         # share layers.
@@ -189,7 +207,9 @@ class Job:
             data_rank=self.engine.data_rank,
             data_world_size=ranks,
             seed=self.arguments.seed,
+            shares=WavemareConfig.of(self.config).balance.shares,
         )
+        self.balancing.watch(self.engine, loader.share_out)
         if self.arguments.resume:
             self._resume(loader)
         self.first_step = self.engine.global_steps
@@ -216,6 +236,8 @@ class Job:
             {"arguments": asdict(self.arguments), "deepspeed": self.config, "batch": self.batch},
             world_size=self.world_size,
         )
+        if self.rank == 0:
+            self.balancing.save()
 
     def fit(self, loader: Any, evaluate: Callable[[int], Mapping[str, float]]) -> None:
         """Train to the last step, logging, evaluating and checkpointing on the way.
@@ -260,8 +282,12 @@ class Job:
                     pause = time.perf_counter()
                     self.run.log(step, **evaluate(arguments.eval_samples))
                     evaluating += time.perf_counter() - pause
-                if step % arguments.save_interval == 0 or last:
+                saves = step % arguments.save_interval == 0 or last
+                if saves:
                     self._save(loader, step)
+                news = self.balancing.after_step(saved=saves)
+                if news is not None:
+                    self.note(news)
                 if last:
                     break
         self.seconds = time.perf_counter() - started

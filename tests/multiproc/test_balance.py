@@ -121,3 +121,32 @@ def test_replicas_of_a_pipeline_take_unequal_shares(launch):
         for name, found in program.result(rank).items():
             assert found["weights"] <= 1e-6, (rank, name)
             assert found["losses"] <= 1e-6, (rank, name)
+
+
+@pytest.fixture
+def paced(launch):
+    return launch("balance_guard.py", timeout=120).check().result(0)
+
+
+def test_a_device_of_half_the_speed_gets_half_the_share(paced):
+    assert paced["shares"] == [16, 8]
+    bound = (1 + 2) / 2
+    seconds = paced["seconds"]
+    assert seconds["equal"] / seconds["planned"] >= 0.95 * bound
+    assert seconds["planned"] == pytest.approx(paced["predicted"], rel=0.2)
+    equal, planned = paced["losses"]["equal"], paced["losses"]["planned"]
+    assert planned == pytest.approx(equal, abs=1e-6)
+    assert equal[0] != equal[-1]
+
+    guard = paced["guard"]
+    assert guard["early"] == 0
+    assert guard["error"] > 0.5  # the slow rank takes twice what was predicted
+    assert "new shares 16, 8" in guard["text"]
+    assert guard["quiet"]
+    assert guard["drifted"] > 1.0  # twice as slow here, twice as fast there
+    first, second = guard["applied"]
+    assert first == [16, 8]
+    assert second[0] in (8, 9, 10)  # such short passes have fixed costs, too
+    assert sum(second) == 24
+    assert guard["engine"] == second
+    assert "built without shares" in guard["refused"]

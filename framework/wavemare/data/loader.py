@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -30,7 +30,8 @@ class ResumableLoader(Iterator[Any]):
     The stream of samples is one permutation of the dataset after another, one per epoch, each
     determined by seed and epoch. At position ``consumed_samples`` the next micro-batch of rank
     ``r`` holds the ``micro_batch_size`` samples from ``consumed_samples + r * micro_batch_size``
-    on, and then all ranks move on together. So a global batch holds the same samples however many
+    on, and then all ranks move on together. With ``shares`` each rank has a size of its own, and
+    they follow each other in the same way. So a global batch holds the same samples however many
     ranks share it, and a run resumes at the exact sample, also with another number of ranks.
 
     Args:
@@ -42,6 +43,8 @@ class ResumableLoader(Iterator[Any]):
         consumed_samples: Position in the stream, counted over all ranks.
         shuffle: Whether epochs are permuted; if not, each is in the dataset's order.
         collate: Makes a batch of a list of samples; torch's ``default_collate`` by default.
+        shares: Samples per micro-batch of each rank (``wavemare.balance.shares``), which sum to
+            ``micro_batch_size * data_world_size``; None for equal ones.
 
     Raises:
         DataError: The dataset is empty.
@@ -59,15 +62,16 @@ class ResumableLoader(Iterator[Any]):
         consumed_samples: int = 0,
         shuffle: bool = True,
         collate: Collate | None = None,
+        shares: Sequence[int] | None = None,
     ) -> None:
         _check_shape(micro_batch_size, data_rank, data_world_size)
         _check_position(consumed_samples)
         if len(dataset) == 0:
             raise DataError("--data", 0, "the dataset holds no samples", "Give more data")
         self._dataset = dataset
-        self._micro_batch_size = micro_batch_size
         self._data_rank = data_rank
-        self._data_world_size = data_world_size
+        self._stride = data_world_size * micro_batch_size
+        self.share_out(shares or [micro_batch_size] * data_world_size)
         self._seed = seed
         self._shuffle = shuffle
         self._collate = collate or _default_collate()
@@ -84,14 +88,30 @@ class ResumableLoader(Iterator[Any]):
         """Number of times that the whole dataset has been given out."""
         return self._consumed_samples // len(self._dataset)
 
+    def share_out(self, shares: Sequence[int]) -> None:
+        """Change how ranks share a micro-batch from the next one on; all ranks must do so.
+
+        Args:
+            shares: Samples of each rank, the same number in all as before.
+
+        Raises:
+            ConfigError: They do not sum to it, or this rank has none.
+        """
+        own = shares[self._data_rank] if self._data_rank < len(shares) else 0
+        if sum(shares) != self._stride or own < 1:
+            reason = f"rank {self._data_rank} has {own} of {sum(shares)} samples"
+            remedy = f"Give each rank one or more, {self._stride} in all"
+            raise ConfigError("shares", list(shares), reason, remedy)
+        self._first = sum(shares[: self._data_rank])
+        self._own = own
+
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Any:
-        start = self._consumed_samples + self._data_rank * self._micro_batch_size
-        samples = [self._sample(start + i) for i in range(self._micro_batch_size)]
-        batch = self._collate(samples)
-        self._consumed_samples += self._data_world_size * self._micro_batch_size
+        start = self._consumed_samples + self._first
+        batch = self._collate([self._sample(start + i) for i in range(self._own)])
+        self._consumed_samples += self._stride
         return batch
 
     def state_dict(self) -> dict[str, int | bool]:

@@ -17,7 +17,7 @@ from wavemare.models.layers import PipelineLayer
 from wavemare.models.losses import ClassificationLoss, Loss
 from wavemare.models.split import SplitLoss
 
-__all__ = ["example_batch", "prove", "random_state", "run_chain"]
+__all__ = ["example_batch", "example_labels", "prove", "random_state", "run_chain"]
 
 _TEXTS, _TOKENS, _PADDING, _WINDOW = 2, 8, 3, 4
 _ROUNDING = 1e-6
@@ -46,7 +46,7 @@ def prove(model: Any, chain: Sequence[PipelineLayer], inputs: Sequence[str], los
         ModelError: They differ by more than rounding, or the layers cannot be called as they are.
     """
     batch = example_batch(model, inputs)
-    labels = _example_labels(loss, batch["input_ids"])
+    labels = example_labels(loss, batch["input_ids"])
     carry, _ = split_batch(batch, inputs, labels_required=False)
     options = {"use_cache": False} if _takes_use_cache(model) else {}
     restore_random_state = random_state(labels.device)
@@ -121,7 +121,8 @@ def random_state(device: torch.device) -> Callable[[], None]:
     return restore
 
 
-def _example_labels(loss: Loss, ids: Tensor) -> Tensor:
+def example_labels(loss: Loss, ids: Tensor) -> Tensor:
+    """Return labels that a loss takes, for token ids of shape (batch, sequence)."""
     if not isinstance(loss, ClassificationLoss):
         labels = ids.clone()
         labels[:, ::3] = -100

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
@@ -14,9 +14,10 @@ from torch import Tensor
 from wavemare.models.batches import split_batch
 from wavemare.models.carry import Carry, pack, unpack
 from wavemare.models.layers import PipelineLayer, TiedHead
-from wavemare.models.proof import example_batch, random_state
+from wavemare.models.losses import Loss
+from wavemare.models.proof import example_batch, example_labels, random_state
 
-__all__ = ["layer_times"]
+__all__ = ["layer_times", "rank_layer_times"]
 
 _TOKENS = 128
 _ROUNDS = 3
@@ -36,22 +37,72 @@ def layer_times(model: Any, chain: Sequence[PipelineLayer], inputs: Sequence[str
         Seconds for each layer, equal on all ranks.
     """
     longest = getattr(model.config, "max_position_embeddings", _TOKENS)
-    batch = example_batch(model, inputs, texts=1, tokens=min(_TOKENS, longest))
-    carry: Any = split_batch(batch, inputs, labels_required=False)[0]
+    own = _own_times(model, chain, inputs, texts=1, tokens=min(_TOKENS, longest))
     device = torch.device(get_accelerator().current_device_name())
-    seconds = []
-    restore_random_state = random_state(device)
-    for layer in chain:
-        carry, spent = _measure(layer, carry, device)
-        seconds.append(spent)
-    restore_random_state()
-    table = torch.tensor(seconds, dtype=torch.float64, device=device)
+    table = torch.tensor(own, dtype=torch.float64, device=device)
     torch.distributed.all_reduce(table)
     table /= torch.distributed.get_world_size()
     return _mean_by_kind(chain, table.tolist())
 
 
-def _measure(layer: PipelineLayer, carry: Carry, device: torch.device) -> tuple[Carry, float]:
+def rank_layer_times(
+    model: Any,
+    chain: Sequence[PipelineLayer],
+    inputs: Sequence[str],
+    loss: Loss,
+    *,
+    texts: int,
+    tokens: int,
+) -> list[list[float]]:
+    """Measure forward and backward of each layer on every rank, all at the same time.
+
+    Args:
+        model: The model that the layers belong to.
+        chain: Its layers.
+        inputs: The declared names.
+        loss: Of logits and labels; its time is the last layer's.
+        texts: Samples of a micro-batch.
+        tokens: Of a sample.
+
+    Returns:
+        Seconds for each rank and layer, equal on all ranks.
+    """
+    torch.distributed.barrier()
+    own = _mean_by_kind(chain, _own_times(model, chain, inputs, loss, texts=texts, tokens=tokens))
+    table: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(table, own)
+    return table
+
+
+def _own_times(
+    model: Any,
+    chain: Sequence[PipelineLayer],
+    inputs: Sequence[str],
+    loss: Loss | None = None,
+    *,
+    texts: int,
+    tokens: int,
+) -> list[float]:
+    batch = example_batch(model, inputs, texts=texts, tokens=tokens)
+    carry: Any = split_batch(batch, inputs, labels_required=False)[0]
+    device = torch.device(get_accelerator().current_device_name())
+    labels = None if loss is None else example_labels(loss, batch["input_ids"]).to(device)
+    seconds = []
+    restore_random_state = random_state(device)
+    for layer in chain:
+
+        def end(output: Tensor, last: bool = layer is chain[-1]) -> Tensor:
+            return loss(output, labels) if last and loss is not None else output.sum()
+
+        carry, spent = _measure(layer, carry, device, end)
+        seconds.append(spent)
+    restore_random_state()
+    return seconds
+
+
+def _measure(
+    layer: PipelineLayer, carry: Carry, device: torch.device, end: Callable[[Tensor], Tensor]
+) -> tuple[Carry, float]:
     module = layer.tied if isinstance(layer, TiedHead) else layer
     home = next((weight.device for weight in module.parameters()), device)
     for part in {layer, module}:
@@ -72,7 +123,7 @@ def _measure(layer: PipelineLayer, carry: Carry, device: torch.device) -> tuple[
             output, _ = unpack(result, layer.inputs)
             if leaves and output.requires_grad:
                 # Not backward(), which would leave gradients in the parameters.
-                torch.autograd.grad(output.sum(), leaves, allow_unused=True)
+                torch.autograd.grad(end(output), leaves, allow_unused=True)
         spent.append(_now() - started)
     for part in {layer, module}:
         part.to(home)

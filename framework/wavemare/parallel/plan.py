@@ -32,7 +32,7 @@ class Prediction:
             backward.
         rank_s: For each data-parallel rank its seconds of one step before the gradients are
             reduced.
-        memory_bytes: For each rank the most that it needs.
+        memory_bytes: For each rank the most that it needs; empty where nobody has counted.
 
     Raises:
         PlanError: A number is negative or not finite.
@@ -249,7 +249,7 @@ def _predicted_lines(predicted: Prediction) -> list[str]:
         f"  predicted      {predicted.tokens_per_s:,.0f} tokens/s, "
         f"{predicted.step_s * _MS_PER_S:.4g} ms a step",
         f"  stages         {stages} ms a micro-batch",
-        f"  most memory    {most:.2f} GiB",
+        *([f"  most memory    {most:.2f} GiB"] if predicted.memory_bytes else []),
     ]
 
 

@@ -1,0 +1,160 @@
+"""One number per device: plans that share a job's work among ranks of unlike speed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch import distributed as dist
+
+from wavemare.errors import PlanError
+from wavemare.models.families import family_of
+from wavemare.models.timing import rank_layer_times
+from wavemare.parallel.plan import ParallelPlan, Prediction
+from wavemare.parallel.planner.shares import balanced_shares
+from wavemare.parallel.planner.stages import StageProblem, cut_stages, pipeline_s
+from wavemare.parallel.speed import Line, Speed, measure_speeds
+
+__all__ = ["balance_replicas", "balance_stages", "shares_for"]
+
+_UNLIMITED = 1e30
+
+
+def balance_replicas(
+    model: Any,
+    batch_of: Callable[[int], Mapping[str, Tensor]],
+    batch: Mapping[str, int],
+    *,
+    zero_stage: int = 0,
+    sequence_length: int = 1,
+) -> tuple[ParallelPlan, list[Speed]]:
+    """Measure all ranks of a data-parallel job, and share its micro-batches among them.
+
+    Args:
+        model: Whole on every rank.
+        batch_of: From a number of samples to a batch.
+        batch: DeepSpeed's three batch sizes by their keys.
+        zero_stage: Of ZeRO; for the plan.
+        sequence_length: Tokens of a sample; for the prediction.
+
+    Returns:
+        The plan, and what was measured of each rank; equal on all ranks.
+    """
+    micro, ranks = batch["train_micro_batch_size_per_gpu"], dist.get_world_size()
+    speeds = measure_speeds(model, batch_of, (max(micro // 2, 1), micro))
+    lines = [speed.whole for speed in speeds]
+    shares = shares_for(lines, micro * ranks)
+    steps = batch["gradient_accumulation_steps"]
+    rank_s = tuple(steps * line.seconds(share) for line, share in zip(lines, shares, strict=True))
+    plan = ParallelPlan(
+        data_parallel=ranks,
+        global_batch=batch["train_batch_size"],
+        micro_steps=steps,
+        shares=shares,
+        zero_stage=zero_stage,
+        predicted=Prediction(
+            step_s=max(rank_s),
+            tokens_per_s=batch["train_batch_size"] * sequence_length / max(rank_s),
+            stage_s=(max(rank_s) / steps,),
+            rank_s=rank_s,
+            memory_bytes=(),
+        ),
+    )
+    return plan, speeds
+
+
+def shares_for(lines: Sequence[Line], samples: int) -> tuple[int, ...]:
+    """Return the shares whose slowest rank is done first; each rank gets a sample at least.
+
+    Raises:
+        PlanError: There are fewer samples than ranks.
+    """
+    caps = [samples] * len(lines)
+    shares = balanced_shares(samples, lambda rank, n: lines[rank].seconds(n), caps, least=1)
+    if shares is None:
+        reason = f"they cannot be shared by {len(lines)} ranks"
+        raise PlanError("samples", samples, reason, "Use larger micro-batches or fewer ranks")
+    return shares
+
+
+def balance_stages(
+    model: Any,
+    batch: Mapping[str, int],
+    *,
+    stages: int,
+    schedule: str = "1f1b",
+    inputs: Sequence[str] | None = None,
+    zero_stage: int = 0,
+    sequence_length: int = 1,
+) -> ParallelPlan:
+    """Measure every layer on every rank, and cut the model so that all stages take as long.
+
+    Where several replicas put unlike ranks at the same stage, the slowest of them counts, and the
+    replicas' shares follow their own slowest stages.
+
+    Args:
+        model: Whole on every rank.
+        batch: DeepSpeed's three batch sizes by their keys.
+        stages: Of the pipeline.
+        schedule: ``1f1b`` or ``pipemare``; for the plan.
+        inputs: Names of the first carry; the family's default if omitted.
+        zero_stage: Of ZeRO; for the plan.
+        sequence_length: Tokens of a sample.
+
+    Returns:
+        The plan, equal on all ranks.
+
+    Raises:
+        PlanError: The model has fewer layers than there are stages.
+    """
+    micro, steps = batch["train_micro_batch_size_per_gpu"], batch["gradient_accumulation_steps"]
+    family = family_of(model)
+    names = family.declared(inputs)
+    chain, loss = tuple(family.chain(model, names)), family.loss(model)
+    table = np.array(
+        rank_layer_times(model, chain, names, loss, texts=micro, tokens=sequence_length)
+    )
+    replicas = len(table) // stages
+    # Rank stage * replicas + replica, as DeepSpeed counts them.
+    seconds = table.reshape(stages, replicas, -1)
+    zeros = np.zeros(table.shape[1])
+    problem = StageProblem(
+        seconds=seconds.max(axis=1),
+        static_bytes=zeros,
+        activation_bytes=zeros,
+        memory_bytes=np.full(stages, _UNLIMITED),
+        hop_s=np.zeros(stages),
+        in_flight=tuple(min(steps, stages - stage) for stage in range(stages)),
+    )
+    cut = cut_stages(problem, range(stages))
+    if cut is None:
+        reason = f"the model has only {len(zeros)} layers"
+        raise PlanError("stages", stages, reason, "Use fewer stages")
+    spans = list(zip(cut.bounds, cut.bounds[1:], strict=False))
+    own = np.array(
+        [[seconds[s, r, a:b].sum() for s, (a, b) in enumerate(spans)] for r in range(replicas)]
+    )
+    lines = [Line(0.0, float(row.max()) / micro) for row in own]
+    shares = shares_for(lines, micro * replicas)
+    scaled = own * (np.array(shares) / micro)[:, None]
+    rank_s = tuple(pipeline_s(list(map(float, row)), steps) for row in scaled)
+    return ParallelPlan(
+        stages=stages,
+        data_parallel=replicas,
+        cuts=cut.bounds,
+        num_layers=len(zeros),
+        schedule=schedule,
+        zero_stage=zero_stage,
+        global_batch=batch["train_batch_size"],
+        micro_steps=steps,
+        shares=shares,
+        predicted=Prediction(
+            step_s=max(rank_s),
+            tokens_per_s=batch["train_batch_size"] * sequence_length / max(rank_s),
+            stage_s=tuple(map(float, scaled.max(axis=0))),
+            rank_s=rank_s,
+            memory_bytes=(),
+        ),
+    )

@@ -1,0 +1,142 @@
+"""How fast each rank trains a model: two measured sizes of micro-batch make a line."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+from torch import distributed as dist
+
+from wavemare.models.proof import random_state
+
+__all__ = ["Line", "Speed", "example_samples", "measure_speeds"]
+
+_ROUNDS = 5
+_LIMIT_S = 15.0
+
+
+class Line(NamedTuple):
+    """Seconds that grow with the number of samples.
+
+    Args:
+        fixed_s: Seconds however few samples there are.
+        sample_s: Seconds of each sample.
+    """
+
+    fixed_s: float
+    sample_s: float
+
+    def seconds(self, samples: int) -> float:
+        """Return the seconds of so many samples."""
+        return self.fixed_s + samples * self.sample_s
+
+    def scaled(self, factor: float) -> Line:
+        """Return the line of a device that takes so many times as long."""
+        return Line(self.fixed_s * factor, self.sample_s * factor)
+
+
+class Speed(NamedTuple):
+    """What a micro-batch takes on one rank.
+
+    Args:
+        forward: Of the forward pass.
+        whole: Of forward and backward pass.
+    """
+
+    forward: Line
+    whole: Line
+
+
+def measure_speeds(
+    model: Any, batch_of: Callable[[int], Mapping[str, Tensor]], sizes: tuple[int, int]
+) -> list[Speed]:
+    """Measure forward and backward passes of a model on every rank, all at the same time.
+
+    Neither weights, gradients nor random state are changed. The model is moved to the device.
+
+    Args:
+        model: Returns an output with ``.loss``; equal on all ranks.
+        batch_of: From a number of samples to a batch.
+        sizes: A small and a larger micro-batch, in samples; it may take up to 15 s to measure.
+
+    Returns:
+        For each rank what it measured: medians of five rounds, fewer of slow ones.
+    """
+    device = torch.device(get_accelerator().current_device_name())
+    model.to(device)
+    training, restore = model.training, random_state(device)
+    model.train()
+    try:
+        points = [_measure(model, batch_of(size), device) for size in sizes]
+    finally:
+        model.train(training)
+        restore()
+    (small_forward, small), (large_forward, large) = points
+    own = Speed(_line(sizes, small_forward, large_forward), _line(sizes, small, large))
+    speeds: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(speeds, own)
+    return speeds
+
+
+def example_samples(model: Any, sequence_length: int, samples: int) -> dict[str, Tensor]:
+    """Return a batch of so many samples for a transformers model with a head.
+
+    Labels are the tokens, or zeros for a classifier.
+
+    Args:
+        model: Whose configuration says which labels it takes.
+        sequence_length: Tokens of a sample.
+        samples: Their number.
+    """
+    vocabulary = model.config.vocab_size
+    tokens = (torch.arange(samples * sequence_length) * 7 + 3) % vocabulary
+    tokens = tokens.view(samples, sequence_length)
+    classifies = type(model).__name__.endswith("ForSequenceClassification")
+    labels = torch.zeros(samples, dtype=torch.long) if classifies else tokens
+    return {"input_ids": tokens, "labels": labels}
+
+
+def _measure(model: Any, batch: Mapping[str, Tensor], device: torch.device) -> tuple[float, float]:
+    batch = {name: value.to(device) for name, value in batch.items()}
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    forward, whole = [], []
+    deadline = time.perf_counter() + _LIMIT_S / 2
+    for _ in range(_ROUNDS + 1):
+        dist.barrier()  # unlike programs on one machine disturb each other as they will later
+        started = _now()
+        loss = model(**batch).loss
+        between = _now()
+        # Not backward(), which would leave gradients in the parameters.
+        torch.autograd.grad(loss, weights, allow_unused=True)
+        ended = _now()
+        forward.append(between - started)
+        whole.append(ended - started)
+        if _any_rank(ended > deadline, device) and len(whole) > 1:
+            break
+    return median(forward[1:]), median(whole[1:])  # the first round warms up
+
+
+def _line(sizes: Sequence[int], small_s: float, large_s: float) -> Line:
+    small, large = sizes
+    if large == small:
+        return Line(0.0, large_s / large)
+    slope = (large_s - small_s) / (large - small)
+    # Noise must not make more samples free, nor a fixed cost negative.
+    slope = min(max(slope, 0.1 * large_s / large), large_s / large)
+    return Line(large_s - slope * large, slope)
+
+
+def _any_rank(condition: bool, device: torch.device) -> bool:
+    verdict = torch.tensor(int(condition), device=device)
+    dist.all_reduce(verdict, op=dist.ReduceOp.MAX)
+    return bool(verdict)
+
+
+def _now() -> float:
+    get_accelerator().synchronize()
+    return time.perf_counter()

@@ -1,0 +1,154 @@
+"""``--balance auto|FILE|none``: plans for unlike devices, in a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wavemare.engine.config import SECTION, WavemareConfig
+from wavemare.errors import ConfigError, PlanError
+from wavemare.files import atomic_write_text
+from wavemare.parallel.plan import ParallelPlan
+
+if TYPE_CHECKING:
+    from wavemare.parallel.guard import Guard
+    from wavemare.parallel.speed import Speed
+
+__all__ = ["Balancing"]
+
+AUTO, NONE = "auto", "none"
+
+
+class Balancing:
+    """The plan of a run, its file and its guard.
+
+    Args:
+        choice: Of ``--balance``.
+        config: DeepSpeed's configuration.
+        folder: Of the run, where a measured plan is left as ``plan.json``.
+        resumes: Whether an earlier run goes on, by its own plan.
+
+    Raises:
+        ConfigError: The file cannot be read, or the configuration cannot be balanced.
+        PlanError: It holds no plan.
+    """
+
+    def __init__(self, choice: str, config: dict[str, Any], folder: Path, *, resumes: bool) -> None:
+        self.config = config
+        self.plan: ParallelPlan | None = None
+        self._file = folder / "plan.json"
+        self._speeds: list[Speed] | None = None
+        self._guard: Guard | None = None
+        self.measures = choice == AUTO
+        if choice == NONE:
+            return
+        if choice != AUTO:
+            self._use(_read(Path(choice)))
+        elif resumes and self._file.is_file() and WavemareConfig.of(config).pipeline.stages > 1:
+            # Weights stay where they are; shares alone may be measured anew.
+            self.measures = False
+            self._use(_read(self._file))
+
+    def measure(
+        self, model: Any, batch: dict[str, int], *, sequence_length: int
+    ) -> ParallelPlan | None:
+        """Measure the devices and make the plan, if that is wanted.
+
+        Args:
+            model: Whole on every rank.
+            batch: DeepSpeed's three batch sizes by their keys.
+            sequence_length: Tokens of a sample.
+
+        Returns:
+            The plan that was made, which `config` now runs; None if nothing was measured.
+
+        Raises:
+            ConfigError: What the configuration asks for cannot be balanced.
+        """
+        if not self.measures:
+            return None
+        from wavemare.parallel.balance import balance_replicas, balance_stages
+        from wavemare.parallel.speed import example_samples
+
+        section = WavemareConfig.of(self.config)
+        if section.tensor_parallel.size > 1:
+            reason = "ranks that share layers wait for each other at each of them"
+            raise ConfigError("--balance", AUTO, reason, "Put like devices there, and give a plan")
+        zero = int(self.config.get("zero_optimization", {}).get("stage", 0))
+        if section.pipeline.stages > 1:
+            plan = balance_stages(
+                model,
+                batch,
+                stages=section.pipeline.stages,
+                schedule=section.pipeline.schedule,
+                inputs=section.pipeline.inputs,
+                zero_stage=zero,
+                sequence_length=sequence_length,
+            )
+        else:
+            plan, self._speeds = balance_replicas(
+                model,
+                lambda samples: example_samples(model, sequence_length, samples),
+                batch,
+                zero_stage=zero,
+                sequence_length=sequence_length,
+            )
+        self._use(plan)
+        if type(model).__name__.endswith("ForMaskedLM"):
+            self._weigh_tokens()
+        return plan
+
+    def save(self) -> None:
+        """Leave the plan in the run's folder; one rank calls it."""
+        if self.plan is not None:
+            atomic_write_text(self._file, self.plan.to_json())
+
+    def watch(self, engine: Any, share_out: Callable[[Sequence[int]], None]) -> None:
+        """Begin to compare what was measured with what happens.
+
+        Args:
+            engine: Built by `config`.
+            share_out: Applies new shares to the data.
+        """
+        if self._speeds is None or self.plan is None:
+            return
+        from wavemare.parallel.guard import Guard
+
+        self._guard = Guard(engine, self._speeds, self.plan.shares, share_out)
+
+    def after_step(self, *, saved: bool) -> str | None:
+        """Look after a step, and after a checkpoint; return what there is to say."""
+        if self._guard is None:
+            return None
+        verdict = self._guard.after_step()
+        if verdict is None and saved:
+            verdict = self._guard.at_checkpoint()
+        return None if verdict is None else f"balance: {verdict}"
+
+    def _use(self, plan: ParallelPlan) -> None:
+        self.plan = plan
+        self.config = plan.configure(self.config)
+        if plan.stages == 1:
+            # Shares are given even where they are equal, so that they can be changed.
+            section = dict(self.config[SECTION])
+            section["balance"] = {**section.get("balance", {}), "shares": list(plan.shares)}
+            self.config = {**self.config, SECTION: section}
+
+    def _weigh_tokens(self) -> None:
+        # Samples have different numbers of masked tokens: their mean is over all ranks' tokens.
+        section = dict(self.config[SECTION])
+        section["balance"] = {**section.get("balance", {}), "mean": "tokens"}
+        self.config = {**self.config, SECTION: section}
+
+
+def _read(file: Path) -> ParallelPlan:
+    try:
+        return ParallelPlan.from_json(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "this is not text"
+        remedy = "Give auto, none, or a file that 'wavemare plan search --json' wrote"
+        raise ConfigError("--balance", str(file), f"it cannot be read ({reason})", remedy) from None
+    except PlanError as error:
+        error.key = f"--balance {file}: {error.key}"
+        raise
