@@ -1,4 +1,4 @@
-"""``wavemare plan``: schedules, checked, predicted and drawn without running them."""
+"""``wavemare plan``: schedules, checked, predicted and drawn without running them; layouts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from wavemare.cli.plan_search import search
 from wavemare.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "show"]
 
-app = typer.Typer(no_args_is_help=True, help="Look at schedules without running them.")
+app = typer.Typer(
+    no_args_is_help=True, help="Look at schedules without running them; find layouts of jobs."
+)
+app.command()(search)
 
 _SCHEDULE, _STAGES, _MICRO_BATCHES, _STEPS = "pipemare", 4, 8, 4
 _MS_PER_S = 1e3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -34,8 +35,17 @@ def equal_layouts(scene: Scene, variant: Variant, micro_steps: int) -> Iterator[
     )
 
 
-def unlike_layouts(scene: Scene, variant: Variant, micro_steps: int) -> Iterator[Layout]:
-    """Yield layouts of like devices in each replica, and of the same mix in all."""
+def unlike_layouts(
+    scene: Scene, variant: Variant, micro_steps: int, limit_s: float
+) -> Iterator[Layout]:
+    """Yield layouts of like devices in each replica, and of the same mix in all.
+
+    Args:
+        scene: Of the search.
+        variant: The axes, and what decides about memory.
+        micro_steps: Of an optimizer step.
+        limit_s: The time of a step that is of interest.
+    """
     units = units_by_type(scene, variant.tensor_parallel)
     assert units is not None, "variants are made for devices that form units"
     counts = [len(found) for found in units]
@@ -43,7 +53,7 @@ def unlike_layouts(scene: Scene, variant: Variant, micro_steps: int) -> Iterator
         yield from _homogeneous(scene, variant, micro_steps, units)
     mixed = len(counts) > 1 and variant.stages > 1
     if mixed and all(number % variant.data_parallel == 0 for number in counts):
-        yield from _mixed(scene, variant, micro_steps, units)
+        yield from _mixed(scene, variant, micro_steps, units, limit_s)
 
 
 def _homogeneous(
@@ -109,13 +119,17 @@ def _cuts_of_types(
 
 
 def _mixed(
-    scene: Scene, variant: Variant, micro_steps: int, units: Sequence[Sequence[Unit]]
+    scene: Scene,
+    variant: Variant,
+    micro_steps: int,
+    units: Sequence[Sequence[Unit]],
+    limit_s: float,
 ) -> Iterator[Layout]:
     """Yield layouts with the same mix of types in every replica, and equal shares."""
     replicas = variant.data_parallel
     share = scene.settings.global_batch // micro_steps // replicas
     counts = [len(found) // replicas for found in units]
-    cut = _cut(scene, variant, micro_steps, share, list(range(len(units))), counts)
+    cut = _cut(scene, variant, micro_steps, share, list(range(len(units))), counts, limit_s)
     if cut is None:
         return
     for by_replica in (True, False):
@@ -162,6 +176,7 @@ def _cut(
     samples: int,
     kinds: Sequence[int],
     counts: Sequence[int],
+    limit_s: float = math.inf,
 ) -> Cut | None:
     """Return the best cut and order for micro-batches of some samples on devices of some types."""
     key = (variant, micro_steps, samples, tuple(kinds), tuple(counts))
@@ -178,6 +193,6 @@ def _cut(
             in_flight=variant.in_flight(micro_steps),
         )
         # A pipeline that never drains is as fast as its slowest stage: no other time counts.
-        weight = micro_steps if variant.schedule == "1f1b" else 10**9
-        scene.cuts[key] = best_order(problem, counts, weight)
+        limit_s = limit_s if variant.schedule == "1f1b" else 0.0
+        scene.cuts[key] = best_order(problem, counts, micro_steps, limit_s)
     return scene.cuts[key]

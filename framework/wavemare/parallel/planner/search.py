@@ -51,7 +51,10 @@ def search_plans(costs: ModelCosts, cluster: Cluster, settings: Settings) -> Pla
                 _keep(best, key, layout, predicted)
         if full or known:
             continue
-        for layout in unlike_layouts(scene, variant, micro_steps):
+        limit_s = best[key][0] if key in best else float("inf")
+        if len(leaders) == settings.keep:
+            limit_s = min(limit_s, leaders[-1])
+        for layout in unlike_layouts(scene, variant, micro_steps, limit_s):
             _keep(best, key, layout, scene.predict(layout))
     if not best:
         raise _nothing_fits(scene)

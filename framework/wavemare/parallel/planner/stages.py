@@ -7,6 +7,7 @@ order of types needs no enumeration of orders: one state serves all orders of th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -50,7 +51,7 @@ class StageProblem:
         return _spans(self.seconds), _spans(self.static_bytes), _spans(self.activation_bytes)
 
     def stage_times(self) -> list[Array]:
-        """Return for each stage the times (types, L+1, L+1) of layers [i, j); inf if impossible."""
+        """Return for each stage the times of layers [i, j) as (types, j, i); inf if impossible."""
         seconds, static, kept = self.spans()
         size = seconds.shape[-1]
         forwards = np.arange(size)[:, None] < np.arange(size)[None, :]
@@ -59,7 +60,9 @@ class StageProblem:
             memory = static + count * kept
             fits = forwards & (memory <= self.memory_bytes[:, None, None])
             hop = self.hop_s[:, None, None] if place else 0.0
-            times.append(np.where(fits, seconds + hop, np.inf))
+            table = np.where(fits, seconds + hop, np.inf)
+            # The programme takes minima over i: in this order they lie side by side.
+            times.append(np.ascontiguousarray(table.swapaxes(1, 2)))
         return times
 
 
@@ -99,9 +102,9 @@ def cut_stages(problem: StageProblem, order: Sequence[int]) -> Cut | None:
     best = _start(times)
     choices = []
     for place, kind in enumerate(order):
-        values = np.maximum(best[:, None], times[place][kind])
-        choices.append(values.argmin(axis=0))
-        best = values.min(axis=0)
+        values = np.maximum(best, times[place][kind])
+        choices.append(values.argmin(axis=1))
+        best = values.min(axis=1)
     if not np.isfinite(best[-1]):
         return None
     bounds = [len(best) - 1]
@@ -110,7 +113,9 @@ def cut_stages(problem: StageProblem, order: Sequence[int]) -> Cut | None:
     return _cut(times, order, bounds[::-1])
 
 
-def best_order(problem: StageProblem, counts: Sequence[int], micro_steps: int) -> Cut | None:
+def best_order(
+    problem: StageProblem, counts: Sequence[int], micro_steps: int, limit_s: float = math.inf
+) -> Cut | None:
     """Return the cut and the order of devices with the shortest step.
 
     Among all orders and cuts the slowest stage is made as fast as can be; then, as what the other
@@ -121,6 +126,8 @@ def best_order(problem: StageProblem, counts: Sequence[int], micro_steps: int) -
         problem: The costs.
         counts: For each type the number of its devices; their sum is the number of stages.
         micro_steps: Micro-batches of a step.
+        limit_s: A step that is of interest. Where the slowest stage alone takes longer, the sum is
+            left as it is.
 
     Returns:
         The cut; None where none fits into memory.
@@ -129,6 +136,9 @@ def best_order(problem: StageProblem, counts: Sequence[int], micro_steps: int) -
     found = _over_orders(times, counts, np.maximum)
     if found is None:
         return None
+    alike = sum(count > 0 for count in counts) == 1 and not problem.hop_s.any()
+    if alike or micro_steps * found.slowest_s > limit_s:
+        return found
     candidates = [found]
     for slack in _SLACKS:
         limit = found.slowest_s * slack * (1 + 1e-12)
@@ -161,19 +171,17 @@ def _over_orders(times: Sequence[Array], counts: Sequence[int], combine: Combine
     """Return the best cut over all orders; the value of stages so far is made by ``combine``."""
     empty = (0,) * len(counts)
     values = {empty: _start(times)}
+    rows = np.arange(len(values[empty]))
     choices: dict[tuple[int, ...], tuple[NDArray[np.intp], NDArray[np.intp]]] = {}
     for used in _states(counts):
         place = sum(used) - 1
         kinds = [kind for kind, count in enumerate(used) if count]
-        tables = np.stack(
-            [combine(values[_without(used, kind)][:, None], times[place][kind]) for kind in kinds]
-        )
-        starts = tables.argmin(axis=1)
-        lowest = np.take_along_axis(tables, starts[:, None], axis=1)[:, 0]
+        tables = [combine(values[_without(used, kind)], times[place][kind]) for kind in kinds]
+        starts = np.stack([table.argmin(axis=1) for table in tables])
+        lowest = np.stack([table[rows, at] for table, at in zip(tables, starts, strict=True)])
         kind_of = lowest.argmin(axis=0)
-        columns = np.arange(lowest.shape[1])
-        values[used] = lowest[kind_of, columns]
-        choices[used] = np.asarray(kinds)[kind_of], starts[kind_of, columns]
+        values[used] = lowest[kind_of, rows]
+        choices[used] = np.asarray(kinds)[kind_of], starts[kind_of, rows]
     used = tuple(counts)
     end = len(values[empty]) - 1
     if not np.isfinite(values[used][end]):
@@ -205,7 +213,7 @@ def _start(times: Sequence[Array]) -> Array:
 
 def _cut(times: Sequence[Array], order: Sequence[int], bounds: Sequence[int]) -> Cut:
     stage_s = (
-        float(times[place][kind, bounds[place], bounds[place + 1]])
+        float(times[place][kind, bounds[place + 1], bounds[place]])
         for place, kind in enumerate(order)
     )
     return Cut(tuple(bounds), tuple(order), tuple(stage_s))

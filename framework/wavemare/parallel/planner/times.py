@@ -19,7 +19,7 @@ _BACKWARD = 2.0
 """A backward pass takes twice the forward pass."""
 
 _RESULTS = 2  # each number is written once and read once
-_SEGMENTS, _PAIRS = 9, 4
+_SEGMENTS, _PAIRS, _WAVE_SAMPLES = 9, 4, 8
 _ADAM_TRAFFIC = 28  # bytes of a weight's step: read four numbers of fp32, write three
 _GRADIENTS, _WEIGHTS = 2, 3
 
@@ -108,7 +108,7 @@ class TimeModel:
     def _totals(self, kind: int, samples: int) -> NDArray[np.float64]:
         seconds = self.layer_s(kind, samples)
         if self._waves:
-            seconds = seconds / self.wave_gain(kind, samples)
+            seconds = np.where(self._blocks > 0, seconds / self.wave_gain(kind), seconds)
         return np.concatenate([[0.0], np.cumsum(seconds)])
 
     def _forward_s(self, device: Device, samples: int) -> NDArray[np.float64]:
@@ -123,13 +123,17 @@ class TimeModel:
         link = max((self._cluster.link(n, n) for n in nodes), key=lambda link: 1 / link.bytes_s)
         return ring_s(link, self._costs.boundary_bytes * samples, self._parts)
 
-    def _wave_gain(self, kind: int, samples: int) -> float:
-        """Return how many times as fast waves are; 1 where they are not worth it."""
+    def _wave_gain(self, kind: int) -> float:
+        """Return how many times as fast waves run blocks; 1 where they are not worth it.
+
+        It is that of one size of micro-batch, so that times grow with the samples.
+        """
         blocks = self._blocks > 0
-        sum_s = self._sum_s(kind, samples)
+        sum_s = self._sum_s(kind, _WAVE_SAMPLES)
         if not sum_s or not blocks.any():
             return 1.0
-        forward_s = float(self._forward_s(self._cluster.kinds[kind], samples)[blocks].max()) / 2
+        device = self._cluster.kinds[kind]
+        forward_s = float(self._forward_s(device, _WAVE_SAMPLES)[blocks].max()) / 2
         none = (0.0,)
         sums = (sum_s,) * (_SEGMENTS - 1) + none
         first_none = none + (sum_s,) * (_SEGMENTS - 2) + none

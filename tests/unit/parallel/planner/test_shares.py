@@ -1,0 +1,95 @@
+"""Shares of unlike devices against full enumeration, and the numbers of the design."""
+
+import random
+
+import pytest
+
+from wavemare.parallel.planner.shares import (
+    balanced_shares,
+    divisors,
+    linear,
+    micro_steps,
+    share_bound,
+)
+
+
+def enumerate_shares(samples, caps, least):
+    """Yield all ways to share samples out."""
+    if len(caps) == 1:
+        if least <= samples <= caps[0]:
+            yield (samples,)
+        return
+    for first in range(least, min(samples, caps[0]) + 1):
+        for rest in enumerate_shares(samples - first, caps[1:], least):
+            yield (first, *rest)
+
+
+def latest(shares, speeds, fixed):
+    return max((f + b / s for b, s, f in zip(shares, speeds, fixed, strict=True) if b), default=0)
+
+
+@pytest.mark.parametrize("least", [0, 1])
+def test_greedy_equals_enumeration_for_300_seeds(least):
+    infeasible = 0
+    for seed in range(300):
+        draw = random.Random(seed)
+        count, samples = draw.randint(2, 4), draw.randint(1, 14)
+        speeds = [draw.uniform(0.5, 3) for _ in range(count)]
+        fixed = [draw.choice([0, 0.3]) for _ in range(count)]
+        caps = [draw.randint(0, 9) for _ in range(count)]
+        found = balanced_shares(samples, linear(speeds, fixed), caps, least=least)
+        times = [latest(s, speeds, fixed) for s in enumerate_shares(samples, caps, least)]
+        assert (found is None) == (not times), seed
+        if found is None:
+            infeasible += 1
+            continue
+        assert sum(found) == samples
+        assert all(least <= b <= cap for b, cap in zip(found, caps, strict=True))
+        assert latest(found, speeds, fixed) == pytest.approx(min(times), abs=1e-12), seed
+    assert 10 < infeasible < 200
+
+
+def test_finish_times_may_be_bent():
+    # Roofline: no time for the first three samples of the first device, much for the others.
+    table = [[0, 1, 1, 1, 9, 10, 11], [0, 2, 4, 6, 8, 10, 12]]
+    shares = balanced_shares(6, lambda device, samples: table[device][samples], [6, 6])
+    assert shares == (3, 3)
+
+
+@pytest.mark.parametrize("quantum", [2, 4])
+def test_quantum(quantum):
+    shares = balanced_shares(64, linear([3.0, 1.0]), [100, 100], quantum=quantum)
+    assert shares == (48, 16)
+    assert balanced_shares(63, linear([3.0, 1.0]), [100, 100], quantum=quantum) is None
+
+
+@pytest.mark.parametrize(
+    ("slow", "expected", "gain", "bound"),
+    [(9.3, (40, 24), 1.333, 1.344), (10.6, (38, 26), 1.231, 1.241)],
+)
+def test_golden_shares_of_8_fast_and_8_slow_devices(slow, expected, gain, bound):
+    speeds = [15.7] * 8 + [slow] * 8
+    shares = balanced_shares(512, linear(speeds), [512] * 16)
+    assert (shares[0], shares[-1]) == expected
+    found = (32 / slow) / latest(shares, speeds, [0.0] * 16)
+    assert found == pytest.approx(gain, abs=5e-4)
+    assert share_bound(speeds) == pytest.approx(bound, abs=5e-4)
+    assert found <= share_bound(speeds)
+
+
+def test_golden_micro_steps_instead_of_moved_load():
+    finish = linear([15.7] * 8 + [9.3] * 8)
+    caps = [36] * 8 + [32] * 8
+    moved = balanced_shares(512, finish, caps)
+    assert (moved[0], moved[-1]) == (36, 28)
+    count, shares = micro_steps(512, finish, caps)
+    assert (count, shares[0], shares[-1]) == (2, 20, 12)
+
+
+def test_micro_steps_that_never_fit():
+    assert micro_steps(8, linear([1.0, 1.0]), [0, 0]) is None
+
+
+def test_divisors():
+    assert divisors(36) == [n for n in range(1, 37) if 36 % n == 0]
+    assert divisors(1) == [1]
