@@ -38,6 +38,13 @@ def test_warmup_steps_are_synchronous(results):
         assert result["warmup"]["next"][0] == result["warmup"]["next"][1]
 
 
+def test_a_split_model_is_a_step_behind_like_a_whole_one(results):
+    for result in results:
+        found = result["split"]
+        assert found["losses"] == pytest.approx(found["expected"], abs=1e-5)
+        assert found["losses"] != pytest.approx(found["other"], abs=1e-3)
+
+
 @pytest.mark.parametrize("mode", ["async", "replica"])
 def test_saving_changes_nothing_and_a_resume_goes_on_bitwise(results, mode):
     for result in results:

@@ -94,3 +94,22 @@ def test_more_settings_equal_accumulation_bitwise(launch):
     for rank in range(2):
         for result in finished.result(rank).values():
             check(result)
+
+
+@pytest.mark.slow
+def test_split_models_reduce_sparsely(launch):
+    case = {"model": "gpt", "zero": 0, "wavemare": SPARSE | SPLIT}
+    finished = launch("wavelet.py", json.dumps({"sparse": case}), ranks=4).check()
+    for rank in range(4):
+        check(finished.result(rank)["sparse"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_compiled_segments_train_alike(launch):
+    case = {"model": "gpt", "zero": 1, "wavelet": {"compile": True}}
+    finished = launch("wavelet.py", json.dumps({"compiled": case}), timeout=480).check()
+    for rank in range(2):
+        result = finished.result(rank)["compiled"]
+        assert result["paired"]
+        assert result["got"]["losses"] == pytest.approx(result["expected"]["losses"], abs=1e-5)

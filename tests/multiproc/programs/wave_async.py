@@ -216,6 +216,17 @@ def case_replica(rank, micro_batches):
     return result
 
 
+def case_split(rank):
+    """One model split over both ranks, which therefore have the same data: losses alone."""
+    data = batches(0, STEPS * 2)
+    keys = {"tensor_parallel": {"size": 2}}
+    engine = engine_of("sgd", 2, {"mode": "async"}, wavemare_keys=keys)
+    losses = train(engine, data, 2)
+    expected, _ = delayed_loop("sgd", data, 2)
+    synchronous = engine_of("sgd", 2, {"mode": "sync"})
+    return {"losses": losses, "expected": expected, "other": train(synchronous, data, 2)}
+
+
 if __name__ == "__main__":
     wavemare.init_distributed()
     rank = torch.distributed.get_rank()
@@ -233,5 +244,6 @@ if __name__ == "__main__":
             "resume replica": case_resume(rank, folder, "replica"),
             "replica, 1": case_replica(rank, 1),
             "replica, 2": case_replica(rank, 2),
+            "split": case_split(rank),  # the last: DeepSpeed does not forget who shares a model
         }
     )

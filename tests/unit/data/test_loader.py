@@ -184,3 +184,43 @@ def test_evaluation_fails_before_the_first_batch_is_asked_for() -> None:
 
 def test_evaluation_reads_epoch_zero() -> None:
     assert list(evaluation_batches(Epochs(2), 2, collate=list)) == [[(0, 0), (1, 0)]]
+
+
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    st.integers(1, 40),
+    st.integers(0, 3),
+    st.integers(1, 4),
+)
+def test_unequal_shares_give_the_order_of_one_rank(
+    shares: list[int], length: int, seed: int, rounds: int
+) -> None:
+    shares[-1] += -sum(shares) % len(shares)  # so that their mean is a whole number
+    world, micro = len(shares), sum(shares) // len(shares)
+    loaders = [
+        load(Epochs(length), micro=micro, rank=rank, world=world, seed=seed, shares=shares)
+        for rank in range(world)
+    ]
+    together = [sample for _ in range(rounds) for loader in loaders for sample in next(loader)]
+    assert together == stream(length, len(together), seed)
+    assert {loader.consumed_samples for loader in loaders} == {len(together)}
+
+
+def test_shares_change_on_the_way_and_resume_under_others() -> None:
+    loaders = [load(Epochs(50), micro=3, rank=rank, world=2, shares=[4, 2]) for rank in range(2)]
+    got = [sample for loader in loaders for sample in next(loader)]
+    for loader in loaders:
+        loader.share_out([1, 5])
+    got += [sample for loader in loaders for sample in next(loader)]
+    state = loaders[0].state_dict()
+    others = [load(Epochs(50), micro=3, rank=rank, world=2) for rank in range(2)]
+    for other in others:
+        other.load_state_dict(state)
+    got += [sample for loader in others for sample in next(loader)]
+    assert got == stream(50, 18)
+
+
+@pytest.mark.parametrize("shares", [[4, 3], [6, 0], [6]])
+def test_shares_that_do_not_fit_are_refused(shares: list[int]) -> None:
+    with pytest.raises(ConfigError, match="shares"):
+        load(Epochs(9), micro=3, rank=1, world=2, shares=shares)

@@ -1,0 +1,110 @@
+"""Shares of unlike devices: their samples, their checks."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wavemare.engine.balance import ShareSampler
+from wavemare.engine.balance_config import BalanceConfig, check_balance, check_shares
+from wavemare.engine.config import check_config
+from wavemare.errors import ConfigError
+from wavemare.pipeline.config import PipelineConfig
+from wavemare.pipeline.wave_config import WaveletConfig
+
+SIZES = {
+    "train_batch_size": 64,
+    "train_micro_batch_size_per_gpu": 16,
+    "gradient_accumulation_steps": 2,
+}
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(0, 60), st.booleans())
+def test_ranks_read_every_sample_of_whole_micro_batches_once(shares, size, shuffle):
+    stride = sum(shares)
+    samplers = [
+        ShareSampler(
+            range(size), first=sum(shares[:rank]), count=share, stride=stride, shuffle=shuffle
+        )
+        for rank, share in enumerate(shares)
+    ]
+    own = [list(sampler) for sampler in samplers]
+    assert [len(indices) for indices in own] == [len(sampler) for sampler in samplers]
+    rounds = size // stride
+    together = [
+        index
+        for turn in range(rounds)
+        for indices, share in zip(own, shares, strict=True)
+        for index in indices[turn * share : (turn + 1) * share]
+    ]
+    assert len(set(together)) == len(together) == rounds * stride
+    if not shuffle:
+        assert together == list(range(rounds * stride))
+    assert list(samplers[0]) == own[0]
+
+
+def test_the_order_is_that_of_equal_shares():
+    equal = ShareSampler(range(32), first=0, count=8, stride=16, shuffle=True)
+    whole = ShareSampler(range(32), first=0, count=16, stride=16, shuffle=True)
+    unequal = ShareSampler(range(32), first=0, count=10, stride=16, shuffle=True)
+    assert list(equal) == [*list(whole)[:8], *list(whole)[16:24]]
+    assert list(unequal) == [*list(whole)[:10], *list(whole)[16:26]]
+
+
+@pytest.mark.parametrize(
+    ("section", "reason"),
+    [
+        ({"shares": [20, 11]}, "they sum to 31, and"),
+        ({"shares": [16]}, "1 numbers for 2"),
+        ({"shares": [32, 0]}, "one or more"),
+        ({"micro_steps": [3, 2]}, "they sum to 5, and gradient_accumulation_steps"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused(section, reason):
+    with pytest.raises(ConfigError, match=reason):
+        check_shares(BalanceConfig.parse(section), SIZES, 2)
+
+
+@pytest.mark.parametrize("section", [{}, {"shares": [20, 12]}, {"micro_steps": [3, 1]}])
+def test_numbers_that_fit_pass(section):
+    check_shares(BalanceConfig.parse(section), SIZES, 2)
+
+
+def checked(section, config=None, *, stages=1, wavelet="off", zero=0):
+    check_balance(
+        config or {},
+        BalanceConfig.parse(section),
+        pipeline=PipelineConfig(stages=stages),
+        wavelet=WaveletConfig(mode=wavelet),
+        zero_stage=zero,
+    )
+
+
+@pytest.mark.parametrize(
+    ("section", "options", "reason"),
+    [
+        ({"shares": [1, 1]}, {"wavelet": "sync"}, "alike on all ranks"),
+        ({"micro_steps": [1, 1], "shares": [1, 1]}, {}, "unequal micro-batches, or"),
+        ({"micro_steps": [1, 1], "mean": "tokens"}, {}, "sum their tokens"),
+        ({"micro_steps": [1, 1]}, {"stages": 2}, "all stages of all replicas"),
+        ({"micro_steps": [1, 1]}, {"zero": 3}, "wait for ever"),
+        ({"micro_steps": [1, 1]}, {"config": {"bf16": {"enabled": True}}}, "16-bit optimizers"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(section, options, reason):
+    with pytest.raises(ConfigError, match=reason):
+        checked(section, **options)
+
+
+def test_what_goes_together_passes():
+    checked({"shares": [1, 1]}, stages=2, zero=1)
+    checked({"shares": [1, 1], "mean": "tokens"}, zero=3)
+    checked({"micro_steps": [1, 1]}, {"bf16": {"enabled": True}}, zero=1)
+    checked({}, wavelet="sync")
+
+
+def test_the_section_is_part_of_the_configuration():
+    section = {"balance": {"micro_steps": [1, 2]}}
+    with pytest.raises(ConfigError, match=r"wavemare\.balance\.micro_steps"):
+        check_config({"wavemare": section, "zero_optimization": {"stage": 3}}, world_size=2)
+    with pytest.raises(ConfigError, match="shares"):
+        check_config({"wavemare": {"balance": {"share": [1]}}}, world_size=2)
