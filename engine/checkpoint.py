@@ -102,6 +102,7 @@ class CheckpointMixin:
             manifest = read_manifest(Path(load_dir) / tag) if tag is not None else None
         whole = load_optimizer_states and not load_module_only
         if manifest is not None and whole:
+            _check_plan(Path(load_dir) / str(tag), manifest.get("plan"), engine.parallel_plan)
             _check_topology(Path(load_dir) / str(tag), manifest["topology"], topology(engine))
         result = super().load_checkpoint(  # type: ignore[misc]
             load_dir,
@@ -164,6 +165,18 @@ def topology(engine: Any) -> dict[str, Any]:
     }
 
 
+def _check_plan(folder: Path, saved: dict[str, Any] | None, plan: Any) -> None:
+    """Refuse a checkpoint of another plan; one that was saved or is loaded without any has none."""
+    if saved is None or plan is None or saved["digest"] == plan.digest:
+        return
+    raise CheckpointError(
+        "checkpoint",
+        str(folder),
+        f"it was saved under the plan {saved['digest']}, this run has {plan.digest}",
+        f"Resume with the same plan, which stands in {MANIFEST}, or {_universal_remedy(folder)}",
+    )
+
+
 def _check_topology(folder: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
     if saved["zero_stage"] == current["zero_stage"] == 0:
         # Every replica holds everything, so that their number does not matter.
@@ -176,11 +189,17 @@ def _check_topology(folder: Path, saved: dict[str, Any], current: dict[str, Any]
         "checkpoint",
         str(folder),
         f"it was saved by the topology {_spell(saved)}, this run has {_spell(current)}",
-        "Resume with the same topology, or convert it with 'python -m "
+        f"Resume with the same topology, or {_universal_remedy(folder)}",
+    )
+
+
+def _universal_remedy(folder: Path) -> str:
+    return (
+        "convert it with 'python -m "
         f"deepspeed.checkpoint.ds_to_universal --input_folder {folder} --output_folder "
         f"{folder}_universal' (needs ZeRO 1 or higher), write "
         f"'{folder.name}_universal' into the file latest_universal and set "
-        '"checkpoint": {"load_universal": true}',
+        '"checkpoint": {"load_universal": true}'
     )
 
 
@@ -190,11 +209,14 @@ def _spell(values: Mapping[str, Any]) -> str:
 
 def _manifest(engine: Any, folder: Path) -> dict[str, Any]:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
+    plan = engine.parallel_plan
+    layout = json.loads(plan.to_json()) if plan is not None else None
     return {
         "format": FORMAT,
         "versions": {name: version(name) for name in ("wavemare", "deepspeed", "torch")},
         "global_steps": engine.global_steps,
         "topology": topology(engine),
+        "plan": None if plan is None else {"digest": plan.digest, "layout": layout},
         "files": {path.relative_to(folder).as_posix(): path.stat().st_size for path in files},
     }
 

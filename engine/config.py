@@ -14,6 +14,7 @@ from pydantic import Field
 
 from wavemare.comm.config import SparseCollectiveConfig, WatchdogConfig
 from wavemare.engine.balance_config import BalanceConfig, check_balance
+from wavemare.engine.parallel_config import ParallelConfig
 from wavemare.engine.sparse_checks import check_sparse_collective
 from wavemare.engine.wave_checks import check_wavelet
 from wavemare.errors import ConfigError, did_you_mean
@@ -55,6 +56,7 @@ class WavemareConfig(Section):
 
     pipeline: PipelineConfig = PipelineConfig()
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()
+    parallel: ParallelConfig = ParallelConfig()
     balance: BalanceConfig = BalanceConfig()
     wavelet: WaveletConfig = WaveletConfig()
     sparse_collective: SparseCollectiveConfig = SparseCollectiveConfig()

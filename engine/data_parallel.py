@@ -11,6 +11,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.dataloader import RepeatingLoader
 
+from wavemare.engine.colocated import ColocatedHeads
 from wavemare.engine.config import WavemareConfig
 from wavemare.engine.mixin import EngineMixin
 from wavemare.engine.segments import Segments
@@ -19,7 +20,7 @@ from wavemare.engine.wavelet import Wavelet, attach_wavelet
 __all__ = ["Engine"]
 
 
-class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
+class Engine(ColocatedHeads, EngineMixin, deepspeed.DeepSpeedEngine):
     """``deepspeed.DeepSpeedEngine`` that also has ``train_batch`` and ``eval_batch``.
 
     ``forward``, ``backward`` and ``step`` are DeepSpeed's own. A loop written with

@@ -47,7 +47,7 @@ class ParallelConfig(Section):
     pipeline: PipelineNames = PipelineNames()
     """See `PipelineNames`."""
 
-    colocated: list[str] = []
+    colocated: list[str] = Field(default=[])
     """Patterns of output heads that are split over the data-parallel ranks."""
 
     plan: str | dict[str, Any] | None = None
@@ -57,3 +57,8 @@ class ParallelConfig(Section):
     def annotates(self) -> bool:
         """Whether there are annotations."""
         return bool(self.model_fields_set - {"plan"})
+
+    @property
+    def given(self) -> bool:
+        """Whether the section says anything."""
+        return bool(self.model_fields_set)

@@ -5,13 +5,17 @@ Names are imported at first use, so that ``import wavemare`` costs nothing by it
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from wavemare.api import initialize
     from wavemare.engine import DualPipeVEngine, Engine, PipelineEngine, init_distributed
     from wavemare.models import save_pretrained, to_pipeline
+    from wavemare.parallel.annotations import replica, replicate, split, stage
+    from wavemare.parallel.names import annotate
 
 __version__ = "0.1.0"
 
@@ -19,9 +23,15 @@ __all__ = [
     "DualPipeVEngine",
     "Engine",
     "PipelineEngine",
+    "annotate",
     "init_distributed",
     "initialize",
+    "pipeline",
+    "replica",
+    "replicate",
     "save_pretrained",
+    "split",
+    "stage",
     "to_pipeline",
 ]
 
@@ -30,13 +40,37 @@ _HOME = {
     "DualPipeVEngine": "wavemare.engine",
     "Engine": "wavemare.engine",
     "PipelineEngine": "wavemare.engine",
+    "annotate": "wavemare.parallel.names",
     "init_distributed": "wavemare.engine",
+    "replica": "wavemare.parallel.annotations",
+    "replicate": "wavemare.parallel.annotations",
     "save_pretrained": "wavemare.models",
+    "split": "wavemare.parallel.annotations",
+    "stage": "wavemare.parallel.annotations",
     "to_pipeline": "wavemare.models",
 }
 
 
+class _PipelinePackage(ModuleType):
+    """``wavemare.pipeline``: the area of that name, and the annotation when it is called."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return import_module("wavemare.parallel.annotations").pipeline(*args, **kwargs)
+
+
+class _Package(ModuleType):
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "pipeline" and isinstance(value, ModuleType):  # its import has ended
+            value.__class__ = _PipelinePackage
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
 def __getattr__(name: str) -> Any:
+    if name == "pipeline":
+        return import_module("wavemare.pipeline")
     if name not in _HOME:
         raise AttributeError(f"module 'wavemare' has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)

@@ -7,14 +7,17 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import deepspeed
+import torch
 from deepspeed import comm as dist
 
 from wavemare.engine import build_engine, init_distributed
+from wavemare.engine.colocated import check_colocated
 from wavemare.engine.config import WavemareConfig, check_config, zero_section
 from wavemare.engine.initialize import read_config
 from wavemare.engine.segments import Segments
 from wavemare.errors import ConfigError
 from wavemare.parallel import TensorMesh
+from wavemare.parallel.annotations import PLAN, is_annotated
 
 __all__ = ["initialize"]
 
@@ -41,7 +44,8 @@ def initialize(
     With ``"wavemare": {"pipeline": {"stages": N}}`` and N > 1 a transformers model becomes a
     pipeline of N stages; optimizer and parameter groups made for the whole model are reduced to
     the parameters of this rank's stage. With ``"tensor_parallel": {"size": N}`` GPT-2 or BERT is
-    split over every N consecutive ranks, in place; with both, each stage is split so.
+    split over every N consecutive ranks, in place; with both, each stage is split so. A model with
+    annotations (`wavemare.annotate`, `wavemare.stage`, ...) is laid out by these in their place.
 
     Args:
         args: Namespace with ``deepspeed_config`` (and ``local_rank``), or None with ``config``.
@@ -63,6 +67,7 @@ def initialize(
 
     Raises:
         ConfigError: A key or value that cannot work, before the model is touched.
+        PlanError: Annotations that do not go together, with the model or with the processes.
         LaunchError: No launcher started this process.
     """
     values = read_config(args, config, config_params)
@@ -71,6 +76,13 @@ def initialize(
         values = _weights_in_turns(values)
     if dist_init_required is not False:
         init_distributed(distributed_port)
+    plan = None
+    if ours.parallel.given or is_annotated(model) or hasattr(model, PLAN):
+        plan, values = _planned(model, values)
+        ours = WavemareConfig.of(values)
+        if plan.colocated:
+            _check_whole(optimizer, model_parameters, mpu)
+            _split_heads(model, plan, values)
     if ours.tensor_parallel.size > 1:
         check_config(values, world_size=dist.get_world_size())
         _check_whole(optimizer, model_parameters, mpu)
@@ -84,7 +96,7 @@ def initialize(
         optimizer, model_parameters = _of_this_stage(
             model, optimizer, model_parameters, lr_scheduler, copies
         )
-    return build_engine(
+    result = build_engine(
         values,
         segments=_segments(model, ours),
         args=args,
@@ -99,6 +111,35 @@ def initialize(
         collate_fn=collate_fn,
         mesh_param=mesh_param,
     )
+    result[0].parallel_plan = plan
+    return result
+
+
+def _planned(model: Any, values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return a model's `ParallelPlan`, and the configuration that runs it."""
+    from wavemare.parallel.execute import plan_for
+
+    plan, values = plan_for(model, values)
+    if plan.recompute and plan.stages == 1:
+        model.gradient_checkpointing_enable()
+    if dist.get_rank() == 0:
+        logger.info("%s", plan)
+    return plan, values
+
+
+def _split_heads(model: Any, plan: Any, values: dict[str, Any]) -> None:
+    """Split a model's output heads over the data-parallel ranks, which here are all ranks."""
+    from wavemare.parallel.colocated import split_head
+    from wavemare.parallel.names import matches
+
+    check_config(values, world_size=dist.get_world_size())
+    check_colocated(values, zero_section(values))
+    if plan.tensor_parallel > 1:
+        reason = "the ranks that share the body's layers would share the head's as well"
+        raise ConfigError("split", plan.tensor_parallel, reason, "Split either of the two")
+    for pattern in plan.colocated:
+        for name in matches(model, None, pattern, "colocated"):
+            split_head(model, name, torch.distributed.group.WORLD)
 
 
 def _converted(model: Any, ours: WavemareConfig) -> Any:

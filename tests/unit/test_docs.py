@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 from wavemare.comm.config import CompressorConfig, SparseCollectiveConfig, WatchdogConfig
 from wavemare.engine.config import TensorParallelConfig, check_batch_sizes, check_config
+from wavemare.engine.parallel_config import ParallelConfig
 from wavemare.pipeline.config import PipelineConfig
 from wavemare.pipeline.staleness import max_staleness, mean_delay
 from wavemare.pipeline.wave_config import WaveletConfig
@@ -69,6 +70,7 @@ def defaults(section, prefix=""):
         ("pipeline", PipelineConfig()),
         ("wavelet", WaveletConfig()),
         ("tensor_parallel", TensorParallelConfig()),
+        ("parallel", ParallelConfig()),
         ("sparse_collective", SparseCollectiveConfig(compressor=CompressorConfig())),
         ("watchdog", WatchdogConfig()),
     ],

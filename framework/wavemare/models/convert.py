@@ -25,7 +25,7 @@ from wavemare.models.timing import layer_times
 from wavemare.parallel.tensor.state import is_split, split_embedding, whole_without_weights
 from wavemare.pipeline.cuts import PARTITION_KEY, STAGES_KEY, balanced_cuts, explicit_cuts
 
-__all__ = ["to_pipeline"]
+__all__ = ["to_pipeline", "trained_parameters"]
 
 
 def to_pipeline(
@@ -215,7 +215,7 @@ def _cut(
     if partition == "uniform":
         return balanced_cuts([1.0] * len(chain), stages)
     if partition == "parameters":
-        return balanced_cuts([_trained_parameters(layer) for layer in chain], stages)
+        return balanced_cuts([trained_parameters(layer) for layer in chain], stages)
     if partition == "time":
         return balanced_cuts(layer_times(model, chain, conversion.inputs), stages)
     kind, _, pattern = partition.partition(":")
@@ -227,7 +227,8 @@ def _cut(
     )
 
 
-def _trained_parameters(layer: PipelineLayer) -> float:
+def trained_parameters(layer: PipelineLayer) -> float:
+    """Return the number of trained parameters that a layer computes with."""
     # A tied head has no weights of its own, but multiplies by those of the embedding.
     parts = [layer, layer.tied] if isinstance(layer, TiedHead) else [layer]
     return sum(w.numel() for part in parts for w in part.parameters() if w.requires_grad)

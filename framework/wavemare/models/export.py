@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from wavemare.errors import ModelError
 from wavemare.models.module import TransformerPipeline
+from wavemare.parallel.colocated import whole_heads
 from wavemare.parallel.tensor.state import (
     gather_weights,
     is_split,
@@ -160,7 +161,10 @@ def _gathered(model: PreTrainedModel) -> dict[str, Tensor] | None:
         identity: _gathered_tensor(tensor, main)
         for identity, tensor in {id(tensor): tensor for tensor in state.values()}.items()
     }
-    return {name: whole[id(tensor)] for name, tensor in state.items()} if main else None
+    heads = whole_heads(model)
+    if not main:
+        return None
+    return {name: whole[id(tensor)] for name, tensor in state.items()} | heads
 
 
 def _gathered_tensor(tensor: Tensor, main: bool) -> Tensor:

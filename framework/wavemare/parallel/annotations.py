@@ -1,0 +1,215 @@
+"""Annotations as scopes around construction, and as decorators of classes and functions."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from wavemare.errors import PlanError, did_you_mean
+from wavemare.parallel.plan_checks import SCHEDULES
+from wavemare.parallel.regions import Region, check_nesting, combined, next_serial
+
+__all__ = [
+    "PLAN",
+    "Scope",
+    "is_annotated",
+    "own_region",
+    "pipeline",
+    "replica",
+    "replicate",
+    "split",
+    "stage",
+    "tag",
+]
+
+PLAN = "_wavemare_plan"
+"""Attribute of a model that is to be run by a plan."""
+
+_TAG = "_wavemare_region"
+_open: ContextVar[tuple[Region, ...]] = ContextVar("open_regions", default=())
+
+T = TypeVar("T")
+
+
+class Scope:
+    """``with`` block or decorator that annotates the modules made, or assigned, in it.
+
+    As a decorator of a class of modules it holds for each instance, of a function for the module
+    that it returns. The innermost annotation of a module counts.
+
+    Args:
+        region: What the modules are annotated with.
+    """
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+        self._entered: list[tuple[Any, Any]] = []
+
+    def __enter__(self) -> Region:
+        around = _open.get()
+        region = replace(self._region, parent=around[-1] if around else None, serial=next_serial())
+        if region.sequential and around and around[-1].kind == "pipeline":
+            region = _as_stage(region)
+        if around:
+            check_nesting(around[-1], region)
+
+        def annotate(module: nn.Module, name: str, child: nn.Module | None) -> None:
+            if child is not None and _open.get()[-1:] == (region,):
+                tag(child, region)
+
+        token = _open.set((*around, region))
+        self._entered.append((token, register_module_module_registration_hook(annotate)))
+        return region
+
+    def __exit__(self, *_: object) -> None:
+        token, hook = self._entered.pop()
+        hook.remove()
+        _open.reset(token)
+
+    def __call__(self, made: T) -> T:
+        """Annotate what a class or a function makes."""
+        if isinstance(made, type):
+            return self._decorate_class(made)
+        if not callable(made):
+            raise TypeError(f"{made!r} is neither a class of modules nor a function that makes one")
+
+        @functools.wraps(made)
+        def make(*args: Any, **kwargs: Any) -> Any:
+            with self as region:
+                module = made(*args, **kwargs)
+            if not isinstance(module, nn.Module):
+                raise TypeError(f"{made!r} returned {type(module).__name__}, not a module")
+            tag(module, region)
+            return module
+
+        return make  # type: ignore[return-value]
+
+    def _decorate_class(self, made: Any) -> Any:
+        if not issubclass(made, nn.Module):
+            raise TypeError(f"{made.__name__} is not a class of modules")
+        whole = made.__init__
+
+        @functools.wraps(whole)
+        def initialize(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            with self as region:
+                whole(module, *args, **kwargs)
+            tag(module, region)
+
+        made.__init__ = initialize
+        return made
+
+
+def replica(count: int | None = None) -> Scope:
+    """Replicate the modules: data parallel.
+
+    Args:
+        count: Number of replicas; as many as the processes allow if omitted.
+    """
+    return Scope(Region(kind="replica", place=_caller(), size=_whole("replica", count)))
+
+
+def stage(name: str | None = None) -> Scope:
+    """Make the modules a stage of a pipeline, or part of the stage of that name.
+
+    Args:
+        name: The stage's; one of its own if omitted.
+    """
+    region = Region(kind="stage", place=_caller(), name=name)
+    return Scope(region if name is not None else _as_stage(region))
+
+
+def split(size: int | None = None) -> Scope:
+    """Split the modules' tensors over ranks.
+
+    Args:
+        size: Over so many consecutive ranks; over all data-parallel ranks if omitted, which is for
+            a large output head beside a body that is replicated.
+    """
+    return Scope(Region(kind="split", place=_caller(), size=_whole("split", size)))
+
+
+def pipeline(
+    micro_batches: int | None = None, *, schedule: str | None = None, stages: int | None = None
+) -> Scope:
+    """Make the stages in it a pipeline, which is replicated by the processes left over.
+
+    Args:
+        micro_batches: Per optimizer step; ``gradient_accumulation_steps`` if omitted.
+        schedule: ``1f1b`` or ``pipemare``; the configuration's if omitted.
+        stages: In place of scopes: cut the model into so many, balanced by parameters.
+    """
+    if schedule is not None and schedule not in SCHEDULES:
+        remedy = did_you_mean(schedule, SCHEDULES)
+        raise PlanError("pipeline", schedule, "there is no such schedule", remedy)
+    region = Region(
+        kind="pipeline",
+        place=_caller(),
+        micro_batches=_whole("pipeline", micro_batches),
+        schedule=schedule,
+        stages=_whole("pipeline", stages),
+    )
+    return Scope(region)
+
+
+def replicate(device_count: int = 1, name: str | None = None) -> Scope:
+    """EPL's spelling: alone it is `replica`; several in sequence are the stages of a pipeline."""
+    if _whole("replicate", device_count) != 1:
+        reason = "the replicas of a stage are counted by the processes"
+        raise PlanError("replicate", device_count, reason, "Give 1, or use replica(count)")
+    return Scope(Region(kind="replica", place=_caller(), name=name, sequential=True))
+
+
+def tag(module: nn.Module, region: Region) -> None:
+    """Annotate a module, unless it is annotated from further inside.
+
+    Raises:
+        PlanError: It belongs to another stage already, or its region may not stand in this one.
+    """
+    known = own_region(module)
+    if known is not None and known.within(region):
+        return
+    theirs = known.enclosing("stage") if known is not None else None
+    ours = region.enclosing("stage")
+    if theirs is not None and ours is not None and theirs.name != ours.name:
+        kind = type(module).__name__
+        reason = f"this {kind} is in {theirs} by {theirs.place} and in {ours} by {ours.place}"
+        raise PlanError("stage", ours.name, reason, "Name it in one stage")
+    setattr(module, _TAG, combined(region, known))
+
+
+def own_region(module: nn.Module) -> Region | None:
+    """Return what a module itself was annotated with."""
+    return module.__dict__.get(_TAG)
+
+
+def is_annotated(model: Any) -> bool:
+    """Whether a module of a model has an annotation."""
+    return isinstance(model, nn.Module) and any(own_region(m) is not None for m in model.modules())
+
+
+def _as_stage(region: Region) -> Region:
+    values = {name: getattr(region, name) for name in ("place", "parent", "serial")}
+    name = region.name if region.name is not None else f"stage {region.serial}"
+    return Region(kind="stage", name=name, **values)
+
+
+def _caller() -> str:
+    """Where the user's program made a scope, as ``FILE:LINE``."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("wavemare"):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _whole(key: str, value: int | None) -> int | None:
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise PlanError(key, value, "it is no whole number of at least 1", "Give 1 or more")
+    return value

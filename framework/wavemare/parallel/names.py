@@ -1,0 +1,219 @@
+"""Annotations by names: a mapping from regions to patterns of modules."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from itertools import product
+from typing import Any
+
+from torch import nn
+
+from wavemare.engine.parallel_config import ParallelConfig, SplitNames
+from wavemare.errors import ModelError, PlanError, did_you_mean
+from wavemare.parallel.annotations import PLAN, own_region, tag
+from wavemare.parallel.chains import NamedChain, named_chain
+from wavemare.parallel.layouts import layout_stages
+from wavemare.parallel.plan import ParallelPlan
+from wavemare.parallel.regions import Region
+
+__all__ = ["annotate", "matches"]
+
+_RANGE = re.compile(r"(\d+)-(\d+)")
+
+
+def annotate(model: Any, layout: Mapping[str, Any] | ParallelPlan, *, key: str = "mapping") -> Any:
+    """Annotate a model's modules by their names, or give it a plan to be run by.
+
+    A pattern is a module's name, or its end: ``h.0`` is ``transformer.h.0``; where several modules
+    end so, the outermost are meant. A part of it may have ``*`` and ``?``, or be a range, ``0-11``
+    with both ends. ``re:EXPRESSION`` is a regular expression for whole names. Beside the model's
+    own names there are ``embed``, ``layers.N``, ``norm`` and ``head``; see `NamedChain.known_as`.
+
+    Args:
+        model: The model, which is returned.
+        layout: A plan, or a mapping with the keys of `ParallelConfig`.
+        key: What messages call the mapping.
+
+    Returns:
+        The model.
+
+    Raises:
+        ConfigError: A key or value of the mapping is invalid.
+        PlanError: A pattern matches nothing, or a module gets two regions that do not go together.
+        ModelError: The model cannot be cut into stages.
+    """
+    if isinstance(layout, ParallelPlan):
+        setattr(model, PLAN, layout)
+        return model
+    names = ParallelConfig.parse(layout, key)
+    if names.plan is not None:
+        reason = "a mapping of names does not hold a plan"
+        raise PlanError(f"{key}.plan", names.plan, reason, "Give the plan itself to annotate")
+    _Annotator(model, key).apply(names)
+    return model
+
+
+class _Annotator:
+    """Puts the regions of a mapping on a model.
+
+    Args:
+        model: The model.
+        key: What messages call the mapping.
+    """
+
+    def __init__(self, model: Any, key: str) -> None:
+        self._model, self._key = model, key
+        try:
+            self._chain: NamedChain | None = named_chain(model)
+        except ModelError as error:
+            self._chain, self._no_chain = None, error
+
+    def apply(self, names: ParallelConfig) -> None:
+        """Annotate the model."""
+        whole = None
+        if names.stages is not None:
+            self._stages(names)
+        elif "pipeline" in names.model_fields_set:
+            reason = "a pipeline has stages"
+            raise PlanError(f"{self._key}.pipeline", {}, reason, f"Give {self._key}.stages")
+        elif names.replica is not None:
+            count = names.replica if isinstance(names.replica, int) else None
+            whole = Region(
+                kind="replica", place=self._place("replica", count or "rest"), size=count
+            )
+            tag(self._model, whole)
+        if names.split is not None:
+            self._split(names.split)
+        for pattern in names.colocated:
+            place = self._place("colocated", pattern)
+            region = Region(kind="split", place=place, parent=whole)
+            for module in self._modules(pattern, f"{self._key}.colocated"):
+                tag(module, region)
+
+    def _stages(self, names: ParallelConfig) -> None:
+        stages = names.stages
+        automatic = stages if isinstance(stages, int) else None
+        pipeline = Region(
+            kind="pipeline",
+            place=self._place("stages", automatic) if automatic else f"{self._key}.pipeline",
+            micro_batches=names.pipeline.micro_batches,
+            schedule=names.pipeline.schedule,
+            stages=automatic,
+            size=names.replica if isinstance(names.replica, int) else None,
+        )
+        chain = self._whole_chain()
+        if automatic is not None:
+            for modules in chain.modules:
+                for name in modules:
+                    tag(self._model.get_submodule(name), pipeline)
+            return
+        if isinstance(stages, str):
+            for number, layers in enumerate(layout_stages(stages, chain)):
+                region = self._stage(f"s{number}", f"{stages} (stage {number})", pipeline)
+                for layer in layers:
+                    for name in chain.modules[layer]:
+                        tag(self._model.get_submodule(name), region)
+            return
+        assert stages is not None
+        assert not isinstance(stages, int)
+        listed = {f"s{n}": p for n, p in enumerate(stages)} if isinstance(stages, list) else stages
+        for stage, patterns in listed.items():
+            for pattern in patterns:
+                region = self._stage(stage, pattern, pipeline)
+                for module in self._modules(pattern, f"{self._key}.stages.{stage}"):
+                    tag(module, region)
+
+    def _stage(self, name: str, pattern: str, pipeline: Region) -> Region:
+        place = self._place(f"stages.{name}", pattern)
+        return Region(kind="stage", name=name, parent=pipeline, place=place)
+
+    def _split(self, split: int | SplitNames) -> None:
+        if isinstance(split, int):
+            modules, size, place = self._all_modules(), split, self._place("split", split)
+        else:
+            key, size = f"{self._key}.split.modules", split.size
+            modules = [m for pattern in split.modules for m in self._modules(pattern, key)]
+            place = self._place("split.modules", ", ".join(split.modules))
+        for module in modules:
+            region = own_region(module)
+            tag(module, Region(kind="split", place=place, parent=region, size=size))
+
+    def _all_modules(self) -> list[nn.Module]:
+        """Return the modules of all layers."""
+        chain = self._whole_chain()
+        return [self._model.get_submodule(name) for names in chain.modules for name in names]
+
+    def _modules(self, pattern: str, key: str) -> list[nn.Module]:
+        found = matches(self._model, self._chain, pattern, key)
+        return [self._model.get_submodule(name) for name in found]
+
+    def _whole_chain(self) -> NamedChain:
+        if self._chain is None:
+            raise self._no_chain
+        return self._chain
+
+    def _place(self, name: str, value: object) -> str:
+        return f"{self._key}.{name} = {value!r}"
+
+
+def matches(model: nn.Module, chain: NamedChain | None, pattern: str, key: str) -> list[str]:
+    """Return the names of the modules that a pattern of `annotate` names.
+
+    Args:
+        model: The model.
+        chain: Its layers, if it can be cut.
+        pattern: The pattern.
+        key: Where it stands, for messages.
+
+    Raises:
+        PlanError: There is no such module, or the regular expression is invalid.
+    """
+    names = [name for name, _ in model.named_modules() if name]
+    if pattern.startswith("re:"):
+        try:
+            expression = re.compile(pattern[3:])
+        except re.error as error:
+            reason = f"the expression is invalid ({error})"
+            raise PlanError(key, pattern, reason, "Correct it") from error
+        found = [name for name in names if expression.fullmatch(name)]
+        if not found:
+            reason = "no module's whole name matches it"
+            raise PlanError(key, pattern, reason, f"Names are such as {names[-1]!r}")
+        return found
+    return [name for single in _expanded(pattern) for name in _ending(names, chain, single, key)]
+
+
+def _expanded(pattern: str) -> list[str]:
+    """Return the patterns of a pattern with ranges, one for each number in them."""
+    parts: list[Sequence[str]] = []
+    for part in pattern.split("."):
+        bounds = _RANGE.fullmatch(part)
+        numbers = range(int(bounds[1]), int(bounds[2]) + 1) if bounds else None
+        parts.append([str(number) for number in numbers] if numbers is not None else [part])
+    return [".".join(single) for single in product(*parts)]
+
+
+def _ending(names: list[str], chain: NamedChain | None, pattern: str, key: str) -> list[str]:
+    wanted = pattern.split(".")
+    found = [
+        parts
+        for parts in (name.split(".") for name in names)
+        if len(parts) >= len(wanted) and all(map(fnmatchcase, parts[-len(wanted) :], wanted))
+    ]
+    if found:
+        depth = min(map(len, found))
+        return [".".join(parts) for parts in found if len(parts) == depth]
+    layers = chain.known_as(pattern) if chain is not None else None
+    if layers is None or chain is None:
+        raise PlanError(key, pattern, "no module has such a name", _nearest(names, chain, pattern))
+    return [name for layer in layers for name in chain.modules[layer]]
+
+
+def _nearest(names: list[str], chain: NamedChain | None, pattern: str) -> str:
+    if chain is not None:
+        if pattern.rpartition(".")[2].isdecimal():
+            return f"The model has {len(chain.blocks)} blocks, numbered from 0"
+        names = [*(n for own in chain.modules for n in own), "embed", "layers", "norm", "head"]
+    return did_you_mean(pattern, names)

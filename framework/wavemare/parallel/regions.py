@@ -1,0 +1,146 @@
+"""Regions of a model: what an annotation says of some modules, where it stands, what may hold what.
+
+Whale's four primitives (Jia et al., ATC 2022). Imports no torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from wavemare.errors import PlanError
+
+__all__ = ["Kind", "Region", "check_nesting", "combined", "next_serial"]
+
+Kind = Literal["replica", "stage", "split", "pipeline"]
+
+_HOLDS: dict[Kind, tuple[Kind, ...]] = {
+    "replica": ("split",),
+    "pipeline": ("stage", "split"),
+    "stage": ("split",),
+    "split": (),
+}
+"""What may stand in a region of each kind."""
+
+_serials = itertools.count()
+
+
+def next_serial() -> int:
+    """Return a number that no region has."""
+    return next(_serials)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Region:
+    """An annotation that was made once: a scope that was entered, a decorator, a pattern.
+
+    Args:
+        kind: Which primitive.
+        place: Where it stands: ``FILE:LINE``, or the key and the pattern of a mapping.
+        parent: The region around it.
+        name: Of a stage.
+        size: Ranks of a split, None for all data-parallel ranks; replicas, None for as many as the
+            processes allow.
+        micro_batches: Of a pipeline, per optimizer step.
+        schedule: Of a pipeline, ``1f1b`` or ``pipemare``.
+        stages: Of a pipeline that is cut by itself, how many.
+        sequential: Whether it is EPL's ``replicate``, of which several are stages.
+    """
+
+    kind: Kind
+    place: str
+    parent: Region | None = None
+    name: str | None = None
+    size: int | None = None
+    micro_batches: int | None = None
+    schedule: str | None = None
+    stages: int | None = None
+    sequential: bool = False
+    serial: int = field(default_factory=next_serial)
+    """Tells regions of one place apart, also in copies of a model."""
+
+    @property
+    def around(self) -> Iterator[Region]:
+        """The region itself and all around it, from the innermost outwards."""
+        region: Region | None = self
+        while region is not None:
+            yield region
+            region = region.parent
+
+    def enclosing(self, kind: Kind) -> Region | None:
+        """Return the innermost region of a kind that this one is or stands in."""
+        return next((region for region in self.around if region.kind == kind), None)
+
+    def within(self, other: Region) -> bool:
+        """Whether the region is another one or stands in it."""
+        return any(region.serial == other.serial for region in self.around)
+
+    def __str__(self) -> str:
+        label = {"stage": self.name, "split": self.size}.get(self.kind)
+        return f"{self.kind}({label!r})" if label is not None else f"{self.kind}()"
+
+
+def check_nesting(outer: Region, inner: Region) -> None:
+    """Check that a region may stand directly in another one.
+
+    Raises:
+        PlanError: It may not; both places are named.
+    """
+    if inner.kind not in _HOLDS[outer.kind]:
+        raise _refusal(outer, inner, *_why_not(outer, inner))
+    if outer.kind == "pipeline" and inner.kind == "split" and outer.stages is None:
+        reason = "a pipeline is made of stages, and these may be split"
+        raise _refusal(outer, inner, reason, "Put a stage between them, or give pipeline(stages=N)")
+    if outer.kind == "pipeline" and inner.kind == "stage" and outer.stages is not None:
+        reason = f"the pipeline cuts itself into {outer.stages} stages"
+        raise _refusal(outer, inner, reason, "Leave out pipeline's stages, or the scopes")
+    if inner.kind == "split" and inner.size is None and outer.kind != "replica":
+        reason = "a split over the data-parallel ranks needs a body that is replicated whole"
+        raise _refusal(outer, inner, reason, "Give split a number of ranks")
+
+
+def _why_not(outer: Region, inner: Region) -> tuple[str, str]:
+    if outer.kind == "split":
+        return "nothing stands in a split", "End the split first"
+    if outer.kind == inner.kind:
+        return f"a {inner.kind} does not stand in a {outer.kind}", "Leave out one of the two"
+    if inner.kind == "pipeline" and outer.kind == "stage":
+        return "a pipeline does not consist of pipelines", "Put the stages into one pipeline"
+    reason = "devices that a pipeline leaves over replicate it by themselves"
+    return reason, "Leave out replica"
+
+
+def _refusal(outer: Region, inner: Region, reason: str, remedy: str) -> PlanError:
+    where = f"{inner} at {inner.place} stands in {outer} at {outer.place}"
+    return PlanError(inner.kind, str(inner), f"{where}, but {reason}", remedy)
+
+
+def combined(outer: Region | None, own: Region | None) -> Region | None:
+    """Return the region of a module in another one: the innermost of the two.
+
+    Args:
+        outer: The region of the modules around.
+        own: What the module itself was annotated with.
+
+    Raises:
+        PlanError: The two do not go together.
+    """
+    if outer is None or own is None:
+        return own if outer is None else outer
+    if outer.within(own):
+        return outer
+    if own.within(outer):
+        return own
+    # Annotated apart from each other, as by two decorators: one is put into the other.
+    stage, own_stage = outer.enclosing("stage"), own.enclosing("stage")
+    if stage is not None and own_stage is not None and stage.name == own_stage.name:
+        return own if own.kind == "split" or outer.kind != "split" else outer
+    grafted = outer
+    for region in reversed(list(own.around)):
+        known = next((r for r in outer.around if r.serial == region.serial), None)
+        if known is None:
+            check_nesting(grafted, region)
+            grafted = replace(region, parent=grafted)
+    return grafted

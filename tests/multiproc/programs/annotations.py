@@ -1,0 +1,257 @@
+"""Train models that are laid out by annotations beside the same models by plain PyTorch.
+
+The second argument names the part; every rank leaves what it saw as JSON.
+"""
+
+import json
+import os
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from common import leave, weights_digest
+from deepspeed.utils import groups
+from tensor_models import batch, build
+
+import wavemare
+from wavemare.engine import init_distributed
+from wavemare.errors import WavemareError
+from wavemare.models import pipeline_state_dict
+
+STEPS, MICRO_BATCHES, MICRO, RATE = 3, 4, 3, 0.02
+
+
+def micro_batches(model: Any, replica: int = 0, replicas: int = 1) -> Any:
+    """Yield the micro-batches of a replica: of those of a step each takes an equal part."""
+    part = MICRO_BATCHES // replicas
+    for step in range(100):
+        for number in range(replica * part, (replica + 1) * part):
+            yield batch(model, step * MICRO_BATCHES + number, MICRO)
+
+
+def train_whole(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The model in this process, by plain PyTorch."""
+    model = build(name).train()
+    sgd = torch.optim.SGD(model.parameters(), lr=RATE)
+    losses, data = [], micro_batches(model)
+    for _ in range(STEPS):
+        total = 0.0
+        for _ in range(MICRO_BATCHES):
+            loss = model(**next(data)).loss / MICRO_BATCHES
+            loss.backward()
+            total += loss.item()
+        sgd.step()
+        sgd.zero_grad()
+        losses.append(total)
+    return losses, model.state_dict()
+
+
+def configuration(replicas: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "train_batch_size": MICRO * MICRO_BATCHES,
+        "optimizer": {"type": "SGD", "params": {"lr": RATE}},
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": None,
+        **changes,
+    }
+
+
+def start(model: Any, replicas: int = 1, **changes: Any) -> Any:
+    groups.mpu = None
+    engine, *_ = wavemare.initialize(model=model, config=configuration(replicas, **changes))
+    return engine
+
+
+def train(engine: Any, name: str, steps: int = STEPS, data: Any = None) -> list[float]:
+    data = data or micro_batches(build(name), engine.data_rank, engine.data_world_size)
+    return [float(engine.train_batch(data)) for _ in range(steps)]
+
+
+def difference(these: Any, those: Any) -> float:
+    assert list(these) == list(those)
+    return max(float((these[name] - those[name]).abs().max()) for name in these)
+
+
+def beside_whole(engine: Any, name: str) -> dict[str, Any]:
+    expected, weights = train_whole(name)
+    losses = train(engine, name)
+    plan = engine.parallel_plan
+    merged = pipeline_state_dict(engine) if plan.stages > 1 else None
+    return {
+        "losses": losses,
+        "expected": expected,
+        "difference": None if merged is None else difference(merged, weights),
+        "degrees": [plan.stages, plan.tensor_parallel, plan.data_parallel],
+        "digest": plan.digest,
+    }
+
+
+def lines() -> dict[str, Any]:
+    """GPT-2 and BERT laid out by the lines of the documentation."""
+    result = {}
+
+    with wavemare.pipeline(micro_batches=4, stages=2):
+        model = build("gpt2-101")
+    engine, *_ = wavemare.initialize(model=model, config=configuration(1))
+    result["gpt2 pipeline"] = beside_whole(engine, "gpt2-101")
+
+    model = build("bert-mlm")
+    wavemare.annotate(model, {"stages": {"s0": ["embed", "layers.0"], "s1": ["layers.1", "head"]}})
+    engine, *_ = wavemare.initialize(model=model, config=configuration(1))
+    result["bert pipeline"] = beside_whole(engine, "bert-mlm")
+
+    with wavemare.replica(), wavemare.split(2):
+        model = build("gpt2-101")
+    result["gpt2 split"] = beside_whole(start(model), "gpt2-101")
+
+    model = wavemare.replica()(build)("bert-cls")
+    result["bert replica"] = beside_whole(start(model, 2), "bert-cls")
+    return result
+
+
+def given() -> dict[str, Any]:
+    """One layout by the configuration, by a plan's file, by the plan itself and by annotate."""
+    folder, name = Path(sys.argv[1]), "gpt2"
+    section: dict[str, Any] = {"stages": "Et|tL", "pipeline": {"micro_batches": 4}}
+    engine = start(build(name), wavemare={"parallel": section})
+    plan = engine.parallel_plan
+    if torch.distributed.get_rank() == 0:
+        (folder / "plan.json").write_text(plan.to_json())
+    torch.distributed.barrier()
+    result = {"configuration": beside_whole(engine, name)}
+    file = {"parallel": {"plan": str(folder / "plan.json")}}
+    result["file"] = beside_whole(start(build(name), wavemare=file), name)
+    inline = {"parallel": {"plan": json.loads(plan.to_json())}}
+    result["inline"] = beside_whole(start(build(name), wavemare=inline), name)
+    result["annotate"] = beside_whole(start(wavemare.annotate(build(name), plan)), name)
+    return result
+
+
+def refused(build_engine: Any) -> str:
+    try:
+        build_engine()
+    except WavemareError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def refusals() -> dict[str, Any]:
+    """Plans that cannot be run, and checkpoints of another plan."""
+    rank, folder = torch.distributed.get_rank(), Path(sys.argv[1], "checkpoint")
+
+    def staged(layout: Any) -> Any:
+        return start(wavemare.annotate(build("gpt2"), {"stages": layout}))
+
+    result = {"disagree": refused(lambda: staged(["Et|tL", "Ett|L"][rank]))}
+    result["no file"] = refused(
+        lambda: start(build("gpt2"), wavemare={"parallel": {"plan": "/nowhere/plan.json"}})
+    )
+    engine = staged("Et|tL")
+    train(engine, "gpt2", 1)
+    engine.save_checkpoint(folder, "one")
+    expected = train(engine, "gpt2", 2)
+    plan = engine.parallel_plan
+    manifest = json.loads((folder / "one" / "wavemare.json").read_text())
+    again = staged("Et|tL")
+    again.load_checkpoint(folder, "one")
+    result["resumed"] = [train(again, "gpt2", 2), expected]
+    result["digests"] = [weights_digest(again), weights_digest(engine)]
+    other = staged("Ett|L")
+    result["other plan"] = refused(lambda: other.load_checkpoint(folder, "one"))
+    result["plans"] = [plan.digest, other.parallel_plan.digest, manifest["plan"]["digest"]]
+    result["layout"] = manifest["plan"]["layout"] == json.loads(plan.to_json())
+    result["twice"] = refused(
+        lambda: start(
+            wavemare.annotate(build("gpt2"), {"stages": 2}), wavemare={"parallel": {"split": 2}}
+        )
+    )
+    longer = replace(plan, num_layers=7, cuts=(0, 3, 7))
+    result["other model"] = refused(lambda: start(wavemare.annotate(build("gpt2"), longer)))
+    wider = replace(plan, tensor_parallel=2)
+    result["more processes"] = refused(lambda: start(wavemare.annotate(build("gpt2"), wider)))
+    section = {"parallel": {"split": 2, "stages": 2}}
+    result["world size"] = refused(lambda: start(build("gpt2"), wavemare=section))
+    return result
+
+
+def grid() -> dict[str, Any]:
+    """All of stages, splits and replicas on four ranks, tied and untied."""
+    result = {}
+    for name in ("gpt2-101", "bert-mlm-101"):
+        for degrees in ((2, 2, 1), (2, 1, 2), (1, 2, 2)):
+            stages, split, replicas = degrees
+            layout = {"replica": "rest", "split": split}
+            if stages > 1:
+                layout |= {"stages": {"a": ["embed", "layers.0"], "b": ["layers.1", "head"]}}
+            model = wavemare.annotate(build(name), layout)
+            result[f"{name} {stages}{split}{replicas}"] = beside_whole(start(model, replicas), name)
+    return result
+
+
+def documented() -> dict[str, Any]:
+    """Each program of the documentation, with small models of the names that it loads."""
+    text = Path(sys.argv[3]).read_text()
+    os.chdir(sys.argv[1])
+    configuration, *_ = blocks(text, "json")
+    models = small_models()
+    if torch.distributed.get_rank() == 0:
+        Path("ds.json").write_text(configuration)
+        for folder, model in models.items():
+            model.save_pretrained(folder)
+    torch.distributed.barrier()
+    result = {}
+    for number, program in enumerate(blocks(text, "python")):
+        groups.mpu = None
+        names: dict[str, Any] = {"wavemare": wavemare, **vars(transformers)}
+        names |= {kind.__name__: kind for kind in map(type, models.values())}
+        exec(compile(program, f"block {number}", "exec"), names)
+        plan = names["engine"].parallel_plan
+        made = next(
+            m for m in models.values() if m.config.model_type == names["model"].config.model_type
+        )
+        data = iter([batch(made, seed) for seed in range(8)])
+        loss = float(names["engine"].train_batch(data))
+        result[program] = [plan.stages, plan.tensor_parallel, plan.data_parallel, loss]
+    return result
+
+
+def small_models() -> dict[str, Any]:
+    """Models with as many layers as those of the documentation."""
+    transformers.set_seed(3)
+    gpt2 = transformers.GPT2Config(vocab_size=40, n_positions=16, n_embd=8, n_layer=12, n_head=2)
+    bert = transformers.BertConfig(
+        vocab_size=40,
+        hidden_size=8,
+        num_hidden_layers=12,
+        num_attention_heads=2,
+        intermediate_size=8,
+        max_position_embeddings=16,
+        num_labels=3,
+    )
+    return {
+        "gpt2": transformers.GPT2LMHeadModel(gpt2),
+        "bert-base-uncased": transformers.BertForSequenceClassification(bert),
+    }
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+PARTS = {
+    "documented": documented,
+    "lines": lines,
+    "given": given,
+    "refusals": refusals,
+    "grid": grid,
+}
+
+if __name__ == "__main__":
+    init_distributed()
+    leave(PARTS[sys.argv[2]]())

@@ -1,0 +1,162 @@
+"""Train models whose head is split over the data ranks, beside the same models by plain replicas.
+
+Every rank leaves what it saw as JSON.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from annotations import refused
+from common import leave, weights_digest
+from deepspeed.utils import groups
+from tensor_models import KINDS, batch, build
+
+import wavemare
+from wavemare.engine import init_distributed
+from wavemare.models import save_pretrained
+from wavemare.parallel.colocated import ColocatedHead, whole_heads
+
+STEPS, MICRO, CLASSES = 4, 3, 11
+KINDS["bert-cls-11"] = ("bert-cls", {"vocab_size": 101, "num_labels": CLASSES})
+HEADS = {"bert-cls-11": "classifier", "gpt2-untied": "lm_head"}
+
+
+def batches(name: str) -> Any:
+    """Yield this rank's micro-batches; of a language model, the ranks count unequal labels."""
+    rank, model = torch.distributed.get_rank(), build(name)
+    for step in range(100):
+        made = batch(model, 2 * step + rank, MICRO)
+        if "cls" in name:
+            made["labels"] = (made["input_ids"][:, 3] + rank) % CLASSES
+        else:
+            made["labels"][0, : 2 + 3 * rank] = -100
+        yield made
+
+
+def start(name: str, split: bool, zero: int = 0, **changes: Any) -> Any:
+    groups.mpu = None
+    model = build(name)
+    if split:
+        wavemare.annotate(model, {"replica": "rest", "colocated": [HEADS[name]]})
+    config = {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": zero},
+        "steps_per_print": None,
+        **changes,
+    }
+    return wavemare.initialize(model=model, config=config)[0]
+
+
+def train(engine: Any, data: Any, steps: int = STEPS) -> list[float]:
+    return [float(engine.train_batch(data)) for _ in range(steps)]
+
+
+def weights(engine: Any) -> dict[str, torch.Tensor]:
+    own = {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
+    return own | whole_heads(engine.module)
+
+
+def difference(these: Any, those: Any) -> float:
+    assert these.keys() == those.keys()
+    return max(float((these[name] - those[name]).abs().max()) for name in these)
+
+
+def beside_plain(name: str, zero: int, clip: float) -> dict[str, Any]:
+    changes = {"gradient_clipping": clip, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    plain = start(name, False, zero, **changes)
+    before = weights(plain)
+    expected = train(plain, batches(name))
+    engine = start(name, True, zero, **changes)
+    losses = train(engine, batches(name))
+    (head,) = (m for m in engine.module.modules() if isinstance(m, ColocatedHead))
+    data = batches(name)
+    return {
+        "losses": losses,
+        "expected": expected,
+        "difference": difference(weights(engine), weights(plain)),
+        "moved": difference(weights(plain), before),
+        "held": head.share.held,
+        "rows": len(head.weight),
+        "evaluated": [float(e.eval_batch(batches(name))) for e in (engine, plain)],
+        "logits": logits_apart(engine, plain, next(data)),
+    }
+
+
+@torch.no_grad()
+def logits_apart(engine: Any, plain: Any, made: dict[str, torch.Tensor]) -> float:
+    made.pop("labels")
+    own, whole = (e.module(**made).logits for e in (engine, plain))
+    assert own.shape == whole.shape
+    return float((own - whole).abs().max())
+
+
+def resumed(zero: int) -> dict[str, Any]:
+    """Stop after a step of Adam and go on in another engine; export the model."""
+    name, folder = "bert-cls-11", Path(sys.argv[1], f"zero{zero}")
+    adam = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}}
+    engine = start(name, True, zero, **adam)
+    data = batches(name)
+    train(engine, data, 1)
+    engine.save_checkpoint(folder / "checkpoint", "one")
+    taken = [next(data) for _ in range(4)]
+    expected = train(engine, iter(taken), 2)
+    again = start(name, True, zero, **adam)
+    again.load_checkpoint(folder / "checkpoint", "one")
+    losses = train(again, iter(taken), 2)
+    save_pretrained(again, folder / "model")
+    loaded = transformers.BertForSequenceClassification.from_pretrained(folder / "model")
+    plain = start(name, False, zero, **adam)
+    universal = start(name, True, zero, checkpoint={"load_universal": True}, **adam)
+    return {
+        "losses": losses,
+        "expected": expected,
+        "digests": [weights_digest(again), weights_digest(engine)],
+        "exported": difference(weights(again), loaded.state_dict()),
+        "plain": refused(lambda: plain.load_checkpoint(folder / "checkpoint", "one")),
+        "universal": refused(lambda: universal.load_checkpoint(folder / "checkpoint", "one")),
+    }
+
+
+def refusals() -> dict[str, str]:
+    def annotated(name: str, layout: Any, **changes: Any) -> str:
+        config = {"train_micro_batch_size_per_gpu": MICRO, "optimizer": {"type": "Adam"}}
+        model = wavemare.annotate(build(name), layout)
+        return refused(lambda: wavemare.initialize(model=model, config={**config, **changes}))
+
+    return {
+        "tied": annotated("gpt2", {"colocated": ["lm_head"]}),
+        "regression": annotated("bert-regression", {"colocated": ["classifier"]}),
+        "not a head": annotated("bert-cls", {"colocated": ["pooler.dense"]}),
+        "zero 3": annotated(
+            "bert-cls", {"colocated": ["classifier"]}, zero_optimization={"stage": 3}
+        ),
+        "bf16": annotated("bert-cls", {"colocated": ["classifier"]}, bf16={"enabled": True}),
+        "sparse": annotated(
+            "bert-cls",
+            {"colocated": ["classifier"]},
+            wavemare={"sparse_collective": {"mode": "auto"}},
+        ),
+    }
+
+
+if __name__ == "__main__":
+    init_distributed()
+    cases = [("bert-cls-11", zero, clip) for zero in (0, 1, 2) for clip in (0.0, 0.5)]
+    cases.append(("gpt2-untied", 1, 0.5))
+    leave(
+        {
+            "training": {
+                f"{name} zero {zero} clip {clip}": beside_plain(name, zero, clip)
+                for name, zero, clip in cases
+            },
+            "resumed": {f"zero {zero}": resumed(zero) for zero in (0, 2)},
+            "refused": refusals(),
+        }
+    )

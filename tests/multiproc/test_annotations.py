@@ -1,0 +1,86 @@
+"""Models laid out by annotations train as they do in one process."""
+
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.world_size(2)
+
+EXACT = 1e-6
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "annotations.md"
+
+
+def run(launch, part, *arguments, ranks=2):
+    finished = launch("annotations.py", part, *arguments, ranks=ranks).check()
+    return [finished.result(rank) for rank in range(ranks)]
+
+
+def check_training(result):
+    assert result["losses"] == pytest.approx(result["expected"], abs=EXACT)
+    assert len(set(result["losses"])) == len(result["losses"])
+    if result["difference"] is not None:
+        assert result["difference"] <= EXACT
+
+
+def test_three_lines_scale_a_local_model(launch):
+    results = run(launch, "lines")
+    expected = {
+        "gpt2 pipeline": [2, 1, 1],
+        "bert pipeline": [2, 1, 1],
+        "gpt2 split": [1, 2, 1],
+        "bert replica": [1, 1, 2],
+    }
+    for result in results:
+        assert {name: case["degrees"] for name, case in result.items()} == expected
+        for name, case in result.items():
+            check_training(case)
+            assert case["digest"] == results[0][name]["digest"]
+    for name in ("gpt2 pipeline", "bert pipeline"):  # their embeddings are tied to their heads
+        assert results[0][name]["difference"] is not None
+
+
+def test_plans_are_given_in_four_ways(launch):
+    for result in run(launch, "given"):
+        assert len({case["digest"] for case in result.values()}) == 1
+        for case in result.values():
+            check_training(case)
+
+
+def test_what_is_refused(launch):
+    for result in run(launch, "refusals"):
+        assert "PlanError" in result["disagree"]
+        assert "the ranks' plans differ: rank 0 has" in result["disagree"]
+        assert "cannot be read (No such file" in result["no file"]
+        assert result["resumed"][0] == result["resumed"][1]
+        assert result["digests"][0] == result["digests"][1]
+        own, other, saved = result["plans"]
+        assert own == saved != other
+        assert result["layout"]
+        assert result["other plan"].startswith("CheckpointError")
+        for text in (own, other, "Resume with the same plan", "ds_to_universal"):
+            assert text in result["other plan"]
+        assert "wavemare.parallel with names and by annotations in the program" in result["twice"]
+        assert "num_layers = 7: the model has 6 layers" in result["other model"]
+        assert "the plan is for 4 processes" in result["more processes"]
+        assert "Start 4 processes, or use one of 1 x 2 x 1, 2 x 1 x 1" in result["world size"]
+
+
+def test_the_programs_of_the_documentation_run(launch):
+    results = run(launch, "documented", PAGE)
+    degrees = [case[:3] for case in results[0].values()]
+    pipeline, split, replica = [2, 1, 1], [1, 2, 1], [1, 1, 2]
+    assert degrees == [pipeline, split, pipeline, split, pipeline, replica]
+    assert results[0] == results[1]
+    assert all(0.5 < case[3] < 5 for case in results[0].values())
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(4)
+def test_stages_splits_and_replicas_together(launch):
+    for result in run(launch, "grid", ranks=4):
+        assert len(result) == 6
+        for name, case in result.items():
+            assert "".join(map(str, case["degrees"])) == name.split()[1]
+            check_training(case)

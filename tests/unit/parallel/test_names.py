@@ -1,0 +1,173 @@
+"""Patterns of modules, Megatron-LM's layout strings, lists of module names."""
+
+import re
+
+import pytest
+from annotation_models import bert, gpt2, plan
+
+import wavemare
+from wavemare.errors import PlanError
+from wavemare.parallel.chains import named_chain
+from wavemare.parallel.layouts import unrolled
+from wavemare.parallel.names import matches
+
+BLOCKS = [f"transformer.h.{n}" for n in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("transformer.h.2", BLOCKS[2:3]),
+        ("h.2", BLOCKS[2:3]),
+        ("h.1-3", BLOCKS[1:4]),
+        ("layers.0-1", BLOCKS[:2]),
+        ("layers.*", BLOCKS),
+        ("blocks", BLOCKS),
+        ("h.*", BLOCKS),
+        ("h.?", BLOCKS),
+        (r"re:.*\.h\.[02]", [BLOCKS[0], BLOCKS[2]]),
+        ("embed", ["transformer.wte", "transformer.wpe", "transformer.drop"]),
+        ("norm", ["transformer.ln_f"]),
+        ("head", ["lm_head"]),
+        ("output", ["lm_head"]),
+        ("mlp.c_fc", [f"{block}.mlp.c_fc" for block in BLOCKS]),
+        ("w*", ["transformer.wte", "transformer.wpe"]),
+    ],
+)
+def test_patterns(pattern, expected):
+    model = gpt2()
+    assert matches(model, named_chain(model), pattern, "key") == expected
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("layers.2-4", "blocks, numbered from 0"),
+        ("hed", "Did you mean 'head'"),
+        ("re:(", "the expression is invalid"),
+        ("re:h", "no module's whole name"),
+    ],
+)
+def test_patterns_without_a_module(pattern, message):
+    model = gpt2()
+    with pytest.raises(PlanError, match=f"key = .*{re.escape(message)}"):
+        matches(model, named_chain(model), pattern, "key")
+
+
+def test_the_outermost_module_of_a_name_is_meant():
+    model = bert()
+    assert matches(model, named_chain(model), "embeddings", "key") == ["bert.embeddings"]
+    assert matches(model, named_chain(model), "dropout", "key") == ["dropout"]
+
+
+def test_every_model_has_the_common_names():
+    for model in (gpt2(), bert(), gpt2(tie_word_embeddings=False)):
+        chain = named_chain(model)
+        wavemare.annotate(model, {"stages": {"a": ["embed"], "b": ["layers"], "c": ["head"]}})
+        blocks = chain.blocks
+        cuts = plan(
+            wavemare.annotate(
+                type(model)(model.config),
+                {"stages": {"a": ["embed"], "b": ["layers", "norm"], "c": ["head"]}},
+            ),
+            3,
+        ).cuts
+        assert cuts == (0, blocks[0], len(chain.layers) - 1, len(chain.layers))
+
+
+def test_two_stages_of_one_name_both_patterns():
+    with pytest.raises(PlanError) as error:
+        wavemare.annotate(gpt2(), {"stages": {"s0": ["layers.0-2"], "s1": ["h.2-3"]}})
+    assert "'layers.0-2'" in str(error.value)
+    assert "'h.2-3'" in str(error.value)
+
+
+def test_the_innermost_of_two_patterns_counts():
+    stages = {"s0": ["transformer"], "s1": ["h.2-3", "ln_f", "lm_head"]}
+    with pytest.raises(PlanError) as error:  # a stage within a stage
+        plan(wavemare.annotate(gpt2(), {"stages": stages}), 2)
+    assert "'transformer'" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ("EttL", ["EttL"]),
+        ("Ett|tt|L", ["Ett", "tt", "L"]),
+        ("Et*3|(tt|)*2,m|L", ["Ettt", "tt", "tt", "m", "L"]),
+        ("E(t|)*3tL", ["Et", "t", "t", "tL"]),
+        ("E((t|)*2t)*2L", ["Et", "t", "tt", "t", "tL"]),
+        ("Et*12L", ["E" + 12 * "t" + "L"]),
+        ("E, t*2 | t L", ["Ett", "tL"]),
+        ("(|ab)".replace("ab", "tt") + "*2,L", ["", "tt", "ttL"]),
+    ],
+)
+def test_layout_strings(layout, expected):
+    assert unrolled(layout) == expected
+
+
+def test_the_layout_of_the_documentation_of_megatron():
+    stages = unrolled("Et*3|(tt|)*29,m|L")
+    assert stages == ["Ettt", *["tt"] * 29, "m", "L"]
+    assert sum(stage.count("t") for stage in stages) == 61
+    assert len(stages) == 32
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ("Etx|tL", "'x' stands for nothing"),
+        ("E(tt|tL", "not closed"),
+        ("Ett)|tL", "closes nothing"),
+        ("*2EtL", "repeats nothing"),
+        ("Ett||ttL", "stage 1 is empty"),
+        ("Et*4|m|L", "predicts several tokens"),
+        ("Et*3|L", "Write 4 times t"),
+        ("t*4|EL", "in this order"),
+    ],
+)
+def test_layout_strings_that_do_not_fit(layout, message):
+    with pytest.raises(PlanError, match=re.escape(message)):
+        wavemare.annotate(gpt2(), {"stages": layout})
+
+
+def test_layout_strings_cut():
+    for layout, cuts in {
+        "Et|t*3L": (0, 3, 8),
+        "E|(tt|)*2L": (0, 2, 4, 6, 8),
+        "Et*4|L": (0, 6, 8),
+    }.items():
+        made = plan(wavemare.annotate(gpt2(), {"stages": layout}), len(cuts) - 1)
+        assert made.cuts == cuts
+
+
+def test_lists_of_module_names_cut():
+    stages = [
+        ["tok_embeddings", "layers.0"],
+        ["layers.1", "layers.2"],
+        ["layers.3", "norm", "output"],
+    ]
+    assert plan(wavemare.annotate(gpt2(), {"stages": stages}), 3).cuts == (0, 3, 5, 8)
+    stages = [["bert.embeddings", "layer.0"], ["layer.1-2", "pooler", "classifier"]]
+    assert plan(wavemare.annotate(bert(), {"stages": stages}), 2).cuts == (0, 3, 7)
+
+
+def test_a_number_of_stages_is_balanced_by_parameters():
+    from wavemare.models.convert import trained_parameters
+    from wavemare.pipeline.cuts import balanced_cuts
+
+    model = wavemare.annotate(gpt2(), {"stages": 2, "pipeline": {"schedule": "pipemare"}})
+    weights = [trained_parameters(layer) for layer in named_chain(model).layers]
+    made = plan(model, 2)
+    assert made.cuts == balanced_cuts(weights, 2)
+    assert made.schedule == "pipemare"
+
+
+def test_split_modules_and_heads():
+    model = wavemare.annotate(gpt2(), {"split": {"size": 2, "modules": ["layers.0-3"]}})
+    assert plan(model, 4).tensor_parallel == 2
+    model = wavemare.annotate(gpt2(), {"split": {"size": 2, "modules": ["layers.0-2"]}})
+    with pytest.raises(PlanError, match=r"leaves transformer\.h\.3 whole"):
+        plan(model, 4)
+    model = wavemare.annotate(bert(), {"replica": "rest", "colocated": ["classifier"]})
+    assert plan(model, 2).colocated == ("classifier",)

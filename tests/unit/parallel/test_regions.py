@@ -1,0 +1,397 @@
+"""What may stand in what (the table of `docs/annotations.md`), in the three ways to say it."""
+
+import copy
+import re
+
+import pytest
+import transformers
+from annotation_models import bert, gpt2, plan
+from torch import nn
+
+import wavemare
+from wavemare.errors import ConfigError, ModelError, PlanError
+from wavemare.parallel.annotations import own_region
+from wavemare.parallel.compile import legal_triples
+from wavemare.parallel.resolve import regions_of
+
+HERE = r"test_regions\.py:\d+"
+
+
+def degrees(model, world_size, **config):
+    made = plan(model, world_size, **config)
+    return made.stages, made.tensor_parallel, made.data_parallel, made.cuts
+
+
+def assign(parent, *names):
+    """Put modules in their own places again, which annotates them."""
+    for name in names:
+        holder = parent.get_submodule(name.rpartition(".")[0])
+        setattr(holder, name.rpartition(".")[2], parent.get_submodule(name))
+
+
+def test_a_replica_is_data_parallel():
+    with wavemare.replica():
+        model = gpt2()
+    assert degrees(model, 4) == (1, 1, 4, None)
+    assert degrees(model, 4, zero_optimization={"stage": 3}) == (1, 1, 4, None)
+    with wavemare.replica(2):
+        model = gpt2()
+    assert degrees(model, 2) == (1, 1, 2, None)
+    with pytest.raises(PlanError, match="1 x 1 x 2 is not the number of processes"):
+        plan(model, 4)
+
+
+def test_models_of_any_class_are_replicated():
+    with wavemare.replica():
+        model = nn.Sequential(nn.Linear(2, 2))
+    assert degrees(model, 2) == (1, 1, 2, None)
+
+
+def test_stages_in_a_pipeline():
+    model = gpt2()
+    with wavemare.pipeline(micro_batches=8):
+        with wavemare.stage("s0"):
+            assign(model, "transformer.wte", "transformer.wpe", "transformer.h.0")
+        with wavemare.stage("s1"):
+            assign(model, "transformer.h.1", "transformer.h.2", "transformer.h.3", "lm_head")
+    made = plan(model, 4)
+    assert (made.stages, made.data_parallel, made.cuts) == (2, 2, (0, 3, 8))
+    assert (made.micro_steps, made.global_batch, made.num_layers) == (8, 32, 8)
+
+
+def test_split_stages_are_three_dimensional():
+    model = gpt2()
+    with wavemare.pipeline(schedule="pipemare"):
+        with wavemare.stage("s0"), wavemare.split(2):
+            assign(model, "transformer.wte", "transformer.h.0", "transformer.h.1")
+        with wavemare.stage("s1"), wavemare.split(2):
+            assign(model, "transformer.h.2", "transformer.h.3")
+    assert degrees(model, 8) == (2, 2, 2, (0, 4, 8))
+    assert plan(model, 8).schedule == "pipemare"
+    with pytest.raises(PlanError, match="2 x 2 x 1 is not the number of processes"):
+        plan(model, 3)
+
+
+def test_a_split_in_a_replica():
+    with wavemare.replica(), wavemare.split(2):
+        model = bert()
+    assert degrees(model, 4) == (1, 2, 2, None)
+
+
+def test_a_split_head_beside_a_replica():
+    with wavemare.replica():
+        model = bert()
+        with wavemare.split():
+            model.classifier = nn.Linear(8, 2)
+    made = plan(model, 2)
+    assert (made.tensor_parallel, made.data_parallel) == (1, 2)
+    assert made.colocated == ("classifier",)
+    model = bert()
+    with wavemare.split():
+        assign(model, "classifier")
+    with wavemare.replica():
+        assign(model, "bert")
+    assert plan(model, 2).colocated == ("classifier",)
+
+
+REFUSED = [
+    ("split", "stage", "nothing stands in a split"),
+    ("split", "replica", "nothing stands in a split"),
+    ("split", "pipeline", "nothing stands in a split"),
+    ("split", "split", "nothing stands in a split"),
+    ("stage", "pipeline", "does not consist of pipelines"),
+    ("stage", "stage", "a stage does not stand in a stage"),
+    ("replica", "replica", "a replica does not stand in a replica"),
+    ("pipeline", "pipeline", "a pipeline does not stand in a pipeline"),
+    ("stage", "replica", "replicate it by themselves"),
+    ("pipeline", "replica", "replicate it by themselves"),
+    ("replica", "stage", "replicate it by themselves"),
+    ("replica", "pipeline", "replicate it by themselves"),
+]
+
+
+ARGUMENTS = {"stage": ("one",), "split": (2,), "replica": (), "pipeline": ()}
+
+
+@pytest.mark.parametrize(("outer", "inner", "reason"), REFUSED)
+def test_scopes_that_do_not_nest_name_both_places(outer, inner, reason):
+    first = getattr(wavemare, outer)(*ARGUMENTS[outer])
+    second = getattr(wavemare, inner)(*ARGUMENTS[inner])
+    with first, pytest.raises(PlanError, match=reason) as error, second:
+        pass
+    places = re.findall(HERE, str(error.value))
+    assert len(set(places)) == 2
+    with wavemare.replica():  # no scope stayed open
+        pass
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "reason"), [case for case in REFUSED if case[:2] != ("stage", "stage")]
+)
+def test_decorators_that_do_not_nest_name_both_places(outer, inner, reason):
+    @getattr(wavemare, inner)(*ARGUMENTS[inner])
+    class Part(nn.Linear):
+        pass
+
+    @getattr(wavemare, outer)(*ARGUMENTS[outer])
+    def whole():
+        return nn.Sequential(part)
+
+    part = Part(2, 2)  # made outside: it is in the other region by its place in the model
+    with pytest.raises(PlanError, match=reason) as error:
+        regions_of(nn.Sequential(whole()))
+    assert len(set(re.findall(HERE, str(error.value)))) == 2
+
+
+def test_a_pipeline_needs_a_stage_between_it_and_a_split():
+    with wavemare.pipeline(), pytest.raises(PlanError, match="made of stages"), wavemare.split(2):
+        pass
+    with wavemare.pipeline(stages=2), wavemare.split(2):
+        model = gpt2()
+    assert degrees(model, 4)[:3] == (2, 2, 1)
+
+
+def test_the_innermost_annotation_counts():
+    with wavemare.replica():
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        with wavemare.split(4):
+            model[1] = nn.Sequential(nn.Linear(2, 2))
+        model.add_module("again", model[1])
+    kinds = {name: region.kind for name, region in regions_of(model).by_module.items()}
+    assert kinds == {
+        "0": "replica",
+        "1": "split",
+        "1.0": "split",
+        "again": "split",
+        "again.0": "split",
+    }
+
+
+def test_modules_made_before_a_scope_are_in_it_when_they_are_assigned():
+    part = nn.Sequential(nn.Linear(2, 2))
+    model = nn.Module()
+    with wavemare.stage("s0"):
+        model.part = part
+    assert own_region(part[0]) is None
+    assert regions_of(model).by_module["part.0"].name == "s0"
+
+
+def test_a_module_is_in_one_stage():
+    model = nn.Module()
+    with wavemare.stage("s0"):
+        model.first = nn.Linear(2, 2)
+    with pytest.raises(PlanError) as error, wavemare.stage("s1"):
+        model.second = model.first
+    assert len(set(re.findall(HERE, str(error.value)))) == 2
+
+
+def test_decorators_of_classes_and_functions():
+    @wavemare.split(2)
+    class Wide(nn.Linear):
+        """A layer."""
+
+    @wavemare.replica()
+    def build(width):
+        return nn.Sequential(Wide(width, width), nn.ReLU())
+
+    model = build(width=3)
+    regions = regions_of(model)
+    assert regions.split.size == 2
+    assert regions.by_module["0"].parent.kind == "replica"
+    assert regions.by_module["1"].kind == "replica"
+    assert Wide.__doc__ == "A layer."
+    assert Wide(2, 3).out_features == 3
+    with pytest.raises(TypeError, match="not a class of modules"):
+        wavemare.stage("s")(dict)
+    with pytest.raises(TypeError, match="not a module"):
+        wavemare.stage("s")(lambda: 3)()
+
+
+def test_the_three_ways_make_one_plan():
+    scopes = gpt2()
+    with wavemare.pipeline(4):
+        with wavemare.stage("a"), wavemare.split(2):
+            assign(scopes, "transformer.wte", "transformer.wpe", "transformer.h.0")
+        with wavemare.stage("b"), wavemare.split(2):
+            assign(
+                scopes, *(f"transformer.h.{n}" for n in (1, 2, 3)), "transformer.ln_f", "lm_head"
+            )
+
+    kind = transformers.models.gpt2.modeling_gpt2.GPT2Block
+    made = iter("abbb")
+
+    @wavemare.split(2)
+    class SplitBlock(kind):
+        pass
+
+    decorated = gpt2()
+
+    def block(n):
+        return wavemare.stage(next(made))(lambda: SplitBlock(decorated.config, layer_idx=n))()
+
+    decorated.transformer.h = nn.ModuleList(block(n) for n in range(4))
+    names = wavemare.annotate(
+        gpt2(),
+        {
+            "stages": {"a": ["embed", "layers.0"], "b": ["layers.1-3", "norm", "head"]},
+            "split": 2,
+            "replica": "rest",
+            "pipeline": {"micro_batches": 4},
+        },
+    )
+    plans = [
+        plan(scopes, 8),
+        plan(decorated, 8, gradient_accumulation_steps=4),
+        plan(names, 8),
+    ]
+    assert plans[0] == plans[1] == plans[2]
+    assert (plans[0].cuts, plans[0].tensor_parallel, plans[0].data_parallel) == ((0, 3, 8), 2, 2)
+
+
+def test_epl_replicates_in_sequence_are_stages():
+    model = gpt2()
+    with wavemare.replicate(device_count=1):
+        assign(model, "transformer.wte", "transformer.h.0", "transformer.h.1")
+    with wavemare.replicate(device_count=1, name="end"):
+        assign(model, "transformer.h.2", "transformer.h.3", "lm_head")
+    assert degrees(model, 4) == (2, 1, 2, (0, 4, 8))
+    with wavemare.replicate(device_count=1):
+        model = gpt2()
+    assert degrees(model, 4) == (1, 1, 4, None)
+    with pytest.raises(PlanError, match="counted by the processes"):
+        wavemare.replicate(device_count=2)
+
+
+def test_annotations_outlive_a_copy():
+    with wavemare.replica(), wavemare.split(2):
+        model = gpt2()
+    assert plan(copy.deepcopy(model), 4) == plan(model, 4)
+
+
+def test_stages_are_split_alike():
+    model = gpt2()
+    with wavemare.stage("s0"), wavemare.split(2):
+        assign(model, "transformer.h.0", "transformer.h.1")
+    with wavemare.stage("s1"), wavemare.split(4):
+        assign(model, "transformer.h.2", "transformer.h.3")
+    with pytest.raises(PlanError, match="all stages are split alike") as error:
+        plan(model, 8)
+    assert len(set(re.findall(HERE, str(error.value)))) == 2
+
+
+def test_all_blocks_are_split_or_none():
+    model = gpt2()
+    with wavemare.replica():
+        assign(model, "transformer")
+        with wavemare.split(2):
+            assign(model, "transformer.h.0", "transformer.h.1")
+    with pytest.raises(PlanError, match=r"leaves transformer\.h\.2 at .* whole"):
+        plan(model, 2)
+
+
+def test_stages_are_consecutive_layers():
+    model = gpt2()
+    with wavemare.stage("s0"):
+        assign(model, "transformer.wte", "transformer.h.0", "transformer.h.2")
+    with wavemare.stage("s1"):
+        assign(model, "transformer.h.1", "transformer.h.3")
+    with pytest.raises(PlanError, match="a stage is consecutive layers") as error:
+        plan(model, 2)
+    assert len(set(re.findall(HERE, str(error.value)))) == 2
+
+
+def test_layers_between_two_stages_need_an_annotation():
+    model = wavemare.annotate(gpt2(), {"stages": {"s0": ["layers.0"], "s1": ["layers.2-3"]}})
+    with pytest.raises(PlanError, match=r"transformer\.h\.1.*it is between stage\('s0'\)"):
+        plan(model, 2)
+
+
+def test_parts_of_one_layer_are_in_one_stage():
+    model = wavemare.annotate(gpt2(), {"stages": {"s0": ["wte", "wpe"], "s1": ["drop", "layers"]}})
+    with pytest.raises(PlanError, match="are one layer"):
+        plan(model, 2)
+
+
+def test_regions_beside_each_other_share_the_devices():
+    model = gpt2()
+    with wavemare.replica():
+        assign(model, "lm_head")
+    with wavemare.split(2):
+        assign(model, *(f"transformer.h.{n}" for n in range(4)))
+    with pytest.raises(PlanError, match="share the grid of splits and replicas") as error:
+        plan(model, 4)
+    assert len(set(re.findall(HERE, str(error.value)))) == 2
+    model = gpt2()
+    with wavemare.replica():
+        assign(model, "lm_head")
+    with wavemare.stage("s0"):
+        assign(model, "transformer")
+    with pytest.raises(PlanError, match="stands beside stage"):
+        plan(model, 4)
+    model = bert()
+    with wavemare.split():
+        assign(model, "classifier")
+    with wavemare.stage("s0"):
+        assign(model, "bert")
+    with pytest.raises(PlanError, match="replicated whole") as error:
+        plan(model, 4)
+    assert len(set(re.findall(HERE, str(error.value)))) == 2
+
+
+def test_a_pipeline_without_stages():
+    with wavemare.pipeline():
+        model = gpt2()
+    with pytest.raises(PlanError, match="has no stages"):
+        plan(model, 2)
+    with pytest.raises(PlanError, match="a pipeline has stages"):
+        wavemare.annotate(gpt2(), {"pipeline": {"micro_batches": 2}})
+
+
+def test_nearest_triples():
+    assert legal_triples((2, 2, 2), 8)[0] == (2, 2, 2)
+    assert legal_triples((3, 2, 1), 4)[:2] == [(2, 2, 1), (4, 1, 1)]
+    everything = legal_triples((1, 1, 1), 12, count=100)
+    assert all(p * t * d == 12 for p, t, d in everything)
+    assert len(set(everything)) == len(everything) == 18
+    model = wavemare.annotate(gpt2(), {"stages": 2, "split": 2, "replica": 3})
+    with pytest.raises(
+        PlanError, match=r"Start 12 processes, or use one of 2 x 2 x 2, 1 x 2 x 4, 2 x 1 x 4"
+    ):
+        plan(model, 8)
+
+
+def test_what_a_scope_says_is_not_said_again():
+    with wavemare.pipeline(4, schedule="pipemare", stages=2):
+        model = gpt2()
+    for key, section in {
+        "wavemare.pipeline.stages": {"pipeline": {"stages": 2}},
+        "wavemare.pipeline.schedule": {"pipeline": {"schedule": "1f1b"}},
+        "wavemare.tensor_parallel.size": {"tensor_parallel": {"size": 2}},
+    }.items():
+        with pytest.raises(PlanError, match=rf"{re.escape(key)}.*{HERE}"):
+            plan(model, 2, wavemare=section)
+    with pytest.raises(PlanError, match=rf"gradient_accumulation_steps = 2: {HERE}|.*{HERE} has 4"):
+        plan(model, 2, gradient_accumulation_steps=2)
+    with pytest.raises(PlanError, match="no such schedule"):
+        wavemare.pipeline(schedule="gpipe")
+    for value in (0, True, 1.5):
+        with pytest.raises(PlanError, match="no whole number"):
+            wavemare.split(value)
+
+
+def test_models_that_cannot_be_cut():
+    with wavemare.pipeline(stages=2):
+        model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(ModelError, match="cannot be cut"):
+        plan(model, 2)
+    with pytest.raises(ModelError, match="cannot be cut"):
+        wavemare.annotate(nn.Linear(2, 2), {"stages": 2})
+    with pytest.raises(ConfigError, match=r"this key does not exist.*Did you mean 'stages'"):
+        wavemare.annotate(gpt2(), {"stage": 2})
+
+
+def test_the_area_of_that_name_is_still_a_package():
+    from wavemare.pipeline.cuts import balanced_cuts
+
+    assert wavemare.pipeline.cuts.balanced_cuts is balanced_cuts
+    assert callable(wavemare.pipeline)
