@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from wavemare.models import save_pretrained, to_pipeline
     from wavemare.parallel.annotations import replica, replicate, split, stage
     from wavemare.parallel.names import annotate
+    from wavemare.parallel.planner.api import plan
 
 __version__ = "0.1.0"
 
@@ -27,6 +28,7 @@ __all__ = [
     "init_distributed",
     "initialize",
     "pipeline",
+    "plan",
     "replica",
     "replicate",
     "save_pretrained",
@@ -42,6 +44,7 @@ _HOME = {
     "PipelineEngine": "wavemare.engine",
     "annotate": "wavemare.parallel.names",
     "init_distributed": "wavemare.engine",
+    "plan": "wavemare.parallel.planner.api",
     "replica": "wavemare.parallel.annotations",
     "replicate": "wavemare.parallel.annotations",
     "save_pretrained": "wavemare.models",
