@@ -130,7 +130,7 @@ def test_golden_cuts_of_2_fast_and_2_slow_devices(micro_steps, gain):
 
 
 def test_large_memory_first_is_a_rule_that_fails():
-    """The slow type has the larger memory, and the fast one still belongs first or last alike."""
+    """Sometimes the order by memory does not fit, or its slowest stage is slower; never faster."""
     worse = 0
     for seed in range(60):
         draw = random.Random(seed)
@@ -145,7 +145,8 @@ def test_large_memory_first_is_a_rule_that_fails():
         elif by_memory is None or by_memory.slowest_s > best.slowest_s * 1.001:
             worse += 1
         else:
-            assert best.slowest_s <= by_memory.slowest_s * 1.2
+            step_s = pipeline_s(by_memory.stage_s, 16)
+            assert pipeline_s(best.stage_s, 16) <= step_s * (1 + 1e-9)
     assert worse > 0
 
 

@@ -1,0 +1,59 @@
+"""``wavemare plan search``: what it prints and writes, and its exit codes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from wavemare.cli import app
+from wavemare.errors import ModelError, PlanError
+from wavemare.parallel.plan import ParallelPlan
+
+BASE = ["plan", "search", "--model", "gpt2", "--global-batch", "64", "--sequence", "256"]
+
+
+def test_plans_are_printed_and_written(tmp_path):
+    files = ["--json", str(tmp_path / "all.json"), "--output", str(tmp_path / "plan.json")]
+    result = CliRunner().invoke(app, [*BASE, "--cluster", "2xV100,2xP100", *files])
+    assert result.exit_code == 0, result.output
+    assert "gpt2, 124.4 M parameters, on 2xV100, 2xP100" in result.output
+    assert "\nequal " in result.output
+    best = ParallelPlan.from_json((tmp_path / "plan.json").read_text())
+    values = json.loads((tmp_path / "all.json").read_text())
+    assert ParallelPlan.from_json(json.dumps(values["plans"][0])) == best
+    assert best.digest[:12] in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        (["--cluster", "2xV1"], PlanError),
+        (["--cluster", "2xT4", "--dtype", "fp8"], PlanError),
+        (["--cluster", "2xT4", "--margin", "0.999"], PlanError),
+        (["--cluster", "2xT4", "--model", "gpt3"], ModelError),
+    ],
+)
+def test_refusals_are_typed(arguments, kind):
+    result = CliRunner().invoke(app, [*BASE, *arguments])
+    assert isinstance(result.exception, kind)
+
+
+def test_the_exit_code_of_what_does_not_fit():
+    command = [sys.executable, "-m", "wavemare", *BASE, "--cluster", "1xT4", "--margin", "0.99"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "no plan for gpt2 fits" in result.stderr
+
+
+def test_help_needs_no_numpy():
+    program = (
+        "import sys\nfrom wavemare.cli import main\n"
+        "sys.argv = ['wavemare', 'plan', 'search', '--help']\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "print(sorted({'torch', 'numpy', 'deepspeed'} & sys.modules.keys()), file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.stderr == "[]\n"

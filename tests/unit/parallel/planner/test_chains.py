@@ -1,0 +1,110 @@
+"""Layers from configurations, against the layers and parameters of real models."""
+
+import pytest
+import transformers
+
+from wavemare.errors import ModelError, PlanError
+from wavemare.models.families import family_of
+from wavemare.models.layers import TiedHead
+from wavemare.parallel.planner.chains import model_costs
+
+TINY = {"vocab_size": 50, "bos_token_id": 0, "eos_token_id": 0}
+DECODER = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 72,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+GPT2 = {"n_embd": 32, "n_layer": 3, "n_head": 4}
+BERT = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 72,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_labels": 3,
+}
+# Name: model, configuration and its numbers.
+MODELS = {
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {**GPT2, **TINY, "n_inner": 72}),
+    "gpt2-untied": (
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {**GPT2, **TINY, "tie_word_embeddings": False},
+    ),
+    "bert": ("BertForMaskedLM", "BertConfig", BERT),
+    "bert-classes": ("BertForSequenceClassification", "BertConfig", BERT),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", DECODER),
+    "llama-biases": ("LlamaForCausalLM", "LlamaConfig", {**DECODER, "attention_bias": True}),
+    "mistral": ("MistralForCausalLM", "MistralConfig", DECODER),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {**DECODER, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**DECODER, "head_dim": 16}),
+}
+
+
+def build(name):
+    model, config, numbers = MODELS[name]
+    return getattr(transformers, model)(getattr(transformers, config)(**numbers))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_and_parameters_are_those_of_the_model(name):
+    model = build(name)
+    costs = model_costs(model.config, 16, head=type(model).__name__)
+    family = family_of(model)
+    chain = family.chain(model, family.declared(None))
+    assert [layer.is_block for layer in costs.layers] == [layer.is_block for layer in chain]
+    for layer, real in zip(costs.layers, chain, strict=True):
+        assert layer.parameters == sum(w.numel() for w in real.parameters()), layer.name
+        tied = real.tied.embedding.weight.numel() if isinstance(real, TiedHead) else 0
+        assert layer.tied_parameters == tied
+    assert costs.parameters == sum(w.numel() for w in model.parameters())
+
+
+def test_operations_of_a_block_are_those_of_its_products():
+    """2 for each weight and token, and two products of sequence by sequence."""
+    model = build("gpt2")
+    costs = model_costs(model.config, 16)
+    block = model.transformer.h[0]
+    matrices = sum(w.numel() for w in block.parameters() if w.dim() == 2)
+    assert costs.layers[2].flops == 2 * 16 * matrices + 2 * (2 * 16 * 16 * 32)
+    assert costs.layers[-1].flops == 2 * 16 * 50 * 32
+
+
+@pytest.mark.parametrize("sequence", [16, 64])
+def test_activations_are_those_of_korthikanti(sequence):
+    """34 bytes of 16 bits for each token and unit of width, with an inner width of 4."""
+    config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=4, **TINY)
+    block = model_costs(config, sequence, dtype="bf16").layers[2]
+    assert block.kept_bytes + block.split_bytes == 34 * sequence * 32
+    values = config.to_dict() | {"_attn_implementation": "eager"}
+    eager = model_costs(values, sequence, dtype="bf16").layers[2]
+    scores = 5 * 4 * sequence**2
+    assert eager.kept_bytes + eager.split_bytes == 34 * sequence * 32 + scores
+
+
+def test_measured_times_part_the_operations():
+    costs = model_costs(build("gpt2").config, 16)
+    times = [1.0, 0.0, 2.0, 2.0, 2.0, 0.0, 3.0]
+    timed = costs.with_times(times)
+    total = sum(layer.flops for layer in costs.layers)
+    assert [layer.flops for layer in timed.layers] == pytest.approx([t * total / 10 for t in times])
+    with pytest.raises(PlanError, match="7 layers"):
+        costs.with_times([1.0] * 6)
+
+
+def test_refusals():
+    config = build("gpt2").config.to_dict()
+    with pytest.raises(ModelError, match="Did you mean 'gpt2'"):
+        model_costs(config | {"model_type": "gpt"}, 16)
+    with pytest.raises(ModelError, match="hidden_size"):
+        model_costs({"model_type": "gpt2", "n_head": 2}, 16)
+    with pytest.raises(PlanError, match="sequence_length = 4096"):
+        model_costs(config, 4096)
+    with pytest.raises(PlanError, match="dtype"):
+        model_costs(config, 16, dtype="fp8")

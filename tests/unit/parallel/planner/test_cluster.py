@@ -1,0 +1,120 @@
+"""Clusters: files, texts, links, and what is refused."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from wavemare.errors import PlanError
+from wavemare.parallel.planner.cards import CARDS
+from wavemare.parallel.planner.cluster import Cluster, Device, Link
+from wavemare.parallel.planner.cluster_file import parse_cluster, read_cluster
+
+FAST = Device(type="fast", tflops=20, memory_gib=32, memory_gb_s=900, node="a", efficiency=0.6)
+SLOW = Device(type="slow", tflops=10, memory_gib=16, memory_gb_s=700, node="b", overhead_s=1e-3)
+
+
+def test_json_round_trip(tmp_path):
+    cluster = Cluster(
+        devices=(FAST, FAST, SLOW),
+        within=Link(1e-6, 1e10),
+        between=Link(2e-5, 1e9),
+        pairs={("a", "b"): Link(1e-4, 1e8), ("b", "b"): Link(0.0, 5e9)},
+        measured={"torch": "2.13"},
+    )
+    cluster.save(tmp_path / "cluster.json")
+    assert read_cluster(tmp_path / "cluster.json") == cluster
+    assert read_cluster(cluster) is cluster
+
+
+def test_texts_name_cards_by_node(caplog):
+    cluster = read_cluster("2x2xV100, 3xp100", "fp16")
+    assert [device.node for device in cluster.devices] == list("0011222")
+    assert cluster.types == ("V100", "P100")
+    assert cluster.devices[0].tflops == 125
+    assert "public peak numbers" in caplog.text
+
+
+def test_a_file_may_leave_numbers_to_the_table(caplog):
+    values = {"devices": [{"type": "T4", "count": 2, "node": "x", "efficiency": 0.3}]}
+    first, second = parse_cluster(values).devices
+    assert first == second
+    assert (first.tflops, first.memory_gib, first.efficiency) == (8.1, 16, 0.3)
+    assert "devices[0]: memory_gb_s, memory_gib, tflops" in caplog.text
+
+
+def test_table():
+    for name, card in CARDS.items():
+        assert card.fp16 >= card.fp32 > 0, name
+        assert card.bf16 in (card.fp16, card.fp32), name
+        assert name == name.upper()
+
+
+def test_links():
+    pairs = {("a", "b"): Link(1e-4, 1e8), ("b", "b"): Link(1e-5, 5e9)}
+    cluster = Cluster(devices=(FAST, SLOW), pairs=pairs)
+    assert cluster.link("b", "a") == pairs["a", "b"]
+    assert cluster.link("a", "a") == cluster.within
+    assert cluster.link("b", "b") == pairs["b", "b"]
+    assert cluster.link("a", "c") == cluster.between
+    worst = cluster.slowest_link(["a", "b", "b"])
+    assert worst == Link(1e-4, 1e8)
+    assert Link(1e-3, 1e6).seconds(1e6) == pytest.approx(1.001)
+
+
+def test_devices_of_a_type_are_alike():
+    Cluster(devices=(FAST, replace(FAST, node="z", memory_gib=8)))
+    with pytest.raises(PlanError, match="differ in more than node and memory"):
+        Cluster(devices=(FAST, replace(FAST, tflops=21)))
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ([], "cluster"),
+        ({}, "cluster.devices"),
+        ({"devices": []}, "devices"),
+        ({"device": [{}]}, "cluster.device"),
+        ({"version": 9, "devices": [{"type": "T4"}]}, "version"),
+        ({"devices": [{"tflops": 3}]}, "devices[0].type"),
+        ({"devices": [{"type": "T4"}, {"type": "T5"}]}, "devices[1].type"),
+        ({"devices": [{"type": 4}]}, "devices[0].type"),
+        ({"devices": [{"type": "T4", "node": 1}]}, "devices[0].node"),
+        ({"devices": [{"type": "T4", "count": 0}]}, "devices[0].count"),
+        ({"devices": [{"type": "T4", "tflops": 0}]}, "devices[0].tflops"),
+        ({"devices": [{"type": "T4", "tflops": "8"}]}, "devices[0].tflops"),
+        ({"devices": [{"type": "T4", "overhead_s": -1}]}, "devices[0].overhead_s"),
+        ({"devices": [{"type": "T4", "efficiency": 1.2}]}, "devices[0].efficiency"),
+        ({"devices": [{"type": "T4", "memory": 3}]}, "devices[0].memory"),
+        ({"devices": [{"type": "T4"}], "links": {"in": {}}}, "links.in"),
+        ({"devices": [{"type": "T4"}], "links": {"within": {"beta": 1}}}, "links.within.beta"),
+        (
+            {"devices": [{"type": "T4"}], "links": {"within": {"bytes_s": 0}}},
+            "links.within.bytes_s",
+        ),
+        (
+            {
+                "devices": [{"type": "T4"}],
+                "links": {"pairs": [{"nodes": ["0", "1"], "alpha_s": 0, "bytes_s": 1}]},
+            },
+            "links.pairs[0].nodes",
+        ),
+    ],
+)
+def test_refusals_name_the_key(values, key):
+    with pytest.raises(PlanError) as refused:
+        parse_cluster(values)
+    assert refused.value.key == key
+
+
+@pytest.mark.parametrize("text", ["V100", "0xV100", "8xV1000", "missing.json", "8xV100,,"])
+def test_texts_that_name_nothing(text):
+    with pytest.raises(PlanError):
+        read_cluster(text)
+
+
+def test_files_that_are_no_json(tmp_path):
+    (tmp_path / "x.json").write_text("{")
+    with pytest.raises(PlanError, match="not JSON"):
+        read_cluster(tmp_path / "x.json")
+    assert json.loads(Cluster(devices=(FAST,)).to_json())["version"] == 1

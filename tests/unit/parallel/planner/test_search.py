@@ -1,0 +1,231 @@
+"""The search: memory by an independent count, never below the equal plan, in time."""
+
+import random
+import time
+from dataclasses import replace
+
+import pytest
+
+from wavemare.errors import ModelError, PlanError
+from wavemare.parallel.plan import ParallelPlan
+from wavemare.parallel.planner import Cluster, Device, Link, Settings, plan, search_plans
+from wavemare.parallel.planner.chains import model_costs
+from wavemare.parallel.planner.probe import group_types
+
+GIB = 2**30
+
+
+def gpt2(width=256, blocks=4, heads=4, vocabulary=2000):
+    return {
+        "model_type": "gpt2",
+        "n_embd": width,
+        "n_layer": blocks,
+        "n_head": heads,
+        "n_positions": 1024,
+        "vocab_size": vocabulary,
+    }
+
+
+def rank_bytes(costs, chosen, rank):
+    """Return a rank's bytes, counted from the text of the design rather than by the planner."""
+    stage = rank // (chosen.data_parallel * chosen.tensor_parallel)
+    replica = rank // chosen.tensor_parallel % chosen.data_parallel
+    cuts = chosen.cuts or (0, len(costs.layers))
+    layers = costs.layers[cuts[stage] : cuts[stage + 1]]
+    weights = sum(layer.parameters for layer in layers)
+    if chosen.stages > 1:
+        weights += sum(layer.tied_parameters for layer in layers)
+    weights /= chosen.tensor_parallel
+    half = costs.dtype != "fp32"
+    size = 2 if half else 4
+    gradient = size + (4 if half and chosen.stages > 1 else 0)
+    state = 12 if half else 8
+    shards = chosen.data_parallel
+    total = weights * (size / shards if chosen.zero_stage == 3 else size)
+    total += weights * (gradient / shards if chosen.zero_stage >= 2 else gradient)
+    total += weights * (state / shards if chosen.zero_stage >= 1 else state)
+    total += weights * 8 * (chosen.schedule == "pipemare")
+    ahead = chosen.stages - stage
+    if chosen.schedule == "1f1b":
+        ahead = min(chosen.micro_steps, ahead * (2 if chosen.wavelet else 1))
+    samples, largest = chosen.shares[replica], 0.0
+    for layer in layers:
+        kept = layer.kept_bytes + layer.split_bytes / chosen.tensor_parallel
+        if layer.is_block and chosen.recompute:
+            largest = max(largest, kept)
+            kept = costs.boundary_bytes
+        total += ahead * samples * kept
+    if chosen.recompute:
+        blocks = [layer for layer in costs.layers if layer.is_block]
+        every = [b.kept_bytes + b.split_bytes / chosen.tensor_parallel for b in blocks]
+        total += samples * max(every)
+    return total * 1.13
+
+
+def check_memory(found, margin):
+    for chosen in (*found.plans, *([found.equal] if found.equal else [])):
+        order = chosen.order or range(chosen.world_size)
+        for rank, device in enumerate(order):
+            needed = rank_bytes(found.costs, chosen, rank)
+            assert needed == pytest.approx(chosen.predicted.memory_bytes[rank], rel=1e-9)
+            assert needed <= found.cluster.devices[device].memory_gib * GIB * (1 - margin)
+
+
+def random_cluster(draw):
+    devices = []
+    for kind in range(draw.randint(1, 3)):
+        device = Device(
+            type=f"t{kind}",
+            tflops=draw.uniform(1, 20),
+            memory_gib=draw.choice([0.05, 0.1, 0.2, 0.5, 1, 4]),
+            memory_gb_s=draw.uniform(50, 900),
+            efficiency=draw.uniform(0.3, 1),
+            overhead_s=draw.choice([0, 1e-4]),
+        )
+        for _ in range(draw.randint(1, 2)):
+            node = f"n{len({d.node for d in devices})}"
+            devices += [replace(device, node=node)] * draw.choice([1, 2, 2, 4])
+    if draw.random() < 0.3:
+        draw.shuffle(devices)
+    return Cluster(
+        devices=tuple(devices),
+        within=Link(1e-5, draw.uniform(1e9, 5e10)),
+        between=Link(3e-5, draw.uniform(1e8, 5e9)),
+    )
+
+
+@pytest.mark.parametrize("part", range(5))
+def test_500_random_clusters_fit_and_never_fall_below_the_equal_plan(part):
+    found_some = refused = gains = 0
+    for seed in range(100 * part, 100 * (part + 1)):
+        draw = random.Random(seed)
+        cluster = random_cluster(draw)
+        config = gpt2(draw.choice([64, 128, 256]), draw.randint(2, 6), 4, draw.choice([500, 8000]))
+        dtype = draw.choice(["fp32", "bf16"])
+        costs = model_costs(config, draw.choice([32, 128]), dtype=dtype)
+        margin = draw.choice([0.0, 0.05, 0.2])
+        settings = Settings(
+            global_batch=len(cluster.devices) * draw.choice([2, 4, 12]),
+            margin=margin,
+            pipemare=draw.random() < 0.3,
+        )
+        try:
+            found = search_plans(costs, cluster, settings)
+        except PlanError:
+            refused += 1
+            continue
+        found_some += 1
+        check_memory(found, margin)
+        speeds = [chosen.predicted.tokens_per_s for chosen in found.plans]
+        assert speeds == sorted(speeds, reverse=True)
+        assert 1 <= len(speeds) <= settings.keep
+        if found.equal:
+            assert speeds[-1] >= found.equal.predicted.tokens_per_s
+            gains += found.gain > 1.01
+        for chosen in found.plans:
+            assert chosen.world_size == len(cluster.devices)
+            assert ParallelPlan.from_json(chosen.to_json()) == chosen
+            check_units(cluster, chosen)
+    assert found_some > 50
+    assert refused > 0
+    assert gains > 20
+
+
+def check_units(cluster, chosen):
+    """The ranks that share a layer are of one type and in one node."""
+    order = chosen.order or tuple(range(chosen.world_size))
+    for first in range(0, chosen.world_size, chosen.tensor_parallel):
+        unit = [cluster.devices[d] for d in order[first : first + chosen.tensor_parallel]]
+        assert len({(device.type, device.node) for device in unit}) == 1
+
+
+def test_64_devices_of_3_types_and_100_layers_in_10_seconds():
+    config = gpt2(2048, 96, 16, 50257)
+    started = time.process_time()
+    found = plan(config, "3x8xA100-80,3x8xV100-32,2x8xA10", global_batch=512, sequence_length=1024)
+    assert time.process_time() - started < 10
+    assert len(found.costs.layers) == 100
+    assert len(found.plans) == 5
+    assert found.gain > 1.1
+    check_memory(found, 0.05)
+
+
+def test_like_devices_get_the_equal_plan():
+    found = plan(gpt2(), "4xV100", global_batch=64, sequence_length=128)
+    assert found.best.balanced
+    assert found.gain == pytest.approx(1.0, abs=0.02)
+
+
+def test_two_card_generations_get_shares_by_speed():
+    """8 V100 and 8 P100 as replicas: 40 and 24 of 512 samples, and nearly the bound's gain."""
+    devices = [
+        Device(type=name, tflops=tflops, memory_gib=64, memory_gb_s=1e5, node=name, efficiency=0.5)
+        for name, tflops in [("V", 15.7)] * 8 + [("P", 9.3)] * 8
+    ]
+    cluster = Cluster(devices=tuple(devices), within=Link(0, 1e15), between=Link(0, 1e15))
+    found = plan(
+        gpt2(vocabulary=50000),
+        cluster,
+        global_batch=512,
+        sequence_length=128,
+        max_stages=1,
+        max_tensor_parallel=1,
+    )
+    assert found.best.micro_steps in (1, 2)
+    scale = 3 - found.best.micro_steps
+    assert found.best.shares in ((20 * scale,) * 8 + (12 * scale,) * 8, (40,) * 8 + (24,) * 8)
+    assert found.gain == pytest.approx(1.333, abs=0.01)
+    assert found.best.order is None
+
+
+def test_too_little_memory_is_told():
+    with pytest.raises(PlanError, match=r"no plan for gpt2 fits .* equal parts need") as refused:
+        plan(gpt2(2048, 48, 16, 50257), "2xP100", global_batch=8, sequence_length=1024)
+    assert refused.value.exit_code == 2
+
+
+def test_batches_that_no_layout_divides():
+    with pytest.raises(PlanError, match="global_batch = 3"):
+        plan(gpt2(blocks=1, heads=1), "8xT4", global_batch=3, sequence_length=64, max_stages=1)
+
+
+def test_memory_moves_a_plan_to_recomputation_or_partition():
+    roomy = Device(type="d", tflops=10, memory_gib=16, memory_gb_s=900)
+    costs = model_costs(gpt2(512, 8, 8), 512)
+    wide = search_plans(costs, Cluster(devices=(roomy,) * 2), Settings(global_batch=32))
+    tight = replace(roomy, memory_gib=0.55)
+    narrow = search_plans(costs, Cluster(devices=(tight,) * 2), Settings(global_batch=32))
+    assert narrow.best.predicted.tokens_per_s <= wide.best.predicted.tokens_per_s
+    check_memory(narrow, 0.05)
+
+
+def test_settings_are_kept():
+    found = plan(
+        gpt2(), "2xV100,2xP100", global_batch=32, sequence_length=64, zero_stages=(1,), keep=2
+    )
+    assert {p.zero_stage for p in found.plans} == {1}
+    assert len(found.plans) <= 2
+    assert {p.schedule for p in found.plans} == {"1f1b"}
+    for wrong in ({"margin": 1}, {"overlap": 2}, {"zero_stages": (4,)}, {"keep": 0}):
+        with pytest.raises(PlanError):
+            Settings(global_batch=8, **wrong)
+
+
+def test_models_by_name_and_file(tmp_path):
+    with pytest.raises(ModelError, match="Did you mean 'gpt2-xl'"):
+        plan("gpt2-xxl", "2xT4", global_batch=8, sequence_length=64)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelError, match="no mapping"):
+        plan(tmp_path, "2xT4", global_batch=8, sequence_length=64)
+
+
+def test_types_of_a_probe_are_names_and_speeds():
+    def device(tflops, node="a"):
+        return Device(type="cpu", tflops=tflops, memory_gib=8, memory_gb_s=10, node=node)
+
+    found = group_types([device(2.0), device(1.0), device(2.1, "b"), device(1.05)])
+    assert [d.type for d in found] == ["cpu#1", "cpu#0", "cpu#1", "cpu#0"]
+    assert found[0].tflops == pytest.approx(2.05)
+    assert found[2].node == "b"
+    assert {d.type for d in group_types([device(1.0), device(1.05)])} == {"cpu"}
+    Cluster(devices=found)
