@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -60,7 +61,8 @@ def check_colocated(config: Mapping[str, Any], zero: Mapping[str, Any]) -> None:
 class ColocatedHeads:
     """Adds them to a data-parallel engine."""
 
-    _heads: dict[str, torch.nn.Parameter]
+    _heads: Mapping[str, torch.nn.Parameter] = MappingProxyType({})
+    _has_own_experts = False
 
     def _configure_distributed_model(self, model: Any) -> None:
         super()._configure_distributed_model(model)  # type: ignore[misc]

@@ -56,9 +56,9 @@ class ParallelConfig(Section):
     @property
     def annotates(self) -> bool:
         """Whether there are annotations."""
-        return bool(self.model_fields_set - {"plan"})
+        return self.model_copy(update={"plan": None}) != ParallelConfig()
 
     @property
     def given(self) -> bool:
         """Whether the section says anything."""
-        return bool(self.model_fields_set)
+        return self.annotates or self.plan is not None

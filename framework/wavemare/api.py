@@ -15,7 +15,7 @@ from wavemare.engine.colocated import check_colocated
 from wavemare.engine.config import WavemareConfig, check_config, zero_section
 from wavemare.engine.initialize import read_config
 from wavemare.engine.segments import Segments
-from wavemare.errors import ConfigError
+from wavemare.errors import ConfigError, PlanError
 from wavemare.parallel import TensorMesh
 from wavemare.parallel.annotations import PLAN, is_annotated
 
@@ -121,6 +121,9 @@ def _planned(model: Any, values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
     plan, values = plan_for(model, values)
     if plan.recompute and plan.stages == 1:
+        if not hasattr(model, "gradient_checkpointing_enable"):
+            reason = f"{type(model).__name__} has no gradient checkpointing to be turned on"
+            raise PlanError("recompute", True, reason, "Checkpoint in the model; plan without it")
         model.gradient_checkpointing_enable()
     if dist.get_rank() == 0:
         logger.info("%s", plan)

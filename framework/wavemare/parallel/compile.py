@@ -36,6 +36,9 @@ def compile_plan(model: Any, config: Mapping[str, Any], *, world_size: int) -> P
     """
     ours = WavemareConfig.of(config)
     regions = regions_of(model)
+    if not regions.by_module:
+        reason = "none of its modules is annotated"
+        raise PlanError("model", type(model).__name__, reason, "Use wavemare.annotate, or scopes")
     _check_given_once(ours, regions)
     pipeline = regions.pipeline
     cut = bool(regions.of("stage")) or pipeline is not None

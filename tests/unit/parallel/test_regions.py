@@ -379,6 +379,12 @@ def test_what_a_scope_says_is_not_said_again():
             wavemare.split(value)
 
 
+def test_a_model_without_annotations():
+    for model in (gpt2(), wavemare.annotate(gpt2(), {})):
+        with pytest.raises(PlanError, match="none of its modules is annotated"):
+            plan(model, 2)
+
+
 def test_models_that_cannot_be_cut():
     with wavemare.pipeline(stages=2):
         model = nn.Sequential(nn.Linear(2, 2))
