@@ -101,6 +101,8 @@ class CheckpointMixin:
             tag = resolve_tag(load_dir, tag)
             manifest = read_manifest(Path(load_dir) / tag) if tag is not None else None
         whole = load_optimizer_states and not load_module_only
+        if manifest is not None:
+            _check_heads(Path(load_dir) / str(tag), manifest.get("plan"), engine.parallel_plan)
         if manifest is not None and whole:
             _check_plan(Path(load_dir) / str(tag), manifest.get("plan"), engine.parallel_plan)
             _check_topology(Path(load_dir) / str(tag), manifest["topology"], topology(engine))
@@ -175,6 +177,19 @@ def _check_plan(folder: Path, saved: dict[str, Any] | None, plan: Any) -> None:
         f"it was saved under the plan {saved['digest']}, this run has {plan.digest}",
         f"Resume with the same plan, which stands in {MANIFEST}, or {_universal_remedy(folder)}",
     )
+
+
+def _check_heads(folder: Path, saved: dict[str, Any] | None, plan: Any) -> None:
+    """Refuse a checkpoint whose output heads are split over the data ranks and here not."""
+    theirs = list(saved["layout"]["colocated"]) if saved is not None else []
+    own = list(plan.colocated) if plan is not None else []
+    if theirs != own:
+        raise CheckpointError(
+            "checkpoint",
+            str(folder),
+            f"in it the heads {theirs} are split over the data ranks, in this run {own}",
+            "Resume with the same plan, or go on from a model that save_pretrained exported",
+        )
 
 
 def _check_topology(folder: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ def test_a_split_head_trains_like_a_whole_one(launch):
     finished = launch("colocated.py").check()
     results = [finished.result(rank) for rank in range(2)]
     for rank, result in enumerate(results):
-        assert len(result["training"]) == 7
+        assert len(result["training"]) == 4
         for name, case in result["training"].items():
             assert case["losses"] == pytest.approx(case["expected"], abs=EXACT), name
             assert case["difference"] <= EXACT, name
@@ -24,7 +24,7 @@ def test_a_split_head_trains_like_a_whole_one(launch):
             assert case["losses"] == case["expected"]
             assert case["digests"][0] == case["digests"][1]
             assert case["exported"] == 0.0
-            assert case["plain"].startswith(("CheckpointError", "nothing"))
+            assert "the heads ['classifier'] are split over the data ranks" in case["plain"]
             assert case["universal"].startswith("CheckpointError: checkpoint.load_universal")
         refused = result["refused"]
         assert "has the same weight" in refused["tied"]

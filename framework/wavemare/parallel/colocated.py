@@ -55,7 +55,7 @@ class ColocatedHead(nn.Module):
         self.weight = self._part(head.weight)
         self.bias = self._part(head.bias) if head.bias is not None else None
 
-    def _part(self, whole: nn.Parameter) -> nn.Parameter:
+    def _part(self, whole: Tensor) -> nn.Parameter:
         part: Any = nn.Parameter(self.share.padded(self.share.part(whole.detach())))
         part.requires_grad_(whole.requires_grad)
         part.whole_numel = whole.numel()
