@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +14,12 @@ from wavemare.parallel.plan import ParallelPlan
 if TYPE_CHECKING:
     from wavemare.parallel.guard import Guard
     from wavemare.parallel.speed import Speed
+    from wavemare.parallel.stage_guard import StageGuard
 
 __all__ = ["Balancing"]
 
 AUTO, NONE = "auto", "none"
+_BETTER = "better-plan.json"
 
 
 class Balancing:
@@ -39,7 +41,9 @@ class Balancing:
         self.plan: ParallelPlan | None = None
         self._file = folder / "plan.json"
         self._speeds: list[Speed] | None = None
+        self._table: Any = None
         self._guard: Guard | None = None
+        self._stage_guard: StageGuard | None = None
         self.measures = choice == AUTO
         if choice == NONE:
             return
@@ -68,7 +72,7 @@ class Balancing:
         """
         if not self.measures:
             return None
-        from wavemare.parallel.balance import balance_replicas, balance_stages
+        from wavemare.parallel.balance import balance_replicas, measure_layers, plan_stages
         from wavemare.parallel.speed import example_samples
 
         section = WavemareConfig.of(self.config)
@@ -77,12 +81,17 @@ class Balancing:
             raise ConfigError("--balance", AUTO, reason, "Put like devices there, and give a plan")
         zero = int(self.config.get("zero_optimization", {}).get("stage", 0))
         if section.pipeline.stages > 1:
-            plan = balance_stages(
+            self._table = measure_layers(
                 model,
+                samples=batch["train_micro_batch_size_per_gpu"],
+                sequence_length=sequence_length,
+                inputs=section.pipeline.inputs,
+            )
+            plan = plan_stages(
+                self._table,
                 batch,
                 stages=section.pipeline.stages,
                 schedule=section.pipeline.schedule,
-                inputs=section.pipeline.inputs,
                 zero_stage=zero,
                 sequence_length=sequence_length,
             )
@@ -104,27 +113,60 @@ class Balancing:
         if self.plan is not None:
             atomic_write_text(self._file, self.plan.to_json())
 
-    def watch(self, engine: Any, share_out: Callable[[Sequence[int]], None]) -> None:
+    def watch(
+        self,
+        engine: Any,
+        share_out: Callable[[Sequence[int]], None],
+        batch: Mapping[str, int],
+    ) -> None:
         """Begin to compare what was measured with what happens.
 
         Args:
             engine: Built by `config`.
             share_out: Applies new shares to the data.
+            batch: DeepSpeed's three batch sizes by their keys.
         """
-        if self._speeds is None or self.plan is None:
+        if self.plan is None:
             return
-        from wavemare.parallel.guard import Guard
+        if self._speeds is not None:
+            from wavemare.parallel.guard import Guard
 
-        self._guard = Guard(engine, self._speeds, self.plan.shares, share_out)
+            self._guard = Guard(engine, self._speeds, self.plan.shares, share_out)
+        elif self._table is not None:
+            from wavemare.parallel.stage_guard import StageGuard
 
-    def after_step(self, *, saved: bool) -> str | None:
-        """Look after a step, and after a checkpoint; return what there is to say."""
+            self._stage_guard = StageGuard(engine, self.plan, self._table, batch)
+
+    def after_step(self, *, saved: bool, rank: int) -> str | None:
+        """Look after a step, and after a checkpoint; return what there is to say.
+
+        Args:
+            saved: Whether a checkpoint has just been written.
+            rank: Of this process; rank 0 writes a better plan's file.
+        """
+        if self._stage_guard is not None:
+            return self._stages_after_step(rank)
         if self._guard is None:
             return None
         verdict = self._guard.after_step()
         if verdict is None and saved:
             verdict = self._guard.at_checkpoint()
         return None if verdict is None else f"balance: {verdict}"
+
+    def _stages_after_step(self, rank: int) -> str | None:
+        verdict = self._stage_guard.after_step() if self._stage_guard is not None else None
+        if verdict is None:
+            return None
+        if verdict.plan is None:
+            return f"balance: {verdict}"
+        file = self._file.with_name(_BETTER)
+        if rank == 0:
+            atomic_write_text(file, verdict.plan.to_json())
+        cuts = ",".join(map(str, verdict.plan.cuts or ()))
+        return (
+            f"balance: {verdict}; cuts {cuts} would be better. From a universal checkpoint, "
+            f"--balance {file} goes on with them"
+        )
 
     def _use(self, plan: ParallelPlan) -> None:
         self.plan = plan

@@ -209,7 +209,7 @@ class Job:
             seed=self.arguments.seed,
             shares=WavemareConfig.of(self.config).balance.shares,
         )
-        self.balancing.watch(self.engine, loader.share_out)
+        self.balancing.watch(self.engine, loader.share_out, self.batch)
         if self.arguments.resume:
             self._resume(loader)
         self.first_step = self.engine.global_steps
@@ -285,7 +285,7 @@ class Job:
                 saves = step % arguments.save_interval == 0 or last
                 if saves:
                     self._save(loader, step)
-                news = self.balancing.after_step(saved=saves)
+                news = self.balancing.after_step(saved=saves, rank=self.rank)
                 if news is not None:
                     self.note(news)
                 if last:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 from torch import distributed as dist
 
@@ -17,7 +18,7 @@ from wavemare.parallel.planner.shares import balanced_shares
 from wavemare.parallel.planner.stages import StageProblem, cut_stages, pipeline_s
 from wavemare.parallel.speed import Line, Speed, measure_speeds
 
-__all__ = ["balance_replicas", "balance_stages", "shares_for"]
+__all__ = ["balance_replicas", "balance_stages", "measure_layers", "plan_stages", "shares_for"]
 
 _UNLIMITED = 1e30
 
@@ -109,13 +110,67 @@ def balance_stages(
     Raises:
         PlanError: The model has fewer layers than there are stages.
     """
-    micro, steps = batch["train_micro_batch_size_per_gpu"], batch["gradient_accumulation_steps"]
+    table = measure_layers(
+        model,
+        samples=batch["train_micro_batch_size_per_gpu"],
+        sequence_length=sequence_length,
+        inputs=inputs,
+    )
+    return plan_stages(
+        table,
+        batch,
+        stages=stages,
+        schedule=schedule,
+        zero_stage=zero_stage,
+        sequence_length=sequence_length,
+    )
+
+
+def measure_layers(
+    model: Any, *, samples: int, sequence_length: int, inputs: Sequence[str] | None = None
+) -> NDArray[np.float64]:
+    """Measure forward and backward pass of each layer on every rank.
+
+    Args:
+        model: Whole on every rank.
+        samples: Of a micro-batch.
+        sequence_length: Tokens of a sample.
+        inputs: Names of the first carry; the family's default if omitted.
+
+    Returns:
+        Seconds, (ranks, layers), equal on all ranks; the loss is part of the last layer.
+    """
     family = family_of(model)
     names = family.declared(inputs)
     chain, loss = tuple(family.chain(model, names)), family.loss(model)
-    table = np.array(
-        rank_layer_times(model, chain, names, loss, texts=micro, tokens=sequence_length)
+    return np.array(
+        rank_layer_times(model, chain, names, loss, texts=samples, tokens=sequence_length)
     )
+
+
+def plan_stages(
+    table: NDArray[np.float64],
+    batch: Mapping[str, int],
+    *,
+    stages: int,
+    schedule: str = "1f1b",
+    zero_stage: int = 0,
+    sequence_length: int = 1,
+) -> ParallelPlan:
+    """Return the plan for measured layers; the arguments are those of `balance_stages`.
+
+    Args:
+        table: Of `measure_layers`.
+        batch: DeepSpeed's three batch sizes by their keys.
+        stages: Of the pipeline.
+        schedule: For the plan.
+        zero_stage: For the plan.
+        sequence_length: Tokens of a sample.
+
+    Raises:
+        PlanError: There are fewer layers than stages.
+    """
+    micro, steps = batch["train_micro_batch_size_per_gpu"], batch["gradient_accumulation_steps"]
     replicas = len(table) // stages
     # Rank stage * replicas + replica, as DeepSpeed counts them.
     seconds = table.reshape(stages, replicas, -1)

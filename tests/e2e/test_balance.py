@@ -1,0 +1,68 @@
+"""``--balance`` of the recipes: the same training, shared otherwise."""
+
+import json
+
+import pytest
+
+from wavemare.parallel.plan import ParallelPlan
+
+
+def losses_of(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def test_a_plan_changes_the_shares_and_nothing_that_is_learnt(
+    command, small_options, recipe_config, tmp_path
+):
+    config = recipe_config("gpt/pretrain", "zero")
+    batch = json.loads(config.read_text())["train_batch_size"]
+    shares = (batch - 3, 3)
+    plan = ParallelPlan(global_batch=batch, shares=shares, data_parallel=2, zero_stage=1)
+    file = tmp_path / "shares.json"
+    file.write_text(plan.to_json())
+    equal, unequal = tmp_path / "equal", tmp_path / "unequal"
+    words = ["wavemare", "train", "gpt", "--config", config]
+    command(*words, *small_options("gpt", equal)).check()
+    command(*words, *small_options("gpt", unequal, balance=file)).check()
+    assert json.loads((unequal / "plan.json").read_text())["shares"] == list(shares)
+    assert not (equal / "plan.json").exists()
+    expected, found = losses_of(equal), losses_of(unequal)
+    assert found[:2] == pytest.approx(expected[:2], abs=1e-6)  # before the first update
+    assert found == pytest.approx(expected, abs=1e-3)
+    assert found != expected  # sums of other parts are rounded otherwise
+    config_of_run = json.loads((unequal / "config.json").read_text())["configuration"]
+    assert config_of_run["deepspeed"]["wavemare"]["balance"] == {"shares": list(shares)}
+
+
+def test_a_file_that_is_no_plan_is_refused(command, small_options, tmp_path):
+    file = tmp_path / "shares.json"
+    for text, reason in ((None, "it cannot be read"), ("{}", "version"), ("[", "not JSON")):
+        if text is not None:
+            file.write_text(text)
+        ended = command(
+            "wavemare", "train", "gpt", *small_options("gpt", tmp_path / "run", balance=file)
+        )
+        assert ended.code == 2
+        assert "--balance" in ended.output
+        assert reason in ended.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["zero", "pipeline"])
+def test_measured_plans_train_and_resume(command, small_options, recipe_config, tmp_path, engine):
+    config = recipe_config("bert/pretrain", engine)
+    run = tmp_path / "run"
+    words = ["wavemare", "train", "bert", "--config", config]
+    ended = command(*words, *small_options("bert", run, balance="auto", max_steps=24)).check()
+    plan = ParallelPlan.from_json((run / "plan.json").read_text())
+    assert plan.world_size == 2
+    assert plan.stages == (2 if engine == "pipeline" else 1)
+    assert f"plan {plan.digest[:12]}" in ended.output
+    assert ("balance: forward pass" in ended.output) == (engine == "zero")
+    losses = losses_of(run)
+    assert losses[-1] < losses[0]
+    options = small_options("bert", run, balance="auto", resume=True, max_steps=28)
+    assert "resumed after step 24" in command(*words, *options).check().output
+    if engine == "pipeline":
+        assert ParallelPlan.from_json((run / "plan.json").read_text()) == plan
