@@ -44,7 +44,7 @@ class JobArguments:
         default="none",
         metadata={
             "help": "how unlike devices share the work: auto measures them, none shares equally, "
-            "or the file of a plan (wavemare plan search --json, or plan.json of a run)"
+            "or the file of a plan (wavemare plan search --output, or plan.json of a run)"
         },
     )
     local_rank: int = field(default=-1, metadata={"help": "set by the deepspeed launcher"})

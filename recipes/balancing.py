@@ -189,7 +189,7 @@ def _read(file: Path) -> ParallelPlan:
         return ParallelPlan.from_json(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "this is not text"
-        remedy = "Give auto, none, or a file that 'wavemare plan search --json' wrote"
+        remedy = "Give auto, none, or a file that 'wavemare plan search --output' wrote"
         raise ConfigError("--balance", str(file), f"it cannot be read ({reason})", remedy) from None
     except PlanError as error:
         error.key = f"--balance {file}: {error.key}"
