@@ -19,7 +19,7 @@ from wavemare.engine.recorder import Recorder as EngineRecorder
 from wavemare.pipeline.action import Kind
 from wavemare.pipeline.timeline import Event
 
-__all__ = ["build_dualpipev", "build_one_f_one_b", "build_pipemare"]
+__all__ = ["build_dualpipev", "build_one_f_one_b", "build_pipemare", "record_actions"]
 
 _KINDS = {
     schedule.LoadMicroBatch: Kind.LOAD,
@@ -80,7 +80,7 @@ def build_one_f_one_b(workload: Workload, place: Place) -> Runner:
     """Return stock DeepSpeed's pipeline."""
     module = _module(deepspeed.PipelineModule, workload, place, parts=place.stages)
     engine = _initialize(deepspeed.initialize, module, _config(workload, place))
-    return EngineRunner(engine, workload, _record(engine, place))
+    return EngineRunner(engine, workload, record_actions(engine, place))
 
 
 def build_dualpipev(workload: Workload, place: Place) -> Runner:
@@ -89,7 +89,7 @@ def build_dualpipev(workload: Workload, place: Place) -> Runner:
 
     module = _module(DualPipeVModule, workload, place, parts=2 * place.stages)
     engine = _initialize(deepspeed.initialize, module, _config(workload, place))
-    return EngineRunner(engine, workload, _record(engine, place))
+    return EngineRunner(engine, workload, record_actions(engine, place))
 
 
 def build_pipemare(workload: Workload, place: Place, slack: int = 0) -> Runner:
@@ -127,8 +127,13 @@ def _initialize(initialize: Callable[..., Any], module: Any, config: dict[str, A
     return initialize(model=module, model_parameters=parameters, config=config)[0]
 
 
-def _record(engine: Any, place: Place) -> Recorder:
-    """Note each instruction of an engine; the table that it looks them up in is wrapped."""
+def record_actions(engine: Any, place: Place) -> Recorder:
+    """Note each instruction of an engine; the table that it looks them up in is wrapped.
+
+    Args:
+        engine: A pipeline engine of DeepSpeed's schedules.
+        place: Where this process stands.
+    """
     recorder = Recorder(place.micro_batches)
 
     def noted(kind: Kind, method: Callable[..., Any]) -> Callable[..., Any]:

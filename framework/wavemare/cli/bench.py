@@ -22,6 +22,7 @@ from wavemare.cli.bench_shared import (
 )
 from wavemare.cli.bench_training import training
 from wavemare.cli.bench_wave import wave
+from wavemare.cli.bench_whale import whale
 from wavemare.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -170,6 +171,7 @@ def sparse(
 
 bench.command()(training)
 bench.command()(wave)
+bench.command()(whale)
 bench.command()(kernels)
 
 

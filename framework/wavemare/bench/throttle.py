@@ -1,0 +1,286 @@
+"""Ranks as unlike devices: each process gets a share of a core's time.
+
+By the kernel's CPU quotas where this process may set them (control groups of version 1 or 2): a
+process that has used its share of a period waits for the next one, with all its threads. Elsewhere
+a thread stops and continues it by signals, on a duty cycle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import tempfile
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from wavemare.errors import LaunchError
+from wavemare.files import atomic_write_text
+
+__all__ = [
+    "GroupThrottle",
+    "PacingThrottle",
+    "Throttle",
+    "ask_for_share",
+    "open_throttle",
+    "shares_on_demand",
+]
+
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
+PERIOD_US = 10_000
+"""Of a quota. Work that is timed should take many of them."""
+_LEAST_QUOTA_US = 1000
+_PACE_S = 0.02
+_POLL_S = 0.02
+_TIMEOUT_S = 60.0
+_ASKED, _DONE = "share-asked-{}.json", "share-done-{}.json"
+
+
+class Throttle(ABC):
+    """Limits processes; `close` lets all run freely again.
+
+    Attributes:
+        way: How: ``cgroup v1``, ``cgroup v2`` or ``pacing``.
+    """
+
+    way: str
+
+    @abstractmethod
+    def limit(self, pid: int, share: float | None) -> None:
+        """Give a process a share of a core, from now on.
+
+        Args:
+            pid: Of the process; its threads share what it gets.
+            share: Above 0; None for no limit.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let all processes run freely, and leave nothing behind."""
+
+
+class GroupThrottle(Throttle):
+    """A control group for each process.
+
+    Args:
+        root: Where the groups of the controller ``cpu`` are mounted.
+
+    Raises:
+        OSError: This process may not make groups there, or they have no quota.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        unified = (root / "cgroup.controllers").exists()
+        self.way = "cgroup v2" if unified else "cgroup v1"
+        self._groups: dict[int, Path] = {}
+        self._home = root / f"wavemare-{os.getpid()}-{time.monotonic_ns():x}"
+        self._home.mkdir()
+        try:
+            if unified:
+                for folder in (root, self._home):
+                    (folder / "cgroup.subtree_control").write_text("+cpu")
+            self._group("trial", 1.0).rmdir()
+        except OSError:
+            self._home.rmdir()
+            raise
+
+    def limit(self, pid: int, share: float | None) -> None:
+        """Put a process into a group with the quota."""
+        if pid in self._groups:
+            self._set_quota(self._groups[pid], share)
+            return
+        self._groups[pid] = self._group(str(pid), share)
+        (self._groups[pid] / "cgroup.procs").write_text(str(pid))
+
+    def close(self) -> None:
+        """Move the processes back, and remove the groups."""
+        for group in self._groups.values():
+            for pid in (group / "cgroup.procs").read_text().split():
+                with contextlib.suppress(OSError):  # it has ended
+                    (self._root / "cgroup.procs").write_text(pid)
+            _remove(group)
+        self._groups = {}
+        _remove(self._home)
+
+    def _group(self, name: str, share: float | None) -> Path:
+        folder = self._home / name
+        folder.mkdir()
+        try:
+            self._set_quota(folder, share)
+        except OSError:
+            folder.rmdir()
+            raise
+        return folder
+
+    def _set_quota(self, folder: Path, share: float | None) -> None:
+        for name, text in quota_files(self.way, share).items():
+            if not (folder / name).exists():
+                raise FileNotFoundError(folder / name)
+            (folder / name).write_text(text)
+
+
+class PacingThrottle(Throttle):
+    """Stops and continues processes by SIGSTOP and SIGCONT.
+
+    A share is one of the time, which is the same only while there is a core for each process that
+    is not stopped.
+    """
+
+    way = "pacing"
+
+    def __init__(self) -> None:
+        self._paced: dict[int, tuple[threading.Event, threading.Thread]] = {}
+
+    def limit(self, pid: int, share: float | None) -> None:
+        """Begin to pace a process, or stop that."""
+        self._free(pid)
+        if share is None or share >= 1:
+            return
+        ended = threading.Event()
+        thread = threading.Thread(target=_pace, args=(pid, share, ended), daemon=True)
+        self._paced[pid] = ended, thread
+        thread.start()
+
+    def close(self) -> None:
+        """Let all processes go on."""
+        for pid in list(self._paced):
+            self._free(pid)
+
+    def _free(self, pid: int) -> None:
+        if pid in self._paced:
+            ended, thread = self._paced.pop(pid)
+            ended.set()
+            thread.join()
+
+
+@contextmanager
+def open_throttle(mount: Path = CONTROL_GROUPS) -> Iterator[Throttle]:
+    """Limit processes in the best way that there is; nothing stays behind.
+
+    Args:
+        mount: Where control groups are mounted.
+    """
+    throttle = _best(mount)
+    try:
+        yield throttle
+    finally:
+        throttle.close()
+
+
+@contextmanager
+def shares_on_demand(
+    throttle: Throttle, pids: Callable[[], Mapping[int, int]] | None = None
+) -> Iterator[Path]:
+    """Let ranks choose their own shares by `ask_for_share`.
+
+    Args:
+        throttle: Open.
+        pids: Returns rank -> process number on this machine, for ranks whose own numbers are
+            others; None for ranks that know their numbers.
+
+    Yields:
+        The folder that they ask in; it is gone afterwards.
+    """
+    ended = threading.Event()
+    with tempfile.TemporaryDirectory(prefix="wavemare-shares-") as name:
+        folder = Path(name)
+        thread = threading.Thread(target=_serve, args=(throttle, folder, pids, ended), daemon=True)
+        thread.start()
+        try:
+            yield folder
+        finally:
+            ended.set()
+            thread.join()
+
+
+def ask_for_share(
+    folder: Path, rank: int, share: float | None, timeout_s: float = _TIMEOUT_S
+) -> None:
+    """Have this process limited.
+
+    Args:
+        folder: That of `shares_on_demand`.
+        rank: Of this process; no other one asks by it.
+        share: Of a core; None for no limit.
+        timeout_s: How long to wait for it.
+
+    Raises:
+        LaunchError: It was not done in time.
+    """
+    done = folder / _DONE.format(rank)
+    done.unlink(missing_ok=True)
+    atomic_write_text(folder / _ASKED.format(rank), json.dumps([os.getpid(), share]))
+    deadline = time.monotonic() + timeout_s
+    while not done.exists():
+        if time.monotonic() > deadline:
+            reason = "nobody has limited this rank"
+            raise LaunchError("share", share, reason, "Look at the output of the command")
+        time.sleep(_POLL_S)
+
+
+def quota_files(way: str, share: float | None) -> dict[str, str]:
+    """Return what the files of a control group must say: name -> text, in the order of writing."""
+    if share is None:
+        if way == "cgroup v2":
+            return {"cpu.max": f"max {PERIOD_US}"}
+        return {"cpu.cfs_quota_us": "-1"}
+    quota_us = round(share * PERIOD_US)
+    # The kernel takes no smaller quota: longer periods then.
+    period_us = PERIOD_US if quota_us >= _LEAST_QUOTA_US else round(_LEAST_QUOTA_US / share)
+    quota_us = max(quota_us, _LEAST_QUOTA_US)
+    if way == "cgroup v2":
+        return {"cpu.max": f"{quota_us} {period_us}"}
+    return {"cpu.cfs_period_us": str(period_us), "cpu.cfs_quota_us": str(quota_us)}
+
+
+def _best(mount: Path) -> Throttle:
+    for root in (mount, mount / "cpu", mount / "cpu,cpuacct"):
+        with contextlib.suppress(OSError):
+            return GroupThrottle(root)
+    return PacingThrottle()
+
+
+def _remove(group: Path) -> None:
+    """Remove a group, as soon as the kernel has noticed that it is empty."""
+    deadline = time.monotonic() + 1.0
+    while True:
+        try:
+            group.rmdir()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_POLL_S)
+        else:
+            return
+
+
+def _pace(pid: int, share: float, ended: threading.Event) -> None:
+    try:
+        while not ended.wait(share * _PACE_S):
+            os.kill(pid, signal.SIGSTOP)
+            ended.wait((1 - share) * _PACE_S)
+            os.kill(pid, signal.SIGCONT)
+    except ProcessLookupError:
+        return
+
+
+def _serve(
+    throttle: Throttle,
+    folder: Path,
+    pids: Callable[[], Mapping[int, int]] | None,
+    ended: threading.Event,
+) -> None:
+    prefix, suffix = _ASKED.split("{}")
+    while not ended.wait(_POLL_S):
+        for file in folder.glob(f"{prefix}*{suffix}"):
+            rank = int(file.name.removeprefix(prefix).removesuffix(suffix))
+            pid, share = json.loads(file.read_text(encoding="utf-8"))
+            file.unlink()
+            throttle.limit(pid if pids is None else pids()[rank], share)
+            atomic_write_text(folder / _DONE.format(rank), "done")

@@ -1,0 +1,1 @@
+"""``wavemare bench whale``: plans for unlike devices, which quotas make of one machine's cores."""

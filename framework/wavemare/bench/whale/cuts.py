@@ -1,0 +1,169 @@
+"""Pipelines with a slow rank: cuts into equal work beside those that are made from speeds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch.distributed as dist
+
+import wavemare
+from wavemare.bench.engines import record_actions
+from wavemare.bench.recorder import busy_seconds
+from wavemare.bench.rounds import rotated
+from wavemare.bench.runner import Place
+from wavemare.bench.wave.disturbance import Patience
+from wavemare.bench.whale.bounds import stage_seconds
+from wavemare.bench.whale.report import CutsMeasured, cut_rows
+from wavemare.bench.whale.request import BASELINE, PLANNED, WhaleJob
+from wavemare.bench.whale.task import (
+    base_config,
+    build_model,
+    limited,
+    tokens_of_step,
+    undisturbed,
+)
+from wavemare.models.families import family_of
+from wavemare.models.timing import rank_layer_times
+from wavemare.observe import Screen
+from wavemare.parallel.balance import balance_stages
+from wavemare.parallel.planner.stages import equal_cuts
+
+__all__ = ["measure_cuts"]
+
+_STEADY = "pipemare"
+_STEADY_STEPS = 2
+
+
+def measure_cuts(job: WhaleJob, screen: Screen) -> dict[str, Any]:
+    """Measure both systems; return the rows of the result."""
+    batch = {
+        "train_batch_size": job.batch * job.micro_batches,
+        "train_micro_batch_size_per_gpu": job.batch,
+        "gradient_accumulation_steps": job.micro_batches,
+    }
+    screen.note(f"measuring the layers on {job.ranks} ranks")
+    with limited(job):
+        plan = balance_stages(
+            build_model(job),
+            batch,
+            stages=job.ranks,
+            schedule=job.schedule,
+            sequence_length=job.sequence,
+        )
+        table = _layer_table(job)
+    assert plan.cuts is not None, "there are several stages"
+    assert plan.predicted is not None, "measured plans have predictions"
+    cuts = {BASELINE: equal_cuts(np.mean(table, axis=0).tolist(), job.ranks), PLANNED: plan.cuts}
+    systems = {name: _Pipeline(job, batch, own) for name, own in cuts.items()}
+    patience = Patience(job.patience)
+    rounds: dict[str, list[list[_Round]]] = {name: [] for name in systems}
+    with limited(job):
+        for turn in range(job.warmups + job.rounds):
+            screen.note(f"round {turn + 1} of {job.warmups + job.rounds}")
+            for name in rotated(list(systems), turn):
+                found = undisturbed(patience, systems[name].round)
+                if turn >= job.warmups:
+                    rounds[name].append(found)
+    for system in systems.values():
+        system.engine.destroy()
+    rows = cut_rows(
+        job,
+        CutsMeasured(
+            cuts=cuts,
+            table=table,
+            seconds={name: [[r.seconds for r in ranks] for ranks in rounds[name]] for name in cuts},
+            compute_s={
+                name: [[r.compute_s for r in ranks] for ranks in rounds[name]] for name in cuts
+            },
+            predicted={
+                BASELINE: stage_seconds(table, cuts[BASELINE]),
+                PLANNED: plan.predicted.stage_s,
+            },
+            disturbed=patience.disturbed,
+        ),
+    )
+    return {"rows": rows}
+
+
+class _Round(NamedTuple):
+    """What a rank measured.
+
+    Args:
+        seconds: Per optimizer step.
+        compute_s: In passes, per micro-batch.
+    """
+
+    seconds: float
+    compute_s: float
+
+
+class _Pipeline:
+    """An engine with certain cuts.
+
+    Attributes:
+        engine: DeepSpeed's or ours.
+    """
+
+    def __init__(self, job: WhaleJob, batch: dict[str, int], cuts: Sequence[int]) -> None:
+        config = base_config(batch, 0)
+        section = {"stages": job.ranks, "schedule": job.schedule, "partition": list(cuts[:-1])}
+        config["wavemare"] = {"pipeline": section}
+        self.engine = wavemare.initialize(model=build_model(job), config=config)[0]
+        self._count = job.micro_batches
+        # An asynchronous pipeline is filled before, and stays full until the others have done.
+        fill = math.ceil(job.ranks / job.micro_batches)
+        steady = job.schedule == _STEADY
+        self._steps, self._lead, self._tail = (
+            (_STEADY_STEPS, 1 + fill, fill) if steady else (1, 0, 0)
+        )
+        place = Place(dist.get_rank(), job.ranks, job.micro_batches)
+        self._recorder = None if steady else record_actions(self.engine, place)
+        if steady:
+            self.engine.recorder.keeping = True
+        tokens = tokens_of_step(job, 0, job.micro_batches, job.batch)
+        self._batches = itertools.cycle([{"input_ids": part, "labels": part} for part in tokens])
+
+    def round(self) -> _Round:
+        """Train some steps; return what this rank measured."""
+        self._train(self._lead)
+        self._take()
+        started = time.perf_counter()
+        self._train(self._steps)
+        seconds = (time.perf_counter() - started) / self._steps
+        compute_s = busy_seconds(self._take()).compute_s / (self._steps * self._count)
+        self._train(self._tail)
+        if self._recorder is None:
+            self.engine.drain()
+        self._take()
+        return _Round(seconds, compute_s)
+
+    def _train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.engine.train_batch(self._batches)
+
+    def _take(self) -> list[Any]:
+        if self._recorder is not None:
+            return self._recorder.take()
+        recorder = self.engine.recorder
+        events, recorder.events = recorder.events, []
+        return list(events)
+
+
+def _layer_table(job: WhaleJob) -> list[list[float]]:
+    """Return for each stage the seconds of each layer on its device."""
+    model = build_model(job)
+    family = family_of(model)
+    names = family.declared(None)
+    return rank_layer_times(
+        model,
+        tuple(family.chain(model, names)),
+        names,
+        family.loss(model),
+        texts=job.batch,
+        tokens=job.sequence,
+    )

@@ -1,0 +1,126 @@
+"""Data-parallel ranks of unlike speed: equal shares beside those that are made from speeds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+import wavemare
+from wavemare.bench.rounds import rotated
+from wavemare.bench.wave.disturbance import Patience
+from wavemare.bench.whale.report import SharesMeasured, share_rows
+from wavemare.bench.whale.request import ALONE, BASELINE, PLANNED, WhaleJob
+from wavemare.bench.whale.task import (
+    base_config,
+    build_model,
+    limited,
+    tokens_of_step,
+    undisturbed,
+)
+from wavemare.observe import Screen
+from wavemare.parallel.balance import balance_replicas
+from wavemare.parallel.speed import example_samples
+
+__all__ = ["measure_shares"]
+
+_ZERO = 1
+
+
+def measure_shares(job: WhaleJob, screen: Screen) -> dict[str, Any]:
+    """Measure both systems; return the rows of the result.
+
+    Raises:
+        CommError: Losses differ by more than rounding.
+    """
+    model = build_model(job)
+    batch = {
+        "train_batch_size": job.batch * job.ranks * job.micro_steps,
+        "train_micro_batch_size_per_gpu": job.batch,
+        "gradient_accumulation_steps": job.micro_steps,
+    }
+    screen.note(f"measuring the speeds of {job.ranks} ranks")
+    with limited(job):
+        plan, speeds = balance_replicas(
+            model,
+            lambda samples: example_samples(model, job.sequence, samples),
+            batch,
+            zero_stage=_ZERO,
+            sequence_length=job.sequence,
+        )
+    shares = {BASELINE: (job.batch,) * job.ranks, PLANNED: plan.shares}
+    systems = {name: _Training(job, batch, own) for name, own in shares.items()}
+    alone = _Alone(job, model)
+    patience = Patience(job.patience)
+    seconds: dict[str, list[list[float]]] = {name: [] for name in (*systems, ALONE)}
+    with limited(job):
+        for turn in range(job.warmups + job.rounds):
+            screen.note(f"round {turn + 1} of {job.warmups + job.rounds}")
+            for name in rotated(list(seconds), turn):
+                runner = systems.get(name, alone)
+                spent = undisturbed(patience, runner.step)
+                if turn >= job.warmups:
+                    seconds[name].append(spent)
+    for system in systems.values():
+        system.engine.destroy()
+    assert plan.predicted is not None, "measured plans have predictions"
+    rows = share_rows(
+        job,
+        SharesMeasured(
+            shares=shares,
+            seconds=seconds,
+            losses={name: system.losses for name, system in systems.items()},
+            predicted_s=plan.predicted.step_s,
+            speeds=[speed.whole for speed in speeds],
+            disturbed=patience.disturbed,
+        ),
+    )
+    return {"rows": rows}
+
+
+class _Training:
+    """An engine with certain shares.
+
+    Attributes:
+        engine: DeepSpeed's.
+        losses: Of the steps so far.
+    """
+
+    def __init__(self, job: WhaleJob, batch: dict[str, int], shares: Sequence[int]) -> None:
+        self._job = job
+        self._before = sum(shares[: dist.get_rank()])
+        self._own = shares[dist.get_rank()]
+        config = base_config(batch, _ZERO)
+        config["wavemare"] = {"balance": {"shares": list(shares)}}
+        self.engine = wavemare.initialize(model=build_model(job), config=config)[0]
+        self.losses: list[float] = []
+
+    def step(self) -> float:
+        """Train on this rank's part of the next step's samples; return its seconds."""
+        started = time.perf_counter()
+        self.losses.append(float(self.engine.train_batch(self._parts())))
+        return time.perf_counter() - started
+
+    def _parts(self) -> Iterator[dict[str, Tensor]]:
+        job = self._job
+        for micro in tokens_of_step(job, len(self.losses), job.micro_steps, job.batch * job.ranks):
+            tokens = micro[self._before : self._before + self._own]
+            yield {"input_ids": tokens, "labels": tokens}
+
+
+class _Alone:
+    """The passes of equal shares, without engine, optimizer and messages."""
+
+    def __init__(self, job: WhaleJob, model: Any) -> None:
+        self._job, self._model = job, model
+
+    def step(self) -> float:
+        """Do them; return their seconds."""
+        job, started = self._job, time.perf_counter()
+        for tokens in tokens_of_step(job, 0, job.micro_steps, job.batch):
+            self._model(input_ids=tokens, labels=tokens).loss.backward()
+        self._model.zero_grad()
+        return time.perf_counter() - started

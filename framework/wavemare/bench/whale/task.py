@@ -1,0 +1,109 @@
+"""What is trained: a GPT without dropout, on random tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel, set_seed
+
+from wavemare.bench.throttle import ask_for_share
+from wavemare.bench.wave.disturbance import Patience
+from wavemare.bench.whale.request import WhaleJob
+
+__all__ = ["base_config", "build_model", "limited", "tokens_of_step", "undisturbed"]
+
+_SEED = 7
+
+_Value = TypeVar("_Value")
+
+
+def build_model(job: WhaleJob) -> Any:
+    """Return the model, with the same weights each time."""
+    set_seed(_SEED)
+    return GPT2LMHeadModel(
+        GPT2Config(
+            n_layer=job.layers,
+            n_embd=job.hidden,
+            n_head=job.heads,
+            n_positions=job.sequence,
+            vocab_size=job.vocabulary,
+            tie_word_embeddings=False,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    )
+
+
+def base_config(batch: Mapping[str, int], zero_stage: int) -> dict[str, Any]:
+    """Return the DeepSpeed configuration that all systems have in common.
+
+    Args:
+        batch: DeepSpeed's three batch sizes by their keys.
+        zero_stage: Of ZeRO.
+    """
+    return {
+        **batch,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+        "zero_optimization": {"stage": zero_stage},
+        # Pipelines clip by default.
+        "gradient_clipping": 0.0,
+        "steps_per_print": None,
+    }
+
+
+def tokens_of_step(job: WhaleJob, step: int, micro_steps: int, samples: int) -> Tensor:
+    """Return the samples of an optimizer step, equal on all ranks and for all systems.
+
+    Args:
+        job: Has the sizes.
+        step: Its number.
+        micro_steps: Of a step.
+        samples: Of a micro-step, of all ranks.
+
+    Returns:
+        Tokens (micro_steps, samples, sequence).
+    """
+    generator = torch.Generator().manual_seed(_SEED + step)
+    shape = (micro_steps, samples, job.sequence)
+    return torch.randint(0, job.vocabulary, shape, generator=generator)
+
+
+@contextmanager
+def limited(job: WhaleJob) -> Iterator[None]:
+    """Let this process be the device that the job makes of it; all ranks must enter together."""
+    rank, folder = dist.get_rank(), Path(job.folder)
+    ask_for_share(folder, rank, job.devices[rank])
+    dist.barrier()
+    try:
+        yield
+    finally:
+        ask_for_share(folder, rank, None)
+
+
+def undisturbed(patience: Patience, step: Callable[[], _Value]) -> list[_Value]:
+    """Run a step from a barrier on, again if other programs have disturbed it.
+
+    Args:
+        patience: Decides which steps count.
+        step: What to run; all ranks must call together.
+
+    Returns:
+        What it has returned on each rank.
+    """
+    while True:
+        dist.barrier()
+        patience.begin()
+        value = step()
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        if patience.accepts():
+            return values

@@ -1,0 +1,156 @@
+"""Rows, ratios, bounds and errors of ``wavemare bench whale``; its table and picture."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from wavemare.bench.whale.report import (
+    CutsMeasured,
+    SharesMeasured,
+    choice_rows,
+    cut_rows,
+    share_rows,
+)
+from wavemare.bench.whale.request import ALONE, WhaleJob, WhaleRequest
+from wavemare.bench.whale.show import plot, result_table
+from wavemare.errors import CommError
+from wavemare.parallel.plan import ParallelPlan, Prediction
+from wavemare.parallel.speed import Line
+
+SHARES = WhaleJob(part="shares", ranks=2, devices=(0.9, 0.45))
+CUTS = WhaleJob(part="cuts", ranks=2, devices=(0.45, 0.9), micro_batches=8)
+
+
+def shares(gap: float = 0.0) -> list[dict[str, Any]]:
+    measured = SharesMeasured(
+        shares={"equal": (6, 6), "planned": (8, 4)},
+        seconds={
+            "equal": [[1.0, 2.0], [1.0, 9.0], [1.0, 2.0]],
+            "planned": [[1.5, 1.4], [1.5, 1.6], [1.0, 1.25]],
+            ALONE: [[1.0, 1.8], [1.0, 2.0], [9.0, 2.1]],
+        },
+        losses={"equal": [5.0, 4.0, 3.0], "planned": [5.0, 4.0 + gap]},
+        predicted_s=1.3,
+        speeds=[Line(0.0, 0.1), Line(0.01, 0.2)],
+        disturbed=3,
+    )
+    return share_rows(SHARES, measured)
+
+
+def cuts(schedule: str = "1f1b") -> list[dict[str, Any]]:
+    job = WhaleJob(**{**asdict(CUTS), "schedule": schedule})
+    measured = CutsMeasured(
+        cuts={"equal": (0, 3, 6), "planned": (0, 2, 6)},
+        table=[[0.2] * 6, [0.1] * 6],
+        seconds={"equal": [[5.2, 4.0]], "planned": [[3.7, 3.6]]},
+        compute_s={"equal": [[0.6, 0.3]], "planned": [[0.4, 0.5], [0.4, 0.5], [0.4, 9.0]]},
+        predicted={"equal": (0.6, 0.3), "planned": (0.4, 0.4)},
+    )
+    return cut_rows(job, measured)
+
+
+def test_shares_are_judged_by_the_slowest_rank_and_by_the_speeds_alone() -> None:
+    equal, planned = shares()
+    assert (equal["median_s"], equal["ratio"], equal["ideal"]) == (2.0, 1.0, 1.0)
+    assert planned["rounds_s"] == [1.5, 1.6, 1.25]
+    assert planned["median_s"] == 1.5
+    assert planned["ratio"] == pytest.approx(2 / 1.5)
+    assert planned["rho"] == 2.0
+    assert planned["ideal"] == 1.5
+    assert planned["bound_fraction"] == pytest.approx(2 / 1.5 / 1.5)
+    assert planned["speeds"][1] == {"fixed_s": 0.01, "sample_s": 0.2}
+    assert planned["disturbed"] == 3
+    assert (equal["predicted_s"], planned["predicted_s"]) == (None, 1.3)
+
+
+def test_losses_of_the_same_batches_must_agree() -> None:
+    assert shares(gap=9e-7)[1]["loss_gap"] == pytest.approx(9e-7)
+    with pytest.raises(CommError, match="off by 2e-06"):
+        shares(gap=2e-6)
+    with pytest.raises(CommError):
+        shares(gap=float("nan"))
+
+
+def test_cuts_are_judged_by_the_best_cut_of_the_measured_table() -> None:
+    equal, planned = cuts()
+    # Equal parts: 0.6 + 0.3 + 7 * 0.6; the best ones 0.4 + 0.4 + 7 * 0.4, without a rest.
+    assert planned["ideal"] == pytest.approx(5.1 / 3.6)
+    assert planned["fluid"] == pytest.approx(5.1 / 3.6)
+    assert planned["ratio"] == pytest.approx(5.2 / 3.7)
+    assert planned["best_cuts"] == [0, 2, 6]
+    assert planned["predicted_s"] == pytest.approx(3.6)
+    assert (planned["slow"], equal["ideal"]) == (0, 1.0)
+
+
+def test_an_asynchronous_pipeline_gains_more() -> None:
+    assert cuts("pipemare")[1]["ideal"] == pytest.approx(0.6 / 0.4)
+
+
+def test_predictions_are_compared_stage_by_stage() -> None:
+    equal, planned = cuts()
+    assert equal["stage_error"] == 0
+    assert planned["stage_s"] == [0.4, 0.5]
+    assert planned["stage_error"] == pytest.approx(0.2)
+
+
+def choice() -> list[dict[str, Any]]:
+    def plan(step_s: float, **axes: Any) -> ParallelPlan:
+        predicted = Prediction(
+            step_s=step_s, tokens_per_s=1.0, stage_s=(), rank_s=(), memory_bytes=()
+        )
+        return ParallelPlan(global_batch=16, predicted=predicted, **axes)
+
+    plans = [
+        plan(2.0, data_parallel=4, shares=(6, 6, 2, 2)),
+        plan(3.0, stages=4, cuts=(0, 3, 6, 9, 12), num_layers=12, shares=(16,)),
+    ]
+    trials = [
+        {"rounds_s": [2.5, 2.5, 9.0], "disturbed": 0},
+        {"rounds_s": [2.4, 2.4, 2.4], "disturbed": 1},
+    ]
+    return choice_rows(WhaleJob(part="choice", ranks=4, devices=(0.3,) * 4), "like", plans, trials)
+
+
+def test_the_choice_stands_beside_what_was_fastest() -> None:
+    chosen, other = choice()
+    assert (chosen["system"], chosen["chosen"]) == ("1x1x4", True)
+    assert (other["system"], other["chosen"]) == ("4x1x1", False)
+    assert chosen["ratio"] == pytest.approx(2.4 / 2.5)
+    assert other["ratio"] == 1.0
+    assert chosen["error"] == pytest.approx(2.0 / 2.5 - 1)
+    assert (chosen["cuts"], other["cuts"]) == (None, [0, 3, 6, 9, 12])
+    assert (other["predicted_s"], other["disturbed"]) == (3.0, 1)
+
+
+def result() -> dict[str, Any]:
+    rows = shares() + cuts() + choice()
+    return {"throttle": "cgroup v1", "request": asdict(WhaleRequest()), "rows": rows}
+
+
+def test_the_table_shows_every_row() -> None:
+    console = Console(width=130, record=True)
+    console.print(result_table(result()))
+    text = console.export_text()
+    assert "unlike devices by cgroup v1" in text
+    for word in (
+        "8,4",
+        "0,2,6",
+        "0.90 0.45",
+        "1.333",
+        "1.500",
+        "1f1b",
+        "99.2%",
+        "(chosen)",
+        "6,6,2,2",
+    ):
+        assert word in text
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    plot(result(), tmp_path / "a.png")
+    with Image.open(tmp_path / "a.png") as picture:
+        assert picture.width > 300
