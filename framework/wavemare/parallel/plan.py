@@ -45,8 +45,8 @@ class Prediction:
     memory_bytes: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            check_seconds(f"predicted.{name}", value)
+        for field in fields(self):
+            check_seconds(f"predicted.{field.name}", getattr(self, field.name))
 
 
 @dataclass(frozen=True, kw_only=True)

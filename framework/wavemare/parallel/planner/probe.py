@@ -81,7 +81,8 @@ def probe_cluster(block: BlockSize, *, dtype: str = "fp32", limit_s: float = 20.
     kind = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
     device = torch.device(get_accelerator().current_device_name())
     dist.barrier()
-    rate, overhead_s = _block(block, device, kind, 2 * part_s)
+    with torch.random.fork_rng():  # dropout must not move what the job draws
+        rate, overhead_s = _block(block, device, kind, 2 * part_s)
     peak = max(rate, _gemm(device, kind, part_s))
     own = Device(
         type=_name(device),
@@ -157,10 +158,9 @@ def _block(
     block: BlockSize, device: torch.device, dtype: torch.dtype, limit_s: float
 ) -> tuple[float, float]:
     """Return the operations per second of a block's passes, and its fixed seconds."""
-    with torch.random.fork_rng():
-        layer = nn.TransformerEncoderLayer(
-            block.width, block.heads, block.inner, activation="gelu", batch_first=True
-        ).to(device, dtype)
+    layer = nn.TransformerEncoderLayer(
+        block.width, block.heads, block.inner, activation="gelu", batch_first=True
+    ).to(device, dtype)
     seconds = []
     for samples in _SAMPLES:
         shape = (samples, block.sequence, block.width)

@@ -136,7 +136,7 @@ def best_order(
     found = _over_orders(times, counts, np.maximum)
     if found is None:
         return None
-    alike = sum(count > 0 for count in counts) == 1 and not problem.hop_s.any()
+    alike = sum(count > 0 for count in counts) == 1  # the sum is the same however they are cut
     if alike or micro_steps * found.slowest_s > limit_s:
         return found
     candidates = [found]

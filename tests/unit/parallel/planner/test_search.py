@@ -77,7 +77,7 @@ def random_cluster(draw):
         device = Device(
             type=f"t{kind}",
             tflops=draw.uniform(1, 20),
-            memory_gib=draw.choice([0.05, 0.1, 0.2, 0.5, 1, 4]),
+            memory_gib=draw.choice([0.004, 0.02, 0.1, 0.2, 0.5, 1, 4]),
             memory_gb_s=draw.uniform(50, 900),
             efficiency=draw.uniform(0.3, 1),
             overhead_s=draw.choice([0, 1e-4]),
@@ -94,10 +94,12 @@ def random_cluster(draw):
     )
 
 
-@pytest.mark.parametrize("part", range(5))
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 10))]
+)
 def test_500_random_clusters_fit_and_never_fall_below_the_equal_plan(part):
     found_some = refused = gains = 0
-    for seed in range(100 * part, 100 * (part + 1)):
+    for seed in range(50 * part, 50 * (part + 1)):
         draw = random.Random(seed)
         cluster = random_cluster(draw)
         config = gpt2(draw.choice([64, 128, 256]), draw.randint(2, 6), 4, draw.choice([500, 8000]))
@@ -126,9 +128,9 @@ def test_500_random_clusters_fit_and_never_fall_below_the_equal_plan(part):
             assert chosen.world_size == len(cluster.devices)
             assert ParallelPlan.from_json(chosen.to_json()) == chosen
             check_units(cluster, chosen)
-    assert found_some > 50
+    assert found_some > 25
     assert refused > 0
-    assert gains > 20
+    assert gains > 8
 
 
 def check_units(cluster, chosen):
