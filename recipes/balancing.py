@@ -57,7 +57,7 @@ class Balancing:
     def measure(
         self, model: Any, batch: dict[str, int], *, sequence_length: int
     ) -> ParallelPlan | None:
-        """Measure the devices and make the plan, if that is wanted.
+        """Measure the devices and make the plan, if that is wanted; complete `config`.
 
         Args:
             model: Whole on every rank.
@@ -70,8 +70,13 @@ class Balancing:
         Raises:
             ConfigError: What the configuration asks for cannot be balanced.
         """
-        if not self.measures:
-            return None
+        if self.measures:
+            self._measure(model, batch, sequence_length)
+        if self.plan is not None and not type(model).__name__.endswith("ForSequenceClassification"):
+            self._weigh_tokens()
+        return self.plan if self.measures else None
+
+    def _measure(self, model: Any, batch: dict[str, int], sequence_length: int) -> None:
         from wavemare.parallel.balance import balance_replicas, measure_layers, plan_stages
         from wavemare.parallel.speed import example_samples
 
@@ -104,9 +109,6 @@ class Balancing:
                 sequence_length=sequence_length,
             )
         self._use(plan)
-        if type(model).__name__.endswith("ForMaskedLM"):
-            self._weigh_tokens()
-        return plan
 
     def save(self) -> None:
         """Leave the plan in the run's folder; one rank calls it."""
@@ -178,7 +180,7 @@ class Balancing:
             self.config = {**self.config, SECTION: section}
 
     def _weigh_tokens(self) -> None:
-        # Samples have different numbers of masked tokens: their mean is over all ranks' tokens.
+        # Samples have different numbers of labels (masked tokens, all but the first of a document).
         section = dict(self.config[SECTION])
         section["balance"] = {**section.get("balance", {}), "mean": "tokens"}
         self.config = {**self.config, SECTION: section}

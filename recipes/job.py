@@ -174,8 +174,8 @@ class Job:
         )
         self.screen.panel(self.title, panel)
         plan = self.balancing.measure(model, self.batch, sequence_length=sequence_length)
+        self.config = self.balancing.config
         if plan is not None:
-            self.config = self.balancing.config
             self.note(str(plan))
         self.engine, *_ = wavemare.initialize(model=model, config=self.config)
         # Dropout must differ between ranks, which hold other samples or other layers, unless they

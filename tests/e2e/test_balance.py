@@ -6,6 +6,9 @@ import pytest
 
 from wavemare.parallel.plan import ParallelPlan
 
+TINY_GPT = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 64}
+DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+
 
 def losses_of(run):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -18,21 +21,34 @@ def test_a_plan_changes_the_shares_and_nothing_that_is_learnt(
     config = recipe_config("gpt/pretrain", "zero")
     batch = json.loads(config.read_text())["train_batch_size"]
     shares = (batch - 3, 3)
-    plan = ParallelPlan(global_batch=batch, shares=shares, data_parallel=2, zero_stage=1)
-    file = tmp_path / "shares.json"
-    file.write_text(plan.to_json())
+
+    def plan_of(shares):
+        plan = ParallelPlan(global_batch=batch, shares=shares, data_parallel=2, zero_stage=1)
+        file = tmp_path / f"{shares[0]}.json"
+        file.write_text(plan.to_json())
+        return file
+
+    # Dropout would draw otherwise for other shares.
+    model = tmp_path / "model.json"
+    model.write_text(json.dumps({**TINY_GPT, **dict.fromkeys(DROPOUTS, 0.0)}))
     equal, unequal = tmp_path / "equal", tmp_path / "unequal"
     words = ["wavemare", "train", "gpt", "--config", config]
-    command(*words, *small_options("gpt", equal)).check()
-    command(*words, *small_options("gpt", unequal, balance=file)).check()
+    command(
+        *words, *small_options("gpt", equal, model_config=model, balance=plan_of((batch // 2,) * 2))
+    ).check()
+    command(
+        *words, *small_options("gpt", unequal, model_config=model, balance=plan_of(shares))
+    ).check()
     assert json.loads((unequal / "plan.json").read_text())["shares"] == list(shares)
-    assert not (equal / "plan.json").exists()
     expected, found = losses_of(equal), losses_of(unequal)
     assert found[:2] == pytest.approx(expected[:2], abs=1e-6)  # before the first update
     assert found == pytest.approx(expected, abs=1e-3)
     assert found != expected  # sums of other parts are rounded otherwise
     config_of_run = json.loads((unequal / "config.json").read_text())["configuration"]
-    assert config_of_run["deepspeed"]["wavemare"]["balance"] == {"shares": list(shares)}
+    assert config_of_run["deepspeed"]["wavemare"]["balance"] == {
+        "shares": list(shares),
+        "mean": "tokens",
+    }
 
 
 def test_a_file_that_is_no_plan_is_refused(command, small_options, tmp_path):
