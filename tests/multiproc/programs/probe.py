@@ -17,6 +17,7 @@ block = BlockSize(width=HIDDEN, inner=4 * HIDDEN, heads=2, sequence=LENGTH)
 random_state = torch.get_rng_state()
 cluster = probe_cluster(block, limit_s=4.0)
 seconds = time.perf_counter() - started
+untouched = bool(torch.equal(random_state, torch.get_rng_state()))
 
 if torch.distributed.get_rank() == 0:
     cluster.save(Path(sys.argv[1], "cluster.json"))
@@ -28,7 +29,7 @@ leave(
         "seconds": seconds,
         "cluster": cluster.to_json(),
         "again": again.to_json(),
-        "untouched": bool(torch.equal(random_state, torch.get_rng_state())),
+        "untouched": untouched,
         "digest": found.best.digest,
         "world_size": found.best.world_size,
     }

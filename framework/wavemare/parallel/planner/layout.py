@@ -156,8 +156,8 @@ class Scene:
         """Return what a stage's reduction and optimizer step take at the end."""
         variant = layout.variant
         first, end = layout.bounds[stage], layout.bounds[stage + 1]
-        parameters = sum(layer.parameters for layer in self.costs.layers[first:end])
-        parameters /= variant.tensor_parallel
+        layers = self.costs.layers[first:end]
+        parameters = sum(layer.parameters for layer in layers) / variant.tensor_parallel
         devices = [self.cluster.devices[unit[0]] for unit in layout.units[stage]]
         nodes = [device.node for device in devices]
         reduced = reduction_s(

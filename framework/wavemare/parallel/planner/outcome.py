@@ -53,7 +53,7 @@ class PlanSearch:
         return json.dumps(values, indent=2) + "\n"
 
     def __str__(self) -> str:
-        rows = [_HEADER]
+        rows: list[tuple[str, ...]] = [_HEADER]
         rows += [self._row(str(place), plan) for place, plan in enumerate(self.plans, 1)]
         if self.equal is not None:
             rows.append(self._row("equal", self.equal))

@@ -90,7 +90,7 @@ def _candidates(scene: Scene) -> Iterator[tuple[float, Variant, int]]:
         for micro_steps in whole_micro_steps(scene, variant.data_parallel):
             if variant.waves and micro_steps == 1:
                 continue
-            passes = micro_steps
+            passes = float(micro_steps)
             if variant.schedule == "1f1b":
                 passes = micro_steps - 1 + through
             samples = scene.settings.global_batch / micro_steps

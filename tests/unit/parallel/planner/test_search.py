@@ -10,7 +10,10 @@ from wavemare.errors import ModelError, PlanError
 from wavemare.parallel.plan import ParallelPlan
 from wavemare.parallel.planner import Cluster, Device, Link, Settings, plan, search_plans
 from wavemare.parallel.planner.chains import model_costs
+from wavemare.parallel.planner.layout import Scene
+from wavemare.parallel.planner.memory import Variant
 from wavemare.parallel.planner.probe import group_types
+from wavemare.parallel.planner.proposals import unlike_layouts
 
 GIB = 2**30
 
@@ -231,3 +234,12 @@ def test_types_of_a_probe_are_names_and_speeds():
     assert found[2].node == "b"
     assert {d.type for d in group_types([device(1.0), device(1.05)])} == {"cpu"}
     Cluster(devices=found)
+
+
+def test_neighbours_are_stages_of_a_replica_or_replicas_of_a_stage():
+    device = Device(type="d", tflops=10, memory_gib=16, memory_gb_s=900)
+    cluster = Cluster(devices=tuple(replace(device, node=name) for name in "aabb"))
+    scene = Scene(model_costs(gpt2(), 64), cluster, Settings(global_batch=8))
+    variant = Variant(stages=2, tensor_parallel=1, data_parallel=2)
+    grids = {layout.units for layout in unlike_layouts(scene, variant, 2, float("inf"))}
+    assert grids == {(((0,), (2,)), ((1,), (3,))), (((0,), (1,)), ((2,), (3,)))}
