@@ -219,12 +219,13 @@ def case_replica(rank, micro_batches):
 def case_split(rank):
     """One model split over both ranks, which therefore have the same data: losses alone."""
     data = batches(0, STEPS * 2)
+    synchronous = engine_of("sgd", 2, {"mode": "sync"})
+    other = train(synchronous, data, 2)
     keys = {"tensor_parallel": {"size": 2}}
     engine = engine_of("sgd", 2, {"mode": "async"}, wavemare_keys=keys)
     losses = train(engine, data, 2)
     expected, _ = delayed_loop("sgd", data, 2)
-    synchronous = engine_of("sgd", 2, {"mode": "sync"})
-    return {"losses": losses, "expected": expected, "other": train(synchronous, data, 2)}
+    return {"losses": losses, "expected": expected, "other": other}
 
 
 if __name__ == "__main__":

@@ -30,7 +30,11 @@ def build_bert():
 
 
 def build(case):
-    model = build_bert() if case["model"] == "bert" else build_gpt2(use_cache=False)
+    model = (
+        build_bert()
+        if case["model"] == "bert"
+        else build_gpt2(use_cache=False, **case.get("model_keys", {}))
+    )
     if case.get("untied"):
         model.get_output_embeddings().weight = torch.nn.Parameter(
             model.get_input_embeddings().weight.detach().clone()
