@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -86,18 +87,21 @@ def _own_times(
     batch = example_batch(model, inputs, texts=texts, tokens=tokens)
     carry: Any = split_batch(batch, inputs, labels_required=False)[0]
     device = torch.device(get_accelerator().current_device_name())
-    labels = None if loss is None else example_labels(loss, batch["input_ids"]).to(device)
     seconds = []
     restore_random_state = random_state(device)
     for layer in chain:
-
-        def end(output: Tensor, last: bool = layer is chain[-1]) -> Tensor:
-            return loss(output, labels) if last and loss is not None else output.sum()
-
+        end: Callable[[Tensor], Tensor] = torch.sum
+        if loss is not None and layer is chain[-1]:
+            labels = example_labels(loss, batch["input_ids"]).to(device)
+            end = partial(_swapped, loss, labels)
         carry, spent = _measure(layer, carry, device, end)
         seconds.append(spent)
     restore_random_state()
     return seconds
+
+
+def _swapped(loss: Loss, labels: Tensor, logits: Tensor) -> Tensor:
+    return loss(logits, labels)
 
 
 def _measure(
