@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -173,11 +174,14 @@ class Balancing:
     def _use(self, plan: ParallelPlan) -> None:
         self.plan = plan
         self.config = plan.configure(self.config)
-        if plan.stages == 1:
-            # Shares are given even where they are equal, so that they can be changed.
-            section = dict(self.config[SECTION])
+        section = dict(self.config[SECTION])
+        if self.measures and plan.stages == 1:
+            # Given even where they are equal, so that they can be changed; and no checkpoint is
+            # bound to them.
             section["balance"] = {**section.get("balance", {}), "shares": list(plan.shares)}
-            self.config = {**self.config, SECTION: section}
+        else:
+            section["parallel"] = {"plan": json.loads(plan.to_json())}
+        self.config = {**self.config, SECTION: section}
 
     def _weigh_tokens(self) -> None:
         # Samples have different numbers of labels (masked tokens, all but the first of a document).

@@ -44,11 +44,23 @@ def test_a_plan_changes_the_shares_and_nothing_that_is_learnt(
     assert found[:2] == pytest.approx(expected[:2], abs=1e-6)  # before the first update
     assert found == pytest.approx(expected, abs=1e-3)
     assert found != expected  # sums of other parts are rounded otherwise
+    manifest = unequal / "checkpoints" / "step-000020" / "wavemare.json"
+    assert (
+        ParallelPlan.from_json((unequal / "plan.json").read_text()).digest in manifest.read_text()
+    )
     config_of_run = json.loads((unequal / "config.json").read_text())["configuration"]
     assert config_of_run["deepspeed"]["wavemare"]["balance"] == {
         "shares": list(shares),
         "mean": "tokens",
     }
+
+    ended = command(
+        *words,
+        *small_options("gpt", unequal, model_config=model, resume=True, max_steps=22),
+        *("--balance", plan_of((batch - 4, 4))),
+    )
+    assert ended.code == 2
+    assert "it was saved under the plan" in ended.output
 
 
 def test_a_file_that_is_no_plan_is_refused(command, small_options, tmp_path):

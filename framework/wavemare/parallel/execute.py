@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from wavemare.parallel.names import annotate
 from wavemare.parallel.plan import ParallelPlan
 
 __all__ = ["agree", "plan_for"]
+
+logger = logging.getLogger("wavemare")
 
 _KEY = f"{SECTION}.parallel"
 
@@ -46,6 +49,7 @@ def plan_for(model: Any, values: dict[str, Any]) -> tuple[ParallelPlan, dict[str
         plan = given if given is not None else _read(names.plan)
         plan = agree(plan)
         _check_fits(plan, model)
+        _tell_order(plan)
         return plan, plan.configure(values)
     if names.annotates:
         mapping = names.model_dump(exclude_unset=True, exclude={"plan"})
@@ -88,6 +92,17 @@ def _read(plan: str | dict[str, Any] | None) -> ParallelPlan:
         reason = f"the file cannot be read ({message[1]})"
         raise PlanError(f"{_KEY}.plan", str(path), reason, "Name a file of 'wavemare plan search'")
     return ParallelPlan.from_json(message[0])
+
+
+def _tell_order(plan: ParallelPlan) -> None:
+    """Remind of what only the launcher can do: start the ranks on the devices of the plan."""
+    if plan.order is None or plan.order == tuple(range(plan.world_size)) or dist.get_rank():
+        return
+    logger.warning(
+        "the plan is for ranks on the cluster's devices %s, in this order: list hosts and devices "
+        "so in the hostfile and CUDA_VISIBLE_DEVICES",
+        ", ".join(map(str, plan.order)),
+    )
 
 
 def _without_section(values: dict[str, Any]) -> dict[str, Any]:
