@@ -28,7 +28,9 @@ __all__ = [
     "Throttle",
     "ask_for_share",
     "open_throttle",
+    "quota_files",
     "shares_on_demand",
+    "weight_files",
 ]
 
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
@@ -65,7 +67,9 @@ class Throttle(ABC):
 
 
 class GroupThrottle(Throttle):
-    """A control group for each process.
+    """A control group for each process, all of them within one of the greatest weight.
+
+    A quota is a limit and no promise: other programs would slow the fast ranks first.
 
     Args:
         root: Where the groups of the controller ``cpu`` are mounted.
@@ -85,6 +89,7 @@ class GroupThrottle(Throttle):
             if unified:
                 for folder in (root, self._home):
                     (folder / "cgroup.subtree_control").write_text("+cpu")
+            _write(self._home, weight_files(self.way))
             self._group("trial", 1.0).rmdir()
         except OSError:
             self._home.rmdir()
@@ -119,10 +124,7 @@ class GroupThrottle(Throttle):
         return folder
 
     def _set_quota(self, folder: Path, share: float | None) -> None:
-        for name, text in quota_files(self.way, share).items():
-            if not (folder / name).exists():
-                raise FileNotFoundError(folder / name)
-            (folder / name).write_text(text)
+        _write(folder, quota_files(self.way, share))
 
 
 class PacingThrottle(Throttle):
@@ -161,14 +163,15 @@ class PacingThrottle(Throttle):
 
 @contextmanager
 def open_throttle(mount: Path = CONTROL_GROUPS) -> Iterator[Throttle]:
-    """Limit processes in the best way that there is; nothing stays behind.
+    """Limit processes in the best way that there is; nothing stays behind, after SIGTERM neither.
 
     Args:
         mount: Where control groups are mounted.
     """
     throttle = _best(mount)
     try:
-        yield throttle
+        with _ended_by_exception():
+            yield throttle
     finally:
         throttle.close()
 
@@ -237,6 +240,37 @@ def quota_files(way: str, share: float | None) -> dict[str, str]:
     if way == "cgroup v2":
         return {"cpu.max": f"{quota_us} {period_us}"}
     return {"cpu.cfs_period_us": str(period_us), "cpu.cfs_quota_us": str(quota_us)}
+
+
+def weight_files(way: str) -> dict[str, str]:
+    """Return what the files of a control group must say for the greatest weight there is."""
+    if way == "cgroup v2":
+        return {"cpu.weight": "10000"}
+    return {"cpu.shares": "262144"}
+
+
+def _write(folder: Path, files: Mapping[str, str]) -> None:
+    for name, text in files.items():
+        if not (folder / name).exists():
+            raise FileNotFoundError(folder / name)
+        (folder / name).write_text(text)
+
+
+@contextmanager
+def _ended_by_exception() -> Iterator[None]:
+    """Have SIGTERM raise `SystemExit` meanwhile, where this is the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _best(mount: Path) -> Throttle:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -77,17 +78,20 @@ def test_a_busy_process_gets_its_share_and_later_all(opened: type) -> None:
 def test_nothing_stays_after_an_error_and_after_a_process_that_has_ended() -> None:
     kept: list[Path] = []
 
-    def fail() -> None:
+    def fail(how: Callable[[], object]) -> None:
         with open_throttle() as throttle:
             with busy() as process:
                 throttle.limit(process.pid, 0.5)
             if isinstance(throttle, GroupThrottle):
                 kept.append(throttle._home)
-                assert (kept[0] / str(process.pid)).exists()
-            raise ZeroDivisionError
+                assert (kept[-1] / str(process.pid)).exists()
+            how()
 
     with pytest.raises(ZeroDivisionError):
-        fail()
+        fail(lambda: 1 / 0)
+    with pytest.raises(SystemExit):
+        fail(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert not any(folder.exists() for folder in kept)
 
 
@@ -142,10 +146,11 @@ class Kernel:
 
 
 def test_groups_of_version_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("cgroup.procs", "cpu.cfs_period_us", "cpu.cfs_quota_us")
+    names = ("cgroup.procs", "cpu.shares", "cpu.cfs_period_us", "cpu.cfs_quota_us")
     kernel = Kernel(tmp_path / "cpu", names, monkeypatch)
     with open_throttle(tmp_path) as throttle:
         assert throttle.way == "cgroup v1"
+        assert ("cpu.shares", "262144") in [(Path(n).name, t) for n, t in kernel.written]
         kernel.written.clear()
         throttle.limit(17, 0.25)
         throttle.limit(17, 0.5)
@@ -165,13 +170,14 @@ def test_groups_of_version_2_get_the_controller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mount = tmp_path / "groups"
-    names = ("cgroup.procs", "cgroup.subtree_control", "cpu.max")
+    names = ("cgroup.procs", "cgroup.subtree_control", "cpu.weight", "cpu.max")
     kernel = Kernel(mount, names, monkeypatch)
     (mount / "cgroup.controllers").touch()
     with open_throttle(mount) as throttle:
         assert throttle.way == "cgroup v2"
         throttle.limit(17, 0.25)
-    (top, plus), (home, again), *rest = kernel.written
+    (top, plus), (home, again), (heavy, weight), *rest = kernel.written
+    assert (heavy, weight) == (f"{home.split('/')[0]}/cpu.weight", "10000")
     assert (top, plus, again) == ("cgroup.subtree_control", "+cpu", "+cpu")
     assert home.endswith("/cgroup.subtree_control")
     assert (f"{home.split('/')[0]}/17/cpu.max", "2500 10000") in rest

@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch.distributed as dist
 
 import wavemare
@@ -27,10 +26,8 @@ from wavemare.bench.whale.task import (
     tokens_of_step,
     undisturbed,
 )
-from wavemare.models.families import family_of
-from wavemare.models.timing import rank_layer_times
 from wavemare.observe import Screen
-from wavemare.parallel.balance import balance_stages
+from wavemare.parallel.balance import measure_layers, plan_stages
 from wavemare.parallel.planner.stages import equal_cuts
 
 __all__ = ["measure_cuts"]
@@ -48,17 +45,11 @@ def measure_cuts(job: WhaleJob, screen: Screen) -> dict[str, Any]:
     }
     screen.note(f"measuring the layers on {job.ranks} ranks")
     with limited(job):
-        plan = balance_stages(
-            build_model(job),
-            batch,
-            stages=job.ranks,
-            schedule=job.schedule,
-            sequence_length=job.sequence,
-        )
-        table = _layer_table(job)
+        table = measure_layers(build_model(job), samples=job.batch, sequence_length=job.sequence)
+    plan = plan_stages(table, batch, stages=job.ranks, schedule=job.schedule)
     assert plan.cuts is not None, "there are several stages"
     assert plan.predicted is not None, "measured plans have predictions"
-    cuts = {BASELINE: equal_cuts(np.mean(table, axis=0).tolist(), job.ranks), PLANNED: plan.cuts}
+    cuts = {BASELINE: equal_cuts(table.mean(axis=0).tolist(), job.ranks), PLANNED: plan.cuts}
     systems = {name: _Pipeline(job, batch, own) for name, own in cuts.items()}
     patience = Patience(job.patience)
     rounds: dict[str, list[list[_Round]]] = {name: [] for name in systems}
@@ -75,13 +66,13 @@ def measure_cuts(job: WhaleJob, screen: Screen) -> dict[str, Any]:
         job,
         CutsMeasured(
             cuts=cuts,
-            table=table,
+            table=table.tolist(),
             seconds={name: [[r.seconds for r in ranks] for ranks in rounds[name]] for name in cuts},
             compute_s={
                 name: [[r.compute_s for r in ranks] for ranks in rounds[name]] for name in cuts
             },
             predicted={
-                BASELINE: stage_seconds(table, cuts[BASELINE]),
+                BASELINE: stage_seconds(table.tolist(), cuts[BASELINE]),
                 PLANNED: plan.predicted.stage_s,
             },
             disturbed=patience.disturbed,
@@ -152,18 +143,3 @@ class _Pipeline:
         recorder = self.engine.recorder
         events, recorder.events = recorder.events, []
         return list(events)
-
-
-def _layer_table(job: WhaleJob) -> list[list[float]]:
-    """Return for each stage the seconds of each layer on its device."""
-    model = build_model(job)
-    family = family_of(model)
-    names = family.declared(None)
-    return rank_layer_times(
-        model,
-        tuple(family.chain(model, names)),
-        names,
-        family.loss(model),
-        texts=job.batch,
-        tokens=job.sequence,
-    )

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from wavemare.bench.answer import answer
-from wavemare.bench.wave.slices import ask_for_short_slices
 from wavemare.bench.whale.choice import probe, try_plan
 from wavemare.bench.whale.cuts import measure_cuts
 from wavemare.bench.whale.places import take_place
@@ -25,7 +24,6 @@ _MEASURE = {SHARES: measure_shares, CUTS: measure_cuts, PROBE: probe, TRIAL: try
 def main() -> None:
     """Measure what the job asks for; rank 0 leaves the result."""
     take_place()
-    ask_for_short_slices()  # before gloo starts its threads
     answer(WhaleJob, measure)
 
 
