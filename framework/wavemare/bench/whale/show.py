@@ -64,9 +64,11 @@ def plot(result: Mapping[str, Any], file: Path) -> None:
         axis.plot(names, bounds, ls="", marker="_", ms=24, color="black", label="bound")
         axis.axhline(1, color="grey", lw=0.8)
         axis.set_ylabel("times as fast as equal parts; choice: as the best")
-        axis.set_ylim(bottom=0.8)
+        # Room for the legend above the highest mark.
+        highest = max(*bounds, *(row["ratio"] for row in rows))
+        axis.set_ylim(0.8, highest + 0.2 * (highest - 0.8) + 0.1)
         axis.tick_params(axis="x", labelsize=7)
-        axis.legend(fontsize=8, loc="upper left")
+        axis.legend(fontsize=8, loc="upper right")
 
 
 def _kind(row: Mapping[str, Any]) -> str:
