@@ -15,14 +15,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from wavemare.bench.share_requests import ask_for_share, shares_on_demand
 from wavemare.bench.throttle import (
     GroupThrottle,
     PacingThrottle,
     Throttle,
-    ask_for_share,
     open_throttle,
     quota_files,
-    shares_on_demand,
 )
 from wavemare.errors import LaunchError
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from wavemare.bench import launch
 from wavemare.bench.network import Laboratory
-from wavemare.bench.throttle import Throttle, shares_on_demand
+from wavemare.bench.share_requests import shares_on_demand
+from wavemare.bench.throttle import Throttle
 from wavemare.bench.whale.candidates import plans_by_axes
 from wavemare.bench.whale.places import ORDER
 from wavemare.bench.whale.report import choice_rows

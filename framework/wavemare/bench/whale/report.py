@@ -113,22 +113,32 @@ class CutsMeasured:
 
 
 def cut_rows(job: WhaleJob, measured: CutsMeasured) -> list[dict[str, Any]]:
-    """Return a row for each system."""
-    count, table = job.micro_batches, measured.table
-    equal_s = cut_step_s(stage_seconds(table, measured.cuts[BASELINE]), count, job.schedule)
-    best, best_s = best_cut(table, count, job.schedule)
+    """Return a row for each system.
+
+    What is ideal is told twice: by the table, and by the table with each rank's speed in the timed
+    rounds, with which ratios compare.
+    """
+    count, schedule = job.micro_batches, job.schedule
+    compute_s = {
+        name: [median(own) for own in zip(*measured.compute_s[name], strict=True)]
+        for name in measured.cuts
+    }
+    now = _at_speed_of_rounds(measured, compute_s)
+    equal_s, best_s, _ = _steps(now, measured.cuts[BASELINE], count, schedule)
+    table_equal_s, table_best_s, best = _steps(
+        measured.table, measured.cuts[BASELINE], count, schedule
+    )
     ideals = {BASELINE: 1.0, PLANNED: equal_s / best_s}
     rounds = {name: [max(ranks) for ranks in measured.seconds[name]] for name in measured.cuts}
     rows = []
     for name, cuts in measured.cuts.items():
         predicted = list(measured.predicted[name])
-        found = [median(own) for own in zip(*measured.compute_s[name], strict=True)]
-        errors = [p / m - 1 for p, m in zip(predicted, found, strict=True)]
+        errors = [p / m - 1 for p, m in zip(predicted, compute_s[name], strict=True)]
         rows.append(
             {
                 "part": CUTS,
                 "system": name,
-                "schedule": job.schedule,
+                "schedule": schedule,
                 "ranks": job.ranks,
                 "devices": list(job.devices),
                 "slow": job.devices.index(min(job.devices)),
@@ -136,15 +146,40 @@ def cut_rows(job: WhaleJob, measured: CutsMeasured) -> list[dict[str, Any]]:
                 "cuts": list(cuts),
                 "best_cuts": list(best),
                 **_ratio(rounds, name, ideals[name]),
-                "fluid": equal_s / fluid_cut_step_s(table, count, job.schedule),
-                "predicted_s": cut_step_s(predicted, count, job.schedule),
-                "stage_s": found,
+                "ideal_before": table_equal_s / table_best_s if name == PLANNED else 1.0,
+                "fluid": equal_s / fluid_cut_step_s(now, count, schedule),
+                "predicted_s": cut_step_s(predicted, count, schedule),
+                "stage_s": compute_s[name],
                 "predicted_stage_s": predicted,
                 "stage_error": max(map(abs, errors)),
+                "table": [list(row) for row in measured.table],
                 "disturbed": measured.disturbed,
             }
         )
     return rows
+
+
+def _at_speed_of_rounds(
+    measured: CutsMeasured, compute_s: Mapping[str, Sequence[float]]
+) -> list[list[float]]:
+    """Return the table scaled, for each rank, to what its stages took in the rounds."""
+    expected = {name: stage_seconds(measured.table, cuts) for name, cuts in measured.cuts.items()}
+    factors = [
+        mean(compute_s[name][rank] / expected[name][rank] for name in measured.cuts)
+        for rank in range(len(measured.table))
+    ]
+    return [
+        [factor * spent for spent in row]
+        for factor, row in zip(factors, measured.table, strict=True)
+    ]
+
+
+def _steps(
+    table: Sequence[Sequence[float]], equal: Sequence[int], micro_batches: int, schedule: str
+) -> tuple[float, float, tuple[int, ...]]:
+    """Return the seconds of a step with equal cuts and with the best ones, and these."""
+    best, best_s = best_cut(table, micro_batches, schedule)
+    return cut_step_s(stage_seconds(table, equal), micro_batches, schedule), best_s, best
 
 
 def choice_rows(

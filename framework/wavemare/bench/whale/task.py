@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, set_seed
 
-from wavemare.bench.throttle import ask_for_share
+from wavemare.bench.share_requests import ask_for_share
 from wavemare.bench.wave.disturbance import Patience
 from wavemare.bench.whale.request import WhaleJob
 

@@ -41,13 +41,17 @@ def shares(gap: float = 0.0) -> list[dict[str, Any]]:
     return share_rows(SHARES, measured)
 
 
-def cuts(schedule: str = "1f1b") -> list[dict[str, Any]]:
+def cuts(schedule: str = "1f1b", slowness: float = 1.0) -> list[dict[str, Any]]:
+    """Return rows of a pipeline whose first rank takes so many times as long as was measured."""
     job = WhaleJob(**{**asdict(CUTS), "schedule": schedule})
     measured = CutsMeasured(
         cuts={"equal": (0, 3, 6), "planned": (0, 2, 6)},
         table=[[0.2] * 6, [0.1] * 6],
         seconds={"equal": [[5.2, 4.0]], "planned": [[3.7, 3.6]]},
-        compute_s={"equal": [[0.6, 0.3]], "planned": [[0.4, 0.5], [0.4, 0.5], [0.4, 9.0]]},
+        compute_s={
+            "equal": [[0.6 * slowness, 0.3]],
+            "planned": [[0.4 * slowness, 0.4], [0.4 * slowness, 0.4], [9.0, 0.1]],
+        },
         predicted={"equal": (0.6, 0.3), "planned": (0.4, 0.4)},
     )
     return cut_rows(job, measured)
@@ -91,10 +95,17 @@ def test_an_asynchronous_pipeline_gains_more() -> None:
 
 
 def test_predictions_are_compared_stage_by_stage() -> None:
-    equal, planned = cuts()
-    assert equal["stage_error"] == 0
-    assert planned["stage_s"] == [0.4, 0.5]
-    assert planned["stage_error"] == pytest.approx(0.2)
+    equal, planned = cuts(slowness=1.25)
+    assert planned["stage_s"] == pytest.approx([0.5, 0.4])
+    assert [planned["stage_error"], equal["stage_error"]] == pytest.approx([0.2, 0.2])
+
+
+def test_the_ideal_is_one_of_the_speeds_in_the_rounds() -> None:
+    planned = cuts(slowness=1.25)[1]
+    # 0.25 and 0.1 for each layer: 0.75 + 0.3 + 7 * 0.75 for equal parts; the best ones 1:5 or 2:4.
+    assert planned["ideal"] == pytest.approx(6.3 / min(0.25 + 0.5 + 7 * 0.5, 0.5 + 0.4 + 7 * 0.5))
+    assert planned["ideal_before"] == pytest.approx(5.1 / 3.6)
+    assert cuts()[1]["ideal_before"] == pytest.approx(cuts()[1]["ideal"])
 
 
 def choice() -> list[dict[str, Any]]:
