@@ -106,6 +106,9 @@ def _check_memory(plan: ParallelPlan) -> None:
     if plan.wavelet and plan.stages > 1 and plan.tensor_parallel == 1:
         reason = "the stages have no tensor-parallel sums that waves could hide"
         raise _refuse(plan, "wavelet", reason, "Give false")
+    if plan.wavelet and plan.stages == 1 and not plan.balanced:
+        reason = "waves scale the losses of micro-batches that are alike on all ranks"
+        raise _refuse(plan, "wavelet", reason, "Give false, or equal shares")
 
 
 def _check_order(plan: ParallelPlan) -> None:

@@ -95,6 +95,7 @@ def test_digest_is_that_of_the_plan_without_its_prediction():
         (STAGES, {"cuts": (0, 28, 28)}, "cuts"),
         (STAGES, {"num_layers": None}, "cuts"),
         (STAGES, {"tensor_parallel": 1, "order": None}, "wavelet"),
+        (SHARES, {"wavelet": True}, "wavelet"),
     ],
 )
 def test_refusals_name_the_key(base, changes, key):

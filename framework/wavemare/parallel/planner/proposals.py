@@ -67,6 +67,8 @@ def _homogeneous(
         shares = _shares(scene, variant, micro_steps, bounds, kinds, samples)
         if shares is None:
             continue
+        if variant.waves and stages == 1 and len(set(shares)) > 1:
+            continue  # waves of one stage scale losses that are alike on all ranks
         for grid in _placed(units, stages):
             # Replicas in the order of their first devices, so that alike ones stay as they come.
             order = sorted(range(len(kinds)), key=lambda replica: grid[0][replica])

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from wavemare.engine.config import check_config
 from wavemare.errors import ModelError, PlanError
 from wavemare.parallel.plan import ParallelPlan
 from wavemare.parallel.planner import Cluster, Device, Link, Settings, plan, search_plans
@@ -181,6 +182,13 @@ def test_two_card_generations_get_shares_by_speed():
     assert found.best.shares in ((20 * scale,) * 8 + (12 * scale,) * 8, (40,) * 8 + (24,) * 8)
     assert found.gain == pytest.approx(1.333, abs=0.01)
     assert found.best.order is None
+
+
+def test_an_engine_takes_every_plan_of_unlike_devices():
+    found = plan("gpt2", "2xV100,2xP100", global_batch=64, sequence_length=1024)
+    assert any(not chosen.balanced for chosen in found.plans)
+    for chosen in found.plans:
+        check_config(chosen.configure({}), world_size=4)
 
 
 def test_too_little_memory_is_told():
