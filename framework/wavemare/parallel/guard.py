@@ -23,6 +23,7 @@ _EVERY = 5
 _RECENT = 100
 _ERROR = 0.2
 _DRIFT = 0.15
+_WEIGHTS = 3  # ZeRO's stage that cuts weights
 
 
 class Verdict(NamedTuple):
@@ -73,8 +74,8 @@ class Guard:
     another: what slows down all of them alike moves no share. At checkpoints they are made anew if
     a rank has drifted from the others by 15 % since: only every fifth pass is timed then, as that
     waits for the device.
-    All ranks must call it alike. ZeRO-3 gathers weights within forward passes, so there it only
-    tells how long passes take with that.
+    All ranks must call it alike. ZeRO-3 gathers weights within forward passes, where ranks wait for
+    each other: what is measured there says nothing of one rank, and moves no share.
 
     Args:
         engine: Built with shares; no pipeline.
@@ -136,7 +137,7 @@ class Guard:
         self._judged_at = self._steps
         self._watch.every = _EVERY
         verdict = Verdict(predicted, measured, None)
-        if verdict.imbalance <= tolerance:
+        if verdict.imbalance <= tolerance or self._engine.zero_optimization_stage() == _WEIGHTS:
             return verdict
         self._speeds = [
             Speed(speed.forward.scaled(factor), speed.whole.scaled(factor))
