@@ -44,6 +44,7 @@ class Balance:
         self.micro_steps = (
             config.micro_steps[rank] if config.micro_steps else engine.gradient_accumulation_steps()
         )
+        self._counts = config.micro_steps
         self.uneven_steps = config.micro_steps is not None
         self._mean: Literal["samples", "tokens"] = config.mean
         self._labels: Tensor | None = None
@@ -63,7 +64,6 @@ class Balance:
         self.shares = list(shares)
         self.micro_batch = self.shares[self._rank]
         self._share = self.micro_batch / self._average
-        self._before = sum(self.shares[: self._rank])
 
     def watch(self, module: nn.Module) -> None:
         """Remember the labels that a model is called with, for means over tokens."""
@@ -109,11 +109,14 @@ class Balance:
 
     def sampler(self, dataset: Sized, *, shuffle: bool) -> ShareSampler:
         """Return the sampler of this rank's part of a dataset."""
+        parts = self.shares
+        if self._counts is not None:  # a rank's part of a whole step
+            parts = [self._average * count for count in self._counts]
         return ShareSampler(
             dataset,
-            first=self._before,
-            count=self.micro_batch,
-            stride=sum(self.shares),
+            first=sum(parts[: self._rank]),
+            count=parts[self._rank],
+            stride=sum(parts),
             shuffle=shuffle,
         )
 
@@ -128,7 +131,7 @@ class Balance:
 
 
 class ShareSampler(Sampler[int]):
-    """A rank's indices: its contiguous part of each micro-batch of all ranks.
+    """A rank's indices: its contiguous part of each micro-batch, or step, of all ranks.
 
     All ranks together read the order that torch's ``DistributedSampler`` gives equal shares; the
     samples at the end that do not fill a micro-batch of all ranks are left out.

@@ -33,10 +33,14 @@ class BalanceConfig(Section):
     """Whether all samples of a micro-batch weigh the same, or all labels other than -100."""
 
     @property
+    def is_uneven(self) -> bool:
+        """Whether it is said for each rank what it takes."""
+        return self.shares is not None or self.micro_steps is not None
+
+    @property
     def is_active(self) -> bool:
         """Whether losses have weights, or ranks do unequal numbers of micro-steps."""
-        uneven = self.shares is not None or self.micro_steps is not None
-        return uneven or self.mean == "tokens"
+        return self.is_uneven or self.mean == "tokens"
 
 
 def check_balance(

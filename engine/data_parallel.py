@@ -16,6 +16,7 @@ from wavemare.engine.config import WavemareConfig
 from wavemare.engine.mixin import EngineMixin
 from wavemare.engine.segments import Segments
 from wavemare.engine.wavelet import Wavelet, attach_wavelet
+from wavemare.errors import ConfigError
 
 __all__ = ["Engine"]
 
@@ -77,9 +78,27 @@ class Engine(ColocatedHeads, EngineMixin, deepspeed.DeepSpeedEngine):
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run DeepSpeed's backward pass; with ``wavemare.balance`` the loss weighs its share."""
-        if self._balance is not None:
-            loss = self._balance.weighted(loss)
-        return super().backward(loss, *args, **kwargs)
+        return super().backward(self._weighted(loss), *args, **kwargs)
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss for a ``backward()`` of its own, scaled and weighted."""
+        scaled: torch.Tensor = super().scale(self._weighted(loss))
+        return scaled
+
+    def _weighted(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return a loss of the caller's own loop as ``wavemare.balance`` weighs it.
+
+        Raises:
+            ConfigError: The ranks do unequal numbers of micro-steps, which such a loop does not.
+        """
+        if self._balance is None:
+            return loss
+        if self._balance.uneven_steps:
+            given = self._sections.balance.micro_steps if self._sections is not None else None
+            reason = "a loop of backward and step would reduce gradients before ranks are done"
+            remedy = "Call train_batch, or give wavemare.balance.shares"
+            raise ConfigError("wavemare.balance.micro_steps", given, reason, remedy)
+        return self._balance.weighted(loss)
 
     def _backward(self, loss: torch.Tensor) -> torch.Tensor:
         """Run the backward pass; return the loss that it was of, without its graph."""

@@ -8,7 +8,7 @@ from typing import Any
 from deepspeed import comm as dist
 from deepspeed.runtime.engine import ROUTE_TRAIN
 
-from wavemare.engine.balance import Balance, attach_balance
+from wavemare.engine.balance import Balance, ShareSampler, attach_balance
 from wavemare.engine.checkpoint import CheckpointMixin
 from wavemare.engine.config import SECTION, WavemareConfig
 from wavemare.engine.sparse_attach import attach_sparse_gradients
@@ -60,16 +60,21 @@ class EngineMixin(CheckpointMixin):
             shares: As ``wavemare.balance.shares``, with which the engine must have been built.
 
         Raises:
-            ConfigError: The engine has no shares, is a pipeline, or the numbers do not fit.
+            ConfigError: The engine has no shares, is a pipeline, has a loader of its own, or the
+                numbers do not fit.
         """
         key = f"{SECTION}.balance.shares"
         engine: Any = self
-        if self._balance is None:
+        if self._balance is None or self._balance.uneven_steps:
             reason = "the engine was built without shares"
             raise ConfigError(key, list(shares), reason, "Give them in the configuration")
         if engine.pipeline_parallelism:
             reason = "the stages of a pipeline expect micro-batches of the size that they know"
             raise ConfigError(key, list(shares), reason, "Start again with the new shares")
+        if isinstance(getattr(engine.training_dataloader, "data_sampler", None), ShareSampler):
+            reason = "the loader of training_data goes on with micro-batches of the old shares"
+            remedy = "Give train_batch an iterator of your own, and initialize no training_data"
+            raise ConfigError(key, list(shares), reason, remedy)
         self._balance.share_out(shares)
 
     def deepspeed_io(
@@ -77,7 +82,7 @@ class EngineMixin(CheckpointMixin):
     ) -> Any:
         """Return a loader as DeepSpeed's method of that name, of this rank's share of samples."""
         sections = self._sections
-        if route == ROUTE_TRAIN and sections is not None and sections.balance.shares is not None:
+        if route == ROUTE_TRAIN and sections is not None and sections.balance.is_uneven:
             balance = Balance(sections.balance, self)
             # A pipeline brings a sampler of its own, which does not shuffle.
             shuffles = kwargs.get("data_sampler") is None

@@ -45,9 +45,13 @@ class Balancing:
         self._table: Any = None
         self._guard: Guard | None = None
         self._stage_guard: StageGuard | None = None
+        self._choice = choice
         self.measures = choice == AUTO
         if choice == NONE:
             return
+        if WavemareConfig.of(config).parallel.given:
+            reason = "wavemare.parallel says how the model is laid out"
+            raise ConfigError("--balance", choice, reason, "Leave out one of the two")
         if choice != AUTO:
             self._use(_read(Path(choice)))
         elif resumes and self._file.is_file() and WavemareConfig.of(config).pipeline.stages > 1:
@@ -70,12 +74,28 @@ class Balancing:
 
         Raises:
             ConfigError: What the configuration asks for cannot be balanced.
+            PlanError: The ranks have read unlike plans, or not all of them one.
         """
+        if self._choice != NONE:
+            self._agree()
         if self.measures:
             self._measure(model, batch, sequence_length)
         if self.plan is not None and not type(model).__name__.endswith("ForSequenceClassification"):
-            self._weigh_tokens()
+            self._weigh_tokens(self.plan)
         return self.plan if self.measures else None
+
+    def _agree(self) -> None:
+        # A folder of each machine's own may hold a plan on some: others would wait for ever.
+        from torch import distributed as dist
+
+        own = None if self.plan is None else self.plan.digest[:12]
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, own)
+        for rank, theirs in enumerate(found):
+            if theirs != found[0]:
+                reason = f"rank 0 has read {found[0] or 'no plan'}, rank {rank} {theirs or 'none'}"
+                remedy = f"Give all machines the same file, also {self._file} of a run that resumes"
+                raise PlanError("--balance", self._choice, reason, remedy)
 
     def _measure(self, model: Any, batch: dict[str, int], sequence_length: int) -> None:
         from wavemare.parallel.balance import balance_replicas, measure_layers, plan_stages
@@ -85,6 +105,12 @@ class Balancing:
         if section.tensor_parallel.size > 1:
             reason = "ranks that share layers wait for each other at each of them"
             raise ConfigError("--balance", AUTO, reason, "Put like devices there, and give a plan")
+        if section.wavelet.mode != "off":
+            reason = "waves scale the losses of micro-batches that are alike on all ranks"
+            mode = section.wavelet.mode
+            raise ConfigError(
+                "wavemare.wavelet.mode", mode, reason, 'Set it "off", or --balance none'
+            )
         zero = int(self.config.get("zero_optimization", {}).get("stage", 0))
         if section.pipeline.stages > 1:
             self._table = measure_layers(
@@ -183,10 +209,12 @@ class Balancing:
             section["parallel"] = {"plan": json.loads(plan.to_json())}
         self.config = {**self.config, SECTION: section}
 
-    def _weigh_tokens(self) -> None:
+    def _weigh_tokens(self, plan: ParallelPlan) -> None:
         # Samples have different numbers of labels (masked tokens, all but the first of a document).
+        if (plan.wavelet and plan.stages == 1) or plan.colocated:
+            return  # their losses cannot be weighted, and their shares are equal
         section = dict(self.config[SECTION])
-        section["balance"] = {**section.get("balance", {}), "mean": "tokens"}
+        section["balance"] = {"mean": "tokens", **section.get("balance", {})}
         self.config = {**self.config, SECTION: section}
 
 

@@ -64,6 +64,13 @@ class Job:
         ensure_launched()
         self.world_size = environment_world_size()
         self.section = check_config(self.config, world_size=self.world_size)
+        if self.section.balance.micro_steps is not None:
+            raise ConfigError(
+                f"{SECTION}.balance.micro_steps",
+                self.section.balance.micro_steps,
+                "the ranks of a recipe read equally many micro-batches",
+                f"Use {SECTION}.balance.shares",
+            )
         self.stages = self.section.pipeline.stages
         replicas = self.world_size // self.section.model_ranks
         self.batch = check_batch_sizes(self.config, data_world_size=replicas)
@@ -180,8 +187,21 @@ class Job:
         self.engine, *_ = wavemare.initialize(model=model, config=self.config)
         # Dropout must differ between ranks, which hold other samples or other layers, unless they
         # share layers.
-        place = self.rank // self.section.tensor_parallel.size
+        place = self.rank // self._splits()
         torch.manual_seed(self.arguments.seed + 1 + place)
+
+    def _splits(self) -> int:
+        """Take over what annotations have decided; return how many ranks share every layer."""
+        plan = self.engine.parallel_plan
+        if plan is None:
+            return self.section.tensor_parallel.size
+        self.stages = plan.stages
+        self.batch = {
+            "train_batch_size": plan.global_batch,
+            "train_micro_batch_size_per_gpu": plan.micro_batch,
+            "gradient_accumulation_steps": plan.micro_steps,
+        }
+        return int(plan.tensor_parallel)
 
     def loader(self, dataset: Any, held_out: Any) -> Iterator[Any]:
         """Return this rank's endless micro-batches, at the sample where a resumed run stopped.

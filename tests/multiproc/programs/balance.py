@@ -58,7 +58,7 @@ def compare(case: dict[str, Any], samples: Any, build: Any) -> dict[str, float]:
         engine.training_dataloader.data_sampler._shuffle = False
     own = None if loader else parts(whole, case, engine.data_rank, replicas, micro, steps)
     if case.get("loop"):
-        losses = [loop(engine, own) for _ in range(STEPS)]
+        losses = [loop(engine, own, case) for _ in range(STEPS)]
     else:
         losses = [float(engine.train_batch(own)) for _ in range(STEPS)]
     expected_losses, expected = reference(build(), whole, case, replicas, micro, steps)
@@ -72,12 +72,15 @@ def compare(case: dict[str, Any], samples: Any, build: Any) -> dict[str, float]:
     return {"weights": max(gaps), "losses": loss_gap, "compared": len(gaps)}
 
 
-def loop(engine: Any, own: Iterator[dict[str, Tensor]]) -> float:
+def loop(engine: Any, own: Iterator[dict[str, Tensor]], case: dict[str, Any]) -> float:
     """A caller's own loop, whose mean is not the engine's to know."""
     batch = next(own)
     loss = engine(**batch)
     loss = loss if isinstance(loss, Tensor) else loss.loss
-    engine.backward(loss)
+    if case["loop"] == "scale":
+        engine.scale(loss).backward()
+    else:
+        engine.backward(loss)
     engine.step()
     return float(engine._mean_loss([engine._balance.weighted(loss.detach())]))
 

@@ -1,12 +1,17 @@
 """Shares of unlike devices: their samples, their checks."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from wavemare.engine.balance import ShareSampler
 from wavemare.engine.balance_config import BalanceConfig, check_balance, check_shares
 from wavemare.engine.config import check_config
+from wavemare.engine.data_parallel import Engine
+from wavemare.engine.mixin import EngineMixin
 from wavemare.errors import ConfigError
 from wavemare.pipeline.config import PipelineConfig
 from wavemare.pipeline.wave_config import WaveletConfig
@@ -108,3 +113,37 @@ def test_the_section_is_part_of_the_configuration():
         check_config({"wavemare": section, "zero_optimization": {"stage": 3}}, world_size=2)
     with pytest.raises(ConfigError, match="shares"):
         check_config({"wavemare": {"balance": {"share": [1]}}}, world_size=2)
+
+
+class NoPipeline(EngineMixin):
+    """An engine as `share_out` and a caller's own loop see it."""
+
+    pipeline_parallelism = False
+
+    def __init__(self, *, uneven_steps=False, sampler=None):
+        self._balance = SimpleNamespace(uneven_steps=uneven_steps, share_out=self.note)
+        self._sections = SimpleNamespace(balance=SimpleNamespace(micro_steps=[3, 1]))
+        self.training_dataloader = SimpleNamespace(data_sampler=sampler)
+        self.noted = None
+
+    def note(self, shares):
+        self.noted = shares
+
+
+def test_shares_change_only_where_data_follows():
+    sampler = ShareSampler(range(8), first=0, count=1, stride=2, shuffle=False)
+    for engine, reason in [
+        (NoPipeline(uneven_steps=True), "built without shares"),
+        (NoPipeline(sampler=sampler), "micro-batches of the old shares"),
+    ]:
+        with pytest.raises(ConfigError, match=reason):
+            engine.share_out([3, 1])
+        assert engine.noted is None
+    engine = NoPipeline()
+    engine.share_out([3, 1])
+    assert engine.noted == [3, 1]
+
+
+def test_a_loop_of_ones_own_has_equal_numbers_of_micro_steps():
+    with pytest.raises(ConfigError, match="before ranks are done"):
+        Engine._weighted(NoPipeline(uneven_steps=True), torch.tensor(1.0))

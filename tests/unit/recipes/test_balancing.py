@@ -1,0 +1,85 @@
+"""``--balance`` where ranks or the configuration disagree with it."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from wavemare.errors import ConfigError, PlanError
+from wavemare.parallel.plan import ParallelPlan
+from wavemare.recipes.balancing import Balancing
+from wavemare.recipes.job import Job
+
+PLAN = ParallelPlan(data_parallel=2, global_batch=8, shares=(5, 3))
+STAGES = ParallelPlan(stages=2, cuts=(0, 2, 4), num_layers=4, global_batch=8, shares=(8,))
+
+
+class LanguageModel:
+    """Some model that is no classifier."""
+
+
+def balancing(folder, choice, config=None, plan=None, *, resumes=False):
+    if plan is not None:
+        (folder / "plan.json").write_text(plan.to_json())
+        choice = choice or str(folder / "plan.json")
+    return Balancing(choice, config or {}, folder, resumes=resumes)
+
+
+def ranks_that_read(monkeypatch, *digests):
+    def gather(found, own):
+        found[:] = [own, *digests]
+
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1 + len(digests))
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+
+
+def test_a_plan_on_some_machines_only_is_refused_before_anything_is_measured(monkeypatch, tmp_path):
+    ranks_that_read(monkeypatch, None)
+    config = {"wavemare": {"pipeline": {"stages": 2}}}
+    resumed = balancing(tmp_path, "auto", config, STAGES, resumes=True)
+    with pytest.raises(PlanError, match="rank 1 none"):
+        resumed.measure(LanguageModel(), {}, sequence_length=8)
+
+
+def test_unlike_files_are_refused(monkeypatch, tmp_path):
+    ranks_that_read(monkeypatch, "0123456789ab")
+    with pytest.raises(PlanError, match="rank 1 0123456789ab"):
+        balancing(tmp_path, None, plan=PLAN).measure(LanguageModel(), {}, sequence_length=8)
+
+
+def test_a_mean_that_was_asked_for_is_kept(monkeypatch, tmp_path):
+    ranks_that_read(monkeypatch, PLAN.digest[:12])
+    for given, mean in [({}, "tokens"), ({"mean": "samples"}, "samples")]:
+        found = balancing(tmp_path, None, {"wavemare": {"balance": given}}, PLAN)
+        found.measure(LanguageModel(), {}, sequence_length=8)
+        assert found.config["wavemare"]["balance"]["mean"] == mean
+
+
+def test_waves_and_split_heads_stay_without_weights(monkeypatch, tmp_path):
+    equal = replace(PLAN, shares=(4, 4))
+    for plan in (replace(equal, wavelet=True, tensor_parallel=2), replace(equal, colocated=("a",))):
+        ranks_that_read(monkeypatch, plan.digest[:12])
+        found = balancing(tmp_path, None, plan=plan)
+        found.measure(LanguageModel(), {}, sequence_length=8)
+        assert "balance" not in found.config["wavemare"]
+
+
+def test_what_auto_would_drop_is_refused(monkeypatch, tmp_path):
+    ranks_that_read(monkeypatch, None)
+    waves = balancing(tmp_path, "auto", {"wavemare": {"wavelet": {"mode": "sync"}}})
+    with pytest.raises(ConfigError, match=r"wavemare\.wavelet\.mode"):
+        waves.measure(LanguageModel(), {}, sequence_length=8)
+    with pytest.raises(ConfigError, match="Leave out one of the two"):
+        balancing(tmp_path, "auto", {"wavemare": {"parallel": {"stages": 2}}})
+
+
+def test_a_job_takes_over_what_annotations_decide():
+    split = ParallelPlan(tensor_parallel=2, global_batch=24, micro_steps=3, shares=(8,))
+    section = SimpleNamespace(tensor_parallel=SimpleNamespace(size=1))
+    job = SimpleNamespace(section=section, engine=SimpleNamespace(parallel_plan=None), batch={})
+    assert Job._splits(job) == 1
+    job.engine.parallel_plan = split
+    assert Job._splits(job) == 2
+    assert job.stages == 1
+    assert list(job.batch.values()) == [24, 8, 3]
