@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import combinations
 
+from wavemare.pipeline.plan import Plan
+from wavemare.pipeline.schedules import one_f_one_b
+from wavemare.pipeline.simulate import Costs, simulate
+
 __all__ = ["best_cut", "cut_step_s", "fluid_cut_step_s", "share_gain", "stage_seconds"]
+
+_FORWARD = 1 / 3
 
 
 def share_gain(seconds: Sequence[float]) -> float:
@@ -22,10 +29,29 @@ def share_gain(seconds: Sequence[float]) -> float:
 
 
 def cut_step_s(stage_s: Sequence[float], micro_batches: int, schedule: str) -> float:
-    """Return a step's seconds: the slowest stage's, and what 1F1B takes to fill and empty."""
+    """Return a step's seconds without messages.
+
+    Of 1F1B it is simulated: ``sum(t) + (M - 1) max(t)`` where the last stage is the slowest, and
+    less where an earlier one is, which works while the others fill and empty.
+
+    Args:
+        stage_s: Of each stage for a micro-batch, a third of it forward.
+        micro_batches: Of a step.
+        schedule: ``1f1b`` or ``pipemare``, which takes the slowest stage's time for each.
+    """
     if schedule == "pipemare":
         return micro_batches * max(stage_s)
-    return sum(stage_s) + (micro_batches - 1) * max(stage_s)
+    costs = Costs(
+        forward_s=tuple(spent * _FORWARD for spent in stage_s),
+        backward_s=tuple(spent * (1 - _FORWARD) for spent in stage_s),
+    )
+    timeline = simulate(_plan(len(stage_s), micro_batches), costs)
+    return max(events[-1].end_s for events in timeline.ranks)
+
+
+@cache
+def _plan(stages: int, micro_batches: int) -> Plan:
+    return one_f_one_b(stages, micro_batches)
 
 
 def fluid_cut_step_s(table: Sequence[Sequence[float]], micro_batches: int, schedule: str) -> float:

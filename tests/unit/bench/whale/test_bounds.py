@@ -19,9 +19,18 @@ def test_a_single_slow_rank_of_four() -> None:
     assert share_gain([1.0, 2.0, 1.0, 1.0]) == pytest.approx(3.5 / 2)
 
 
-def test_a_pipeline_fills_and_empties_unless_it_is_asynchronous() -> None:
-    assert cut_step_s([1.0, 3.0], 8, "1f1b") == 4 + 7 * 3
-    assert cut_step_s([1.0, 3.0], 8, "pipemare") == 8 * 3
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_a_pipeline_fills_and_empties_unless_it_is_asynchronous(stages: int) -> None:
+    like = [3.0] * stages
+    assert cut_step_s(like, 8, "1f1b") == pytest.approx((8 + stages - 1) * 3)
+    assert cut_step_s(like, 8, "pipemare") == 8 * 3
+    slow_last = [1.0] * (stages - 1) + [3.0]
+    assert cut_step_s(slow_last, 8, "1f1b") == pytest.approx(sum(slow_last) + 7 * 3)
+
+
+def test_a_slow_first_stage_works_while_the_others_fill() -> None:
+    assert cut_step_s([3.0, 1.0], 8, "1f1b") == pytest.approx(8 * 3)
+    assert 8 * 3 < cut_step_s([3.0, 2.0, 2.0, 2.0], 8, "1f1b") < 9 + 7 * 3
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipemare"])
@@ -44,8 +53,10 @@ def test_the_best_cut_is_that_of_a_slow_search(schedule: str, seed: int) -> None
 def test_layers_that_could_be_cut_anywhere_are_no_slower_than_the_best_cut() -> None:
     layers = [1.0] * 12
     table = [[2 * spent for spent in layers], layers]
-    assert best_cut(table, 8, "1f1b") == ((0, 4, 12), 16 + 7 * 8)
     # Twelve layers divide 1:2 without a rest.
+    bounds, step_s = best_cut(table, 8, "1f1b")
+    assert bounds == (0, 4, 12)
+    assert step_s == pytest.approx(16 + 7 * 8)
     assert fluid_cut_step_s(table, 8, "1f1b") == pytest.approx(16 + 7 * 8)
     assert fluid_cut_step_s(table, 8, "pipemare") == pytest.approx(8 * 8)
     odd = [row[:11] for row in table]
