@@ -210,7 +210,9 @@ class Noted(Throttle):
         return None
 
 
-@pytest.mark.parametrize(("pids", "known"), [(None, os.getpid()), ({3: 99}, 99)])
+@pytest.mark.parametrize(
+    ("pids", "known"), [(None, os.getpid()), ({3: 99}, 99)], ids=["own", "told"]
+)
 def test_ranks_get_the_share_that_they_ask_for(pids: Mapping[int, int] | None, known: int) -> None:
     throttle = Noted()
     with shares_on_demand(throttle, None if pids is None else lambda: pids) as folder:
