@@ -1,0 +1,203 @@
+"""Accelerate's ``Accelerator`` with our engines.
+
+``from wavemare.accelerate import Accelerator`` in place of accelerate's own: ``prepare`` then
+builds an engine by `wavemare.initialize`, from the DeepSpeed file with a ``"wavemare"`` section.
+Loops that call ``forward``, ``backward`` and ``step`` run data-parallel engines: ZeRO 0 to 3, the
+sparse collective, tensor parallelism. What trains whole steps is for `wavemare.hf.Trainer` or
+``engine.train_batch``, and is refused here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import accelerate
+import deepspeed
+import torch
+from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import DistributedType
+from accelerate.utils.operations import recursively_apply
+from torch import distributed as dist
+
+from wavemare.api import initialize
+from wavemare.engine.config import SECTION, WavemareConfig
+from wavemare.errors import ConfigError
+
+__all__ = ["Accelerator"]
+
+_swap_lock = threading.RLock()
+
+
+class Accelerator(accelerate.Accelerator):
+    """``accelerate.Accelerator`` whose DeepSpeed engines are ours.
+
+    Processes that share a model (stages and tensor parallelism) get the same batches, and `gather`
+    counts them once.
+
+    Attributes:
+        section: The ``"wavemare"`` section; None without one.
+        model_ranks: How many processes share a model, and so batches.
+        stages: Stages of the pipeline.
+        weighs_losses: Whether the engine weighs the losses of data ranks.
+        own_loss: Whether a pipeline's loss function is the engine's matter alone.
+        whole_step_key: The key that makes the engine train whole steps only; None without one.
+        whole_steps: Whether the caller trains by ``engine.train_batch``, as
+            `wavemare.hf.Trainer` does.
+        build: What stands for ``deepspeed.initialize``.
+    """
+
+    section: dict[str, Any] | None = None
+    model_ranks = stages = 1
+    weighs_losses = own_loss = False
+    whole_step_key: str | None = None
+    whole_steps = False
+    build: Callable[..., Any] = staticmethod(initialize)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        plugin = getattr(self.state, "deepspeed_plugin", None)
+        if plugin is not None:
+            self.take_section(plugin.deepspeed_config.pop(SECTION, None))
+
+    def take_section(self, section: dict[str, Any] | None) -> None:
+        """Use a ``"wavemare"`` section, which accelerate, for its ``"auto"``, must not see.
+
+        Raises:
+            ConfigError: It is invalid, or needs another loop than the caller's.
+        """
+        ours = WavemareConfig.of({SECTION: section} if section is not None else {})
+        key = self.whole_step_key = _whole_step_key(ours)
+        if key is not None and not self.whole_steps:
+            reason = (
+                "an engine of that kind trains whole steps, and accelerate's loop single passes"
+            )
+            remedy = "Use wavemare.hf.Trainer, or wavemare.initialize and engine.train_batch"
+            raise ConfigError(f"{SECTION}.{key}", section, reason, remedy)
+        self.section = section
+        self.model_ranks = ours.model_ranks
+        self.stages = ours.pipeline.stages
+        self.weighs_losses = ours.balance.is_active
+        self.own_loss = self.weighs_losses or ours.pipeline.pair_passes
+
+    @property
+    def data_ranks(self) -> int:
+        """How many processes, or groups that share a model, have batches of their own."""
+        return int(self.num_processes) // self.model_ranks
+
+    @property
+    def data_rank(self) -> int:
+        """This process's place among `data_ranks`."""
+        size = self._ours.tensor_parallel.size
+        return int(self.process_index) // size % self.data_ranks
+
+    @property
+    def _ours(self) -> WavemareConfig:
+        return WavemareConfig.of({SECTION: self.section} if self.section is not None else {})
+
+    def _prepare_deepspeed(self, *args: Any) -> Any:
+        def ours(config_params: Any = None, **arguments: Any) -> Any:
+            section = {} if self.section is None else {SECTION: self.section}
+            if self.model_ranks > self.stages:
+                _leave_out_all(arguments)
+            return self.build(config={**config_params, **section}, **arguments)
+
+        with _initializing_by(ours):
+            prepared = super()._prepare_deepspeed(*args)
+        engine = getattr(self.deepspeed_engine_wrapped, "engine", None)
+        if engine is not None and not type(engine).__module__.startswith("wavemare."):
+            raise RuntimeError(
+                f"accelerate {accelerate.__version__} built DeepSpeed's {type(engine).__name__}: "
+                "it no longer looks deepspeed.initialize up when it prepares a model"
+            )
+        return prepared
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return a loader of this data rank's batches; see accelerate's method of that name."""
+        if self.model_ranks == 1 or getattr(data_loader, "_is_accelerate_prepared", False):
+            return super().prepare_data_loader(data_loader, *args, **kwargs)
+        self._check_loading()
+        worker_init = data_loader.worker_init_fn
+        if "rank" in getattr(worker_init, "keywords", {}) or {}:
+            worker_init.keywords["rank"] = self.data_rank  # else stages would draw differently
+        prepared = prepare_data_loader(
+            data_loader,
+            self.device,
+            num_processes=self.data_ranks,
+            process_index=self.data_rank,
+            put_on_device=self.device_placement,
+            rng_types=self.rng_types.copy(),
+            dispatch_batches=False,
+            even_batches=True,
+            use_seedable_sampler=True,
+            data_seed=self.dataloader_config.data_seed,
+            non_blocking=self.non_blocking,
+        )
+        self._dataloaders.append(prepared)
+        return prepared
+
+    def _check_loading(self) -> None:
+        for name, value, wanted in (
+            ("split_batches", self.split_batches, False),
+            ("dispatch_batches", bool(self.dispatch_batches), False),
+            ("even_batches", self.even_batches, True),
+            ("use_seedable_sampler", self.use_seedable_sampler, True),
+        ):
+            if value != wanted:
+                reason = "processes that share a model each read all its batches, alike"
+                raise ConfigError(f"accelerator_config.{name}", value, reason, "Leave it out")
+
+    def gather(self, tensor: Any) -> Any:
+        """Return tensors of all data ranks, concatenated; see accelerate's method of that name."""
+        if self.model_ranks == 1 or self.distributed_type != DistributedType.DEEPSPEED:
+            return super().gather(tensor)
+        group = None
+        if self.data_ranks > 1:
+            group = self.deepspeed_engine_wrapped.engine.data_parallel_group
+        return recursively_apply(
+            lambda t: self._gathered(t, group), tensor, error_on_other_type=True
+        )
+
+    def _gathered(self, tensor: torch.Tensor, group: Any) -> torch.Tensor:
+        own = tensor.reshape(1) if tensor.ndim == 0 else tensor.contiguous()
+        if group is None:
+            return own
+        parts = [torch.empty_like(own) for _ in range(self.data_ranks)]
+        dist.all_gather(parts, own, group=group)
+        return torch.cat(parts)
+
+
+def _whole_step_key(ours: WavemareConfig) -> str | None:
+    """Return the key that makes an engine train whole steps only; None if there is none."""
+    if ours.pipeline.stages > 1:
+        return "pipeline.stages"
+    if ours.wavelet.mode not in ("off", "model_parallel"):
+        return "wavelet.mode"
+    return "balance.micro_steps" if ours.balance.micro_steps is not None else None
+
+
+def _leave_out_all(arguments: dict[str, Any]) -> None:
+    """Leave out ``model_parameters`` that are all of the model's, which is going to be split."""
+    given = {id(p) for p in arguments.get("model_parameters") or ()}
+    if given == {id(p) for p in arguments["model"].parameters() if p.requires_grad}:
+        del arguments["model_parameters"]
+
+
+@contextmanager
+def _initializing_by(function: Callable[..., Any]) -> Iterator[None]:
+    # accelerate looks deepspeed.initialize up at each call. Ours ends in DeepSpeed's, so that the
+    # name has to mean that again once we are asked.
+    stock = deepspeed.initialize
+
+    def initialize_once(**arguments: Any) -> Any:
+        deepspeed.initialize = stock
+        return function(**arguments)
+
+    with _swap_lock:
+        deepspeed.initialize = initialize_once
+        try:
+            yield
+        finally:
+            deepspeed.initialize = stock

@@ -1,0 +1,5 @@
+"""The Hugging Face Trainer with our engines: ``from wavemare.hf import Trainer``."""
+
+from wavemare.hf.trainer import Trainer
+
+__all__ = ["Trainer"]

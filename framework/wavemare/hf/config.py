@@ -1,0 +1,196 @@
+"""The DeepSpeed file of ``TrainingArguments``: its ``"auto"`` values, and ours."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import TrainingArguments
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+from wavemare.engine.config import SECTION, WavemareConfig, check_config, load_config
+from wavemare.errors import ConfigError
+
+__all__ = ["AUTO_KEYS", "Difference", "DifferencesError", "TrainerConfig"]
+
+AUTO_KEYS = (
+    "pipeline.stages",
+    "pipeline.inputs",
+    "pipeline.dynamic_shape",
+    "pipeline.pipemare.warmup_steps",
+    "pipeline.pipemare.lr_rescheduling.anneal_steps",
+    "wavelet.warmup_steps",
+)
+"""Keys of our section that may be ``"auto"``, beside those of which it is a value of their own."""
+
+_ANNEAL_PART = 4
+
+_BATCH_KEYS = {
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A key of the JSON file and the argument that says otherwise."""
+
+    key: str
+    value: Any
+    argument: str
+    wanted: Any
+
+
+class DifferencesError(ConfigError):
+    """The JSON file and the training arguments say different things.
+
+    Args:
+        differences: All of them.
+    """
+
+    def __init__(self, differences: list[Difference]) -> None:
+        self.differences = tuple(differences)
+        rows = [("key", "JSON", "argument", "value")]
+        rows += [(d.key, repr(d.value), d.argument, repr(d.wanted)) for d in differences]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = (
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        )
+        super().__init__(
+            "deepspeed",
+            [difference.key for difference in differences],
+            "the JSON file and the training arguments differ:\n\n" + "\n".join(lines) + "\n\n",
+            'Make them equal, or write "auto" in the JSON',
+        )
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.reason}{self.advice}"
+
+
+class TrainerConfig(HfTrainerDeepSpeedConfig):
+    """transformers' configuration, which counts batches by data ranks and knows our section.
+
+    Args:
+        config: What ``TrainingArguments.deepspeed`` holds: a path, a mapping, or base64.
+        world_size: Number of processes.
+
+    Attributes:
+        section: The ``"wavemare"`` section with its ``"auto"`` values filled in; None without one.
+        wants_entries: Whether ``pipeline.inputs`` is ``"auto"``: see `take_entries`.
+
+    Raises:
+        ConfigError: A key or value that cannot work.
+    """
+
+    def __init__(self, config: str | Mapping[str, Any], *, world_size: int) -> None:
+        values = load_config(config, "deepspeed")
+        self._given = values.pop(SECTION, None)
+        self._differences: list[Difference] = []
+        self._world_size = world_size
+        super().__init__(values)
+        pipeline = self._given.get("pipeline") if isinstance(self._given, dict) else None
+        self.wants_entries = isinstance(pipeline, dict) and pipeline.get("inputs") == "auto"
+        if self.wants_entries:
+            self.take_entries(None)
+        self._fill_section(warmup_steps=0, max_steps=1)
+        # DeepSpeed's own "auto" values are known by now or are no matter of ours.
+        check_config({**values, **self.with_section}, world_size=world_size)
+
+    @property
+    def ours(self) -> WavemareConfig:
+        """Our section, parsed."""
+        return WavemareConfig.of(self.with_section)
+
+    @property
+    def with_section(self) -> dict[str, Any]:
+        """Our section by its key; empty without one."""
+        return {} if self.section is None else {SECTION: self.section}
+
+    def take_entries(self, names: list[str] | None) -> None:
+        """Set what ``pipeline.inputs`` is: the names of a batch's entries but its labels."""
+        self._given["pipeline"]["inputs"] = names
+
+    def fill_match(
+        self, ds_key_long: str, hf_val: Any, hf_key: str | None = None, must_match: bool = True
+    ) -> None:
+        """Fill in an ``"auto"``, or note a difference, as transformers' method of that name."""
+        config, key = self.find_config_node(ds_key_long)
+        if config is None:
+            return
+        value = config.get(key)
+        if value == "auto":
+            config[key] = hf_val
+        elif must_match and value is not None and value != hf_val:
+            self._differences.append(Difference(ds_key_long, value, str(hf_key), hf_val))
+
+    def trainer_config_process(
+        self, args: TrainingArguments, auto_find_batch_size: bool = False
+    ) -> None:
+        """Fill in what the arguments alone say.
+
+        Raises:
+            DifferencesError: The file says otherwise.
+        """
+        for key, argument in _BATCH_KEYS.items():
+            self.config.setdefault(key, getattr(args, argument))
+        counted: Any = _Counted(args, self._world_size // self.ours.model_ranks)
+        super().trainer_config_process(counted, auto_find_batch_size)
+        self._raise_differences()
+
+    def trainer_config_finalize(
+        self, args: TrainingArguments, model: Any, num_training_steps: int
+    ) -> None:
+        """Fill in what the model and the number of steps say.
+
+        Raises:
+            DifferencesError: The file says otherwise.
+        """
+        super().trainer_config_finalize(args, model, num_training_steps)
+        self._raise_differences()
+        self._fill_section(
+            warmup_steps=int(args.get_warmup_steps(num_training_steps)),
+            max_steps=num_training_steps,
+        )
+
+    def _raise_differences(self) -> None:
+        differences, self._differences = self._differences, []
+        if differences:
+            raise DifferencesError(differences)
+
+    def _fill_section(self, *, warmup_steps: int, max_steps: int) -> None:
+        """Replace the ``"auto"`` values of our section; see `AUTO_KEYS`."""
+        self.section = copy.deepcopy(self._given)
+        if not isinstance(self.section, dict):
+            return
+        tensor = self.section.get("tensor_parallel")
+        size = tensor.get("size", 1) if isinstance(tensor, Mapping) else 1
+        values: dict[str, Callable[[], Any]] = {
+            "pipeline.stages": lambda: max(self._world_size // size, 1),
+            "pipeline.dynamic_shape": lambda: True,
+            "pipeline.pipemare.warmup_steps": lambda: warmup_steps,
+            "pipeline.pipemare.lr_rescheduling.anneal_steps": lambda: max(
+                max_steps // _ANNEAL_PART, 1
+            ),
+            "wavelet.warmup_steps": lambda: warmup_steps,
+        }
+        for path, value in values.items():
+            *parents, key = path.split(".")
+            node: Any = self.section
+            for parent in parents:
+                node = node.get(parent) if isinstance(node, dict) else None
+            if isinstance(node, dict) and node.get(key) == "auto":
+                node[key] = value()
+
+
+class _Counted:
+    """Training arguments that count groups of processes sharing a model in place of processes."""
+
+    def __init__(self, args: TrainingArguments, data_ranks: int) -> None:
+        self._args = args
+        self.world_size = data_ranks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._args, name)

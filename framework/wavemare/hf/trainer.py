@@ -1,0 +1,159 @@
+"""``transformers.Trainer`` whose DeepSpeed engines are ours."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.trainer import TRAINING_ARGS_NAME
+
+from wavemare.accelerate import Accelerator
+from wavemare.engine.config import SECTION
+from wavemare.errors import ConfigError
+from wavemare.hf.config import TrainerConfig
+from wavemare.hf.steps import seeded
+from wavemare.hf.whole_steps import WholeSteps
+from wavemare.models import save_pretrained
+from wavemare.parallel.annotations import PLAN, is_annotated
+
+__all__ = ["Trainer"]
+
+_ZERO_WEIGHTS = 3
+
+
+class Trainer(WholeSteps):
+    """``transformers.Trainer``, trained by `wavemare.initialize` where it has a DeepSpeed file.
+
+    The constructor, arguments, callbacks and files are transformers'. ``TrainingArguments(
+    deepspeed="ds.json")`` may hold a ``"wavemare"`` section; without ``deepspeed`` nothing differs
+    from transformers.
+
+    Raises:
+        ConfigError: A key or value that cannot work, or one that differs from the arguments.
+    """
+
+    accelerator: Any
+    deepspeed: Any
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Read the DeepSpeed file as ours, then create the accelerator as transformers does."""
+        config = self._read_config() if self.args.deepspeed else None
+        super().create_accelerator_and_postprocess()
+        if not self.is_deepspeed_enabled:
+            return
+        # The object stays: transformers has handed its state round already.
+        self.accelerator.__class__ = Accelerator
+        self.accelerator.whole_steps = True
+        if config is None:  # accelerate's launcher brought the file
+            self._refuse_section(self.accelerator.state.deepspeed_plugin.deepspeed_config)
+        self.accelerator.take_section(config.section if config is not None else None)
+
+    def _read_config(self) -> TrainerConfig:
+        from accelerate.utils import DeepSpeedPlugin
+
+        args: Any = self.args
+        config = TrainerConfig(args.deepspeed, world_size=args.world_size)
+        self._check_support(config)
+        config.trainer_config_process(args)
+        args.hf_deepspeed_config = config
+        args.deepspeed_plugin = DeepSpeedPlugin(hf_ds_config=config)
+        return config
+
+    def _refuse_section(self, values: dict[str, Any]) -> None:
+        if SECTION in values:
+            reason = "accelerate's own configuration brought the file, after data were shared out"
+            remedy = "Give the file to TrainingArguments(deepspeed=...) and launch with torchrun"
+            raise ConfigError(SECTION, values[SECTION], reason, remedy)
+
+    def _check_support(self, config: TrainerConfig) -> None:
+        ours = config.ours
+        if ours.parallel.given or is_annotated(self.model) or hasattr(self.model, PLAN):
+            reason = "the Trainer shares out data before a plan is made of annotations"
+            remedy = f"Give {SECTION}.pipeline and {SECTION}.tensor_parallel, or use wavemare.plan"
+            raise ConfigError(f"{SECTION}.parallel", "...", reason, remedy)
+        for name in ("shares", "micro_steps"):
+            given = getattr(ours.balance, name)
+            if given is not None:
+                reason = "the Trainer gives all data ranks equally many samples"
+                remedy = "Leave it out, or use wavemare.initialize with training_data"
+                raise ConfigError(f"{SECTION}.balance.{name}", given, reason, remedy)
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_deepspeed_enabled:
+            return super()._prepare_for_training(*args, **kwargs)
+        self._release_engine()
+        if self.accelerator.weighs_losses:
+            # Else transformers would divide by the number of tokens, and the engine weigh again.
+            self.model_accepts_loss_kwargs = False
+        config = getattr(self.args, "hf_deepspeed_config", None)
+        if isinstance(config, TrainerConfig) and config.wants_entries:
+            config.take_entries(self._batch_entries())
+        return super()._prepare_for_training(*args, **kwargs)
+
+    def _release_engine(self) -> None:
+        """Take an engine that was built before off the model; ZeRO 3 keeps its weights."""
+        engine = self.deepspeed
+        if engine is None or engine.zero_optimization_stage() == _ZERO_WEIGHTS:
+            return
+        engine.module_forward_pre_hook.remove()
+        engine.module_forward_post_hook.remove()
+        engine.destroy()
+        self.deepspeed = None
+
+    def _build(self, **arguments: Any) -> tuple[Any, Any, Any, Any]:
+        config = getattr(self.args, "hf_deepspeed_config", None)
+        if isinstance(config, TrainerConfig):  # what was "auto" may have waited for the data
+            arguments["config"] |= config.with_section
+        return super()._build(**arguments)
+
+    def _batch_entries(self) -> list[str]:
+        """Return the names of a batch's entries but its labels, ``input_ids`` first."""
+        evaluates = self.train_dataset is None
+        loader = self.get_eval_dataloader() if evaluates else self.get_train_dataloader()
+        with seeded(self.args.seed):
+            names = set(next(iter(loader))) - {"labels"}
+        return sorted(names, key=lambda name: (name != "input_ids", name))
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        items = super()._get_num_items_in_batch(batch_samples, device)
+        if isinstance(items, torch.Tensor) and self.is_deepspeed_enabled:
+            # transformers counts those of all processes; our accelerator those of data ranks.
+            items = items * self.accelerator.model_ranks
+        return items
+
+    def get_tp_size(self) -> int:
+        """Return how many processes get the same batches."""
+        own = self.accelerator.model_ranks if self.is_deepspeed_enabled else 1
+        return int(super().get_tp_size() * own)
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as transformers; before training, an engine is built whatever the ZeRO stage."""
+        if self.is_deepspeed_enabled and self.deepspeed is None:
+            self._prepare_for_evaluation()
+        return super().evaluation_loop(dataloader, *args, **kwargs)
+
+    def _prepare_for_evaluation(self) -> None:
+        """Build an engine to evaluate with; under ZeRO 3 transformers does."""
+        config = self.accelerator.state.deepspeed_plugin.hf_ds_config
+        if config.is_zero3():
+            return
+        before = copy.deepcopy(config.config)
+        self._prepare_for_training(1, None, None)
+        config.config.clear()  # a training run to come has its own number of steps
+        config.config.update(before)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save a folder for ``from_pretrained``, whatever the engine; every process calls this."""
+        if self.deepspeed is None or not isinstance(self.model, PreTrainedModel):
+            super().save_model(output_dir, _internal_call)
+            return
+        folder = str(output_dir if output_dir is not None else self.args.output_dir)
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        save_pretrained(self.deepspeed, folder, tokenizer=tokenizer)
+        if self.args.should_save:
+            torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)

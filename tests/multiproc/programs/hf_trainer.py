@@ -1,0 +1,106 @@
+"""``wavemare.hf.Trainer`` with data-parallel engines, beside transformers' own."""
+
+import sys
+from typing import Any
+
+import torch
+import transformers
+from common import leave
+from hf_common import MODELS, Rows, arguments, file_digest, json_file, losses, plain_model
+
+import wavemare
+import wavemare.hf
+from wavemare.errors import ConfigError
+
+
+def run(kind: str, name: str, trainer_class: Any, config: Any, **changes: Any) -> dict[str, Any]:
+    build = MODELS[kind] if kind == "bert" else lambda: plain_model(kind)
+    trainer = trainer_class(
+        model=build(),
+        args=arguments(name, config, **changes),
+        train_dataset=Rows(kind, 22),
+        eval_dataset=Rows(kind, 7, seed=1),
+    )
+    trainer.train()
+    evaluated = trainer.evaluate()["eval_loss"]
+    trainer.save_model()
+    torch.distributed.barrier()
+    engine = trainer.model_wrapped
+    return {
+        "class": f"{type(engine).__module__}.{type(engine).__name__}",
+        "losses": losses(trainer),
+        "eval": evaluated,
+        "lr": [e["learning_rate"] for e in trainer.state.log_history if "learning_rate" in e],
+        "weights": file_digest(trainer.args.output_dir),
+        "section": getattr(trainer.accelerator, "section", None),
+        "sparse": getattr(engine, "_sparse", None) is not None,
+    }
+
+
+def same_as_stock(kind: str, stage: int) -> dict[str, Any]:
+    config = json_file(stage)
+    if stage == 3:
+        config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    name = f"{kind}{stage}"
+    return {
+        "stock": run(kind, f"stock-{name}", transformers.Trainer, config),
+        "ours": run(kind, f"ours-{name}", wavemare.hf.Trainer, config),
+    }
+
+
+def sparse() -> dict[str, Any]:
+    config = json_file(0, {"sparse_collective": {"mode": "auto"}})
+    return run("bert", "sparse", wavemare.hf.Trainer, config)
+
+
+def model_parallel_waves() -> dict[str, Any]:
+    config = json_file(0, {"wavelet": {"mode": "model_parallel"}})
+    return run("gpt2", "waves", wavemare.hf.Trainer, config)
+
+
+def tensor_parallel() -> dict[str, Any]:
+    config = json_file(0, {"tensor_parallel": {"size": 2}})
+    return run("gpt2", "tensor", wavemare.hf.Trainer, config, per_device_train_batch_size=4)
+
+
+def tokens() -> dict[str, Any]:
+    config = json_file(0, {"balance": {"mean": "tokens"}})
+    return run("gpt2", "tokens", wavemare.hf.Trainer, config)
+
+
+def refusals() -> dict[str, str]:
+    def message(config: Any, **changes: Any) -> str:
+        try:
+            wavemare.hf.Trainer(
+                model=MODELS["gpt2"](),
+                args=arguments("refused", config, **changes),
+                train_dataset=Rows("gpt2", 8),
+            )
+        except ConfigError as error:
+            return str(error)
+        return "accepted"
+
+    different = json_file(train_micro_batch_size_per_gpu=3, gradient_clipping=0.5)
+    different["optimizer"]["params"]["lr"] = 0.5
+    return {
+        "differences": message(different),
+        "unknown key": message(json_file(0, {"pipelin": {}})),
+        "shares": message(json_file(0, {"balance": {"shares": [3, 1]}})),
+        "parallel": message(json_file(0, {"parallel": {"split": 2}})),
+        "stages": message(json_file(0, {"pipeline": {"stages": 3}})),
+        "auto": message(json_file(0, {"pipeline": {"untie": "auto"}})),
+    }
+
+
+CASES = {
+    **{f"{k}_zero{s}": (lambda k=k, s=s: same_as_stock(k, s)) for k in MODELS for s in range(4)},
+    "sparse": sparse,
+    "model_parallel_waves": model_parallel_waves,
+    "tokens": tokens,
+    "tensor_parallel": tensor_parallel,
+    "refusals": refusals,
+}
+
+if __name__ == "__main__":
+    wavemare.init_distributed()  # else stock DeepSpeed would compile an operator first
+    leave({name: CASES[name]() for name in sys.argv[2:]})

@@ -1,0 +1,97 @@
+"""``wavemare.hf.Trainer`` with data-parallel engines: transformers' own results, our engines."""
+
+import pytest
+
+EQUALITY = ["gpt2_zero0", "bert_zero1", "gpt2_zero2", "bert_zero3"]
+# Tensor parallelism last: in one process DeepSpeed keeps its groups for all engines after it.
+CASES = [*EQUALITY, "sparse", "model_parallel_waves", "tokens", "refusals", "tensor_parallel"]
+
+
+@pytest.fixture(scope="module")
+def cached():
+    return {}
+
+
+@pytest.fixture
+def results(launch, cached):
+    if not cached:
+        finished = launch("hf_trainer.py", *CASES).check()
+        cached.update({rank: finished.result(rank) for rank in range(2)})
+    return [cached[0], cached[1]]
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("case", EQUALITY)
+def test_without_a_section_it_trains_as_transformers_does(results, case):
+    for result in results:
+        stock, ours = result[case]["stock"], result[case]["ours"]
+        assert stock["class"].startswith("deepspeed.")
+        assert ours["class"] == "wavemare.engine.data_parallel.Engine"
+        for key in ("losses", "eval", "lr", "weights"):
+            assert ours[key] == stock[key], key
+        assert len(ours["losses"]) == 3
+        assert ours["losses"][0] != ours["losses"][-1]
+
+
+def test_the_sparse_collective_sums_as_stock_does(results):
+    for result in results:
+        assert result["sparse"]["sparse"]
+        stock = result["bert_zero1"]["stock"]
+        assert result["sparse"]["losses"] == pytest.approx(stock["losses"], rel=1e-5)
+        assert result["sparse"]["eval"] == pytest.approx(stock["eval"], rel=1e-4)
+
+
+def test_values_of_our_section_that_are_called_auto_reach_our_engine(results):
+    assert results[0]["sparse"]["section"] == {"sparse_collective": {"mode": "auto"}}
+
+
+def test_waves_by_zero_3_are_zero_3(results):
+    for result in results:
+        expected = result["gpt2_zero2"]["stock"]
+        assert result["model_parallel_waves"]["losses"] == pytest.approx(
+            expected["losses"], rel=1e-5
+        )
+        assert result["model_parallel_waves"]["weights"]
+
+
+def test_ranks_that_share_a_model_read_the_same_batches(results):
+    # Batches of 4 read by one pair are those of 2 read by each of two ranks.
+    for result in results:
+        stock = result["gpt2_zero0"]["stock"]
+        # The third step has the last, short batch, which transformers fills up for two ranks.
+        own = result["tensor_parallel"]["losses"][:2]
+        assert own == pytest.approx(stock["losses"][:2], rel=1e-4)
+        assert result["tensor_parallel"]["eval"] == pytest.approx(stock["eval"], rel=1e-3)
+
+
+def test_balanced_means_are_not_weighed_twice(results):
+    for result in results:
+        stock = result["gpt2_zero0"]["stock"]
+        # transformers divides GPT-2's sum over 15 positions by 16 labels.
+        assert result["tokens"]["eval"] == pytest.approx(stock["eval"] * 16 / 15, rel=1e-3)
+        expected = [loss * 16 / 15 for loss in stock["losses"]]
+        assert result["tokens"]["losses"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_what_differs_from_the_arguments_is_one_table(results):
+    for result in results:
+        lines = result["refusals"]["differences"].splitlines()
+        (start,) = [n for n, line in enumerate(lines) if line.startswith("key ")]
+        table = [line.split() for line in lines[start : start + 4]]
+        assert table == [
+            ["key", "JSON", "argument", "value"],
+            ["train_micro_batch_size_per_gpu", "3", "per_device_train_batch_size", "2"],
+            ["gradient_clipping", "0.5", "max_grad_norm", "1.0"],
+            ["optimizer.params.lr", "0.5", "learning_rate", "0.01"],
+        ]
+        assert '"auto"' in lines[-1]
+
+
+def test_what_cannot_work_is_refused_by_name(results):
+    for result in results:
+        refusals = result["refusals"]
+        assert "wavemare.pipelin" in refusals["unknown key"]
+        assert "wavemare.balance.shares = [3, 1]" in refusals["shares"]
+        assert "wavemare.parallel" in refusals["parallel"]
+        assert "not a multiple" in refusals["stages"]
+        assert "wavemare.pipeline.untie = 'auto'" in refusals["auto"]
