@@ -1,0 +1,201 @@
+"""The Trainer's reading of a DeepSpeed file: ``"auto"`` of our section, and the table."""
+
+import pytest
+import torch
+from transformers import TrainingArguments
+
+from wavemare.errors import ConfigError
+from wavemare.hf.config import AUTO_KEYS, DifferencesError, TrainerConfig
+from wavemare.hf.loss import StepLoss, weighted_labels
+from wavemare.hf.steps import SeededLoader, StepFeed, fill_rows, seeded
+
+ZERO = {"zero_optimization": {"stage": 0}}
+
+
+def arguments(tmp_path, **changes):
+    return TrainingArguments(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        report_to=[],
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=3,
+        warmup_steps=5,
+        **changes,
+    )
+
+
+class Model:
+    config = None
+
+
+def test_every_auto_key_is_filled(tmp_path):
+    section = {
+        "pipeline": {
+            "stages": "auto",
+            "inputs": "auto",
+            "dynamic_shape": "auto",
+            "schedule": "pipemare",
+            "pipemare": {
+                "warmup_steps": "auto",
+                "lr_rescheduling": {"enabled": True, "anneal_steps": "auto"},
+            },
+        },
+    }
+    config = TrainerConfig({**ZERO, "wavemare": section}, world_size=4)
+    assert config.wants_entries
+    config.take_entries(["input_ids", "attention_mask"])
+    args = arguments(tmp_path)
+    config.trainer_config_process(args)
+    config.trainer_config_finalize(args, Model(), 100)
+    pipeline = config.ours.pipeline
+    assert pipeline.stages == 4
+    assert pipeline.inputs == ["input_ids", "attention_mask"]
+    assert pipeline.dynamic_shape
+    assert pipeline.pipemare.warmup_steps == 5
+    assert pipeline.pipemare.lr_rescheduling.anneal_steps == 25
+    waves = TrainerConfig(
+        {**ZERO, "wavemare": {"wavelet": {"mode": "async", "warmup_steps": "auto"}}}, world_size=2
+    )
+    waves.trainer_config_finalize(args, Model(), 100)
+    assert waves.ours.wavelet.warmup_steps == 5
+    assert len(AUTO_KEYS) == 6
+
+
+def test_stages_are_the_processes_that_tensor_parallelism_leaves():
+    section = {"pipeline": {"stages": "auto"}, "tensor_parallel": {"size": 2}}
+    config = TrainerConfig({**ZERO, "wavemare": section}, world_size=8)
+    assert config.ours.pipeline.stages == 4
+
+
+def test_values_called_auto_stay_where_they_are_a_value():
+    section = {"sparse_collective": {"mode": "auto"}, "wavelet": {"mode": "off"}}
+    config = TrainerConfig({**ZERO, "wavemare": section}, world_size=2)
+    assert config.section == section
+    assert "wavemare" not in config.config
+
+
+def test_batch_sizes_count_groups_of_processes(tmp_path):
+    config = TrainerConfig(
+        {**ZERO, "train_batch_size": "auto", "wavemare": {"pipeline": {"stages": 2}}}, world_size=4
+    )
+    config.trainer_config_process(arguments(tmp_path))
+    assert config.config["train_batch_size"] == 4 * 3 * 2
+    assert config.config["train_micro_batch_size_per_gpu"] == 4
+    assert config.config["gradient_accumulation_steps"] == 3
+
+
+def test_all_differences_are_told_at_once(tmp_path):
+    given = {**ZERO, "train_micro_batch_size_per_gpu": "4", "gradient_clipping": 0.5}
+    config = TrainerConfig(given, world_size=2)
+    with pytest.raises(DifferencesError) as caught:
+        config.trainer_config_process(arguments(tmp_path))
+    assert isinstance(caught.value, ConfigError)
+    found = [(d.key, d.value, d.argument, d.wanted) for d in caught.value.differences]
+    assert found == [
+        ("train_micro_batch_size_per_gpu", "4", "per_device_train_batch_size", 4),
+        ("gradient_clipping", 0.5, "max_grad_norm", 1.0),
+    ]
+    assert "'4'" in str(caught.value)
+
+
+def test_a_schedule_of_another_length_differs(tmp_path):
+    scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": 7, "warmup_num_steps": 5}}
+    config = TrainerConfig({**ZERO, "scheduler": scheduler}, world_size=2)
+    with pytest.raises(DifferencesError, match="total_num_steps"):
+        config.trainer_config_finalize(arguments(tmp_path), Model(), 100)
+
+
+def test_a_key_that_cannot_work_is_refused_at_once():
+    section = {"pipeline": {"stages": 3}}
+    with pytest.raises(ConfigError, match="not a multiple"):
+        TrainerConfig({**ZERO, "wavemare": section}, world_size=2)
+
+
+# --- steps ---------------------------------------------------------------------------------------
+
+
+def feed(count, **changes):
+    given = {"micro_batches": 2, "make": lambda read: [n * 10 for n in read] * 2, "seed": 0}
+    return StepFeed(iter(range(count)), **{**given, **changes})
+
+
+def test_an_engine_that_reads_ahead_sees_what_the_trainer_sees():
+    ahead = feed(5, make=lambda read: [n * 10 for n in (read * 2)[:2]])
+    assert [next(ahead) for _ in range(3)] == [0, 10, 20]
+    assert [ahead.next_step() for _ in range(2)] == [[0, 1], [2, 3]]
+    assert [next(ahead) for _ in range(3)] == [30, 40, 40]
+    with pytest.raises(StopIteration):
+        next(ahead)
+    assert ahead.next_step() == [4]
+    assert ahead.next_step() == []
+
+
+def test_reading_draws_the_same_numbers_whoever_reads_first():
+    def draws(order):
+        def source():
+            while True:
+                yield torch.rand(1).item()
+
+        one = StepFeed(source(), micro_batches=2, make=list, seed=3, epoch=1, data_rank=1)
+        torch.manual_seed(order)
+        before = torch.get_rng_state()
+        found = [next(one) for _ in range(4)] if order else []
+        found = found or [x for _ in range(2) for x in one.next_step()]
+        assert torch.equal(torch.get_rng_state(), before)
+        return found
+
+    assert draws(0) == draws(1)
+    assert len(set(draws(0))) == 4
+
+
+def test_evaluation_draws_the_same_numbers_each_time():
+    loader = SeededLoader([0, 1, 2], seed=5)
+    loader._loader = type(
+        "Drawing", (), {"__iter__": lambda self: (torch.rand(1) for _ in "abc")}
+    )()
+    assert list(loader) == list(loader)
+
+
+def test_generators_go_on_as_if_nothing_had_been_drawn():
+    torch.manual_seed(1)
+    with seeded(2):
+        torch.rand(3)
+    after = torch.rand(1)
+    torch.manual_seed(1)
+    assert torch.equal(after, torch.rand(1))
+
+
+def test_a_short_batch_is_filled_with_rows_that_do_not_count():
+    batch = {"input_ids": torch.arange(6).view(2, 3), "labels": torch.arange(6).view(2, 3), "k": 1}
+    full = fill_rows(batch, 5)
+    assert full["input_ids"].tolist() == [[0, 1, 2], [3, 4, 5], [0, 1, 2], [3, 4, 5], [0, 1, 2]]
+    assert full["labels"].tolist() == [[0, 1, 2], [3, 4, 5], *[[-100] * 3] * 3]
+    assert full["k"] == 1
+    assert batch["labels"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert fill_rows(batch, 2) == batch
+
+
+def test_the_mean_over_micro_batches_is_that_over_labels():
+    torch.manual_seed(0)
+    logits = [torch.randn(2, 4, 7) for _ in range(3)]
+    labels = [torch.randint(0, 7, (2, 4)) for _ in range(3)]
+    labels[0][0, 1:], labels[1][:] = -100, -100
+    batches = [{"labels": one} for one in labels]
+    weighted = weighted_labels(batches, 4, shifts=False)
+    assert len(weighted) == 4
+
+    def mean(logits, labels):
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    losses = [StepLoss(mean)(logits[n % 3], weighted[n]) for n in range(4)]
+    expected = mean(torch.cat(logits), torch.cat(labels))
+    assert torch.stack(losses).mean().item() == pytest.approx(expected.item(), rel=1e-6)
+
+    def summed(outputs, labels, num_items_in_batch):
+        flat = outputs.logits.flatten(0, 1)
+        total = torch.nn.functional.cross_entropy(flat, labels.flatten(), reduction="sum")
+        return total / num_items_in_batch
+
+    own = StepLoss(mean, function=summed)
+    losses = [own(logits[n % 3], weighted[n]) for n in range(4)]
+    assert torch.stack(losses).mean().item() == pytest.approx(expected.item(), rel=1e-6)
