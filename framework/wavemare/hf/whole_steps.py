@@ -207,6 +207,8 @@ class WholeSteps(StockTrainer):
         micro_batch = engine.module.split_batch(inputs, labels_required=False)
         if labels is not None and self._weighs_labels:
             micro_batch = micro_batch[0], weighted_labels([inputs], 1, shifts=self._shifts)[0]
+        if labels is None:
+            engine.total_loss = None  # DeepSpeed would add outputs to the sum of losses
         output, logits = engine.eval_batch(
             iter([micro_batch]),
             return_logits=True,
@@ -215,6 +217,8 @@ class WholeSteps(StockTrainer):
             num_micro_batches=1,
         )
         loss = output.detach().reshape(()) if labels is not None else None
+        if labels is None:
+            engine.total_loss = None
         if prediction_loss_only:
             return loss, None, None
         if engine.is_last_stage() and self._preprocess is not None:

@@ -1,0 +1,189 @@
+"""``wavemare.hf.Trainer`` with pipelines and waves: what a plain loop over the same data gives."""
+
+import sys
+from typing import Any
+
+import torch
+import transformers
+from common import leave
+from hf_common import MODELS, Rows, arguments, file_digest, json_file, losses, pad, plain_model
+from torch.nn.functional import cross_entropy
+
+import wavemare
+import wavemare.hf
+from wavemare.errors import ConfigError
+from wavemare.hf.steps import seeded
+
+SECTIONS = {
+    "1f1b": {"pipeline": {"stages": "auto"}},
+    "pipemare": {"pipeline": {"stages": 2, "schedule": "pipemare"}},
+    "wavelet": {"wavelet": {"mode": "sync"}},
+}
+
+
+def trainer_of(kind: str, name: str, section: Any, **options: Any) -> Any:
+    changes = {k: options.pop(k) for k in list(options) if k in ARGUMENTS}
+    config = json_file(0, section, **options.pop("config", {}))
+    given = {
+        "model": plain_model(kind),
+        "train_dataset": Rows(kind, 21),
+        "eval_dataset": Rows(kind, 7, seed=1),
+        **options,
+    }
+    return wavemare.hf.Trainer(args=arguments(name, config, **changes), **given)
+
+
+ARGUMENTS = set(transformers.TrainingArguments.__dataclass_fields__)
+
+
+def reference(kind: str, trainer: Any, smoothing: float = 0.0) -> dict[str, Any]:
+    """A loop in one process over the very batches: means over a step's labels, AdamW, clipping."""
+    args = trainer.args
+    model = plain_model(kind).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
+    transformers.set_seed(args.seed)  # which orders the samples
+    loader, found, step = trainer.get_train_dataloader(), [], 0
+    for epoch in range(100):
+        loader.set_epoch(epoch)
+        with seeded(args.seed + epoch * 1_000_003):  # as an epoch's order is drawn
+            own = list(loader)
+        batches = _of_all_ranks(own, trainer.accelerator.data_ranks)
+        per_step = args.gradient_accumulation_steps * trainer.accelerator.data_ranks
+        for start in range(0, len(batches), per_step):
+            if step == args.max_steps:
+                break
+            optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - step / args.max_steps)
+            optimizer.zero_grad()
+            part = batches[start : start + per_step]
+            sums, count = 0.0, 0
+            for batch in part:
+                labels = batch["labels"]
+                inputs = {k: v for k, v in batch.items() if k != "labels"}
+                logits = model(**inputs).logits
+                if kind == "gpt2":
+                    logits, labels = logits[:, :-1], labels[:, 1:]
+                flat, wanted = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+                total = cross_entropy(flat, wanted, reduction="sum", label_smoothing=smoothing)
+                sums, count = sums + total, count + int((wanted != -100).sum())
+            loss = sums / count
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+            optimizer.step()
+            found.append(loss.item())
+            step += 1
+    return {"losses": found}
+
+
+def _of_all_ranks(batches: list[Any], ranks: int) -> list[Any]:
+    if ranks == 1:
+        return batches
+    everywhere: list[Any] = [None] * ranks
+    torch.distributed.all_gather_object(everywhere, batches)
+    return [batch for together in zip(*everywhere, strict=True) for batch in together]
+
+
+def compared(kind: str, schedule: str, smoothing: float = 0.0, **options: Any) -> dict[str, Any]:
+    name = f"{kind}-{schedule}-{smoothing}-{len(options)}"
+    trainer = trainer_of(
+        kind, name, SECTIONS[schedule], label_smoothing_factor=smoothing, **options
+    )
+    if schedule == "wavelet":  # two ranks, of which transformers would fill up a short batch
+        trainer.eval_dataset = Rows(kind, 8, seed=1)
+    trainer.train()
+    evaluated = trainer.evaluate()
+    predicted = trainer.predict(Rows(kind, 5, seed=2))
+    trainer.save_model()
+    torch.distributed.barrier()
+    folder = trainer.args.output_dir
+    loaded = type(trainer.model).from_pretrained(folder).eval()
+    rows = Rows(kind, 5, seed=2)
+    collate = trainer.data_collator
+    with torch.no_grad():
+        outputs = [loaded(**collate([rows[number]])).logits for number in range(5)]
+    found, expected = torch.from_numpy(predicted.predictions), torch.cat(outputs)
+    errors = (found[:, None] - expected[None]).flatten(2).abs().amax(-1)
+    if trainer.args.train_sampling_strategy == "group_by_length":  # predictions come in its order
+        errors = errors.amin(0)
+    else:
+        errors = errors.diagonal()
+    return {
+        "class": type(trainer.deepspeed).__name__,
+        "losses": losses(trainer),
+        "expected": reference(kind, trainer, smoothing)["losses"],
+        "eval": evaluated["eval_loss"],
+        "eval_expected": _eval_loss(kind, loaded, trainer, smoothing),
+        "logits": list(found.shape),
+        "logits_error": float(errors.max()),
+        "digest": file_digest(folder),
+    }
+
+
+def _eval_loss(kind: str, model: Any, trainer: Any, smoothing: float) -> float:
+    """The mean over rows of their batch's loss, as transformers weighs batches."""
+    rows, means = trainer.eval_dataset, []
+    for start in range(0, len(rows), 2):
+        part = [rows[n] for n in range(start, min(start + 2, len(rows)))]
+        batch = trainer.data_collator(part)
+        with torch.no_grad():
+            logits, labels = model(**batch).logits, batch["labels"]
+        if kind == "gpt2":
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        flat = logits.reshape(-1, logits.shape[-1])
+        loss = cross_entropy(flat, labels.reshape(-1), label_smoothing=smoothing).item()
+        means += [loss] * len(part)
+    return sum(means) / len(means)
+
+
+VARIED: dict[str, Any] = {
+    "data_collator": pad,
+    "config": {"wavemare": {"pipeline": {"stages": 2, "inputs": "auto", "dynamic_shape": "auto"}}},
+}
+
+
+def varied(kind: str) -> dict[str, Any]:
+    """Rows of unlike lengths, grouped by length, with a collator of the script's own."""
+    options = {**VARIED, "train_dataset": Rows(kind, 11, varied=True)}
+    return compared(kind, "1f1b", train_sampling_strategy="group_by_length", **options)
+
+
+def refusals() -> dict[str, str]:
+    def message(section: Any, trainer_class: Any = wavemare.hf.Trainer, **changes: Any) -> str:
+        options = {k: changes.pop(k) for k in ("compute_loss_func",) if k in changes}
+        try:
+            trainer = trainer_class(
+                model=MODELS["gpt2"](),
+                args=arguments("refused", json_file(0, section), **changes),
+                train_dataset=Rows("gpt2", 8),
+                **options,
+            )
+            trainer.train()
+        except ConfigError as error:
+            return str(error)
+        return "accepted"
+
+    class Own(wavemare.hf.Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs)
+
+    return {
+        "own loss": message(SECTIONS["1f1b"], Own),
+        "smoothed waves": message(SECTIONS["wavelet"], label_smoothing_factor=0.1),
+        "batch size": message(SECTIONS["1f1b"], auto_find_batch_size=True),
+    }
+
+
+CASES = {
+    "gpt2_1f1b": lambda: compared("gpt2", "1f1b", max_steps=8),
+    "bert_1f1b": lambda: compared("bert", "1f1b", 0.1, max_steps=8),
+    "gpt2_smoothed": lambda: compared("gpt2", "1f1b", 0.1),
+    "gpt2_pipemare": lambda: compared("gpt2", "pipemare", max_steps=8),
+    "bert_pipemare": lambda: compared("bert", "pipemare", max_steps=8),
+    "gpt2_wavelet": lambda: compared("gpt2", "wavelet"),
+    "bert_wavelet": lambda: compared("bert", "wavelet"),
+    "gpt2_varied": lambda: varied("gpt2"),
+    "bert_varied": lambda: varied("bert"),
+    "refusals": refusals,
+}
+
+if __name__ == "__main__":
+    leave({name: CASES[name]() for name in sys.argv[2:]})

@@ -1,0 +1,66 @@
+"""``wavemare.hf.Trainer`` with pipelines and waves, against plain loops over the same batches."""
+
+import pytest
+
+# Waves first: in one process DeepSpeed keeps a pipeline's grid for all engines after it.
+SYNCHRONOUS = [
+    "gpt2_wavelet",
+    "bert_wavelet",
+    "gpt2_1f1b",
+    "bert_1f1b",
+    "gpt2_smoothed",
+    "gpt2_varied",
+    "bert_varied",
+]
+ASYNCHRONOUS = ["gpt2_pipemare", "bert_pipemare"]
+
+
+@pytest.fixture(scope="module")
+def cached():
+    return {}
+
+
+@pytest.fixture
+def results(launch, cached):
+    if not cached:
+        finished = launch("hf_pipeline.py", *SYNCHRONOUS, *ASYNCHRONOUS, "refusals").check()
+        cached.update({rank: finished.result(rank) for rank in range(2)})
+    return [cached[0], cached[1]]
+
+
+ENGINES = {"1f1b": "PipelineEngine", "pipemare": "PipeMareEngine", "wavelet": "Engine"}
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("case", SYNCHRONOUS)
+def test_a_step_trains_the_mean_over_its_labels(results, case):
+    for result in (found[case] for found in results):
+        assert result["class"] == ENGINES.get(case.split("_")[1], "PipelineEngine")
+        assert result["losses"] == pytest.approx(result["expected"], rel=2e-5)
+        assert len(result["losses"]) in (3, 8)
+
+
+@pytest.mark.parametrize("case", ASYNCHRONOUS)
+def test_an_asynchronous_pipeline_begins_alike_and_is_stale(results, case):
+    for result in (found[case] for found in results):
+        assert result["class"] == "PipeMareEngine"
+        assert result["losses"][0] == pytest.approx(result["expected"][0], rel=2e-5)
+        assert result["losses"] != pytest.approx(result["expected"], rel=1e-3)
+        assert result["losses"] == results[0][case]["losses"]
+
+
+@pytest.mark.parametrize("case", [*SYNCHRONOUS, *ASYNCHRONOUS])
+def test_evaluation_and_prediction_are_the_saved_models(results, case):
+    for result in (found[case] for found in results):
+        assert result["eval"] == pytest.approx(result["eval_expected"], rel=1e-4)
+        assert result["logits"][0] == 5
+        assert result["logits_error"] < 1e-4
+        assert result["digest"] == results[0][case]["digest"]
+
+
+def test_what_would_not_be_called_is_refused(results):
+    for result in results:
+        refusals = result["refusals"]
+        assert "Own.compute_loss would not be called" in refusals["own loss"]
+        assert "wavemare.wavelet.mode" in refusals["smoothed waves"]
+        assert "auto_find_batch_size" in refusals["batch size"]
