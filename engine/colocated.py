@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.moe.utils import is_moe_param
 
+from wavemare.engine.checkpoint import CheckpointMixin
 from wavemare.errors import CheckpointError, ConfigError
 
 __all__ = ["ColocatedHeads", "check_colocated"]
@@ -92,11 +94,13 @@ class ColocatedHeads:
         for parameter in trained:
             parameter.grad.mul_(scale)
 
+    @wraps(CheckpointMixin.save_checkpoint)
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
         """Save as the engine does; each rank's part of a head stands in its own file."""
         with self._as_one_model():
             return super().save_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
+    @wraps(CheckpointMixin.load_checkpoint)
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, Any]:
         """Load as the engine does.
 
