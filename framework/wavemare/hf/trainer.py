@@ -101,7 +101,8 @@ class Trainer(WholeSteps):
         engine.module_forward_pre_hook.remove()
         engine.module_forward_post_hook.remove()
         engine.destroy()
-        self.deepspeed, self.model_wrapped = None, self.model
+        model: Any = self.model
+        self.deepspeed, self.model_wrapped = None, model
 
     def _build(self, **arguments: Any) -> tuple[Any, Any, Any, Any]:
         config = getattr(self.args, "hf_deepspeed_config", None)
