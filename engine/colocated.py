@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
+from functools import update_wrapper
 from types import MappingProxyType
 from typing import Any
 
@@ -94,13 +94,11 @@ class ColocatedHeads:
         for parameter in trained:
             parameter.grad.mul_(scale)
 
-    @wraps(CheckpointMixin.save_checkpoint)
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
         """Save as the engine does; each rank's part of a head stands in its own file."""
         with self._as_one_model():
             return super().save_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
-    @wraps(CheckpointMixin.load_checkpoint)
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, Any]:
         """Load as the engine does.
 
@@ -150,3 +148,8 @@ class ColocatedHeads:
                 part.copy_(saved["part"])
                 if saved["optimizer"]:
                     engine.optimizer.state[part] = saved["optimizer"]
+
+
+# Their parameters are told as those of the methods that they call.
+for _name in ("save_checkpoint", "load_checkpoint"):
+    update_wrapper(getattr(ColocatedHeads, _name), getattr(CheckpointMixin, _name))
