@@ -143,7 +143,6 @@ class Accelerator(accelerate.Accelerator):
             ("split_batches", self.split_batches, False),
             ("dispatch_batches", bool(self.dispatch_batches), False),
             ("even_batches", self.even_batches, True),
-            ("use_seedable_sampler", self.use_seedable_sampler, True),
         ):
             if value != wanted:
                 reason = "processes that share a model each read all its batches, alike"

@@ -10,18 +10,14 @@ import sys
 import transformers
 import transformers.trainer
 
-from wavemare.errors import LaunchError
 from wavemare.hf.trainer import Trainer
 
 __all__ = ["Trainer"]
 
-if "transformers.trainer_seq2seq" in sys.modules:
-    raise LaunchError(
-        "wavemare.hf.patch",
-        None,
-        "transformers.Seq2SeqTrainer was imported before, and derives from another Trainer",
-        "Import wavemare.hf.patch first",
-    )
-
 transformers.trainer.Trainer = Trainer  # type: ignore[misc]
 transformers.Trainer = Trainer  # type: ignore[misc]
+
+# Whoever asks for it from now on gets one that derives from ours.
+sys.modules.pop("transformers.trainer_seq2seq", None)
+for _name in ("Seq2SeqTrainer", "trainer_seq2seq"):
+    vars(transformers).pop(_name, None)

@@ -1,0 +1,94 @@
+"""``wavemare.accelerate`` beside accelerate's own, and ``wavemare.hf.patch``."""
+
+import importlib
+from typing import Any
+
+import accelerate
+import torch
+import transformers
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DeepSpeedPlugin, DummyOptim
+from common import leave
+from hf_common import Rows, plain_model
+
+import wavemare
+import wavemare.accelerate
+from wavemare.errors import ConfigError
+
+
+def configuration(section: Any = None) -> dict[str, Any]:
+    values = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_optimization": {"stage": 1},
+    }
+    return values if section is None else {**values, "wavemare": section}
+
+
+def loop(accelerator_class: Any, section: Any = None, rows: int = 2) -> dict[str, Any]:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState(cpu=True)  # an Accelerator(cpu=True) would leave DeepSpeed out
+    config = {**configuration(section), "train_micro_batch_size_per_gpu": rows}
+    accelerator = accelerator_class(
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
+        gradient_accumulation_steps=2,
+    )
+    model = plain_model("gpt2")
+    transformers.set_seed(3)
+    loader = torch.utils.data.DataLoader(Rows("gpt2", 15), batch_size=rows)
+    model, optimizer, loader = accelerator.prepare(model, DummyOptim(model.parameters()), loader)
+    losses, gathered = [], []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(accelerator.gather(loss).mean().item())
+        gathered.append(len(accelerator.gather_for_metrics(batch["labels"])))
+    engine = type(model)
+    return {
+        "class": f"{engine.__module__}.{engine.__name__}",
+        "sparse": getattr(model, "_sparse", None) is not None,
+        "losses": losses,
+        "gathered": gathered,
+    }
+
+
+def refusal(section: Any) -> str:
+    try:
+        loop(wavemare.accelerate.Accelerator, section)
+    except ConfigError as error:
+        return str(error)
+    return "accepted"
+
+
+def patched() -> dict[str, bool]:
+    import wavemare.hf
+
+    stock = transformers.trainer.Trainer
+    importlib.import_module("wavemare.hf.patch")
+    return {
+        "trainer": transformers.Trainer is wavemare.hf.Trainer,
+        "module": transformers.trainer.Trainer is wavemare.hf.Trainer,
+        "derived": issubclass(transformers.Seq2SeqTrainer, wavemare.hf.Trainer),
+        "stock": issubclass(wavemare.hf.Trainer, stock) and stock is not wavemare.hf.Trainer,
+    }
+
+
+if __name__ == "__main__":
+    wavemare.init_distributed()
+    auto = {"sparse_collective": {"mode": "auto"}}
+    leave(
+        {
+            "stock": loop(accelerate.Accelerator),
+            "ours": loop(wavemare.accelerate.Accelerator),
+            "sparse": loop(wavemare.accelerate.Accelerator, auto),
+            "pipeline": refusal({"pipeline": {"stages": 2}}),
+            "waves": refusal({"wavelet": {"mode": "sync"}}),
+            "tensor": loop(wavemare.accelerate.Accelerator, {"tensor_parallel": {"size": 2}}, 4),
+            "patched": patched(),
+        }
+    )

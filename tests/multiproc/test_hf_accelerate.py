@@ -1,0 +1,53 @@
+"""``wavemare.accelerate``, and the line for scripts that keep importing transformers' Trainer."""
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def cached():
+    return {}
+
+
+@pytest.fixture
+def results(launch, cached):
+    if not cached:
+        finished = launch("hf_accelerate.py").check()
+        cached.update({rank: finished.result(rank) for rank in range(2)})
+    return [cached[0], cached[1]]
+
+
+@pytest.mark.world_size(2)
+def test_prepare_builds_our_engine_that_trains_as_accelerates(results):
+    for result in results:
+        stock, ours = result["stock"], result["ours"]
+        assert stock["class"].startswith("deepspeed.")
+        assert ours["class"] == "wavemare.engine.data_parallel.Engine"
+        assert ours["losses"] == stock["losses"]
+        assert ours["gathered"] == stock["gathered"] == [4, 4, 4, 3]
+
+
+def test_the_section_reaches_the_engine_in_spite_of_auto(results):
+    for result in results:
+        assert result["sparse"]["sparse"]
+        assert result["sparse"]["losses"] == pytest.approx(result["stock"]["losses"], rel=1e-5)
+
+
+def test_ranks_that_share_a_model_read_and_count_batches_once(results):
+    for result in results:
+        assert result["tensor"]["gathered"] == [4, 4, 4, 3]
+        assert result["tensor"]["losses"] == results[0]["tensor"]["losses"]
+        # Of the first step; later ones weigh the last, short batch in another way.
+        assert result["tensor"]["losses"][:3] == pytest.approx(
+            result["stock"]["losses"][:3], rel=1e-4
+        )
+
+
+def test_what_trains_whole_steps_is_refused_with_its_key(results):
+    for result in results:
+        assert "wavemare.pipeline.stages" in result["pipeline"]
+        assert "wavemare.wavelet.mode" in result["waves"]
+        assert "wavemare.hf.Trainer" in result["waves"]
+
+
+def test_the_patch_makes_transformers_trainer_ours(results):
+    assert results[0]["patched"] == dict.fromkeys(["trainer", "module", "derived", "stock"], True)
