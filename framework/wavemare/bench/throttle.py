@@ -235,10 +235,19 @@ def _remove(group: Path) -> None:
 
 
 def _pace(pid: int, share: float, ended: threading.Event) -> None:
+    # This thread wakes late on a busy machine. What a process ran or waited too long is paid back,
+    # so that its share is right on average: a run of t asks for a pause of t * ratio.
+    ratio = (1 - share) / share
+    owed_s = 0.0
     try:
-        while not ended.wait(share * _PACE_S):
+        started = time.perf_counter()
+        while not ended.wait(share * _PACE_S - min(owed_s, 0.0) / ratio):
             os.kill(pid, signal.SIGSTOP)
-            ended.wait((1 - share) * _PACE_S)
+            stopped = time.perf_counter()
+            owed_s += (stopped - started) * ratio
+            ended.wait(owed_s)
             os.kill(pid, signal.SIGCONT)
+            started = time.perf_counter()
+            owed_s -= started - stopped
     except ProcessLookupError:
         return
