@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Sampler
 
 from wavemare.engine.balance_config import BalanceConfig, check_shares
+from wavemare.errors import DataError
 
 __all__ = ["Balance", "ShareSampler", "attach_balance"]
 
@@ -85,12 +86,14 @@ class Balance:
             loss: Mean over this rank's micro-batch; scalar.
 
         Raises:
-            TypeError: A mean over tokens is wanted of a batch without ``labels=``.
+            DataError: A mean over tokens is wanted of a batch without ``labels=``.
         """
         if self._mean == "samples":
             return loss * self._share
         if self._labels is None:
-            raise TypeError('wavemare.balance.mean "tokens" needs batches with labels by name')
+            reason = "the model was called without labels=, whose tokens are counted"
+            remedy = 'Pass labels by name, or set wavemare.balance.mean to "samples"'
+            raise DataError("labels", None, reason, remedy)
         return self._weighted_by_tokens(loss, self._labels, self._shifts)
 
     def weighted_loss(self, loss_fn: Callable[..., Tensor], module: nn.Module) -> Any:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wavemare.engine.config import SECTION, WavemareConfig
+from wavemare.engine.config import SECTION, WavemareConfig, zero_section
 from wavemare.errors import ConfigError, PlanError
 from wavemare.files import atomic_write_text
 from wavemare.parallel.plan import ParallelPlan
 
 if TYPE_CHECKING:
+    import torch
+
     from wavemare.parallel.guard import Guard
     from wavemare.parallel.speed import Speed
     from wavemare.parallel.stage_guard import StageGuard
@@ -111,13 +114,15 @@ class Balancing:
             raise ConfigError(
                 "wavemare.wavelet.mode", mode, reason, 'Set it "off", or --balance none'
             )
-        zero = int(self.config.get("zero_optimization", {}).get("stage", 0))
+        zero = int(zero_section(self.config).get("stage", 0))
+        dtype = _half(self.config)
         if section.pipeline.stages > 1:
             self._table = measure_layers(
                 model,
                 samples=batch["train_micro_batch_size_per_gpu"],
                 sequence_length=sequence_length,
                 inputs=section.pipeline.inputs,
+                dtype=dtype,
             )
             plan = plan_stages(
                 self._table,
@@ -134,6 +139,7 @@ class Balancing:
                 batch,
                 zero_stage=zero,
                 sequence_length=sequence_length,
+                dtype=dtype,
             )
         self._use(plan)
 
@@ -180,7 +186,13 @@ class Balancing:
         verdict = self._guard.after_step()
         if verdict is None and saved:
             verdict = self._guard.at_checkpoint()
-        return None if verdict is None else f"balance: {verdict}"
+        if verdict is None:
+            return None
+        if verdict.shares is not None and self.plan is not None:
+            self.plan = replace(self.plan, shares=verdict.shares, predicted=None)
+            if rank == 0:
+                self.save()
+        return f"balance: {verdict}"
 
     def _stages_after_step(self, rank: int) -> str | None:
         verdict = self._stage_guard.after_step() if self._stage_guard is not None else None
@@ -216,6 +228,17 @@ class Balancing:
         section = dict(self.config[SECTION])
         section["balance"] = {"mean": "tokens", **section.get("balance", {})}
         self.config = {**self.config, SECTION: section}
+
+
+def _half(config: Mapping[str, Any]) -> torch.dtype | None:
+    """Return the 16-bit type that a configuration computes in, None for 32 bits."""
+    import torch
+
+    types = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    for name, dtype in types.items():
+        if config.get(name, {}).get("enabled"):
+            return dtype
+    return None
 
 
 def _read(file: Path) -> ParallelPlan:

@@ -9,6 +9,7 @@ one byte per sequence.
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,28 @@ from numpy.typing import NDArray
 from wavemare.data.tokens import TokenStore
 from wavemare.errors import DataError
 
-__all__ = ["read_indexed"]
+__all__ = [
+    "HEADER",
+    "MAGIC",
+    "TYPES",
+    "VERSION",
+    "IndexedData",
+    "data_file",
+    "index_file",
+    "open_indexed",
+    "read_indexed",
+]
 
-_MAGIC = b"MMIDIDX\x00\x00"
-_VERSION = 1
-_HEADER = struct.Struct("<9sQBQQ")
-_TYPES: dict[int, np.dtype[Any]] = {
+MAGIC = b"MMIDIDX\x00\x00"
+"""First bytes of an index."""
+
+VERSION = 1
+"""The only version of the format that there has been."""
+
+HEADER = struct.Struct("<9sQBQQ")
+"""Magic, version, code of the type, number of sequences, number of document bounds."""
+
+TYPES: dict[int, np.dtype[Any]] = {
     1: np.dtype("u1"),
     2: np.dtype("i1"),
     3: np.dtype("<i2"),
@@ -31,6 +48,33 @@ _TYPES: dict[int, np.dtype[Any]] = {
     5: np.dtype("<i8"),
     8: np.dtype("<u2"),
 }
+"""Types of tokens by their code."""
+
+
+@dataclass(frozen=True)
+class IndexedData:
+    """Megatron data, opened and checked; all arrays stay on disk until they are used.
+
+    Attributes:
+        prefix: The path without ``.bin`` and ``.idx``.
+        tokens: All tokens, integer [num_tokens].
+        lengths: Tokens of each sequence, int32 [num_sequences].
+        starts: Where each sequence starts, and the end of the last, int64 [num_sequences + 1].
+        bounds: First sequence of each document, and the end, int64 [num_documents + 1].
+        modes: Mode of each sequence of multimodal data, int8 [num_sequences]; else None.
+    """
+
+    prefix: Path
+    tokens: NDArray[Any]
+    lengths: NDArray[np.int32]
+    starts: NDArray[np.int64]
+    bounds: NDArray[np.int64]
+    modes: NDArray[np.int8] | None
+
+    def store(self, vocab_size: int | None = None, *, sequences: bool = False) -> TokenStore:
+        """Return the tokens by document, or by sequence, as Megatron's GPT reads them."""
+        offsets = self.starts if sequences else self.starts[self.bounds]
+        return TokenStore(self.tokens, offsets, vocab_size=vocab_size, name=str(self.prefix))
 
 
 def read_indexed(prefix: str | Path, *, vocab_size: int | None = None) -> TokenStore:
@@ -43,53 +87,78 @@ def read_indexed(prefix: str | Path, *, vocab_size: int | None = None) -> TokenS
         vocab_size: Size of the tokenizer's vocabulary, if it is known.
 
     Raises:
+        DataError: See `open_indexed`; or there are no tokens at all.
+    """
+    data = open_indexed(prefix)
+    if len(data.tokens) == 0:
+        reason = "the corpus is empty: it holds no tokens"
+        raise DataError("--data", str(prefix), reason, "Build the data from files that hold text")
+    return data.store(vocab_size)
+
+
+def open_indexed(prefix: str | Path) -> IndexedData:
+    """Open Megatron data and check that index and tokens agree.
+
+    Args:
+        prefix: The path without ``.bin`` or ``.idx``.
+
+    Raises:
         DataError: A file is missing, or the index contradicts itself or the size of a file; the
             message says what was found and what was expected.
     """
     prefix = Path(prefix).expanduser()
-    index_path = prefix.with_name(f"{prefix.name}.idx")
-    data_path = prefix.with_name(f"{prefix.name}.bin")
+    index_path, data_path = index_file(prefix), data_file(prefix)
     for path in (index_path, data_path):
         if not path.is_file():
-            remedy = f"Put {prefix.name}.bin and {prefix.name}.idx side by side"
+            remedy = f"Put {data_path.name} and {index_path.name} side by side"
             raise DataError("--data", str(prefix), f"the file {path} does not exist", remedy)
     dtype, num_sequences, num_bounds = _read_header(index_path)
-    lengths, pointers, bounds = _read_arrays(index_path, num_sequences, num_bounds)
+    lengths, pointers, bounds, modes = _read_arrays(index_path, num_sequences, num_bounds)
     starts = _sequence_starts(index_path, lengths, pointers, dtype)
     _check_bounds(index_path, bounds, num_sequences)
     expected, found = int(starts[-1]) * dtype.itemsize, data_path.stat().st_size
     if found != expected:
         reason = f"it has {found} bytes where its index expects {expected}"
         raise _corrupt(data_path, reason)
-    if expected == 0:
-        reason = "the corpus is empty: it holds no tokens"
-        raise DataError("--data", str(prefix), reason, "Build the data from files that hold text")
-    tokens = np.memmap(data_path, dtype=dtype, mode="r")
-    return TokenStore(tokens, starts[bounds], vocab_size=vocab_size, name=str(prefix))
+    # An empty file cannot be mapped.
+    tokens = np.memmap(data_path, dtype=dtype, mode="r") if found else np.empty(0, dtype)
+    return IndexedData(prefix, tokens, lengths, starts, bounds, modes)
+
+
+def index_file(prefix: Path) -> Path:
+    """Return where the index of a prefix stands, which may itself have a dot."""
+    return prefix.with_name(f"{prefix.name}.idx")
+
+
+def data_file(prefix: Path) -> Path:
+    """Return where the tokens of a prefix stand."""
+    return prefix.with_name(f"{prefix.name}.bin")
 
 
 def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
     with path.open("rb") as file:
-        header = file.read(_HEADER.size)
-    if len(header) < _HEADER.size:
-        reason = f"it has {len(header)} bytes where the header alone has {_HEADER.size}"
+        header = file.read(HEADER.size)
+    if len(header) < HEADER.size:
+        reason = f"it has {len(header)} bytes where the header alone has {HEADER.size}"
         raise _corrupt(path, reason)
-    magic, version, code, num_sequences, num_bounds = _HEADER.unpack(header)
-    if magic != _MAGIC:
-        raise _corrupt(path, f"its magic is {magic!r} where {_MAGIC!r} is expected")
-    if version != _VERSION:
-        raise _corrupt(path, f"its version is {version} where {_VERSION} is expected")
-    if code not in _TYPES:
-        codes = ", ".join(f"{number} ({dtype.name})" for number, dtype in _TYPES.items())
+    magic, version, code, num_sequences, num_bounds = HEADER.unpack(header)
+    if magic != MAGIC:
+        raise _corrupt(path, f"its magic is {magic!r} where {MAGIC!r} is expected")
+    if version != VERSION:
+        raise _corrupt(path, f"its version is {version} where {VERSION} is expected")
+    if code not in TYPES:
+        codes = ", ".join(f"{number} ({dtype.name})" for number, dtype in TYPES.items())
         raise _corrupt(path, f"its type code is {code} where one of {codes} is expected")
-    return _TYPES[code], num_sequences, num_bounds
+    return TYPES[code], num_sequences, num_bounds
 
 
 def _read_arrays(
     path: Path, num_sequences: int, num_bounds: int
-) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
+) -> tuple[
+    NDArray[np.int32], NDArray[np.int64], NDArray[np.int64], NDArray[np.int8] | None
+]:
     found = path.stat().st_size
-    plain = _HEADER.size + 12 * num_sequences + 8 * num_bounds
+    plain = HEADER.size + 12 * num_sequences + 8 * num_bounds
     with_modes = plain + num_sequences
     if found not in (plain, with_modes):
         reason = (
@@ -98,12 +167,13 @@ def _read_arrays(
         )
         raise _corrupt(path, reason)
     data = np.memmap(path, dtype=np.uint8, mode="r", offset=0)
-    pointers_at = _HEADER.size + 4 * num_sequences
+    pointers_at = HEADER.size + 4 * num_sequences
     bounds_at = pointers_at + 8 * num_sequences
-    lengths = data[_HEADER.size : pointers_at].view("<i4")
+    lengths = data[HEADER.size : pointers_at].view("<i4")
     pointers = data[pointers_at:bounds_at].view("<i8")
     bounds = data[bounds_at:plain].view("<i8")
-    return lengths, pointers, bounds
+    modes = data[plain:].view("i1") if found > plain else None
+    return lengths, pointers, bounds, modes
 
 
 def _sequence_starts(

@@ -19,7 +19,17 @@ from wavemare.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["TokenStore", "check_length", "largest_token", "split_store", "tokenize"]
+__all__ = [
+    "TokenStore",
+    "check_length",
+    "definition_of",
+    "end_token_of",
+    "largest_token",
+    "pieces_of",
+    "split_store",
+    "token_dtype",
+    "tokenize",
+]
 
 _FORMAT_VERSION = 1  # part of every cache key: raise it when the files or the encoding change
 _LARGEST_UINT16_VOCABULARY = 65500  # Megatron's bound, so that both choose the same type
@@ -165,8 +175,8 @@ def tokenize(
     if not documents:
         reason = "there are no documents to encode"
         raise DataError("--data", "", reason, "Give files that hold text")
-    end_token = _end_token(tokenizer)
-    settings = ("tokens", str(_FORMAT_VERSION), _definition(tokenizer), str(end_token))
+    end_token = end_token_of(tokenizer)
+    settings = ("tokens", str(_FORMAT_VERSION), definition_of(tokenizer), str(end_token))
     key = content_key((*settings, content_key(document.text for document in documents)))
     folder = Path(cache_dir) / f"tokens-{key[:32]}"
 
@@ -181,7 +191,17 @@ def tokenize(
     return store
 
 
-def _end_token(tokenizer: PreTrainedTokenizerFast) -> int:
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """Return the type that Megatron would give the tokens of such a vocabulary."""
+    return np.dtype(np.uint16 if vocab_size < _LARGEST_UINT16_VOCABULARY else np.int32)
+
+
+def end_token_of(tokenizer: PreTrainedTokenizerFast) -> int:
+    """Return the token that ends a document.
+
+    Raises:
+        DataError: The tokenizer has none.
+    """
     for token in (tokenizer.eos_token_id, tokenizer.sep_token_id):
         if token is not None:
             return int(token)
@@ -189,15 +209,19 @@ def _end_token(tokenizer: PreTrainedTokenizerFast) -> int:
     raise DataError("--tokenizer", tokenizer.name_or_path, reason, "Add an eos_token to it")
 
 
-def _definition(tokenizer: PreTrainedTokenizerFast) -> str:
+def definition_of(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Return what decides the tokens of a text, as JSON that ``tokenizers`` reads."""
     definition = json.loads(tokenizer.backend_tokenizer.to_str())
     # Traces of earlier calls, not properties of the tokenizer.
     del definition["truncation"], definition["padding"]
     return json.dumps(definition, sort_keys=True)
 
 
-def _pieces(documents: Iterable[Document]) -> Iterator[tuple[str, bool]]:
-    """Yield texts of bounded length, and whether each is the last of its document."""
+def pieces_of(documents: Iterable[Document]) -> Iterator[tuple[str, bool]]:
+    """Yield texts of bounded length, and whether each is the last of its document.
+
+    They are cut where the tokens stay the same.
+    """
     for document in documents:
         start, text = 0, document.text
         while len(text) - start > _PIECE_CHARACTERS:
@@ -212,7 +236,7 @@ def _pieces(documents: Iterable[Document]) -> Iterator[tuple[str, bool]]:
 def _batches(documents: Iterable[Document]) -> Iterator[list[tuple[str, bool]]]:
     batch: list[tuple[str, bool]] = []
     size = 0
-    for piece in _pieces(documents):
+    for piece in pieces_of(documents):
         batch.append(piece)
         size += len(piece[0]) + 1
         if size >= _BATCH_CHARACTERS:
@@ -256,10 +280,9 @@ def _write(
     progress: Progress | None,
 ) -> None:
     total = sum(len(document.text) for document in documents)
-    small = len(tokenizer) < _LARGEST_UINT16_VOCABULARY
     offsets, done = [0], 0
     with (folder / "tokens.npy").open("wb") as file:
-        appender = _NpyAppender(file, np.dtype(np.uint16 if small else np.int32))
+        appender = _NpyAppender(file, token_dtype(len(tokenizer)))
         for batch in _batches(documents):
             for ids, (text, is_last) in zip(_encode(tokenizer, batch), batch, strict=True):
                 appender.append([*ids, end_token] if is_last else ids)

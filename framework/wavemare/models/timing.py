@@ -54,6 +54,7 @@ def rank_layer_times(
     *,
     texts: int,
     tokens: int,
+    dtype: torch.dtype | None = None,
 ) -> list[list[float]]:
     """Measure forward and backward of each layer on every rank, all at the same time.
 
@@ -64,12 +65,15 @@ def rank_layer_times(
         loss: Of logits and labels; its time is the last layer's.
         texts: Samples of a micro-batch.
         tokens: Of a sample.
+        dtype: Of autocast; None for that of the weights.
 
     Returns:
         Seconds for each rank and layer, equal on all ranks.
     """
     torch.distributed.barrier()
-    own = _mean_by_kind(chain, _own_times(model, chain, inputs, loss, texts=texts, tokens=tokens))
+    with torch.autocast(get_accelerator().device_name(), dtype, enabled=dtype is not None):
+        own = _own_times(model, chain, inputs, loss, texts=texts, tokens=tokens)
+    own = _mean_by_kind(chain, own)
     table: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(table, own)
     return table

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch import distributed as dist
@@ -30,6 +31,7 @@ def balance_replicas(
     *,
     zero_stage: int = 0,
     sequence_length: int = 1,
+    dtype: torch.dtype | None = None,
 ) -> tuple[ParallelPlan, list[Speed]]:
     """Measure all ranks of a data-parallel job, and share its micro-batches among them.
 
@@ -39,12 +41,13 @@ def balance_replicas(
         batch: DeepSpeed's three batch sizes by their keys.
         zero_stage: Of ZeRO; for the plan.
         sequence_length: Tokens of a sample; for the prediction.
+        dtype: Of autocast while measuring, for a job that computes in 16 bits.
 
     Returns:
         The plan, and what was measured of each rank; equal on all ranks.
     """
     micro, ranks = batch["train_micro_batch_size_per_gpu"], dist.get_world_size()
-    speeds = measure_speeds(model, batch_of, (max(micro // 2, 1), micro))
+    speeds = measure_speeds(model, batch_of, (max(micro // 2, 1), micro), dtype=dtype)
     lines = [speed.whole for speed in speeds]
     shares = shares_for(lines, micro * ranks)
     steps = batch["gradient_accumulation_steps"]
@@ -89,6 +92,7 @@ def balance_stages(
     inputs: Sequence[str] | None = None,
     zero_stage: int = 0,
     sequence_length: int = 1,
+    dtype: torch.dtype | None = None,
 ) -> ParallelPlan:
     """Measure every layer on every rank, and cut the model so that all stages take as long.
 
@@ -103,6 +107,7 @@ def balance_stages(
         inputs: Names of the first carry; the family's default if omitted.
         zero_stage: Of ZeRO; for the plan.
         sequence_length: Tokens of a sample.
+        dtype: Of autocast while measuring, for a job that computes in 16 bits.
 
     Returns:
         The plan, equal on all ranks.
@@ -115,6 +120,7 @@ def balance_stages(
         samples=batch["train_micro_batch_size_per_gpu"],
         sequence_length=sequence_length,
         inputs=inputs,
+        dtype=dtype,
     )
     return plan_stages(
         table,
@@ -127,7 +133,12 @@ def balance_stages(
 
 
 def measure_layers(
-    model: Any, *, samples: int, sequence_length: int, inputs: Sequence[str] | None = None
+    model: Any,
+    *,
+    samples: int,
+    sequence_length: int,
+    inputs: Sequence[str] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> NDArray[np.float64]:
     """Measure forward and backward pass of each layer on every rank.
 
@@ -136,6 +147,7 @@ def measure_layers(
         samples: Of a micro-batch.
         sequence_length: Tokens of a sample.
         inputs: Names of the first carry; the family's default if omitted.
+        dtype: Of autocast, for a job that computes in 16 bits.
 
     Returns:
         Seconds, (ranks, layers), equal on all ranks; the loss is part of the last layer.
@@ -144,7 +156,9 @@ def measure_layers(
     names = family.declared(inputs)
     chain, loss = tuple(family.chain(model, names)), family.loss(model)
     return np.array(
-        rank_layer_times(model, chain, names, loss, texts=samples, tokens=sequence_length)
+        rank_layer_times(
+            model, chain, names, loss, texts=samples, tokens=sequence_length, dtype=dtype
+        )
     )
 
 

@@ -67,10 +67,10 @@ def test_findings_of_a_working_library(probe: Callable[[str], None]) -> None:
     probe("""
         print("noise of a library")
         tell(flavour="MPICH", version="5.0.2", description="MPICH Version: 5.0.2")
-        tell(library="/lib/libmpi.so.12", thread_level="multiple", cuda_aware=False)
+        tell(library="libmpi.so.12", thread_level="multiple", cuda_aware=False)
     """)
     info = describe_mpi()
-    assert (info.flavour, info.version, info.library) == ("MPICH", "5.0.2", "/lib/libmpi.so.12")
+    assert (info.flavour, info.version, info.library) == ("MPICH", "5.0.2", "libmpi.so.12")
     assert (info.thread_level, info.cuda_aware, info.problem) == ("multiple", False, None)
 
 

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.engine.balance import ShareSampler
+from wavemare.engine.balance import Balance, ShareSampler
 from wavemare.engine.balance_config import BalanceConfig, check_balance, check_shares
 from wavemare.engine.config import check_config
 from wavemare.engine.data_parallel import Engine
 from wavemare.engine.mixin import EngineMixin
-from wavemare.errors import ConfigError
+from wavemare.errors import ConfigError, DataError
 from wavemare.pipeline.config import PipelineConfig
 from wavemare.pipeline.wave_config import WaveletConfig
 
@@ -147,3 +147,16 @@ def test_shares_change_only_where_data_follows():
 def test_a_loop_of_ones_own_has_equal_numbers_of_micro_steps():
     with pytest.raises(ConfigError, match="before ranks are done"):
         Engine._weighted(NoPipeline(uneven_steps=True), torch.tensor(1.0))
+
+
+def test_tokens_cannot_be_counted_without_labels(monkeypatch):
+    monkeypatch.setattr("wavemare.engine.balance.dist.get_rank", lambda group: 0)
+    engine = SimpleNamespace(
+        data_parallel_group=None,
+        dp_world_size=1,
+        train_micro_batch_size_per_gpu=lambda: 4,
+        gradient_accumulation_steps=lambda: 1,
+    )
+    balance = Balance(BalanceConfig(mean="tokens"), engine)
+    with pytest.raises(DataError, match="labels = None: the model was called without labels="):
+        balance.weighted(torch.ones(()))

@@ -4,9 +4,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from wavemare.errors import ConfigError, PlanError
+from wavemare.parallel.guard import Verdict
 from wavemare.parallel.plan import ParallelPlan
 from wavemare.recipes.balancing import Balancing
 from wavemare.recipes.job import Job
@@ -83,3 +85,39 @@ def test_a_job_takes_over_what_annotations_decide():
     assert Job._splits(job) == 2
     assert job.stages == 1
     assert list(job.batch.values()) == [24, 8, 3]
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "zero"),
+    [
+        ({}, None, 0),
+        ({"bf16": {"enabled": True}, "zero_optimization": True}, torch.bfloat16, 1),
+        ({"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}}, torch.float16, 2),
+        ({"bf16": {"enabled": False}, "zero_optimization": False}, None, 0),
+    ],
+)
+def test_speeds_are_those_of_the_jobs_own_type(monkeypatch, tmp_path, config, dtype, zero):
+    ranks_that_read(monkeypatch, None)
+    asked = []
+
+    def measure(model, batch_of, batch, **options):
+        asked.append(options)
+        return PLAN, []
+
+    monkeypatch.setattr("wavemare.parallel.balance.balance_replicas", measure)
+    found = balancing(tmp_path, "auto", config)
+    found.measure(LanguageModel(), {}, sequence_length=8)
+    assert asked == [{"zero_stage": zero, "sequence_length": 8, "dtype": dtype}]
+    assert found.config["wavemare"]["balance"]["shares"] == [5, 3]
+
+
+def test_new_shares_of_the_guard_are_written_by_one_rank(tmp_path):
+    found = balancing(tmp_path, None, plan=PLAN)
+    verdict = Verdict((0.1, 0.1), (0.1, 0.2), (6, 2))
+    found._guard = SimpleNamespace(after_step=lambda: verdict)
+    (tmp_path / "plan.json").unlink()
+    assert "new shares 6, 2" in found.after_step(saved=False, rank=1)
+    assert not (tmp_path / "plan.json").exists()
+    found.after_step(saved=False, rank=0)
+    written = ParallelPlan.from_json((tmp_path / "plan.json").read_text())
+    assert written == replace(PLAN, shares=(6, 2))

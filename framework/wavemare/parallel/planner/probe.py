@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -27,11 +28,14 @@ _SAMPLES = (1, 4)
 _SIZES = (2**12, 2**22)
 _COPY = 2**25
 _GEMM = 1024
-_ROUNDS = 5
+_ROUNDS = 7
+_WARMUPS = 2
+_ROUND_S = 0.05
+"""Least of a round: a device that gets its time in slices is measured over several of them."""
 _PARTS = 5
 """Measurements between which the time is divided."""
 
-_ALIKE = 1.1
+_ALIKE = 1.15
 _PASSES = 3
 
 
@@ -119,7 +123,7 @@ def probe_cluster(block: BlockSize, *, dtype: str = "fp32", limit_s: float = 20.
 def group_types(devices: Sequence[Device]) -> tuple[Device, ...]:
     """Return devices of the same name and nearly the same speed as one type, with mean numbers.
 
-    Devices of a name are ordered by speed and parted wherever the next one is more than 10 % faster
+    Devices of a name are ordered by speed and parted wherever the next one is more than 15 % faster
     than the first of the group; several groups are told apart by a number.
     """
     result = list(devices)
@@ -190,14 +194,22 @@ def _copy(device: torch.device, limit_s: float) -> float:
 
 
 def _seconds(run: Callable[[], object], limit_s: float) -> float:
-    """Return the median time of some rounds after one that warms up, or of as many as fit."""
-    run()
+    """Return the median time of a run, in rounds of some, or of as many rounds as fit."""
     started = _now()
+    run()
+    once = _now() - started
+    if once * _WARMUPS < limit_s:
+        for _ in range(_WARMUPS):
+            before = _now()
+            run()
+            once = _now() - before
+    runs = max(1, math.ceil(_ROUND_S / max(once, 1e-9)))
     spent: list[float] = []
     while len(spent) < _ROUNDS and (not spent or _now() - started < limit_s):
         before = _now()
-        run()
-        spent.append(_now() - before)
+        for _ in range(runs):
+            run()
+        spent.append((_now() - before) / runs)
     return median(spent)
 
 
