@@ -17,9 +17,21 @@ TOKENS = {
     "accumulation": 2,
 }
 
+
+def sparsely(case):
+    """A case whose gradients are reduced by the sparse collective."""
+    collective = {"mode": "auto", "block": 8}
+    return {**case, "wavemare": {**case["wavemare"], "sparse_collective": collective}}
+
+
 EXACT = {
     **{f"sizes, ZeRO {z}": {"model": "net", "zero": z, **SIZES} for z in range(4)},
     **{f"counts, ZeRO {z}": {"model": "net", "zero": z, **COUNTS} for z in range(3)},
+    **{f"sparse sizes, ZeRO {z}": {"model": "net", "zero": z, **sparsely(SIZES)} for z in range(3)},
+    **{
+        f"sparse counts, ZeRO {z}": {"model": "net", "zero": z, **sparsely(COUNTS)}
+        for z in range(3)
+    },
     "clipped": {"model": "net", "clipping": 0.01, **SIZES},
     "clipped counts": {"model": "net", "zero": 2, "clipping": 0.01, **COUNTS},
     "a loop": {"model": "net", "loop": True, **SIZES},

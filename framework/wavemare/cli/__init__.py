@@ -8,6 +8,7 @@ import typer
 
 from wavemare import __version__
 from wavemare.cli.bench import bench
+from wavemare.cli.data import app as data
 from wavemare.cli.doctor import doctor
 from wavemare.cli.plan import app as plan
 from wavemare.cli.train import train
@@ -30,6 +31,7 @@ app.command(
 app.command()(doctor)
 app.add_typer(plan, name="plan")
 app.add_typer(bench, name="bench")
+app.add_typer(data, name="data")
 
 
 def _print_version(wanted: bool) -> None:

@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from wavemare.data.encoding import EncodedDataset
     from wavemare.data.loader import ResumableLoader, evaluation_batches
     from wavemare.data.masking import MaskedDataset
-    from wavemare.data.megatron import read_indexed
+    from wavemare.data.indexed_build import build_indexed
+    from wavemare.data.indexed_writer import IndexedWriter, merge_indexed
+    from wavemare.data.megatron import IndexedData, open_indexed, read_indexed
     from wavemare.data.packing import PackedDataset, check_fits
-    from wavemare.data.sources import Kind, Source, load_documents, resolve
+    from wavemare.data.sources import Kind, Source, all_documents, load_documents, resolve
     from wavemare.data.statistics import bigram_cross_entropy, unigram_cross_entropy
     from wavemare.data.tokenizer import cached_tokenizer, load_tokenizer, train_tokenizer
     from wavemare.data.tokens import TokenStore, check_length, split_store, tokenize
@@ -32,6 +34,8 @@ __all__ = [
     "Corpus",
     "Document",
     "EncodedDataset",
+    "IndexedData",
+    "IndexedWriter",
     "Kind",
     "LabelledCorpus",
     "LabelledText",
@@ -41,7 +45,9 @@ __all__ = [
     "ResumableLoader",
     "Source",
     "TokenStore",
+    "all_documents",
     "bigram_cross_entropy",
+    "build_indexed",
     "cached_tokenizer",
     "check_fits",
     "check_length",
@@ -51,6 +57,8 @@ __all__ = [
     "load_documents",
     "load_tokenizer",
     "majority_baseline",
+    "merge_indexed",
+    "open_indexed",
     "read_indexed",
     "resolve",
     "split_store",
@@ -72,9 +80,11 @@ _MODULES = {
     "encoding": ("EncodedDataset",),
     "loader": ("ResumableLoader", "evaluation_batches"),
     "masking": ("MaskedDataset",),
-    "megatron": ("read_indexed",),
+    "indexed_build": ("build_indexed",),
+    "indexed_writer": ("IndexedWriter", "merge_indexed"),
+    "megatron": ("IndexedData", "open_indexed", "read_indexed"),
     "packing": ("PackedDataset", "check_fits"),
-    "sources": ("Kind", "Source", "load_documents", "resolve"),
+    "sources": ("Kind", "Source", "all_documents", "load_documents", "resolve"),
     "statistics": ("bigram_cross_entropy", "unigram_cross_entropy"),
     "tokenizer": ("cached_tokenizer", "load_tokenizer", "train_tokenizer"),
     "tokens": ("TokenStore", "check_length", "split_store", "tokenize"),

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import overload
 
 from wavemare.data import default_corpus
+from wavemare.data.cache import content_key
 from wavemare.data.documents import Corpus, Document, check_fraction, split_indices, split_text
 from wavemare.data.specs import Kind, Source, resolve
 from wavemare.data.tables import ColumnDocuments, check_columns, load_splits
 from wavemare.errors import DataError
 
-__all__ = ["Kind", "Source", "load_documents", "resolve"]
+__all__ = ["Kind", "Source", "all_documents", "load_documents", "resolve"]
 
 
 def load_documents(
@@ -50,9 +53,67 @@ def load_documents(
     return _load_table(source, text_column, held_out_fraction, cache_dir)
 
 
+def all_documents(
+    source: Source, *, text_column: str = "text", cache_dir: Path | None = None
+) -> tuple[Sequence[Document], str]:
+    """Open all documents of a source, none held out; each is read when it is asked for.
+
+    Args:
+        source: What to read.
+        text_column: Column of a table that holds the text.
+        cache_dir: Where ``datasets`` keeps its Arrow files; None is its own default.
+
+    Returns:
+        The documents, blank ones among them, and a text that changes when they do.
+
+    Raises:
+        DataError: The data is missing, unreadable, has no such column, or is Megatron data.
+    """
+    if source.kind is Kind.MEGATRON:
+        reason = "Megatron data holds tokens, not text"
+        raise DataError("INPUT", source.name, reason, "Give text; merge tokens with data merge")
+    if source.kind is Kind.DEFAULT:
+        corpus = default_corpus.load_default_corpus()
+        documents = [*corpus.train, *corpus.held_out]
+        return documents, content_key(document.text for document in documents)
+    if source.kind is Kind.TEXT:
+        return FileDocuments(source), _identity(source)
+    train_rows, held_out_rows = load_splits(source, cache_dir)
+    if held_out_rows is not None:
+        reason = "the dataset has a split to train on and one held out"
+        raise DataError("INPUT", source.name, reason, "Save the split that you mean by itself")
+    check_columns(source, train_rows, text_column, text_columns=[text_column])
+    identity = content_key([str(train_rows._fingerprint), text_column])
+    return ColumnDocuments(train_rows, text_column, source.name), identity
+
+
+def _identity(source: Source) -> str:
+    stats = ((file, file.stat()) for file in source.files)
+    return content_key(f"{file.absolute()} {s.st_size} {s.st_mtime_ns}" for file, s in stats)
+
+
+class FileDocuments(Sequence[Document]):
+    """Text files as documents, read when asked for."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._base = Path(os.path.commonpath([file.parent for file in source.files]))
+
+    def __len__(self) -> int:
+        return len(self._source.files)
+
+    @overload
+    def __getitem__(self, index: int) -> Document: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Document]: ...
+    def __getitem__(self, index: int | slice) -> Document | list[Document]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return _read(self._source, self._base, self._source.files[index])
+
+
 def _load_text(source: Source, fraction: float) -> Corpus:
-    base = Path(os.path.commonpath([file.parent for file in source.files]))
-    documents = [_read(source, base, file) for file in source.files]
+    documents = list(FileDocuments(source))
     train, held_out = split_indices((d.text for d in documents), fraction, name=source.name)
     if not held_out:
         start, end = split_text(documents[train[0]], fraction)
