@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import os
 
+from wavemare.engine.job_environment import (
+    RANK_VARIABLES,
+    SIZE_VARIABLES,
+    TORCH_VARIABLES,
+    launcher_variables,
+    place_of,
+)
 from wavemare.errors import LaunchError
 
 __all__ = [
@@ -14,21 +21,18 @@ __all__ = [
     "init_distributed",
 ]
 
-_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
-_SIZE_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
-_TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-# One variable that each MPI flavour sets for its processes; DeepSpeed then asks mpi4py.
-_MPI_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
+# That of deepspeed.initialize, which cannot be told from one that the user has chosen.
+_DEFAULT_PORT = 29500
 
 
 def environment_rank() -> int:
     """Return the global rank that the launcher gave to this process, or 0."""
-    return _first_number(_RANK_VARIABLES, 0)
+    return _first_number(RANK_VARIABLES, 0)
 
 
 def environment_world_size() -> int:
     """Return the number of processes that the launcher started, or 1."""
-    return _first_number(_SIZE_VARIABLES, 1)
+    return _first_number(SIZE_VARIABLES, 1)
 
 
 def _first_number(names: tuple[str, ...], default: int) -> int:
@@ -49,27 +53,30 @@ def ensure_launched() -> None:
     """Check that a launcher started this process.
 
     Raises:
-        LaunchError: Neither torch's nor an MPI's variables are set.
+        LaunchError: Neither torch's nor MPI's nor Slurm's variables are set.
     """
-    missing = [name for name in _TORCH_VARIABLES if name not in os.environ]
-    if missing and not any(name in os.environ for name in _MPI_VARIABLES):
+    missing = [name for name in TORCH_VARIABLES if name not in os.environ]
+    if missing and place_of(os.environ) is None:
         raise LaunchError(
             "launcher",
             None,
             f"this process was started without a launcher ({', '.join(missing)} not set)",
             "Start it with 'wavemare train ...', 'deepspeed --num_gpus N SCRIPT', "
-            "'torchrun --nproc-per-node N SCRIPT' or 'mpirun -n N python -m mpi4py SCRIPT'",
+            "'torchrun --nproc-per-node N SCRIPT', 'mpirun -n N python -m mpi4py SCRIPT' or "
+            "'srun python SCRIPT'",
         )
 
 
 def init_distributed(distributed_port: int | None = None) -> None:
-    """Initialize ``deepspeed.comm`` once, without compiling anything on a CPU.
+    """Initialize ``deepspeed.comm`` once, under any launcher; nothing is compiled on a CPU.
+
+    What ``mpirun`` and ``srun`` tell becomes torch's variables (``RANK``, ``MASTER_ADDR``, ...).
 
     Args:
         distributed_port: TCP port of rank 0, used only where no launcher named one.
 
     Raises:
-        LaunchError: No launcher started this process.
+        LaunchError: No launcher started this process, or the processes cannot find each other.
     """
     import deepspeed
     from deepspeed import comm
@@ -82,5 +89,15 @@ def init_distributed(distributed_port: int | None = None) -> None:
     if accelerator.device_name() == "cpu" and not compiled_ops_enabled():
         # Shared-memory all-reduce is an optimization of DeepSpeed that gloo can do without.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    port = {} if distributed_port is None else {"distributed_port": distributed_port}
-    comm.init_distributed(dist_backend=accelerator.communication_backend_name(), **port)
+    _name_meeting_point(distributed_port)
+    comm.init_distributed(dist_backend=accelerator.communication_backend_name())
+
+
+def _name_meeting_point(port: int | None) -> None:
+    if all(name in os.environ for name in TORCH_VARIABLES):
+        return
+    place = place_of(os.environ)
+    assert place is not None  # ensure_launched
+    os.environ.update(
+        launcher_variables(os.environ, place, None if port == _DEFAULT_PORT else port)
+    )

@@ -185,6 +185,8 @@ class Job:
         if plan is not None:
             self.note(str(plan))
         self.engine, *_ = wavemare.initialize(model=model, config=self.config)
+        if plan is None and self.engine.parallel_plan is not None:
+            self.note(str(self.engine.parallel_plan))
         # Dropout must differ between ranks, which hold other samples or other layers, unless they
         # share layers.
         place = self.rank // self._splits()

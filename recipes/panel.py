@@ -41,11 +41,18 @@ def start_up_panel(
         world_size: Processes.
         steps: Optimizer steps.
     """
-    shape, stages, pipeline = model.config, section.pipeline.stages, section.pipeline
-    zero = zero_section(config).get("stage", 0)
-    train, micro, accumulation = batch.values()
-    data_ranks, parts = world_size // section.model_ranks, section.tensor_parallel.size
-    memory = _memory(shape, num_parameters, config, batch, sequence_length, section, data_ranks)
+    shape, train = model.config, batch["train_batch_size"]
+    data_ranks = world_size // section.model_ranks
+    if section.parallel.given:  # the plan that it makes is shown when the engine has it
+        layout = {"processes": str(world_size), "plan": "that of wavemare.parallel, see below"}
+        samples, memory = f"{train}", "see the plan"
+    else:
+        layout = _layout(section, config, batch, data_ranks)
+        micro, accumulation = list(batch.values())[1:]
+        samples = f"{train} = {micro} x {accumulation} micro-batches x {data_ranks} replicas"
+        memory = str(
+            _memory(shape, num_parameters, config, batch, sequence_length, section, data_ranks)
+        )
     return {
         "model": {
             "architecture": type(model).__name__,
@@ -53,20 +60,27 @@ def start_up_panel(
             "layers x width x heads": f"{shape.num_hidden_layers} x {shape.hidden_size} x "
             f"{shape.num_attention_heads}",
         },
-        "layout": {
-            "processes": f"{world_size} = {stages} stages x {data_ranks} replicas"
-            + (f" x {parts} ranks that share layers" if parts > 1 else ""),
-            "schedule": f"{_schedule(pipeline, accumulation)}, ZeRO {zero}"
-            + (f", waves {section.wavelet.mode}" if section.wavelet.mode != "off" else ""),
-        },
+        "layout": layout,
         "batch": {
-            "samples per step": f"{train} = {micro} x {accumulation} micro-batches x "
-            f"{data_ranks} replicas",
+            "samples per step": samples,
             "tokens per step": train * sequence_length,
             "steps": steps,
         },
         "corpus": corpus,
         "memory": {"estimate per rank": memory},
+    }
+
+
+def _layout(
+    section: WavemareConfig, config: Mapping[str, Any], batch: Mapping[str, int], data_ranks: int
+) -> dict[str, str]:
+    stages, parts = section.pipeline.stages, section.tensor_parallel.size
+    schedule = _schedule(section.pipeline, batch["gradient_accumulation_steps"])
+    return {
+        "processes": f"{data_ranks * section.model_ranks} = {stages} stages x {data_ranks} replicas"
+        + (f" x {parts} ranks that share layers" if parts > 1 else ""),
+        "schedule": f"{schedule}, ZeRO {zero_section(config).get('stage', 0)}"
+        + (f", waves {section.wavelet.mode}" if section.wavelet.mode != "off" else ""),
     }
 
 

@@ -11,8 +11,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from wavemare.api import initialize
-    from wavemare.engine import DualPipeVEngine, Engine, PipelineEngine, init_distributed
+    from wavemare.api import init_distributed, initialize
+    from wavemare.engine import DualPipeVEngine, Engine, PipelineEngine
     from wavemare.models import save_pretrained, to_pipeline
     from wavemare.parallel.annotations import replica, replicate, split, stage
     from wavemare.parallel.names import annotate
@@ -43,7 +43,7 @@ _HOME = {
     "Engine": "wavemare.engine",
     "PipelineEngine": "wavemare.engine",
     "annotate": "wavemare.parallel.names",
-    "init_distributed": "wavemare.engine",
+    "init_distributed": "wavemare.api",
     "plan": "wavemare.parallel.planner.api",
     "replica": "wavemare.parallel.annotations",
     "replicate": "wavemare.parallel.annotations",

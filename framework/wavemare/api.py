@@ -10,18 +10,36 @@ import deepspeed
 import torch
 from deepspeed import comm as dist
 
-from wavemare.engine import build_engine, init_distributed
+from wavemare import engine
+from wavemare.engine import build_engine
 from wavemare.engine.colocated import check_colocated
 from wavemare.engine.config import WavemareConfig, check_config, zero_section
 from wavemare.engine.initialize import read_config
 from wavemare.engine.segments import Segments
 from wavemare.errors import ConfigError, PlanError
+from wavemare.failure import watch_failures
 from wavemare.parallel import TensorMesh
 from wavemare.parallel.annotations import PLAN, is_annotated
 
-__all__ = ["initialize"]
+__all__ = ["init_distributed", "initialize"]
 
 logger = logging.getLogger("wavemare")
+
+
+def init_distributed(distributed_port: int | None = None) -> None:
+    """Join the other processes of the job, under any launcher; `initialize` does so by itself.
+
+    Exceptions that nobody catches end the process from now on with one message for all ranks, as
+    `wavemare.failure` tells.
+
+    Args:
+        distributed_port: TCP port of rank 0, used only where no launcher named one.
+
+    Raises:
+        LaunchError: No launcher started this process, or the processes cannot find each other.
+    """
+    watch_failures()
+    engine.init_distributed(distributed_port)
 
 
 def initialize(
@@ -70,6 +88,7 @@ def initialize(
         PlanError: Annotations that do not go together, with the model or with the processes.
         LaunchError: No launcher started this process.
     """
+    watch_failures()
     values = read_config(args, config, config_params)
     ours = WavemareConfig.of(values)
     if ours.wavelet.mode == "model_parallel":

@@ -7,24 +7,29 @@ by the "connection closed by peer" of those who lost a peer, the message drowns.
   the others print only if nobody has ended them after a moment (they failed alone);
 * afterwards the first rank that claims the failure in the group's store prints;
 * a rank that fails because a peer has gone waits for a moment, in which the launcher ends it.
+
+Recipes go through `run_main`; scripts of users get the same by `watch_failures`.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from enum import Enum, auto
+from pathlib import Path
+from types import TracebackType
 from typing import Any, NoReturn
 
 from wavemare.engine.launch import environment_rank
 from wavemare.errors import WavemareError
 
-__all__ = ["run_main"]
+__all__ = ["run_main", "watch_failures"]
 
 _STORE_KEY = "wavemare/failure"
 _STORE_SECONDS = 2.0
@@ -33,6 +38,8 @@ _GRACE_SECONDS = 3.0
 # For peers that are failing too: they ask the store, which lives in one of the processes.
 _LINGER_SECONDS = 0.5
 _INTERRUPTED = 130
+# deepspeed --launcher mpich starts each rank by this script, which ends with 0 however it went.
+_DEAF_PARENT = "deepspeed/launcher/launcher_helper.py"
 # How gloo, NCCL and TCPStore say that the other side has gone.
 _PEER_LOSS = (
     "connection closed by peer",
@@ -63,20 +70,41 @@ def run_main(main: Callable[[], object], *, grace_s: float = _GRACE_SECONDS) -> 
     """
     try:
         main()
-    except KeyboardInterrupt:
+    except (Exception, KeyboardInterrupt) as error:
+        _end(error, grace_s)
+
+
+def watch_failures() -> None:
+    """Have exceptions that nobody catches end this process as `run_main` does.
+
+    A script that ends by an exception while MPI is alive would otherwise hang, waiting for the
+    other ranks. A hook that the script has set itself (``sys.excepthook``) stays.
+    """
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _hook
+
+
+def _hook(
+    kind: type[BaseException], error: BaseException, location: TracebackType | None, /
+) -> None:
+    _end(error, _GRACE_SECONDS)
+
+
+def _end(error: BaseException, grace_s: float) -> NoReturn:
+    """Say what there is to be said about a failure, and end the process."""
+    if isinstance(error, KeyboardInterrupt):
         _leave(_INTERRUPTED)
-    except WavemareError as error:
+    if isinstance(error, WavemareError):
         if _speaks(_claim_failure(), grace_s):
             _print_error(error)
         _leave(error.exit_code)
-    except Exception as error:
-        # A lost peer is not claimed: the peer may be about to say why it went.
-        if not _is_peer_loss(error):
-            _claim_failure()
-        elif not _speaks_of_lost_peer(grace_s):
-            _leave(1)
-        _print_traceback(error)
+    # A lost peer is not claimed: the peer may be about to say why it went.
+    if not _is_peer_loss(error):
+        _claim_failure()
+    elif not _speaks_of_lost_peer(grace_s):
         _leave(1)
+    _print_traceback(error)
+    _leave(1)
 
 
 def _speaks(claim: _Claim, grace_s: float) -> bool:
@@ -172,9 +200,22 @@ def _leave(code: int) -> NoReturn:
     answers. The operating system closes the sockets instead, which is what the peers must notice.
     """
     if not _group_exists() and "mpi4py.MPI" not in sys.modules:
+        _tell_deaf_parent()
         raise SystemExit(code)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     time.sleep(_LINGER_SECONDS)
+    _tell_deaf_parent()
     os._exit(code)
+
+
+def _tell_deaf_parent() -> None:
+    """End a parent that would report success, by a signal that ``mpirun`` cannot overlook."""
+    parent = os.getppid()
+    try:
+        words = Path(f"/proc/{parent}/cmdline").read_text(encoding="utf-8").split("\0")
+    except OSError:  # not Linux, or it has ended
+        return
+    if any(word.endswith(_DEAF_PARENT) for word in words):
+        os.kill(parent, signal.SIGTERM)

@@ -36,9 +36,11 @@ def test_a_plan_changes_the_shares_and_nothing_that_is_learnt(
     command(
         *words, *small_options("gpt", equal, model_config=model, balance=plan_of((batch // 2,) * 2))
     ).check()
-    command(
+    ended = command(
         *words, *small_options("gpt", unequal, model_config=model, balance=plan_of(shares))
     ).check()
+    assert "that of wavemare.parallel" in ended.output
+    assert "plan " in ended.output.split("that of wavemare.parallel")[1]
     assert json.loads((unequal / "plan.json").read_text())["shares"] == list(shares)
     expected, found = losses_of(equal), losses_of(unequal)
     assert found[:2] == pytest.approx(expected[:2], abs=1e-6)  # before the first update

@@ -154,9 +154,7 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
 
 def _read_arrays(
     path: Path, num_sequences: int, num_bounds: int
-) -> tuple[
-    NDArray[np.int32], NDArray[np.int64], NDArray[np.int64], NDArray[np.int8] | None
-]:
+) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64], NDArray[np.int8] | None]:
     found = path.stat().st_size
     plain = HEADER.size + 12 * num_sequences + 8 * num_bounds
     with_modes = plain + num_sequences

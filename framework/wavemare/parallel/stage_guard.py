@@ -83,6 +83,7 @@ class StageGuard:
         self._steps = 0
         self._seconds: dict[Kind, list[float]] = {Kind.FORWARD: [], Kind.BACKWARD: []}
         self._methods = engine._INSTRUCTION_MAP
+        self._time_tokens(True)
         engine._INSTRUCTION_MAP = {
             instruction: self._timed(_PASSES[instruction], method)
             if instruction in _PASSES
@@ -96,6 +97,7 @@ class StageGuard:
         if self._steps != STEPS:
             return None
         self._engine._INSTRUCTION_MAP = self._methods
+        self._time_tokens(False)
         own = sum(median(seconds[1:] or seconds) for seconds in self._seconds.values())
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, own)
@@ -126,10 +128,18 @@ class StageGuard:
 
     def _timed(self, kind: Kind, method: Callable[..., None]) -> Callable[..., None]:
         def run(*args: Any, **kwargs: Any) -> None:
-            get_accelerator().synchronize()
-            started = time.perf_counter()
+            started = self._now()
             method(*args, **kwargs)
-            get_accelerator().synchronize()
-            self._seconds[kind].append(time.perf_counter() - started)
+            self._seconds[kind].append(self._now() - started)
 
         return run
+
+    def _now(self) -> float:
+        """Return the seconds so far, without those in which replicas have summed their tokens."""
+        get_accelerator().synchronize()
+        balance = self._engine._balance
+        return time.perf_counter() - (0.0 if balance is None else balance.waited_s)
+
+    def _time_tokens(self, timed: bool) -> None:
+        if self._engine._balance is not None:
+            self._engine._balance.timed = timed

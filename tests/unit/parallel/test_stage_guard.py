@@ -1,0 +1,104 @@
+"""A pipeline's stages are timed for 20 steps, and planned anew if one of them is off."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from deepspeed.runtime.pipe import schedule
+
+from wavemare.parallel import stage_guard
+from wavemare.parallel.balance import plan_stages
+from wavemare.parallel.guard import STEPS
+from wavemare.parallel.stage_guard import StageGuard
+
+BATCH = {
+    "train_batch_size": 32,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 4,
+}
+# Rank stage * 2 + replica; eight layers of 1 s, forward and backward together.
+TABLE = np.ones((4, 8))
+
+
+class Pipeline:
+    """Rank 0 of two stages of two replicas; its passes take their time on a clock of its own."""
+
+    def __init__(self, monkeypatch, forward_s, backward_s, waited_s=0.0):
+        self.now = 0.0
+        self.spent = {
+            schedule.ForwardPass: forward_s,
+            schedule.BackwardPass: backward_s,
+            schedule.SendActivation: 50.0,
+        }
+        self.waited_s = waited_s
+        self._balance = SimpleNamespace(waited_s=0.0, timed=False) if waited_s else None
+        self._INSTRUCTION_MAP = {
+            instruction: self.method(instruction) for instruction in self.spent
+        }
+        monkeypatch.setattr(stage_guard.time, "perf_counter", lambda: self.now)
+
+    def method(self, instruction):
+        def run(buffer_id):
+            self.now += self.spent[instruction]
+            if self._balance is not None and instruction is schedule.ForwardPass:
+                assert self._balance.timed
+                self.now += self.waited_s
+                self._balance.waited_s += self.waited_s
+
+        return run
+
+    def step(self):
+        for instruction, method in self._INSTRUCTION_MAP.items():
+            for micro in range(4):
+                # Only the first pass warms up.
+                self.now += 0.0 if micro else 1.0
+                method(buffer_id=micro)
+
+
+def judged(pipeline, monkeypatch, others):
+    """Return the verdict after 20 steps, with the seconds that ranks 1 to 3 have found."""
+
+    def gather(found, own):
+        found[:] = [own, *others]
+
+    monkeypatch.setattr(stage_guard.dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(stage_guard.dist, "all_gather_object", gather)
+    plan = plan_stages(TABLE, BATCH, stages=2)
+    assert (plan.cuts, plan.shares) == ((0, 4, 8), (4, 4))
+    methods = pipeline._INSTRUCTION_MAP
+    guard = StageGuard(pipeline, plan, TABLE, BATCH)
+    verdicts = []
+    for _ in range(STEPS):
+        pipeline.step()
+        verdicts.append(guard.after_step())
+    assert verdicts[:-1] == [None] * (STEPS - 1)
+    assert pipeline._INSTRUCTION_MAP is methods
+    assert pipeline._balance is None or not pipeline._balance.timed
+    assert guard.after_step() is None
+    return verdicts[-1]
+
+
+@pytest.mark.parametrize("waited_s", [0.0, 7.0])
+def test_stages_as_predicted_keep_their_plan(monkeypatch, waited_s):
+    pipeline = Pipeline(monkeypatch, 1.5, 3.0, waited_s)
+    verdict = judged(pipeline, monkeypatch, [4.0, 4.0, 4.0])
+    assert verdict.plan is None
+    assert verdict.predicted_s == (4.0, 4.0)
+    assert verdict.measured_s == pytest.approx((4.5, 4.0))
+    assert verdict.error == pytest.approx(0.125)
+    assert "stage 0: 4.5e+03 ms (predicted 4e+03)" in str(verdict)
+
+
+def test_a_slow_stage_gets_fewer_layers(monkeypatch):
+    # Three times as slow as measured, on both replicas: 2 layers of 3 s beside 6 of 1 s.
+    verdict = judged(Pipeline(monkeypatch, 4.0, 8.0), monkeypatch, [12.0, 4.0, 4.0])
+    assert verdict.error == pytest.approx(2.0)
+    assert verdict.plan.cuts == (0, 2, 8)
+    assert verdict.plan.shares == (4, 4)
+
+
+def test_a_slow_replica_gets_fewer_samples(monkeypatch):
+    # Only the first replica is slow, on both stages.
+    verdict = judged(Pipeline(monkeypatch, 4.0, 8.0), monkeypatch, [4.0, 12.0, 4.0])
+    assert verdict.plan.cuts == (0, 4, 8)
+    assert verdict.plan.shares == (2, 6)
