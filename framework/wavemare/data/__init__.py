@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from wavemare.data.default_corpus import load_default_corpus
     from wavemare.data.documents import Corpus, Document
     from wavemare.data.encoding import EncodedDataset
-    from wavemare.data.loader import ResumableLoader, evaluation_batches
-    from wavemare.data.masking import MaskedDataset
+    from wavemare.data.gpt_index import blend_index, build_gpt_index, split_ranges
     from wavemare.data.indexed_build import build_indexed
     from wavemare.data.indexed_writer import IndexedWriter, merge_indexed
+    from wavemare.data.loader import ResumableLoader, evaluation_batches
+    from wavemare.data.masking import MaskedDataset
     from wavemare.data.megatron import IndexedData, open_indexed, read_indexed
+    from wavemare.data.megatron_samples import MegatronSamples, blended_samples
     from wavemare.data.packing import PackedDataset, check_fits
     from wavemare.data.sources import Kind, Source, all_documents, load_documents, resolve
     from wavemare.data.statistics import bigram_cross_entropy, unigram_cross_entropy
@@ -41,12 +43,16 @@ __all__ = [
     "LabelledText",
     "MajorityBaseline",
     "MaskedDataset",
+    "MegatronSamples",
     "PackedDataset",
     "ResumableLoader",
     "Source",
     "TokenStore",
     "all_documents",
     "bigram_cross_entropy",
+    "blend_index",
+    "blended_samples",
+    "build_gpt_index",
     "build_indexed",
     "cached_tokenizer",
     "check_fits",
@@ -61,6 +67,7 @@ __all__ = [
     "open_indexed",
     "read_indexed",
     "resolve",
+    "split_ranges",
     "split_store",
     "tokenize",
     "train_tokenizer",
@@ -80,9 +87,11 @@ _MODULES = {
     "encoding": ("EncodedDataset",),
     "loader": ("ResumableLoader", "evaluation_batches"),
     "masking": ("MaskedDataset",),
+    "gpt_index": ("blend_index", "build_gpt_index", "split_ranges"),
     "indexed_build": ("build_indexed",),
     "indexed_writer": ("IndexedWriter", "merge_indexed"),
     "megatron": ("IndexedData", "open_indexed", "read_indexed"),
+    "megatron_samples": ("MegatronSamples", "blended_samples"),
     "packing": ("PackedDataset", "check_fits"),
     "sources": ("Kind", "Source", "all_documents", "load_documents", "resolve"),
     "statistics": ("bigram_cross_entropy", "unigram_cross_entropy"),

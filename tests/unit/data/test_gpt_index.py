@@ -1,0 +1,220 @@
+"""Megatron's sample order against a slow twin that walks token by token, and Megatron-core."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wavemare.data.gpt_index import blend_index, blend_sizes, build_gpt_index, split_ranges
+from wavemare.data.megatron_samples import blended_samples
+from wavemare.data.tokens import TokenStore
+from wavemare.errors import ConfigError, DataError
+
+
+class Twin:
+    """Reads one token at a time, and shuffles lists."""
+
+    def __init__(
+        self, lengths: list[int], documents: list[int], wanted: int | None, length: int, seed: int
+    ) -> None:
+        state = np.random.RandomState(seed)
+        tokens = sum(lengths[d] for d in documents)
+        epochs = 1
+        while wanted is not None and epochs * tokens < wanted * length + 1:
+            epochs += 1
+        apart = False
+        before = ((epochs - 1) * tokens - 1) // length
+        if epochs > 1 and wanted is not None:
+            apart = wanted - before < int(0.8 * ((tokens - 1) // length))
+        self.documents: list[int] = []
+        for repeats in [epochs - 1, 1] if apart else [epochs]:
+            part = [d for _ in range(repeats) for d in documents]
+            state.shuffle(part)
+            self.documents += part
+        self.samples = [(0, 0)]
+        walk = [(i, t) for i, d in enumerate(self.documents) for t in range(lengths[d])]
+        count = (len(walk) - 1) // length
+        self.samples += [walk[n * length] for n in range(1, count + 1)]
+        cut = before if apart else count
+        self.shuffle: list[int] = []
+        for part in [list(range(cut)), list(range(cut, count))][: 1 if cut == count else 2]:
+            state.shuffle(part)
+            self.shuffle += part
+        self.texts = [
+            [(self.documents[i], t) for i, t in walk[n * length : n * length + length + 1]]
+            for n in self.shuffle
+        ]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=12),
+    wanted=st.none() | st.integers(1, 60),
+    length=st.integers(2, 7),
+    seed=st.integers(0, 5),
+    data=st.data(),
+)
+def test_the_slow_twin(
+    lengths: list[int], wanted: int | None, length: int, seed: int, data: st.DataObject
+) -> None:
+    first = data.draw(st.integers(0, len(lengths) - 1))
+    last = data.draw(st.integers(first + 1, len(lengths)))
+    chosen = list(range(first, last))
+    arguments: Any = {"num_samples": wanted, "sequence_length": length, "seed": seed}
+    sizes, numbers = np.array(lengths, np.int32), np.array(chosen, np.int32)
+    if sum(lengths[d] for d in chosen) < length + 1:
+        with pytest.raises(DataError, match="do not fill one sample"):
+            build_gpt_index(sizes, numbers, **arguments)
+        return
+    twin = Twin(lengths, chosen, wanted, length, seed)
+    found = build_gpt_index(sizes, numbers, **arguments)
+    assert found.documents.tolist() == twin.documents
+    assert found.samples.tolist() == [list(sample) for sample in twin.samples]
+    assert found.shuffle.tolist() == twin.shuffle
+    assert found.documents.dtype == found.samples.dtype == np.int32
+    assert found.shuffle.dtype == np.uint32
+    tokens = [100 * d + t for d, n in enumerate(lengths) for t in range(n)]
+    store = TokenStore(np.array(tokens), np.cumsum([0, *lengths]))
+    samples = blended_samples(
+        [store],
+        [range(first, last)],
+        None,
+        extra_token=True,
+        **{**arguments, "num_samples": wanted},
+    )
+    texts = [samples[i]["input_ids"].tolist() for i in range(len(samples))]
+    assert texts == [[100 * d + t for d, t in text] for text in twin.texts]
+
+
+def test_without_the_extra_token_samples_do_not_overlap() -> None:
+    store = TokenStore(np.arange(12), np.array([0, 4, 4, 9, 12]))
+    samples = blended_samples([store], [range(4)], None, num_samples=4, sequence_length=3, seed=1)
+    texts = [samples[i]["input_ids"].tolist() for i in range(len(samples))]
+    assert len(texts) == 4
+    assert sorted(token for text in texts for token in text) == list(range(12))
+    assert all(len(text) == 3 for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("split", "count", "expected"),
+    [
+        ("969,30,1", 1000, [(0, 969), (969, 999), (999, 1000)]),
+        ("969,30,1", 10, [(0, 10), (10, 10), (10, 10)]),
+        ("1", 7, [(0, 7), (7, 7), (7, 7)]),
+        ("99,1,0", 150, [(0, 148), (148, 150), (150, 150)]),
+        ("0,1,1", 4, [(0, 0), (0, 2), (2, 4)]),
+        (".5, .25, .25", 8, [(0, 4), (4, 6), (6, 8)]),
+    ],
+)
+def test_splits(split: str, count: int, expected: list[tuple[int, int]]) -> None:
+    assert [(r.start, r.stop) for r in split_ranges(split, count)] == expected
+
+
+@pytest.mark.parametrize("split", ["", "0,0,0", "1,2,3,4", "a,b", "-1,2", "1;2"])
+def test_bad_splits(split: str) -> None:
+    with pytest.raises(ConfigError, match="969,30,1"):
+        split_ranges(split, 10)
+
+
+def greedy(weights: Sequence[float], count: int) -> tuple[list[int], list[int]]:
+    total = sum(weights)
+    taken = [0] * len(weights)
+    sources, places = [], []
+    for i in range(count):
+        errors = [w / total * max(i, 1) - t for w, t in zip(weights, taken, strict=True)]
+        best = errors.index(max(errors))
+        sources.append(best)
+        places.append(taken[best])
+        taken[best] += 1
+    return sources, places
+
+
+def test_blending_is_the_greedy_rule() -> None:
+    draw = random.Random(5)
+    for _ in range(20):
+        weights = [draw.choice([1.0, 2.0, 0.25, 3.0]) for _ in range(draw.randint(1, 5))]
+        sources, places = blend_index(weights, 97)
+        assert (sources.tolist(), places.tolist()) == greedy(weights, 97)
+    sources, _ = blend_index([0.3, 0.7], 1000)
+    assert np.bincount(sources).tolist() == [300, 700]
+    assert blend_sizes([3, 1], 10, 0.005) == [math.ceil(8 * 1.005), math.ceil(3 * 1.005)]
+    for bad in ([], [-1, 2], [0, 0], [float("nan")]):
+        with pytest.raises(ConfigError, match="weights"):
+            blend_index(bad, 3)
+
+
+def test_a_blend_draws_from_its_parts_in_order() -> None:
+    stores = [TokenStore(np.arange(base, base + 40), np.array([0, 25, 40])) for base in (0, 1000)]
+    blend: Any = blended_samples(
+        stores, [range(2), range(2)], [1, 3], num_samples=16, sequence_length=5, seed=2
+    )
+    assert len(blend) == 16
+    sources, places = greedy([1, 3], 16)
+    for i, (source, place) in enumerate(zip(sources, places, strict=True)):
+        expected = blend.parts[source][place]["input_ids"]
+        assert blend[i]["input_ids"].tolist() == expected.tolist()
+        assert (expected >= 1000).all() == (source == 1)
+
+
+@pytest.fixture
+def megatron() -> Any:
+    reason = "megatron-core is not installed (pip install megatron-core)"
+    return pytest.importorskip("megatron.core.datasets.helpers", reason=reason)
+
+
+def test_megatron_core_makes_the_same_arrays(megatron: Any) -> None:
+    gpt = pytest.importorskip("megatron.core.datasets.gpt_dataset")
+    draw = np.random.default_rng(1)
+    for seed in range(30):
+        lengths = draw.integers(0, 40, size=draw.integers(2, 30)).astype(np.int32)
+        documents = np.arange(len(lengths), dtype=np.int32)
+        length, wanted = int(draw.integers(2, 30)), int(draw.integers(1, 200))
+        tokens = int(lengths.sum())
+        if tokens < length + 1:
+            continue
+        found = build_gpt_index(
+            lengths, documents, num_samples=wanted, sequence_length=length, seed=seed
+        )
+        epochs = len(found.documents) // len(documents)
+        before = ((epochs - 1) * tokens - 1) // length
+        apart = epochs > 1 and wanted - before < int(0.8 * ((tokens - 1) // length))
+        state = np.random.RandomState(seed)
+        order = gpt._build_document_index(documents, epochs, state, apart)
+        samples = megatron.build_sample_idx(lengths, order, length, epochs, tokens)
+        total = len(samples) - 1
+        shuffle = gpt._build_shuffle_index(before if apart else total, total, state)
+        for ours, theirs in zip(
+            (found.documents, found.samples, found.shuffle), (order, samples, shuffle), strict=True
+        ):
+            assert ours.dtype == theirs.dtype
+            assert np.array_equal(ours, theirs)
+
+
+def test_megatron_core_blends_alike(megatron: Any) -> None:
+    weights = np.array([0.2, 0.5, 0.3])
+    sources, places = np.zeros(500, np.int16), np.zeros(500, np.int64)
+    megatron.build_blending_indices(sources, places, weights, 3, 500, False)
+    ours = blend_index(weights.tolist(), 500)
+    assert np.array_equal(ours[0], sources)
+    assert np.array_equal(ours[1], places)
+
+
+def test_megatron_core_splits_alike(megatron: Any) -> None:
+    config = pytest.importorskip("megatron.core.datasets.blended_megatron_dataset_config")
+    for split in ("969,30,1", "99,1,0", "1,1,1", "0.5,0.3,0.2", "7"):
+        matrix = config.convert_split_vector_to_split_matrix(
+            config.parse_and_normalize_split(split)
+        )
+        for count in (1, 7, 100, 12345):
+            expected = [
+                range(0) if part is None else range(*(round(edge * float(count)) for edge in part))
+                for part in matrix
+            ]
+            assert [list(r) for r in split_ranges(split, count)] == [list(r) for r in expected]
