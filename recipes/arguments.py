@@ -29,6 +29,13 @@ class JobArguments:
     text_column: str = field(
         default="text", metadata={"help": "column of the text, where the data is a table"}
     )
+    split: str | None = field(
+        default=None,
+        metadata={
+            "help": "shares of Megatron data to train on, to evaluate on and to leave, such as "
+            "969,30,1; GPT then reads it in Megatron's order"
+        },
+    )
     output: str = field(default="runs/latest", metadata={"help": "run folder"})
     resume: bool = field(default=False, metadata={"help": "go on from the newest checkpoint"})
     max_steps: int = field(default=400, metadata={"help": "optimizer steps"})

@@ -205,12 +205,18 @@ class Job:
         }
         return int(plan.tensor_parallel)
 
-    def loader(self, dataset: Any, held_out: Any) -> Iterator[Any]:
+    @property
+    def num_samples(self) -> int:
+        """Samples that all steps read together."""
+        return self.arguments.max_steps * self.batch["train_batch_size"]
+
+    def loader(self, dataset: Any, held_out: Any, *, shuffle: bool = True) -> Iterator[Any]:
         """Return this rank's endless micro-batches, at the sample where a resumed run stopped.
 
         Args:
             dataset: The samples to train on.
             held_out: Those to evaluate on, of which there must be enough.
+            shuffle: Whether each epoch is permuted; the data set's own order if not.
 
         Raises:
             DataError: The held-out samples are fewer than the data ranks.
@@ -229,6 +235,7 @@ class Job:
             data_rank=self.engine.data_rank,
             data_world_size=ranks,
             seed=self.arguments.seed,
+            shuffle=shuffle,
             shares=WavemareConfig.of(self.config).balance.shares,
         )
         self.balancing.watch(self.engine, loader.share_out, self.batch)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from wavemare.errors import ConfigError
 from wavemare.observe import Screen
 from wavemare.recipes.job import Job
+from wavemare.recipes.megatron_parts import MegatronParts
 
 __all__ = ["TextData"]
 
@@ -27,9 +28,17 @@ class TextData:
     """
 
     def __init__(self, job: Job, data: str | None) -> None:
-        from wavemare.data import resolve
+        from wavemare.data import Kind, resolve
 
         self.source = resolve(data)
+        self._split = job.arguments.split
+        if self._split is not None and self.source.kind is not Kind.MEGATRON:
+            raise ConfigError(
+                "--split",
+                self._split,
+                f"{self.source.name} is text, of which a part is held out by its hash",
+                "Leave it out, or make Megatron data with wavemare data build",
+            )
         self._text_column = job.arguments.text_column
         self._cache = job.cache
 
@@ -66,8 +75,17 @@ class TextData:
                 f"{self.source.name} holds tokens, whose meaning the data does not say",
                 "Name the Hugging Face folder of the tokenizer that made them",
             )
+        if self.in_megatron_order:
+            self.parts = MegatronParts(self.source, self._split, len(self.tokenizer))
+            self.train, self.held_out = self.parts.ends()[0]
+            return
         store = read_indexed(self.source.files[0], vocab_size=len(self.tokenizer))
         self.train, self.held_out = split_store(store)
+
+    @property
+    def in_megatron_order(self) -> bool:
+        """Whether a GPT reads the data as Megatron's would: there is a blend or ``--split``."""
+        return bool(self.source.weights) or self._split is not None
 
     def pack(self, sequence_length: int, *, positions: int, vocabulary: int) -> tuple[Any, Any]:
         """Lay both parts end to end and cut them into samples.
@@ -85,6 +103,10 @@ class TextData:
         """
         from wavemare.data import PackedDataset, check_fits
 
+        if self.source.weights:
+            remedy = "Put the data sets into one: wavemare data merge"
+            reason = "weights are for the order of Megatron's GPT"
+            raise ConfigError("--data", self.source.name, reason, remedy)
         known = min(vocabulary, len(self.tokenizer))
         for tokens in (self.train, self.held_out):
             check_fits(tokens, sequence_length, positions, known)
@@ -93,13 +115,42 @@ class TextData:
             PackedDataset(self.held_out, sequence_length),
         )
 
+    def megatron_samples(
+        self,
+        sequence_length: int,
+        *,
+        positions: int,
+        vocabulary: int,
+        num_samples: int,
+        seed: int,
+    ) -> tuple[Any, Any]:
+        """Return samples as `pack` does, in the order of Megatron's GPT.
+
+        Args:
+            sequence_length: Tokens per sample.
+            positions: Longest sequence that the model takes.
+            vocabulary: Number of token ids that the model knows.
+            num_samples: Samples of the whole training.
+            seed: Of the order.
+        """
+        from wavemare.data import check_fits
+
+        known = min(vocabulary, len(self.tokenizer))
+        for store in self.parts.stores:
+            check_fits(store, sequence_length, positions, known)
+        return self.parts.samples(sequence_length, num_samples, seed)
+
     def describe(self) -> dict[str, object]:
         """Return the panel's rows about the corpus."""
-        train, held_out = self.train, self.held_out
+        pairs = self.parts.ends() if self.in_megatron_order else [(self.train, self.held_out)]
+        documents, tokens = (
+            [sum(getattr(store, what) for store in side) for side in zip(*pairs, strict=True)]
+            for what in ("num_documents", "num_tokens")
+        )
         return {
             "name": self.source.name,
-            "documents": f"{train.num_documents:,} to train, {held_out.num_documents:,} held out",
-            "tokens": f"{train.num_tokens:,} to train, {held_out.num_tokens:,} held out",
+            "documents": f"{documents[0]:,} to train, {documents[1]:,} held out",
+            "tokens": f"{tokens[0]:,} to train, {tokens[1]:,} held out",
             "vocabulary": len(self.tokenizer),
         }
 
@@ -109,6 +160,8 @@ class TextData:
         Args:
             length: Tokens per sample: only what the model is scored on counts.
         """
+        if self.source.weights:
+            return {}  # no one corpus to count
         from wavemare.data import bigram_cross_entropy, unigram_cross_entropy
 
         return {

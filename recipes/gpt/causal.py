@@ -29,15 +29,19 @@ def learn_to_continue(
     """
     config = model.config
     _check_prompt(text, prompt, longest(config))
-    train, held_out = text.pack(
-        sequence_length, positions=longest(config), vocabulary=config.vocab_size
-    )
+    sizes = {"positions": longest(config), "vocabulary": config.vocab_size}
+    if text.in_megatron_order:
+        train, held_out = text.megatron_samples(
+            sequence_length, **sizes, num_samples=job.num_samples, seed=job.arguments.seed
+        )
+    else:
+        train, held_out = text.pack(sequence_length, **sizes)
     job.build(model, text.describe(), sequence_length=sequence_length)
 
     def evaluate(num_samples: int | None) -> dict[str, float]:
         return {"held_out_loss": job.held_out_loss(held_out, num_samples)}
 
-    job.fit(job.loader(train, held_out), evaluate)
+    job.fit(job.loader(train, held_out, shuffle=not text.in_megatron_order), evaluate)
     results = evaluate(None)
     job.export(text.tokenizer)
     entropies = text.entropies(sequence_length)

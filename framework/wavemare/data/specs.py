@@ -58,6 +58,7 @@ class Source:
             Megatron data.
         dataset: Name of a ``datasets`` dataset, for the kind ``HUB``.
         config: Configuration of that dataset, if one was named.
+        weights: Of each file, for a blend of Megatron data; empty for a single one.
     """
 
     kind: Kind
@@ -65,6 +66,7 @@ class Source:
     files: tuple[Path, ...] = ()
     dataset: str | None = None
     config: str | None = None
+    weights: tuple[float, ...] = ()
 
 
 def resolve(spec: str | None) -> Source:
@@ -74,7 +76,8 @@ def resolve(spec: str | None) -> Source:
 
     Args:
         spec: None or ``stdlib`` (the default corpus), a file, a folder, a glob, a Megatron prefix,
-            a dataset's name, or ``hub:OWNER/NAME`` and ``hub:OWNER/NAME:CONFIG``.
+            a dataset's name, ``hub:OWNER/NAME`` and ``hub:OWNER/NAME:CONFIG``, or weights and
+            Megatron prefixes by turns, divided by blanks: ``0.3 PREFIX 0.7 PREFIX``.
 
     Raises:
         DataError: What looks like a path does not exist, has no known extension, mixes kinds or
@@ -84,7 +87,26 @@ def resolve(spec: str | None) -> Source:
         return Source(Kind.DEFAULT, default_corpus.NAME)
     if spec.startswith(_HUB_PREFIX):
         return _hub(spec, spec.removeprefix(_HUB_PREFIX))
+    blend = _blend(spec)
+    if blend is not None:
+        return blend
     return _resolve_path(spec, Path(spec).expanduser()) or _hub(spec, spec)
+
+
+def _blend(spec: str) -> Source | None:
+    words = spec.split()
+    try:
+        weights = tuple(float(word) for word in words[::2])
+    except ValueError:
+        return None
+    if len(words) < 2 or len(words) % 2:  # noqa: PLR2004
+        return None
+    named = [Path(word).expanduser() for word in words[1::2]]
+    stems = [
+        path.with_suffix("") if path.suffix in _MEGATRON_EXTENSIONS else path for path in named
+    ]
+    prefixes = [_megatron(spec, stem).files[0] for stem in stems]
+    return Source(Kind.MEGATRON, spec, tuple(prefixes), weights=weights)
 
 
 def _resolve_path(spec: str, path: Path) -> Source | None:

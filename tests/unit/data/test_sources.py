@@ -224,3 +224,14 @@ def test_an_unreachable_hub_is_told_from_a_missing_dataset(
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", fail)
     with pytest.raises(DataError, match=r"cannot be reached.*HF_HUB_OFFLINE=1"):
         load_documents("imdb")
+
+
+def test_a_blend_names_weights_and_prefixes(tmp_path: Path) -> None:
+    for name in ("a.idx", "a.bin", "b.idx", "b.bin"):
+        (tmp_path / name).touch()
+    source = resolve(f"0.3 {tmp_path}/a 7 {tmp_path}/b.bin")
+    assert source.kind is Kind.MEGATRON
+    assert source.files == (tmp_path / "a", tmp_path / "b")
+    assert source.weights == (0.3, 7.0)
+    with pytest.raises(DataError, match=r"c\.bin does not exist"):
+        resolve(f"0.3 {tmp_path}/a 0.7 {tmp_path}/c")
