@@ -8,9 +8,11 @@ import typer
 
 from wavemare import __version__
 from wavemare.cli.bench import bench
+from wavemare.cli.convert import convert
 from wavemare.cli.data import app as data
 from wavemare.cli.doctor import doctor
 from wavemare.cli.plan import app as plan
+from wavemare.cli.start import launch_script
 from wavemare.cli.train import train
 from wavemare.failure import run_main
 
@@ -28,7 +30,17 @@ app.command(
     # What is unknown here is meant for the recipe.
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )(train)
+app.command(
+    "launch",
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        # What follows the script is the script's.
+        "allow_interspersed_args": False,
+    },
+)(launch_script)
 app.command()(doctor)
+app.command()(convert)
 app.add_typer(plan, name="plan")
 app.add_typer(bench, name="bench")
 app.add_typer(data, name="data")

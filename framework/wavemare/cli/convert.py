@@ -1,0 +1,61 @@
+"""``wavemare convert``: checkpoints between Hugging Face, Megatron and DeepSpeed's pipelines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["convert"]
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(help="Folder to read; its layout is recognised.")],
+    target: Annotated[Path, typer.Argument(help="Folder to write, which must not exist.")],
+    to: Annotated[str, typer.Option(help="hf, megatron or deepspeed.")],
+    tensor_parallel: Annotated[
+        int, typer.Option(min=1, help="Megatron: ranks that share each layer.")
+    ] = 1,
+    pipeline_parallel: Annotated[
+        int, typer.Option(min=1, help="Megatron, DeepSpeed: stages of the pipeline.")
+    ] = 1,
+    checkpoint_version: Annotated[
+        int, typer.Option(min=0, max=3, help="Megatron: order and names of the weights.")
+    ] = 3,
+    make_vocab_size_divisible_by: Annotated[
+        int, typer.Option(min=1, help="Megatron: the vocabulary is padded to it, times the ranks.")
+    ] = 128,
+    iteration: Annotated[int, typer.Option(min=0, help="Megatron: 0 writes a release.")] = 0,
+    vocab_size: Annotated[
+        int | None, typer.Option(help="From Megatron: tokens without padding, if it is not said.")
+    ] = None,
+    num_attention_heads: Annotated[
+        int | None, typer.Option(help="From Megatron, if the checkpoint has no arguments.")
+    ] = None,
+    model_type: Annotated[
+        str | None, typer.Option(help="From Megatron: gpt2 or megatron_bert.")
+    ] = None,
+    config: Annotated[
+        str | None, typer.Option(help="From DeepSpeed: folder of the model's config.json.")
+    ] = None,
+) -> None:
+    """Convert GPT-2 and BERT, and compare the logits of both sides before the target appears.
+
+    For example: wavemare convert gpt2/ megatron-gpt2/ --to megatron --tensor-parallel 2
+    """
+    from wavemare.megatron.convert import Options
+    from wavemare.megatron.convert import convert as run
+
+    options = Options(
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+        version=checkpoint_version,
+        divisible_by=make_vocab_size_divisible_by,
+        iteration=iteration,
+        vocab_size=vocab_size,
+        num_attention_heads=num_attention_heads,
+        model_type=model_type,
+        config=config,
+    )
+    typer.echo(str(run(source, target, to, options)))  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""Where Megatron-LM's users come from: its checkpoints, arguments, steps and process grid."""
