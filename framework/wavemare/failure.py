@@ -38,6 +38,7 @@ _GRACE_SECONDS = 3.0
 # For peers that are failing too: they ask the store, which lives in one of the processes.
 _LINGER_SECONDS = 0.5
 _INTERRUPTED = 130
+_TORCH_HOOK = "torch.distributed.distributed_c10d"
 # deepspeed --launcher mpich starts each rank by this script, which ends with 0 however it went.
 _DEAF_PARENT = "deepspeed/launcher/launcher_helper.py"
 # How gloo, NCCL and TCPStore say that the other side has gone.
@@ -80,13 +81,17 @@ def watch_failures() -> None:
     A script that ends by an exception while MPI is alive would otherwise hang, waiting for the
     other ranks. A hook that the script has set itself (``sys.excepthook``) stays.
     """
-    if sys.excepthook is sys.__excepthook__:
+    hook = sys.excepthook
+    # torch's only puts the rank before each line.
+    if hook is sys.__excepthook__ or hook.__module__ == _TORCH_HOOK:
         sys.excepthook = _hook
 
 
 def _hook(
     kind: type[BaseException], error: BaseException, location: TracebackType | None, /
 ) -> None:
+    # torch's hook, which may have called this one, collects the output to print it afterwards.
+    sys.stderr = sys.__stderr__
     _end(error, _GRACE_SECONDS)
 
 
@@ -104,6 +109,7 @@ def _end(error: BaseException, grace_s: float) -> NoReturn:
     elif not _speaks_of_lost_peer(grace_s):
         _leave(1)
     _print_traceback(error)
+    _tell_torchrun(error)
     _leave(1)
 
 
@@ -190,6 +196,17 @@ def _print_traceback(error: BaseException) -> None:
         lines.insert(0, f"rank {environment_rank()} failed:\n")
     # One call, so that the lines of several ranks do not mix.
     sys.stderr.write("".join(lines))
+
+
+def _tell_torchrun(error: BaseException) -> None:
+    """Leave the error where ``torchrun``, whose report is the last on the screen, finds it."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        try:
+            raise error  # what is recorded is the traceback of the exception being handled
+        except BaseException:
+            get_error_handler().record_exception(error)
 
 
 def _leave(code: int) -> NoReturn:

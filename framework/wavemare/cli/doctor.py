@@ -22,15 +22,18 @@ _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 def doctor(
     hostfile: Annotated[
         Path | None,
-        typer.Option(help="DeepSpeed hostfile: check its lines and that its hosts answer."),
+        typer.Option(help="DeepSpeed hostfile: check its lines, and its hosts by ssh."),
     ] = None,
+    master_port: Annotated[
+        int, typer.Option(help="Port of rank 0, to be free on the hostfile's first host.")
+    ] = 29500,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Check this machine for what keeps a run from starting; nothing is changed.
 
     The exit code is 1 if a check failed. Warnings do not count.
     """
-    findings = diagnose(hostfile)
+    findings = diagnose(hostfile, master_port)
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
@@ -39,11 +42,12 @@ def doctor(
         raise typer.Exit(1)
 
 
-def diagnose(hostfile: Path | None = None) -> list[Finding]:
+def diagnose(hostfile: Path | None = None, master_port: int = 0) -> list[Finding]:
     """Run all checks, in the order of the table.
 
     Args:
         hostfile: A hostfile to check as well.
+        master_port: To be free on its first host; 0 if it does not matter.
     """
     from wavemare.cli.checks import hostfile as hosts
     from wavemare.cli.checks import machine, mpi, network, software
@@ -63,7 +67,7 @@ def diagnose(hostfile: Path | None = None) -> list[Finding]:
         machine.check_descriptors,
     ]
     if hostfile is not None:
-        checks.append(partial(hosts.check_hostfile, hostfile))
+        checks.append(partial(hosts.check_hostfile, hostfile, master_port))
     return list(_run(checks))
 
 

@@ -37,23 +37,28 @@ _DEVICE_FILES = (
     "/dev/davinci[0-9]*",
     "/dev/cambricon_dev*",
 )
+# What MPICH's mpirun ends with, as it is, if a signal has ended a rank.
+_FATAL = (signal.SIGABRT, signal.SIGKILL, signal.SIGSEGV)
 _PORT_OPTION = "--master_port"
 _CHOOSE_DEVICES = {"-i", "--include", "-e", "--exclude", "--num_gpus", "--num_accelerators"}
 
 
 def build_command(
-    module: str,
+    program: str,
     options: Sequence[str],
     *,
-    num_processes: int,
+    module: bool = True,
+    num_processes: int | None,
     launcher_options: Sequence[str] = (),
 ) -> list[str]:
     """Return the launcher's command line.
 
     Args:
-        module: Python module of the recipe.
+        program: Python module of the recipe, or a script.
         options: Its options.
-        num_processes: On each host; left out where a launcher option chooses the devices.
+        module: Whether it is a module.
+        num_processes: On each host; None for a hostfile's slots. Left out where a launcher option
+            chooses the devices.
         launcher_options: More options of the launcher; they come last and so win.
 
     Raises:
@@ -62,12 +67,14 @@ def build_command(
     given = {option.split("=")[0] for option in launcher_options}
     # The launcher's default port is one for all: a second run on this host would fail.
     port = [] if _PORT_OPTION in given else [_PORT_OPTION, str(_free_port())]
-    count = [] if given & _CHOOSE_DEVICES else ["--num_accelerators", str(num_processes)]
+    chosen = num_processes is None or given & _CHOOSE_DEVICES
+    count = [] if chosen else ["--num_accelerators", str(num_processes)]
     return [
         *(find_deepspeed(), *count, *port),
         # The launcher reports how its children ended as an error, below their own message.
         *("--log_level", "critical", *launcher_options),
-        *("--module", module, *options),
+        *(["--module"] if module else []),
+        *(program, *options),
     ]
 
 
@@ -109,7 +116,7 @@ def accelerator_visible() -> bool:
     return sys.platform == "darwin" or any(glob.glob(pattern) for pattern in _DEVICE_FILES)
 
 
-def run(command: Sequence[str], variables: Mapping[str, str]) -> int:
+def run(command: Sequence[str], variables: Mapping[str, str], *, bare_signals: bool = False) -> int:
     """Run the launcher to its end, passing on signals to its processes.
 
     SIGTERM tells the ranks to save a checkpoint and leave, for which they have two minutes. Ctrl-C,
@@ -118,6 +125,8 @@ def run(command: Sequence[str], variables: Mapping[str, str]) -> int:
     Args:
         command: From `build_command`.
         variables: Added to the environment.
+        bare_signals: Whether the launcher ends with n where signal n has ended a rank, as MPICH's
+            ``mpirun`` does.
 
     Returns:
         The exit code, 0 if all ranks have ended with 0; 128 + n if signal n ended the job.
@@ -133,7 +142,7 @@ def run(command: Sequence[str], variables: Mapping[str, str]) -> int:
             from wavemare.cli.ending import end_job
 
             return exit_code(end_job(launcher, received))
-    code = exit_code(code)
+    code = 128 + code if bare_signals and code in _FATAL else exit_code(code)
     if code == 128 + signal.SIGKILL:
         sys.stderr.write(
             "error: a rank was killed (signal 9), most often by the kernel because memory ran out: "

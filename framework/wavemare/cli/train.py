@@ -1,8 +1,7 @@
-"""``wavemare train``: a recipe under the ``deepspeed`` launcher."""
+"""``wavemare train``: a recipe as ranks, on this host or those of a hostfile."""
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -20,14 +19,21 @@ def train(
         str, typer.Argument(help=f"gpt, bert, {', '.join(RECIPES)}.", show_default=False)
     ],
     nproc: Annotated[
-        int, typer.Option("--nproc", min=1, help="Processes (on each host, with a hostfile).")
-    ] = 2,
+        int | None,
+        typer.Option("--nproc", min=1, help="Processes on each host. (Default: slots, or 2.)"),
+    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(help="DeepSpeed JSON, with our section. By default the recipe's own."),
     ] = None,
+    hostfile: Annotated[
+        Path | None, typer.Option(help="DeepSpeed hostfile: run on its hosts.")
+    ] = None,
+    launcher: Annotated[
+        str, typer.Option(help="deepspeed (several hosts: by pdsh) or mpirun.")
+    ] = "deepspeed",
     launcher_args: Annotated[
-        str, typer.Option(help="More options of the deepspeed launcher, as one quoted text.")
+        str, typer.Option(help="More options of the launcher, as one quoted text.")
     ] = "",
     print_command: Annotated[
         bool, typer.Option("--print-command", help="Show the command and leave.")
@@ -39,7 +45,8 @@ def train(
 
     The recipe's own options: wavemare train gpt -- --help
     """
-    from wavemare.cli import launch
+    from wavemare.cli.job import Job, check_launcher, read_hosts, split_options
+    from wavemare.cli.start import show
     from wavemare.engine.config import load_config
 
     chosen = find_recipe(recipe)
@@ -47,26 +54,20 @@ def train(
     _refuse_second_config(options)
     file = config if config is not None else chosen.config
     load_config(file, key="--config")  # refused here, before any rank is started
-    command = launch.build_command(
-        chosen.module,
-        ["--deepspeed_config", str(file), *options],
+    job = Job(
+        program=chosen.module,
+        options=["--deepspeed_config", str(file), *options],
+        module=True,
         num_processes=nproc,
-        launcher_options=_split(launcher_args),
+        hosts=read_hosts(hostfile),
+        hostfile=hostfile,
+        launcher=check_launcher(launcher),
+        launcher_options=split_options(launcher_args),
     )
-    variables = launch.extra_environment()
     if print_command:
-        assignments = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
-        typer.echo(" ".join([*assignments, shlex.join(command)]))
+        show(job.command(), job.variables())
         return
-    raise typer.Exit(launch.run(command, variables))
-
-
-def _split(text: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        reason = f"its quotes are not closed ({error})"
-        raise ConfigError("--launcher-args", text, reason, "Close them") from None
+    raise typer.Exit(job.run())
 
 
 def _refuse_second_config(options: list[str]) -> None:

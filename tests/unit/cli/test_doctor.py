@@ -28,7 +28,7 @@ def only(findings: Iterable[Finding]) -> Finding:
 
 
 def fake(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> None:
-    monkeypatch.setattr(doctor, "diagnose", lambda hostfile: list(findings))
+    monkeypatch.setattr(doctor, "diagnose", lambda hostfile, master_port: list(findings))
 
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])

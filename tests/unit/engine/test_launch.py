@@ -6,12 +6,16 @@ from wavemare.engine.launch import compiled_ops_enabled, ensure_launched
 from wavemare.errors import LaunchError
 
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
+MPI = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+)
 
 
 @pytest.fixture
 def bare(monkeypatch):
-    for name in (*TORCH, *MPI):
+    for name in (*TORCH, *(name for names in MPI for name in names)):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
@@ -19,11 +23,11 @@ def bare(monkeypatch):
 def test_no_launcher_is_refused_with_the_commands_that_work(bare):
     with pytest.raises(LaunchError, match="without a launcher") as caught:
         ensure_launched()
-    for launcher in ("wavemare train", "deepspeed", "torchrun", "mpirun"):
+    for launcher in ("wavemare train", "deepspeed", "torchrun", "mpirun", "srun"):
         assert launcher in caught.value.remedy
 
 
-@pytest.mark.parametrize("names", [TORCH, *[(name,) for name in MPI]])
+@pytest.mark.parametrize("names", [TORCH, *MPI])
 def test_each_launchers_variables_are_enough(bare, names):
     for name in names:
         bare.setenv(name, "1")

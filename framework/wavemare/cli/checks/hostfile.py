@@ -40,11 +40,12 @@ class Host:
     line: int
 
 
-def check_hostfile(file: Path) -> Iterator[Finding]:
-    """Check a hostfile, and at once that each of its hosts answers on its ssh port.
+def check_hostfile(file: Path, port: int = 0) -> Iterator[Finding]:
+    """Check a hostfile, that its hosts answer, and that ranks could work together on them.
 
     Args:
         file: DeepSpeed goes on with this machine alone if it does not exist.
+        port: On which rank 0 is to listen on the first host; 0 if it does not matter.
     """
     try:
         text = file.read_text(encoding="utf-8")
@@ -58,7 +59,13 @@ def check_hostfile(file: Path) -> Iterator[Finding]:
         slots = sum(host.slots for host in hosts)
         yield Finding("hostfile", "ok", f"{file}: {len(hosts)} hosts, {slots} ranks")
         with ThreadPoolExecutor(max_workers=min(_PARALLEL, len(hosts))) as pool:
-            yield from pool.map(check_host, hosts)
+            answers = list(pool.map(check_host, hosts))
+        if any(answer.status == "fail" for answer in answers):
+            yield from answers
+            return
+        from wavemare.cli.checks.hosts import check_hosts
+
+        yield from check_hosts(hosts, port)
 
 
 def parse_hostfile(text: str) -> tuple[list[Host], list[Finding]]:

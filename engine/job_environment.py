@@ -1,0 +1,225 @@
+"""The place of this process in a job, from the variables of whichever launcher started it.
+
+DeepSpeed and torch read ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and
+``MASTER_PORT``, which ``deepspeed`` and ``torchrun`` set. ``mpirun`` and ``srun`` have names of
+their own, and tell nobody where the ranks are to meet.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from wavemare.errors import LaunchError
+
+__all__ = [
+    "RANK_VARIABLES",
+    "SIZE_VARIABLES",
+    "TORCH_VARIABLES",
+    "Place",
+    "first_host",
+    "free_port",
+    "launcher_variables",
+    "own_address",
+    "place_of",
+]
+
+TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""What DeepSpeed and torch need."""
+
+# Rank, size, rank on the host, ranks on the host. A process that mpirun started inside a Slurm job
+# has Slurm's variables as well, but those of the daemon that started it: Slurm's come last.
+_FAMILIES = {
+    "Open MPI": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    # SLURM_NTASKS would also be set in a batch script, of which there is one process only.
+    "Slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
+}
+RANK_VARIABLES = ("RANK", *(names[0] for names in _FAMILIES.values()), "PMIX_RANK")
+"""In which a launcher may tell the rank, the first that is set being the right one."""
+
+SIZE_VARIABLES = ("WORLD_SIZE", *(names[1] for names in _FAMILIES.values()))
+"""In which a launcher may tell the number of ranks."""
+
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+# Below the ports that the kernel gives to outgoing connections.
+_FIRST_PORT, _PORTS = 20000, 10000
+# Nothing is sent there; the kernel only tells which of its own addresses it would use.
+_SOMEWHERE = ("192.0.2.1", 9)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A process among those of its job.
+
+    Attributes:
+        launcher: ``Open MPI``, ``MPICH`` (and its kin) or ``Slurm``.
+        rank: Among all.
+        world_size: Number of all.
+        local_rank: Among those on this host; None if the launcher does not tell.
+        local_world_size: Number of those on this host; None if the launcher does not tell.
+    """
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int | None
+    local_world_size: int | None
+
+
+def place_of(environment: Mapping[str, str]) -> Place | None:
+    """Return the place that ``mpirun`` or ``srun`` gave to a process; None if neither started it.
+
+    Args:
+        environment: The process's variables.
+    """
+    for launcher, names in _FAMILIES.items():
+        rank, size, local_rank, local_size = (_number(environment.get(name)) for name in names)
+        if rank is not None and size is not None:
+            return Place(launcher, rank, size, local_rank, local_size)
+    return None
+
+
+def launcher_variables(
+    environment: Mapping[str, str], place: Place, port: int | None = None
+) -> dict[str, str]:
+    """Return torch's variables that a process lacks, in agreement with all others of its job.
+
+    Under an MPI launcher without ``MASTER_ADDR`` and ``MASTER_PORT`` this initializes MPI, and all
+    processes have to call it.
+
+    Args:
+        environment: The process's variables; what it has of torch's is kept.
+        place: From `place_of`.
+        port: Where rank 0 listens; None to choose one.
+
+    Raises:
+        LaunchError: The processes cannot find each other.
+    """
+    address: str | None = None
+    free: int | None = None
+    local_rank = place.local_rank
+    known = "MASTER_ADDR" in environment and "MASTER_PORT" in environment
+    if known and local_rank is not None:
+        pass  # nothing to agree upon
+    elif place.launcher == "Slurm":
+        address, free = _meet_by_slurm(environment, place)
+    else:
+        address, free, local_rank = _meet_by_mpi(environment, place)
+    found = {
+        "RANK": place.rank,
+        "WORLD_SIZE": place.world_size,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": place.local_world_size,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port or free,
+    }
+    return {
+        name: str(value)
+        for name, value in found.items()
+        if value is not None and name not in environment
+    }
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of a list as Slurm writes it.
+
+    Args:
+        nodes: Such as ``rack1-[08-11,15],gpu2``, which starts with ``rack1-08``.
+    """
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first else "")
+
+
+def own_address(environment: Mapping[str, str]) -> str:
+    """Return this host's IPv4 address that other hosts are likely to reach.
+
+    That of the interface which the user names for gloo or NCCL, else of the host's name, else of
+    the interface of the default route.
+
+    Raises:
+        LaunchError: There is no such address.
+    """
+    import psutil
+
+    interfaces = psutil.net_if_addrs()
+    for variable in _INTERFACES:
+        for entry in interfaces.get(environment.get(variable, "").lstrip("="), []):
+            if entry.family == socket.AF_INET:
+                return str(entry.address)
+    for find in (_address_of_name, _address_of_route):
+        try:
+            address = find()
+        except OSError:
+            continue
+        if not address.startswith("127."):
+            return address
+    reason = "no address of this host can be found that other hosts could reach"
+    remedy = "Set MASTER_ADDR to the address of rank 0's host, or GLOO_SOCKET_IFNAME"
+    raise LaunchError("MASTER_ADDR", None, reason, remedy)
+
+
+def free_port() -> int:
+    """Return a TCP port on which nobody listens at the moment."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return int(listener.getsockname()[1])
+
+
+def _meet_by_slurm(environment: Mapping[str, str], place: Place) -> tuple[str, int]:
+    """Work out the meeting point that all processes of a job step come to by themselves."""
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    if not nodes and place.world_size > 1:
+        reason = "Slurm does not say which hosts the job step has"
+        raise LaunchError("SLURM_STEP_NODELIST", None, reason, "Start the script by srun")
+    job, step = (_number(environment.get(f"SLURM_{name}_ID")) or 0 for name in ("JOB", "STEP"))
+    one_host = environment.get("SLURM_STEP_NUM_NODES") == "1" or place.world_size == 1
+    address = "127.0.0.1" if one_host else first_host(nodes)
+    return address, _FIRST_PORT + (job * 7 + step) % _PORTS
+
+
+def _meet_by_mpi(environment: Mapping[str, str], place: Place) -> tuple[str, int, int]:
+    """Agree over MPI; return address and port of rank 0, and this process's local rank."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        reason = f"the ranks cannot ask each other where to meet ({str(error).splitlines()[0]})"
+        remedy = "Set MASTER_ADDR and MASTER_PORT, or install MPI: pip install 'wavemare[mpi]'"
+        raise LaunchError("mpi4py", None, reason, remedy) from None
+    world = MPI.COMM_WORLD
+    if world.Get_size() != place.world_size:
+        reason = (
+            f"mpirun ({place.launcher}) has started {place.world_size} processes, but mpi4py "
+            f"({MPI.get_vendor()[0]}) sees {world.Get_size()}"
+        )
+        remedy = "Use the mpirun of mpi4py's MPI; 'wavemare doctor' names the two"
+        raise LaunchError("mpirun", place.launcher, reason, remedy)
+    hosts = world.allgather(MPI.Get_processor_name())
+    local_rank = hosts[: place.rank].count(hosts[place.rank])
+    point = None
+    if place.rank == 0:
+        one_host = len(set(hosts)) == 1
+        point = ("127.0.0.1" if one_host else own_address(environment), free_port())
+    address, port = world.bcast(point)
+    return address, port, local_rank
+
+
+def _address_of_name() -> str:
+    return socket.gethostbyname(socket.gethostname())
+
+
+def _address_of_route() -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(_SOMEWHERE)
+        return str(probe.getsockname()[0])
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdigit() else None

@@ -1,0 +1,199 @@
+"""From a program and some hosts to the command that starts it as ranks."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, cast, get_args
+
+from wavemare.cli import launch
+from wavemare.cli.checks.hostfile import Host, parse_hostfile
+from wavemare.errors import ConfigError, LaunchError, did_you_mean
+
+__all__ = ["Job", "Launcher", "check_launcher", "read_hosts", "split_options"]
+
+Launcher = Literal["deepspeed", "mpirun"]
+
+# What users set to steer a job. Other hosts get these by no way of their own.
+_PASSED_ON = ("DS_", "GLOO_", "HF_", "NCCL_", "OMP_", "TORCH_", "TP_", "UCX_", "WAVEMARE_")
+_OPEN_MPI_OPTION = "--oversubscribe"
+_ENVIRONMENT_FILE = "DS_ENV_FILE"
+_DEFAULT_PROCESSES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A program that is to run as several ranks.
+
+    Attributes:
+        program: A script, or a module.
+        options: The program's.
+        module: Whether the program is a module.
+        num_processes: On this host, or each of several; None for a hostfile's slots, or 2.
+        hosts: A hostfile's; empty for this host alone.
+        hostfile: Where they stand.
+        launcher: ``deepspeed`` (on several hosts by pdsh), or the ``mpirun`` of mpi4py's MPI.
+        launcher_options: More of its options; they win.
+    """
+
+    program: str
+    options: Sequence[str] = ()
+    module: bool = False
+    num_processes: int | None = None
+    hosts: Sequence[Host] = ()
+    hostfile: Path | None = None
+    launcher: Launcher = "deepspeed"
+    launcher_options: Sequence[str] = field(default=())
+
+    def command(self) -> list[str]:
+        """Return the words that start it.
+
+        Raises:
+            LaunchError: The launcher is not installed, or does not belong to mpi4py's MPI.
+        """
+        return self._by_mpirun() if self.launcher == "mpirun" else self._by_deepspeed()
+
+    def variables(self) -> dict[str, str]:
+        """Return variables that the ranks need and the user has not set."""
+        return launch.extra_environment()
+
+    def run(self) -> int:
+        """Run the job to its end, and return an exit code as `wavemare.cli.launch.run` does."""
+        command, variables = self.command(), self.variables()
+        if self.launcher == "mpirun":
+            # Open MPI's ends with 128 + n if signal n has ended a rank.
+            return launch.run(command, variables, bare_signals=_OPEN_MPI_OPTION not in command)
+        if not self.hosts:
+            return launch.run(command, variables)
+        with _environment_file({**os.environ, **variables}) as file:
+            return launch.run(command, {**variables, _ENVIRONMENT_FILE: str(file)})
+
+    def _by_deepspeed(self) -> list[str]:
+        options = list(self.launcher_options)
+        if self.hostfile is not None:
+            # DeepSpeed would take a single host for this one, whatever its name.
+            alone = ["--force_multi"] if len(self.hosts) == 1 else []
+            options = ["--hostfile", str(self.hostfile), *alone, *options]
+        return launch.build_command(
+            self.program,
+            self.options,
+            module=self.module,
+            num_processes=self._processes_per_host(),
+            launcher_options=options,
+        )
+
+    def _processes_per_host(self) -> int | None:
+        if self.num_processes is None and not self.hosts:
+            return _DEFAULT_PROCESSES
+        return self.num_processes
+
+    def _by_mpirun(self) -> list[str]:
+        from wavemare.comm.mpi import describe_mpi
+
+        mpi = describe_mpi()
+        if mpi.launcher is None or mpi.flavour is None or not mpi.launcher_matches:
+            reason = mpi.problem or "there is no mpirun that belongs to the MPI of mpi4py"
+            remedy = (
+                "Install one: pip install 'wavemare[mpi]'; 'wavemare doctor' tells what is here"
+            )
+            raise LaunchError("launcher", "mpirun", reason, remedy)
+        open_mpi = mpi.launcher_flavour == "Open MPI"
+        count = self._processes_per_host()
+        places = {host.name: count or host.slots for host in self.hosts}
+        total = sum(places.values()) if places else count
+        words = [mpi.launcher, "-n", str(total)]
+        if places:
+            listed = ",".join(f"{name}:{number}" for name, number in places.items())
+            words += ["--host" if open_mpi else "-hosts", listed]
+        if open_mpi:
+            # Ranks have threads; and one core for each would be refused where there are fewer.
+            words += ["--bind-to", "none", _OPEN_MPI_OPTION]
+            # MPICH's passes on all by itself.
+            words += [word for name in self._passed_on() for word in ("-x", name)]
+        # mpi4py's runner ends the others when one rank fails, which otherwise would wait for ever.
+        words += [*self.launcher_options, sys.executable, "-u", "-m", "mpi4py"]
+        return [*words, *(["-m"] if self.module else []), self.program, *self.options]
+
+    def _passed_on(self) -> list[str]:
+        return _chosen({**os.environ, **self.variables()}) if self.hosts else []
+
+
+def check_launcher(name: str) -> Launcher:
+    """Return the launcher of that name.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    names = get_args(Launcher)
+    if name not in names:
+        reason = "there is no such launcher here"
+        remedy = did_you_mean(name, names)
+        if name in {"openmpi", "mpich", "impi"}:
+            remedy = "Use mpirun: it is that of the MPI which mpi4py loads"
+        raise ConfigError("--launcher", name, reason, remedy)
+    return cast("Launcher", name)
+
+
+def read_hosts(file: Path | None) -> list[Host]:
+    """Return the hosts of a hostfile.
+
+    DeepSpeed would go on with this host alone where there is no such file.
+
+    Raises:
+        LaunchError: It cannot be read, or a line is wrong.
+    """
+    if file is None:
+        return []
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        reason = f"it cannot be read ({error.strerror})"
+        raise LaunchError("--hostfile", str(file), reason, "Name an existing file") from None
+    hosts, findings = parse_hostfile(text)
+    if findings:
+        raise LaunchError("--hostfile", str(file), findings[0].value, findings[0].remedy)
+    return hosts
+
+
+def split_options(text: str) -> list[str]:
+    """Return the words of ``--launcher-args``.
+
+    Raises:
+        ConfigError: A quote is not closed.
+    """
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        reason = f"its quotes are not closed ({error})"
+        raise ConfigError("--launcher-args", text, reason, "Close them") from None
+
+
+def _chosen(variables: Mapping[str, str]) -> list[str]:
+    return sorted(name for name in variables if name.startswith(_PASSED_ON))
+
+
+@contextmanager
+def _environment_file(variables: Mapping[str, str]) -> Iterator[Path]:
+    """Write what DeepSpeed is to export on other hosts; the user's own file comes last, and wins.
+
+    Values of several lines cannot be written, and are left out.
+    """
+    name = variables.get(_ENVIRONMENT_FILE, ".deepspeed_env")
+    lines = [
+        f"{name}={variables[name]}"
+        for name in _chosen(variables)
+        if name != _ENVIRONMENT_FILE and "\n" not in variables[name]
+    ]
+    for folder in (Path.home(), Path()):  # in DeepSpeed's order
+        if (folder / name).is_file():
+            lines += (folder / name).read_text(encoding="utf-8").splitlines()
+    with tempfile.NamedTemporaryFile("w", prefix="wavemare-environment-") as file:
+        file.write("".join(f"{line}\n" for line in lines if "=" in line))
+        file.flush()
+        yield Path(file.name)

@@ -1,0 +1,182 @@
+"""One script under every launcher: it trains alike, and its failures are seen."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from wavemare.comm.mpi import describe_mpi
+
+BIN = Path(sys.executable).parent
+SCRIPT = Path(__file__).parent / "programs" / "script.py"
+FAULT = "ValueError: this rank's own fault"
+slow = pytest.mark.slow
+LAUNCHERS = {
+    "deepspeed": ["deepspeed", "--num_gpus", "2", "--master_port", "29741"],
+    "torchrun": ["torchrun", "--nproc-per-node", "2", "--master-port", "29742"],
+    "mpirun": ["mpirun", "-n", "2", sys.executable],
+    "mpi4py": ["mpirun", "-n", "2", sys.executable, "-m", "mpi4py"],
+    "launch": ["wavemare", "launch"],
+    "launch-mpirun": ["wavemare", "launch", "--launcher", "mpirun"],
+}
+
+
+def words_of(launcher):
+    words = LAUNCHERS[launcher]
+    if "mpi" in launcher:
+        mpi = describe_mpi()
+        if mpi.launcher is None or mpi.flavour is None or not mpi.launcher_matches:
+            pytest.skip(f"no MPI with its mpirun: {mpi.problem or mpi}")
+        if mpi.flavour == "Open MPI" and words[0] == "mpirun":
+            words = ["mpirun", "--oversubscribe", "--allow-run-as-root", *words[1:]]
+    return words
+
+
+def twin():
+    """What the script computes, on one process: ranks' gradients are averaged."""
+    torch.manual_seed(7)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(3):
+        parts = [
+            model(torch.arange(12.0).view(4, 3) / (rank + 1)).square().mean() for rank in (0, 1)
+        ]
+        (sum(parts) / 2).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append([part.item() for part in parts])
+    return [list(of_rank) for of_rank in zip(*losses, strict=True)]
+
+
+def check_results(folder):
+    expected = twin()
+    for rank in (0, 1):
+        found = json.loads((folder / f"rank_{rank}.json").read_text())
+        assert (found["RANK"], found["LOCAL_RANK"], found["WORLD_SIZE"]) == (
+            str(rank),
+            str(rank),
+            "2",
+        )
+        assert found["losses"] == pytest.approx(expected[rank], rel=1e-5)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    "launcher",
+    ["mpirun", *(pytest.param(name, marks=slow) for name in LAUNCHERS if name != "mpirun")],
+)
+def test_a_script_runs_unchanged(command, tmp_path, launcher):
+    command(*words_of(launcher), SCRIPT, tmp_path, environment={"DS_ACCELERATOR": "cpu"}).check()
+    check_results(tmp_path)
+
+
+@pytest.mark.world_size(2)
+def test_a_script_runs_by_the_variables_of_srun(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        step = probe.getsockname()[1]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, SCRIPT, tmp_path],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "DS_ACCELERATOR": "cpu",
+                "SLURM_JOB_ID": "7",
+                "SLURM_STEP_ID": str(step),
+                "SLURM_STEP_NODELIST": "localhost",
+                "SLURM_STEP_NUM_NODES": "1",
+                "SLURM_NTASKS": "2",
+                "SLURM_STEP_NUM_TASKS": "2",
+                "SLURM_PROCID": str(rank),
+                "SLURM_LOCALID": str(rank),
+            },
+        )
+        for rank in (0, 1)
+    ]
+    outputs = [process.communicate(timeout=200)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    check_results(tmp_path)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    ("launcher", "end", "code"),
+    [
+        ("mpirun", "raise", 1),
+        ("launch-mpirun", "kill", 137),
+        *(
+            pytest.param(*case, marks=slow)
+            for case in [
+                ("mpi4py", "exit", 3),
+                ("launch-mpirun", "exit", 3),
+                ("launch-mpirun", "raise", 1),
+                ("launch", "raise", 1),
+                ("launch", "exit", 3),
+                ("launch", "kill", 137),
+                ("torchrun", "raise", 1),
+                ("torchrun", "kill", 1),
+            ]
+        ),
+    ],
+)
+def test_a_failure_is_the_result_and_the_last_word(command, tmp_path, launcher, end, code):
+    ended = command(
+        *words_of(launcher), SCRIPT, tmp_path, end, environment={"DS_ACCELERATOR": "cpu"}
+    )
+    assert ended.code == code, ended.output[-4000:]
+    lines = [line for line in ended.output.splitlines() if line.strip()]
+    if end == "raise" and launcher == "torchrun":
+        # Its own report comes last, with the error in it.
+        report = ended.output.rpartition("Root Cause")[2]
+        assert FAULT in report
+        assert "rank      : 1" in report
+    elif end == "raise":
+        assert lines[-1] == FAULT
+        assert ended.output.count(FAULT) == 1
+    if end == "kill" and launcher.startswith("launch"):
+        assert "a rank was killed (signal 9)" in lines[-1]
+        assert "memory ran out" in lines[-1]
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("launcher", ["launch-mpirun", pytest.param("launch", marks=slow)])
+def test_ctrl_c_ends_all_ranks(tmp_path, launcher):
+    process = subprocess.Popen(
+        [str(BIN / "wavemare"), *words_of(launcher)[1:], SCRIPT, tmp_path, "wait"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 200
+        while len([f for f in tmp_path.glob("rank_*.pid") if f.read_text()]) < 2:
+            assert process.poll() is None, process.communicate()[0][-4000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        ranks = [int(file.read_text()) for file in tmp_path.glob("rank_*.pid")]
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert not any(map(psutil.pid_exists, ranks))
+        assert "Traceback" not in output
+    finally:
+        if process.poll() is None:
+            for descendant in psutil.Process(process.pid).children(recursive=True):
+                descendant.kill()
+            process.kill()

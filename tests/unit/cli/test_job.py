@@ -1,0 +1,143 @@
+"""``wavemare launch``: the commands it makes of its options, and what it refuses."""
+
+import shlex
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from wavemare.cli import app, job, launch
+from wavemare.cli.checks.hostfile import Host
+from wavemare.cli.job import Job, check_launcher, read_hosts
+from wavemare.comm import mpi
+from wavemare.comm.mpi import MpiInfo
+from wavemare.errors import ConfigError, LaunchError
+
+HOSTS = (Host("node0", 2, 1), Host("node1", 1, 2))
+RANK = [sys.executable, "-u", "-m", "mpi4py"]
+
+
+@pytest.fixture
+def flavour(monkeypatch):
+    """Pretend an MPI, and an environment with two variables of interest."""
+    monkeypatch.setattr(launch, "extra_environment", lambda: {"OMP_NUM_THREADS": "1"})
+    monkeypatch.setattr(launch, "find_deepspeed", lambda: "/bin/deepspeed")
+    monkeypatch.setattr(launch, "_free_port", lambda: 4321)
+    monkeypatch.setattr(job.os, "environ", {"GLOO_SOCKET_IFNAME": "eth0", "HOME": "/root"})
+
+    def pretend(name, launcher_flavour=None):
+        info = MpiInfo(flavour=name, launcher="/mpirun", launcher_flavour=launcher_flavour or name)
+        monkeypatch.setattr(mpi, "describe_mpi", lambda: info)
+
+    return pretend
+
+
+def test_mpich_on_this_host(flavour):
+    flavour("MPICH")
+    command = Job(program="x.py", options=["--a"], launcher="mpirun", num_processes=3).command()
+    assert command == ["/mpirun", "-n", "3", *RANK, "x.py", "--a"]
+
+
+def test_mpich_on_hosts_counts_their_slots(flavour):
+    flavour("MPICH")
+    command = Job(program="x.y", module=True, launcher="mpirun", hosts=HOSTS).command()
+    assert command == ["/mpirun", "-n", "3", "-hosts", "node0:2,node1:1", *RANK, "-m", "x.y"]
+    command = Job(program="x.py", launcher="mpirun", hosts=HOSTS, num_processes=4).command()
+    assert command[1:5] == ["-n", "8", "-hosts", "node0:4,node1:4"]
+
+
+def test_open_mpi_on_hosts_gets_the_variables_passed_on(flavour):
+    flavour("Open MPI")
+    made = Job(program="x.py", launcher="mpirun", hosts=HOSTS, launcher_options=["--quiet"])
+    assert made.command() == [
+        *("/mpirun", "-n", "3", "--host", "node0:2,node1:1", "--bind-to", "none"),
+        *("--oversubscribe", "-x", "GLOO_SOCKET_IFNAME", "-x", "OMP_NUM_THREADS", "--quiet"),
+        *(*RANK, "x.py"),
+    ]
+
+
+def test_a_foreign_mpirun_is_refused(flavour):
+    flavour("MPICH", "Open MPI")
+    with pytest.raises(LaunchError, match="belongs to the MPI"):
+        Job(program="x.py", launcher="mpirun").command()
+
+
+def test_deepspeed_on_hosts_counts_their_slots(flavour, tmp_path):
+    file = tmp_path / "hosts"
+    command = Job(program="x.py", hosts=HOSTS, hostfile=file).command()
+    assert command == [
+        *("/bin/deepspeed", "--master_port", "4321", "--log_level", "critical"),
+        *("--hostfile", str(file), "x.py"),
+    ]
+    # A host alone is not this one.
+    command = Job(program="x.py", hosts=HOSTS[:1], hostfile=file, num_processes=2).command()
+    assert command[1:3] == ["--num_accelerators", "2"]
+    assert command[-2:] == ["--force_multi", "x.py"]
+
+
+def test_variables_reach_other_hosts_by_a_file(flavour, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".deepspeed_env").write_text("GLOO_SOCKET_IFNAME=eth7\n\n")
+    monkeypatch.setattr(job.Path, "home", lambda: tmp_path / "home")
+    seen = {}
+
+    def run(command, variables):
+        seen.update(variables)
+        with open(variables["DS_ENV_FILE"]) as file:
+            seen["lines"] = file.read().splitlines()
+        return 5
+
+    monkeypatch.setattr(launch, "run", run)
+    assert Job(program="x.py", hosts=HOSTS, hostfile=tmp_path / "hosts").run() == 5
+    assert seen["OMP_NUM_THREADS"] == "1"
+    # The last one wins: the user's.
+    assert seen["lines"] == [
+        "GLOO_SOCKET_IFNAME=eth0",
+        "OMP_NUM_THREADS=1",
+        "GLOO_SOCKET_IFNAME=eth7",
+    ]
+
+
+def test_the_file_is_read_as_deepspeed_reads_it(tmp_path):
+    """Its own loop splits lines at the first '=', and fails where there is none."""
+    lines = {"HF_HOME": "/a=b", "NCCL_DEBUG": "INFO", "WAVEMARE_X": "1\n2"}
+    with job._environment_file({**lines, "DS_ENV_FILE": str(tmp_path / "none")}) as file:
+        pairs = [line.split("=", maxsplit=1) for line in file.read_text().splitlines()]
+    assert pairs == [["HF_HOME", "/a=b"], ["NCCL_DEBUG", "INFO"]]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [(None, "cannot be read"), ("node0 slot=2", "line 1: 'node0 slot=2'"), ("# x", "no host")],
+)
+def test_a_wrong_hostfile_is_no_run_on_this_host(tmp_path, text, reason):
+    file = tmp_path / "hosts"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(LaunchError, match="--hostfile") as caught:
+        read_hosts(file)
+    assert reason in caught.value.reason
+
+
+def test_other_launchers_have_another_name_here():
+    assert check_launcher("mpirun") == "mpirun"
+    for name, remedy in (("mpich", "Use mpirun"), ("mpirum", "mpirun")):
+        with pytest.raises(ConfigError) as caught:
+            check_launcher(name)
+        assert remedy in caught.value.remedy
+
+
+def test_options_after_the_script_are_its_own(flavour):
+    arguments = ["launch", "--nproc", "3", "--print-command", "x.py", "--nproc", "9", "-m"]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert shlex.split(result.stdout) == [
+        *("OMP_NUM_THREADS=1", "/bin/deepspeed", "--num_accelerators", "3"),
+        *("--master_port", "4321", "--log_level", "critical", "x.py", "--nproc", "9", "-m"),
+    ]
+
+
+def test_a_signal_that_mpich_tells_bare_is_explained(capfd):
+    program = [sys.executable, "-c", "import sys; sys.exit(9)"]
+    assert launch.run(program, {}, bare_signals=True) == 137
+    assert "signal 9" in capfd.readouterr().err
+    assert launch.run(program, {}) == 9

@@ -1,0 +1,155 @@
+"""The variables of each launcher become torch's."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from wavemare.engine import job_environment
+from wavemare.engine.job_environment import (
+    Place,
+    first_host,
+    launcher_variables,
+    own_address,
+    place_of,
+)
+from wavemare.errors import LaunchError
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_RANK": "3",
+}
+MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+# As srun sets them for the last of four tasks on two nodes of job 1234, step 5.
+SLURM = {
+    "SLURM_JOB_ID": "1234",
+    "SLURM_STEP_ID": "5",
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "4",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_LOCALID": "1",
+    "SLURM_JOB_NODELIST": "gpu[03-04,09]",
+    "SLURM_STEP_NODELIST": "gpu[04,09]",
+}
+MEETING = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "place"),
+    [
+        (OPEN_MPI, Place("Open MPI", 3, 4, 1, 2)),
+        (MPICH, Place("MPICH", 3, 4, 1, 2)),
+        (SLURM, Place("Slurm", 3, 4, 1, None)),
+        ({**MPICH, **SLURM, "SLURM_PROCID": "0"}, Place("MPICH", 3, 4, 1, 2)),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, Place("MPICH", 0, 1, None, None)),
+        ({"PMI_RANK": "0"}, None),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, None),
+        # A batch script has these, and is one process.
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}, None),
+        ({}, None),
+    ],
+)
+def test_place(environment, place):
+    assert place_of(environment) == place
+
+
+def test_slurm_needs_nobody_to_agree():
+    place = place_of(SLURM)
+    found = launcher_variables(SLURM, place)
+    port = int(found.pop("MASTER_PORT"))
+    assert found == {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "gpu04"}
+    first = {**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+    assert launcher_variables(first, place_of(first))["MASTER_PORT"] == str(port)
+    assert 20000 <= port < 30000
+    next_step = {**SLURM, "SLURM_STEP_ID": "6"}
+    assert launcher_variables(next_step, place)["MASTER_PORT"] != str(port)
+    assert launcher_variables(SLURM, place, port=777)["MASTER_PORT"] == "777"
+    alone = {**SLURM, "SLURM_STEP_NUM_NODES": "1"}
+    assert launcher_variables(alone, place)["MASTER_ADDR"] == "127.0.0.1"
+
+
+def test_slurm_without_nodes_is_refused():
+    blind = {name: value for name, value in SLURM.items() if "NODELIST" not in name}
+    with pytest.raises(LaunchError, match="which hosts"):
+        launcher_variables(blind, place_of(blind))
+
+
+@pytest.mark.parametrize("environment", [OPEN_MPI, MPICH, SLURM])
+def test_what_the_user_has_set_stays(environment):
+    environment = {**environment, **MEETING}
+    found = launcher_variables(environment, place_of(environment), port=777)
+    sizes = {} if environment.keys() >= SLURM.keys() else {"LOCAL_WORLD_SIZE": "2"}
+    assert found == {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", **sizes}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("node0", "node0"),
+        ("node0,node1", "node0"),
+        ("gpu[04,09]", "gpu04"),
+        ("gpu[3-4]", "gpu3"),
+        ("a1-[08-11,15],b2", "a1-08"),
+        ("r[0-1]n[2-3].site", "r0n2.site"),
+        ("login,gpu[1-2]", "login"),
+        ("", ""),
+    ],
+)
+def test_first_host(nodes, host):
+    assert first_host(nodes) == host
+
+
+def test_own_address_is_that_of_the_named_interface():
+    assert own_address({"GLOO_SOCKET_IFNAME": "lo"}) == "127.0.0.1"
+    assert own_address({"NCCL_SOCKET_IFNAME": "=lo"}) == "127.0.0.1"
+
+
+def test_own_address_is_never_a_loopback_by_itself(monkeypatch):
+    monkeypatch.setattr(job_environment, "_address_of_name", lambda: "127.0.1.1")
+    monkeypatch.setattr(job_environment, "_address_of_route", lambda: "10.1.2.3")
+    assert own_address({}) == "10.1.2.3"
+    monkeypatch.setattr(job_environment, "_address_of_name", lambda: "10.9.9.9")
+    assert own_address({}) == "10.9.9.9"
+
+    def no_route():
+        raise OSError("Network is unreachable")
+
+    monkeypatch.setattr(job_environment, "_address_of_name", lambda: "127.0.1.1")
+    monkeypatch.setattr(job_environment, "_address_of_route", no_route)
+    with pytest.raises(LaunchError, match="MASTER_ADDR"):
+        own_address({})
+
+
+def test_a_foreign_mpirun_is_named():
+    """A process that says it is one of four, while MPI says that it is alone."""
+    pytest.importorskip("mpi4py.MPI", exc_type=(ImportError, RuntimeError))
+    program = (
+        "import os\n"
+        "from wavemare.engine.job_environment import launcher_variables, place_of\n"
+        "launcher_variables(os.environ, place_of(os.environ))\n"
+    )
+    dropped = ("PMI", "OMPI_", "MPI_", "HYDI_", "MASTER_")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
+    foreign = {name: value for name, value in OPEN_MPI.items() if name != "PMIX_RANK"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**clean, **foreign},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "has started 4 processes, but mpi4py" in done.stderr
+    assert "sees 1" in done.stderr
+
+
+def test_free_port_can_be_had():
+    with socket.create_server(("", job_environment.free_port())):
+        pass
