@@ -30,18 +30,22 @@ def build(initialize, case: str, **changes):
     return initialize(model=module, config=configuration(1, **changes))[0]
 
 
-def train(engine, case: str, *, first: int) -> list[float]:
-    """Train STEPS steps, from the micro-batch that step ``first`` begins with."""
+def batches(case: str, *, first: int):
+    """Yield a rank's micro-batches, from that which step ``first`` begins with."""
     rank = torch.distributed.get_rank()
     data = token_batches(0 if case in PIPELINES else rank)
     for _ in range(first * 2):
         next(data)
+    return ((batch, batch) for batch in data)
+
+
+def train(engine, case: str, data) -> list[float]:
+    """Train STEPS steps."""
     if case in PIPELINES:
-        batches = ((batch, batch) for batch in data)
-        return [engine.train_batch(batches).item() for _ in range(STEPS)]
+        return [engine.train_batch(data).item() for _ in range(STEPS)]
     losses = []
     for _ in range(2 * STEPS):
-        batch = next(data)
+        batch, _ = next(data)
         loss = engine(input_ids=batch, labels=batch).loss
         engine.backward(loss)
         engine.step()
@@ -51,24 +55,26 @@ def train(engine, case: str, *, first: int) -> list[float]:
 
 def save(folder: Path, case: str) -> dict:
     engine = build(wavemare.initialize, case)
-    train(engine, case, first=0)
+    data = batches(case, first=0)  # of which PipeMare has read one in advance when it is saved
+    train(engine, case, data)
     engine.save_checkpoint(str(folder), "first")
     wavemare.save_pretrained(engine, folder / "model")
-    return {"losses": train(engine, case, first=STEPS), "weights": weights_digest(engine)}
+    return {"losses": train(engine, case, data), "weights": weights_digest(engine)}
 
 
 def load(folder: Path, case: str, initialize=wavemare.initialize, **changes) -> dict:
     engine = build(initialize, case, **changes)
     path, _ = engine.load_checkpoint(str(folder))
     assert path is not None
-    return {"losses": train(engine, case, first=STEPS), "weights": weights_digest(engine)}
+    losses = train(engine, case, batches(case, first=STEPS))
+    return {"losses": losses, "weights": weights_digest(engine)}
 
 
 def universal(folder: Path, case: str) -> dict:
     engine = build(wavemare.initialize, case, checkpoint={"load_universal": True})
     engine.load_checkpoint(str(folder))
     wavemare.save_pretrained(engine, folder / "model")
-    return {"losses": train(engine, case, first=STEPS)}
+    return {"losses": train(engine, case, batches(case, first=STEPS))}
 
 
 def refuse(folder: Path, case: str) -> dict:
@@ -84,7 +90,7 @@ def interrupt(folder: Path, case: str) -> dict:
     engine = build(wavemare.initialize, "1")
     engine.save_checkpoint(str(folder), "only")
     before = weights_digest(engine)
-    train(engine, "1", first=0)
+    train(engine, "1", batches("1", first=0))
     leave({"weights": before, "files": sorted(p.name for p in (folder / "only").iterdir())}, False)
     remaining = int(case)
 
