@@ -10,6 +10,7 @@ from typing import Any, NoReturn, TypeVar, cast
 
 from wavemare.engine.launch import environment_rank
 from wavemare.errors import ConfigError, did_you_mean
+from wavemare.recipes.megatron_options import NAMES, Changes, translate
 
 __all__ = ["JobArguments", "parse_arguments"]
 
@@ -55,6 +56,7 @@ class JobArguments:
         },
     )
     local_rank: int = field(default=-1, metadata={"help": "set by the deepspeed launcher"})
+    megatron: Changes = field(init=False, default_factory=Changes)  # by Megatron's names
 
 
 Arguments = TypeVar("Arguments", bound=JobArguments)
@@ -75,14 +77,17 @@ def parse_arguments(kind: type[Arguments]) -> Arguments:
     cast(Any, parser).error = refuse
     # Every rank is asked for help, one gives it.
     with redirect_stdout(io.StringIO() if environment_rank() else sys.stdout):
-        arguments, rest = parser.parse_args_into_dataclasses(return_remaining_strings=True)
+        words, changes = translate(sys.argv[1:])
+        arguments, rest = parser.parse_args_into_dataclasses(words, return_remaining_strings=True)
     if rest:
         name = rest[0].split("=")[0].lstrip("-")
-        remedy = did_you_mean(name, [option.name for option in fields(kind)])
+        remedy = did_you_mean(name, [*NAMES, *(o.name for o in fields(kind) if o.init)])
         raise ConfigError(rest[0], " ".join(rest[1:]), "there is no such option", remedy)
     for name in ("max_steps", "eval_interval", "eval_samples", "save_interval", "log_interval"):
         if getattr(arguments, name) < 1:
             raise ConfigError(
                 f"--{name}", getattr(arguments, name), "it is below 1", "Give 1 or more"
             )
+    changes.check({option.name for option in fields(kind)})
+    arguments.megatron = changes
     return cast(Arguments, arguments)

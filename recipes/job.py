@@ -55,7 +55,7 @@ class Job:
         self.title = title
         self.balancing = Balancing(
             arguments.balance,
-            self._resolve(load_config(arguments.deepspeed_config)),
+            self._resolve(arguments.megatron.config(load_config(arguments.deepspeed_config))),
             Path(arguments.output),
             resumes=arguments.resume,
         )
@@ -116,7 +116,8 @@ class Job:
     def _resolve(self, config: dict[str, Any]) -> dict[str, Any]:
         scheduler = config.get("scheduler", {}).get("params", {})
         steps = self.arguments.max_steps
-        for key, value in (("total_num_steps", steps), ("warmup_num_steps", max(steps // 10, 1))):
+        warmup = self.arguments.megatron.warmup_steps(steps)
+        for key, value in (("total_num_steps", steps), ("warmup_num_steps", warmup)):
             if scheduler.get(key) == "auto":
                 scheduler[key] = value
         # Stale gradients do the most harm while the learning rate is at its highest.
@@ -209,6 +210,12 @@ class Job:
     def num_samples(self) -> int:
         """Samples that all steps read together."""
         return self.arguments.max_steps * self.batch["train_batch_size"]
+
+    @property
+    def _evaluated(self) -> int:
+        """Samples of an evaluation between two steps."""
+        given = self.arguments.eval_samples
+        return self.arguments.megatron.evaluated(given, self.batch["train_batch_size"])
 
     def loader(self, dataset: Any, held_out: Any, *, shuffle: bool = True) -> Iterator[Any]:
         """Return this rank's endless micro-batches, at the sample where a resumed run stopped.
@@ -309,7 +316,7 @@ class Job:
                 progress.step(step, tokens=tokens, loss=shown, learning_rate=rate, idle=idle)
                 if step % arguments.eval_interval == 0 and not last:
                     pause = time.perf_counter()
-                    self.run.log(step, **evaluate(arguments.eval_samples))
+                    self.run.log(step, **evaluate(self._evaluated))
                     evaluating += time.perf_counter() - pause
                 saves = step % arguments.save_interval == 0 or last
                 if saves:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,17 @@ def check_model_folder(folder: str, sequence_length: int) -> None:
     read_model_config(str(path / "config.json"), sequence_length)
 
 
-def read_model_config(file: str, sequence_length: int) -> dict[str, Any]:
+def read_model_config(
+    file: str,
+    sequence_length: int,
+    change: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+) -> dict[str, Any]:
     """Read a transformers configuration with its ``model_type``.
+
+    Args:
+        file: The JSON file.
+        sequence_length: Tokens per sample.
+        change: Applied to it before it is checked.
 
     Raises:
         ConfigError: The file is missing, no JSON object, names no model type that transformers
@@ -60,6 +69,7 @@ def read_model_config(file: str, sequence_length: int) -> dict[str, Any]:
         remedy = did_you_mean(values["model_type"], CONFIG_MAPPING.keys())
         reason = f"transformers knows no model type {values['model_type']!r}"
         raise ConfigError("--model_config", file, reason, remedy)
+    values = change(values)
     with naming("--model_config", file):
         config = AutoConfig.for_model(**values)
     check_length(sequence_length, longest(config))

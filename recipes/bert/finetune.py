@@ -49,7 +49,9 @@ def main() -> None:
     if arguments.model is not None:
         check_model_folder(arguments.model, arguments.sequence_length)
     else:
-        values = read_model_config(arguments.model_config, arguments.sequence_length)
+        values = read_model_config(
+            arguments.model_config, arguments.sequence_length, arguments.megatron.model
+        )
 
     from wavemare.data import EncodedDataset, load_classification, majority_baseline, resolve
 

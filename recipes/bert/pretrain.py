@@ -46,7 +46,9 @@ def main() -> None:
     job = Job(arguments, "wavemare: BERT pretraining")
 
     text = TextData(job, arguments.data)
-    values = read_model_config(arguments.model_config, arguments.sequence_length)
+    values = read_model_config(
+        arguments.model_config, arguments.sequence_length, arguments.megatron.model
+    )
     job.connect()
 
     from transformers import AutoConfig, AutoModelForMaskedLM
@@ -54,7 +56,8 @@ def main() -> None:
     from wavemare.data import MaskedDataset
 
     text.read(kind="bert", vocab_size=arguments.vocab_size, tokenizer=arguments.tokenizer)
-    sizes = {"vocab_size": len(text.tokenizer), "pad_token_id": text.tokenizer.pad_token_id}
+    rows = arguments.megatron.vocabulary(len(text.tokenizer))
+    sizes = {"vocab_size": rows, "pad_token_id": text.tokenizer.pad_token_id}
     with naming("--model_config", arguments.model_config):
         config = AutoConfig.for_model(**{**sizes, **values})
         model = AutoModelForMaskedLM.from_config(config)

@@ -46,14 +46,17 @@ def main() -> None:
     arguments = parse_arguments(PretrainArguments)
     job = Job(arguments, "wavemare: GPT pretraining")
     text = TextData(job, arguments.data)
-    values = read_model_config(arguments.model_config, arguments.sequence_length)
+    values = read_model_config(
+        arguments.model_config, arguments.sequence_length, arguments.megatron.model
+    )
     job.connect()
 
     from transformers import AutoConfig, AutoModelForCausalLM
 
     text.read(kind="gpt", vocab_size=arguments.vocab_size, tokenizer=arguments.tokenizer)
     end = text.tokenizer.eos_token_id
-    sizes = {"vocab_size": len(text.tokenizer), "bos_token_id": end, "eos_token_id": end}
+    rows = arguments.megatron.vocabulary(len(text.tokenizer))
+    sizes = {"vocab_size": rows, "bos_token_id": end, "eos_token_id": end}
     with naming("--model_config", arguments.model_config):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**sizes, **values}))
     learn_to_continue(

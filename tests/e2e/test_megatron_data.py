@@ -1,4 +1,4 @@
-"""The GPT recipe on Megatron's data: built, blended, split and read in Megatron's order."""
+"""The GPT recipe as a Megatron user starts it: data built, blended and split, Megatron's names."""
 
 import json
 
@@ -20,13 +20,14 @@ def built(text_folder, tmp_path, command):
 
 @pytest.mark.slow
 def test_a_blend_with_split(built, command, small_options, recipe_config):
-    changes = {
-        "data": f"0.3 {built / 'a'} 0.7 {built / 'b'}",
-        "split": "8,2,0",
-        "tokenizer": built / "tokenizer",
-        "max_steps": 6,
-    }
-    options = small_options("gpt", built / "run", **changes, vocab_size=None)
+    ours = ("data", "model_config", "sequence_length", "max_steps", "vocab_size")
+    options = small_options("gpt", built / "run", **dict.fromkeys(ours))
+    options += [*("--data-path", 0.3, built / "a", 0.7, built / "b"), "--split", "8,2,0"]
+    options += ["--vocab-file", built / "tokenizer/vocab.json", "--save", built / "run"]
+    options += ["--num-layers", 4, "--hidden-size", 32, "--num-attention-heads", 2]
+    options += ["--max-position-embeddings", 64, "--seq-length", 32, "--train-iters", 6]
+    options += ["--global-batch-size", 8, "--micro-batch-size", 4, "--lr", 0.01, "--min-lr", 0.001]
+    options += ["--make-vocab-size-divisible-by", 64]
     config = recipe_config("gpt/pretrain", "pipeline")
     ended = command("wavemare", "train", "gpt", "--config", config, *options).check()
     assert "64 to train, 16 held out" in ended.output
@@ -35,3 +36,6 @@ def test_a_blend_with_split(built, command, small_options, recipe_config):
     assert len(losses) == 6
     assert losses[-1] < losses[0]
     assert "held_out_loss" in lines[-1]
+    model = json.loads((built / "run/model/config.json").read_text())
+    assert (model["n_layer"], model["n_embd"], model["n_head"]) == (4, 32, 2)
+    assert model["vocab_size"] == 320

@@ -1,0 +1,126 @@
+"""A step function in the style of Megatron's pretrain_gpt.py, data-parallel and in a pipeline."""
+
+from functools import partial
+
+import torch
+from common import ACCUMULATION, LENGTH, MICRO, VOCABULARY, build_gpt2, configuration, leave
+
+import wavemare
+from wavemare.engine import init_distributed
+from wavemare.errors import WavemareError
+from wavemare.megatron.step import megatron_train_step
+
+STEPS = 4
+PLAIN = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+def loss_func(loss_mask, output_tensor):
+    losses = output_tensor.view(-1).float()
+    mask = loss_mask.view(-1).float()
+    total = (losses * mask).sum()
+    return total, mask.sum().int(), {"lm loss": (float(total.detach()), float(mask.sum()))}
+
+
+def forward_step(data_iterator, model):
+    data = next(data_iterator)
+    tokens, labels, loss_mask, attention_mask, position_ids = data.values()
+    output = model(tokens, position_ids, attention_mask, labels=labels)
+    return output, partial(loss_func, loss_mask)
+
+
+def megatron_batches(shard, shards):
+    """Yield what Megatron's GPTDataset gives: shifted labels, masks, positions."""
+    generator = torch.Generator().manual_seed(9)
+    while True:
+        text = torch.randint(0, VOCABULARY, (MICRO * shards, LENGTH + 1), generator=generator)
+        text = text[shard * MICRO : (shard + 1) * MICRO]
+        mask = torch.ones(MICRO, LENGTH)
+        mask[:, :3] = 0.0
+        later = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        positions = torch.arange(LENGTH).expand(MICRO, -1)
+        yield dict(
+            tokens=text[:, :-1].contiguous(),
+            labels=text[:, 1:].contiguous(),
+            loss_mask=mask,
+            attention_mask=later,
+            position_ids=positions,
+        )
+
+
+def twin(shards):
+    """Train one plain model on all samples, without any engine."""
+    model = build_gpt2(**PLAIN)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    readers = [megatron_batches(shard, shards) for shard in range(shards)]
+    losses = []
+    for _ in range(STEPS):
+        step_loss = 0.0
+        for _ in range(ACCUMULATION):
+            for reader in readers:
+                data = next(reader)
+                logits = model(data["tokens"]).logits[:, 3:]
+                wanted = data["labels"][:, 3:]
+                loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())
+                (loss / ACCUMULATION / shards).backward()
+                step_loss += loss.item() / ACCUMULATION / shards
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(step_loss)
+    return losses
+
+
+def trained(shard, **changes):
+    model = build_gpt2(**PLAIN)
+    config = {**configuration(0, **changes), "gradient_clipping": 0.0}
+    del config["scheduler"]
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01, "torch_adam": True}}
+    engine, *_ = wavemare.initialize(model=model, config={**config, "optimizer": optimizer})
+    reader = megatron_batches(*shard)
+    results = [megatron_train_step(engine, forward_step, reader) for _ in range(STEPS)]
+    return engine, [float(r.loss) for r in results], [r.reports for r in results]
+
+
+def refusal(call):
+    try:
+        call()
+    except WavemareError as error:
+        return str(error)
+    return None
+
+
+init_distributed()
+rank = torch.distributed.get_rank()
+result = {"twin_1": twin(1), "twin_2": twin(2)}
+_, result["data"], result["data_reports"] = trained((rank, 2))
+stages = {"wavemare": {"pipeline": {"stages": 2, "inputs": ["input_ids"]}}}
+engine, result["pipeline"], result["pipeline_reports"] = trained((0, 1), **stages)
+
+
+def uses_output(data_iterator, model):
+    output, loss = forward_step(data_iterator, model)
+    return output.mean(), loss
+
+
+def packed(data_iterator, model):
+    data = next(data_iterator)
+    data["position_ids"] = data["position_ids"] % 5
+    return forward_step(iter([data]), model)
+
+
+def masked(data_iterator, model):
+    data = next(data_iterator)
+    data["attention_mask"] = torch.zeros_like(data["attention_mask"])
+    return forward_step(iter([data]), model)
+
+
+reader = megatron_batches(0, 1)
+loss_fn = engine.module.loss_fn
+result["refusals"] = [
+    refusal(lambda step=step: megatron_train_step(engine, step, reader))
+    for step in (uses_output, packed, masked)
+]
+result["restored"] = engine.module.loss_fn is loss_fn
+asynchronous = {"wavemare": {"pipeline": {"stages": 2, "schedule": "pipemare"}}}
+engine, *_ = wavemare.initialize(model=build_gpt2(**PLAIN), config=configuration(0, **asynchronous))
+result["asynchronous"] = refusal(lambda: megatron_train_step(engine, forward_step, reader))
+leave(result)
