@@ -14,7 +14,16 @@ from wavemare.bench.whale.bounds import (
     share_gain,
     stage_seconds,
 )
-from wavemare.bench.whale.request import ALONE, BASELINE, CHOICE, CUTS, PLANNED, SHARES, WhaleJob
+from wavemare.bench.whale.request import (
+    ALONE,
+    BASELINE,
+    CHOICE,
+    CUTS,
+    PASSES,
+    PLANNED,
+    SHARES,
+    WhaleJob,
+)
 from wavemare.errors import CommError
 from wavemare.parallel.plan import ParallelPlan
 from wavemare.parallel.speed import Line
@@ -38,7 +47,8 @@ class SharesMeasured:
 
     Args:
         shares: Samples of each rank in a micro-step, for each system.
-        seconds: For each system, and for `ALONE`: for each round those of each rank.
+        seconds: For each system, and for the passes alone of equal shares (`ALONE`) and of planned
+            ones (`PASSES`): for each round those of each rank.
         losses: Of all steps of each system.
         predicted_s: Of a step with the planned shares, before gradients are reduced.
         speeds: Of each rank, that the plan was made from.
@@ -71,6 +81,11 @@ def share_rows(job: WhaleJob, measured: SharesMeasured) -> list[dict[str, Any]]:
     alone_s = [median(own) for own in zip(*measured.seconds[ALONE], strict=True)]
     rounds = {name: [max(ranks) for ranks in measured.seconds[name]] for name in measured.shares}
     ideals = {BASELINE: 1.0, PLANNED: share_gain(alone_s)}
+    # Ranks that all work all the time slow each other down more than those that wait.
+    passes_s = {
+        name: median(max(ranks) for ranks in measured.seconds[passes])
+        for name, passes in ((BASELINE, ALONE), (PLANNED, PASSES))
+    }
     return [
         {
             "part": SHARES,
@@ -82,6 +97,8 @@ def share_rows(job: WhaleJob, measured: SharesMeasured) -> list[dict[str, Any]]:
             "predicted_s": measured.predicted_s if name == PLANNED else None,
             "rho": _rho(job.devices, alone_s),
             "alone_s": alone_s,
+            "passes_s": passes_s[name],
+            "passes_ratio": passes_s[BASELINE] / passes_s[name],
             "speeds": [line._asdict() for line in measured.speeds],
             "loss_gap": gap,
             "losses": list(measured.losses[name]),

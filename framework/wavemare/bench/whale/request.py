@@ -17,6 +17,7 @@ __all__ = [
     "CUTS",
     "HOSTS",
     "PARTS",
+    "PASSES",
     "PLANNED",
     "PROBE",
     "SCHEDULES",
@@ -33,6 +34,8 @@ PLANNED = "planned"
 """The system whose plan was made from measured speeds."""
 ALONE = "no-communication-bound"
 """Each rank's passes of equal shares by themselves: tells how unlike the ranks are."""
+PASSES = "planned-passes"
+"""The same of planned shares: what these are worth without an engine around them."""
 SHARES, CUTS, CHOICE = "shares", "cuts", "choice"
 PARTS = (SHARES, CUTS, CHOICE)
 """All there are, in the order in which they are measured."""

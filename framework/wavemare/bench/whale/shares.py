@@ -13,7 +13,7 @@ import wavemare
 from wavemare.bench.rounds import rotated
 from wavemare.bench.wave.disturbance import Patience
 from wavemare.bench.whale.report import SharesMeasured, share_rows
-from wavemare.bench.whale.request import ALONE, BASELINE, PLANNED, WhaleJob
+from wavemare.bench.whale.request import ALONE, BASELINE, PASSES, PLANNED, WhaleJob
 from wavemare.bench.whale.task import (
     base_config,
     build_model,
@@ -53,15 +53,18 @@ def measure_shares(job: WhaleJob, screen: Screen) -> dict[str, Any]:
         )
     shares = {BASELINE: (job.batch,) * job.ranks, PLANNED: plan.shares}
     systems = {name: _Training(job, batch, own) for name, own in shares.items()}
-    alone = _Alone(job, model)
+    alone = {
+        ALONE: _Alone(job, model, shares[BASELINE]),
+        PASSES: _Alone(job, model, shares[PLANNED]),
+    }
+    runners: dict[str, _Training | _Alone] = {**systems, **alone}
     patience = Patience(job.patience)
-    seconds: dict[str, list[list[float]]] = {name: [] for name in (*systems, ALONE)}
+    seconds: dict[str, list[list[float]]] = {name: [] for name in runners}
     with limited(job):
         for turn in range(job.warmups + job.rounds):
             screen.note(f"round {turn + 1} of {job.warmups + job.rounds}")
             for name in rotated(list(seconds), turn):
-                runner = systems.get(name, alone)
-                spent = undisturbed(patience, runner.step)
+                spent = undisturbed(patience, runners[name].step)
                 if turn >= job.warmups:
                     seconds[name].append(spent)
     for system in systems.values():
@@ -112,15 +115,15 @@ class _Training:
 
 
 class _Alone:
-    """The passes of equal shares, without engine, optimizer and messages."""
+    """The passes of certain shares, without engine, optimizer and messages."""
 
-    def __init__(self, job: WhaleJob, model: Any) -> None:
-        self._job, self._model = job, model
+    def __init__(self, job: WhaleJob, model: Any, shares: Sequence[int]) -> None:
+        self._job, self._model, self._own = job, model, shares[dist.get_rank()]
 
     def step(self) -> float:
         """Do them; return their seconds."""
         job, started = self._job, time.perf_counter()
-        for tokens in tokens_of_step(job, 0, job.micro_steps, job.batch):
+        for tokens in tokens_of_step(job, 0, job.micro_steps, self._own):
             self._model(input_ids=tokens, labels=tokens).loss.backward()
         self._model.zero_grad()
         return time.perf_counter() - started

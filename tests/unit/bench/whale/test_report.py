@@ -15,7 +15,7 @@ from wavemare.bench.whale.report import (
     cut_rows,
     share_rows,
 )
-from wavemare.bench.whale.request import ALONE, WhaleJob, WhaleRequest
+from wavemare.bench.whale.request import ALONE, PASSES, WhaleJob, WhaleRequest
 from wavemare.bench.whale.show import plot, result_table
 from wavemare.errors import CommError
 from wavemare.parallel.plan import ParallelPlan, Prediction
@@ -32,6 +32,7 @@ def shares(gap: float = 0.0) -> list[dict[str, Any]]:
             "equal": [[1.0, 2.0], [1.0, 9.0], [1.0, 2.0]],
             "planned": [[1.5, 1.4], [1.5, 1.6], [1.0, 1.25]],
             ALONE: [[1.0, 1.8], [1.0, 2.0], [9.0, 2.1]],
+            PASSES: [[1.2, 1.0], [1.1, 1.25], [1.0, 1.3]],
         },
         losses={"equal": [5.0, 4.0, 3.0], "planned": [5.0, 4.0 + gap]},
         predicted_s=1.3,
@@ -68,6 +69,8 @@ def test_shares_are_judged_by_the_slowest_rank_and_by_the_speeds_alone() -> None
     assert planned["bound_fraction"] == pytest.approx(2 / 1.5 / 1.5)
     assert planned["speeds"][1] == {"fixed_s": 0.01, "sample_s": 0.2}
     assert planned["disturbed"] == 3
+    assert (equal["passes_s"], planned["passes_s"]) == (2.0, 1.25)
+    assert (equal["passes_ratio"], planned["passes_ratio"]) == (1.0, 1.6)
     assert (equal["predicted_s"], planned["predicted_s"]) == (None, 1.3)
 
 
