@@ -20,6 +20,7 @@ from wavemare.errors import ConfigError, PlanError
 from wavemare.failure import watch_failures
 from wavemare.parallel import TensorMesh
 from wavemare.parallel.annotations import PLAN, is_annotated
+from wavemare.parallel.grid import process_grid, same_grid
 
 __all__ = ["init_distributed", "initialize"]
 
@@ -73,7 +74,8 @@ def initialize(
         training_data: A dataset, for which a loader is returned.
         lr_scheduler: A scheduler, or a callable from an optimizer to one; else from the JSON.
         distributed_port: TCP port of rank 0, used only where no launcher named one.
-        mpu: Megatron's model-parallel unit.
+        mpu: Megatron's ``parallel_state``, DeepSpeed's grid or `wavemare.parallel.ProcessGrid`;
+            with a pipeline it has to be the pipeline's own layout.
         dist_init_required: Whether to initialize ``torch.distributed``; None: if it is not.
         collate_fn: For ``training_data``.
         config: Path or mapping of the JSON configuration.
@@ -115,6 +117,11 @@ def initialize(
         optimizer, model_parameters = _of_this_stage(
             model, optimizer, model_parameters, lr_scheduler, copies
         )
+    if mpu is not None:
+        mpu = process_grid(mpu)
+        if isinstance(model, deepspeed.PipelineModule):
+            same_grid(mpu, model.mpu())
+            mpu = None  # DeepSpeed takes the module's own
     result = build_engine(
         values,
         segments=_segments(model, ours),

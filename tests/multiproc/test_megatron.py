@@ -35,3 +35,22 @@ def test_megatrons_forward_step(launch):
         assert result["restored"]
         assert "PipeMareEngine" in result["asynchronous"]
         assert "1f1b" in result["asynchronous"]
+
+
+@pytest.mark.world_size(4)
+def test_an_mpu_in_every_dialect(launch):
+    done = launch("megatron_mpu.py", ranks=4).check()
+    results = [done.result(rank) for rank in range(4)]
+    digests = set()
+    for result in results:
+        for zero_stage in ("zero_0", "zero_1"):
+            assert len({run["digest"] for run in result[zero_stage].values()}) == 1
+            assert {run["data_ranks"] for run in result[zero_stage].values()} == {2}
+        digests.add(result["zero_0"]["ours"]["digest"])
+        assert result["plain"]["data_ranks"] == 4
+        assert result["stage"][0] == result["stage"][1]
+        assert result["replica"][0] == result["replica"][1]
+        assert "by the pipeline" in result["refused"]
+        if "core" in result:
+            assert result["core"]["digest"] == result["zero_0"]["ours"]["digest"]
+    assert len(digests) == 1  # replicas and tensor neighbours alike

@@ -9,15 +9,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from wavemare.parallel.grid import ProcessGrid, process_grid, rank_lists
     from wavemare.parallel.mesh import TensorMesh
     from wavemare.parallel.plan import ParallelPlan, Prediction
 
-__all__ = ["ParallelPlan", "Prediction", "TensorMesh"]
+__all__ = [
+    "ParallelPlan",
+    "Prediction",
+    "ProcessGrid",
+    "TensorMesh",
+    "process_grid",
+    "rank_lists",
+]
 
 _HOME = {
     "ParallelPlan": "wavemare.parallel.plan",
     "Prediction": "wavemare.parallel.plan",
+    "ProcessGrid": "wavemare.parallel.grid",
     "TensorMesh": "wavemare.parallel.mesh",
+    "process_grid": "wavemare.parallel.grid",
+    "rank_lists": "wavemare.parallel.grid",
 }
 
 
