@@ -103,6 +103,14 @@ class Laboratory:
         """The laboratory's own files, removed at its end."""
         return self._folder
 
+    def enter(self, host: int) -> list[str]:
+        """Return the words that, before a command, run it on a host, in the root folder.
+
+        Args:
+            host: Its number.
+        """
+        return self._hosts[host].namespaces.enter()
+
     def __enter__(self) -> Self:
         obstacle = self.obstacle()
         if obstacle is not None:

@@ -142,7 +142,10 @@ def run(command: Sequence[str], variables: Mapping[str, str], *, bare_signals: b
             from wavemare.cli.ending import end_job
 
             return exit_code(end_job(launcher, received))
-    code = 128 + code if bare_signals and code in _FATAL else exit_code(code)
+    if not bare_signals or code < 0:
+        code = exit_code(code)
+    elif code in _FATAL:
+        code += 128
     if code == 128 + signal.SIGKILL:
         sys.stderr.write(
             "error: a rank was killed (signal 9), most often by the kernel because memory ran out: "

@@ -141,3 +141,5 @@ def test_a_signal_that_mpich_tells_bare_is_explained(capfd):
     assert launch.run(program, {}, bare_signals=True) == 137
     assert "signal 9" in capfd.readouterr().err
     assert launch.run(program, {}) == 9
+    lost = [sys.executable, "-c", "import sys; sys.exit(255)"]
+    assert launch.run(lost, {}, bare_signals=True) == 255

@@ -1,0 +1,254 @@
+"""Two hosts with sshd: every way to start ranks on both, their failures, and the GPT recipe.
+
+The hosts are Linux namespaces on this machine (`wavemare.bench.network`), which takes root and the
+Debian packages openssh-server, openssh-client and pdsh. One command runs it all: make test-hosts.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from wavemare.bench.network import Laboratory
+from wavemare.cli.ending import end_job
+from wavemare.comm.mpi import describe_mpi
+
+BIN = Path(sys.executable).parent
+PROGRAMS = Path(__file__).parent / "programs"
+FAULT = "ValueError: this rank's own fault"
+SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+SERVER = """
+HostKey {folder}/host_key
+AuthorizedKeysFile {folder}/user_key.pub
+StrictModes no
+PermitRootLogin prohibit-password
+PasswordAuthentication no
+UsePAM no
+UseDNS no
+PidFile /dev/shm/sshd.pid
+MaxStartups 100
+"""
+CLIENT = """
+Host node*
+  User root
+  IdentityFile {folder}/user_key
+  StrictHostKeyChecking no
+  UserKnownHostsFile /dev/null
+  LogLevel ERROR
+"""
+# Files are common to all hosts; this one is put over the machine's own, for a host alone.
+SET_UP = """
+mkdir -p /run/sshd
+mount --bind "$1/ssh_config" /etc/ssh/ssh_config
+exec "$2" -f "$1/sshd_config" -E "$1/sshd.$(hostname).log"
+"""
+
+
+def obstacle():
+    for tool, package in (("ssh", "openssh-client"), ("ssh-keygen", "openssh-client")):
+        if shutil.which(tool) is None:
+            return f"the program {tool!r} is not installed (package {package})"
+    if SSHD is None:
+        return "the program 'sshd' is not installed (package openssh-server)"
+    if shutil.which("pdsh") is None:
+        return "the program 'pdsh' is not installed (package pdsh)"
+    return Laboratory.obstacle()
+
+
+REASON = obstacle()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+]
+
+
+class Cluster:
+    """The hosts ``node0`` and ``node1``, and a hostfile that names them.
+
+    Commands are run on ``node0``, as a person would who has logged in there.
+    """
+
+    def __init__(self, laboratory, folder):
+        self.laboratory = laboratory
+        self.hostfile = folder / "hosts"
+        self.hostfile.write_text("node0 slots=1\nnode1 slots=1\n")
+        keys = ("user_key", "host_key")
+        for key in keys:
+            words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)]
+            subprocess.run(words, check=True)
+        for name, text in (("sshd_config", SERVER), ("ssh_config", CLIENT)):
+            (folder / name).write_text(text.format(folder=folder))
+        for host in (0, 1):
+            words = [*laboratory.enter(host), "sh", "-ec", SET_UP, "sh", str(folder), SSHD]
+            subprocess.run(words, check=True)
+
+    def start(self, folder, *words):
+        """Start a command of this environment on node0, in a folder."""
+        chain = [*self.laboratory.enter(0), "sh", "-c", 'cd "$0" && exec "$@"', str(folder)]
+        return subprocess.Popen(
+            [*chain, str(BIN / words[0]), *map(str, words[1:])],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={
+                **os.environ,
+                "PATH": f"{BIN}:{os.environ['PATH']}",
+                "OMP_NUM_THREADS": "1",
+                "DS_ACCELERATOR": "cpu",
+                "OMPI_ALLOW_RUN_AS_ROOT": "1",
+                "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            },
+            start_new_session=True,
+        )
+
+    def run(self, folder, *words, timeout=400):
+        """Run a command to its end; return its exit code and output."""
+        process = self.start(folder, *words)
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            end_job(process, [signal.SIGINT])
+            pytest.fail(f"it takes longer than {timeout} s: {process.communicate()[0][-4000:]}")
+        return process.returncode, output
+
+    def ranks(self, host):
+        """The numbers of processes on a host that run a script of the tests."""
+        words = [*self.laboratory.enter(host), "pgrep", "-f", "^[^ ]*python.*/programs/script.py"]
+        return subprocess.run(words, capture_output=True, text=True, check=False).stdout.split()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with Laboratory(2) as laboratory:
+        yield Cluster(laboratory, tmp_path_factory.mktemp("cluster"))
+
+
+def needs_mpi(flavour=None):
+    mpi = describe_mpi()
+    if mpi.launcher is None or mpi.flavour is None or not mpi.launcher_matches:
+        pytest.skip(f"no MPI with its mpirun: {mpi.problem or mpi}")
+    if flavour not in (None, mpi.flavour):
+        pytest.skip(f"the MPI here is {mpi.flavour}")
+
+
+def words_of(launcher, cluster):
+    """The beginning of the command, up to the script."""
+    hosts = ["--hostfile", cluster.hostfile]
+    if launcher == "launch":
+        return ["wavemare", "launch", *hosts]
+    if launcher == "launch-mpirun":
+        needs_mpi()
+        return ["wavemare", "launch", *hosts, "--launcher", "mpirun"]
+    flavour = {"mpich": "MPICH", "openmpi": "Open MPI"}.get(launcher)
+    if flavour is not None:
+        needs_mpi(flavour)
+    extra = ["--launcher_args", "--bind-to none"] if launcher == "openmpi" else []
+    return ["deepspeed", *hosts, "--launcher", launcher, "--master_port", "29761", *extra]
+
+
+LAUNCHERS = ["pdsh", "mpich", "openmpi", "launch", "launch-mpirun"]
+
+
+def test_doctor_sees_all_hosts(cluster, tmp_path):
+    code, output = cluster.run(
+        tmp_path, "wavemare", "doctor", "--json", "--hostfile", cluster.hostfile
+    )
+    rows = {row["check"]: row for row in json.loads(output[output.index("[\n") :])}
+    for host, address in (("node0", "10.77.0.1"), ("node1", "10.77.0.2")):
+        row = rows[f"host {host}"]
+        assert row["status"] == "ok", row
+        assert row["value"].startswith(f"{address} by ssh: python ")
+        assert row["value"].endswith("connects to 1 others")
+    assert code == any(row["status"] == "fail" for row in rows.values())
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_script_runs_on_both_hosts(cluster, tmp_path, launcher):
+    words = words_of(launcher, cluster)
+    code, output = cluster.run(tmp_path, *words, PROGRAMS / "script.py", tmp_path)
+    assert code == 0, output[-4000:]
+    found = [json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in (0, 1)]
+    assert [one["host"] for one in found] == ["node0", "node1"]
+    assert {(one["MASTER_ADDR"], one["WORLD_SIZE"], one["LOCAL_RANK"]) for one in found} == {
+        ("10.77.0.1", "2", "0")
+    }
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("end", ["raise", "kill"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_failure_on_another_host_is_no_success(cluster, tmp_path, launcher, end):
+    words = words_of(launcher, cluster)
+    code, output = cluster.run(tmp_path, *words, PROGRAMS / "script.py", tmp_path, end)
+    assert code != 0, output[-4000:]
+    if end == "raise":
+        assert output.count(FAULT) == 1
+    if end == "kill" and launcher == "launch":
+        assert code == 137, output[-4000:]
+        assert "memory ran out" in output.strip().splitlines()[-1]
+    if end == "kill" and "mpi" in launcher:
+        assert "EXIT CODE: 9" in output or "signal 9" in output
+    assert cluster.ranks(0) == cluster.ranks(1) == []
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("launcher", ["launch", "launch-mpirun"])
+def test_ctrl_c_ends_the_ranks_on_both_hosts(cluster, tmp_path, launcher):
+    words = words_of(launcher, cluster)
+    process = cluster.start(tmp_path, *words, PROGRAMS / "script.py", tmp_path, "wait")
+    deadline = time.monotonic() + 300
+    while len(list(tmp_path.glob("rank_*.pid"))) < 2:
+        assert process.poll() is None, process.communicate()[0][-4000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert all(map(cluster.ranks, (0, 1)))
+    (wrapper,) = psutil.Process(process.pid).children()  # of nsenter
+    wrapper.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output[-4000:]
+    deadline = time.monotonic() + 20
+    while any(map(cluster.ranks, (0, 1))):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("launcher", ["deepspeed", "mpirun"])
+@pytest.mark.parametrize("engine", ["pipemare", "sparse"])
+def test_the_gpt_recipe_trains_on_both_hosts(
+    cluster, tmp_path, small_options, recipe_config, engine, launcher
+):
+    """PipeMare and sparse data parallelism; the losses are those of the same run on one host."""
+    if launcher == "mpirun":
+        needs_mpi()
+    config = recipe_config("gpt/pretrain", "zero" if engine == "sparse" else engine)
+    if engine == "sparse":
+        values = json.loads(config.read_text())
+        values["wavemare"] = {"sparse_collective": {"mode": "auto"}}
+        config = tmp_path / "sparse.json"
+        config.write_text(json.dumps(values))
+    words = ["wavemare", "train", "gpt", "--config", config]
+    here, there = tmp_path / "here", tmp_path / "there"
+    across = [*words, "--hostfile", cluster.hostfile, "--launcher", launcher]
+    code, output = cluster.run(tmp_path, *across, *small_options("gpt", there))
+    assert code == 0, output[-6000:]
+    code, output = cluster.run(tmp_path, *words, *small_options("gpt", here))
+    assert code == 0, output[-6000:]
+    assert losses(there) == pytest.approx(losses(here), rel=1e-5)
+    assert losses(there)[-1] < losses(there)[0]
+    assert (there / "model" / "model.safetensors").exists()
+
+
+def losses(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
