@@ -2,8 +2,8 @@
 
 Both call it ``mpu`` and ask it for groups, ranks and sizes, by other names. `ProcessGrid` answers
 to all of them; `process_grid` makes one of whatever a script brings. The order of ranks is
-Megatron's ``tp-cp-ep-dp-pp`` and DeepSpeed's ``PipeModelDataParallelTopology``, which agree: ranks that share
-tensors are neighbours, then come replicas, and stages are the farthest apart.
+Megatron's ``tp-cp-ep-dp-pp`` and DeepSpeed's ``PipeModelDataParallelTopology``, which agree: ranks
+that share tensors are neighbours, then come replicas, and stages are the farthest apart.
 """
 
 from __future__ import annotations
@@ -229,8 +229,8 @@ def process_grid(mpu: Any) -> Any:
     """Return an ``mpu`` that answers in both dialects.
 
     Args:
-        mpu: Megatron's ``parallel_state`` (the module, or an object with its functions), DeepSpeed's
-            grid, an object of Megatron's first years (``get_model_parallel_group`` and
+        mpu: Megatron's ``parallel_state`` (the module, or an object with its functions),
+            DeepSpeed's grid, an object of Megatron's first years (``get_model_parallel_group`` and
             ``get_data_parallel_group``), or a `ProcessGrid`, which is returned as it is. So is an
             mpu of DeepSpeed's sequence parallelism, whose groups are others.
 
