@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from wavemare.parallel.guard import Guard
     from wavemare.parallel.speed import Speed
     from wavemare.parallel.stage_guard import StageGuard
+    from wavemare.parallel.trial import Trial
 
 __all__ = ["Balancing"]
 
@@ -34,13 +35,22 @@ class Balancing:
         config: DeepSpeed's configuration.
         folder: Of the run, where a measured plan is left as ``plan.json``.
         resumes: Whether an earlier run goes on, by its own plan.
+        tries: Whether measured shares are tried beside equal ones, and the faster kept.
 
     Raises:
         ConfigError: The file cannot be read, or the configuration cannot be balanced.
         PlanError: It holds no plan.
     """
 
-    def __init__(self, choice: str, config: dict[str, Any], folder: Path, *, resumes: bool) -> None:
+    def __init__(
+        self,
+        choice: str,
+        config: dict[str, Any],
+        folder: Path,
+        *,
+        resumes: bool,
+        tries: bool = False,
+    ) -> None:
         self.config = config
         self.plan: ParallelPlan | None = None
         self._file = folder / "plan.json"
@@ -48,8 +58,13 @@ class Balancing:
         self._table: Any = None
         self._guard: Guard | None = None
         self._stage_guard: StageGuard | None = None
-        self._choice = choice
+        self._trial: Trial | None = None
+        self._choice, self._tries = choice, tries
         self.measures = choice == AUTO
+        pipeline = WavemareConfig.of(config).pipeline.stages > 1
+        if tries and (choice != AUTO or pipeline):
+            reason = "cuts cannot change in a run" if pipeline else "there are no measured shares"
+            raise ConfigError("--balance_trial", True, reason, "Use it with --balance auto, ZeRO")
         if choice == NONE:
             return
         if WavemareConfig.of(config).parallel.given:
@@ -57,7 +72,7 @@ class Balancing:
             raise ConfigError("--balance", choice, reason, "Leave out one of the two")
         if choice != AUTO:
             self._use(_read(Path(choice)))
-        elif resumes and self._file.is_file() and WavemareConfig.of(config).pipeline.stages > 1:
+        elif resumes and self._file.is_file() and pipeline:
             # Weights stay where they are; shares alone may be measured anew.
             self.measures = False
             self._use(_read(self._file))
@@ -165,8 +180,10 @@ class Balancing:
             return
         if self._speeds is not None:
             from wavemare.parallel.guard import Guard
+            from wavemare.parallel.trial import Trial
 
             self._guard = Guard(engine, self._speeds, self.plan.shares, share_out)
+            self._trial = Trial(self._guard) if self._tries else None
         elif self._table is not None:
             from wavemare.parallel.stage_guard import StageGuard
 
@@ -183,16 +200,19 @@ class Balancing:
             return self._stages_after_step(rank)
         if self._guard is None:
             return None
-        verdict = self._guard.after_step()
-        if verdict is None and saved:
-            verdict = self._guard.at_checkpoint()
-        if verdict is None:
+        verdicts: list[Any] = [self._guard.after_step()]
+        if self._trial is not None:
+            verdicts.append(self._trial.after_step())
+        if saved and verdicts[0] is None:
+            verdicts.append(self._guard.at_checkpoint())
+        said = "; ".join(str(verdict) for verdict in verdicts if verdict is not None)
+        if not said:
             return None
-        if verdict.shares is not None and self.plan is not None:
-            self.plan = replace(self.plan, shares=verdict.shares, predicted=None)
+        if self.plan is not None and self.plan.shares != self._guard.shares:
+            self.plan = replace(self.plan, shares=self._guard.shares, predicted=None)
             if rank == 0:
                 self.save()
-        return f"balance: {verdict}"
+        return f"balance: {said}"
 
     def _stages_after_step(self, rank: int) -> str | None:
         verdict = self._stage_guard.after_step() if self._stage_guard is not None else None

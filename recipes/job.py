@@ -58,6 +58,7 @@ class Job:
             self._resolve(arguments.megatron.config(load_config(arguments.deepspeed_config))),
             Path(arguments.output),
             resumes=arguments.resume,
+            tries=arguments.balance_trial,
         )
         self.config = self.balancing.config
         # All that can be refused is refused before torch and DeepSpeed take seconds to import.

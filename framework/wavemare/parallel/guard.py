@@ -120,6 +120,14 @@ class Guard:
         verdict = self._judge(_DRIFT)
         return verdict if verdict.shares is not None else None
 
+    def apply(self, shares: Sequence[int]) -> None:
+        """Go on with other shares: of the engine and of the data."""
+        self._shares = tuple(shares)
+        self._judged_at = self._steps
+        self._watch.forget()
+        self._engine.share_out(self._shares)
+        self._share_out(self._shares)
+
     def close(self) -> None:
         """Stop watching."""
         self._watch.close()
@@ -146,9 +154,7 @@ class Guard:
         shares = shares_for([speed.whole for speed in self._speeds], sum(self._shares))
         if shares == self._shares:
             return verdict
-        self._shares = shares
-        self._engine.share_out(shares)
-        self._share_out(shares)
+        self.apply(shares)
         return verdict._replace(shares=shares)
 
 
@@ -172,8 +178,12 @@ class _Watch:
     def median_s(self) -> float:
         """Return the median of the last ones since the last call; the first one warms up."""
         seconds = list(self._seconds)
-        self._seconds.clear()
+        self.forget()
         return median(seconds[1:] or seconds)
+
+    def forget(self) -> None:
+        """Leave out what has been timed so far."""
+        self._seconds.clear()
 
     def close(self) -> None:
         for handle in self._handles:

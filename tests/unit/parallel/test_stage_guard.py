@@ -48,7 +48,7 @@ class Pipeline:
         return run
 
     def step(self):
-        for instruction, method in self._INSTRUCTION_MAP.items():
+        for method in self._INSTRUCTION_MAP.values():
             for micro in range(4):
                 # Only the first pass warms up.
                 self.now += 0.0 if micro else 1.0

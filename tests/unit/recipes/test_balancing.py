@@ -10,6 +10,7 @@ import torch.distributed as dist
 from wavemare.errors import ConfigError, PlanError
 from wavemare.parallel.guard import Verdict
 from wavemare.parallel.plan import ParallelPlan
+from wavemare.parallel.trial import TrialVerdict
 from wavemare.recipes.balancing import Balancing
 from wavemare.recipes.job import Job
 
@@ -112,12 +113,33 @@ def test_speeds_are_those_of_the_jobs_own_type(monkeypatch, tmp_path, config, dt
 
 
 def test_new_shares_of_the_guard_are_written_by_one_rank(tmp_path):
-    found = balancing(tmp_path, None, plan=PLAN)
     verdict = Verdict((0.1, 0.1), (0.1, 0.2), (6, 2))
-    found._guard = SimpleNamespace(after_step=lambda: verdict)
-    (tmp_path / "plan.json").unlink()
-    assert "new shares 6, 2" in found.after_step(saved=False, rank=1)
-    assert not (tmp_path / "plan.json").exists()
-    found.after_step(saved=False, rank=0)
-    written = ParallelPlan.from_json((tmp_path / "plan.json").read_text())
-    assert written == replace(PLAN, shares=(6, 2))
+    file = tmp_path / "plan.json"
+    for rank in (1, 0):
+        found = balancing(tmp_path, None, plan=PLAN)
+        found._guard = SimpleNamespace(after_step=lambda: verdict, shares=(6, 2))
+        file.unlink()
+        assert "new shares 6, 2" in found.after_step(saved=False, rank=rank)
+        assert found.plan == replace(PLAN, shares=(6, 2))
+        assert file.exists() == (rank == 0)
+    assert ParallelPlan.from_json(file.read_text()) == found.plan
+
+
+def test_a_trial_needs_measured_shares(tmp_path):
+    for choice, config in (("none", {}), ("auto", {"wavemare": {"pipeline": {"stages": 2}}})):
+        with pytest.raises(ConfigError, match="--balance_trial = True"):
+            Balancing(choice, config, tmp_path, resumes=False, tries=True)
+
+
+def test_the_shares_that_a_trial_keeps_are_written(tmp_path):
+    found = balancing(tmp_path, None, plan=PLAN)
+    found._guard = SimpleNamespace(after_step=lambda: None, shares=PLAN.shares)
+    found._trial = SimpleNamespace(after_step=lambda: None)
+    assert found.after_step(saved=False, rank=0) is None
+    found._guard.shares = (4, 4)
+    found._trial.after_step = lambda: TrialVerdict(2.0, 1.0, (4, 4))
+    text = found.after_step(saved=False, rank=0)
+    assert text.endswith(
+        "2e+03 ms with the plan's shares and 1e+03 ms with equal ones; equal stay: 4, 4"
+    )
+    assert ParallelPlan.from_json((tmp_path / "plan.json").read_text()).shares == (4, 4)
