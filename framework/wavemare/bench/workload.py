@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, set_seed
+from transformers import set_seed
 
+from wavemare.bench.gpt import SEED, build_gpt
 from wavemare.bench.request import PipelineRequest
 from wavemare.models.gpt2 import gpt2_chain
 from wavemare.models.layers import PipelineLayer
@@ -21,7 +22,6 @@ from wavemare.pipeline.cuts import balanced_cuts
 
 __all__ = ["GPTWorkload", "SyntheticWorkload", "Workload", "build_workload"]
 
-_SEED = 7
 _BATCHES = 8
 _SYNTHETIC_WIDTH = 64
 _INPUTS = ("input_ids",)
@@ -60,19 +60,7 @@ class GPTWorkload(Workload):
     """
 
     def __init__(self, request: PipelineRequest) -> None:
-        self._config = GPT2Config(
-            n_layer=request.layers,
-            n_embd=request.hidden,
-            n_head=request.heads,
-            n_positions=request.sequence,
-            vocab_size=request.vocabulary,
-            tie_word_embeddings=False,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
+        self._request = request
         model, chain = self._build()
         self._weights = layer_times(model, chain, _INPUTS)
         self.loss = LanguageModelLoss(model.loss_function, request.vocabulary)
@@ -88,8 +76,7 @@ class GPTWorkload(Workload):
         return [nn.Sequential(*chain[cuts[i] : cuts[i + 1]]) for i in range(count)]
 
     def _build(self) -> tuple[Any, list[PipelineLayer]]:
-        set_seed(_SEED)
-        model = GPT2LMHeadModel(self._config)
+        model = build_gpt(self._request)
         return model, gpt2_chain(model, _INPUTS)
 
 
@@ -109,7 +96,7 @@ class SyntheticWorkload(Workload):
 
     def parts(self, count: int) -> list[nn.Module]:
         """Return layers whose waits add up to the same whole for every number of parts."""
-        set_seed(_SEED)
+        set_seed(SEED)
         share = self._stages / count
         return [TimedWait(self._forward_s * share, self._backward_s * share) for _ in range(count)]
 
@@ -189,4 +176,4 @@ def _sleep_until(end: float) -> None:
 
 
 def _generator() -> torch.Generator:
-    return torch.Generator().manual_seed(_SEED)
+    return torch.Generator().manual_seed(SEED)

@@ -6,8 +6,6 @@ logits of its classes for all samples, and the gradients of the features are sca
 
 from __future__ import annotations
 
-import functools
-import inspect
 from typing import Any
 
 import torch
@@ -23,6 +21,7 @@ from transformers import (
 )
 
 from wavemare.errors import ModelError
+from wavemare.parallel.tensor.forward import compute_loss_in_head
 from wavemare.parallel.tensor.loss import IGNORED, next_tokens
 from wavemare.parallel.tensor.share import VocabularyShare
 
@@ -160,32 +159,15 @@ def whole_heads(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _compute_loss_from_features(model: Any, head: ColocatedHead, *, shifts_labels: bool) -> None:
-    whole = model.forward
-    signature = inspect.signature(whole)
+    def loss(features: Tensor, labels: Any, shifted: Any, num_items: Any) -> Tensor:
+        if shifted is None:
+            shifted = next_tokens(labels) if shifts_labels else labels
+        shifted = shifted.reshape(-1)
+        losses = head.losses(features.reshape(-1, features.shape[-1]), shifted)
+        count = (shifted != IGNORED).sum() if num_items is None else num_items
+        return losses.sum() / count
 
-    @functools.wraps(whole)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        labels = bound.arguments.pop("labels", None)
-        others = bound.arguments.setdefault("kwargs", {})
-        num_items = others.pop("num_items_in_batch", None)
-        by_name = others.pop("return_dict", None)
-        others["return_dict"] = True
-        output = whole(*bound.args, **bound.kwargs)
-        entries = dict(output)
-        features = entries.pop("logits")
-        if labels is None:
-            entries["logits"] = head.logits(features)
-        else:
-            labels = (next_tokens(labels) if shifts_labels else labels).reshape(-1)
-            losses = head.losses(features.reshape(-1, features.shape[-1]), labels)
-            count = (labels != IGNORED).sum() if num_items is None else num_items
-            entries["loss"] = losses.sum() / count
-        output = type(output)(**entries)
-        by_name = model.config.return_dict if by_name is None else by_name
-        return output if by_name else output.to_tuple()
-
-    model.forward = forward
+    compute_loss_in_head(model, gather=head.logits, loss=loss)
 
 
 def _gather(value: Tensor, group: Any, filling: float) -> tuple[Tensor, int]:

@@ -6,9 +6,9 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2LMHeadModel
 
 from wavemare.bench import workload
+from wavemare.bench.gpt import build_gpt
 from wavemare.bench.request import PipelineRequest
 from wavemare.bench.workload import GPTWorkload, SyntheticWorkload, TimedWait
 
@@ -33,9 +33,7 @@ def test_parts_compute_what_the_model_computes(gpt: GPTWorkload, count: int) -> 
         hidden = part(hidden)
         shapes.append(tuple(hidden.shape))
     assert shapes == [*[gpt.carry_shape] * (count - 1), (3, 6, 11)]
-    torch.manual_seed(workload._SEED)
-    model = GPT2LMHeadModel(gpt._config)
-    expected = model(input_ids=inputs, labels=labels).loss
+    expected = build_gpt(SMALL)(input_ids=inputs, labels=labels).loss
     torch.testing.assert_close(gpt.loss(hidden, labels), expected)
 
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, set_seed
 
+from wavemare.bench.gpt import SEED, build_gpt
 from wavemare.bench.runner import bench_device
 from wavemare.bench.wave.request import BASELINE, DOMINO, IN_PHASE, TICK_TOCK, WaveRequest
 from wavemare.engine.survey import survey
@@ -24,7 +24,6 @@ __all__ = ["HALVES", "Systems", "check_gradients"]
 
 HALVES = "halves"
 """Accumulation of halved micro-batches: no system, but what halving costs."""
-_SEED = 7
 # _Sums of halves are rounded in another order.
 _TOLERANCE = 1e-4
 
@@ -59,7 +58,7 @@ class Systems:
 
     def __init__(self, request: WaveRequest) -> None:
         self.device = bench_device()
-        self.model = _build_model(request).to(self.device)
+        self.model = build_gpt(request, ties=True).to(self.device)
         group = dist.group.WORLD
         split_model(self.model, group)
         self._segments = segments = tensor_segments(self.model, group)
@@ -136,26 +135,8 @@ def check_gradients(name: str, own: list[Tensor], expected: list[Tensor]) -> boo
     return equal
 
 
-def _build_model(request: WaveRequest) -> Any:
-    set_seed(_SEED)
-    return GPT2LMHeadModel(
-        GPT2Config(
-            n_layer=request.layers,
-            n_embd=request.hidden,
-            n_head=request.heads,
-            n_positions=request.sequence,
-            vocab_size=request.vocabulary,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-    )
-
-
 def _build_batches(request: WaveRequest, device: torch.device) -> list[_Batch]:
-    generator = torch.Generator().manual_seed(_SEED)
+    generator = torch.Generator().manual_seed(SEED)
     shape = (request.micro_batches, request.batch, request.sequence)
     tokens = torch.randint(0, request.vocabulary, shape, generator=generator).to(device)
     return [_batch(part) for part in tokens]

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import wavemare
+from wavemare.bench.gpt import build_gpt
 from wavemare.bench.wave.disturbance import Patience
 from wavemare.bench.whale.request import WhaleJob
 from wavemare.bench.whale.task import (
     base_config,
-    build_model,
     limited,
     tokens_of_step,
     undisturbed,
@@ -40,7 +40,7 @@ def try_plan(job: WhaleJob, screen: Screen) -> dict[str, Any]:
     axes = f"{plan.stages} x {plan.tensor_parallel} x {plan.data_parallel}"
     screen.note(f"trying {axes}: stages x splits x replicas")
     config = plan.configure(base_config({}, plan.zero_stage))
-    engine = wavemare.initialize(model=build_model(job), config=config)[0]
+    engine = wavemare.initialize(model=build_gpt(job), config=config)[0]
     batches = _own_batches(job, plan)
     patience = Patience(job.patience)
 

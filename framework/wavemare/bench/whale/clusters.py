@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from wavemare.bench import launch
+from wavemare.bench.gpt import build_gpt
 from wavemare.bench.network import Laboratory
 from wavemare.bench.share_requests import shares_on_demand
 from wavemare.bench.throttle import Throttle
@@ -17,7 +18,6 @@ from wavemare.bench.whale.candidates import plans_by_axes
 from wavemare.bench.whale.places import ORDER
 from wavemare.bench.whale.report import choice_rows
 from wavemare.bench.whale.request import HOSTS, PROBE, TRIAL, WhaleJob, WhaleRequest
-from wavemare.bench.whale.task import build_model
 from wavemare.parallel.planner.chains import model_costs
 from wavemare.parallel.planner.cluster_file import parse_cluster
 from wavemare.parallel.planner.settings import Settings
@@ -87,7 +87,7 @@ def measure_choice(request: WhaleRequest, throttle: Throttle, cores: int) -> dic
     for name, job in request.cluster_jobs(cores):
         with _place(throttle, name, request.mbit) as place:
             cluster = parse_cluster(json.loads(place.run(replace(job, part=PROBE))["cluster"]))
-            model = build_model(job)
+            model = build_gpt(job)
             costs = model_costs(model.config, job.sequence, head=type(model).__name__)
             settings = Settings(
                 global_batch=job.batch * job.micro_steps * job.ranks,

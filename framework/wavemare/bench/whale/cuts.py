@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import wavemare
 from wavemare.bench.engines import record_actions
+from wavemare.bench.gpt import build_gpt
 from wavemare.bench.recorder import busy_seconds
 from wavemare.bench.rounds import rotated
 from wavemare.bench.runner import Place
@@ -21,7 +22,6 @@ from wavemare.bench.whale.report import CutsMeasured, cut_rows
 from wavemare.bench.whale.request import BASELINE, PLANNED, WhaleJob
 from wavemare.bench.whale.task import (
     base_config,
-    build_model,
     limited,
     tokens_of_step,
     undisturbed,
@@ -45,7 +45,7 @@ def measure_cuts(job: WhaleJob, screen: Screen) -> dict[str, Any]:
     }
     screen.note(f"measuring the layers on {job.ranks} ranks")
     with limited(job):
-        table = measure_layers(build_model(job), samples=job.batch, sequence_length=job.sequence)
+        table = measure_layers(build_gpt(job), samples=job.batch, sequence_length=job.sequence)
     plan = plan_stages(table, batch, stages=job.ranks, schedule=job.schedule)
     assert plan.cuts is not None, "there are several stages"
     assert plan.predicted is not None, "measured plans have predictions"
@@ -104,7 +104,7 @@ class _Pipeline:
         config = base_config(batch, 0)
         section = {"stages": job.ranks, "schedule": job.schedule, "partition": list(cuts[:-1])}
         config["wavemare"] = {"pipeline": section}
-        self.engine = wavemare.initialize(model=build_model(job), config=config)[0]
+        self.engine = wavemare.initialize(model=build_gpt(job), config=config)[0]
         self._count = job.micro_batches
         # An asynchronous pipeline is filled before, and stays full until the others have done.
         fill = math.ceil(job.ranks / job.micro_batches)

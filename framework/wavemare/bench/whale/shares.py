@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import wavemare
+from wavemare.bench.gpt import build_gpt
 from wavemare.bench.rounds import rotated
 from wavemare.bench.wave.disturbance import Patience
 from wavemare.bench.whale.report import SharesMeasured, share_rows
 from wavemare.bench.whale.request import ALONE, BASELINE, PASSES, PLANNED, WhaleJob
 from wavemare.bench.whale.task import (
     base_config,
-    build_model,
     limited,
     tokens_of_step,
     undisturbed,
@@ -36,7 +36,7 @@ def measure_shares(job: WhaleJob, screen: Screen) -> dict[str, Any]:
     Raises:
         CommError: Losses differ by more than rounding.
     """
-    model = build_model(job)
+    model = build_gpt(job)
     batch = {
         "train_batch_size": job.batch * job.ranks * job.micro_steps,
         "train_micro_batch_size_per_gpu": job.batch,
@@ -98,7 +98,7 @@ class _Training:
         self._own = shares[dist.get_rank()]
         config = base_config(batch, _ZERO)
         config["wavemare"] = {"balance": {"shares": list(shares)}}
-        self.engine = wavemare.initialize(model=build_model(job), config=config)[0]
+        self.engine = wavemare.initialize(model=build_gpt(job), config=config)[0]
         self.losses: list[float] = []
 
     def step(self) -> float:

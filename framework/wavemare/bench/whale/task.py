@@ -10,37 +10,16 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, set_seed
 
+from wavemare.bench.gpt import SEED
 from wavemare.bench.share_requests import ask_for_share
 from wavemare.bench.wave.disturbance import Patience
 from wavemare.bench.whale.request import WhaleJob
 
-__all__ = ["base_config", "build_model", "limited", "tokens_of_step", "undisturbed"]
+__all__ = ["base_config", "limited", "tokens_of_step", "undisturbed"]
 
-_SEED = 7
 
 _Value = TypeVar("_Value")
-
-
-def build_model(job: WhaleJob) -> Any:
-    """Return the model, with the same weights each time."""
-    set_seed(_SEED)
-    return GPT2LMHeadModel(
-        GPT2Config(
-            n_layer=job.layers,
-            n_embd=job.hidden,
-            n_head=job.heads,
-            n_positions=job.sequence,
-            vocab_size=job.vocabulary,
-            tie_word_embeddings=False,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-    )
 
 
 def base_config(batch: Mapping[str, int], zero_stage: int) -> dict[str, Any]:
@@ -72,7 +51,7 @@ def tokens_of_step(job: WhaleJob, step: int, micro_steps: int, samples: int) -> 
     Returns:
         Tokens (micro_steps, samples, sequence).
     """
-    generator = torch.Generator().manual_seed(_SEED + step)
+    generator = torch.Generator().manual_seed(SEED + step)
     shape = (micro_steps, samples, job.sequence)
     return torch.randint(0, job.vocabulary, shape, generator=generator)
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
+
+from torch import Tensor
 
 from wavemare.parallel.tensor.loss import next_tokens
 from wavemare.parallel.tensor.vocabulary import VocabParallelHead
 
-__all__ = ["compute_loss_over_group"]
+__all__ = ["compute_loss_in_head", "compute_loss_over_group"]
 
 
 def compute_loss_over_group(model: Any, head: VocabParallelHead, *, shifts_labels: bool) -> None:
@@ -22,6 +25,26 @@ def compute_loss_over_group(model: Any, head: VocabParallelHead, *, shifts_label
             parameters.
         head: Its output projection.
         shifts_labels: Whether a position predicts the next one's label.
+    """
+
+    def loss(logits: Tensor, labels: Any, shifted: Any, num_items: Any) -> Tensor:
+        if shifted is None:
+            shifted = next_tokens(labels) if shifts_labels else labels
+        return head.loss(logits, shifted, num_items)
+
+    compute_loss_in_head(model, gather=head.gather, loss=loss)
+
+
+def compute_loss_in_head(
+    model: Any, *, gather: Callable[[Tensor], Tensor], loss: Callable[..., Tensor]
+) -> None:
+    """Replace a model's ``forward`` by one whose loss is computed from its head's output.
+
+    Args:
+        model: A transformers model; the new ``forward`` has the same parameters.
+        gather: From the head's output to the logits, where there are no labels.
+        loss: Of the head's output, ``labels``, ``shift_labels`` and ``num_items_in_batch``, each
+            None where it was not given.
     """
     whole = model.forward
     signature = inspect.signature(whole)
@@ -39,11 +62,9 @@ def compute_loss_over_group(model: Any, head: VocabParallelHead, *, shifts_label
         entries = dict(output)
         logits = entries.pop("logits")
         if labels is None and shifted is None:
-            entries["logits"] = head.gather(logits)
+            entries["logits"] = gather(logits)
         else:
-            if shifted is None:
-                shifted = next_tokens(labels) if shifts_labels else labels
-            entries["loss"] = head.loss(logits, shifted, num_items)
+            entries["loss"] = loss(logits, labels, shifted, num_items)
         output = type(output)(**entries)
         by_name = model.config.return_dict if by_name is None else by_name
         return output if by_name else output.to_tuple()
