@@ -149,6 +149,9 @@ def test_a_killed_build_goes_on_to_the_same_bytes(
     documents, identity = all_documents(resolve(str(tmp_path / "texts")))
     left = json.loads((tmp_path / ".c.position.partial").read_text())
     assert 0 < left["documents_read"] < 20
+    for name in ("bin", "lengths", "bounds"):  # as if more had reached the disk than was noted
+        with (tmp_path / f".c.{name}.partial").open("ab") as file:
+            file.write(b"more of it")
     with pytest.raises(DataError, match=r"unfinished build of other text.*--overwrite"):
         build_indexed(documents, gpt_tokenizer, tmp_path / "c", identity="other")
     calls: list[int] = []
