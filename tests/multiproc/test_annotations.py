@@ -67,6 +67,15 @@ def test_what_is_refused(launch):
         assert "Start 4 processes, or use one of 1 x 2 x 1, 2 x 1 x 1" in result["world size"]
 
 
+@pytest.mark.slow
+def test_another_plan_goes_on_from_a_universal_checkpoint(launch):
+    for result in run(launch, "universal"):
+        first, second = result["plans"]
+        assert first != second
+        assert result["losses"] == pytest.approx(result["expected"], abs=EXACT)
+        assert result["losses"] != pytest.approx(result["fresh"], abs=1e-3)
+
+
 def test_the_programs_of_the_documentation_run(launch):
     results = run(launch, "documented", PAGE)
     degrees = [case[:3] for case in results[0].values()]

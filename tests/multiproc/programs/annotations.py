@@ -6,6 +6,7 @@ The second argument names the part; every rank leaves what it saw as JSON.
 import json
 import os
 import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -180,6 +181,37 @@ def refusals() -> dict[str, Any]:
     return result
 
 
+def universal() -> dict[str, Any]:
+    """A checkpoint of one plan goes on under another through DeepSpeed's universal format."""
+    folder = Path(sys.argv[1], "checkpoint")
+
+    def staged(layout: Any, **changes: Any) -> Any:
+        model = wavemare.annotate(build("gpt2"), {"stages": layout})
+        adam = {"type": "AdamW", "params": {"lr": RATE}}
+        zero = {"zero_optimization": {"stage": 1}}
+        return start(model, optimizer=adam, **zero, **changes)
+
+    engine = staged("Et|tL")
+    train(engine, "gpt2", 1)
+    engine.save_checkpoint(folder, "one")
+    expected = train(engine, "gpt2", 3)
+    if torch.distributed.get_rank() == 0:
+        words = ["--input_folder", folder / "one", "--output_folder", folder / "universal"]
+        tool = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+        subprocess.run([*tool, *words], check=True, timeout=120, stdout=subprocess.DEVNULL)
+        (folder / "latest_universal").write_text("universal")
+    torch.distributed.barrier()
+    other = staged("Ett|L", checkpoint={"load_universal": True})
+    fresh = train(staged("Ett|L"), "gpt2", 3)
+    other.load_checkpoint(folder)
+    return {
+        "losses": train(other, "gpt2", 3),
+        "expected": expected,
+        "fresh": fresh,
+        "plans": [engine.parallel_plan.digest, other.parallel_plan.digest],
+    }
+
+
 def grid() -> dict[str, Any]:
     """All of stages, splits and replicas on four ranks, tied and untied."""
     result = {}
@@ -250,6 +282,7 @@ PARTS = {
     "given": given,
     "refusals": refusals,
     "grid": grid,
+    "universal": universal,
 }
 
 if __name__ == "__main__":
