@@ -71,6 +71,10 @@ class Link:
         """Return the time of a message of so many bytes."""
         return self.alpha_s + size / self.bytes_s
 
+    def shared(self, count: int) -> Link:
+        """Return what each of so many groups has of it that use it at the same time."""
+        return Link(self.alpha_s, self.bytes_s / count)
+
 
 WITHIN = Link(10e-6, 20e9)
 BETWEEN = Link(30e-6, 2.5e9)

@@ -160,8 +160,9 @@ class Scene:
         parameters = sum(layer.parameters for layer in layers) / variant.tensor_parallel
         devices = [self.cluster.devices[unit[0]] for unit in layout.units[stage]]
         nodes = [device.node for device in devices]
+        link = self.cluster.slowest_link(nodes, single=len(set(nodes)) == len(nodes))
         reduced = reduction_s(
-            self.cluster.slowest_link(nodes, single=len(set(nodes)) == len(nodes)),
+            link.shared(self._groups_between(layout, set(nodes))),
             parameters * BYTES[self.costs.dtype],
             variant,
             layout.micro_steps,
@@ -169,6 +170,16 @@ class Scene:
             self.settings.overlap,
         )
         return reduced + max(optimizer_s(device, parameters, variant) for device in devices)
+
+    def _groups_between(self, layout: Layout, nodes: set[str]) -> int:
+        """Return how many groups of replicas reduce over the links of some nodes at once."""
+        if len(nodes) == 1:
+            return 1
+        groups = 0
+        for replicas in layout.units:
+            own = {self.cluster.devices[unit[0]].node for unit in replicas}
+            groups += len(own) > 1 and bool(own & nodes)
+        return groups * layout.variant.tensor_parallel
 
     def plan(self, layout: Layout, predicted: Prediction) -> ParallelPlan:
         """Return a layout as a plan."""

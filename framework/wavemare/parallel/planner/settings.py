@@ -16,8 +16,8 @@ class Settings:
     Args:
         global_batch: Samples of one optimizer step.
         margin: Part of each device's memory that stays free, 0 to below 1.
-        overlap: Part of the gradients' reduction that the backward pass hides where there is one
-            stage, 0 to 1.
+        overlap: Part of ZeRO 3's gathers and reductions that passes hide, 0 to 1; DeepSpeed's
+            other stages reduce behind the backward pass, unless ``overlap_comm`` is set.
         pipemare: Whether asynchronous pipelines are offered. They change the mathematics.
         waves: Whether waves are offered.
         recompute: Whether recomputed activations are offered.

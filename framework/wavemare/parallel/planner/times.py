@@ -161,16 +161,15 @@ def reduction_s(
         variant: Its number of replicas and ZeRO stage count.
         micro_steps: Of a step.
         layers: Of the stage.
-        overlap: Which part a plain data-parallel job hides behind backward passes.
+        overlap: Which part of ZeRO 3's is hidden behind passes.
     """
     replicas = variant.data_parallel
     if variant.zero_stage == _WEIGHTS:
-        total = 3 * micro_steps * layers * ring_s(link, size / layers, replicas, passes=1)
-    elif variant.zero_stage == _GRADIENTS:
-        total = (micro_steps + 1) * ring_s(link, size, replicas, passes=1)
-    else:
-        total = ring_s(link, size, replicas)
-    return total * (1 - overlap if variant.stages == 1 else 1.0)
+        gathers = 3 * micro_steps * layers * ring_s(link, size / layers, replicas, passes=1)
+        return gathers * (1 - overlap)
+    if variant.zero_stage == _GRADIENTS:
+        return (micro_steps + 1) * ring_s(link, size, replicas, passes=1)
+    return ring_s(link, size, replicas)
 
 
 def optimizer_s(device: Device, parameters: float, variant: Variant) -> float:
