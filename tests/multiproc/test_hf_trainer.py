@@ -87,6 +87,14 @@ def test_what_differs_from_the_arguments_is_one_table(results):
         assert '"auto"' in lines[-1]
 
 
+def test_optimizers_that_the_file_would_overrule_are_shown(results):
+    for result in results:
+        shown = [line.split() for line in result["refusals"]["types"].splitlines()]
+        assert ["optimizer.type", "'AdamW'", "optim", "'sgd'"] in shown
+        assert ["scheduler.type", "'WarmupLR'", "lr_scheduler_type", "'cosine'"] in shown
+        assert "optimizers = 'SGD'" in result["refusals"]["objects"]
+
+
 def test_what_cannot_work_is_refused_by_name(results):
     for result in results:
         refusals = result["refusals"]

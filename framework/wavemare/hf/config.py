@@ -27,6 +27,9 @@ AUTO_KEYS = (
 
 _ANNEAL_PART = 4
 
+_SCHEDULERS = {"cosine": "WarmupCosineLR", "constant_with_warmup": "WarmupLR"}
+"""By the name that transformers gives them, DeepSpeed's schedulers; "linear" is the default."""
+
 _BATCH_KEYS = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -63,7 +66,7 @@ class DifferencesError(ConfigError):
             "deepspeed",
             [difference.key for difference in differences],
             "the JSON file and the training arguments differ:\n\n" + "\n".join(lines) + "\n\n",
-            'Make them equal, or write "auto" in the JSON',
+            'Make them equal, or write "auto" in the JSON (for a type: leave its section out)',
         )
 
     def __str__(self) -> str:
@@ -136,6 +139,7 @@ class TrainerConfig(HfTrainerDeepSpeedConfig):
         """
         for key, argument in _BATCH_KEYS.items():
             self.config.setdefault(key, getattr(args, argument))
+        self._note_choices(args)
         counted: Any = _Counted(args, self._world_size // self.ours.model_ranks)
         super().trainer_config_process(counted, auto_find_batch_size)
         self._raise_differences()
@@ -154,6 +158,20 @@ class TrainerConfig(HfTrainerDeepSpeedConfig):
             warmup_steps=int(args.get_warmup_steps(num_training_steps)),
             max_steps=num_training_steps,
         )
+
+    def _note_choices(self, args: TrainingArguments) -> None:
+        """Note an optimizer or scheduler, not the default one, that the JSON would overrule."""
+        found = (self.config.get("optimizer") or {}).get("type")
+        chosen = str(getattr(args.optim, "value", args.optim))
+        family = chosen.partition("_")[0]
+        if found is not None and family != "adamw" and family not in str(found).lower():
+            self._differences.append(Difference("optimizer.type", found, "optim", chosen))
+        found = (self.config.get("scheduler") or {}).get("type")
+        chosen = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+        if found is not None and chosen != "linear" and found != _SCHEDULERS.get(chosen):
+            self._differences.append(
+                Difference("scheduler.type", found, "lr_scheduler_type", chosen)
+            )
 
     def _raise_differences(self) -> None:
         differences, self._differences = self._differences, []

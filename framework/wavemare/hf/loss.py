@@ -11,8 +11,9 @@ from torch import distributed as dist
 from transformers.utils.generic import ModelOutput
 
 from wavemare.hf.steps import IGNORED
+from wavemare.models.split import SplitLoss
 
-__all__ = ["StepLoss", "weighted_labels"]
+__all__ = ["StepLoss", "weighted_labels", "whole_logits"]
 
 
 class StepLoss:
@@ -37,7 +38,7 @@ class StepLoss:
         shifts: bool = False,
         function: Callable[..., Tensor] | None = None,
     ) -> None:
-        self._loss = loss
+        self.inner = loss
         self._smoother = smoother
         self._shifts = shifts
         self._function = function
@@ -49,14 +50,27 @@ class StepLoss:
         labels, weight, items = labels
         if self._function is None:
             return self._mean(logits, labels) * weight
-        outputs = ModelOutput(logits=logits)
+        outputs = ModelOutput(logits=whole_logits(self, logits))
         return self._function(outputs, labels, num_items_in_batch=items) * (weight > 0)
 
     def _mean(self, logits: Any, labels: Tensor) -> Tensor:
         if self._smoother is None:
-            return self._loss(logits, labels)
-        smoothed: Tensor = self._smoother((logits,), labels, shift_labels=self._shifts)
+            return self.inner(logits, labels)
+        smoothed: Tensor = self._smoother(
+            (whole_logits(self, logits),), labels, shift_labels=self._shifts
+        )
         return smoothed
+
+
+def whole_logits(loss: Any, logits: Any) -> Any:
+    """Return the logits of all tokens, which tensor parallelism spreads over its ranks.
+
+    Args:
+        loss: The last stage's, on each of these ranks.
+        logits: The last stage's output.
+    """
+    inner = loss.inner if isinstance(loss, StepLoss) else loss
+    return inner.gather(logits) if isinstance(inner, SplitLoss) else logits
 
 
 def weighted_labels(

@@ -84,6 +84,7 @@ class Trainer(WholeSteps):
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         if not self.is_deepspeed_enabled:
             return super()._prepare_for_training(*args, **kwargs)
+        self._check_optimizers()
         self._release_engine()
         if self.accelerator.weighs_losses:
             # Else transformers would divide by the number of tokens, and the engine weigh again.
@@ -92,6 +93,14 @@ class Trainer(WholeSteps):
         if isinstance(config, TrainerConfig) and config.wants_entries:
             config.take_entries(self._batch_entries())
         return super()._prepare_for_training(*args, **kwargs)
+
+    def _check_optimizers(self) -> None:
+        """Refuse objects given to the constructor, which transformers would drop for DeepSpeed."""
+        for name, value in (("optimizer", self.optimizer), ("scheduler", self.lr_scheduler)):
+            if value is not None and self.deepspeed is None:
+                reason = f"transformers drops a given {name} where it builds a DeepSpeed engine"
+                remedy = f"Name the {name} in the JSON, or override create_{name}"
+                raise ConfigError("optimizers", type(value).__name__, reason, remedy)
 
     def _release_engine(self) -> None:
         """Take an engine that was built before off the model; ZeRO 3 keeps its weights."""

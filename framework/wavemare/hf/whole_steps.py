@@ -15,7 +15,7 @@ from transformers.trainer import Trainer as StockTrainer
 
 from wavemare.api import initialize
 from wavemare.errors import ConfigError
-from wavemare.hf.loss import StepLoss, weighted_labels
+from wavemare.hf.loss import StepLoss, weighted_labels, whole_logits
 from wavemare.hf.steps import SeededLoader, StepFeed, fill_rows
 
 __all__ = ["WholeSteps"]
@@ -201,7 +201,7 @@ class WholeSteps(StockTrainer):
     ) -> Any:
         """Evaluate a batch; the last stage sends what is made of its logits to the others."""
         if not self.is_pipeline:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            return self._predict(model, inputs, prediction_loss_only, ignore_keys)
         inputs = self._prepare_inputs(inputs)
         engine, labels = self.deepspeed, inputs.get("labels")
         micro_batch = engine.module.split_batch(inputs, labels_required=False)
@@ -221,9 +221,19 @@ class WholeSteps(StockTrainer):
             engine.total_loss = None
         if prediction_loss_only:
             return loss, None, None
-        if engine.is_last_stage() and self._preprocess is not None:
-            logits = self._preprocess(logits, labels)
+        if engine.is_last_stage():
+            logits = whole_logits(engine.module.loss_fn, logits)
+            if self._preprocess is not None:
+                logits = self._preprocess(logits, labels)
         return loss, self._from_last_stage(logits), labels
+
+    def _predict(self, model: Any, inputs: Any, loss_only: bool, ignore_keys: Any) -> Any:
+        """Evaluate a batch; tensor parallelism computes a loss or logits, each in a pass."""
+        loss, logits, labels = super().prediction_step(model, inputs, loss_only, ignore_keys)
+        if loss is not None and not loss_only and isinstance(logits, tuple) and not logits:
+            unlabelled = {k: v for k, v in inputs.items() if k not in self.label_names}
+            _, logits, _ = super().prediction_step(model, unlabelled, loss_only, ignore_keys)
+        return loss, logits, labels
 
     def _from_last_stage(self, values: Any) -> Any:
         """Return a tensor, or a tuple of tensors, of the last stage on all stages."""

@@ -77,9 +77,10 @@ def reference(kind: str, trainer: Any, smoothing: float = 0.0) -> dict[str, Any]
 def _of_all_ranks(batches: list[Any], ranks: int) -> list[Any]:
     if ranks == 1:
         return batches
-    everywhere: list[Any] = [None] * ranks
+    everywhere: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everywhere, batches)
-    return [batch for together in zip(*everywhere, strict=True) for batch in together]
+    first_stage = everywhere[:ranks]
+    return [batch for together in zip(*first_stage, strict=True) for batch in together]
 
 
 def compared(kind: str, schedule: str, smoothing: float = 0.0, **options: Any) -> dict[str, Any]:

@@ -68,6 +68,21 @@ def tokens() -> dict[str, Any]:
     return run("gpt2", "tokens", wavemare.hf.Trainer, config)
 
 
+def given_optimizer() -> str:
+    model = MODELS["gpt2"]()
+    trainer = wavemare.hf.Trainer(
+        model=model,
+        args=arguments("given", json_file(optimizer=None)),
+        train_dataset=Rows("gpt2", 8),
+        optimizers=(torch.optim.SGD(model.parameters(), lr=0.1), None),
+    )
+    try:
+        trainer.train()
+    except ConfigError as error:
+        return str(error)
+    return "accepted"
+
+
 def refusals() -> dict[str, str]:
     def message(config: Any, **changes: Any) -> str:
         try:
@@ -82,8 +97,11 @@ def refusals() -> dict[str, str]:
 
     different = json_file(train_micro_batch_size_per_gpu=3, gradient_clipping=0.5)
     different["optimizer"]["params"]["lr"] = 0.5
+    scheduled = json_file(scheduler={"type": "WarmupLR"})
     return {
         "differences": message(different),
+        "types": message(scheduled, optim="sgd", lr_scheduler_type="cosine"),
+        "objects": given_optimizer(),
         "unknown key": message(json_file(0, {"pipelin": {}})),
         "shares": message(json_file(0, {"balance": {"shares": [3, 1]}})),
         "parallel": message(json_file(0, {"parallel": {"split": 2}})),

@@ -1,0 +1,222 @@
+"""``wavemare.hf.Trainer`` with data, arguments and layouts that are less common."""
+
+import importlib.util
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from common import leave
+from hf_common import Rows, arguments, json_file, losses, pad, plain_model
+from hf_pipeline import compared, reference
+from transformers import TrainerCallback
+
+import wavemare
+import wavemare.hf
+
+PIPELINE = {"pipeline": {"stages": 2}}
+PIPEMARE = {"pipeline": {"stages": 2, "schedule": "pipemare"}}
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Rows that have neither length nor index."""
+
+    def __init__(self, kind: str, count: int) -> None:
+        self.rows = Rows(kind, count)
+
+    def __iter__(self) -> Any:
+        return iter(self.rows.rows)
+
+
+def masked(features: list[Any]) -> dict[str, torch.Tensor]:
+    """Hide tokens at random, by torch's generator and by Python's."""
+    batch = pad(features)
+    hidden = torch.rand(batch["input_ids"].shape) < 0.3
+    hidden[:, random.randrange(4, 8)] = True
+    batch["labels"] = torch.where(hidden, batch["input_ids"], -100)
+    batch["input_ids"] = batch["input_ids"].masked_fill(hidden, 0)
+    return batch
+
+
+def streamed() -> dict[str, Any]:
+    return compared("gpt2", "1f1b", train_dataset=Stream("gpt2", 21))
+
+
+def read_by_workers() -> dict[str, Any]:
+    """Each process has a worker of its own, which masks the same tokens on all stages."""
+    section = {"pipeline": {"stages": 2, "inputs": "auto"}}
+    changes = {"dataloader_num_workers": 1}
+    trainer = trainer_of("gpt2", "workers", section, arguments=changes, data_collator=masked)
+    trainer.train()
+    return {"losses": losses(trainer), "expected": reference("gpt2", trainer)["losses"]}
+
+
+def replicas() -> dict[str, Any]:
+    return compared("gpt2", "1f1b", config={"wavemare": PIPELINE}, train_dataset=Rows("gpt2", 42))
+
+
+def stages_of_parts() -> dict[str, Any]:
+    """Tensor parallelism inside of stages, with a loss that needs all logits of a token."""
+    section = {**PIPELINE, "tensor_parallel": {"size": 2}}
+    return compared("gpt2", "1f1b", 0.1, config={"wavemare": section})
+
+
+def parts() -> dict[str, Any]:
+    """Logits of tensor parallelism alone, beside the loss."""
+    shapes: list[Any] = []
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        shapes.append(list(prediction.predictions.shape))
+        return {"mean": float(prediction.predictions.mean())}
+
+    section = {"tensor_parallel": {"size": 2}}
+    trainer = trainer_of("gpt2", "parts", section, compute_metrics=metrics)
+    found = trainer.evaluate()
+    rows = torch.stack([row["input_ids"] for row in Rows("gpt2", 7, seed=1).rows])
+    with torch.no_grad():
+        expected = plain_model("gpt2").eval()(rows).logits
+    return {"shapes": shapes, "mean": found["eval_mean"], "expected": float(expected.mean())}
+
+
+def trainer_of(kind: str, name: str, section: Any, **options: Any) -> Any:
+    changes = options.pop("arguments", {})
+    model = options.pop("model", None)
+    return wavemare.hf.Trainer(
+        model=plain_model(kind) if model is None else model,
+        args=arguments(name, json_file(options.pop("stage", 0), section), **changes),
+        train_dataset=Rows(kind, 21),
+        eval_dataset=Rows(kind, 7, seed=1),
+        **options,
+    )
+
+
+def again(kind: str, section: Any) -> dict[str, Any]:
+    """A second ``train`` goes on with the weights, and is a new run in all else."""
+    name = f"again-{kind}-{section['pipeline'].get('schedule')}"
+    first = trainer_of(kind, name, section)
+    first.train()
+    first.save_model()
+    torch.distributed.barrier()
+    before = len(losses(first))
+    first.train()
+    loaded = type(first.model).from_pretrained(first.args.output_dir)
+    for module in loaded.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    other = trainer_of(kind, f"{name}-other", section, model=loaded)
+    other.train()
+    # The history is begun anew where transformers does so.
+    return {"second": losses(first)[-before:], "other": losses(other), "steps": before}
+
+
+def noisy() -> dict[str, Any]:
+    """NEFTune's noise is in training, and in nothing else."""
+    plain = trainer_of("gpt2", "plain", PIPELINE)
+    noised = trainer_of("gpt2", "noised", PIPELINE, arguments={"neftune_noise_alpha": 50.0})
+    before = noised.evaluate()["eval_loss"]
+    same = plain.evaluate()["eval_loss"]
+    for trainer in (plain, noised):
+        trainer.train()
+    noised.save_model()
+    torch.distributed.barrier()
+    loaded = type(noised.model).from_pretrained(noised.args.output_dir).eval()
+    rows = Rows("gpt2", 2, seed=1)
+    ids = torch.stack([rows[n]["input_ids"] for n in range(2)])
+    with torch.no_grad():
+        expected = loaded(input_ids=ids).logits
+    found = noised.predict([rows[n] for n in range(2)]).predictions
+    return {
+        "losses": [losses(plain)[0], losses(noised)[0]],
+        "before": [before, same],
+        "error": float((torch.from_numpy(found) - expected).abs().max()),
+    }
+
+
+def halves(kind: str, section: Any) -> dict[str, Any]:
+    """bf16 beside fp32."""
+    found = {}
+    for name, changes in (("fp32", {}), ("bf16", {"bf16": True})):
+        config = json_file(0, section, bf16={"enabled": "auto"})
+        trainer = wavemare.hf.Trainer(
+            model=plain_model(kind),
+            args=arguments(f"half-{name}-{len(section)}", config, **changes),
+            train_dataset=Rows(kind, 21),
+            eval_dataset=Rows(kind, 7, seed=1),
+        )
+        trainer.train()
+        found[name] = [*losses(trainer), trainer.evaluate()["eval_loss"]]
+        parameters = list(trainer.deepspeed.module.parameters())
+        found[f"{name} type"] = str(parameters[0].dtype)
+    return found
+
+
+def classified() -> dict[str, Any]:
+    """Metrics of a classification's own logits, in a pipeline, with the labels beside them."""
+    seen: dict[str, Any] = {}
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        seen["inputs"] = list(prediction.inputs.shape)
+        right = prediction.predictions.argmax(-1) == prediction.label_ids
+        return {"accuracy": float(numpy.mean(right))}
+
+    trainer = trainer_of(
+        "bert",
+        "classified",
+        PIPELINE,
+        compute_metrics=metrics,
+        arguments={"include_for_metrics": ["inputs"], "eval_accumulation_steps": 2},
+    )
+    trainer.train()
+    found = trainer.evaluate()
+    trainer.save_model()
+    torch.distributed.barrier()
+    loaded = type(trainer.model).from_pretrained(trainer.args.output_dir).eval()
+    rows = Rows("bert", 7, seed=1).rows
+    with torch.no_grad():
+        logits = loaded(torch.stack([row["input_ids"] for row in rows])).logits
+    labels = torch.stack([row["labels"] for row in rows])
+    expected = float((logits.argmax(-1) == labels).float().mean())
+    return {"accuracy": found["eval_accuracy"], "expected": expected, **seen}
+
+
+class Main(TrainerCallback):
+    """Which process integrations log on."""
+
+    def __init__(self) -> None:
+        self.is_main: set[bool] = set()
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.is_main.add(state.is_world_process_zero)
+
+
+def logged() -> dict[str, Any]:
+    main = Main()
+    has_writer = importlib.util.find_spec("tensorboardX") is not None
+    changes = {"report_to": ["tensorboard"] if has_writer else []}
+    trainer = trainer_of("gpt2", "logged", PIPELINE, callbacks=[main], arguments=changes)
+    trainer.train()
+    torch.distributed.barrier()
+    files = list(Path(trainer.args.output_dir).rglob("events.out.tfevents*"))
+    return {"main": sorted(main.is_main), "files": len(files), "writer": has_writer}
+
+
+CASES = {
+    "streamed": streamed,
+    "workers": read_by_workers,
+    "replicas": replicas,
+    "stages_of_parts": stages_of_parts,
+    "parts": parts,
+    "again_1f1b": lambda: again("gpt2", PIPELINE),
+    "again_pipemare": lambda: again("bert", PIPEMARE),
+    "noisy": noisy,
+    "bf16_zero": lambda: halves("gpt2", {}),
+    "bf16_1f1b": lambda: halves("gpt2", PIPELINE),
+    "classified": classified,
+    "logged": logged,
+}
+
+if __name__ == "__main__":
+    wavemare.init_distributed()
+    leave({name: CASES[name]() for name in sys.argv[2:]})

@@ -1,0 +1,107 @@
+"""``wavemare.hf.Trainer`` with data, arguments and layouts that are less common."""
+
+import pytest
+
+SHARED = ["again_1f1b", "again_pipemare", "noisy", "classified", "logged"]
+# Data-parallel first: in one process DeepSpeed keeps a pipeline's grid for all engines after it.
+READ = ["bf16_zero", "bf16_1f1b", "streamed", "workers"]
+
+
+@pytest.fixture(scope="module")
+def cached():
+    return {}
+
+
+@pytest.fixture
+def results(launch, cached):
+    def of(case):
+        for together in (SHARED, READ):
+            if case in together and case not in cached:
+                finished = launch("hf_breadth.py", *together).check()
+                found = [finished.result(rank) for rank in range(2)]
+                cached.update({name: [one[name] for one in found] for name in together})
+        return cached[case]
+
+    return of
+
+
+def check_steps(result, steps):
+    assert result["losses"] == pytest.approx(result["expected"], rel=2e-5)
+    assert len(result["losses"]) == steps
+
+
+def check_evaluation(result):
+    assert result["eval"] == pytest.approx(result["eval_expected"], rel=1e-4)
+    assert result["logits"] == [5, 16, 50]
+    assert result["logits_error"] < 1e-4
+
+
+@pytest.mark.world_size(2)
+def test_a_stream_without_a_length_trains_a_pipeline(results):
+    for result in results("streamed"):
+        check_steps(result, 3)
+        check_evaluation(result)
+
+
+def test_workers_of_all_stages_draw_alike(results):
+    for result in results("workers"):
+        check_steps(result, 3)
+
+
+@pytest.mark.parametrize("engine", ["zero", "1f1b"])
+def test_bf16_trains_near_fp32(results, engine):
+    for result in results(f"bf16_{engine}"):
+        assert [result["fp32 type"], result["bf16 type"]] == ["torch.float32", "torch.bfloat16"]
+        assert result["bf16"] == pytest.approx(result["fp32"], rel=1e-2)
+        assert result["bf16"] != result["fp32"]
+
+
+@pytest.mark.parametrize("engine", ["1f1b", "pipemare"])
+def test_a_second_run_goes_on_with_the_weights(results, engine):
+    for result in results(f"again_{engine}"):
+        assert result["steps"] == 3
+        assert result["second"] == result["other"]
+
+
+def test_neftune_is_noise_in_training_alone(results):
+    for result in results("noisy"):
+        plain, noised = result["losses"]
+        assert abs(noised - plain) > 1e-3
+        assert result["before"][0] == result["before"][1]
+        assert result["error"] < 1e-5
+
+
+def test_metrics_of_classes_and_inputs_are_the_saved_models(results):
+    for result in results("classified"):
+        assert result["accuracy"] == pytest.approx(result["expected"])
+        assert result["inputs"] == [7, 16]
+
+
+def test_integrations_log_once(results):
+    assert [result["main"] for result in results("logged")] == [[True], [False]]
+    for result in results("logged"):
+        assert result["files"] == (1 if result["writer"] else 0)
+
+
+@pytest.mark.world_size(2)
+def test_tensor_parallelism_predicts_beside_the_loss(launch):
+    finished = launch("hf_breadth.py", "parts").check()
+    for rank in range(2):
+        result = finished.result(rank)["parts"]
+        assert result["shapes"] == [[7, 16, 50]]
+        assert result["mean"] == pytest.approx(result["expected"], abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("case", ["replicas", "stages_of_parts"])
+def test_four_ranks_train_two_stages(launch, case):
+    finished = launch("hf_breadth.py", case, ranks=4).check()
+    digests = set()
+    for rank in range(4):
+        result = finished.result(rank)[case]
+        check_steps(result, 3)
+        digests.add(result["digest"])
+        if case == "stages_of_parts":  # two replicas would fill up the short batch
+            check_evaluation(result)
+    assert len(digests) == 1
