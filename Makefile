@@ -48,7 +48,7 @@ test-all: test
 	$(BIN)/python -m pytest -m slow tests/unit tests/multiproc tests/mpi tests/e2e $(ARGS)
 
 test-mpi: $(READY)
-	$(BIN)/python -m pytest tests/mpi $(ARGS)
+	$(BIN)/python -m pytest tests/mpi tests/e2e/test_launchers.py $(ARGS)
 
 # The same with the other MPI, in an environment of its own.
 test-openmpi:
