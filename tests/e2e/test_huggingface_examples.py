@@ -1,0 +1,145 @@
+"""transformers' example scripts, by the commands of docs/huggingface.md, and one in their manner.
+
+transformers' own are no part of any package: WAVEMARE_TRANSFORMERS_EXAMPLES names a folder of them.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
+
+from wavemare.data import train_tokenizer
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "huggingface.md"
+HEADING = "\n## transformers' example scripts\n"
+SECTION = PAGE.read_text().partition(HEADING)[2].partition("\n## ")[0]
+COMMANDS = re.findall(r"^torchrun (?:.*\\\n)*.*$", SECTION, re.MULTILINE)
+EXAMPLES = os.environ.get("WAVEMARE_TRANSFORMERS_EXAMPLES")
+SCRIPTS = {
+    "run_clm.py": AutoModelForCausalLM,
+    "run_mlm.py": AutoModelForMaskedLM,
+    "run_glue.py": AutoModelForSequenceClassification,
+}
+ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+CHOICES = ["no", "maybe", "yes"]
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", SECTION, re.MULTILINE | re.DOTALL)
+
+
+def write_texts(folder):
+    """Texts for language models, and sentences whose class is one of their words."""
+    lines = [
+        f"stage {n % 5} holds batch {n % 7} and sends it on {'again ' * (n % 4)}" * 2
+        for n in range(200)
+    ]
+    (folder / "train.txt").write_text("\n".join(lines[20:]) + "\n")
+    (folder / "valid.txt").write_text("\n".join(lines[:20]) + "\n")
+    for name, first, last in (("train", 0, 90), ("valid", 90, 111), ("test", 111, 124)):
+        rows = [
+            {"sentence": f"{CHOICES[n % 3]} {lines[n]}", "label": CHOICES[n % 3]}
+            for n in range(first, last)
+        ]
+        (folder / f"{name}.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def examples(tmp_path):
+    """A folder with what the page's commands need; transformers' scripts have one line more."""
+    if EXAMPLES is None:
+        pytest.skip("WAVEMARE_TRANSFORMERS_EXAMPLES names no folder of transformers' examples")
+    if importlib.util.find_spec("evaluate") is None:
+        pytest.skip("transformers' examples need the package evaluate")
+    for name in SCRIPTS:
+        (source,) = Path(EXAMPLES).rglob(name)
+        first, _, rest = source.read_text().partition("\n")
+        (tmp_path / name).write_text(f"{first}\nimport wavemare.hf.patch\n{rest}")
+    write_texts(tmp_path)
+    prepare, metric = blocks("python")
+    (tmp_path / "prepare.py").write_text(prepare)
+    (tmp_path / "accuracy").mkdir()
+    (tmp_path / "accuracy" / "accuracy.py").write_text(metric)
+    for name, block in zip(("zero.json", "pipeline.json"), blocks("json"), strict=True):
+        (tmp_path / name).write_text(block)
+    (tmp_path / "pipemare.json").write_text(blocks("json")[1].replace("1f1b", "pipemare"))
+    return tmp_path
+
+
+def metrics_of(folder, part):
+    return json.loads((folder / f"{part}_results.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("engine", ["zero", "pipeline", "pipemare"])
+def test_transformers_own_scripts_run_with_one_line_more(examples, command, engine):
+    environment = {**ENVIRONMENT, "HF_HOME": str(examples / "home")}
+    command("python", "prepare.py", environment=environment).check()
+    assert len(COMMANDS) == len(SCRIPTS)
+    for line, (name, family) in zip(COMMANDS, SCRIPTS.items(), strict=True):
+        words = line.replace("\\\n", " ").replace("pipeline.json", f"{engine}.json").split()
+        assert name in words
+        assert f"{engine}.json" in words
+        command(*words, environment=environment).check()
+        folder = examples / words[words.index("--output_dir") + 1]
+        assert metrics_of(folder, "train")["train_loss"] > 0
+        found = metrics_of(folder, "eval")
+        # ln(400) is 6; transformers multiplies BERT's by the number of processes.
+        assert 0 < found["eval_loss"] < (13 if engine == "zero" else 6.5)
+        assert 0 < found["eval_accuracy"] <= 1
+        assert (folder / "checkpoint-20").is_dir()
+        family.from_pretrained(folder)
+        AutoTokenizer.from_pretrained(folder)
+        shutil.rmtree(folder / "checkpoint-20")
+    predicted = (folder / "predict_results_None.txt").read_text().splitlines()
+    assert len(predicted) == 1 + 13
+    assert {row.split("\t")[1] for row in predicted[1:]} <= set(CHOICES)
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+def test_a_script_in_their_manner_trains_stops_and_goes_on(command, tmp_path):
+    write_texts(tmp_path)
+    train_tokenizer(
+        (tmp_path / "train.txt").read_text().splitlines(), 400, kind="bert"
+    ).save_pretrained(tmp_path / "tokenizer")
+    config = {
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+        "zero_optimization": {"stage": 0},
+        "wavemare": {"pipeline": {"stages": 2, "schedule": "pipemare", "dynamic_shape": True}},
+    }
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    script = Path(__file__).parent / "programs" / "classify.py"
+    words = ["torchrun", "--nproc-per-node", 2, script, "--tokenizer_name", "tokenizer"]
+    words += ["--train_file", "train.json", "--validation_file", "valid.json", "--use_cpu"]
+    words += ["--deepspeed", "ds.json", "--output_dir", "out", "--report_to", "none"]
+    words += ["--per_device_train_batch_size", 8, "--learning_rate", 3e-3, "--save_steps", 24]
+    environment = {**ENVIRONMENT, "HF_HOME": str(tmp_path / "home")}
+    out = tmp_path / "out"
+    for epochs, checkpoint in ((4, "None"), (6, "checkpoint-48")):
+        ended = command(*words, "--num_train_epochs", epochs, environment=environment).check()
+        (found,) = set(re.findall(r"goes on from (?:.*/)?(\S+)", ended.output))
+        assert found == checkpoint
+        assert json.loads((out / "trainer_state.json").read_text())["global_step"] == 12 * epochs
+    assert metrics_of(out, "train")["train_samples"] == 90
+    model = AutoModelForSequenceClassification.from_pretrained(out).eval()
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    rows = [json.loads(line) for line in (tmp_path / "valid.json").read_text().splitlines()]
+    encoded = tokenizer([row["sentence"] for row in rows], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        chosen = [sorted(CHOICES)[n] for n in model(**encoded).logits.argmax(-1)]
+    assert (out / "predictions.txt").read_text().splitlines() == chosen
+    right = sum(one == row["label"] for one, row in zip(chosen, rows, strict=True)) / len(rows)
+    assert metrics_of(out, "eval")["eval_accuracy"] == pytest.approx(right)
