@@ -103,6 +103,7 @@ class CheckpointMixin:
         whole = load_optimizer_states and not load_module_only
         if manifest is not None:
             _check_heads(Path(load_dir) / str(tag), manifest.get("plan"), engine.parallel_plan)
+            _check_ties(Path(load_dir) / str(tag), manifest.get("untied"), _untied(engine))
         if manifest is not None and whole:
             _check_plan(Path(load_dir) / str(tag), manifest.get("plan"), engine.parallel_plan)
             _check_topology(Path(load_dir) / str(tag), manifest["topology"], topology(engine))
@@ -192,6 +193,24 @@ def _check_heads(folder: Path, saved: dict[str, Any] | None, plan: Any) -> None:
         )
 
 
+def _untied(engine: Any) -> list[str]:
+    """Return the weights that a pipeline holds copies of where the model has one for both."""
+    return sorted(getattr(engine.module, "untied", ()))
+
+
+def _check_ties(folder: Path, saved: list[str] | None, current: list[str]) -> None:
+    """Refuse a checkpoint of stages that tie other weights; older ones do not say."""
+    if saved is None or saved == current:
+        return
+    raise CheckpointError(
+        "checkpoint",
+        str(folder),
+        f"the weights with copies of their own are {saved} in it, in this run {current}",
+        "Resume with the schedule that saved it (pipemare unties heads, 1f1b does not unless "
+        '"untie" is set), or go on from a model that save_pretrained exported',
+    )
+
+
 def _check_topology(folder: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
     if saved["zero_stage"] == current["zero_stage"] == 0:
         # Every replica holds everything, so that their number does not matter.
@@ -231,6 +250,7 @@ def _manifest(engine: Any, folder: Path) -> dict[str, Any]:
         "versions": {name: version(name) for name in ("wavemare", "deepspeed", "torch")},
         "global_steps": engine.global_steps,
         "topology": topology(engine),
+        "untied": _untied(engine),
         "plan": None if plan is None else {"digest": plan.digest, "layout": layout},
         "files": {path.relative_to(folder).as_posix(): path.stat().st_size for path in files},
     }

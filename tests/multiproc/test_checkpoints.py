@@ -66,15 +66,18 @@ def test_the_pipelines_layer_files_hold_the_exported_weights(run, saved):
 
 @pytest.mark.world_size(2)
 def test_a_checkpoint_of_another_topology_is_refused_naming_both(run):
-    refused = run("refuse", "pipeline:1", "1:3", "1:pipeline")
+    refused = run("refuse", "pipeline:1", "1:3", "1:pipeline", "pipeline:pipemare")
     for rank in range(2):
-        pipeline_to_data, zero_1_to_3, data_to_pipeline = refused.result(rank).values()
+        found = refused.result(rank).values()
+        pipeline_to_data, zero_1_to_3, data_to_pipeline, to_untied = found
         assert "pipe 2" in pipeline_to_data["reason"]
         assert "pipe 1" in pipeline_to_data["reason"]
         assert "zero_stage 1" in zero_1_to_3["reason"]
         assert "zero_stage 3" in zero_1_to_3["reason"]
         assert "pipe 1" in data_to_pipeline["reason"]
         assert "ds_to_universal" in data_to_pipeline["remedy"]
+        assert "in this run ['lm_head.weight']" in to_untied["reason"]
+        assert "pipemare unties heads" in to_untied["remedy"]
 
 
 @pytest.mark.world_size(2)
