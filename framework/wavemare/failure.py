@@ -174,8 +174,9 @@ def _is_peer_loss(error: BaseException) -> bool:
 
 def _print_error(error: WavemareError) -> None:
     where = f" on rank {environment_rank()}" if _group_exists() else ""
+    notes = getattr(error, "__notes__", [])  # where in the plan, for example
     if not sys.stderr.isatty():
-        sys.stderr.write(f"error{where}: {error}\n")
+        sys.stderr.write("\n".join([*notes, f"error{where}: {error}\n"]))
         return
     from rich.console import Console
     from rich.panel import Panel
@@ -185,6 +186,7 @@ def _print_error(error: WavemareError) -> None:
         (error.key, "bold"),
         f" = {error.value!r}\n{error.reason[:1].upper()}{error.reason[1:]}.\n",
         (error.advice, "green"),
+        *(f"\n{note}" for note in notes),
     )
     panel = Panel(content, title=f"error{where}", title_align="left", border_style="red")
     Console(stderr=True).print(panel)

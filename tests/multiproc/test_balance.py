@@ -146,6 +146,7 @@ def test_a_device_of_half_the_speed_gets_half_the_share(paced):
     assert paced["shares"] == [16, 8]
     bound = (1 + 2) / 2
     seconds = paced["seconds"]
+    # The fastest steps: the machine may be busy with something else.
     assert seconds["equal"] / seconds["planned"] >= 0.95 * bound
     assert seconds["planned"] == pytest.approx(paced["predicted"], rel=0.2)
     equal, planned = paced["losses"]["equal"], paced["losses"]["planned"]
