@@ -43,13 +43,13 @@ ARG UID=1000
 RUN (userdel --remove ubuntu 2>/dev/null || true) \
     && useradd --create-home --uid "${UID}" --shell /bin/bash wavemare \
     && install --directory --owner wavemare --mode 700 /home/wavemare/.ssh \
-    && install --directory --owner wavemare /work /run/sshd
+    && install --directory --owner wavemare /workspace /run/sshd
 COPY --from=build /opt/wavemare /opt/wavemare
 COPY docs/cluster/sshd_config docs/cluster/ssh_config docs/cluster/entrypoint /etc/wavemare/
 ENV PATH=/opt/wavemare/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
     PYTHONUNBUFFERED=1
 USER ${UID}
-WORKDIR /work
+WORKDIR /workspace
 EXPOSE 2222
 HEALTHCHECK --interval=300s --timeout=60s --start-period=60s --retries=3 \
     CMD ["wavemare", "doctor"]

@@ -180,7 +180,7 @@ def test_pods_ask_for_what_they_need(name):
     assert container["resources"]["requests"].keys() == {"cpu", "memory"}
     assert "memory" in container["resources"]["limits"]
     mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-    assert mounted["runs"] == "/work"
+    assert mounted["runs"] == "/workspace"
     assert mounted.keys() == {volume["name"] for volume in spec["volumes"]}
     claims = [
         v["persistentVolumeClaim"]["claimName"] for v in spec["volumes"] if v["name"] == "runs"
@@ -241,7 +241,7 @@ def test_compose_has_known_fields_only():
         assert service.get("depends_on", {}).keys() <= COMPOSE["services"].keys()
     for node in ("node0", "node1"):
         assert COMPOSE["services"][node]["deploy"]["resources"]["limits"]["memory"]
-        assert "runs:/work" in COMPOSE["services"][node]["volumes"]
+        assert "runs:/workspace" in COMPOSE["services"][node]["volumes"]
 
 
 @pytest.mark.parametrize("name", COMPOSE["services"])
@@ -253,7 +253,9 @@ def test_the_scripts_in_compose_are_scripts(name):
 def test_compose_trains_on_its_hosts(tmp_path, monkeypatch):
     script = COMPOSE["services"]["node0"]["command"][-1]
     (line,) = [line for line in script.splitlines() if "wavemare train" in line]
-    hosts = re.search(r"printf '(.*)' > /work/hosts", COMPOSE["services"]["prepare"]["command"][0])
+    hosts = re.search(
+        r"printf '(.*)' > /workspace/hosts", COMPOSE["services"]["prepare"]["command"][0]
+    )
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hosts").write_text(hosts[1].replace("\\n", "\n"))
     assert_trains(shlex.split(line.strip().removeprefix("exec ")))

@@ -58,4 +58,4 @@ def convert(
         model_type=model_type,
         config=config,
     )
-    typer.echo(str(run(source, target, to, options)))  # type: ignore[arg-type]
+    typer.echo(str(run(source, target, to, options)))

@@ -6,7 +6,6 @@ import glob
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from types import FrameType
 
+from wavemare.engine.job_environment import free_port
 from wavemare.errors import LaunchError
 
 __all__ = [
@@ -66,7 +66,7 @@ def build_command(
     """
     given = {option.split("=")[0] for option in launcher_options}
     # The launcher's default port is one for all: a second run on this host would fail.
-    port = [] if _PORT_OPTION in given else [_PORT_OPTION, str(_free_port())]
+    port = [] if _PORT_OPTION in given else [_PORT_OPTION, str(free_port())]
     chosen = num_processes is None or given & _CHOOSE_DEVICES
     count = [] if chosen else ["--num_accelerators", str(num_processes)]
     return [
@@ -189,9 +189,3 @@ def _wait(launcher: subprocess.Popen[bytes], received: list[int]) -> int:
         except subprocess.TimeoutExpired:
             continue
     return 0
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return int(listener.getsockname()[1])

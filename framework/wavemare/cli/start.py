@@ -3,36 +3,46 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-__all__ = ["launch_script", "show"]
+__all__ = [
+    "Hostfile",
+    "LauncherArguments",
+    "LauncherName",
+    "Nproc",
+    "PrintCommand",
+    "launch_script",
+    "start",
+]
+
+
+Nproc = Annotated[
+    int | None,
+    typer.Option("--nproc", min=1, help="Processes on each host. (Default: slots, or 2.)"),
+]
+Hostfile = Annotated[Path | None, typer.Option(help="DeepSpeed hostfile: run on its hosts.")]
+LauncherName = Annotated[str, typer.Option(help="deepspeed (several hosts: by pdsh) or mpirun.")]
+LauncherArguments = Annotated[
+    str, typer.Option(help="More options of the launcher, as one quoted text.")
+]
+PrintCommand = Annotated[bool, typer.Option("--print-command", help="Show the command and leave.")]
 
 
 def launch_script(
     context: typer.Context,
     script: Annotated[str, typer.Argument(help="Python script, with its options after it.")],
-    nproc: Annotated[
-        int | None,
-        typer.Option("--nproc", min=1, help="Processes on each host. (Default: slots, or 2.)"),
-    ] = None,
-    hostfile: Annotated[
-        Path | None, typer.Option(help="DeepSpeed hostfile: run on its hosts.")
-    ] = None,
-    launcher: Annotated[
-        str, typer.Option(help="deepspeed (several hosts: by pdsh) or mpirun.")
-    ] = "deepspeed",
+    nproc: Nproc = None,
+    hostfile: Hostfile = None,
+    launcher: LauncherName = "deepspeed",
     module: Annotated[
         bool, typer.Option("--module", "-m", help="SCRIPT is a Python module.")
     ] = False,
-    launcher_args: Annotated[
-        str, typer.Option(help="More options of the launcher, as one quoted text.")
-    ] = "",
-    print_command: Annotated[
-        bool, typer.Option("--print-command", help="Show the command and leave.")
-    ] = False,
+    launcher_args: LauncherArguments = "",
+    print_command: PrintCommand = False,
 ) -> None:
     """Run a script as several ranks; the exit code is right, and the first error the last line.
 
@@ -40,11 +50,50 @@ def launch_script(
 
     Unlike the launchers by themselves it fails if the hostfile is wrong or a rank is killed.
     """
+    start(
+        script,
+        context.args,
+        module=module,
+        nproc=nproc,
+        hostfile=hostfile,
+        launcher=launcher,
+        launcher_args=launcher_args,
+        print_command=print_command,
+    )
+
+
+def start(
+    program: str,
+    options: Sequence[str],
+    *,
+    module: bool,
+    nproc: int | None,
+    hostfile: Path | None,
+    launcher: str,
+    launcher_args: str,
+    print_command: bool,
+) -> None:
+    """Run a program as ranks to its end, and leave with its exit code; or print the command.
+
+    Args:
+        program: A script, or a module.
+        options: The program's.
+        module: Whether it is a module.
+        nproc: Processes on each host.
+        hostfile: Of several hosts.
+        launcher: Its name.
+        launcher_args: Its options, as a shell writes them.
+        print_command: Whether to print instead.
+
+    Raises:
+        LaunchError: The hostfile or the launcher cannot be used.
+        ConfigError: There is no such launcher, or its options are not closed.
+    """
     from wavemare.cli.job import Job, check_launcher, read_hosts, split_options
 
     job = Job(
-        program=script,
-        options=context.args,
+        program=program,
+        options=options,
         module=module,
         num_processes=nproc,
         hosts=read_hosts(hostfile),
@@ -53,12 +102,12 @@ def launch_script(
         launcher_options=split_options(launcher_args),
     )
     if print_command:
-        show(job.command(), job.variables())
+        _show(job.command(), job.variables())
         return
     raise typer.Exit(job.run())
 
 
-def show(command: list[str], variables: dict[str, str]) -> None:
+def _show(command: list[str], variables: dict[str, str]) -> None:
     """Print a command as a shell takes it."""
     assignments = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
     typer.echo(" ".join([*assignments, shlex.join(command)]))

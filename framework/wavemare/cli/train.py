@@ -8,6 +8,14 @@ from typing import Annotated
 import typer
 
 from wavemare.cli.recipes import RECIPES, find_recipe
+from wavemare.cli.start import (
+    Hostfile,
+    LauncherArguments,
+    LauncherName,
+    Nproc,
+    PrintCommand,
+    start,
+)
 from wavemare.errors import ConfigError
 
 __all__ = ["train"]
@@ -18,26 +26,15 @@ def train(
     recipe: Annotated[
         str, typer.Argument(help=f"gpt, bert, {', '.join(RECIPES)}.", show_default=False)
     ],
-    nproc: Annotated[
-        int | None,
-        typer.Option("--nproc", min=1, help="Processes on each host. (Default: slots, or 2.)"),
-    ] = None,
+    nproc: Nproc = None,
     config: Annotated[
         Path | None,
         typer.Option(help="DeepSpeed JSON, with our section. By default the recipe's own."),
     ] = None,
-    hostfile: Annotated[
-        Path | None, typer.Option(help="DeepSpeed hostfile: run on its hosts.")
-    ] = None,
-    launcher: Annotated[
-        str, typer.Option(help="deepspeed (several hosts: by pdsh) or mpirun.")
-    ] = "deepspeed",
-    launcher_args: Annotated[
-        str, typer.Option(help="More options of the launcher, as one quoted text.")
-    ] = "",
-    print_command: Annotated[
-        bool, typer.Option("--print-command", help="Show the command and leave.")
-    ] = False,
+    hostfile: Hostfile = None,
+    launcher: LauncherName = "deepspeed",
+    launcher_args: LauncherArguments = "",
+    print_command: PrintCommand = False,
 ) -> None:
     """Train a recipe; options that are not listed here go to the recipe unchanged.
 
@@ -45,8 +42,6 @@ def train(
 
     The recipe's own options: wavemare train gpt -- --help
     """
-    from wavemare.cli.job import Job, check_launcher, read_hosts, split_options
-    from wavemare.cli.start import show
     from wavemare.engine.config import load_config
 
     chosen = find_recipe(recipe)
@@ -54,20 +49,16 @@ def train(
     _refuse_second_config(options)
     file = config if config is not None else chosen.config
     load_config(file, key="--config")  # refused here, before any rank is started
-    job = Job(
-        program=chosen.module,
-        options=["--deepspeed_config", str(file), *options],
+    start(
+        chosen.module,
+        ["--deepspeed_config", str(file), *options],
         module=True,
-        num_processes=nproc,
-        hosts=read_hosts(hostfile),
+        nproc=nproc,
         hostfile=hostfile,
-        launcher=check_launcher(launcher),
-        launcher_options=split_options(launcher_args),
+        launcher=launcher,
+        launcher_args=launcher_args,
+        print_command=print_command,
     )
-    if print_command:
-        show(job.command(), job.variables())
-        return
-    raise typer.Exit(job.run())
 
 
 def _refuse_second_config(options: list[str]) -> None:

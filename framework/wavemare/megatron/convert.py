@@ -79,7 +79,7 @@ class Conversion:
     """
 
     source: Layout
-    target: Layout
+    target: str
     parameters: int
     difference: float
     largest: float
@@ -100,7 +100,7 @@ class _Source:
 
 
 def convert(
-    source: str | Path, target: str | Path, to: Layout, options: Options | None = None
+    source: str | Path, target: str | Path, to: str, options: Options | None = None
 ) -> Conversion:
     """Convert a checkpoint and compare what both sides compute before the target appears.
 
@@ -108,7 +108,7 @@ def convert(
         source: A Hugging Face folder, what Megatron's ``--load`` names, or what DeepSpeed's
             ``load_checkpoint`` is given.
         target: A folder that does not exist, or is empty.
-        to: Its layout.
+        to: Its layout: hf, megatron or deepspeed.
         options: See `Options`.
 
     Raises:
@@ -256,7 +256,7 @@ def _logits(model: Any, ids: Tensor) -> Tensor:
     return logits
 
 
-def _compare(source: Layout, target: Layout, read: _Source, back: _Source) -> Conversion:
+def _compare(source: Layout, target: str, read: _Source, back: _Source) -> Conversion:
     config = read.model.config
     length = min(64, config.max_position_embeddings)
     generator = torch.Generator().manual_seed(0)

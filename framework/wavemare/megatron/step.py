@@ -158,7 +158,8 @@ class _Noted:
         if not _is_causal(attention_mask):
             reason = "a mask for each pair of tokens does not travel between stages"
             remedy = "Use position ids that restart, or train without --reset-attention-mask"
-            raise ModelError("attention_mask", tuple(attention_mask.shape), reason, remedy)  # type: ignore[union-attr]
+            shape = None if attention_mask is None else tuple(attention_mask.shape)
+            raise ModelError("attention_mask", shape, reason, remedy)
         if labels is None:
             reason = "a pipeline has no output on this rank, only a loss on the last stage"
             raise ModelError("labels", None, reason, "Call the model with labels")
