@@ -25,7 +25,10 @@ def doctor(
         typer.Option(help="DeepSpeed hostfile: check its lines, and its hosts by ssh."),
     ] = None,
     master_port: Annotated[
-        int, typer.Option(help="Port of rank 0, to be free on the hostfile's first host.")
+        int,
+        typer.Option(
+            min=0, max=65535, help="Port of rank 0, to be free on the hostfile's first host."
+        ),
     ] = 29500,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:

@@ -262,6 +262,46 @@ def test_hostfile_without_hosts_or_missing(tmp_path: Path) -> None:
     assert (missing.status, "this host alone" in missing.value) == ("fail", True)
 
 
+def test_a_hostfile_of_bytes_is_a_wrong_line(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_bytes(b"\xffnode slots\n")
+    assert "line 1: " in only(hostfile.check_hostfile(tmp_path / "hosts")).value
+
+
+@pytest.mark.parametrize("name", ["localhost", "127.0.0.1", socket.gethostname()])
+def test_this_host_alone_needs_no_ssh(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "hosts").write_text(f"{name} slots=2\n")
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert list(hostfile.check_hostfile(tmp_path / "hosts", port))[1].status == "fail"
+    assert list(hostfile.check_hostfile(tmp_path / "hosts", port))[1].status == "ok"
+
+
+def test_hosts_behind_another_one_are_left_to_ssh(tmp_path: Path) -> None:
+    if hostfile.shutil.which("ssh") is None:
+        pytest.skip("the program 'ssh' is not installed (package openssh-client)")
+    program = tmp_path / "ssh"
+    program.write_text(
+        f'#!/bin/sh\nexec {hostfile.shutil.which("ssh")} -F {tmp_path}/config "$@"\n'
+    )
+    program.chmod(0o755)
+    (tmp_path / "config").write_text(
+        "Host inner\n  ProxyJump gate\nHost piped\n  ProxyCommand nc %h %p\nHost plain\n  Port 23\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+        assert hostfile._ssh_target("inner") is hostfile._ssh_target("piped") is None
+        assert hostfile._ssh_target("plain") == ("plain", 23)
+        assert hostfile.check_host(hostfile.Host("inner", 1, 1)).status == "ok"
+
+
+@pytest.mark.parametrize("port", ["-1", "65536"])
+def test_a_port_that_cannot_be_is_refused(port: str) -> None:
+    assert CliRunner().invoke(app, ["doctor", "--master-port", port]).exit_code == 2
+
+
 def test_hosts_are_asked_in_parallel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))

@@ -105,6 +105,32 @@ def test_a_loopback_address_is_of_no_use_to_others(check, monkeypatch):
     assert check("node1")["node1"].status == "ok"  # alone it has nobody to reach
 
 
+@pytest.mark.parametrize("answer", ['raise OSError("unknown")', 'return "192.0.2.7"'])
+def test_a_host_alone_does_without_an_address_of_its_name(check, monkeypatch, tmp_path, answer):
+    program = hosts._PROGRAM.read_text()
+    fake = f"def _lookup(name):\n    {answer}\n_socket.gethostbyname = _lookup\n"
+    program = program.replace("_addresses = ", f"{fake}_addresses = ", 1)
+    program = program.replace("_socket.gethostbyname = lambda", "_ = lambda", 1)
+    (tmp_path / "unnamed.py").write_text(program)
+    monkeypatch.setattr(hosts, "_PROGRAM", tmp_path / "unnamed.py")
+    assert check("node0")["node0"].value.startswith("127.0.0.1 by ssh: ")
+    for finding in check("node0", "node1").values():
+        assert finding.status == "fail"
+        assert finding.value.startswith(f"its own name {socket.gethostname()} ")
+
+
+def test_a_host_that_leaves_before_it_is_asked(check, monkeypatch, tmp_path):
+    program = hosts._PROGRAM.read_text()
+    program = program.replace(
+        "    peers = {", "    os._exit(int('node1' in os.environ['NODE']))\n    peers = {"
+    )
+    (tmp_path / "leaving.py").write_text(program)
+    monkeypatch.setattr(hosts, "_PROGRAM", tmp_path / "leaving.py")
+    found = check("node0", "node1")
+    assert [finding.status for finding in found.values()] == ["fail", "fail"]
+    assert found["node1"].value == "it says nothing"
+
+
 def test_an_interface_that_is_not_there(check, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
     value = check("node0")["node0"].value
@@ -126,7 +152,7 @@ def test_who_does_not_answer_whom():
             ["gone", *shut.getsockname()],
         ]
         done = subprocess.run(
-            [sys.executable, "-c", open(peer.__file__).read(), "lo", "0"],
+            [sys.executable, "-c", open(peer.__file__).read(), "lo", "0", "2"],
             input=json.dumps(rows) + "\n",
             capture_output=True,
             text=True,

@@ -6,16 +6,17 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Late
 from dataclasses import dataclass
 from pathlib import Path
 
+from wavemare.cli.checks import peer
 from wavemare.cli.checks.finding import Finding
 from wavemare.cli.checks.network import within
 
-__all__ = ["Host", "check_hostfile", "parse_hostfile"]
+__all__ = ["Host", "check_hostfile", "is_this_host_alone", "parse_hostfile", "read_hostfile"]
 
 _ENTRY = re.compile(r"^(\S+)\s+slots=(\d+)(?P<rest>.*)$")
 _REMEDY = "Write 'HOST slots=N', N being the number of ranks on that host"
@@ -23,6 +24,7 @@ _SSH_PORT = 22
 _ANSWER_SECONDS = 1.0
 _LOOKUP_SECONDS = 3.0
 _PARALLEL = 64
+_HERE = ("localhost", "127.0.0.1")
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ def check_hostfile(file: Path, port: int = 0) -> Iterator[Finding]:
         port: On which rank 0 is to listen on the first host; 0 if it does not matter.
     """
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_hostfile(file)
     except OSError as error:
         value = f"{file} cannot be read ({error.strerror}): deepspeed would use this host alone"
         yield Finding("hostfile", "fail", value, "Name an existing file")
@@ -58,6 +60,9 @@ def check_hostfile(file: Path, port: int = 0) -> Iterator[Finding]:
     if hosts:
         slots = sum(host.slots for host in hosts)
         yield Finding("hostfile", "ok", f"{file}: {len(hosts)} hosts, {slots} ranks")
+        if is_this_host_alone(hosts):
+            yield _check_this_host(hosts[0], port)
+            return
         with ThreadPoolExecutor(max_workers=min(_PARALLEL, len(hosts))) as pool:
             answers = list(pool.map(check_host, hosts))
         if any(answer.status == "fail" for answer in answers):
@@ -66,6 +71,15 @@ def check_hostfile(file: Path, port: int = 0) -> Iterator[Finding]:
         from wavemare.cli.checks.hosts import check_hosts
 
         yield from check_hosts(hosts, port)
+
+
+def read_hostfile(file: Path) -> str:
+    """Return a hostfile's text; bytes that are none stand there as such, and so make a wrong line.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    return file.read_text(encoding="utf-8", errors="backslashreplace")
 
 
 def parse_hostfile(text: str) -> tuple[list[Host], list[Finding]]:
@@ -104,10 +118,26 @@ def parse_hostfile(text: str) -> tuple[list[Host], list[Finding]]:
     return list(hosts.values()), findings
 
 
+def is_this_host_alone(hosts: Sequence[Host]) -> bool:
+    """Whether a hostfile names but this host, on which ranks are started without ssh."""
+    return [host.name for host in hosts] in [[name] for name in (*_HERE, socket.gethostname())]
+
+
+def _check_this_host(host: Host, port: int) -> Finding:
+    check = f"host {host.name}"
+    problem = peer.port_problem(port) if port else None
+    if problem is not None:
+        return Finding(check, "fail", problem, "Free the port, or choose another one")
+    return Finding(check, "ok", "this host: ranks are started without ssh")
+
+
 def check_host(host: Host) -> Finding:
     """Check that a host's name resolves and that its ssh port answers."""
     check = f"host {host.name}"
-    name, port = _ssh_target(host.name)
+    target = _ssh_target(host.name)
+    if target is None:
+        return Finding(check, "ok", "ssh goes through another host")
+    name, port = target
     try:
         address = within(_LOOKUP_SECONDS, lambda: socket.gethostbyname(name))
     except Late:
@@ -124,8 +154,11 @@ def check_host(host: Host) -> Finding:
         return Finding(check, "fail", value, f"Start sshd there; try: ssh {host.name} hostname")
 
 
-def _ssh_target(name: str) -> tuple[str, int]:
-    """Return the name and port that ssh would use, as the user's ssh configuration says."""
+def _ssh_target(name: str) -> tuple[str, int] | None:
+    """Return the name and port that ssh would use, as the user's ssh configuration says.
+
+    None if ssh goes through another host or a program, which alone may know the name.
+    """
     # A name that starts with a dash would be an option.
     if shutil.which("ssh") is None or name.startswith("-"):
         return name, _SSH_PORT
@@ -136,4 +169,6 @@ def _ssh_target(name: str) -> tuple[str, int]:
     except subprocess.TimeoutExpired:
         return name, _SSH_PORT
     settings = dict(line.split(" ", 1) for line in answer.stdout.splitlines() if " " in line)
+    if {settings.get("proxyjump", "none"), settings.get("proxycommand", "none")} != {"none"}:
+        return None
     return settings.get("hostname", name), int(settings.get("port", _SSH_PORT))

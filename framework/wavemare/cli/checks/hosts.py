@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,12 @@ class _Visit:
         finding: How it has failed; None if it has not.
     """
 
-    def __init__(self, host: Host, interface: str, port: int) -> None:
+    def __init__(self, host: Host, interface: str, port: int, hosts: int) -> None:
         self.host = host
         self.told: dict[str, Any] = {}
         self.finding: Finding | None = None
-        words = [sys.executable, "-c", _PROGRAM.read_text(encoding="utf-8"), interface, str(port)]
+        program = _PROGRAM.read_text(encoding="utf-8")
+        words = [sys.executable, "-c", program, interface, str(port), str(hosts)]
         # DeepSpeed too starts the ranks with this interpreter, in this folder.
         command = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"
         self._process = subprocess.Popen(
@@ -73,18 +75,17 @@ class _Visit:
         assert self._process.stdin is not None
         if self.finding is None:
             self.told = {}
-            self._process.stdin.write(json.dumps(peers) + "\n")
-            self._process.stdin.flush()
+            with suppress(BrokenPipeError):  # it has ended, and has said why
+                self._process.stdin.write(json.dumps(peers) + "\n")
+                self._process.stdin.flush()
             self.listen()
 
     def close(self) -> None:
         """End the host's program."""
         for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
             assert stream is not None
-            try:
+            with suppress(BrokenPipeError):
                 stream.close()
-            except BrokenPipeError:
-                pass
         self._process.wait()
         self._limit.cancel()
 
@@ -126,7 +127,8 @@ def check_hosts(hosts: Sequence[Host], port: int = 0) -> Iterator[Finding]:
         return
     interface = os.environ.get(_INTERFACE, "")
     visits = [
-        _Visit(host, interface, port if number == 0 else 0) for number, host in enumerate(hosts)
+        _Visit(host, interface, port if number == 0 else 0, len(hosts))
+        for number, host in enumerate(hosts)
     ]
     try:
         with ThreadPoolExecutor(len(visits)) as pool:

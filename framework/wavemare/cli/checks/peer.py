@@ -2,8 +2,9 @@
 
 `wavemare.cli.checks.hosts` runs the text of this file on each host (``python -c``), where wavemare
 may be missing: it imports the standard library alone. Its arguments are the interface of the ranks
-(empty: that of the host's name) and a port to be free (0: none). It prints a line of JSON, reads
-one with the hosts to connect to, prints one with those that do not answer, and ends with its input.
+(empty: that of the host's name), a port to be free (0: none) and the number of hosts. It prints a
+line of JSON, reads one with the hosts to connect to, prints one with those that do not answer, and
+ends with its input.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ PACKAGES = ("torch", "deepspeed", "wavemare")
 """Which have to be the same on all hosts, beside Python."""
 
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
+_LOOPBACK = "127.0.0.1"
 _SECONDS = 3.0
 _PARALLEL = 32
 
@@ -37,18 +39,18 @@ def versions() -> dict[str, str]:
     return found
 
 
-def address_of(interface: str) -> str:
+def address_of(interface: str, *, alone: bool = False) -> str:
     """Return the IPv4 address on which ranks of this host would listen.
+
+    Args:
+        interface: Its name; empty for that of the host's name.
+        alone: Whether no other host has to reach it. gloo then does without the host's name.
 
     Raises:
         OSError: There is none; the message is a sentence.
     """
     if not interface:
-        name = socket.gethostname()
-        try:
-            return socket.gethostbyname(name)
-        except OSError as error:
-            raise OSError(f"its own name {name} does not resolve there") from error
+        return _address_of_name(alone=alone)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("256s", os.fsencode(interface)[:15])
         try:
@@ -57,6 +59,20 @@ def address_of(interface: str) -> str:
             names = ", ".join(name for _, name in socket.if_nameindex())
             text = f"there is no interface {interface} with an IPv4 address (it has {names})"
             raise OSError(text) from error
+
+
+def _address_of_name(*, alone: bool) -> str:
+    name = socket.gethostname()
+    text = f"its own name {name} does not resolve there"
+    try:
+        address = socket.gethostbyname(name)
+        text = f"its own name {name} leads to {address}, which is no address of it"
+        socket.create_server((address, 0)).close()
+    except OSError as error:
+        if alone:
+            return _LOOPBACK
+        raise OSError(text) from error
+    return address
 
 
 def port_problem(port: int) -> str | None:
@@ -77,12 +93,12 @@ def connect(peer: tuple[str, int]) -> str | None:
     return None
 
 
-def main(interface: str, port: str) -> None:
+def main(interface: str, port: str, hosts: str) -> None:
     """Tell, listen, connect; see above."""
     told: dict[str, object] = {"versions": versions()}
     listener = None
     try:
-        address = address_of(interface)
+        address = address_of(interface, alone=hosts == "1")
         listener = socket.create_server((address, 0), backlog=1024)
         told |= {"address": address, "port": listener.getsockname()[1]}
         told["problem"] = port_problem(int(port)) if int(port) else None
@@ -97,4 +113,4 @@ def main(interface: str, port: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    main(*sys.argv[1:4])
