@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 import tempfile
@@ -13,7 +14,12 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 from wavemare.cli import launch
-from wavemare.cli.checks.hostfile import Host, parse_hostfile
+from wavemare.cli.checks.hostfile import (
+    Host,
+    is_this_host_alone,
+    parse_hostfile,
+    read_hostfile,
+)
 from wavemare.errors import ConfigError, LaunchError, did_you_mean
 
 __all__ = ["Job", "Launcher", "check_launcher", "read_hosts", "split_options"]
@@ -71,22 +77,38 @@ class Job:
             return launch.run(command, variables, bare_signals=_OPEN_MPI_OPTION not in command)
         if not self.hosts:
             return launch.run(command, variables)
-        with _environment_file({**os.environ, **variables}) as file:
+        with _environment_file({**os.environ, **variables}, pdsh=self._by_pdsh()) as file:
             return launch.run(command, {**variables, _ENVIRONMENT_FILE: str(file)})
 
     def _by_deepspeed(self) -> list[str]:
         options = list(self.launcher_options)
         if self.hostfile is not None:
-            # DeepSpeed would take a single host for this one, whatever its name.
-            alone = ["--force_multi"] if len(self.hosts) == 1 else []
-            options = ["--hostfile", str(self.hostfile), *alone, *options]
+            options = ["--hostfile", str(self.hostfile), *self._options_of_one_host(), *options]
+        program, words = self.program, list(self.options)
+        if self._by_pdsh():
+            program, words = (
+                _through_pdsh(shlex.quote(program)),
+                [_as_pdsh_takes(word) for word in words],
+            )
         return launch.build_command(
-            self.program,
-            self.options,
+            program,
+            words,
             module=self.module,
             num_processes=self._processes_per_host(),
             launcher_options=options,
         )
+
+    def _options_of_one_host(self) -> list[str]:
+        if is_this_host_alone(self.hosts):
+            # DeepSpeed would log in to this host, though it starts the ranks without.
+            return ["--no_ssh_check", "--master_addr", "127.0.0.1"]
+        # DeepSpeed would take a single host for this one, whatever its name.
+        return ["--force_multi"] if len(self.hosts) == 1 else []
+
+    def _by_pdsh(self) -> bool:
+        """Whether DeepSpeed makes one text of the program and its options, for shells elsewhere."""
+        given = {option.split("=")[0] for option in self.launcher_options}
+        return bool(self.hosts) and not is_this_host_alone(self.hosts) and "--launcher" not in given
 
     def _processes_per_host(self) -> int | None:
         if self.num_processes is None and not self.hosts:
@@ -151,7 +173,7 @@ def read_hosts(file: Path | None) -> list[Host]:
     if file is None:
         return []
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_hostfile(file)
     except OSError as error:
         reason = f"it cannot be read ({error.strerror})"
         raise LaunchError("--hostfile", str(file), reason, "Name an existing file") from None
@@ -174,19 +196,39 @@ def split_options(text: str) -> list[str]:
         raise ConfigError("--launcher-args", text, reason, "Close them") from None
 
 
+def _as_pdsh_takes(word: str) -> str:
+    """Return what DeepSpeed has to be given for a remote shell to read a word as it is.
+
+    DeepSpeed puts words with a blank in double quotes and escapes double quotes in them; others
+    stay as they are.
+    """
+    quoted = re.sub(r"[\\$`]", r"\\\g<0>", word) if " " in word else shlex.quote(word)
+    return _through_pdsh(quoted)
+
+
+def _in_double_quotes(value: str) -> str:
+    """Return a value as it stands in double quotes, in which DeepSpeed puts all odd ones."""
+    return _through_pdsh(re.sub(r'[\\"$`]', r"\\\g<0>", value))
+
+
+def _through_pdsh(text: str) -> str:
+    """Return what pdsh makes a text of: it replaces %h, %n, %u and %% wherever they stand."""
+    return text.replace("%", "%%")
+
+
 def _chosen(variables: Mapping[str, str]) -> list[str]:
     return sorted(name for name in variables if name.startswith(_PASSED_ON))
 
 
 @contextmanager
-def _environment_file(variables: Mapping[str, str]) -> Iterator[Path]:
+def _environment_file(variables: Mapping[str, str], *, pdsh: bool = True) -> Iterator[Path]:
     """Write what DeepSpeed is to export on other hosts; the user's own file comes last, and wins.
 
     Values of several lines cannot be written, and are left out.
     """
     name = variables.get(_ENVIRONMENT_FILE, ".deepspeed_env")
     lines = [
-        f"{name}={variables[name]}"
+        f"{name}={_in_double_quotes(variables[name]) if pdsh else variables[name]}"
         for name in _chosen(variables)
         if name != _ENVIRONMENT_FILE and "\n" not in variables[name]
     ]

@@ -1,7 +1,11 @@
 """``wavemare launch``: the commands it makes of its options, and what it refuses."""
 
+import ast
+import re
 import shlex
+import subprocess
 import sys
+from collections import defaultdict
 
 import pytest
 from typer.testing import CliRunner
@@ -73,6 +77,9 @@ def test_deepspeed_on_hosts_counts_their_slots(flavour, tmp_path):
     command = Job(program="x.py", hosts=HOSTS[:1], hostfile=file, num_processes=2).command()
     assert command[1:3] == ["--num_accelerators", "2"]
     assert command[-2:] == ["--force_multi", "x.py"]
+    # DeepSpeed would log in to this one.
+    command = Job(program="x.py", hosts=(Host("localhost", 2, 1),), hostfile=file).command()
+    assert command[-4:] == ["--no_ssh_check", "--master_addr", "127.0.0.1", "x.py"]
 
 
 def test_variables_reach_other_hosts_by_a_file(flavour, monkeypatch, tmp_path):
@@ -96,6 +103,37 @@ def test_variables_reach_other_hosts_by_a_file(flavour, monkeypatch, tmp_path):
         "OMP_NUM_THREADS=1",
         "GLOO_SOCKET_IFNAME=eth7",
     ]
+
+
+ODD = ["a b", '{"a": 1}', '{"a":1}', "$HOME `id` \\", "$HOME", "it's", "x;y", "*", "", "%n", "100%"]
+
+
+def test_words_and_values_reach_other_hosts_as_they_are(flavour, tmp_path):
+    """DeepSpeed's own part makes one text of them, which a shell reads on each host."""
+    runners = pytest.importorskip("deepspeed.launcher.multinode_runner")
+    made = Job(program="a b.py", options=ODD, hosts=HOSTS, hostfile=tmp_path / "hosts").command()
+    start = made.index(str(tmp_path / "hosts")) + 1
+    options = {"launcher_args": "", "ssh_port": None, "user_script": made[start]}
+    given = defaultdict(lambda: None, options, user_args=made[start + 1 :])
+    runner = runners.PDSHRunner(type("Given", (), {"__getattr__": lambda _, n: given[n]})(), "")
+    values = {f"WAVEMARE_{n}": value for n, value in enumerate(ODD)}
+    with job._environment_file({**values, "DS_ENV_FILE": "none"}) as file:
+        for line in file.read_text().splitlines():
+            runner.add_export(*line.split("=", maxsplit=1))
+    words, _, _ = runner.get_cmd({}, {"node0": [0]})
+    exports = next(word for word in words if word.startswith("export "))
+    shown = (
+        "import os, sys; print([sys.argv[1:], [os.environ[f'WAVEMARE_{n}'] for n in range(11)]])"
+    )
+    program = [sys.executable, "-c", shlex.quote(shown), *words[-len(ODD) - 1 :]]
+    # As pdsh does before it hands the text to ssh.
+    text = re.sub(
+        "%(.)",
+        lambda found: {"n": "7", "%": "%"}.get(found[1], found[0]),
+        exports + " ".join(program),
+    )
+    done = subprocess.run(["sh", "-c", text], capture_output=True, text=True, check=True)
+    assert ast.literal_eval(done.stdout) == [["a b.py", *ODD], ODD]
 
 
 def test_the_file_is_read_as_deepspeed_reads_it(tmp_path):
