@@ -6,7 +6,8 @@ by the "connection closed by peer" of those who lost a peer, the message drowns.
 * before the process group exists all ranks run the same code and fail alike: rank 0 prints, and
   the others print only if nobody has ended them after a moment (they failed alone);
 * afterwards the first rank that claims the failure in the group's store prints;
-* a rank that fails because a peer has gone waits for a moment, in which the launcher ends it.
+* a rank that fails because a peer has gone waits for a moment, in which the launcher ends it; if
+  nobody does and the store has gone with rank 0, it says that in a line.
 
 Recipes go through `run_main`; scripts of users get the same by `watch_failures`.
 """
@@ -106,8 +107,14 @@ def _end(error: BaseException, grace_s: float) -> NoReturn:
     # A lost peer is not claimed: the peer may be about to say why it went.
     if not _is_peer_loss(error):
         _claim_failure()
-    elif not _speaks_of_lost_peer(grace_s):
-        _leave(1)
+    else:
+        reported = _failures_reported(grace_s)
+        if reported is None and _group_exists() and environment_rank() != 0:
+            # The store lives in rank 0, which may have said why it went: no traceback below that.
+            _print_loss_of_store(error)
+            _leave(1)
+        if reported:
+            _leave(1)
     _print_traceback(error)
     _tell_torchrun(error)
     _leave(1)
@@ -123,11 +130,10 @@ def _speaks(claim: _Claim, grace_s: float) -> bool:
     return True
 
 
-def _speaks_of_lost_peer(grace_s: float) -> bool:
-    """Decide, after a moment, whether nobody but this rank has anything to report."""
+def _failures_reported(grace_s: float) -> int | None:
+    """Return, after a moment, how many ranks have claimed a failure; None if the store has gone."""
     time.sleep(grace_s)
-    reported = _ask_store(lambda store: int(store.add(_STORE_KEY, 0)))
-    return not reported
+    return _ask_store(lambda store: int(store.add(_STORE_KEY, 0)))
 
 
 def _claim_failure() -> _Claim:
@@ -190,6 +196,14 @@ def _print_error(error: WavemareError) -> None:
     )
     panel = Panel(content, title=f"error{where}", title_align="left", border_style="red")
     Console(stderr=True).print(panel)
+
+
+def _print_loss_of_store(error: BaseException) -> None:
+    reason = str(error).strip().splitlines()[0]
+    sys.stderr.write(
+        f"rank {environment_rank()} ends because rank 0 has ended or cannot be reached ({reason}): "
+        "its own error, if it had time for one, stands above\n"
+    )
 
 
 def _print_traceback(error: BaseException) -> None:

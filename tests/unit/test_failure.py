@@ -166,6 +166,18 @@ def test_peer_that_dies_without_a_word_is_reported(start: Start) -> None:
     assert "by peer" in survivor.stderr
 
 
+@pytest.mark.parametrize("cause", ["raise TypeError('the bug')", "os._exit(9)"])
+def test_the_end_of_rank_0_and_its_store_is_one_line_of_a_peer(start: Start, cause: str) -> None:
+    body = f"if os.environ['RANK'] == '0':\n    {cause}\ndist.all_reduce(torch.ones(2))"
+    culprit, survivor = ranks(start, body)
+    assert culprit.stderr.count("TypeError: the bug\n") == ("TypeError" in cause)
+    assert survivor.code == 1
+    line = survivor.stderr.splitlines()[-1]  # torch may say above that the store is gone
+    assert "Traceback" not in survivor.stderr
+    assert line.startswith("rank 1 ends because rank 0 has ended or cannot be reached (")
+    assert "by peer" in line
+
+
 def test_what_still_runs_in_a_group_does_not_keep_the_process(start: Start) -> None:
     # Stands for the threads of a process group that wait for peers which never answer.
     body = f"import threading\nthreading.Thread(target=time.sleep, args=(300,)).start()\n{RAISE}"
