@@ -6,7 +6,7 @@ import math
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,14 @@ from torch import Tensor
 
 from wavemare.errors import ModelError, did_you_mean
 from wavemare.megatron.files import LATEST, read_checkpoint, write_checkpoint
-from wavemare.megatron.models import arguments_of, config_of, load_model, model_of, shape_of
+from wavemare.megatron.models import (
+    arguments_of,
+    check_arguments,
+    config_of,
+    load_model,
+    model_of,
+    shape_of,
+)
 from wavemare.megatron.pipeline_files import read_pipeline, write_pipeline
 from wavemare.megatron.reference import megatron_logits
 from wavemare.megatron.weights import (
@@ -35,6 +42,13 @@ __all__ = ["Conversion", "Layout", "Options", "convert", "layout_of"]
 Layout = Literal["hf", "megatron", "deepspeed"]
 
 _LAYOUTS = ("hf", "megatron", "deepspeed")
+_USED = {
+    "from megatron": ("vocab_size", "num_attention_heads", "model_type"),
+    "from deepspeed": ("config",),
+    "to megatron": ("tensor_parallel", "pipeline_parallel", "version", "divisible_by", "iteration"),
+    "to deepspeed": ("pipeline_parallel",),
+}
+_NAMES = {"version": "checkpoint_version", "divisible_by": "make_vocab_size_divisible_by"}
 _TOLERANCE = 1e-3  # of the largest logit: fp32 differs by 1e-6, a wrong order by 1
 
 
@@ -112,16 +126,21 @@ def convert(
         options: See `Options`.
 
     Raises:
-        ModelError: There is no faithful conversion, or the logits of both sides differ.
+        ModelError: There is no faithful conversion, an option says nothing of these layouts, the
+            target cannot be made, or the logits of both sides differ.
         CheckpointError: The source is missing or damaged.
     """
     options = options or Options()
-    target = Path(target).expanduser()
+    target = Path(target).expanduser().resolve()
     _check(target, to, options)
     kind = layout_of(source)
+    _check_used(kind, to, options)
     read = _READERS[kind](Path(source).expanduser(), options)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    written = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        written = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as error:
+        raise ModelError("TARGET", str(target), str(error), "Choose another place") from error
     try:
         _WRITERS[to](written, read.model, options)
         # Read back from what was written, not from what was meant to be.
@@ -163,6 +182,16 @@ def _check(target: Path, to: str, options: Options) -> None:
         raise ModelError("--checkpoint-version", options.version, reason, "Give one of these")
 
 
+def _check_used(source: str, target: str, options: Options) -> None:
+    used = {name for end in (f"from {source}", f"to {target}") for name in _USED.get(end, ())}
+    for option in fields(options):
+        value = getattr(options, option.name)
+        if option.name not in used and value != option.default:
+            name = "--" + _NAMES.get(option.name, option.name).replace("_", "-")
+            reason = f"it has no effect from {source} to {target}"
+            raise ModelError(name, value, reason, "Leave it out")
+
+
 def _for_reading_back(model: Any, options: Options) -> Options:
     return Options(vocab_size=model.config.vocab_size, model_type=options.model_type)
 
@@ -178,6 +207,7 @@ def _read_megatron(folder: Path, options: Options) -> _Source:
         checkpoint.arguments["num_attention_heads"] = options.num_attention_heads
     shares = checkpoint.shares
     size = size_of(shares[0])
+    check_arguments(checkpoint.arguments, size["hidden_size"], len(shares))
     heads = int(checkpoint.arguments.get("num_attention_heads") or 0)
     family = "megatron-bert" if "lm_head.dense.weight" in shares[0] else "gpt2"
     padded = sum(len(share[EMBEDDING]) for share in shares)

@@ -6,6 +6,7 @@ import argparse
 import re
 import shutil
 import types
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,11 +75,12 @@ class Checkpoint:
 def read_checkpoint(folder: str | Path) -> Checkpoint:
     """Read the newest checkpoint of a folder, or the one that the path names.
 
-    Nothing but tensors, numbers, texts and Megatron's arguments is unpickled.
+    Nothing but tensors, numbers, texts and Megatron's arguments is unpickled. Arguments that are
+    objects of Megatron's own classes come without a value.
 
     Raises:
         CheckpointError: There is none, a rank's file is missing or damaged, or it is of another
-            format or layout.
+            format, version or layout.
     """
     step = _find_step(Path(folder).expanduser())
     files = _rank_files(step)
@@ -89,14 +91,18 @@ def read_checkpoint(folder: str | Path) -> Checkpoint:
         reason = f"the file of tensor rank {missing[0][0]} and stage {missing[0][1]} is missing"
         raise CheckpointError("checkpoint", str(step), reason, "Copy all of its ranks")
     loaded = {place: _load(path) for place, path in files.items()}
-    first = loaded[0, 0]
-    arguments = dict(vars(first["args"])) if "args" in first else {}
     weights = [
         [_flat(loaded[t, p], files[t, p]) for t in range(tensor_ranks)] for p in range(stages)
     ]
+    first, path = loaded[0, 0], files[0, 0]
+    arguments = getattr(first.get("args"), "__dict__", {})
     # Before there was a version, its number was 0.
-    version = int(float(first.get("checkpoint_version", 0)))
-    return Checkpoint(weights, version, arguments, int(first.get("iteration", 0)))
+    version = _number(first.get("checkpoint_version", 0), "checkpoint_version", path)
+    if version > _NAMED_ANEW:
+        reason = f"its checkpoint_version is {version} where 0 to {_NAMED_ANEW} are known"
+        raise CheckpointError("checkpoint", str(path), reason, "Let Megatron save it anew")
+    iteration = _number(first.get("iteration") or 0, "iteration", path)
+    return Checkpoint(weights, version, dict(arguments), iteration)
 
 
 def write_checkpoint(
@@ -179,21 +185,44 @@ def _rank_files(step: Path) -> dict[tuple[int, int], Path]:
     return files
 
 
+class _Foreign:
+    """Stands for an object of Megatron's classes, whose code is not here and would not be run."""
+
+    def __new__(cls, *_: Any) -> _Foreign:
+        return object.__new__(cls)
+
+
 def _load(path: Path) -> dict[str, Any]:
+    unknown: set[str] = set()
     try:
-        with torch.serialization.safe_globals(_SAFE):
+        # A file of the format before zip has no list; what it holds besides weights is refused.
+        if zipfile.is_zipfile(path):
+            with torch.serialization.safe_globals(_SAFE):
+                unknown |= set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+        # Above all args.model_type, an enumeration, which training sets.
+        foreign = [(_Foreign, name) for name in unknown if name.startswith("megatron.")]
+        unknown -= {name for _, name in foreign}
+        with torch.serialization.safe_globals([*_SAFE, *foreign]):
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle, zip and torch each have errors of their own
-        detail = str(error).splitlines()[0]
+        detail = f"it holds {', '.join(sorted(unknown))}" if unknown else str(error).splitlines()[0]
         reason = f"the file cannot be read safely ({detail})"
         remedy = "Save the checkpoint anew with weights and plain arguments alone"
         raise CheckpointError("checkpoint", str(path), reason, remedy) from error
-    models = [key for key in loaded if re.fullmatch(r"model\d+", key)]
-    if "model" not in loaded:
-        reason = "it has interleaved stages" if models else "it holds no model"
+    if not isinstance(loaded, Mapping) or not isinstance(loaded.get("model"), Mapping):
+        interleaved = isinstance(loaded, Mapping) and "model0" in loaded
+        reason = "it has interleaved stages" if interleaved else "it holds no model"
         remedy = "Save it without --num-layers-per-virtual-pipeline-stage"
         raise CheckpointError("checkpoint", str(path), reason, remedy)
     return dict(loaded)
+
+
+def _number(value: Any, name: str, path: Path) -> int:
+    try:
+        return int(float(value))
+    except (TypeError, ValueError) as error:
+        reason = f"its {name} is {value!r}, no number"
+        raise CheckpointError("checkpoint", str(path), reason, "Copy it again") from error
 
 
 def _flat(loaded: Mapping[str, Any], path: Path) -> dict[str, Tensor]:

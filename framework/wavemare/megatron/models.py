@@ -10,9 +10,17 @@ import torch
 from torch import Tensor
 
 from wavemare.errors import ModelError
-from wavemare.megatron.weights import EMBEDDING, HEAD, Shape, size_of
+from wavemare.megatron.weights import EMBEDDING, HEAD, Shape, needed, size_of
 
-__all__ = ["arguments_of", "class_of", "config_of", "load_model", "model_of", "shape_of"]
+__all__ = [
+    "arguments_of",
+    "check_arguments",
+    "class_of",
+    "config_of",
+    "load_model",
+    "model_of",
+    "shape_of",
+]
 
 _POST_NORM = (
     "Megatron's BERT normalises before each layer and once at the end, transformers' bert after "
@@ -25,6 +33,20 @@ _CLASSES = {
     "megatron-bert": "MegatronBertForPreTraining",
 }
 _GPT2_END = 50256  # OpenAI's <|endoftext|>; a smaller vocabulary is not theirs
+# With any other value Megatron computes something else of the same weights.
+_USUAL: dict[str, tuple[Any, ...]] = {
+    "position_embedding_type": ("learned_absolute",),
+    "use_rotary_position_embeddings": (False,),
+    "normalization": ("LayerNorm",),
+    "apply_layernorm_1p": (False,),
+    "apply_residual_connection_post_layernorm": (False,),
+    "squared_relu": (False,),
+    "swiglu": (False,),
+    "quick_geglu": (False,),
+    "group_query_attention": (False,),
+    "multi_latent_attention": (False,),
+    "num_experts": (0,),
+}
 _TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 
 
@@ -32,7 +54,7 @@ def load_model(folder: str | Path) -> Any:
     """Load GPT-2, BERT or Megatron's BERT with its heads, in the type of its file.
 
     Raises:
-        ModelError: The folder holds no such model.
+        ModelError: The folder holds no such model, or a damaged one.
     """
     import transformers
 
@@ -42,7 +64,11 @@ def load_model(folder: str | Path) -> Any:
         reason = f"it holds no model of transformers ({str(error).splitlines()[0]})"
         raise ModelError("model", str(folder), reason, "Name a folder with config.json") from error
     kind = class_of(config)
-    return kind.from_pretrained(folder, dtype="auto", local_files_only=True).eval()
+    try:
+        return kind.from_pretrained(folder, dtype="auto", local_files_only=True).eval()
+    except Exception as error:  # pickle, safetensors and transformers each have errors of their own
+        reason = f"its weights cannot be read ({str(error).splitlines()[0]})"
+        raise ModelError("model", str(folder), reason, "Copy its files again") from error
 
 
 def class_of(config: Any) -> Any:
@@ -142,6 +168,34 @@ def arguments_of(config: Any, padded_vocab_size: int) -> dict[str, Any]:
     }
 
 
+def check_arguments(arguments: Mapping[str, Any], hidden: int, ranks: int) -> None:
+    """Refuse arguments under which Megatron computes what GPT-2 and Megatron's BERT do not.
+
+    The comparison of logits would not find it: it knows the usual computation alone.
+
+    Args:
+        arguments: Megatron's, as far as the files have them.
+        hidden: Width of the model.
+        ranks: That share a layer.
+
+    Raises:
+        ModelError: One of them is not the usual one, or the heads do not divide the weights.
+    """
+    for name, usual in _USUAL.items():
+        value = arguments.get(name)
+        if value is not None and value not in usual:
+            reason = "GPT-2 and Megatron's BERT in transformers do not compute this"
+            raise ModelError(f"args.{name}", value, reason, "Convert a model without it")
+    heads = arguments.get("num_attention_heads")
+    if heads is not None and (heads < 1 or hidden % heads or heads % ranks):
+        reason = f"a width of {hidden} on {ranks} tensor-parallel ranks cannot have so many"
+        raise ModelError("num_attention_heads", heads, reason, "Give --num-attention-heads")
+    width = arguments.get("kv_channels")
+    if heads is not None and width is not None and width != hidden // heads:
+        reason = f"a head has {hidden // heads} of {hidden} channels in transformers"
+        raise ModelError("args.kv_channels", width, reason, "Convert a model without it")
+
+
 def config_of(
     arguments: Mapping[str, Any],
     whole: Mapping[str, Tensor],
@@ -173,13 +227,14 @@ def config_of(
     if heads is None:
         reason = "the checkpoint does not say it, and no weight shows it"
         raise ModelError("num_attention_heads", None, reason, "Give --num-attention-heads")
-    tokens = vocab_size or arguments.get("vocab_size") or size["padded_vocab_size"]
+    said = arguments.get("vocab_size") or size["padded_vocab_size"]
+    tokens = said if vocab_size is None else vocab_size
     if not 0 < tokens <= size["padded_vocab_size"]:
         reason = f"the checkpoint has {size['padded_vocab_size']} rows"
         raise ModelError("--vocab-size", tokens, reason, "Give the tokenizer's own size")
     tanh = "gelu_fast" if arguments.get("bias_gelu_fusion", True) else "gelu"
     activation = "gelu_new" if arguments.get("openai_gelu") else tanh
-    inner = whole["encoder.layers.0.mlp.dense_h_to_4h.weight"].shape[0]
+    inner = needed(whole, "encoder.layers.0.mlp.dense_h_to_4h.weight").shape[0]
     dtype = str(whole[EMBEDDING].dtype).removeprefix("torch.")
     epsilon = arguments.get("layernorm_epsilon", 1e-5)
     if not is_bert:
@@ -211,7 +266,7 @@ def config_of(
         intermediate_size=inner,
         hidden_act=activation,
         layer_norm_eps=epsilon,
-        type_vocab_size=len(whole["embedding.tokentype_embeddings.weight"]),
+        type_vocab_size=len(needed(whole, "embedding.tokentype_embeddings.weight")),
         architectures=[name],
         dtype=dtype,
     )

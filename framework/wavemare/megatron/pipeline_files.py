@@ -99,6 +99,9 @@ def _named(path: Path, layer: PipelineLayer, expected: Mapping[str, Tensor]) -> 
     except Exception as error:  # pickle, zip and torch each have errors of their own
         reason = f"the file cannot be read safely ({str(error).splitlines()[0]})"
         raise CheckpointError("checkpoint", str(path), reason, "Copy it again") from error
+    if not isinstance(found, Mapping):
+        reason = f"it holds a {type(found).__name__}, no weights"
+        raise CheckpointError("checkpoint", str(path), reason, "Copy it again")
     wrong = {n for n in expected if n not in found or found[n].shape != expected[n].shape}
     if wrong or found.keys() - expected.keys():
         names = ", ".join(sorted(wrong | (found.keys() - expected.keys()))[:5])

@@ -24,6 +24,7 @@ __all__ = [
     "Shape",
     "from_transformers",
     "merge",
+    "needed",
     "pad_vocabulary",
     "reorder_qkv",
     "split",
@@ -290,7 +291,10 @@ def merge(shares: Sequence[Mapping[str, Tensor]], shape: Shape, version: int) ->
     """
     cuts = _cuts(shape)
     whole: State = {}
-    for name in shares[0]:
+    for name in sorted({name for share in shares for name in share}):
+        if len({share[name].shape if name in share else None for share in shares}) > 1:
+            reason = "tensor-parallel ranks do not all hold it, or not in one shape"
+            raise ModelError("weights", name, reason, "Use an undamaged checkpoint")
         pieces = [share[name] for share in shares]
         cut = cuts.get(name, Cut.WHOLE)
         if cut is Cut.WHOLE:
@@ -306,12 +310,29 @@ def merge(shares: Sequence[Mapping[str, Tensor]], shape: Shape, version: int) ->
     return whole
 
 
+def needed(whole: Mapping[str, Tensor], name: str) -> Tensor:
+    """Return a weight that every model of its family has.
+
+    Raises:
+        ModelError: This one does not.
+    """
+    if name not in whole:
+        reason = "the checkpoint lacks it"
+        raise ModelError("weights", name, reason, "Give GPT or BERT with learned positions")
+    return whole[name]
+
+
 def size_of(whole: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return what weights alone say of a model's size, by the names of Megatron's arguments."""
+    """Return what weights alone say of a model's size, by the names of Megatron's arguments.
+
+    Raises:
+        ModelError: An embedding is missing.
+    """
+    positions = needed(whole, "embedding.position_embeddings.weight")
     layers = {int(name.split(".")[2]) for name in whole if name.startswith("encoder.layers.")}
     return {
         "num_layers": len(layers),
-        "hidden_size": whole[EMBEDDING].shape[1],
+        "hidden_size": needed(whole, EMBEDDING).shape[1],
         "padded_vocab_size": whole[EMBEDDING].shape[0],
-        "max_position_embeddings": whole["embedding.position_embeddings.weight"].shape[0],
+        "max_position_embeddings": positions.shape[0],
     }
