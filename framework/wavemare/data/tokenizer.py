@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from wavemare.data.cache import build_once, content_key
-from wavemare.errors import ConfigError, DataError
+from wavemare.errors import ConfigError, DataError, did_you_mean
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -28,6 +28,7 @@ _BERT_ROLES = {
     "sep_token": "[SEP]",
     "mask_token": "[MASK]",
 }
+_ROLES = {"gpt": _GPT_ROLES, "bert": _BERT_ROLES}
 
 
 class HasText(Protocol):
@@ -50,12 +51,15 @@ def train_tokenizer(
             ``[CLS] a [SEP] b [SEP]``.
 
     Raises:
-        ConfigError: The vocabulary cannot hold all bytes and the special tokens.
+        ConfigError: There is no such kind, or the vocabulary cannot hold all bytes and the special
+            tokens.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    roles = _GPT_ROLES if kind == "gpt" else _BERT_ROLES
+    if kind not in _ROLES:
+        raise ConfigError("kind", kind, "there is no such kind", did_you_mean(kind, _ROLES))
+    roles = _ROLES[kind]
     special_tokens = list(dict.fromkeys(roles.values()))
     smallest = _NUM_BYTES + len(special_tokens)
     if vocab_size < smallest:

@@ -65,6 +65,11 @@ def test_too_small_a_vocabulary(kind: str, smallest: int) -> None:
     assert len(train_tokenizer(["text"], smallest, kind=kind)) == smallest  # type: ignore[arg-type]
 
 
+def test_an_unknown_kind() -> None:
+    with pytest.raises(ConfigError, match=r"kind = 'gpt2'.*Did you mean 'gpt'"):
+        train_tokenizer(["text"], 300, kind="gpt2")  # type: ignore[arg-type]
+
+
 def test_save_and_load(tmp_path: Path, bert_tokenizer: PreTrainedTokenizerFast) -> None:
     bert_tokenizer.save_pretrained(tmp_path)
     loaded = load_tokenizer(tmp_path)
