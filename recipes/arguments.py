@@ -95,6 +95,6 @@ def parse_arguments(kind: type[Arguments]) -> Arguments:
             raise ConfigError(
                 f"--{name}", getattr(arguments, name), "it is below 1", "Give 1 or more"
             )
-    changes.check({option.name for option in fields(kind)})
+    changes.check(vars(arguments))
     arguments.megatron = changes
     return cast(Arguments, arguments)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,14 +88,14 @@ class Changes:
 
     given: dict[str, Any] = field(default_factory=dict)
 
-    def check(self, options: Collection[str]) -> None:
-        """Refuse what would have no effect on a recipe with these options.
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Refuse what would have no effect on a recipe with these options and values.
 
         Raises:
             ConfigError: The size of a model is given that comes from a folder.
         """
         sized = [name for name in (*MODEL, _PADDED) if name in self.given]
-        if sized and "model_config" not in options:
+        if sized and ("model_config" not in options or options.get("model") is not None):
             option = "--" + sized[0].replace("_", "-")
             reason = "the model comes from a folder, with its own size"
             raise ConfigError(option, self.given[sized[0]], reason, "Leave it out")

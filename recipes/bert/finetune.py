@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from wavemare.errors import ConfigError
 from wavemare.failure import run_main
 from wavemare.recipes.arguments import JobArguments, parse_arguments
 from wavemare.recipes.job import Job
@@ -44,6 +45,9 @@ class FinetuneArguments(JobArguments):
 def main() -> None:
     """Train, evaluate, export, reload and classify."""
     arguments = parse_arguments(FinetuneArguments)
+    if arguments.split is not None:
+        reason = "labelled texts are no Megatron data, and a part is held out by its hash"
+        raise ConfigError("--split", arguments.split, reason, "Leave it out")
     job = Job(arguments, "wavemare: BERT classification")
     values: dict[str, Any] = {}
     if arguments.model is not None:
@@ -137,7 +141,7 @@ def start(
     tokenizer = cached_tokenizer(corpus.train, arguments.vocab_size, "bert", cache)
     with naming("--model_config", arguments.model_config):
         config = AutoConfig.for_model(
-            **{"vocab_size": len(tokenizer), **values, **labels},
+            **{"vocab_size": arguments.megatron.vocabulary(len(tokenizer)), **values, **labels},
             num_labels=len(names),
             pad_token_id=tokenizer.pad_token_id,
         )

@@ -11,6 +11,8 @@ import pytest
 from wavemare.engine.config import check_batch_sizes, check_config
 from wavemare.errors import ConfigError
 from wavemare.recipes.arguments import parse_arguments
+from wavemare.recipes.bert.finetune import FinetuneArguments as Classification
+from wavemare.recipes.bert.finetune import main as classification
 from wavemare.recipes.gpt.finetune import FinetuneArguments
 from wavemare.recipes.gpt.pretrain import PretrainArguments
 from wavemare.recipes.megatron_options import NAMES, translate
@@ -140,6 +142,13 @@ def test_a_model_from_a_folder_has_its_own_size(monkeypatch):
     with pytest.raises(ConfigError, match=r"--hidden-size.*comes from a folder"):
         parsed(monkeypatch, "--hidden-size 8", FinetuneArguments)
     assert parsed(monkeypatch, "--train-iters 3", FinetuneArguments).max_steps == 3
+    with pytest.raises(ConfigError, match=r"--num-layers.*comes from a folder"):
+        parsed(monkeypatch, "--num-layers 2 --model folder", Classification)
+    assert parsed(monkeypatch, "--num-layers 2", Classification).megatron.given == {"num_layers": 2}
+    words = ["recipe", "--deepspeed_config", "x.json", "--split", "9,1"]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(ConfigError, match=r"--split.*no Megatron data"):
+        classification()
 
 
 def test_load_resumes_where_there_is_a_checkpoint(monkeypatch, tmp_path: Path):
