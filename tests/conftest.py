@@ -145,6 +145,26 @@ def launch(tmp_path: Path, rank_server: RankServer) -> Callable[..., Finished]:
     return run
 
 
+@pytest.fixture(scope="module")
+def _launched() -> dict[tuple[object, ...], list[Any]]:
+    return {}
+
+
+@pytest.fixture
+def launch_once(
+    launch: Callable[..., Finished], _launched: dict[tuple[object, ...], list[Any]]
+) -> Callable[..., list[Any]]:
+    """Run a program on two ranks, once for all tests of a file; return the results by rank."""
+
+    def run(*command: object) -> list[Any]:
+        if command not in _launched:
+            finished = launch(*command).check()
+            _launched[command] = [finished.result(rank) for rank in range(2)]
+        return _launched[command]
+
+    return run
+
+
 def _wait(processes: Sequence[Rank], timeout: float) -> None:
     """Wait for all; if one fails or time runs out, end the others soon."""
     deadline = time.monotonic() + timeout

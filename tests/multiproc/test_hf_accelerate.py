@@ -3,17 +3,9 @@
 import pytest
 
 
-@pytest.fixture(scope="module")
-def cached():
-    return {}
-
-
 @pytest.fixture
-def results(launch, cached):
-    if not cached:
-        finished = launch("hf_accelerate.py").check()
-        cached.update({rank: finished.result(rank) for rank in range(2)})
-    return [cached[0], cached[1]]
+def results(launch_once):
+    return launch_once("hf_accelerate.py")
 
 
 @pytest.mark.world_size(2)

@@ -15,17 +15,9 @@ SYNCHRONOUS = [
 ASYNCHRONOUS = ["gpt2_pipemare", "bert_pipemare"]
 
 
-@pytest.fixture(scope="module")
-def cached():
-    return {}
-
-
 @pytest.fixture
-def results(launch, cached):
-    if not cached:
-        finished = launch("hf_pipeline.py", *SYNCHRONOUS, *ASYNCHRONOUS, "refusals").check()
-        cached.update({rank: finished.result(rank) for rank in range(2)})
-    return [cached[0], cached[1]]
+def results(launch_once):
+    return launch_once("hf_pipeline.py", *SYNCHRONOUS, *ASYNCHRONOUS, "begun", "refusals")
 
 
 ENGINES = {"1f1b": "PipelineEngine", "pipemare": "PipeMareEngine", "wavelet": "Engine"}
@@ -58,9 +50,18 @@ def test_evaluation_and_prediction_are_the_saved_models(results, case):
         assert result["digest"] == results[0][case]["digest"]
 
 
+def test_gradients_are_not_clipped_to_0_and_the_start_is_evaluated(results):
+    for result in (found["begun"] for found in results):
+        assert result["losses"] == pytest.approx(result["expected"], rel=2e-5)
+        assert len(result["losses"]) == 3
+        assert result["first"] == pytest.approx(result["first_expected"], rel=1e-4)
+
+
 def test_what_would_not_be_called_is_refused(results):
     for result in results:
         refusals = result["refusals"]
         assert "Own.compute_loss would not be called" in refusals["own loss"]
         assert "wavemare.wavelet.mode" in refusals["smoothed waves"]
         assert "auto_find_batch_size" in refusals["batch size"]
+        assert refusals["half"].startswith("fp16.enabled = True: ")
+        assert "bf16" in refusals["half"]

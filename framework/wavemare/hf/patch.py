@@ -14,8 +14,8 @@ from wavemare.hf.trainer import Trainer
 
 __all__ = ["Trainer"]
 
-transformers.trainer.Trainer = Trainer  # type: ignore[misc]
-transformers.Trainer = Trainer  # type: ignore[misc]
+vars(transformers.trainer)["Trainer"] = Trainer
+vars(transformers)["Trainer"] = Trainer
 
 # Whoever asks for it from now on gets one that derives from ours.
 sys.modules.pop("transformers.trainer_seq2seq", None)

@@ -58,6 +58,7 @@ class Trainer(WholeSteps):
         config = TrainerConfig(args.deepspeed, world_size=args.world_size)
         self._check_support(config)
         config.trainer_config_process(args)
+        self._check_half(config)
         args.hf_deepspeed_config = config
         args.deepspeed_plugin = DeepSpeedPlugin(hf_ds_config=config)
         return config
@@ -80,6 +81,15 @@ class Trainer(WholeSteps):
                 reason = "the Trainer gives all data ranks equally many samples"
                 remedy = "Leave it out, or use wavemare.initialize with training_data"
                 raise ConfigError(f"{SECTION}.balance.{name}", given, reason, remedy)
+
+    def _check_half(self, config: TrainerConfig) -> None:
+        from deepspeed.accelerator import get_accelerator
+
+        device: Any = get_accelerator()
+        enabled = self.args.fp16 or (config.config.get("fp16") or {}).get("enabled") is True
+        if enabled and not device.is_fp16_supported():
+            reason = f"this device ({device.device_name()}) does not train in fp16"
+            raise ConfigError("fp16.enabled", True, reason, "Use bf16 (--bf16), or neither")
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         if not self.is_deepspeed_enabled:

@@ -67,7 +67,8 @@ def reference(kind: str, trainer: Any, smoothing: float = 0.0) -> dict[str, Any]
                 sums, count = sums + total, count + int((wanted != -100).sum())
             loss = sums / count
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+            if args.max_grad_norm:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
             optimizer.step()
             found.append(loss.item())
             step += 1
@@ -116,6 +117,19 @@ def compared(kind: str, schedule: str, smoothing: float = 0.0, **options: Any) -
         "logits": list(found.shape),
         "logits_error": float(errors.max()),
         "digest": file_digest(folder),
+    }
+
+
+def begun() -> dict[str, Any]:
+    """Gradients of any length, after an evaluation of the model as it was given."""
+    trainer = trainer_of("gpt2", "begun", SECTIONS["1f1b"], max_grad_norm=0.0, eval_on_start=True)
+    trainer.train()
+    (first,) = [e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e]
+    return {
+        "losses": losses(trainer),
+        "expected": reference("gpt2", trainer)["losses"],
+        "first": first,
+        "first_expected": _eval_loss("gpt2", plain_model("gpt2").eval(), trainer, 0.0),
     }
 
 
@@ -170,6 +184,7 @@ def refusals() -> dict[str, str]:
         "own loss": message(SECTIONS["1f1b"], Own),
         "smoothed waves": message(SECTIONS["wavelet"], label_smoothing_factor=0.1),
         "batch size": message(SECTIONS["1f1b"], auto_find_batch_size=True),
+        "half": message(SECTIONS["1f1b"], fp16=True),
     }
 
 
@@ -183,6 +198,7 @@ CASES = {
     "bert_wavelet": lambda: compared("bert", "wavelet"),
     "gpt2_varied": lambda: varied("gpt2"),
     "bert_varied": lambda: varied("bert"),
+    "begun": begun,
     "refusals": refusals,
 }
 
