@@ -69,11 +69,14 @@ def build(
 def merge(
     prefixes: Annotated[list[str], typer.Argument(metavar="PREFIX...", help="What to merge.")],
     output: Annotated[Path, typer.Option(help="The target, without .bin and .idx.")],
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace what is there, finished or not.")
+    ] = False,
 ) -> None:
     """Put data sets one after another into one; nothing is encoded again."""
     from wavemare.data import merge_indexed
 
-    merge_indexed(prefixes, output, progress=_lines("tokens"))
+    merge_indexed(prefixes, output, overwrite=overwrite, progress=_lines("tokens"))
     typer.echo(f"{output}: {len(prefixes)} data sets merged")
 
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from wavemare.data.encoding import EncodedDataset
     from wavemare.data.gpt_index import blend_index, build_gpt_index, split_ranges
     from wavemare.data.indexed_build import build_indexed
-    from wavemare.data.indexed_writer import IndexedWriter, merge_indexed
+    from wavemare.data.indexed_merge import merge_indexed
+    from wavemare.data.indexed_writer import IndexedWriter
     from wavemare.data.loader import ResumableLoader, evaluation_batches
     from wavemare.data.masking import MaskedDataset
     from wavemare.data.megatron import IndexedData, open_indexed, read_indexed
@@ -89,7 +90,8 @@ _MODULES = {
     "masking": ("MaskedDataset",),
     "gpt_index": ("blend_index", "build_gpt_index", "split_ranges"),
     "indexed_build": ("build_indexed",),
-    "indexed_writer": ("IndexedWriter", "merge_indexed"),
+    "indexed_merge": ("merge_indexed",),
+    "indexed_writer": ("IndexedWriter",),
     "megatron": ("IndexedData", "open_indexed", "read_indexed"),
     "megatron_samples": ("MegatronSamples", "blended_samples"),
     "packing": ("PackedDataset", "check_fits"),

@@ -19,13 +19,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
 from wavemare.data.cache import content_key
 from wavemare.data.documents import Document
-from wavemare.data.indexed_writer import IndexedWriter, WriterPosition, partial_file
-from wavemare.data.megatron import data_file, index_file
+from wavemare.data.indexed_writer import (
+    IndexedWriter,
+    WriterPosition,
+    claimed,
+    finish_after_kill,
+    partial_file,
+    refuse_existing,
+)
+from wavemare.data.megatron import open_indexed
 from wavemare.data.tokens import definition_of, end_token_of, pieces_of, token_dtype
 from wavemare.errors import DataError
 from wavemare.files import atomic_write_text
@@ -94,18 +100,8 @@ def build_indexed(
     dtype = token_dtype(len(tokenizer))
     encoder = _Encoder(definition_of(tokenizer), end_token, dtype.str)
     key = content_key([identity, encoder.definition, str(end_token), dtype.str])
-    prefix.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(partial_file(prefix, "lock"))
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        reason = "another process builds it"
-        raise DataError("--output", str(prefix), reason, "Wait for it, or choose another") from None
-    try:
+    with claimed(prefix):
         return _build(documents, encoder, prefix, key, workers, overwrite, progress)
-    finally:
-        lock.release()
-        partial_file(prefix, "lock").unlink(missing_ok=True)
 
 
 def _build(
@@ -118,13 +114,21 @@ def _build(
     progress: Callable[[int, int], None] | None,
 ) -> WriterPosition:
     notes = partial_file(prefix, "position")
-    read, position = (0, None) if overwrite else _left_by_a_kill(prefix, notes, key)
+    if overwrite:
+        notes.unlink(missing_ok=True)  # they are of what is now begun anew
+        read, position = 0, None
+    else:
+        read, position = _left_by_a_kill(prefix, notes, key)
+    if position is not None and read == len(documents) and _is_whole(prefix, position):
+        notes.unlink()
+        return position
     writer = IndexedWriter(prefix, encoder.dtype, position=position)
     with writer:
         if position is None:
             _save(notes, key, 0, writer)
         if progress is not None:
             progress(read, len(documents))
+        after = read
         for number, (after, batch) in enumerate(_encoded(documents, read, encoder, workers), 1):
             for ids in batch:
                 writer.add_sequence(ids)
@@ -138,6 +142,9 @@ def _build(
             notes.unlink()
             writer.discard()
             raise DataError("INPUT", str(prefix), reason, "Give files that hold text")
+        _save(notes, key, len(documents), writer)
+        if progress is not None and after < len(documents):  # blank ones at the end
+            progress(len(documents), len(documents))
     notes.unlink()
     return writer.position
 
@@ -156,11 +163,16 @@ def _left_by_a_kill(prefix: Path, notes: Path, key: str) -> tuple[int, WriterPos
             reason = "an unfinished build of other text, or by another tokenizer, is there"
             raise DataError("--output", str(prefix), reason, "Give --overwrite to start anew")
         return int(left["documents_read"]), WriterPosition(**left["written"])
-    for file in (data_file(prefix), index_file(prefix)):
-        if file.exists():
-            reason = f"the file {file} exists"
-            raise DataError("--output", str(prefix), reason, "Give --overwrite to replace it")
+    refuse_existing(prefix)
     return 0, None
+
+
+def _is_whole(prefix: Path, position: WriterPosition) -> bool:
+    """Whether a build was killed when all was written, and its files have their names by now."""
+    if not finish_after_kill(prefix):
+        return False
+    data = open_indexed(prefix)
+    return position == WriterPosition(len(data.tokens), len(data.lengths), len(data.bounds) - 1)
 
 
 def _encoded(

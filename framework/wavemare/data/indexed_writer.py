@@ -1,4 +1,4 @@
-"""Writing Megatron's indexed data with little memory, and putting several data sets into one.
+"""Writing Megatron's indexed data with little memory.
 
 An index begins with its own length, so lengths and bounds are collected in files beside the target
 and the index is put together at the end. Whatever happens before that, no file of the target's
@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 import numpy as np
+from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
 from wavemare.data.megatron import (
@@ -25,11 +27,17 @@ from wavemare.data.megatron import (
     IndexedData,
     data_file,
     index_file,
-    open_indexed,
 )
 from wavemare.errors import DataError
 
-__all__ = ["IndexedWriter", "WriterPosition", "merge_indexed"]
+__all__ = [
+    "IndexedWriter",
+    "WriterPosition",
+    "claimed",
+    "finish_after_kill",
+    "partial_file",
+    "refuse_existing",
+]
 
 _CHUNK = 1 << 20
 _COPY_BYTES = 1 << 24
@@ -100,10 +108,13 @@ class IndexedWriter:
         """Append one sequence to the document that is being written.
 
         Raises:
-            DataError: A token does not fit the type, or the sequence is longer than the format
-                can tell.
+            DataError: A token is no whole number or does not fit the type, or the sequence is
+                longer than the format can tell.
         """
         values = np.asarray(tokens)
+        if values.size and values.dtype.kind not in "iu":
+            reason = f"tokens are whole numbers, not {values.dtype}"
+            raise DataError(str(self.prefix), "tokens", reason, "Give integers")
         if values.size and not np.can_cast(values.dtype, self.dtype):
             limits = np.iinfo(self.dtype)
             if values.min() < limits.min or values.max() > limits.max:
@@ -207,54 +218,54 @@ def partial_file(prefix: Path, name: str) -> Path:
     return prefix.with_name(f".{prefix.name}.{name}.partial")
 
 
-def merge_indexed(
-    prefixes: Sequence[str | Path],
-    output: str | Path,
-    *,
-    progress: Callable[[int, int], None] | None = None,
-) -> None:
-    """Put data sets one after another into one.
-
-    Args:
-        prefixes: What to merge, in this order.
-        output: Prefix of the target, none of them.
-        progress: Called with the tokens done and in total, after each data set.
+@contextmanager
+def claimed(prefix: Path) -> Iterator[None]:
+    """Keep other processes from writing a target.
 
     Raises:
-        DataError: They differ in the type of tokens or in having modes, a file is damaged, or the
-            target is one of them.
+        DataError: Another one does.
     """
-    parts = [open_indexed(prefix) for prefix in prefixes]
-    if not parts:
-        raise DataError("PREFIX", [], "there is nothing to merge", "Name data sets to merge")
-    # Where there is no sequence, nothing shows whether it would have had a mode.
-    first = next((part for part in parts if len(part.lengths)), parts[0])
-    for part in parts:
-        if part.prefix.absolute() == Path(output).expanduser().absolute():
-            reason = "the target is one of the data sets to merge"
-            raise DataError("--output", str(output), reason, "Choose another name")
-        for what, found, expected in (
-            ("type of tokens", part.tokens.dtype.name, first.tokens.dtype.name),
-            ("kind", _kind(part) if len(part.lengths) else _kind(first), _kind(first)),
-        ):
-            if found != expected:
-                reason = f"its {what} is {found} where that of {first.prefix} is {expected}"
-                raise DataError("PREFIX", str(part.prefix), reason, "Build both in the same way")
-    total, done = sum(len(part.tokens) for part in parts), 0
-    writer = IndexedWriter(output, first.tokens.dtype, modes=first.modes is not None)
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(partial_file(prefix, "lock"))
     try:
-        for part in parts:
-            writer.add_indexed(part)
-            done += len(part.tokens)
-            if progress is not None:
-                progress(done, total)
-        writer.finish()
+        lock.acquire(timeout=0)
+    except Timeout:
+        reason = "another process builds it"
+        raise DataError("--output", str(prefix), reason, "Wait for it, or choose another") from None
+    try:
+        yield
     finally:
-        writer.discard()
+        # While it is held: whoever has opened the file finds that its name has gone.
+        partial_file(prefix, "lock").unlink(missing_ok=True)
+        lock.release()
 
 
-def _kind(data: IndexedData) -> str:
-    return "plain" if data.modes is None else "multimodal"
+def refuse_existing(prefix: Path) -> None:
+    """Refuse to write over data.
+
+    Raises:
+        DataError: A file of the target's name exists.
+    """
+    for file in (data_file(prefix), index_file(prefix)):
+        if file.exists():
+            reason = f"the file {file} exists"
+            raise DataError("--output", str(prefix), reason, "Give --overwrite to replace it")
+
+
+def finish_after_kill(prefix: Path) -> bool:
+    """End what a writer was killed in: giving the files their names, the tokens first.
+
+    Returns:
+        Whether a writer had begun with that, and both files are in place.
+    """
+    if partial_file(prefix, "bin").exists() or not data_file(prefix).exists():
+        return False
+    index = partial_file(prefix, "idx")
+    if index.exists():
+        os.replace(index, index_file(prefix))
+    for name in ("lengths", "bounds", "modes"):
+        partial_file(prefix, name).unlink(missing_ok=True)
+    return index_file(prefix).exists()
 
 
 def _code_of(dtype: np.dtype[Any]) -> int:

@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wavemare.data.indexed_writer import IndexedWriter, merge_indexed
+from wavemare.data.indexed_merge import merge_indexed
+from wavemare.data.indexed_writer import IndexedWriter
 from wavemare.data.megatron import open_indexed, read_indexed
 from wavemare.errors import DataError
 
@@ -114,6 +116,41 @@ def test_a_writer_that_raises_leaves_no_target(tmp_path: Path) -> None:
     ):
         writer.add_sequence([1, 70000])
     assert not list(tmp_path.glob("corpus.*"))
+
+
+@pytest.mark.parametrize("tokens", [[1.5], [float("nan")], [True], ["1"]])
+def test_tokens_are_whole_numbers(tmp_path: Path, tokens: Any) -> None:
+    with (
+        pytest.raises(DataError, match="tokens are whole numbers, not"),
+        IndexedWriter(tmp_path / "corpus", "u2") as writer,
+    ):
+        writer.add_sequence(tokens)
+
+
+def test_merging_writes_over_nothing_unasked(tmp_path: Path) -> None:
+    for number in (1, 2):
+        write(tmp_path / str(number), [[[number]]])
+    before = files(tmp_path / "2")
+    with pytest.raises(DataError, match=r"2\.bin exists.*--overwrite"):
+        merge_indexed([tmp_path / "1"], tmp_path / "2")
+    assert files(tmp_path / "2") == before
+    notes = tmp_path / ".3.position.partial"
+    notes.write_text("{}")
+    with pytest.raises(DataError, match=r"an unfinished build is there.*--overwrite"):
+        merge_indexed([tmp_path / "1"], tmp_path / "3")
+    with (
+        FileLock(tmp_path / ".4.lock.partial"),
+        pytest.raises(DataError, match="another process builds it"),
+    ):
+        merge_indexed([tmp_path / "1"], tmp_path / "4")
+    for target in ("2", "3"):
+        merge_indexed([tmp_path / "1"], tmp_path / target, overwrite=True)
+        assert files(tmp_path / target) == files(tmp_path / "1")
+    left = {path.name for path in tmp_path.iterdir()} - {".4.lock.partial"}
+    assert left == {f"{name}.{end}" for name in "123" for end in ("bin", "idx")}
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(DataError, match="the target is one of"):
+        merge_indexed([tmp_path / "1"], tmp_path / "link" / "1", overwrite=True)
 
 
 def test_what_cannot_be_merged(tmp_path: Path) -> None:
