@@ -50,6 +50,8 @@ TYPES: dict[int, np.dtype[Any]] = {
 }
 """Types of tokens by their code."""
 
+_FLOATS = {6: "float64", 7: "float32"}
+
 
 @dataclass(frozen=True)
 class IndexedData:
@@ -146,6 +148,9 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
         raise _corrupt(path, f"its magic is {magic!r} where {MAGIC!r} is expected")
     if version != VERSION:
         raise _corrupt(path, f"its version is {version} where {VERSION} is expected")
+    if code in _FLOATS:
+        reason = f"it holds {_FLOATS[code]} numbers, which are no tokens"
+        raise DataError("--data", str(path), reason, "Name data of whole numbers")
     if code not in TYPES:
         codes = ", ".join(f"{number} ({dtype.name})" for number, dtype in TYPES.items())
         raise _corrupt(path, f"its type code is {code} where one of {codes} is expected")
@@ -199,8 +204,9 @@ def _check_bounds(path: Path, bounds: NDArray[np.int64], num_sequences: int) -> 
         ends = f"{bounds[0]} to {bounds[-1]}" if len(bounds) else "nothing"
         reason = f"its document bounds go from {ends} where 0 to {num_sequences} is expected"
         raise _corrupt(path, reason)
-    if (np.diff(bounds) < 0).any():
-        where = int(np.flatnonzero(np.diff(bounds) < 0)[0])
+    falls = np.flatnonzero(bounds[1:] < bounds[:-1])  # a difference might overflow
+    if len(falls):
+        where = int(falls[0])
         reason = f"its document bounds fall from {bounds[where]} to {bounds[where + 1]}"
         raise _corrupt(path, reason)
 

@@ -76,7 +76,7 @@ DAMAGES = {
     "empty": (lambda b: b"", "0 bytes where the header alone has 34"),
     "magic": (lambda b: b"X" + b[1:], r"magic is b'XMIDIDX.*b'MMIDIDX.*expected"),
     "version": (lambda b: b[:9] + struct.pack("<Q", 2) + b[17:], "version is 2 where 1"),
-    "float": (lambda b: b[:17] + b"\x06" + b[18:], "type code is 6 where one of 1"),
+    "type": (lambda b: b[:17] + b"\x09" + b[18:], "type code is 9 where one of 1"),
     "truncated": (lambda b: b[:-3], r"\d+ bytes where 3 sequences and 3 document bounds take 94"),
     "sequences": (lambda b: b[:18] + struct.pack("<Q", 2**60) + b[26:], f"{2**60} sequences"),
     "negative": (lambda b: b[:34] + struct.pack("<i", -2) + b[38:], "sequence 0 is -2, below 0"),
@@ -104,6 +104,24 @@ def test_damaged_files(tmp_path: Path, damage: str) -> None:
         read_indexed(tmp_path / "corpus")
     assert caught.value.key == "--data"
     assert "build them again" in caught.value.remedy
+
+
+@pytest.mark.parametrize(("code", "name"), [(6, "float64"), (7, "float32")])
+def test_other_numbers_are_no_tokens(tmp_path: Path, code: int, name: str) -> None:
+    write_indexed(tmp_path / "corpus", [[[1, 2]]])
+    index = tmp_path / "corpus.idx"
+    index.write_bytes(index.read_bytes()[:17] + bytes([code]) + index.read_bytes()[18:])
+    with pytest.raises(DataError, match=rf"holds {name} numbers, which are no tokens"):
+        read_indexed(tmp_path / "corpus")
+
+
+def test_bounds_whose_differences_overflow(tmp_path: Path) -> None:
+    bounds = (0, 2**63 - 1, -(2**63), -1, 1)
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 1, len(bounds))
+    (tmp_path / "corpus.idx").write_bytes(header + struct.pack("<iq5q", 1, 0, *bounds))
+    (tmp_path / "corpus.bin").write_bytes(b"\1\0")
+    with pytest.raises(DataError, match="fall from 9223372036854775807 to -9223372036854775808"):
+        read_indexed(tmp_path / "corpus")
 
 
 def test_truncated_tokens(tmp_path: Path) -> None:
