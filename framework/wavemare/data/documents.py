@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 from wavemare.errors import ConfigError, DataError
 
-__all__ = ["Corpus", "Document", "check_fraction", "hash_fraction", "split_indices", "split_text"]
+__all__ = [
+    "Corpus",
+    "Document",
+    "ReadDocuments",
+    "check_fraction",
+    "hash_fraction",
+    "split_indices",
+    "split_text",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +32,23 @@ class Document:
 
     name: str
     text: str
+
+
+class ReadDocuments(Sequence[Document]):
+    """Documents that are read when they are asked for."""
+
+    @abstractmethod
+    def read(self, index: int) -> Document:
+        """Return one of them."""
+
+    @overload
+    def __getitem__(self, index: int) -> Document: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Document]: ...
+    def __getitem__(self, index: int | slice) -> Document | list[Document]:
+        if isinstance(index, slice):
+            return [self.read(i) for i in range(*index.indices(len(self)))]
+        return self.read(index)
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import overload
 
 from wavemare.data import default_corpus
 from wavemare.data.cache import content_key
-from wavemare.data.documents import Corpus, Document, check_fraction, split_indices, split_text
+from wavemare.data.documents import (
+    Corpus,
+    Document,
+    ReadDocuments,
+    check_fraction,
+    split_indices,
+    split_text,
+)
 from wavemare.data.specs import Kind, Source, resolve
 from wavemare.data.tables import ColumnDocuments, check_columns, load_splits
 from wavemare.errors import DataError
@@ -92,8 +98,8 @@ def _identity(source: Source) -> str:
     return content_key(f"{file.absolute()} {s.st_size} {s.st_mtime_ns}" for file, s in stats)
 
 
-class FileDocuments(Sequence[Document]):
-    """Text files as documents, read when asked for."""
+class FileDocuments(ReadDocuments):
+    """Text files as documents."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -102,13 +108,8 @@ class FileDocuments(Sequence[Document]):
     def __len__(self) -> int:
         return len(self._source.files)
 
-    @overload
-    def __getitem__(self, index: int) -> Document: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Document]: ...
-    def __getitem__(self, index: int | slice) -> Document | list[Document]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def read(self, index: int) -> Document:
+        """Return the text of a file."""
         return _read(self._source, self._base, self._source.files[index])
 
 

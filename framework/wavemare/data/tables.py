@@ -5,9 +5,9 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
-from wavemare.data.documents import Document
+from wavemare.data.documents import Document, ReadDocuments
 from wavemare.data.specs import Kind, Source
 from wavemare.errors import DataError
 
@@ -21,8 +21,8 @@ _HUB_TIMEOUT_SECONDS = 10.0
 _TEXT_TYPES = ("string", "large_string", "null")
 
 
-class ColumnDocuments(Sequence[Document]):
-    """The text column of a dataset as documents, read from disk when asked for."""
+class ColumnDocuments(ReadDocuments):
+    """The text column of a dataset as documents."""
 
     def __init__(self, dataset: Dataset, column: str, name: str) -> None:
         self._dataset = dataset.select_columns([column])
@@ -32,13 +32,8 @@ class ColumnDocuments(Sequence[Document]):
     def __len__(self) -> int:
         return len(self._dataset)
 
-    @overload
-    def __getitem__(self, index: int) -> Document: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Document]: ...
-    def __getitem__(self, index: int | slice) -> Document | list[Document]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def read(self, index: int) -> Document:
+        """Return the text of a row."""
         return Document(f"{self._name}[{index}]", self._dataset[index][self._column])
 
     def __iter__(self) -> Iterator[Document]:
