@@ -159,11 +159,12 @@ def exit_code(code: int) -> int:
 
     Args:
         code: Negative if the launcher died by a signal. If a rank did, the launcher exits with
-            the negative number itself, of which 256 - n arrives.
+            the negative number itself, of which 256 - n arrives. 255 stays: it is ssh's own, and
+            that of ``sys.exit(-1)``, more often than that of a SIGHUP.
     """
     if code < 0:
         return 128 - code
-    return 128 + 256 - code if 256 - 64 < code < 256 else code  # noqa: PLR2004
+    return 128 + 256 - code if 256 - 64 < code < 255 else code  # noqa: PLR2004
 
 
 @contextmanager
