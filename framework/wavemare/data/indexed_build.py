@@ -226,7 +226,11 @@ def _tokenizer(encoder: _Encoder) -> Any:
 
 
 def _encode(tokenizer: Any, encoder: _Encoder, texts: list[str]) -> list[NDArray[Any]]:
-    pieces = list(pieces_of(Document("", text) for text in texts))
+
+    def ids_of(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    pieces = list(pieces_of((Document("", text) for text in texts), ids_of))
     encoded = tokenizer.encode_batch_fast([text for text, _ in pieces], add_special_tokens=False)
     sequences: list[NDArray[Any]] = []
     ids: list[int] = []

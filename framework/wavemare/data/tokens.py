@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -31,13 +31,14 @@ __all__ = [
     "tokenize",
 ]
 
-_FORMAT_VERSION = 1  # part of every cache key: raise it when the files or the encoding change
+_FORMAT_VERSION = 2  # part of every cache key: raise it when the files or the encoding change
 _LARGEST_UINT16_VOCABULARY = 65500  # Megatron's bound, so that both choose the same type
 _PIECE_CHARACTERS = 1 << 18
 _BATCH_CHARACTERS = 1 << 22
 _SCAN_TOKENS = 1 << 24
-# Byte-level BPE splits words before a line end that follows a letter, so a cut there is invisible.
-_LINE_END = re.compile(r"(?<=\S)\n")
+# Tokenizers split words before a line end that follows a letter; some join it to other signs.
+_LINE_END = re.compile(r"(?<=[^\W_])\n")
+_PROBE = ("sea wave 1", "\nmare", "\n\n tide")  # some begin each text with a space
 
 Progress = Callable[[int, int], None]
 """Called with the characters done and the characters in total."""
@@ -217,14 +218,17 @@ def definition_of(tokenizer: PreTrainedTokenizerFast) -> str:
     return json.dumps(definition, sort_keys=True)
 
 
-def pieces_of(documents: Iterable[Document]) -> Iterator[tuple[str, bool]]:
+def pieces_of(
+    documents: Iterable[Document], encode: Callable[[str], Sequence[int]]
+) -> Iterator[tuple[str, bool]]:
     """Yield texts of bounded length, and whether each is the last of its document.
 
-    They are cut where the tokens stay the same.
+    They are cut where the tokens stay the same, and not at all if ``encode`` tells a beginning
+    from a continuation.
     """
     for document in documents:
         start, text = 0, document.text
-        while len(text) - start > _PIECE_CHARACTERS:
+        while len(text) - start > _PIECE_CHARACTERS and _can_cut(encode):
             line_end = _LINE_END.search(text, start + _PIECE_CHARACTERS)
             if line_end is None:
                 break
@@ -233,10 +237,16 @@ def pieces_of(documents: Iterable[Document]) -> Iterator[tuple[str, bool]]:
         yield text[start:], True
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[tuple[str, bool]]]:
+def _can_cut(encode: Callable[[str], Sequence[int]]) -> bool:
+    return [*encode("".join(_PROBE))] == [token for part in _PROBE for token in encode(part)]
+
+
+def _batches(
+    documents: Iterable[Document], encode: Callable[[str], Sequence[int]]
+) -> Iterator[list[tuple[str, bool]]]:
     batch: list[tuple[str, bool]] = []
     size = 0
-    for piece in pieces_of(documents):
+    for piece in pieces_of(documents, encode):
         batch.append(piece)
         size += len(piece[0]) + 1
         if size >= _BATCH_CHARACTERS:
@@ -283,7 +293,7 @@ def _write(
     offsets, done = [0], 0
     with (folder / "tokens.npy").open("wb") as file:
         appender = _NpyAppender(file, token_dtype(len(tokenizer)))
-        for batch in _batches(documents):
+        for batch in _batches(documents, partial(tokenizer.encode, add_special_tokens=False)):
             for ids, (text, is_last) in zip(_encode(tokenizer, batch), batch, strict=True):
                 appender.append([*ids, end_token] if is_last else ids)
                 if is_last:

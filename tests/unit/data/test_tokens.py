@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -70,10 +72,11 @@ def test_long_documents_are_cut_without_a_trace(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokens_module, "_PIECE_CHARACTERS", 5)
         patch.setattr(tokens_module, "_BATCH_CHARACTERS", 17)
-        pieces = [piece for batch in tokens_module._batches(made) for piece in batch]
+        encode = partial(blank_line_tokenizer.encode, add_special_tokens=False)
+        pieces = [piece for batch in tokens_module._batches(made, encode) for piece in batch]
         ids = [
             i
-            for batch in tokens_module._batches(made)
+            for batch in tokens_module._batches(made, encode)
             for i in tokens_module._encode(blank_line_tokenizer, batch)
         ]
     assert "".join(text for text, _ in pieces) == "".join(texts)
@@ -242,3 +245,38 @@ def test_split_store_of_one_document(make_store: MakeStore) -> None:
     assert held_out.document(0).tolist() == [95, 96, 97, 98, 99]
     with pytest.raises(DataError, match=r"1 tokens cannot be split.*Give more"):
         split_store(make_store([[1]]))
+
+
+GPT4 = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "prefix", "gpt4", "metaspace"])
+def test_pieces_have_the_tokens_of_the_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where signs draw a line end to them, and where a text begins with a space of its own."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+
+    split = pre_tokenizers.Split(Regex(GPT4), "isolated")
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer = Tokenizer(models.BPE(unk_token="?"))
+    tokenizer.pre_tokenizer = {
+        "gpt2": pre_tokenizers.ByteLevel(add_prefix_space=False),
+        "prefix": pre_tokenizers.ByteLevel(add_prefix_space=True),
+        "gpt4": pre_tokenizers.Sequence([split, plain]),
+        "metaspace": pre_tokenizers.Metaspace(),
+    }[kind]
+    draw = random.Random(1)
+    signs = ["sea", "Wave", " ", "  ", "\n", "\n\n", ".", "!?", ")", "12", "_", "\t", "\r\n"]
+    texts = ["".join(draw.choice(signs) for _ in range(60)) for _ in range(30)]
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["?"], show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    monkeypatch.setattr(tokens_module, "_PIECE_CHARACTERS", 20)
+    cuts = 0
+    for text in texts:
+        pieces = [piece for piece, _ in tokens_module.pieces_of([Document("", text)], encode)]
+        assert [token for piece in pieces for token in encode(piece)] == encode(text)
+        cuts += len(pieces) - 1
+    assert (cuts > 0) == (kind in ("gpt2", "gpt4"))
