@@ -196,7 +196,10 @@ def test_a_failure_on_another_host_is_no_success(cluster, tmp_path, launcher, en
     if end == "kill" and launcher == "launch":
         assert code == 137, output[-4000:]
         assert "memory ran out" in output.strip().splitlines()[-1]
-    if end == "kill" and "mpi" in launcher:
+    if end == "kill" and launcher == "mpich":
+        # DeepSpeed's helper hides the number; the other rank may end its own first, by 15.
+        assert "BAD TERMINATION" in output
+    elif end == "kill" and "mpi" in launcher:
         assert "EXIT CODE: 9" in output or "signal 9" in output
     assert cluster.ranks(0) == cluster.ranks(1) == []
 
