@@ -7,20 +7,11 @@ SHARED = ["again_1f1b", "again_pipemare", "noisy", "classified", "logged"]
 READ = ["bf16_zero", "bf16_1f1b", "streamed", "workers"]
 
 
-@pytest.fixture(scope="module")
-def cached():
-    return {}
-
-
 @pytest.fixture
-def results(launch, cached):
+def results(launch_once):
     def of(case):
-        for together in (SHARED, READ):
-            if case in together and case not in cached:
-                finished = launch("hf_breadth.py", *together).check()
-                found = [finished.result(rank) for rank in range(2)]
-                cached.update({name: [one[name] for one in found] for name in together})
-        return cached[case]
+        (together,) = [cases for cases in (SHARED, READ) if case in cases]
+        return [found[case] for found in launch_once("hf_breadth.py", *together)]
 
     return of
 

@@ -5,19 +5,11 @@ import pytest
 ENGINES = [(kind, engine) for engine in ("zero1", "1f1b", "pipemare") for kind in ("gpt2", "bert")]
 
 
-@pytest.fixture(scope="module")
-def cached():
-    return {}
-
-
 @pytest.fixture
-def results(launch, cached):
+def results(launch_once):
     def of(case, kind, engine):
-        if case not in cached:
-            names = [f"{case}_{k}_{e}" for k, e in ENGINES]
-            finished = launch("hf_features.py", *names).check()
-            cached[case] = [finished.result(rank) for rank in range(2)]
-        return [found[f"{case}_{kind}_{engine}"] for found in cached[case]]
+        names = [f"{case}_{k}_{e}" for k, e in ENGINES]
+        return [found[f"{case}_{kind}_{engine}"] for found in launch_once("hf_features.py", *names)]
 
     return of
 

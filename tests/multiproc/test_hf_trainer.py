@@ -7,17 +7,9 @@ EQUALITY = ["gpt2_zero0", "bert_zero1", "gpt2_zero2", "bert_zero3"]
 CASES = [*EQUALITY, "sparse", "model_parallel_waves", "tokens", "refusals", "tensor_parallel"]
 
 
-@pytest.fixture(scope="module")
-def cached():
-    return {}
-
-
 @pytest.fixture
-def results(launch, cached):
-    if not cached:
-        finished = launch("hf_trainer.py", *CASES).check()
-        cached.update({rank: finished.result(rank) for rank in range(2)})
-    return [cached[0], cached[1]]
+def results(launch_once):
+    return launch_once("hf_trainer.py", *CASES)
 
 
 @pytest.mark.world_size(2)

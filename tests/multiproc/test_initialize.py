@@ -18,17 +18,9 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def cached():
-    return {}
-
-
 @pytest.fixture
-def results(launch, cached):
-    if not cached:
-        finished = launch("initialize.py", *CASES).check()
-        cached.update({rank: finished.result(rank) for rank in range(2)})
-    return [cached[0], cached[1]]
+def results(launch_once):
+    return launch_once("initialize.py", *CASES)
 
 
 @pytest.mark.world_size(2)
