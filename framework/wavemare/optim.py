@@ -1,0 +1,8 @@
+"""Optimizers for asynchronous pipelines, and for all others."""
+
+from __future__ import annotations
+
+from wavemare.pipeline.muon import Muon
+from wavemare.pipeline.soap import SOAP, refresh_of
+
+__all__ = ["SOAP", "Muon", "refresh_of"]
