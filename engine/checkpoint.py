@@ -26,6 +26,7 @@ from deepspeed.checkpoint.constants import (
 )
 
 from wavemare.engine.manifest import FORMAT, MANIFEST, read_manifest, resolve_tag
+from wavemare.engine.matrix_partitions import is_added
 from wavemare.errors import CheckpointError
 from wavemare.files import atomic_write_text, replace_folder
 
@@ -92,10 +93,13 @@ class CheckpointMixin:
 
         Raises:
             CheckpointError: The folder is missing, a file in it was cut short, or it was saved by
-                another topology and is not a universal checkpoint.
+                another topology and is not a universal checkpoint; or it is one, and the optimizer
+                has states that it does not keep.
         """
         engine: Any = self
         universal = engine.load_universal_checkpoint()
+        if universal:
+            _check_universal(load_dir, engine)
         manifest = None
         if not universal:
             tag = resolve_tag(load_dir, tag)
@@ -105,8 +109,9 @@ class CheckpointMixin:
             _check_heads(Path(load_dir) / str(tag), manifest.get("plan"), engine.parallel_plan)
             _check_ties(Path(load_dir) / str(tag), manifest.get("untied"), _untied(engine))
         if manifest is not None and whole:
-            _check_plan(Path(load_dir) / str(tag), manifest.get("plan"), engine.parallel_plan)
-            _check_topology(Path(load_dir) / str(tag), manifest["topology"], topology(engine))
+            folder, convertible = Path(load_dir) / str(tag), _keeps_adam_alone(engine)
+            _check_plan(folder, manifest.get("plan"), engine.parallel_plan, convertible)
+            _check_topology(folder, manifest["topology"], topology(engine), convertible)
         result = super().load_checkpoint(  # type: ignore[misc]
             load_dir,
             tag,
@@ -143,6 +148,8 @@ def _universal_information(engine: Any) -> dict[str, Any]:
     """Return what ``ds_to_universal`` asks of the client: which weights stand on several stages."""
     if hasattr(engine.module, UNIVERSAL_CHECKPOINT_INFO):
         return {}  # tensor parallelism has put its own there
+    if not _keeps_adam_alone(engine):
+        return {}  # without it ds_to_universal refuses states that it would drop
     information = {
         UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE,
         PIPELINE_REPLICATED_PARAMETER_PATTERNS: [r"tied_modules\..*"],
@@ -168,7 +175,27 @@ def topology(engine: Any) -> dict[str, Any]:
     }
 
 
-def _check_plan(folder: Path, saved: dict[str, Any] | None, plan: Any) -> None:
+def _check_universal(load_dir: str, engine: Any) -> None:
+    """Refuse a universal checkpoint for an optimizer whose states it cannot have."""
+    if not _keeps_adam_alone(engine):
+        raise CheckpointError(
+            "checkpoint",
+            str(load_dir),
+            "a universal checkpoint keeps Adam's averages alone, and "
+            f"{type(engine.basic_optimizer).__name__} has other states",
+            "Resume at the topology of the save without load_universal, or go on from a model "
+            "that save_pretrained exported",
+        )
+
+
+def _keeps_adam_alone(engine: Any) -> bool:
+    """Return whether the optimizer's states are such as ``ds_to_universal`` converts."""
+    return not is_added(getattr(engine, "basic_optimizer", None))
+
+
+def _check_plan(
+    folder: Path, saved: dict[str, Any] | None, plan: Any, convertible: bool = True
+) -> None:
     """Refuse a checkpoint of another plan; one that was saved or is loaded without any has none."""
     if saved is None or plan is None or saved["digest"] == plan.digest:
         return
@@ -176,7 +203,8 @@ def _check_plan(folder: Path, saved: dict[str, Any] | None, plan: Any) -> None:
         "checkpoint",
         str(folder),
         f"it was saved under the plan {saved['digest']}, this run has {plan.digest}",
-        f"Resume with the same plan, which stands in {MANIFEST}, or {_universal_remedy(folder)}",
+        f"Resume with the same plan, which stands in {MANIFEST}, or "
+        f"{_universal_remedy(folder, convertible)}",
     )
 
 
@@ -211,7 +239,9 @@ def _check_ties(folder: Path, saved: list[str] | None, current: list[str]) -> No
     )
 
 
-def _check_topology(folder: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
+def _check_topology(
+    folder: Path, saved: dict[str, Any], current: dict[str, Any], convertible: bool = True
+) -> None:
     if saved["zero_stage"] == current["zero_stage"] == 0:
         # Every replica holds everything, so that their number does not matter.
         free = {"world_size", "data"}
@@ -223,11 +253,13 @@ def _check_topology(folder: Path, saved: dict[str, Any], current: dict[str, Any]
         "checkpoint",
         str(folder),
         f"it was saved by the topology {_spell(saved)}, this run has {_spell(current)}",
-        f"Resume with the same topology, or {_universal_remedy(folder)}",
+        f"Resume with the same topology, or {_universal_remedy(folder, convertible)}",
     )
 
 
-def _universal_remedy(folder: Path) -> str:
+def _universal_remedy(folder: Path, convertible: bool) -> str:
+    if not convertible:
+        return "go on from a model that save_pretrained exported"
     return (
         "convert it with 'python -m "
         f"deepspeed.checkpoint.ds_to_universal --input_folder {folder} --output_folder "

@@ -28,6 +28,7 @@ from wavemare.engine.config import (
 )
 from wavemare.engine.data_parallel import Engine
 from wavemare.engine.launch import compiled_ops_enabled
+from wavemare.engine.optimizers import take_optimizer
 from wavemare.engine.paired import PairedPipelineEngine
 from wavemare.engine.pipe import DualPipeVEngine, PipelineEngine
 from wavemare.engine.pipemare import PipeMareEngine
@@ -68,7 +69,10 @@ def build_engine(
     ours = _check(config, arguments.get("model"), arguments.get("mpu"), arguments.get("mesh_param"))
     if SECTION in config and isinstance(arguments.get("model"), deepspeed.PipelineModule):
         count_all_stages(arguments["model"])  # without our section all is as in DeepSpeed
-    config = _without_compiled_optimizer(config, arguments.get("optimizer"))
+    config, arguments["optimizer"] = take_optimizer(
+        config, arguments.get("model"), arguments.get("optimizer")
+    )
+    config = _without_compiled_optimizer(config, arguments["optimizer"])
     arguments["args"] = _without_config(arguments.get("args"))
     with _dispatch_to_ours(_engines(ours, arguments.get("model"), segments)):
         result = deepspeed.initialize(config=config, **arguments)

@@ -7,10 +7,17 @@ from typing import Any
 
 from deepspeed import comm as dist
 from deepspeed.runtime.engine import ROUTE_TRAIN
+from torch.optim import Optimizer
 
 from wavemare.engine.balance import Balance, ShareSampler, attach_balance
 from wavemare.engine.checkpoint import CheckpointMixin
 from wavemare.engine.config import SECTION, WavemareConfig
+from wavemare.engine.matrix_partitions import (
+    check_matrix_optimizer,
+    describe_partitions,
+    is_added,
+)
+from wavemare.engine.optimizers import refresh_by_stage
 from wavemare.engine.sparse_attach import attach_sparse_gradients
 from wavemare.engine.sparse_gradients import SparseGradients
 from wavemare.errors import ConfigError
@@ -39,12 +46,27 @@ class EngineMixin(CheckpointMixin):
     def __init__(self, *args: Any, sections: WavemareConfig | None = None, **kwargs: Any) -> None:
         self._sections = sections  # DeepSpeed makes its loader while it is built
         super().__init__(*args, **kwargs)
+        describe_partitions(self)
+        if sections is not None and sections.pipeline.schedule == "pipemare":
+            refresh_by_stage(self)
         if sections is not None:
             self._balance = attach_balance(self, sections.balance)
         if sections is not None and sections.sparse_collective.mode != "off":
             self._sparse = attach_sparse_gradients(
                 self, sections.sparse_collective, sections.watchdog.timeout_s
             )
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
+        if callable(client_optimizer) and not isinstance(client_optimizer, Optimizer):
+            client_optimizer = client_optimizer(model_parameters)
+        check_matrix_optimizer(self, client_optimizer)
+        super()._configure_optimizer(client_optimizer, model_parameters)  # type: ignore[misc]
+
+    def zero_allow_untested_optimizer(self) -> bool:
+        """Whether ZeRO takes an optimizer that DeepSpeed does not list; ours are tested with it."""
+        engine: Any = self
+        stock = bool(super().zero_allow_untested_optimizer())  # type: ignore[misc]
+        return stock or is_added(getattr(engine, "basic_optimizer", None))
 
     def buffered_allreduce_fallback(self, grads: Any = None, *args: Any, **kwargs: Any) -> None:
         """Reduce gradients as DeepSpeed's method of that name, or by the sparse collective."""

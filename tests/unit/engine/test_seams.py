@@ -129,7 +129,17 @@ def test_micro_batches_are_fetched_through_next_batch():
 
 @pytest.mark.parametrize(
     "seam",
-    ["load_universal_checkpoint", "use_node_local_storage", "get_global_grad_norm", "get_lr"],
+    [
+        "load_universal_checkpoint",
+        "use_node_local_storage",
+        "get_global_grad_norm",
+        "get_lr",
+        "_configure_optimizer",
+        "zero_allow_untested_optimizer",
+        "zero_use_cpu_optimizer",
+        "zero_offload_optimizer",
+        "zero_elastic_checkpoint",
+    ],
 )
 def test_the_engine_has_the_seam(seam):
     assert hasattr(deepspeed.DeepSpeedEngine, seam)

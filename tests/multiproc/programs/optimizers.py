@@ -1,0 +1,148 @@
+"""Train SOAP, Muon and NAdam under ZeRO 0 and 1, in fp32 and bf16; leave weights and losses.
+
+Arguments: result folder, a JSON list of cases: ``engine`` (data, 1f1b or pipemare), ``type``,
+``zero``, ``bf16``, ``stages``, ``alike`` (whether data ranks have the same data), what else `build`
+reads, and ``save`` or ``resume`` after so many steps, with a ``folder``.
+"""
+
+import json
+import sys
+import time
+from itertools import islice
+from pathlib import Path
+
+import deepspeed
+import torch
+from common import leave, weights_digest
+
+import wavemare
+from wavemare.errors import WavemareError
+from wavemare.pipeline.matrix_optimizer import MatrixOptimizer
+
+WIDTH, WORDS, MICRO, LENGTH, ACCUMULATION, STEPS = 12, 23, 4, 8, 2, 8
+PARAMS = {
+    "SOAP": {"lr": 0.02, "weight_decay": 0.1, "refresh": 3, "max_size": 16},
+    "NAdam": {"lr": 0.02, "betas": [0.99, 0.999], "momentum_decay": 0, "weight_decay": 0.1},
+    "Muon": {"lr": 0.05, "adam_lr": 0.01, "weight_decay": 0.1},
+}
+PARAMS["NAdam"]["decoupled_weight_decay"] = True
+
+
+def layers():
+    torch.manual_seed(7)
+    body = []
+    for inner in (20, 14):  # 20 is longer than max_size: rotated on one side
+        body += [torch.nn.Linear(WIDTH, inner), torch.nn.Tanh(), torch.nn.Linear(inner, WIDTH)]
+        body += [torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, WIDTH)]
+    return [torch.nn.Embedding(WORDS, WIDTH), *body, torch.nn.Linear(WIDTH, WORDS)]
+
+
+def loss_fn(logits, labels):
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+class Whole(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(*layers())
+
+    def forward(self, tokens, labels):
+        return loss_fn(self.layers(tokens), labels)
+
+
+def build(case):
+    kind, stages = case["type"], case.get("stages", 1)
+    asynchronous = case["engine"] == "pipemare"
+    section = {"stages": stages, **({"schedule": "pipemare"} if asynchronous else {})}
+    params = {**PARAMS[kind], **case.get("params", {})}
+    config = {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": case.get("accumulation", ACCUMULATION),
+        "optimizer": {"type": case.get("name", kind), "params": params},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": 0.001, "warmup_max_lr": 0.02, "warmup_num_steps": 5},
+        },
+        "zero_optimization": {"stage": case["zero"], **case.get("zero_options", {})},
+        "gradient_clipping": case.get("clip", 0.0),
+        "steps_per_print": None,
+        "wavemare": {"pipeline": section if stages > 1 else {}},
+    }
+    if kind == "Muon":
+        del config["scheduler"]  # it knows one rate
+    if case.get("bf16"):
+        config["bf16"] = {"enabled": True}
+    if case.get("universal"):
+        config["checkpoint"] = {"load_universal": True}
+    if case["engine"] == "data":
+        model = Whole()
+    else:
+        model = deepspeed.PipelineModule(
+            layers(), num_stages=stages, loss_fn=loss_fn, partition_method="uniform"
+        )
+    engine, *_ = wavemare.initialize(model=model, config=config)
+    return engine
+
+
+def batches(engine, case):
+    seed = 100 + (0 if case.get("alike") else engine.data_rank)
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        tokens = torch.randint(0, WORDS, (MICRO, LENGTH), generator=generator)
+        yield tokens, (3 * tokens + 1) % WORDS
+
+
+def train(case):
+    engine = build(case)
+    data = batches(engine, case)
+    losses = []
+    folder, steps = Path(case.get("folder", ".")), case.get("steps", STEPS)
+    if "resume" in case:
+        path, _ = engine.load_checkpoint(str(folder))
+        assert path is not None
+        next(islice(data, case["resume"] * ACCUMULATION - 1, None))
+    for step in range(case.get("resume", 0), steps):
+        if step == case.get("save"):
+            engine.save_checkpoint(str(folder))
+        losses.append(float(engine.train_batch(data)))
+    if hasattr(engine, "drain"):
+        engine.drain()
+    basic = engine.basic_optimizer
+    groups = basic.param_groups
+    cut = 0
+    if isinstance(basic, MatrixOptimizer):
+        for group in groups:
+            for partition in map(basic._partitions.get, group["params"]):
+                cut += partition is not None and partition.cut_elements(
+                    lambda shape, group=group: basic.is_matrix(group, shape)
+                )
+    result = {
+        "losses": losses,
+        "digest": weights_digest(engine),
+        "weights": [p.detach().double().tolist() for p in engine.module.parameters()],
+        "kind": f"{type(basic).__module__}.{type(basic).__name__}",
+        "wrapper": type(engine.optimizer).__name__,
+        "refresh": [group.get("refresh") for group in groups],
+        "rates": [group["lr"] for group in groups],
+        "muon": [group.get("use_muon") for group in groups],
+        "shapes": [[list(p.shape) for p in group["params"]] for group in groups],
+        "cut": cut,
+        "stage": getattr(engine, "stage_id", 0),
+    }
+    engine.destroy()
+    return result
+
+
+def attempt(case):
+    start = time.monotonic()
+    try:
+        return train(case)
+    except WavemareError as error:
+        return {"error": type(error).__name__, "key": error.key, "message": str(error)}
+    finally:
+        print(case, f"{time.monotonic() - start:.2f} s", flush=True)
+
+
+if __name__ == "__main__":
+    wavemare.init_distributed()
+    leave([attempt(case) for case in json.loads(sys.argv[2])])

@@ -1,0 +1,204 @@
+"""SOAP, Muon and NAdam in all engines: ZeRO changes nothing, runs resume, misfits are refused.
+
+SOAP's bases depend on the last digits of small gradients, so that paths are equal to the bit or not
+at all: ranks add in one order, or all have the same data.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from wavemare.optim import refresh_of
+
+KINDS = ["SOAP", "Muon", "NAdam"]
+
+
+def run(launch, cases, ranks=2, **options):
+    done = launch("optimizers.py", json.dumps(cases), ranks=ranks, **options).check()
+    return [done.result(rank) for rank in range(ranks)]
+
+
+def check_equal(found, expected):
+    assert found["losses"] == expected["losses"]
+    assert found["digest"] == expected["digest"]
+    assert found["losses"][-1] < found["losses"][0] - 0.05  # it does train
+
+
+def test_zero_changes_no_bit_on_two_ranks(launch):
+    both = [("data", "SOAP"), ("data", "NAdam"), ("1f1b", "Muon")]
+    cases = [
+        {"engine": engine, "type": kind, "zero": zero} for engine, kind in both for zero in (0, 1)
+    ]
+    # With one micro-batch per step ZeRO 2 adds in the same order.
+    cases += [
+        {"engine": "data", "type": "SOAP", "zero": zero, "accumulation": 1} for zero in (0, 2)
+    ]
+    cases += [{**cases[1], "zero_options": {"round_robin_gradients": True}}]
+    for found in run(launch, cases):
+        for i in range(0, 8, 2):
+            check_equal(found[i + 1], found[i])
+            assert found[i + 1]["wrapper"] == "DeepSpeedZeroOptimizer"
+            # A matrix does lie on both ranks.
+            assert bool(found[i + 1]["cut"]) == (cases[i]["type"] != "NAdam")
+        check_equal(found[8], found[0])
+
+
+@pytest.mark.slow
+def test_zero_changes_no_bit_on_four_ranks(launch):
+    cases = [
+        {"engine": "1f1b", "type": kind, "zero": zero, "alike": True}
+        for kind in ("SOAP", "Muon")
+        for zero in (0, 1)
+    ]
+    for found in run(launch, cases, ranks=4):
+        for i in (0, 2):
+            check_equal(found[i + 1], found[i])
+            assert found[i + 1]["cut"] > 240  # several cuts
+
+
+def folders(tmp_path, count):
+    made = [tmp_path / str(i) for i in range(count)]
+    for folder in made:
+        folder.mkdir()
+    return made
+
+
+def test_two_ranks_train_in_bf16_as_one(launch, tmp_path):
+    cases = [
+        {"engine": "1f1b", "type": kind, "zero": zero, "alike": True, "bf16": True}
+        for kind in KINDS
+        for zero in (0, 1)
+    ]
+    one, two = folders(tmp_path, 2)
+    expected = run(launch, cases, ranks=1, folder=one)[0]
+    for found in run(launch, cases, folder=two):
+        for case, whole, cut in zip(cases, expected, found, strict=True):
+            check_equal(cut, whole)
+            wrapper = "DeepSpeedZeroOptimizer" if case["zero"] else "BF16_Optimizer"
+            assert cut["wrapper"] == wrapper
+            assert bool(cut["cut"]) == (case["type"] != "NAdam")
+            assert not whole["cut"]
+
+
+@pytest.mark.parametrize("engine", ["pipemare", "1f1b"])
+def test_stages_step_their_own_matrices(launch, engine):
+    cases = [
+        {"engine": engine, "type": kind, "zero": zero, "stages": 2, "bf16": bf16}
+        for kind in KINDS
+        for bf16 in (False, True)
+        for zero in (0, 1)
+    ]
+    cases += [{**cases[i], "clip": 0.05} for i in (4, 5)]
+    found = run(launch, cases)
+    assert [rank[0]["stage"] for rank in found] == [0, 1]
+    for stage, results in enumerate(found):
+        for i in range(0, 12, 4):
+            check_equal(results[i + 1], results[i])
+            assert results[i + 2]["losses"][-1] < results[i + 2]["losses"][0] - 0.05
+            assert results[i + 3]["losses"][-1] < results[i + 3]["losses"][0] - 0.05
+        refresh = refresh_of(stage, 2, 3) if engine == "pipemare" else 3
+        assert results[0]["refresh"] == [refresh]
+        muon, clipped, cut = (results[i] for i in (4, 12, 13))
+        # What is clipped are gradients, not orthogonal updates; norms differ in the last digits.
+        assert cut["losses"] == pytest.approx(clipped["losses"], abs=0.02)
+        assert cut["losses"][-1] < cut["losses"][0] - 0.2
+        assert muon["muon"] == [True, False]
+        assert muon["rates"] == [0.05, 0.01]
+        # The embedding's and the head's weights, biases and norms go to AdamW.
+        assert all(len(shape) == 2 for shape in muon["shapes"][0])
+        assert [23, 12] not in muon["shapes"][0]
+        assert [23, 12] in muon["shapes"][1]
+    kinds = [found[0][i]["kind"].rpartition(".")[2] for i in (0, 4, 8)]
+    assert kinds == KINDS
+
+
+@pytest.mark.slow
+def test_replicas_of_asynchronous_stages_train_as_one(launch, tmp_path):
+    cases = [
+        {
+            "engine": "pipemare",
+            "type": kind,
+            "zero": zero,
+            "stages": 2,
+            "alike": True,
+            "bf16": bf16,
+        }
+        for kind in KINDS
+        for zero, bf16 in ((0, False), (1, False), (0, True))
+    ]
+    two, four = folders(tmp_path, 2)
+    expected = run(launch, cases, ranks=2, folder=two)
+    found = run(launch, cases, ranks=4, folder=four)
+    for rank in range(4):
+        for i, case in enumerate(cases):
+            result = found[rank][i]
+            check_equal(result, expected[result["stage"]][i])
+            partitioned = case["zero"] or case["bf16"]
+            assert bool(result["cut"]) == bool(partitioned and case["type"] != "NAdam")
+
+
+CHECKPOINTS = [
+    {"engine": "data", "type": "SOAP", "zero": 1},
+    {"engine": "1f1b", "type": "SOAP", "zero": 0, "stages": 2},
+    {"engine": "1f1b", "type": "SOAP", "zero": 1, "stages": 2},
+    {"engine": "pipemare", "type": "SOAP", "zero": 0, "stages": 2},
+    {"engine": "pipemare", "type": "SOAP", "zero": 1, "stages": 2},
+    {"engine": "pipemare", "type": "SOAP", "zero": 1, "stages": 2, "bf16": True},
+    {"engine": "pipemare", "type": "Muon", "zero": 1, "stages": 2},
+    {"engine": "pipemare", "type": "NAdam", "zero": 1, "stages": 2},
+]
+
+
+def test_resumed_runs_equal_uninterrupted_ones_and_universal_ones_are_refused(launch, tmp_path):
+    cases = []
+    for i, case in enumerate(CHECKPOINTS):
+        folder = str(tmp_path / f"saved-{i}")
+        cases += [{**case, "folder": folder, how: 4} for how in ("save", "resume")]
+    cases += [{**cases[i], "resume": 4, "save": None, "universal": True} for i in (4, 8, 12, 14)]
+    for found in run(launch, cases):
+        for i in range(0, 2 * len(CHECKPOINTS), 2):
+            whole, resumed = found[i : i + 2]
+            assert resumed["losses"] == whole["losses"][4:], cases[i]
+            assert resumed["digest"] == whole["digest"], cases[i]
+        for refused in found[2 * len(CHECKPOINTS) :]:
+            assert refused["error"] == "CheckpointError"
+            assert "a universal checkpoint keeps Adam's averages alone" in refused["message"]
+    tool = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+    source = ["--input_folder", str(tmp_path / "saved-4" / "global_step4")]
+    command = [*tool, *source, "--output_folder", str(tmp_path / "universal")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "universal_checkpoint_info state is missing" in done.stderr
+
+
+def test_what_cannot_work_is_refused_by_name(launch):
+    base = {"engine": "data", "type": "SOAP", "zero": 1, "steps": 1}
+    cpu = {"offload_optimizer": {"device": "cpu"}}
+    pipeline = {**base, "engine": "1f1b"}
+    refused = [
+        ({**base, "zero": 3}, "zero_optimization.stage", "ZeRO 3"),
+        ({**base, "zero_options": cpu}, "zero_optimization.offload_optimizer.device", "CPUAdam"),
+        ({**base, "zero_options": {"elastic_checkpoint": True}}, "zero_optimization", "elastic"),
+        ({**base, "params": {"refesh": 3}}, "optimizer.params.refesh", "'refresh'"),
+        ({**base, "params": {"refresh": 0}}, "optimizer.params.refresh", "1 or more"),
+        ({**base, "params": {"betas": [0.9, 1.5]}}, "optimizer.params.betas", "below 1"),
+        ({**base, "type": "NAdam", "params": {"momentum": 1}}, "optimizer.params.momentum", "'mom"),
+        ({**base, "type": "NAdam", "params": {"lr": -1.0}}, "optimizer.params", "learning rate"),
+        ({**pipeline, "type": "Muon", "params": {"adam_rl": 1}}, "optimizer.params", "'adam_lr'"),
+        ({**pipeline, "type": "Muon", "params": {"adam_lr": "x"}}, "optimizer.params.adam_lr", ""),
+    ]
+    fine = [
+        {**base, "name": "soap"},
+        {**base, "type": "NAdam", "name": "nadam"},
+        {**pipeline, "type": "Muon", "name": "MUON"},
+    ]
+    found = run(launch, [*(case for case, *_ in refused), *fine])
+    for results in found:
+        for (case, key, part), result in zip(refused, results, strict=False):
+            assert result.get("error") == "ConfigError", case
+            assert result["key"].startswith(key), result
+            assert part in result["message"], result
+        kinds = [result["kind"].rpartition(".")[2] for result in results[len(refused) :]]
+        assert kinds == ["SOAP", "NAdam", "Muon"]

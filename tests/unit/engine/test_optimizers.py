@@ -1,0 +1,103 @@
+"""Which optimizers are taken out of the JSON, which tensors Muon steps, and what is refused."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from wavemare.engine.matrix_partitions import check_matrix_optimizer, is_added
+from wavemare.engine.optimizers import muon_groups, take_optimizer
+from wavemare.errors import ConfigError
+from wavemare.optim import SOAP, Muon
+
+
+def engine(**changes):
+    answers = {
+        "zero_optimization_stage": 0,
+        "zero_use_cpu_optimizer": False,
+        "zero_offload_optimizer": SimpleNamespace(device="cpu"),
+        "zero_elastic_checkpoint": False,
+        "fp16_enabled": False,
+        **changes,
+    }
+    return SimpleNamespace(**{name: lambda value=value: value for name, value in answers.items()})
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"zero_optimization_stage": 3}, "zero_optimization.stage"),
+        ({"zero_use_cpu_optimizer": True}, "zero_optimization.offload_optimizer.device"),
+        ({"zero_elastic_checkpoint": True}, "zero_optimization.elastic_checkpoint"),
+        ({"fp16_enabled": True}, "fp16.enabled"),
+    ],
+)
+def test_what_optimizers_of_matrices_cannot_go_with_is_refused_by_name(changes, key):
+    for kind in (SOAP, Muon):
+        with pytest.raises(ConfigError, match=kind.__name__) as error:
+            check_matrix_optimizer(engine(**changes), kind([torch.zeros(2, 2)]))
+        assert error.value.key == key
+    check_matrix_optimizer(engine(**changes), torch.optim.AdamW([torch.zeros(2, 2)]))
+    check_matrix_optimizer(engine(), SOAP([torch.zeros(2, 2)]))
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Muon", "OneBitAdam", "SGD"])
+def test_other_optimizers_are_left_to_deepspeed(kind):
+    config = {"optimizer": {"type": kind, "params": {"lr": 1.0}}}
+    assert take_optimizer(config, torch.nn.Linear(2, 2), None) == (config, None)
+
+
+def test_an_optimizer_that_is_given_goes_before_the_section():
+    config = {"optimizer": {"type": "SOAP", "params": {"nonsense": 1}}}
+    given = object()
+    assert take_optimizer(config, None, given) == (config, given)
+    assert take_optimizer({}, None, None) == ({}, None)
+
+
+@pytest.mark.parametrize("name", ["SOAP", "soap", "Soap"])
+def test_the_section_makes_an_optimizer_and_is_taken_out(name):
+    config = {"optimizer": {"type": name, "params": {"lr": 0.5, "betas": [0.5, 0.6]}}, "x": 1}
+    rest, make = take_optimizer(config, None, None)
+    assert rest == {"x": 1}
+    assert "optimizer" in config
+    soap = make([torch.zeros(2, 2)])
+    assert isinstance(soap, SOAP)
+    assert (soap.defaults["lr"], soap.defaults["betas"]) == (0.5, (0.5, 0.6))
+    assert is_added(soap)
+    _, make = take_optimizer({"optimizer": {"type": name}}, None, None)
+    assert make([torch.zeros(3, 3)]).defaults["lr"] == SOAP([torch.zeros(3, 3)]).defaults["lr"]
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = torch.nn.Embedding(7, 4)
+        self.position_embeddings = torch.nn.Parameter(torch.zeros(5, 4))
+        self.hidden = torch.nn.Linear(4, 4)
+        self.stack = torch.nn.Parameter(torch.zeros(2, 3, 4))
+        self.marked = torch.nn.Linear(4, 4, bias=False)
+        self.lm_head = torch.nn.Linear(4, 7, bias=False)
+
+
+def test_muon_steps_hidden_matrices_alone():
+    model = Model()
+    model.marked.weight.use_muon = False
+    matrices, rest = muon_groups(model, model.parameters(), {})
+    assert matrices["use_muon"]
+    assert not rest["use_muon"]
+    assert [id(p) for p in matrices["params"]] == [id(model.hidden.weight)]
+    assert len(rest["params"]) == 6
+
+
+def test_parameter_groups_keep_their_settings():
+    model = Model()
+    groups = [
+        {"params": [model.hidden.weight, model.words.weight], "weight_decay": 0.1},
+        {"params": model.hidden.bias, "weight_decay": 0.0, "lr": 5.0},
+    ]
+    found = list(muon_groups(model, groups, {"muon_lr": 1.0, "adam_lr": 2.0}))
+    assert [(g["use_muon"], g["weight_decay"], g["lr"]) for g in found] == [
+        (True, 0.1, 1.0),
+        (False, 0.1, 2.0),
+        (False, 0.0, 5.0),
+    ]
