@@ -18,6 +18,7 @@ from wavemare.engine.parallel_config import ParallelConfig
 from wavemare.engine.sparse_checks import check_sparse_collective
 from wavemare.engine.wave_checks import check_wavelet
 from wavemare.errors import ConfigError, did_you_mean
+from wavemare.pipeline.advice import bounding_micro_batches
 from wavemare.pipeline.config import PipelineConfig
 from wavemare.pipeline.wave_config import WaveletConfig
 from wavemare.section import Section
@@ -243,6 +244,14 @@ def _check_schedule(config: Mapping[str, Any], pipeline: PipelineConfig) -> None
             "asynchronous stages would have to meet at each step to share a weight",
             "Leave it out, or use schedule 1f1b",
         )
+    if pipeline.pair_passes and pipeline.pipemare.discrepancy_correction.mode == "predict":
+        raise ConfigError(
+            f"{SECTION}.pipeline.pipemare.discrepancy_correction.mode",
+            "predict",
+            "a forward pass with predicted weights cannot run together with a backward pass with "
+            "the newest",
+            "Use another mode, or leave out pair_passes",
+        )
     if _enabled(config, "fp16"):
         raise ConfigError(
             "fp16.enabled",
@@ -272,12 +281,18 @@ def zero_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return section if isinstance(section, Mapping) else {"stage": int(bool(section))}
 
 
-def check_batch_sizes(config: Mapping[str, Any], *, data_world_size: int) -> dict[str, int]:
+def check_batch_sizes(
+    config: Mapping[str, Any], *, data_world_size: int, stages: int | None = None
+) -> dict[str, int]:
     """Complete and check ``train = micro * accumulation * data ranks``.
+
+    Where the number of micro-batches per step is left open, an asynchronous pipeline gets as many
+    as bound its staleness to one step (stages - 1), as far as the batch can be cut into so many.
 
     Args:
         config: DeepSpeed configuration; ``"auto"`` counts as not given.
         data_world_size: Number of data-parallel ranks (processes / stages).
+        stages: Length of the pipeline, if it is not the section's.
 
     Returns:
         All three sizes by their keys, in samples, samples and steps.
@@ -293,12 +308,13 @@ def check_batch_sizes(config: Mapping[str, Any], *, data_world_size: int) -> dic
             "no batch size is given",
             f"Give {_BATCH_KEYS[0]} or {_BATCH_KEYS[1]}",
         )
+    fewest = _fewest_micro_batches(config, stages)
     if micro is None:
         assert train is not None
-        accumulation = accumulation or 1
+        accumulation = accumulation or _parts(train // data_world_size, fewest)
         micro = train // (accumulation * data_world_size)
     elif accumulation is None:
-        accumulation = 1 if train is None else train // (micro * data_world_size)
+        accumulation = fewest if train is None else train // (micro * data_world_size)
     product = micro * accumulation * data_world_size
     if train is None:
         train = product
@@ -312,6 +328,19 @@ def check_batch_sizes(config: Mapping[str, Any], *, data_world_size: int) -> dic
             _batch_remedy(micro, accumulation, data_world_size),
         )
     return dict(zip(_BATCH_KEYS, (train, micro, accumulation), strict=True))
+
+
+def _fewest_micro_batches(config: Mapping[str, Any], stages: int | None) -> int:
+    """Return how many micro-batches a step has at least, where the configuration leaves it open."""
+    pipeline = WavemareConfig.of(config).pipeline
+    if pipeline.schedule != "pipemare":
+        return 1
+    return bounding_micro_batches(stages or pipeline.stages, pipeline.pipemare.slack)
+
+
+def _parts(samples: int, fewest: int) -> int:
+    """Return into how many equal parts to cut samples: the fewest that are enough, or each one."""
+    return next((n for n in range(fewest, samples) if samples % n == 0), max(samples, 1))
 
 
 def _size(config: Mapping[str, Any], key: str) -> int | None:

@@ -28,6 +28,7 @@ from wavemare.engine.config import (
 )
 from wavemare.engine.data_parallel import Engine
 from wavemare.engine.launch import compiled_ops_enabled
+from wavemare.engine.optimizer_policy import check_replaceable, choose_optimizer
 from wavemare.engine.optimizers import take_optimizer
 from wavemare.engine.paired import PairedPipelineEngine
 from wavemare.engine.pipe import DualPipeVEngine, PipelineEngine
@@ -35,6 +36,7 @@ from wavemare.engine.pipemare import PipeMareEngine
 from wavemare.engine.segments import Segments
 from wavemare.engine.stage_passes import check_pair_passes
 from wavemare.errors import ConfigError
+from wavemare.pipeline.advice import staleness_warning
 
 __all__ = ["ENGINES", "build_engine", "read_config"]
 
@@ -67,6 +69,7 @@ def build_engine(
         ConfigError: A key or value that cannot work, before the model is touched.
     """
     ours = _check(config, arguments.get("model"), arguments.get("mpu"), arguments.get("mesh_param"))
+    check_replaceable(ours, arguments.get("optimizer"))
     if SECTION in config and isinstance(arguments.get("model"), deepspeed.PipelineModule):
         count_all_stages(arguments["model"])  # without our section all is as in DeepSpeed
     config, arguments["optimizer"] = take_optimizer(
@@ -144,10 +147,28 @@ def _check(config: dict[str, Any], model: Any, mpu: Any, mesh_param: Any) -> Wav
         given = ours.balance.model_dump(exclude_unset=True)
         remedy = "Leave it out, or use wavemare.tensor_parallel"
         raise ConfigError("wavemare.balance", given, reason, remedy)
-    sizes = check_batch_sizes(config, data_world_size=data_ranks)
+    length = _pipeline_length(model, ours)
+    sizes = check_batch_sizes(config, data_world_size=data_ranks, stages=length)
     check_shares(ours.balance, sizes, data_ranks)
-    config.update({key: size for key, size in sizes.items() if config.get(key) == "auto"})
+    asynchronous = ours.pipeline.schedule == "pipemare"
+    # DeepSpeed would complete them itself, with one micro-batch per step.
+    config.update({k: n for k, n in sizes.items() if asynchronous or config.get(k) == "auto"})
+    if asynchronous:
+        return _choose(config, ours, length, sizes["gradient_accumulation_steps"])
     return ours
+
+
+def _choose(
+    config: dict[str, Any], ours: WavemareConfig, stages: int, micro_batches: int
+) -> WavemareConfig:
+    """Put the policy's optimizer into a configuration; say so, and how stale gradients are."""
+    chosen, said = choose_optimizer(config, stages=stages, micro_batches=micro_batches)
+    config.update(chosen)
+    if dist.get_rank() == 0:
+        warning = staleness_warning(stages, micro_batches, ours.pipeline.pipemare.slack)
+        for line in filter(None, (warning, said)):
+            logger.warning(line)
+    return WavemareConfig.of(config)
 
 
 def _data_ranks_of(mpu: Any, world_size: int) -> int:
@@ -157,11 +178,17 @@ def _data_ranks_of(mpu: Any, world_size: int) -> int:
     return world_size // int(mpu.get_sequence_parallel_world_size())
 
 
-def _stages(model: Any, ours: WavemareConfig) -> int:
+def _pipeline_length(model: Any, ours: WavemareConfig) -> int:
     if not isinstance(model, deepspeed.PipelineModule):
         return ours.pipeline.stages
+    return int(model.mpu().get_pipe_parallel_world_size())
+
+
+def _stages(model: Any, ours: WavemareConfig) -> int:
+    built = _pipeline_length(model, ours)
+    if not isinstance(model, deepspeed.PipelineModule):
+        return built
     grid = model.mpu()
-    built = int(grid.get_pipe_parallel_world_size())
     if "stages" in ours.pipeline.model_fields_set and ours.pipeline.stages != built:
         raise ConfigError(
             "wavemare.pipeline.stages",

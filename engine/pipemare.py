@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import deepspeed
@@ -32,7 +32,7 @@ from wavemare.engine.window import INSTRUCTIONS, Pair, Window
 from wavemare.errors import ConfigError, ModelError
 from wavemare.pipeline.action import Action, Kind
 from wavemare.pipeline.config import PipeMareConfig
-from wavemare.pipeline.correction import make_correction
+from wavemare.pipeline.corrections import make_correction
 from wavemare.pipeline.order import Stream, ahead
 from wavemare.pipeline.passes import pair_passes
 from wavemare.pipeline.schedules import SEND_SLOTS, drain_boundary
@@ -99,7 +99,7 @@ class PipeMareEngine(PipelineEngine):
             self.num_stages,
             self.micro_batches,
             norms=self._clip > 0 and self.pipemare.clipping == "global",
-            correct=settings.mode != "off",
+            correct=settings.mode not in ("off", "predict"),
             slack=self.pipemare.slack,
         )
 
@@ -251,8 +251,7 @@ class PipeMareEngine(PipelineEngine):
 
     def _forward_context(self, number: int) -> AbstractContextManager[None]:
         # What lies beyond this step will go backward after the weights have changed.
-        stale = number >= self._first + self.micro_batches
-        return self._correction.forward() if stale else nullcontext()
+        return self._correction.forward((number - self._first) // self.micro_batches)
 
     def _exec_forward(self, action: Action) -> None:
         micro_batch = self._micro_batches[action.micro_batch]
@@ -404,6 +403,7 @@ class PipeMareEngine(PipelineEngine):
             self._stage_optimizer.clip(norms.own, norms.own / norms.share)
         elif self._clip:
             self._stage_optimizer.clip(norms.own, norms.total)
+        self._stage_optimizer.note_staleness(self._telemetry.mean_staleness)
         self._correction.before_step()
         with self._stage_optimizer.keeping_versions():
             self._exec_optimizer_step()

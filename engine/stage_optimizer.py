@@ -23,7 +23,9 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from wavemare.errors import ConfigError
 from wavemare.pipeline.config import PipeMareConfig
+from wavemare.pipeline.order import ahead
 from wavemare.pipeline.staleness import lr_factor, mean_delay
+from wavemare.pipeline.update_feedback import UpdateFeedback
 
 __all__ = ["StageOptimizer"]
 
@@ -57,8 +59,11 @@ class StageOptimizer:
         elif isinstance(self._optimizer, DeepSpeedZeroOptimizer):
             self._optimizer.model_parallel_group = self._group
             self._optimizer.model_parallel_rank = self._group_rank
+        self._mean_staleness = 0.0
         if config.lr_rescheduling.enabled:
             self._reschedule(config)
+        if config.error_feedback and ahead(engine.stage_id, engine.num_stages, config.slack):
+            UpdateFeedback(engine.basic_optimizer, lambda: self._mean_staleness)
 
     def _check(self) -> None:
         basic = self._engine.basic_optimizer
@@ -100,6 +105,10 @@ class StageOptimizer:
         basic = self._engine.basic_optimizer
         basic.register_step_pre_hook(divide)
         basic.register_step_post_hook(put_back)
+
+    def note_staleness(self, mean: float) -> None:
+        """Take the mean staleness of the micro-batches that the next step is made of, in steps."""
+        self._mean_staleness = mean
 
     def norm_squared(self) -> float:
         """Return the squared norm of the stage's gradients, over all its ranks' shares."""

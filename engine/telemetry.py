@@ -62,6 +62,12 @@ class Telemetry:
         """Note the staleness of a micro-batch at its backward pass."""
         self._staleness.append(staleness)
 
+    @property
+    def mean_staleness(self) -> float:
+        """Of the present step's micro-batches so far; 0 before the first one."""
+        noted = self._staleness
+        return sum(noted) / len(noted) if noted else 0.0
+
     def end_step(self, shares: tuple[float, float], update_gap: float) -> None:
         """Make this stage's report of a step.
 
@@ -69,9 +75,7 @@ class Telemetry:
             shares: Of the time: busy, and waiting.
             update_gap: See `StageReport`.
         """
-        noted = self._staleness
-        mean = sum(noted) / len(noted) if noted else 0.0
-        self.reports[self._stage] = StageReport(*shares, mean, update_gap)
+        self.reports[self._stage] = StageReport(*shares, self.mean_staleness, update_gap)
         self._staleness = []
 
     def metrics(self) -> dict[str, float]:

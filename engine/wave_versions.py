@@ -67,7 +67,7 @@ class DelayedVersions(Versions):
 
     def forward(self) -> AbstractContextManager[Any]:
         """Return the context in which autograd keeps references to weights."""
-        return self._correction.forward()
+        return self._correction.forward(1)
 
     def advance(self, step: int, *, updates: bool) -> None:
         """Copy the weights, if they are going to change."""

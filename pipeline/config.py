@@ -25,10 +25,11 @@ class LrRescheduling(Section):
 class DiscrepancyCorrection(Section):
     """PipeMare's T2: backward passes with the weights that the forward pass saw."""
 
-    mode: Literal["auto", "off", "exact", "ema"] = "auto"
+    mode: Literal["auto", "off", "exact", "ema", "predict"] = "auto"
     """``off`` takes the newest weights, ``exact`` keeps copies of the last versions, ``ema``
     estimates them from the mean of the last changes; ``auto`` takes nothing on a stage without
-    staleness, ``exact`` up to a staleness of 2 and ``ema`` beyond."""
+    staleness, ``exact`` up to a staleness of 2 and ``ema`` beyond. ``predict`` leaves backward
+    passes the newest weights and predicts these for the forward pass (SpecTrain, PipeOptim)."""
 
     decay: float | None = Field(default=None, gt=0, lt=1)
     """The paper's D: the mean's decay is ``D ** (1 / staleness)``. If omitted, the decay is
@@ -43,6 +44,14 @@ class PipeMareConfig(Section):
 
     discrepancy_correction: DiscrepancyCorrection = DiscrepancyCorrection()
     """See `DiscrepancyCorrection`."""
+
+    optimizer_policy: Literal["keep", "auto"] = "keep"
+    """``auto`` replaces Adam and AdamW, where gradients are stale, by the optimizer that bears it
+    (see `engine.optimizer_policy`), and says what it chose and why."""
+
+    error_feedback: bool = False
+    """Whether a stale step is made good at the next one: each update is extended by the mean
+    staleness (beyond 1, its root) times its difference to the update before."""
 
     warmup_steps: int = Field(default=0, ge=0)
     """So many first optimizer steps are synchronous (PipeMare's T3)."""

@@ -20,16 +20,14 @@ import torch
 from torch import Tensor
 
 from wavemare.errors import CheckpointError, ModelError, PlanError
-from wavemare.pipeline.staleness import MODES, ema_decay, ema_decay_from, resolve_mode
 from wavemare.pipeline.storage import References, distinct, resolve, same_layout, size_bytes
 
 __all__ = [
-    "MODES",
     "Correction",
     "EmaCorrection",
     "ExactCorrection",
     "NoCorrection",
-    "make_correction",
+    "check_shapes",
 ]
 
 
@@ -67,9 +65,13 @@ class Correction(ABC):
         """Note the weights that an optimizer step made."""
         self._after_step(self._weights())
 
-    def forward(self) -> AbstractContextManager[None]:
-        """Return a context for the forward pass of a micro-batch that will be stale."""
-        return self._references.kept()
+    def forward(self, staleness: int) -> AbstractContextManager[None]:
+        """Return a context for a forward pass.
+
+        Args:
+            staleness: Optimizer steps until the micro-batch's backward pass.
+        """
+        return self._references.kept() if staleness else nullcontext()
 
     def correct(self, staleness: int) -> None:
         """Put the weights of some versions ago, or their estimate, in place of the newest.
@@ -176,7 +178,7 @@ class NoCorrection(Correction):
 
     mode = "off"
 
-    def forward(self) -> AbstractContextManager[None]:
+    def forward(self, staleness: int) -> AbstractContextManager[None]:
         """Return a context that does nothing."""
         return nullcontext()
 
@@ -256,7 +258,7 @@ class ExactCorrection(Correction):
         self._check_newest("load")
         versions = state["versions"][: len(self._ring)]
         for version in versions:
-            _check_shapes(version, self._parameters)
+            check_shapes(version, self._parameters)
         self._held = 0
         for version in reversed(versions):
             self._before_step(version)
@@ -337,7 +339,7 @@ class EmaCorrection(Correction):
             CheckpointError: It is of another mode or of other parameters.
         """
         self._check_mode(state)
-        _check_shapes(state["deltas"], self._parameters)
+        check_shapes(state["deltas"], self._parameters)
         for delta, loaded in zip(self._deltas, state["deltas"], strict=True):
             delta.copy_(loaded)
 
@@ -367,36 +369,6 @@ class EmaCorrection(Correction):
         return self._estimate
 
 
-def make_correction(
-    mode: str,
-    parameters: Iterable[Tensor],
-    max_staleness: int,
-    decay_base: float | None = None,
-) -> Correction:
-    """Return the correction of one stage.
-
-    Args:
-        mode: One of `MODES`; "auto" takes copies up to a staleness of 2, the estimate beyond.
-        parameters: See `Correction`.
-        max_staleness: Largest staleness of the stage, in optimizer steps; at 0 there is nothing to
-            correct.
-        decay_base: PipeMare's D for the estimate; omitted, the decay is `ema_decay`'s.
-
-    Raises:
-        PlanError: There is no such mode, or a number is out of range.
-        ModelError: Parameters share a part of their memory.
-    """
-    resolved = resolve_mode(mode, max_staleness)
-    if resolved == "exact":
-        return ExactCorrection(parameters, max_staleness)
-    if resolved == "ema":
-        decay = ema_decay(max_staleness)
-        if decay_base is not None:
-            decay = ema_decay_from(decay_base, max_staleness)
-        return EmaCorrection(parameters, decay, max_staleness)
-    return NoCorrection(parameters)
-
-
 def _point(parameters: Iterable[Tensor], tensors: Iterable[Tensor]) -> None:
     for parameter, tensor in zip(parameters, tensors, strict=True):
         parameter.data = tensor
@@ -413,7 +385,12 @@ def _norm(tensors: Sequence[Tensor]) -> float:
     return float(torch.stack([norm.float() for norm in norms]).norm())
 
 
-def _check_shapes(loaded: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+def check_shapes(loaded: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+    """Check that tensors of a state are those of a stage's parameters.
+
+    Raises:
+        CheckpointError: Their number or shapes differ.
+    """
     got = [tuple(tensor.shape) for tensor in loaded]
     if got != [tuple(parameter.shape) for parameter in parameters]:
         reason = f"the state is of other parameters than the stage's {len(parameters)}"

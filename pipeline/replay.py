@@ -26,8 +26,6 @@ from wavemare.pipeline.staleness import (
     ema_decay_from,
     forward_version,
     lr_factor,
-    max_staleness,
-    mean_delay,
     resolve_mode,
 )
 
@@ -78,12 +76,20 @@ class Replay:
         make_optimizer: Makes a stage's optimizer from its trainable parameters.
         micro_batches: Micro-batches per optimizer step.
         correction: One of `staleness.MODES`.
+        error_feedback: Whether each update is corrected by its difference to the one before; see
+            `update_feedback`.
         decay_base: PipeMare's D for the estimate; omitted, the decay is `ema_decay`'s.
         anneal_steps: Steps after warm-up in which the learning rate is rescheduled (T1), or None.
         make_scheduler: Makes a stage's learning-rate scheduler, stepped after its optimizer.
         warmup_steps: So many first steps are synchronous (T3).
         drain_interval: Steps between drains after that; 0 for none.
         slack: See `order.ahead`.
+        delays: For each stage how many micro-batches it forwards ahead of its backward passes, if
+            it is not what the pipeline and ``slack`` say: as many as a step has for each stage are
+            PipeDream-2BW's one step, ``2 (P - 1 - s) + 1`` those of PipeMare's dataflow machine.
+        clip: Bound of the norm of all stages' gradients, or None. It is that of the step itself:
+            in an asynchronous pipeline a stage knows the norms of those before it as of a step
+            before.
         measure_gap: Whether to measure how far the weights move away from forward passes.
 
     Attributes:
@@ -107,6 +113,9 @@ class Replay:
         warmup_steps: int = 0,
         drain_interval: int = 0,
         slack: int = 0,
+        delays: Sequence[int] | None = None,
+        clip: float | None = None,
+        error_feedback: bool = False,
         measure_gap: bool = False,
     ) -> None:
         if not stages:
@@ -118,26 +127,36 @@ class Replay:
         self._warmup_steps = warmup_steps
         self._drain_interval = drain_interval
         self._measure_gap = measure_gap
+        self._clip = clip
         self._drained = 0
+        if micro_batches < 1:
+            reason = "an optimizer step has at least one micro-batch"
+            raise PlanError("micro_batches", micro_batches, reason, "Give 1 or more")
+        if delays is None:
+            delays = [ahead(index, len(stages), slack) for index in range(len(stages))]
         self.records: list[StepRecord] = []
         self._stages = [
             _Stage(
                 module,
                 make_optimizer,
                 make_scheduler,
-                delay=ahead(index, len(stages), slack),
-                tau=mean_delay(index, len(stages), micro_batches, slack),
-                oldest=max_staleness(index, len(stages), micro_batches, slack),
+                delay=delay,
+                micro_batches=micro_batches,
                 correction=correction,
                 decay_base=decay_base,
+                error_feedback=error_feedback,
             )
-            for index, module in enumerate(stages)
+            for module, delay in zip(stages, delays, strict=True)
         ]
 
     @property
     def steps(self) -> int:
         """Optimizer steps done: the version of all stages' weights."""
         return len(self.records)
+
+    def correction_bytes(self) -> list[int]:
+        """Return what each stage of a real pipeline holds for its correction."""
+        return [stage.correction_bytes() for stage in self._stages]
 
     def step(self, batches: Iterable[tuple[Value, Any]]) -> float:
         """Do one optimizer step on every stage.
@@ -163,8 +182,9 @@ class Replay:
         losses = []
         for index, (inputs, labels) in enumerate(given):
             losses.append(self._pass(inputs, labels, [age[index] for age in ages]))
-        for stage in self._stages:
-            stage.update(self._factor(stage, step))
+        self._clip_gradients()
+        for stage, age in zip(self._stages, ages, strict=True):
+            stage.update(self._factor(stage, step), math.fsum(age) / len(age))
         self._note_drain(step, first)
         record = StepRecord(step, tuple(losses), tuple(ages), tuple(gaps))
         self.records.append(record)
@@ -205,6 +225,11 @@ class Replay:
                 grads = [tensor.grad for tensor in _tensors(received[index])]
         return float(loss.detach())
 
+    def _clip_gradients(self) -> None:
+        if self._clip is not None:
+            parameters = [p for stage in self._stages for p in stage.parameters]
+            nn.utils.clip_grad_norm_(parameters, self._clip)
+
     def _factor(self, stage: _Stage, step: int) -> float:
         # A synchronous step has no delay: the annealing begins after them.
         step -= self._warmup_steps
@@ -233,10 +258,10 @@ class _Stage:
         make_optimizer: See `Replay`.
         make_scheduler: See `Replay`.
         delay: In micro-batches.
-        tau: Mean delay in optimizer steps.
-        oldest: Largest staleness.
+        micro_batches: See `Replay`.
         correction: See `Replay`.
         decay_base: See `Replay`.
+        error_feedback: See `Replay`.
     """
 
     def __init__(
@@ -246,17 +271,18 @@ class _Stage:
         make_scheduler: Callable[[Optimizer], LRScheduler] | None,
         *,
         delay: int,
-        tau: float,
-        oldest: int,
+        micro_batches: int,
         correction: str,
         decay_base: float | None,
+        error_feedback: bool,
     ) -> None:
         self.module = module
         self.delay = delay
-        self.tau = tau
-        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        self.tau = delay / micro_batches
+        oldest = self._oldest = -(-delay // micro_batches)
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
         # torch's optimizers refuse to be made without parameters.
-        self._optimizer = make_optimizer(self._parameters) if self._parameters else None
+        self._optimizer = make_optimizer(self.parameters) if self.parameters else None
         self._scheduler = (
             make_scheduler(self._optimizer) if make_scheduler and self._optimizer else None
         )
@@ -266,21 +292,32 @@ class _Stage:
             self._decay = (
                 ema_decay(oldest) if decay_base is None else ema_decay_from(decay_base, oldest)
             )
-        self._history: deque[Weights] = deque([self._copy()], maxlen=oldest + 1)
+        # One more than passes meet, for the change that a prediction continues.
+        self._history: deque[Weights] = deque([self._copy()], maxlen=oldest + 2)
+        self._error_feedback = error_feedback
+        self._update: Weights | None = None
         self._deltas = [torch.zeros_like(w) for w in map(_wide, self._history[-1])]
+
+    def correction_bytes(self) -> int:
+        """Return what the correction of a real stage holds."""
+        copies = {"off": 0, "exact": self._oldest, "ema": 2, "predict": 2}[self._mode]
+        return copies * sum(p.nbytes for p in self.parameters)
 
     def former(self, age: int) -> Weights:
         """Return the weights of some versions ago."""
         return self._history[-1 - age]
 
     def put_former(self, age: int) -> None:
-        """Put the weights of some versions ago in place of the newest."""
-        if age:
+        """Put the weights for a forward pass, of some versions ago, in place of the newest."""
+        if age and self._mode == "predict" and age + 1 < len(self._history):
+            pairs = zip(self.former(age), self.former(age + 1), strict=True)
+            self._put([seen + age * (seen - before) for seen, before in pairs])
+        elif age:
             self._put(self.former(age))
 
     def put_corrected(self, age: int) -> None:
         """Put the weights for a backward pass in place of those of the forward pass."""
-        if age and self._mode == "off":
+        if age and self._mode in ("off", "predict"):
             self._put(self.former(0))
         elif age and self._mode == "ema":
             pairs = zip(self.former(0), self._deltas, strict=True)
@@ -296,12 +333,19 @@ class _Stage:
         pairs = zip(self.former(0), self.former(age), strict=True)
         return math.sqrt(sum(float((_wide(a) - _wide(b)).square().sum()) for a, b in pairs))
 
-    def update(self, factor: float) -> None:
-        """Do an optimizer step with the learning rate times a factor, and keep the new weights."""
+    def update(self, factor: float, staleness: float) -> None:
+        """Do an optimizer step and keep the new weights.
+
+        Args:
+            factor: Of the learning rate.
+            staleness: Mean of the step's micro-batches.
+        """
         if self._optimizer is not None:
             self._step(self._optimizer, factor)
         if self._scheduler is not None:
             self._scheduler.step()
+        if self._error_feedback:
+            self._correct_update(staleness)
         newest = self._copy()
         if self._mode == "ema":
             former = self.former(0)
@@ -310,6 +354,13 @@ class _Stage:
                 for delta, new, old in zip(self._deltas, newest, former, strict=True)
             ]
         self._history.append(newest)
+
+    def _correct_update(self, staleness: float) -> None:
+        update = [p.detach() - w for p, w in zip(self.parameters, self.former(0), strict=True)]
+        if self._update is not None:
+            for p, new, old in zip(self.parameters, update, self._update, strict=True):
+                p.data.add_(min(staleness, staleness**0.5) * (new - old))
+        self._update = update
 
     @staticmethod
     def _step(optimizer: Optimizer, factor: float) -> None:
@@ -323,10 +374,10 @@ class _Stage:
         optimizer.zero_grad(set_to_none=True)
 
     def _copy(self) -> Weights:
-        return [parameter.detach().clone() for parameter in self._parameters]
+        return [parameter.detach().clone() for parameter in self.parameters]
 
     def _put(self, weights: Weights) -> None:
-        for parameter, weight in zip(self._parameters, weights, strict=True):
+        for parameter, weight in zip(self.parameters, weights, strict=True):
             parameter.data.copy_(weight)
 
 

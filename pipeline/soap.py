@@ -162,7 +162,19 @@ def _begin(state: State, grad: Tensor, sides: list[int]) -> None:
     for side in sides:
         covariance = _covariance(grad, side)
         state[f"covariance_{side}"] = covariance
-        state[f"basis_{side}"] = torch.linalg.eigh(covariance).eigenvectors.flip(1).contiguous()
+        state[f"basis_{side}"] = _eigenvectors(covariance)
+
+
+def _eigenvectors(covariance: Tensor) -> Tensor:
+    """Return the eigenvectors as columns, that of the largest eigenvalue first."""
+    # Of a tall gradient's rows few differ: in fp32, solvers give up on that many equal eigenvalues.
+    wide = covariance.double()
+    try:
+        vectors = torch.linalg.eigh(wide).eigenvectors
+    except torch.linalg.LinAlgError:
+        ramp = torch.linspace(0, 1e-9, len(wide), dtype=wide.dtype, device=wide.device)
+        vectors = torch.linalg.eigh(wide + (ramp * wide.trace()).diag()).eigenvectors
+    return vectors.flip(1).to(covariance.dtype).contiguous()
 
 
 def _covariance(grad: Tensor, side: int) -> Tensor:

@@ -24,9 +24,10 @@ __all__ = [
     "staleness",
 ]
 
-MODES = ("off", "exact", "ema", "auto")
-"""Ways to give a backward pass the weights of its forward pass: not at all, from copies, from an
-exponential moving average of the weight changes, or whichever holds less memory."""
+MODES = ("off", "exact", "ema", "predict", "auto")
+"""Ways to give both passes of a micro-batch the same weights: not at all; the backward pass those
+of the forward pass, from copies or from an exponential moving average of the weight changes; the
+forward pass those of the backward pass, predicted; or copies or average, whichever is smaller."""
 
 EXACT_LIMIT = 2
 """Up to this staleness, copies take no more memory than the moving average and one saved copy."""
@@ -163,7 +164,7 @@ def ema_decay_from(base: float, d: int) -> float:
 
 
 def resolve_mode(mode: str, max_staleness: int) -> str:
-    """Return what a correction mode means for a stage: "off", "exact" or "ema".
+    """Return what a correction mode means for a stage: "off", "exact", "ema" or "predict".
 
     Args:
         mode: One of `MODES`.

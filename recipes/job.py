@@ -30,7 +30,7 @@ from wavemare.recipes.arguments import JobArguments
 from wavemare.recipes.balancing import Balancing
 from wavemare.recipes.panel import start_up_panel
 
-__all__ = ["Job"]
+__all__ = ["MEASURED", "Job", "resolve_schedule"]
 
 MEASURED = ("held_out_loss", "accuracy", "macro_f1")
 """Results that also stand in ``metrics.jsonl``, where they are followed over the steps."""
@@ -55,7 +55,11 @@ class Job:
         self.title = title
         self.balancing = Balancing(
             arguments.balance,
-            self._resolve(arguments.megatron.config(load_config(arguments.deepspeed_config))),
+            resolve_schedule(
+                arguments.megatron.config(load_config(arguments.deepspeed_config)),
+                arguments.max_steps,
+                arguments.megatron.warmup_steps(arguments.max_steps),
+            ),
             Path(arguments.output),
             resumes=arguments.resume,
             tries=arguments.balance_trial,
@@ -81,7 +85,6 @@ class Job:
         if arguments.resume:
             self._check_resume()
         self.screen = Screen(rank=self.rank)
-        self.cache = Path(arguments.cache).expanduser()
         self.engine: Any = None
         self.first_step = 0
         self.seconds = 0.0
@@ -113,21 +116,6 @@ class Job:
         latest = self.checkpoints / "latest"
         made = (self.checkpoints / universal).stat().st_mtime
         return latest.is_file() and latest.stat().st_mtime > made
-
-    def _resolve(self, config: dict[str, Any]) -> dict[str, Any]:
-        scheduler = config.get("scheduler", {}).get("params", {})
-        steps = self.arguments.max_steps
-        warmup = self.arguments.megatron.warmup_steps(steps)
-        for key, value in (("total_num_steps", steps), ("warmup_num_steps", warmup)):
-            if scheduler.get(key) == "auto":
-                scheduler[key] = value
-        # Stale gradients do the most harm while the learning rate is at its highest.
-        section: Any = config
-        for key in (SECTION, "pipeline", "pipemare"):
-            section = section.get(key) if isinstance(section, dict) else None
-        if isinstance(section, dict) and section.get("warmup_steps") == "auto":
-            section["warmup_steps"] = steps // 5
-        return config
 
     @property
     def checkpoints(self) -> Path:
@@ -446,3 +434,24 @@ class Job:
             "zero_stage": int(self.engine.zero_optimization_stage()),
             **self.batch,
         }
+
+
+def resolve_schedule(config: dict[str, Any], steps: int, warmup: int) -> dict[str, Any]:
+    """Fill in, in place, what is ``"auto"`` in a configuration because it depends on the steps.
+
+    Args:
+        config: The whole configuration.
+        steps: Optimizer steps of the training.
+        warmup: Those in which the learning rate rises.
+    """
+    scheduler = config.get("scheduler", {}).get("params", {})
+    for key, value in (("total_num_steps", steps), ("warmup_num_steps", warmup)):
+        if scheduler.get(key) == "auto":
+            scheduler[key] = value
+    # Stale gradients do the most harm while the learning rate is at its highest.
+    section: Any = config
+    for key in (SECTION, "pipeline", "pipemare"):
+        section = section.get(key) if isinstance(section, dict) else None
+    if isinstance(section, dict) and section.get("warmup_steps") == "auto":
+        section["warmup_steps"] = steps // 5
+    return config

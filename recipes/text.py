@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 from wavemare.errors import ConfigError
 from wavemare.observe import Screen
-from wavemare.recipes.job import Job
+from wavemare.recipes.arguments import JobArguments
 from wavemare.recipes.megatron_parts import MegatronParts
 
 __all__ = ["TextData"]
@@ -20,18 +21,17 @@ class TextData:
     """A corpus in two parts, to train on and held out, with its tokenizer.
 
     Args:
-        job: The run.
-        data: The ``--data`` option.
+        arguments: The recipe's options, which say where the text is and what is cached where.
 
     Raises:
         DataError: There is no such text, found before anything slow begins.
     """
 
-    def __init__(self, job: Job, data: str | None) -> None:
+    def __init__(self, arguments: JobArguments) -> None:
         from wavemare.data import Kind, resolve
 
-        self.source = resolve(data)
-        self._split = job.arguments.split
+        self.source = resolve(arguments.data)
+        self._split = arguments.split
         if self._split is not None and self.source.kind is not Kind.MEGATRON:
             raise ConfigError(
                 "--split",
@@ -39,8 +39,8 @@ class TextData:
                 f"{self.source.name} is text, of which a part is held out by its hash",
                 "Leave it out, or make Megatron data with wavemare data build",
             )
-        self._text_column = job.arguments.text_column
-        self._cache = job.cache
+        self._text_column = arguments.text_column
+        self._cache = Path(arguments.cache).expanduser()
 
     def read(
         self, *, kind: Literal["gpt", "bert"], vocab_size: int = 0, tokenizer: str | None = None

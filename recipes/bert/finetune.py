@@ -64,7 +64,7 @@ def main() -> None:
     corpus = load_classification(
         source, text_column=arguments.text_column, label_column=arguments.label_column
     )
-    tokenizer, model = start(arguments, corpus, job.cache, values)
+    tokenizer, model = start(arguments, corpus, Path(arguments.cache).expanduser(), values)
     train = EncodedDataset(corpus.train, tokenizer, arguments.sequence_length)
     held_out = EncodedDataset(corpus.held_out, tokenizer, arguments.sequence_length)
     panel = {

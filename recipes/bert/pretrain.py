@@ -8,6 +8,7 @@ Run it with ``wavemare train bert``, or as any DeepSpeed script::
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,34 +46,16 @@ def main() -> None:
     arguments = parse_arguments(PretrainArguments)
     job = Job(arguments, "wavemare: BERT pretraining")
 
-    text = TextData(job, arguments.data)
+    text = TextData(arguments)
     values = read_model_config(
         arguments.model_config, arguments.sequence_length, arguments.megatron.model
     )
     job.connect()
 
-    from transformers import AutoConfig, AutoModelForMaskedLM
-
-    from wavemare.data import MaskedDataset
-
     text.read(kind="bert", vocab_size=arguments.vocab_size, tokenizer=arguments.tokenizer)
-    rows = arguments.megatron.vocabulary(len(text.tokenizer))
-    sizes = {"vocab_size": rows, "pad_token_id": text.tokenizer.pad_token_id}
-    with naming("--model_config", arguments.model_config):
-        config = AutoConfig.for_model(**{**sizes, **values})
-        model = AutoModelForMaskedLM.from_config(config)
-    check_gap(text.tokenizer, arguments.prompt, longest(config))
-    packed = text.pack(
-        arguments.sequence_length,
-        positions=longest(config),
-        vocabulary=config.vocab_size,
-    )
-    train, held_out = (
-        MaskedDataset(
-            part, text.tokenizer, probability=arguments.mask_probability, seed=arguments.seed
-        )
-        for part in packed
-    )
+    model = make_model(arguments, values, text)
+    check_gap(text.tokenizer, arguments.prompt, longest(model.config))
+    train, held_out = masked_samples(arguments, text, model.config)
     job.build(model, text.describe(), sequence_length=arguments.sequence_length)
 
     def evaluate(num_samples: int | None) -> dict[str, float]:
@@ -87,6 +70,32 @@ def main() -> None:
         use=lambda: fill(job.exported, arguments.prompt),
         baselines={"unigram": unigram},
     )
+
+
+def make_model(arguments: PretrainArguments, values: Mapping[str, Any], text: TextData) -> Any:
+    """Return a new BERT of a checked configuration, with the text's vocabulary."""
+    from transformers import AutoConfig, AutoModelForMaskedLM
+
+    rows = arguments.megatron.vocabulary(len(text.tokenizer))
+    sizes = {"vocab_size": rows, "pad_token_id": text.tokenizer.pad_token_id}
+    with naming("--model_config", arguments.model_config):
+        return AutoModelForMaskedLM.from_config(AutoConfig.for_model(**{**sizes, **values}))
+
+
+def masked_samples(arguments: PretrainArguments, text: TextData, config: Any) -> tuple[Any, Any]:
+    """Return the samples to train on and those held out, with gaps to fill."""
+    from wavemare.data import MaskedDataset
+
+    packed = text.pack(
+        arguments.sequence_length, positions=longest(config), vocabulary=config.vocab_size
+    )
+    train, held_out = (
+        MaskedDataset(
+            part, text.tokenizer, probability=arguments.mask_probability, seed=arguments.seed
+        )
+        for part in packed
+    )
+    return train, held_out
 
 
 def check_gap(tokenizer: Any, prompt: str, positions: int) -> None:

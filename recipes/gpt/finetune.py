@@ -36,7 +36,7 @@ def main() -> None:
     arguments = parse_arguments(FinetuneArguments)
     job = Job(arguments, "wavemare: GPT finetuning")
     check_model_folder(arguments.model, arguments.sequence_length)
-    text = TextData(job, arguments.data)
+    text = TextData(arguments)
     job.connect()
 
     from transformers import AutoModelForCausalLM

@@ -11,8 +11,10 @@ data-parallel with ZeRO, on the same batches.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from wavemare.failure import run_main
 from wavemare.recipes.arguments import JobArguments, parse_arguments
@@ -45,27 +47,30 @@ def main() -> None:
     """Pretrain, evaluate, export and sample."""
     arguments = parse_arguments(PretrainArguments)
     job = Job(arguments, "wavemare: GPT pretraining")
-    text = TextData(job, arguments.data)
+    text = TextData(arguments)
     values = read_model_config(
         arguments.model_config, arguments.sequence_length, arguments.megatron.model
     )
     job.connect()
+    text.read(kind="gpt", vocab_size=arguments.vocab_size, tokenizer=arguments.tokenizer)
+    learn_to_continue(
+        job,
+        text,
+        make_model(arguments, values, text),
+        sequence_length=arguments.sequence_length,
+        prompt=arguments.prompt,
+    )
 
+
+def make_model(arguments: PretrainArguments, values: Mapping[str, Any], text: TextData) -> Any:
+    """Return a new GPT of a checked configuration, with the text's vocabulary."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    text.read(kind="gpt", vocab_size=arguments.vocab_size, tokenizer=arguments.tokenizer)
     end = text.tokenizer.eos_token_id
     rows = arguments.megatron.vocabulary(len(text.tokenizer))
     sizes = {"vocab_size": rows, "bos_token_id": end, "eos_token_id": end}
     with naming("--model_config", arguments.model_config):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**sizes, **values}))
-    learn_to_continue(
-        job,
-        text,
-        model,
-        sequence_length=arguments.sequence_length,
-        prompt=arguments.prompt,
-    )
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**sizes, **values}))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,10 @@ CHOSEN = [
     case("adamw", ("exact", False), 1),
     case("adamw", ("auto", False), 2, slack=1),
     case("momentum", ("auto", True), 1, warmup_steps=7, drain_interval=5),
+    case("adamw", ("predict", False), 1),
+    case("momentum", ("predict", True), 2, warmup_steps=5, drain_interval=7),
+    case("momentum", ("exact", False), 2, error_feedback=True),
+    case("momentum", ("predict", False), 1, error_feedback=True, drain_interval=9),
 ]
 ALL = [case(*chosen) for chosen in product(OPTIMIZERS, CORRECTIONS, SIZES)]
 

@@ -12,6 +12,7 @@ from wavemare.cli.convert import convert
 from wavemare.cli.data import app as data
 from wavemare.cli.doctor import doctor
 from wavemare.cli.plan import app as plan
+from wavemare.cli.simulate import simulate
 from wavemare.cli.start import launch_script
 from wavemare.cli.train import train
 from wavemare.failure import run_main
@@ -30,6 +31,7 @@ app.command(
     # What is unknown here is meant for the recipe.
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )(train)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(simulate)
 app.command(
     "launch",
     context_settings={

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wavemare.cli.bench_kernels import kernels
+from wavemare.cli.bench_quality import quality
 from wavemare.cli.bench_shared import (
     JsonFile,
     Mbit,
@@ -173,6 +174,7 @@ bench.command()(training)
 bench.command()(wave)
 bench.command()(whale)
 bench.command()(kernels)
+bench.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(quality)
 
 
 def _shares(option: str, text: str) -> tuple[float, ...]:

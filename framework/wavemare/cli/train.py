@@ -18,7 +18,7 @@ from wavemare.cli.start import (
 )
 from wavemare.errors import ConfigError
 
-__all__ = ["train"]
+__all__ = ["refuse_second_config", "train"]
 
 
 def train(
@@ -46,7 +46,7 @@ def train(
 
     chosen = find_recipe(recipe)
     options = list(context.args)
-    _refuse_second_config(options)
+    refuse_second_config(options)
     file = config if config is not None else chosen.config
     load_config(file, key="--config")  # refused here, before any rank is started
     start(
@@ -61,9 +61,14 @@ def train(
     )
 
 
-def _refuse_second_config(options: list[str]) -> None:
+def refuse_second_config(options: list[str]) -> None:
+    """Refuse the option by which the configuration reaches a recipe.
+
+    Raises:
+        ConfigError: It is among the options.
+    """
     for option in options:
         name, _, value = option.partition("=")
         if name in {"--deepspeed_config", "--deepspeed-config"}:
-            reason = "the configuration is passed on by 'wavemare train' itself"
+            reason = "the configuration is passed on by the command itself"
             raise ConfigError(name, value, reason, "Give it as --config FILE")

@@ -25,7 +25,7 @@ from wavemare.models.timing import layer_times
 from wavemare.parallel.tensor.state import is_split, split_embedding, whole_without_weights
 from wavemare.pipeline.cuts import PARTITION_KEY, STAGES_KEY, balanced_cuts, explicit_cuts
 
-__all__ = ["to_pipeline", "trained_parameters"]
+__all__ = ["cut_chain", "to_pipeline", "trained_parameters"]
 
 
 def to_pipeline(
@@ -89,7 +89,7 @@ def to_pipeline(
         warn_of_untying(tied_weights(model))
     return TransformerPipeline(
         conversion,
-        _cut(model, conversion, partition, stages),
+        cut_chain(model, conversion.chain, conversion.inputs, partition, stages),
         topology=topology,
         loss_fn=loss_fn,
         activation_checkpoint_interval=activation_checkpoint_interval,
@@ -206,10 +206,25 @@ def _without_weights(model: PreTrainedModel, config: Any) -> PreTrainedModel:
     return copy.deepcopy(model, memo)
 
 
-def _cut(
-    model: Any, conversion: Conversion, partition: str | Sequence[int], stages: int
+def cut_chain(
+    model: Any,
+    chain: Sequence[PipelineLayer],
+    inputs: Sequence[str],
+    partition: str | Sequence[int],
+    stages: int,
 ) -> tuple[int, ...]:
-    chain = conversion.chain
+    """Return the first layer of each stage, and one behind the last.
+
+    Args:
+        model: The model, for ``time``.
+        chain: Its layers.
+        inputs: Names of the tensors of the first carry.
+        partition: See `to_pipeline`.
+        stages: How many.
+
+    Raises:
+        ConfigError: There is no such partition, or it does not fit the layers.
+    """
     if not isinstance(partition, str):
         return explicit_cuts(partition, len(chain), stages)
     if partition == "uniform":
@@ -217,7 +232,7 @@ def _cut(
     if partition == "parameters":
         return balanced_cuts([trained_parameters(layer) for layer in chain], stages)
     if partition == "time":
-        return balanced_cuts(layer_times(model, chain, conversion.inputs), stages)
+        return balanced_cuts(layer_times(model, chain, inputs), stages)
     kind, _, pattern = partition.partition(":")
     if kind == "type":
         return balanced_cuts(_of_type(chain, partition, pattern, stages), stages)

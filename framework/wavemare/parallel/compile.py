@@ -49,7 +49,8 @@ def compile_plan(model: Any, config: Mapping[str, Any], *, world_size: int) -> P
     cuts = _cuts(regions, chain) if cut and chain is not None else None
     grid = _grid(regions, len(cuts) - 1 if cuts is not None else 1, world_size)
     schedule = pipeline.schedule if pipeline is not None else None
-    sizes = check_batch_sizes(_with_micro_batches(config, pipeline), data_world_size=grid.replicas)
+    given = _with_micro_batches(config, pipeline)
+    sizes = check_batch_sizes(given, data_world_size=grid.replicas, stages=grid.stages)
     shares = _shares(config, sizes["train_micro_batch_size_per_gpu"], grid.replicas)
     waves = ours.pipeline.pair_passes if grid.stages > 1 else ours.wavelet.mode == "auto"
     return ParallelPlan(

@@ -57,6 +57,7 @@ def train(num_stages, case):
         "drain_interval": case.get("drain_interval", 0),
         "warmup_steps": case.get("warmup_steps", 0),
         "slack": case.get("slack", 0),
+        "error_feedback": case.get("error_feedback", False),
     }
     config = {
         "train_micro_batch_size_per_gpu": SIZE,
@@ -91,6 +92,7 @@ def replay(num_stages, case, **changes):
         drain_interval=changes.get("drain_interval", case.get("drain_interval", 0)),
         warmup_steps=case.get("warmup_steps", 0),
         slack=case.get("slack", 0),
+        error_feedback=case.get("error_feedback", False),
     )
     data = batches()
     losses = [twin.step(list(islice(data, case["micro_batches"]))) for _ in range(STEPS)]

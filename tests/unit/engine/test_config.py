@@ -230,6 +230,27 @@ def test_any_two_batch_sizes_give_the_third(micro, accumulation, ranks):
     assert check_batch_sizes(whole, data_world_size=ranks) == whole
 
 
+@pytest.mark.parametrize(
+    ("given", "stages", "sizes"),
+    [
+        ({"train_micro_batch_size_per_gpu": 2}, 4, (12, 2, 3)),
+        ({"train_micro_batch_size_per_gpu": 2}, 1, (4, 2, 1)),
+        ({"train_batch_size": 32}, 4, (32, 4, 4)),
+        ({"train_batch_size": 32}, 9, (32, 2, 8)),
+        ({"train_batch_size": 8}, 9, (8, 1, 4)),  # the batch has no more samples
+        ({"train_batch_size": 30}, 4, (30, 5, 3)),
+        ({"train_batch_size": 32, "gradient_accumulation_steps": 2}, 4, (32, 8, 2)),
+        ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}, 4, (8, 2, 2)),
+    ],
+)
+def test_asynchronous_pipelines_bound_their_staleness_where_it_is_left_open(given, stages, sizes):
+    section = {"wavemare": {"pipeline": {"schedule": "pipemare", "stages": stages}}}
+    found = check_batch_sizes({**given, **section}, data_world_size=2)
+    assert tuple(found.values()) == sizes
+    other = {"wavemare": {"pipeline": {"schedule": "pipemare", "stages": 1}}}
+    assert check_batch_sizes({**given, **other}, data_world_size=2, stages=stages) == found
+
+
 def test_batch_sizes_that_do_not_multiply_name_all_factors():
     error = error_of(check_batch_sizes, {**BATCH, "train_batch_size": 7}, data_world_size=2)
     assert error.key == "train_batch_size"

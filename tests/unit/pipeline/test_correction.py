@@ -14,8 +14,9 @@ from wavemare.pipeline.correction import (
     EmaCorrection,
     ExactCorrection,
     NoCorrection,
-    make_correction,
 )
+from wavemare.pipeline.corrections import make_correction
+from wavemare.pipeline.prediction import Prediction
 from wavemare.pipeline.staleness import ema_decay
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -270,7 +271,7 @@ def test_a_stage_without_parameters(mode):
     correction.before_step()
     correction.after_step()
     x = torch.ones(2, requires_grad=True)
-    with correction.forward():
+    with correction.forward(1):
         out = x.square().sum()
     correction.correct(1)
     out.backward()
@@ -302,7 +303,7 @@ def test_off_changes_nothing():
     correction = make_correction("off", params, 3)
     step(correction, params)
     newest, home = copies(params), places(params)
-    with correction.forward():
+    with correction.forward(1):
         square = params[0].square().sum()
     correction.correct(2)
     assert equal(params, newest)
@@ -329,6 +330,8 @@ def test_off_changes_nothing():
         ("exact", 5, ExactCorrection),
         ("ema", 1, EmaCorrection),
         ("off", 5, NoCorrection),
+        ("predict", 3, Prediction),
+        ("predict", 0, NoCorrection),
     ],
 )
 def test_modes(mode, oldest, kind):

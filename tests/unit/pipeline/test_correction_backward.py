@@ -23,7 +23,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.pytorch_utils import Conv1D
 
 from wavemare.errors import ModelError
-from wavemare.pipeline.correction import make_correction
+from wavemare.pipeline.corrections import make_correction
 
 AGE = 2
 WIDTH = 8
@@ -200,7 +200,7 @@ def pipelined(
     under_way = deque()
     for number in range(AGE + 2):
         x, old = drawn(number, dtype), copy.deepcopy(module)
-        with correction.forward():
+        with correction.forward(1):
             under_way.append((x, forward(module, x), old))
         step(correction, module, optimizer, number, around)
         if len(under_way) == AGE:
@@ -331,7 +331,7 @@ def test_parameters_with_gaps_between_their_elements(mode):
     x = drawn(0)
     old = copy.deepcopy(module)
     correction = make_correction(mode, module.parameters(), 1)
-    with correction.forward():
+    with correction.forward(1):
         out = module(x)
     correction.before_step()
     memory.mul_(1.5)
@@ -383,7 +383,7 @@ def test_recomputation_with_a_second_parameter_in_the_same_memory(mode, use_reen
     module.alias.data = module.w.data.t()
     correction = make_correction(mode, module.parameters(), 1)
     old, x = copy.deepcopy(module), drawn(0)
-    with correction.forward():
+    with correction.forward(1):
         out = checkpoint(module, x, use_reentrant=use_reentrant)
     correction.before_step()
     module.w.data.mul_(0.5)
@@ -470,7 +470,7 @@ def test_a_micro_batch_that_goes_backward_before_a_step_is_untouched(kind, mode,
     correction = make_correction(mode, module.parameters(), AGE)
     step(correction, module, sgd(module.parameters()), 0)
     x = drawn(0)
-    with correction.forward() if inside else nullcontext():
+    with correction.forward(1) if inside else nullcontext():
         out = call(module, x)
     correction.correct(0)
     found = gradients(module, x, out)
@@ -483,7 +483,7 @@ def test_a_graph_holds_no_version_of_the_weights(kind, mode):
     module = made(kind)
     correction = make_correction(mode, module.parameters(), AGE)
     watched = []
-    with correction.forward():
+    with correction.forward(1):
         out = call(module, drawn(0))
     for number in range(AGE):
         watched += [StorageWeakRef(p.untyped_storage()) for p in module.parameters()]
@@ -508,7 +508,7 @@ def test_a_graph_that_never_goes_backward_is_freed(name, mode):
 
     for layer in module.modules():
         layer.register_forward_hook(watch)
-    with correction.forward():
+    with correction.forward(1):
         out = call(module, drawn(0)).softmax(-1).tanh()
     outputs.append(StorageWeakRef(out.untyped_storage()))
     del out

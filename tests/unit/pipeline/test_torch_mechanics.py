@@ -170,7 +170,7 @@ def test_a_correction_is_what_the_backward_pass_sees():
     old = layer.weight.detach().clone()
 
     def forward(x):
-        with correction.forward():
+        with correction.forward(1):
             return layer(x)
 
     def change():

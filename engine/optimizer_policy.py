@@ -1,0 +1,102 @@
+"""``"optimizer_policy": "auto"``: which optimizer an asynchronous pipeline trains with, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from wavemare.engine.config import SECTION, WavemareConfig
+from wavemare.errors import ConfigError
+from wavemare.pipeline.advice import largest_staleness
+
+__all__ = ["check_replaceable", "choose_optimizer"]
+
+_BETAS = (0.9, 0.95)  # SOAP's own defaults
+_LONG = 0.95
+_KEY = f"{SECTION}.pipeline.pipemare.optimizer_policy"
+
+
+def choose_optimizer(
+    config: Mapping[str, Any], *, stages: int, micro_batches: int
+) -> tuple[dict[str, Any], str | None]:
+    """Return the configuration with the optimizer that the policy chooses, and what it says of it.
+
+    AdamW's steps, taken along the axes of the weights, suffer from old gradients far more than the
+    same steps along the axes of the curvature (arXiv 2602.03515). So where gradients are stale,
+    Adam and AdamW become `SOAP`, which is AdamW in these axes and takes the same settings, and each
+    update is corrected by the next (`update_feedback`). Where they are more than one step old, the
+    average of gradients is at least as long as that of 0.95: the longer, the less a delay matters.
+    Other optimizers are the user's own choice.
+
+    Args:
+        config: The whole configuration; it is not changed.
+        stages: Length of the pipeline.
+        micro_batches: Micro-batches per optimizer step.
+
+    Raises:
+        ConfigError: The optimizer is not named in the configuration.
+    """
+    config = dict(config)
+    pipeline = WavemareConfig.of(config).pipeline
+    settings = pipeline.pipemare
+    if pipeline.schedule != "pipemare" or settings.optimizer_policy != "auto":
+        return config, None
+    chosen = config.get("optimizer")
+    if not isinstance(chosen, Mapping) or "type" not in chosen:
+        raise ConfigError(
+            _KEY,
+            "auto",
+            "there is no optimizer in the configuration to begin from",
+            'Name one, such as "optimizer": {"type": "AdamW", ...}, or set the policy to "keep"',
+        )
+    name = str(chosen["type"])
+    worst, mean = largest_staleness(stages, micro_batches, settings.slack)
+    lag = f"gradients are up to {worst} steps old on the first of {stages} stages ({mean:.2f} mean)"
+    if not worst:
+        return config, f"pipemare: {name} stays, as no gradient is stale"
+    if name.lower() not in ("adam", "adamw"):
+        return config, f"pipemare: {name} stays, the configuration's own choice; {lag}"
+    params = _for_soap(chosen.get("params") or {})
+    momentum = list(params.get("betas", _BETAS))
+    if worst > 1 and momentum[0] < _LONG:
+        params["betas"] = [_LONG, *momentum[1:]]
+    config["optimizer"] = {"type": "SOAP", "params": params}
+    said = f"pipemare: SOAP in the place of {name}, with its settings: {lag}, which AdamW suffers"
+    if params.get("betas", momentum) != momentum:
+        said += f"; beta1 is {_LONG} instead of {momentum[0]}"
+    if "error_feedback" not in settings.model_fields_set:
+        config[SECTION] = _with_feedback(config[SECTION])
+        said += "; error_feedback is on"
+    return config, said
+
+
+def check_replaceable(ours: WavemareConfig, optimizer: Any) -> None:
+    """Check that the policy has an optimizer of the configuration to choose for.
+
+    Args:
+        ours: The section.
+        optimizer: As given to ``initialize``.
+
+    Raises:
+        ConfigError: It is one that the caller made.
+    """
+    if optimizer is not None and ours.pipeline.pipemare.optimizer_policy == "auto":
+        raise ConfigError(
+            _KEY,
+            "auto",
+            f"{type(optimizer).__name__} was given to initialize, and is not the policy's to "
+            "replace",
+            'Name the optimizer in the configuration, or set the policy to "keep"',
+        )
+
+
+def _for_soap(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return AdamW's parameters without those that choose between its implementations."""
+    implementation = ("torch_adam", "adam_w_mode", "fused", "foreach", "bias_correction", "amsgrad")
+    return {key: value for key, value in params.items() if key not in implementation}
+
+
+def _with_feedback(section: Mapping[str, Any]) -> dict[str, Any]:
+    pipeline = section["pipeline"]
+    pipemare = {**pipeline.get("pipemare", {}), "error_feedback": True}
+    return {**section, "pipeline": {**pipeline, "pipemare": pipemare}}

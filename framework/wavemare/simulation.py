@@ -1,0 +1,254 @@
+"""An asynchronous pipeline of any length in one process, by the JSON that would train it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice, pairwise
+from typing import Any, Literal, get_args
+
+import torch
+from deepspeed.runtime import lr_schedules
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from wavemare.engine.config import WavemareConfig, check_batch_sizes, check_config, load_config
+from wavemare.engine.optimizer_policy import choose_optimizer
+from wavemare.engine.optimizers import muon_groups, take_optimizer
+from wavemare.errors import ConfigError, did_you_mean
+from wavemare.models.batches import split_batch
+from wavemare.models.convert import cut_chain
+from wavemare.models.families import family_of
+from wavemare.models.ties import give_own_weights, tied_weights
+from wavemare.pipeline.config import PipelineConfig
+from wavemare.pipeline.muon import Muon
+from wavemare.pipeline.order import ahead
+from wavemare.pipeline.replay import Replay
+from wavemare.pipeline.soap import SOAP, refresh_of
+
+__all__ = ["Delays", "SimulatedPipeline"]
+
+Delays = Literal["pipeline", "one-step", "dataflow"]
+"""How far the gradients of stages lag: as in the real pipeline; by one optimizer step everywhere,
+as in PipeDream-2BW; or twice as far, as on PipeMare's dataflow machine."""
+
+
+class SimulatedPipeline:
+    """Trains as an asynchronous pipeline of as many ranks does, weight version by weight version.
+
+    It takes the engine's configuration and batches: optimizer and policy, scheduler, clipping (by
+    the exact norm of all stages), and the section ``wavemare.pipeline``, where ``1f1b`` flushes.
+    Passes and updates are those of `wavemare.pipeline.replay.Replay`, the oracle of the engine's
+    own tests. There is one replica, fp32, and one process: a step takes the time of all stages.
+
+    Args:
+        model: A transformers model; its own weights are trained, but for a tied output head, which
+            gets a copy as in the real pipeline.
+        config: Path or mapping of the JSON configuration.
+        delays: See `Delays`.
+
+    Attributes:
+        stages: From carry to carry.
+        micro_batches: Per optimizer step.
+        micro_batch_size: In samples.
+        advice: What ``optimizer_policy`` has chosen and why; None if it was not asked.
+
+    Raises:
+        ConfigError: A key or value that cannot work.
+        ModelError: The model cannot be cut into stages.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: Any, *, delays: Delays = "pipeline") -> None:
+        values = load_config(config)
+        pipeline = WavemareConfig.of(values).pipeline
+        check_config(values, world_size=pipeline.stages)
+        sizes = check_batch_sizes(values, data_world_size=1)
+        self.micro_batches = sizes["gradient_accumulation_steps"]
+        self.micro_batch_size = sizes["train_micro_batch_size_per_gpu"]
+        values, self.advice = choose_optimizer(
+            values, stages=pipeline.stages, micro_batches=self.micro_batches
+        )
+        pipeline = WavemareConfig.of(values).pipeline
+        self._cut(model, pipeline)
+        self._optimizers: list[Optimizer] = []
+        self.replay = self._replay(values, pipeline, delays)
+
+    def _cut(self, model: PreTrainedModel, pipeline: PipelineConfig) -> None:
+        family = family_of(model)
+        self.inputs = family.declared(pipeline.inputs)
+        chain, self.loss_fn = tuple(family.chain(model, self.inputs)), family.loss(model)
+        tied = tied_weights(model)
+        if tied:
+            chain, _ = give_own_weights(chain, tied)
+        for parameter in chain[-1].parameters():
+            parameter.use_muon = False  # type: ignore[attr-defined]  # an output head is no hidden matrix
+        cuts = cut_chain(model, chain, self.inputs, pipeline.partition, pipeline.stages)
+        self.stages = [nn.Sequential(*chain[first:end]) for first, end in pairwise(cuts)]
+
+    def _replay(
+        self, values: Mapping[str, Any], pipeline: PipelineConfig, delays: Delays
+    ) -> Replay:
+        settings, flushes = pipeline.pipemare, pipeline.schedule != "pipemare"
+        annealing = settings.lr_rescheduling
+
+        makers = [
+            _make_optimizer(values, module, stage, len(self.stages))
+            for stage, module in enumerate(self.stages)
+        ]
+
+        def make(parameters: list[Parameter]) -> Optimizer:
+            stage = next(i for i, m in enumerate(self.stages) if _holds(m, parameters[0]))
+            self._optimizers.append(makers[stage](parameters))
+            return self._optimizers[-1]
+
+        self._feeds_back = settings.error_feedback
+        # DeepSpeed's pipelines clip at 1 where nothing is said, its other engines do not.
+        return Replay(
+            self.stages,
+            self.loss_fn,
+            make,
+            self.micro_batches,
+            correction="off" if flushes else settings.discrepancy_correction.mode,
+            decay_base=settings.discrepancy_correction.decay,
+            anneal_steps=annealing.anneal_steps if annealing.enabled else None,
+            make_scheduler=_scheduler_maker(values),
+            warmup_steps=settings.warmup_steps,
+            drain_interval=1 if flushes else settings.drain_interval,
+            slack=settings.slack,
+            delays=_delays(delays, pipeline.stages, self.micro_batches, settings.slack),
+            clip=float(values.get("gradient_clipping", 0 if pipeline.stages == 1 else 1)) or None,
+            error_feedback=settings.error_feedback,
+        )
+
+    @property
+    def global_steps(self) -> int:
+        """Optimizer steps done."""
+        return self.replay.steps
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step, before any rescheduling by stage."""
+        return float(self._optimizers[0].param_groups[0]["lr"])
+
+    def train_batch(self, batches: Iterator[Any]) -> float:
+        """Train one optimizer step of all stages.
+
+        Args:
+            batches: Gives micro-batches, as to the engine: mappings with ``input_ids`` and
+                ``labels``, or (inputs, labels).
+
+        Returns:
+            The mean loss of its micro-batches.
+
+        Raises:
+            StopIteration: There are fewer micro-batches than a step has.
+        """
+        given = [self._pair(batch) for batch in islice(batches, self.micro_batches)]
+        if len(given) < self.micro_batches:
+            raise StopIteration
+        for stage in self.stages:
+            stage.train()
+        return self.replay.step(given)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterator[Any]) -> float:
+        """Return the mean loss of micro-batches, with the newest weights of all stages."""
+        losses = []
+        for batch in batches:
+            value, labels = self._pair(batch)
+            for stage in self.stages:
+                stage.eval()
+                value = stage(value)
+            losses.append(float(self.loss_fn(value, labels)))
+        return sum(losses) / len(losses)
+
+    def memory(self) -> dict[str, float]:
+        """Return what is held beside the weights, in units of them, over all stages.
+
+        ``optimizer``: its states, those of error feedback among them; ``correction``: what real
+        stages hold for the correction of their passes.
+        """
+        weights = sum(p.nbytes for stage in self.stages for p in stage.parameters())
+        states = sum(
+            tensor.nbytes
+            for optimizer in self._optimizers
+            for state in optimizer.state.values()
+            for tensor in state.values()
+            if isinstance(tensor, Tensor)
+        )
+        feedback = weights if self._feeds_back else 0
+        return {
+            "optimizer": (states + feedback) / weights,
+            "correction": sum(self.replay.correction_bytes()) / weights,
+        }
+
+    def _pair(self, batch: Any) -> tuple[Any, Any]:
+        return split_batch(batch, self.inputs) if isinstance(batch, Mapping) else batch
+
+
+def _holds(module: nn.Module, parameter: Parameter) -> bool:
+    return any(own is parameter for own in module.parameters())
+
+
+def _delays(kind: str, stages: int, micro_batches: int, slack: int) -> Sequence[int] | None:
+    if kind == "one-step":
+        return [micro_batches] * stages
+    if kind == "dataflow":
+        return [2 * ahead(stage, stages, slack) + 1 for stage in range(stages)]
+    if kind != "pipeline":
+        remedy = did_you_mean(kind, get_args(Delays))
+        raise ConfigError("delays", kind, "there is no such model of delays", remedy)
+    return None
+
+
+def _make_optimizer(
+    config: Mapping[str, Any], module: nn.Module, stage: int, stages: int
+) -> Callable[[list[Parameter]], Optimizer]:
+    """Return what makes a stage's optimizer as the engine does, Adam and SGD in torch's own."""
+    chosen = config.get("optimizer") or {}
+    _, make = take_optimizer(dict(config), module, None)
+    if make is not None:
+        return partial(_with_refresh, make, stage, stages)
+    settings = dict(chosen.get("params") or {})
+    name = str(chosen.get("type", ""))
+    for key in ("torch_adam", "fused", "foreach"):
+        settings.pop(key, None)
+    if name.lower() == "muon":
+        return lambda parameters: Muon(list(muon_groups(module, parameters, {})), **settings)
+    adam = settings.pop("adam_w_mode", True)
+    kinds = {"adam": "AdamW" if adam else "Adam", "adamw": "AdamW", "sgd": "SGD"}
+    kind = getattr(torch.optim, kinds.get(name.lower(), name), None)
+    if kind is None:
+        reason = "a simulation steps with torch's optimizers, SOAP and Muon"
+        remedy = did_you_mean(name, ("AdamW", "Adam", "SGD", "NAdam", "SOAP", "Muon"))
+        raise ConfigError("optimizer.type", name, reason, remedy)
+    if kind is torch.optim.AdamW:
+        settings.setdefault("weight_decay", 0.0)  # DeepSpeed's default; torch has another
+    return partial(kind, **settings)
+
+
+def _with_refresh(
+    make: Callable[[list[Parameter]], Optimizer], stage: int, stages: int, parameters: Any
+) -> Optimizer:
+    optimizer = make(parameters)
+    if isinstance(optimizer, SOAP):
+        for group in optimizer.param_groups:
+            if group["stage_aware"]:
+                group["refresh"] = refresh_of(stage, stages, group["refresh"])
+    return optimizer
+
+
+def _scheduler_maker(config: Mapping[str, Any]) -> Any:
+    """Return what makes the scheduler of the configuration, DeepSpeed's or torch's; or None."""
+    chosen = config.get("scheduler")
+    if not chosen:
+        return None
+    kind = getattr(lr_schedules, chosen["type"], None)
+    kind = kind or getattr(torch.optim.lr_scheduler, chosen["type"], None)
+    if kind is None:
+        reason = "neither DeepSpeed nor torch has such a scheduler"
+        remedy = did_you_mean(chosen["type"], lr_schedules.VALID_LR_SCHEDULES)
+        raise ConfigError("scheduler.type", chosen["type"], reason, remedy)
+    return lambda optimizer: kind(optimizer, **chosen.get("params", {}))

@@ -1,0 +1,124 @@
+"""``wavemare simulate`` beside real ranks, and ``wavemare bench quality``."""
+
+import json
+
+import pytest
+
+GPT = {
+    "model_type": "gpt2",
+    "n_layer": 4,
+    "n_embd": 32,
+    "n_head": 2,
+    "n_positions": 64,
+    # Ranks draw their own random numbers.
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
+
+
+def losses(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+@pytest.fixture
+def json_file(tmp_path):
+    values = {
+        "train_batch_size": 16,
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 0.0,  # else earlier stages know a norm of the step before
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.005}},
+        "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": "auto"}},
+        "zero_optimization": {"stage": 1},
+        "wavemare": {
+            "pipeline": {
+                "schedule": "pipemare",
+                "stages": 2,
+                "inputs": ["input_ids"],
+                "pipemare": {"error_feedback": True, "warmup_steps": 2},
+            }
+        },
+    }
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(values))
+    return file
+
+
+def test_a_simulation_learns_what_the_ranks_learn(command, small_options, json_file, tmp_path):
+    model = tmp_path / "model.json"
+    model.write_text(json.dumps(GPT))
+    options = {"max_steps": 8, "eval_interval": 8, "save_interval": 8, "model_config": model}
+    words = small_options("gpt", tmp_path / "real", **options)
+    command("wavemare", "train", "gpt", "--nproc", 2, "--config", json_file, *words).check()
+    words = small_options("gpt", tmp_path / "simulated", **options)
+    command("wavemare", "simulate", "gpt", "--config", json_file, *words).check()
+    found, wanted = losses(tmp_path / "simulated"), losses(tmp_path / "real")
+    assert found == pytest.approx(wanted, abs=1e-5)
+    assert found[-1] < found[0]
+    results = json.loads((tmp_path / "simulated" / "summary.json").read_text())["results"]
+    assert results["stages"] == 2
+    assert results["largest staleness"] == 1
+    assert (tmp_path / "simulated" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_options_change_the_configuration(command, small_options, json_file, tmp_path):
+    options = {"max_steps": 2, "eval_interval": 2, "save_interval": None, "micro_batches": 2}
+    words = small_options("bert", tmp_path / "out", stages=4, **options)
+    changes = ["--set", "optimizer.type=SGD", "optimizer.params.lr=0.25"]
+    command("wavemare", "simulate", "bert", "--config", json_file, *words, *changes).check()
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["configuration"][
+        "deepspeed"
+    ]
+    assert config["optimizer"] == {"type": "SGD", "params": {"lr": 0.25}}
+    assert config["wavemare"]["pipeline"]["stages"] == 4
+    assert config["gradient_accumulation_steps"] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["bort"], "there is no such recipe"),
+        (["gpt", "--resume"], "--resume"),
+        (["gpt", "--set", "lr"], "KEY.KEY=VALUE"),
+        (["gpt", "--set", "optimizer.type=SGD", "--set", "a=1"], "more than once"),
+        (["gpt", "--set", "wavemare.pipeline.schedule=pipemore"], "pipemare"),
+        (["gpt", "--delay", "x"], "delays"),
+    ],
+)
+def test_mistakes_are_told_in_one_message(command, words, said):
+    ended = command("wavemare", "simulate", *words)
+    assert ended.code != 0
+    assert said in ended.output
+    assert "Traceback" not in ended.output
+
+
+def test_quality_compares_systems_and_repeats_nothing(command, small_options, tmp_path):
+    words = small_options(
+        "gpt", None, eval_interval=None, save_interval=None, max_steps=None, log_interval=None
+    )
+    bench = ["wavemare", "bench", "quality", "gpt", "--steps", 8, "--stages", 4]
+    bench += ["--micro-batches", 2, "--seeds", 1, "--runs", tmp_path / "runs", *words]
+    bench += ["--systems", "flush,naive,auto", "--json", tmp_path / "q.json"]
+    bench += ["--picture", tmp_path / "q.png"]
+    first = command(*bench).check()
+    answer = json.loads((tmp_path / "q.json").read_text())
+    rows = {row["system"]: row for row in answer["rows"]}
+    assert rows["flush"]["gap"] == 0
+    assert rows["naive"]["gap"] == pytest.approx(
+        rows["naive"]["held_out_loss"] / rows["flush"]["held_out_loss"] - 1
+    )
+    assert rows["auto"]["own_gap"] is None  # its own baseline was not asked for
+    assert rows["auto"]["memory"]["optimizer"] > rows["naive"]["memory"]["optimizer"] >= 2
+    assert len(answer["runs"]) == 3
+    assert (tmp_path / "q.png").read_bytes().startswith(b"\x89PNG")
+    before = {
+        run: (tmp_path / "runs" / run.name).stat().st_mtime for run in (tmp_path / "runs").iterdir()
+    }
+    assert "auto" in command(*bench).check().output
+    after = {
+        run: (tmp_path / "runs" / run.name).stat().st_mtime for run in (tmp_path / "runs").iterdir()
+    }
+    assert before == after
+    assert first.output
+    assert "no such system" in command(*bench[:4], "--systems", "flash").output

@@ -1,0 +1,53 @@
+"""Figures of the quality bench from made-up curves."""
+
+import math
+
+import pytest
+
+from wavemare.bench.quality import SYSTEMS, steps_to, to_row
+
+MEMORY = {"optimizer": 2.0, "correction": 0.0}
+
+
+def run(system, seed, curve):
+    return {
+        "system": system,
+        "seed": seed,
+        "held_out_loss": curve[-1][1],
+        "curve": curve,
+        "memory": MEMORY,
+    }
+
+
+RUNS = [
+    run("flush", 0, [[10, 4.0], [20, 2.0]]),
+    run("flush", 1, [[10, 4.4], [20, 2.2]]),
+    run("naive", 0, [[10, 5.0], [20, 2.2]]),
+    run("naive", 1, [[10, 5.0], [20, 2.2]]),
+    run("auto", 0, [[10, 3.0], [20, 1.0]]),
+    run("auto", 1, [[10, 2.2], [20, 1.1]]),
+]
+
+
+def test_gaps_are_between_runs_of_the_same_seed():
+    row = to_row("naive", RUNS, stages=8)
+    assert row["gap"] == pytest.approx((0.1 + 0.0) / 2)
+    assert row["own_gap"] == row["gap"]
+    assert row["stages"] == 8
+    assert row["steps_to_flush"] is None  # one seed never comes there
+    assert (row["held_out_loss"], row["deviation"]) == (2.2, 0)
+
+
+def test_steps_to_the_loss_of_flush_lie_on_straight_lines():
+    row = to_row("auto", RUNS)
+    assert row["steps_to_flush"] == pytest.approx((15 + 10) / 2)
+    assert row["own_gap"] is None
+    assert row["deviation"] == pytest.approx(0.05)
+    assert to_row("flush", RUNS)["steps_to_flush"] == pytest.approx(20)
+    assert steps_to([[10, 3.0]], 2.0) == math.inf
+    assert steps_to([[10, 3.0], [20, 3.5], [30, 2.0]], 2.75) == pytest.approx(25)
+    assert steps_to([[10, 1.0]], 2.0) == 10
+
+
+def test_each_system_has_a_synchronous_baseline():
+    assert all(SYSTEMS[system.baseline].flushes for system in SYSTEMS.values())

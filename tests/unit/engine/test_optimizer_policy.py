@@ -1,0 +1,85 @@
+"""Which optimizer the policy chooses, and what it says."""
+
+import copy
+
+import pytest
+
+from wavemare.engine.config import WavemareConfig
+from wavemare.engine.optimizer_policy import check_replaceable, choose_optimizer
+from wavemare.errors import ConfigError
+
+
+def config(kind="AdamW", params=None, **pipemare):
+    section = {"schedule": "pipemare", "pipemare": {"optimizer_policy": "auto", **pipemare}}
+    return {
+        "optimizer": {"type": kind, "params": params or {"lr": 0.002, "weight_decay": 0.1}},
+        "wavemare": {"pipeline": section},
+    }
+
+
+def pipemare_of(values):
+    return WavemareConfig.of(values).pipeline.pipemare
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "adamw"])
+def test_stale_adam_becomes_soap_with_its_settings(kind):
+    given = config(kind, {"lr": 0.002, "betas": [0.9, 0.95], "torch_adam": True})
+    before = copy.deepcopy(given)
+    chosen, said = choose_optimizer(given, stages=8, micro_batches=8)
+    assert chosen["optimizer"] == {"type": "SOAP", "params": {"lr": 0.002, "betas": [0.9, 0.95]}}
+    assert pipemare_of(chosen).error_feedback
+    assert given == before
+    for part in (f"SOAP in the place of {kind}", "up to 1 steps old", "0.88", "8 stages"):
+        assert part in said
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [([0.9, 0.99], [0.95, 0.99]), (None, [0.95, 0.95]), ([0.98, 0.99], [0.98, 0.99])],
+)
+def test_gradients_older_than_a_step_are_averaged_longer(given, kept):
+    params = {"lr": 0.002} if given is None else {"lr": 0.002, "betas": given}
+    chosen, said = choose_optimizer(config("AdamW", params), stages=8, micro_batches=2)
+    assert chosen["optimizer"]["params"] == {"lr": 0.002, "betas": kept}
+    assert ("beta1 is 0.95" in said) == (given != kept)
+    chosen, said = choose_optimizer(config("AdamW", params), stages=8, micro_batches=8)
+    assert chosen["optimizer"]["params"] == params
+    assert "beta1" not in said
+
+
+def test_what_the_user_has_set_stays():
+    chosen, said = choose_optimizer(config(error_feedback=False), stages=8, micro_batches=1)
+    assert chosen["optimizer"]["type"] == "SOAP"
+    assert not pipemare_of(chosen).error_feedback
+    assert "error_feedback is on" not in said
+
+
+@pytest.mark.parametrize("kind", ["Muon", "SOAP", "SGD", "NAdam"])
+def test_other_optimizers_stay(kind):
+    given = config(kind)
+    chosen, said = choose_optimizer(given, stages=4, micro_batches=1)
+    assert chosen == given
+    assert f"{kind} stays" in said
+
+
+def test_without_staleness_nothing_changes():
+    given = config()
+    chosen, said = choose_optimizer(given, stages=1, micro_batches=4)
+    assert chosen == given
+    assert "no gradient is stale" in said
+
+
+def test_it_is_silent_unless_it_was_asked():
+    for values in (config(optimizer_policy="keep"), {"optimizer": {"type": "AdamW"}}):
+        assert choose_optimizer(values, stages=8, micro_batches=1) == (values, None)
+
+
+def test_there_must_be_an_optimizer_to_choose_for():
+    values = config()
+    del values["optimizer"]
+    with pytest.raises(ConfigError, match="optimizer_policy"):
+        choose_optimizer(values, stages=4, micro_batches=4)
+    ours = WavemareConfig.of(config())
+    check_replaceable(ours, None)
+    with pytest.raises(ConfigError, match="given to initialize"):
+        check_replaceable(ours, lambda parameters: None)

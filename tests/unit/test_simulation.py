@@ -1,0 +1,196 @@
+"""The simulated pipeline against plain training, and how it reads the configuration."""
+
+import pytest
+import torch
+import transformers
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+
+from wavemare.errors import ConfigError
+from wavemare.pipeline.muon import Muon
+from wavemare.pipeline.soap import SOAP
+from wavemare.simulation import SimulatedPipeline
+
+WORDS, LENGTH, SIZE = 50, 8, 4
+
+
+def gpt(layers=4):
+    transformers.set_seed(3)
+    config = GPT2Config(
+        vocab_size=WORDS,
+        n_layer=layers,
+        n_embd=16,
+        n_head=2,
+        n_positions=LENGTH,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    return GPT2LMHeadModel(config)
+
+
+def bert():
+    config = BertConfig(
+        vocab_size=WORDS,
+        num_hidden_layers=4,
+        hidden_size=16,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=LENGTH,
+    )
+    return BertForMaskedLM(config)
+
+
+def batches():
+    generator = torch.Generator().manual_seed(5)
+    while True:
+        tokens = torch.randint(WORDS, (SIZE, LENGTH), generator=generator)
+        yield {"input_ids": tokens, "labels": tokens}
+
+
+def config(stages=4, micro_batches=2, pipemare=None, schedule="pipemare", **others):
+    pipeline = {"schedule": schedule, "stages": stages}
+    if schedule == "pipemare":
+        pipeline["pipemare"] = pipemare or {}
+    return {
+        "train_micro_batch_size_per_gpu": SIZE,
+        "gradient_accumulation_steps": micro_batches,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "wavemare": {"pipeline": pipeline},
+        **others,
+    }
+
+
+def trained(values, steps=5, model=None, **options):
+    pipeline = SimulatedPipeline(model or gpt(), values, **options)
+    data = batches()
+    return pipeline, [pipeline.train_batch(data) for _ in range(steps)]
+
+
+def test_a_synchronous_one_is_the_whole_model_trained_plainly():
+    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_max_lr": 0.01}}
+    pipeline, losses = trained(
+        config(schedule="1f1b", gradient_clipping=0.5, scheduler=scheduler), steps=6
+    )
+    model = gpt()
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
+    from deepspeed.runtime.lr_schedules import WarmupLR
+
+    rates = WarmupLR(optimizer, **scheduler["params"])
+    data = batches()
+    for seen in losses:
+        total = 0.0
+        for _ in range(2):
+            loss = model(**next(data)).loss
+            (loss / 2).backward()
+            total += float(loss.detach()) / 2
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        rates.step()
+        optimizer.zero_grad()
+        assert seen == pytest.approx(total, abs=2e-5)
+    held_out = next(data)
+    with torch.no_grad():
+        expected = float(model(**held_out).loss)
+    assert pipeline.evaluate(iter([held_out])) == pytest.approx(expected, abs=2e-5)
+    assert pipeline.global_steps == 6
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "ages"),
+    [
+        (config(schedule="1f1b"), {}, [0, 0, 0, 0]),
+        (config(), {}, [2, 1, 1, 0]),
+        (config(pipemare={"slack": 1}), {}, [3, 2, 1, 0]),
+        (config(pipemare={"warmup_steps": 9}), {}, [0, 0, 0, 0]),
+        (config(pipemare={"drain_interval": 1}), {}, [0, 0, 0, 0]),
+        (config(), {"delays": "one-step"}, [1, 1, 1, 1]),
+        (config(), {"delays": "dataflow"}, [4, 3, 2, 1]),
+    ],
+)
+def test_delays_are_those_of_the_schedule(values, options, ages):
+    pipeline, _ = trained(values, steps=6, **options)
+    assert [max(stage) for stage in pipeline.replay.records[-1].staleness] == ages
+
+
+def test_each_setting_changes_what_is_learnt():
+    base = trained(config())[1]
+    for settings in (
+        {"discrepancy_correction": {"mode": "off"}},
+        {"discrepancy_correction": {"mode": "predict"}},
+        {"lr_rescheduling": {"enabled": True, "anneal_steps": 100}},
+        {"error_feedback": True},
+        {"warmup_steps": 2},
+        {"optimizer_policy": "auto"},
+    ):
+        assert trained(config(pipemare=settings))[1] != base, settings
+    assert trained(config())[1] == base
+
+
+def test_the_policy_says_what_it_chose():
+    pipeline, _ = trained(config(pipemare={"optimizer_policy": "auto"}), steps=3)
+    assert "SOAP in the place of AdamW" in pipeline.advice
+    assert trained(config(), steps=1)[0].advice is None
+    assert pipeline.memory()["optimizer"] > 3
+    assert pipeline.memory()["correction"] > 0.5
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "made"),
+    [
+        ("AdamW", {"torch_adam": True}, torch.optim.AdamW),
+        ("Adam", {}, torch.optim.AdamW),
+        ("Adam", {"adam_w_mode": False}, torch.optim.Adam),
+        ("SGD", {"momentum": 0.9}, torch.optim.SGD),
+        ("NAdam", {"betas": [0.99, 0.999]}, torch.optim.NAdam),
+        ("soap", {}, SOAP),
+        ("Muon", {"momentum": 0.9}, Muon),
+    ],
+)
+def test_optimizers_by_their_names(kind, params, made):
+    values = config(optimizer={"type": kind, "params": {"lr": 0.01, **params}})
+    pipeline, _ = trained(values, steps=1)
+    assert {type(optimizer) for optimizer in pipeline._optimizers} == {made}
+
+
+def test_muon_leaves_embeddings_and_head_to_adamw():
+    pipeline, _ = trained(config(optimizer={"type": "Muon", "params": {"lr": 0.01}}), steps=1)
+    first, last = pipeline._optimizers[0], pipeline._optimizers[-1]
+    for optimizer, shape in ((first, (WORDS, 16)), (last, (WORDS, 16))):
+        groups = {
+            g["use_muon"]: [tuple(p.shape) for p in g["params"]] for g in optimizer.param_groups
+        }
+        assert shape in groups[False]
+        assert shape not in groups.get(True, [])
+        assert any(len(s) == 2 for s in groups[True])
+
+
+def test_bert_and_its_side_inputs():
+    tokens = torch.randint(5, WORDS, (SIZE, LENGTH))
+    labels = torch.where(tokens % 3 == 0, tokens, -100)
+    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
+    transformers.set_seed(1)
+    pipeline = SimulatedPipeline(bert(), config())
+    losses = [pipeline.train_batch(iter([batch] * 2)) for _ in range(8)]
+    assert losses[-1] < losses[0]
+    with pytest.raises(StopIteration):
+        pipeline.train_batch(iter([batch]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"optimizer": {"type": "AdamV"}}, "optimizer.type"),
+        ({"scheduler": {"type": "WarmupCosinLR"}}, "scheduler.type"),
+        ({"optimizer": {"type": "SOAP", "params": {"refrsh": 3}}}, "optimizer.params.refrsh"),
+    ],
+)
+def test_what_does_not_exist_is_named(changes, key):
+    with pytest.raises(ConfigError) as caught:
+        SimulatedPipeline(gpt(), config(**changes))
+    assert caught.value.key == key
+
+
+def test_delays_that_do_not_exist_are_named():
+    with pytest.raises(ConfigError, match="one-step"):
+        SimulatedPipeline(gpt(), config(), delays="one_step")
