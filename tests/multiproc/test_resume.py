@@ -2,7 +2,7 @@
 
 import pytest
 
-CASES = ["1", "3", "pipeline"]
+CASES = ["1", "3", "pipeline", "asynchronous"]
 
 
 @pytest.mark.world_size(2)

@@ -92,11 +92,17 @@ def build_dualpipev(workload: Workload, place: Place) -> Runner:
     return EngineRunner(engine, workload, record_actions(engine, place))
 
 
-def build_pipemare(workload: Workload, place: Place, slack: int = 0) -> Runner:
-    """Return our asynchronous pipeline; with slack it hides the latency of messages."""
+def build_pipemare(workload: Workload, place: Place, **pipemare: Any) -> Runner:
+    """Return our asynchronous pipeline.
+
+    Args:
+        workload: What is trained.
+        place: Where this process stands.
+        pipemare: Settings of the schedule, such as ``slack=1``, which hides the latency of
+            messages, or ``optimizer_policy="auto"``.
+    """
     module = _module(deepspeed.PipelineModule, workload, place, parts=place.stages)
-    settings = {"pipemare": {"slack": slack}} if slack else {}
-    pipeline = {"schedule": "pipemare", "stages": place.stages, **settings}
+    pipeline = {"schedule": "pipemare", "stages": place.stages, "pipemare": pipemare}
     config = {**_config(workload, place), "wavemare": {"pipeline": pipeline}}
     return AsynchronousRunner(_initialize(wavemare.initialize, module, config), workload)
 

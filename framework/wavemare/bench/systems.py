@@ -72,6 +72,7 @@ SYSTEMS = {
         System(name="torch-zbv", ideal=None, parts_per_stage=2, splits_backward=True),
         System(name="wavemare-pipemare", ideal=_without_bubble, steady=True),
         System(name="wavemare-pipemare-slack", ideal=_without_bubble, steady=True),
+        System(name="wavemare-pipemare-auto", ideal=_without_bubble, steady=True),
         System(name=BOUND, ideal=_without_bubble, steady=True),
     )
 }

@@ -41,6 +41,7 @@ BUILDERS: dict[str, Callable[[Workload, Place], Runner]] = {
     "torch-zbv": build_zbv,
     "wavemare-pipemare": build_pipemare,
     "wavemare-pipemare-slack": partial(build_pipemare, slack=1),
+    "wavemare-pipemare-auto": partial(build_pipemare, optimizer_policy="auto"),
     BOUND: BoundRunner,
 }
 

@@ -16,9 +16,13 @@ STEPS = 20
 
 
 def train(case: str, folder: Path, resumed: bool) -> dict:
-    pipeline = case == "pipeline"
+    pipeline = case in ("pipeline", "asynchronous")
     rank = torch.distributed.get_rank()
     section = {"pipeline": {"stages": 2, "inputs": ["input_ids"]}} if pipeline else {}
+    if case == "asynchronous":
+        settings = {"discrepancy_correction": {"mode": "predict"}, "error_feedback": True}
+        settings |= {"drain_interval": STEPS}
+        section["pipeline"] |= {"schedule": "pipemare", "pipemare": settings}
     config = configuration(1 if pipeline else int(case), wavemare=section)
     engine, *_ = wavemare.initialize(model=build_gpt2(), config=config)
     torch.manual_seed(1000 + rank)
