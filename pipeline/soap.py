@@ -171,7 +171,7 @@ def _eigenvectors(covariance: Tensor) -> Tensor:
     wide = covariance.double()
     try:
         vectors = torch.linalg.eigh(wide).eigenvectors
-    except torch.linalg.LinAlgError:
+    except RuntimeError:  # torch's LinAlgError, which has no public name for types
         ramp = torch.linspace(0, 1e-9, len(wide), dtype=wide.dtype, device=wide.device)
         vectors = torch.linalg.eigh(wide + (ramp * wide.trace()).diag()).eigenvectors
     return vectors.flip(1).to(covariance.dtype).contiguous()
