@@ -3,12 +3,13 @@
 import pytest
 
 from wavemare.models import convert, timing
-from wavemare.models.convert import _cut, _take_apart
+from wavemare.models.convert import _take_apart, cut_chain
 from wavemare.pipeline.cuts import balanced_cuts
 
 
 def cut(model, partition, stages):
-    return _cut(model, _take_apart(model, None), partition, stages)
+    taken = _take_apart(model, None)
+    return cut_chain(model, taken.chain, taken.inputs, partition, stages)
 
 
 def test_by_parameters_counts_trained_weights_and_the_tied_head(make_model):

@@ -16,7 +16,7 @@ from wavemare.models import (
     tied_weights,
     to_pipeline,
 )
-from wavemare.models.convert import _cut, _take_apart
+from wavemare.models.convert import _take_apart, cut_chain
 from wavemare.models.layers import TiedHead
 
 TIED = {
@@ -243,15 +243,15 @@ def test_parameters_are_counted_with_the_copy(tied_name, make_tied, tmp_path):
 
 def test_untying_does_not_move_the_cuts(tied_name, make_tied):
     model = make_tied(tied_name)
+    tied, timed = (_take_apart(model, None, untie=untie) for untie in (False, True))
     cuts = [
-        _cut(model, _take_apart(model, None, untie=untie), "parameters", stages)
+        cut_chain(model, taken.chain, taken.inputs, "parameters", stages)
         for stages in (2, 3)
-        for untie in (False, True)
+        for taken in (tied, timed)
     ]
     assert cuts[0] == cuts[1]
     assert cuts[2] == cuts[3]
-    timed = _take_apart(model, None, untie=True)
-    assert len(_cut(model, timed, "time", 2)) == 3
+    assert len(cut_chain(model, timed.chain, timed.inputs, "time", 2)) == 3
 
 
 def test_one_warning_names_weights_reason_cost_and_remedy(make_model, caplog):
