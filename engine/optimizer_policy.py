@@ -24,9 +24,10 @@ def choose_optimizer(
     AdamW's steps, taken along the axes of the weights, suffer from old gradients far more than the
     same steps along the axes of the curvature (arXiv 2602.03515). So where gradients are stale,
     Adam and AdamW become `SOAP`, which is AdamW in these axes and takes the same settings, and each
-    update is corrected by the next (`update_feedback`). Where they are more than one step old, the
-    average of gradients is at least as long as that of 0.95: the longer, the less a delay matters.
-    Other optimizers are the user's own choice.
+    update is corrected by the next (`update_feedback`). Up to one step of staleness forward passes
+    take predicted weights (`prediction`): a change repeats itself once, not several times. Where
+    gradients are older, their average is at least as long as that of 0.95: the longer, the less a
+    delay matters. Other optimizers, and what the section sets itself, are the user's own choice.
 
     Args:
         config: The whole configuration; it is not changed.
@@ -64,9 +65,13 @@ def choose_optimizer(
     said = f"pipemare: SOAP in the place of {name}, with its settings: {lag}, which AdamW suffers"
     if params.get("betas", momentum) != momentum:
         said += f"; beta1 is {_LONG} instead of {momentum[0]}"
-    if "error_feedback" not in settings.model_fields_set:
-        config[SECTION] = _with_feedback(config[SECTION])
+    own = settings.model_fields_set
+    if "error_feedback" not in own:
+        config[SECTION] = _with(config[SECTION], {"error_feedback": True})
         said += "; error_feedback is on"
+    if worst == 1 and not pipeline.pair_passes and "discrepancy_correction" not in own:
+        config[SECTION] = _with(config[SECTION], {"discrepancy_correction": {"mode": "predict"}})
+        said += "; forward passes take predicted weights"
     return config, said
 
 
@@ -96,7 +101,7 @@ def _for_soap(params: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in params.items() if key not in implementation}
 
 
-def _with_feedback(section: Mapping[str, Any]) -> dict[str, Any]:
+def _with(section: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     pipeline = section["pipeline"]
-    pipemare = {**pipeline.get("pipemare", {}), "error_feedback": True}
+    pipemare = {**pipeline.get("pipemare", {}), **settings}
     return {**section, "pipeline": {**pipeline, "pipemare": pipemare}}

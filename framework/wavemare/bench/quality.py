@@ -32,8 +32,9 @@ class System:
     """A way to train.
 
     Args:
-        settings: Changes of the configuration, KEY.KEY=VALUE, on top of PipeMare with AdamW, no
-            synchronous steps, and backward passes with the newest weights.
+        settings: Changes of the configuration, KEY.KEY=VALUE, on top of PipeMare with AdamW and no
+            synchronous steps.
+        correction: Mode of the discrepancy correction; None leaves it to the policy.
         delays: Of `wavemare.simulation.Delays`.
         warmup: Share of the steps that are synchronous (T3).
         anneal: Share of the steps in which the rate is rescheduled (T1).
@@ -42,6 +43,7 @@ class System:
     """
 
     settings: tuple[str, ...] = ()
+    correction: str | None = "off"
     delays: str = "pipeline"
     warmup: float = 0.0
     anneal: float = 0.0
@@ -55,12 +57,12 @@ SYSTEMS: Mapping[str, System] = {
     "flush-muon": System(_MUON, flushes=True, baseline="flush-muon"),
     "naive": System(),
     "t1": System(anneal=0.25),
-    "t2": System((f"{_CORRECTION}=ema",)),
-    "t1+t2": System((f"{_CORRECTION}=ema",), anneal=0.25),
-    "t1+t2+t3": System((f"{_CORRECTION}=ema",), anneal=0.25, warmup=0.2),
-    "stashing": System((f"{_CORRECTION}=exact",)),
-    "2bw": System((f"{_CORRECTION}=exact",), delays="one-step"),
-    "prediction": System((f"{_CORRECTION}=predict",)),
+    "t2": System(correction="ema"),
+    "t1+t2": System(correction="ema", anneal=0.25),
+    "t1+t2+t3": System(correction="ema", anneal=0.25, warmup=0.2),
+    "stashing": System(correction="exact"),
+    "2bw": System(correction="exact", delays="one-step"),
+    "prediction": System(correction="predict"),
     "nadam": System(
         (
             "optimizer.type=NAdam",
@@ -70,14 +72,12 @@ SYSTEMS: Mapping[str, System] = {
         )
     ),
     "feedback": System((f"{_PIPEMARE}.error_feedback=true",)),
-    "soap": System(("optimizer.type=SOAP", f"{_CORRECTION}=auto"), baseline="flush-soap"),
-    "muon": System((*_MUON, f"{_CORRECTION}=auto"), baseline="flush-muon"),
+    "soap": System(("optimizer.type=SOAP",), correction="auto", baseline="flush-soap"),
+    "muon": System(_MUON, correction="auto", baseline="flush-muon"),
     "muon+feedback": System(
-        (*_MUON, f"{_CORRECTION}=auto", f"{_PIPEMARE}.error_feedback=true"), baseline="flush-muon"
+        (*_MUON, f"{_PIPEMARE}.error_feedback=true"), correction="auto", baseline="flush-muon"
     ),
-    "auto": System(
-        (f"{_PIPEMARE}.optimizer_policy=auto", f"{_CORRECTION}=auto"), baseline="flush-soap"
-    ),
+    "auto": System((f"{_PIPEMARE}.optimizer_policy=auto",), correction=None, baseline="flush-soap"),
 }
 """By name. ``flush`` is any synchronous schedule; ``naive`` PACI; ``stashing`` PipeDream; ``2bw``
 PipeDream-2BW; ``prediction`` PipeOptim; ``auto`` what the policy makes of AdamW."""
@@ -142,9 +142,10 @@ def _command(
     changes = [
         f"{_PIPELINE}.schedule=pipemare",
         f"{_PIPEMARE}.warmup_steps={round(system.warmup * steps)}",
-        f"{_CORRECTION}=off",
         *system.settings,
     ]
+    if system.correction is not None:
+        changes.append(f"{_CORRECTION}={system.correction}")
     if system.anneal:
         changes += [
             f"{_PIPEMARE}.lr_rescheduling.enabled=true",

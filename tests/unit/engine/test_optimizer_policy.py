@@ -28,6 +28,7 @@ def test_stale_adam_becomes_soap_with_its_settings(kind):
     chosen, said = choose_optimizer(given, stages=8, micro_batches=8)
     assert chosen["optimizer"] == {"type": "SOAP", "params": {"lr": 0.002, "betas": [0.9, 0.95]}}
     assert pipemare_of(chosen).error_feedback
+    assert pipemare_of(chosen).discrepancy_correction.mode == "predict"
     assert given == before
     for part in (f"SOAP in the place of {kind}", "up to 1 steps old", "0.88", "8 stages"):
         assert part in said
@@ -45,6 +46,20 @@ def test_gradients_older_than_a_step_are_averaged_longer(given, kept):
     chosen, said = choose_optimizer(config("AdamW", params), stages=8, micro_batches=8)
     assert chosen["optimizer"]["params"] == params
     assert "beta1" not in said
+
+
+def test_forward_passes_are_predicted_up_to_one_step():
+    for micro_batches, mode in ((7, "predict"), (6, "auto")):
+        chosen, said = choose_optimizer(config(), stages=8, micro_batches=micro_batches)
+        assert pipemare_of(chosen).discrepancy_correction.mode == mode
+        assert ("predicted weights" in said) == (mode == "predict")
+    given = config(discrepancy_correction={"mode": "exact"})
+    chosen, _ = choose_optimizer(given, stages=8, micro_batches=8)
+    assert pipemare_of(chosen).discrepancy_correction.mode == "exact"
+    given = config()
+    given["wavemare"]["pipeline"]["pair_passes"] = True  # with which it is refused
+    chosen, _ = choose_optimizer(given, stages=8, micro_batches=8)
+    assert pipemare_of(chosen).discrepancy_correction.mode == "auto"
 
 
 def test_what_the_user_has_set_stays():
