@@ -59,11 +59,12 @@ def choose_optimizer(
         return config, f"pipemare: {name} stays, the configuration's own choice; {lag}"
     params = _for_soap(chosen.get("params") or {})
     momentum = list(params.get("betas", _BETAS))
-    if worst > 1 and momentum[0] < _LONG:
+    lengthens = worst > 1 and momentum[0] < _LONG
+    if lengthens:
         params["betas"] = [_LONG, *momentum[1:]]
     config["optimizer"] = {"type": "SOAP", "params": params}
     said = f"pipemare: SOAP in the place of {name}, with its settings: {lag}, which AdamW suffers"
-    if params.get("betas", momentum) != momentum:
+    if lengthens:
         said += f"; beta1 is {_LONG} instead of {momentum[0]}"
     own = settings.model_fields_set
     if "error_feedback" not in own:

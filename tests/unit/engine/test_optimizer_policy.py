@@ -36,7 +36,12 @@ def test_stale_adam_becomes_soap_with_its_settings(kind):
 
 @pytest.mark.parametrize(
     ("given", "kept"),
-    [([0.9, 0.99], [0.95, 0.99]), (None, [0.95, 0.95]), ([0.98, 0.99], [0.98, 0.99])],
+    [
+        ([0.9, 0.99], [0.95, 0.99]),
+        ((0.9, 0.99), [0.95, 0.99]),
+        (None, [0.95, 0.95]),
+        ([0.98, 0.99], [0.98, 0.99]),
+    ],
 )
 def test_gradients_older_than_a_step_are_averaged_longer(given, kept):
     params = {"lr": 0.002} if given is None else {"lr": 0.002, "betas": given}
