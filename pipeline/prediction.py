@@ -23,7 +23,7 @@ class Prediction(Correction):
     forward and the newest weights backward, with ``w_old`` the version before the newest. The last
     change is what the optimizer itself would step by again: ``-lr * m / (sqrt(v) + eps)`` of
     AdamW, ``-lr * velocity`` of SGD, ``-lr`` times the orthogonalised momentum of Muon, with the
-    weight decay. This is the prediction of PipeOptim (arXiv 2312.00839, eq. 4 and table 1), and of
+    weight decay. This is the prediction of PipeOptim (arXiv 2312.00839), and of
     SpecTrain for SGD, at the learning rate of the step before; and as it asks no optimizer for its
     state, it holds for all of them, and for states that ZeRO 1 has partitioned.
 
