@@ -134,6 +134,9 @@ class Replay:
             raise PlanError("micro_batches", micro_batches, reason, "Give 1 or more")
         if delays is None:
             delays = [ahead(index, len(stages), slack) for index in range(len(stages))]
+        if len(delays) != len(stages):
+            reason = f"there are {len(stages)} stages"
+            raise PlanError("delays", list(delays), reason, "Give one for each stage")
         self.records: list[StepRecord] = []
         self._stages = [
             _Stage(

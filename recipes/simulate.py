@@ -100,10 +100,14 @@ def _refuse_idle(arguments: Any) -> None:
     if sys.argv.count("--set") > 1:  # argparse would take the last alone
         reason = "it is given more than once"
         raise ConfigError("--set", arguments.set[0], reason, "Write --set ONE=1 TWO=2 ...")
-    for name, idle in (("resume", False), ("balance", "none"), ("balance_trial", False)):
+    for name, idle, reason in (
+        ("resume", False, "a simulation saves nothing to resume from"),
+        ("balance", "none", "a simulation is one process"),
+        ("balance_trial", False, "a simulation is one process"),
+        ("split", None, "a simulation reads no data in Megatron's order"),
+    ):
         value = getattr(arguments, name)
         if value != idle:
-            reason = "a simulation is one process, from the first step to the last"
             raise ConfigError(f"--{name}", value, reason, "Leave it out")
 
 

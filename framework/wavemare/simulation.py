@@ -83,7 +83,8 @@ class SimulatedPipeline:
         if tied:
             chain, _ = give_own_weights(chain, tied)
         for parameter in chain[-1].parameters():
-            parameter.use_muon = False  # type: ignore[attr-defined]  # an output head is no hidden matrix
+            head: Any = parameter
+            head.use_muon = False  # an output head is no hidden matrix
         cuts = cut_chain(model, chain, self.inputs, pipeline.partition, pipeline.stages)
         self.stages = [nn.Sequential(*chain[first:end]) for first, end in pairwise(cuts)]
 

@@ -16,7 +16,6 @@ from typing import Any
 
 from wavemare.bench.picture import drawing
 from wavemare.errors import LaunchError
-from wavemare.files import atomic_write_bytes
 from wavemare.observe.run import read_metrics
 
 __all__ = ["SYSTEMS", "System", "draw", "simulate_all", "to_row"]
@@ -250,8 +249,7 @@ def steps_to(curve: Sequence[Sequence[float]], loss: float) -> float:
 
 def draw(file: Path, runs: Sequence[Mapping[str, Any]], title: str) -> None:
     """Draw the held-out losses over the steps, each system's mean over its seeds."""
-    picture = file.with_suffix(".part.png")
-    with drawing(picture, figsize=(8, 5)) as axes:
+    with drawing(file, figsize=(8, 5)) as axes:
         for name in dict.fromkeys(run["system"] for run in runs):
             curves = [run["curve"] for run in runs if run["system"] == name]
             steps = [step for step, _ in curves[0]]
@@ -262,5 +260,3 @@ def draw(file: Path, runs: Sequence[Mapping[str, Any]], title: str) -> None:
             axes.axhline(bigram, color="grey", linewidth=0.8, label="bigrams")
         axes.set(xlabel="optimizer steps", ylabel="held-out loss (nats per token)", title=title)
         axes.legend(fontsize=7)
-    atomic_write_bytes(file, picture.read_bytes())
-    picture.unlink()

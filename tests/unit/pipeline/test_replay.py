@@ -375,6 +375,8 @@ def test_wrong_calls_are_refused():
         Replay([*mlp(1)] * 2, loss, make, 1)
     with pytest.raises(PlanError, match="micro_batches"):
         Replay(mlp(2), loss, make, 0)
+    with pytest.raises(PlanError, match="delays"):
+        Replay(mlp(2), loss, make, 1, delays=[1])
     with pytest.raises(PlanError, match="Did you mean 'ema'"):
         Replay(mlp(2), loss, make, 1, correction="emma")
     with pytest.raises(PlanError, match="micro_batches = 1: an optimizer step has 2"):
