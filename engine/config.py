@@ -18,6 +18,7 @@ from wavemare.engine.parallel_config import ParallelConfig
 from wavemare.engine.sparse_checks import check_sparse_collective
 from wavemare.engine.wave_checks import check_wavelet
 from wavemare.errors import ConfigError, did_you_mean
+from wavemare.engine.guard_config import GuardConfig, check_guard
 from wavemare.pipeline.advice import bounding_micro_batches
 from wavemare.pipeline.config import PipelineConfig
 from wavemare.pipeline.wave_config import WaveletConfig
@@ -66,6 +67,7 @@ class WavemareConfig(Section):
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> WavemareConfig:
         """Read the section of a DeepSpeed configuration; an absent one has all defaults.
+    guard: GuardConfig = GuardConfig()
 
         Raises:
             ConfigError: The section is not a mapping, or a key or value in it is invalid.
@@ -170,6 +172,7 @@ def check_config(config: Mapping[str, Any], *, world_size: int) -> WavemareConfi
     check_balance(
         config, ours.balance, pipeline=ours.pipeline, wavelet=ours.wavelet, zero_stage=zero
     )
+    check_guard(config, ours.guard, ours.pipeline, zero)
     if (stages > 1 or ours.pipeline.schedule == "pipemare") and zero in (2, 3):
         raise ConfigError(
             "zero_optimization.stage",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
+import torch.distributed
 from torch import Tensor
 
 from wavemare.engine.channels import Channels
@@ -15,16 +16,17 @@ from wavemare.engine.messages import (
     Inbox,
     Layout,
     Outbox,
+    is_intact,
     read_header,
+    seal,
     write_message,
 )
-from wavemare.errors import ModelError
+from wavemare.errors import CommError, ModelError
 from wavemare.pipeline.action import Action, Kind
 
 __all__ = ["Exchange"]
 
 _Box = TypeVar("_Box", Inbox, Outbox)
-_NUMBER = Layout(1)
 _DOWN = (Kind.RECV_ACTIVATION, Kind.RECV_TOTAL)
 _UP = (Kind.RECV_GRAD, Kind.RECV_NORM)
 
@@ -40,14 +42,24 @@ class Exchange:
         down_header: Numbers that travel with an activation.
         up_header: Numbers that travel with a gradient.
         dynamic: Whether micro-batches differ in shape.
+        checksum: Whether a number more in each header tells if the message is as it was sent.
     """
 
     def __init__(
-        self, channels: Channels, *, down_header: int, up_header: int, dynamic: bool
+        self,
+        channels: Channels,
+        *,
+        down_header: int,
+        up_header: int,
+        dynamic: bool,
+        checksum: bool = False,
     ) -> None:
         self._channels = channels
-        self._down_header = down_header
-        self._up_header = up_header
+        self._checksum = checksum
+        self._down_header = down_header + checksum
+        self._up_header = up_header + checksum
+        self._number = Layout(1 + checksum)
+        self._description = Layout(DESCRIPTION.numbers + checksum)
         self._dynamic = dynamic
         self._down: deque[Action] = deque()
         self._up: deque[Action] = deque()
@@ -86,12 +98,12 @@ class Exchange:
 
     def _down_size(self, action: Action) -> int | None:
         if action.kind is Kind.RECV_TOTAL:
-            return _NUMBER.size
+            return self._number.size
         return self._received.size if self._received is not None else None
 
     def _up_size(self, action: Action) -> int | None:
         if action.kind is Kind.RECV_NORM:
-            return _NUMBER.size
+            return self._number.size
         layout = self._grads.get(action.micro_batch)
         return layout.size if layout is not None else None
 
@@ -103,7 +115,7 @@ class Exchange:
         tensors = [outputs] if isinstance(outputs, Tensor) else list(outputs)
         layout = Layout.of(self._down_header, outputs) if tensors or not self._sent else self._sent
         if self._dynamic or self._sent is None:
-            self._write(outbox, DESCRIPTION, layout.describe(), [])
+            self._write(outbox, self._description, layout.describe(), [])
         if tensors and not self._dynamic:
             if self._sent not in (None, layout):
                 raise ModelError(
@@ -117,14 +129,22 @@ class Exchange:
         self._write(outbox, layout, header, tensors)
 
     def receive_activation(
-        self, device: torch.device
+        self, device: torch.device, micro_batch: int | None = None
     ) -> tuple[list[float], Tensor | tuple[Tensor, ...]]:
-        """Return the header and the tensors of the next activation; the tensors are leaves."""
+        """Return the header and the tensors of the next activation; the tensors are leaves.
+
+        Args:
+            device: Where the tensors are put.
+            micro_batch: Which it is, for a message.
+
+        Raises:
+            CommError: It is not as it was sent.
+        """
         inbox = _there(self._channels.from_previous)
         layout = self._received
         if layout is None:
             layout = self._receive_description(inbox)
-        message = inbox.take()
+        message = self._take(inbox, layout, f"activation of micro-batch {micro_batch}")
         if layout.shapes and not self._dynamic:
             self._received = layout
         self.post_ahead()
@@ -136,8 +156,9 @@ class Exchange:
         return header, tensors[0] if layout.single else tensors
 
     def _receive_description(self, inbox: Inbox) -> Layout:
-        inbox.post(DESCRIPTION.size)
-        description = read_header(DESCRIPTION, inbox.take())
+        inbox.post(self._description.size)
+        message = self._take(inbox, self._description, "shapes of an activation")
+        description = read_header(self._description, message)
         layout = Layout.described(description, self._down_header)
         inbox.post(layout.size)
         self._down.popleft()
@@ -156,10 +177,15 @@ class Exchange:
     def receive_grad(
         self, micro_batch: int, device: torch.device
     ) -> tuple[list[float], list[Tensor]]:
-        """Return the header and the gradients of a micro-batch's outputs."""
+        """Return the header and the gradients of a micro-batch's outputs.
+
+        Raises:
+            CommError: They are not as they were sent.
+        """
         self.post_ahead()
         layout = self._grads.pop(micro_batch)
-        message = _there(self._channels.from_next).take()
+        inbox = _there(self._channels.from_next)
+        message = self._take(inbox, layout, f"gradient of micro-batch {micro_batch}")
         self.post_ahead()
         tensors = [tensor.to(device) for tensor in layout.tensors(message)]
         return read_header(layout, message), tensors
@@ -168,21 +194,36 @@ class Exchange:
         """Send a norm: `SEND_NORM` to the stage before, `SEND_TOTAL` to the next."""
         to_next = kind is Kind.SEND_TOTAL
         outbox = self._channels.to_next if to_next else self._channels.to_previous
-        self._write(_there(outbox), _NUMBER, [number], [])
+        self._write(_there(outbox), self._number, [number], [])
 
     def receive_number(self, kind: Kind) -> float:
         """Receive a norm: `RECV_NORM` from the next stage, `RECV_TOTAL` from the one before."""
         from_next = kind is Kind.RECV_NORM
         self.post_ahead()
         inbox = self._channels.from_next if from_next else self._channels.from_previous
-        message = _there(inbox).take()
+        message = self._take(_there(inbox), self._number, "norm")
         self.post_ahead()
-        return read_header(_NUMBER, message)[0]
+        return read_header(self._number, message)[0]
 
     def _write(
         self, outbox: Outbox, layout: Layout, header: Sequence[float], tensors: Sequence[Tensor]
     ) -> None:
-        outbox.send(write_message(layout, header, tensors, self._channels.device))
+        message = write_message(layout, header, tensors, self._channels.device)
+        if self._checksum:
+            seal(layout, message)
+        outbox.send(message)
+
+    def _take(self, inbox: Inbox, layout: Layout, contents: str) -> Tensor:
+        message = inbox.take()
+        if self._checksum and not is_intact(layout, message):
+            receiver = torch.distributed.get_rank()
+            raise CommError(
+                f"message from rank {inbox.rank} to rank {receiver}",
+                contents,
+                f"its checksum does not fit its {layout.size} bytes: they have changed on the way",
+                "Resume from the last checkpoint; check the memory and network of the two hosts",
+            )
+        return message
 
     def forget_shapes(self) -> None:
         """Tell the next activation's layout anew; nothing may be under way."""

@@ -15,10 +15,13 @@ __all__ = [
     "DataError",
     "LaunchError",
     "ModelError",
+    "NumericsError",
     "PlanError",
     "WavemareError",
     "did_you_mean",
 ]
+
+_LONGEST, _MOST_NAMES = 300, 24
 
 
 class WavemareError(Exception):
@@ -42,7 +45,7 @@ class WavemareError(Exception):
         self.remedy = remedy
 
     def __str__(self) -> str:
-        return f"{self.key} = {self.value!r}: {self.reason}. {self.advice}"
+        return f"{self.key} = {_shown(self.value)}: {self.reason}. {self.advice}"
 
     @property
     def advice(self) -> str:
@@ -66,6 +69,10 @@ class CheckpointError(WavemareError, RuntimeError):
     """A checkpoint that is damaged, incomplete or of another topology."""
 
 
+class NumericsError(WavemareError, ArithmeticError):
+    """A number that is not finite, or weights that should be alike and are not."""
+
+
 class PlanError(WavemareError, ValueError):
     """A plan that cannot be made, read or run."""
 
@@ -85,8 +92,15 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
         name: The name that was given.
         valid: The names that would have been accepted.
     """
-    names = sorted(valid)
-    nearest = get_close_matches(name, names, n=1, cutoff=0.5)
+    names = sorted(set(valid))
+    nearest = get_close_matches(str(name), names, n=1, cutoff=0.5)
     if nearest:
         return f"Did you mean {nearest[0]!r}?"
-    return f"Valid names are {', '.join(map(repr, names))}"
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return f"Valid names are {', '.join(map(repr, names[:_MOST_NAMES]))}{more}"
+
+
+def _shown(value: object) -> str:
+    """Return a value as a message shows it: the two ends of a long one."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 45]} ... {text[-40:]}"

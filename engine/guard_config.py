@@ -1,0 +1,66 @@
+"""Configuration of the guards against wrong numbers: the section ``"wavemare": {"guard": ...}``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field
+
+from wavemare.errors import ConfigError
+from wavemare.pipeline.config import PipelineConfig
+from wavemare.section import Section
+
+__all__ = ["GuardConfig", "check_guard"]
+
+_KEY = "wavemare.guard"
+_ZERO_WEIGHTS = 3
+
+
+class GuardConfig(Section):
+    """What is watched, and what follows."""
+
+    nonfinite: Literal["off", "stop", "skip"] = "stop"
+    """What a loss, a gradient or an activation that is not finite does to an optimizer step. With
+    fp16 the default is ``off``: its loss scaler skips steps by itself."""
+
+    max_skips: int = Field(default=10, ge=1)
+    """Steps skipped one after the other at which ``skip`` stops the run, too."""
+
+    message_checksum: bool = False
+    """Whether the messages between pipeline stages carry a CRC-32."""
+
+    replica_digest_interval: int = Field(default=0, ge=0)
+    """Optimizer steps between two comparisons of the replicas' weights; 0 for none."""
+
+
+def check_guard(
+    config: Mapping[str, Any], guard: GuardConfig, pipeline: PipelineConfig, zero_stage: int
+) -> None:
+    """Check that what is to be guarded is there.
+
+    Args:
+        config: DeepSpeed configuration.
+        guard: Our section.
+        pipeline: Our section.
+        zero_stage: Of DeepSpeed's ZeRO.
+
+    Raises:
+        ConfigError: Naming the key that would have no effect.
+    """
+    fp16 = config.get("fp16")
+    if isinstance(fp16, Mapping) and fp16.get("enabled") and "nonfinite" in guard.model_fields_set:
+        if guard.nonfinite != "off":
+            reason = "with fp16 gradients overflow in a healthy run, and its loss scaler skips them"
+            raise ConfigError(f"{_KEY}.nonfinite", guard.nonfinite, reason, "Leave it out")
+    if "max_skips" in guard.model_fields_set and guard.nonfinite != "skip":
+        reason = f"it has no effect on nonfinite {guard.nonfinite!r}"
+        remedy = f'Set {_KEY}.nonfinite to "skip", or remove the key'
+        raise ConfigError(f"{_KEY}.max_skips", guard.max_skips, reason, remedy)
+    if guard.message_checksum and not (pipeline.schedule == "pipemare" or pipeline.pair_passes):
+        reason = "without schedule pipemare or pair_passes DeepSpeed sends the messages"
+        raise ConfigError(f"{_KEY}.message_checksum", True, reason, "Leave it out")
+    if guard.replica_digest_interval and zero_stage == _ZERO_WEIGHTS:
+        reason = "with ZeRO 3 each weight lies on one rank alone, and no replica is there"
+        given = guard.replica_digest_interval
+        raise ConfigError(f"{_KEY}.replica_digest_interval", given, reason, "Leave it out")

@@ -1,0 +1,169 @@
+"""The second pass names the module that makes a number that is not finite, and changes nothing."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from wavemare.engine.guard_trace import (
+    Finding,
+    RandomState,
+    are_finite,
+    loss_of,
+    tensors_of,
+    trace,
+)
+
+
+class Forward(nn.Module):
+    """Divides by zero on the way forward, where it is told to."""
+
+    def __init__(self, on=False):
+        super().__init__()
+        self.on = on
+
+    def forward(self, x):
+        return x / 0 if self.on else x * 1
+
+
+class Backward(nn.Module):
+    """Is 0 at 0, where its derivative is infinite."""
+
+    def __init__(self, on=False):
+        super().__init__()
+        self.on = on
+
+    def forward(self, x):
+        return x + (x * 0).abs().sqrt() if self.on else x * 1
+
+
+class Block(nn.Module):
+    def __init__(self, **on):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.forward_fault = Forward(on.get("forward", False))
+        self.backward_fault = Backward(on.get("backward", False))
+        self.drop = nn.Dropout(0.5)
+        self.own = on.get("own", False)
+
+    def forward(self, x, mask=None):
+        y = self.drop(self.backward_fault(self.forward_fault(self.first(x))))
+        return x + (y + (y * 0).abs().sqrt() if self.own else y)
+
+
+class Model(nn.Module):
+    def __init__(self, at=1, loss=None, **on):
+        super().__init__()
+        torch.manual_seed(1)
+        self.blocks = nn.ModuleList(Block(**(on if index == at else {})) for index in range(3))
+        self.norm = nn.BatchNorm1d(4)
+        self.loss = loss or (lambda y: y.square().mean())
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, mask=torch.tensor(-math.inf))
+        return {"loss": self.loss(self.norm(x)), "logits": x}
+
+
+def find(model, backward=True):
+    x = torch.randn(3, 4)
+    return trace(model, lambda: model(x), lambda out: ([out["loss"]], None), backward=backward)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize(("way", "what"), [("forward", "activation"), ("backward", "gradient")])
+def test_the_innermost_module_is_named(at, way, what):
+    assert find(Model(at, **{way: True})) == Finding(what, f"blocks.{at}.{way}_fault")
+
+
+def test_a_sound_model_is_found_sound():
+    assert find(Model()) is None
+
+
+def test_code_between_modules_is_named_by_the_module_around_it():
+    assert find(Model(1, own=True)) == Finding("gradient", "blocks.1", "behind 'blocks.1.drop'")
+
+
+def test_a_loss_that_is_not_finite_is_the_models_own():
+    assert find(Model(loss=lambda y: y.mean() / 0)) == Finding("loss", "Model")
+
+
+def test_a_loss_functions_derivative_is_the_models_own():
+    found = find(Model(loss=lambda y: (y * 0).abs().sqrt().mean()))
+    assert found == Finding("gradient", "Model", "behind 'norm'")
+
+
+def test_without_a_backward_pass_only_activations_are_looked_at():
+    assert find(Model(1, backward=True), backward=False) is None
+
+
+def test_a_parameter_that_is_not_finite_is_told():
+    model = Model()
+    with torch.no_grad():
+        model.blocks[2].first.weight[1, 2] = math.nan
+    found = find(model)
+    assert found.module == "blocks.2.first"
+    assert "'weight'" in found.detail
+
+
+def test_a_parameters_gradient_alone():
+    layer = nn.Linear(2, 1, bias=False)
+    x = torch.full((2, 2), 3e38)
+    with torch.no_grad():
+        layer.weight.zero_()
+    found = trace(layer, lambda: layer(x), lambda out: ([out.sum()], None))
+    assert found == Finding("gradient", "Linear", "of its parameter 'weight'")
+
+
+def test_gradients_may_be_given_instead_of_a_loss():
+    layer = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    bad = torch.tensor([[1.0, math.nan]])
+    found = trace(layer, lambda: layer(torch.ones(1, 2)), lambda out: ([out], [bad]))
+    assert found.what == "gradient"
+
+
+def test_nothing_is_changed():
+    model = Model(1, backward=True)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    find_state = torch.get_rng_state
+    x = torch.randn(3, 4)
+    torch.set_rng_state(state)
+    trace(model, lambda: model(x), lambda out: ([out["loss"]], None))
+    assert torch.equal(find_state(), state)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_random_numbers_are_drawn_again():
+    state = RandomState()
+    first = torch.rand(3)
+    state.put()
+    assert torch.equal(torch.rand(3), first)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_are_finite(value, dtype):
+    tensors = [torch.ones(3, dtype=dtype), torch.ones(2, 2, dtype=dtype)]
+    assert are_finite(tensors)
+    tensors[1][0, 1] = value
+    assert not are_finite(tensors)
+    assert are_finite([])
+
+
+def test_tensors_of_what_modules_return():
+    a, b, c = torch.ones(1), torch.ones(2), torch.ones(3)
+    value = {"x": (a, [b]), "y": torch.ones(1, dtype=torch.int64), "z": None, "w": {"v": c}}
+    assert [t.numel() for t in tensors_of(value)] == [1, 2, 3]
+
+
+def test_loss_of_what_models_return():
+    loss = torch.ones((), requires_grad=True) * 1
+    assert loss_of(loss) is loss
+    assert loss_of((loss, torch.ones(2))) is loss
+    assert loss_of(torch.ones(3, requires_grad=True)) is None
+    assert loss_of(None) is None
