@@ -14,11 +14,11 @@ from pydantic import Field
 
 from wavemare.comm.config import SparseCollectiveConfig, WatchdogConfig
 from wavemare.engine.balance_config import BalanceConfig, check_balance
+from wavemare.engine.guard_config import GuardConfig, check_guard
 from wavemare.engine.parallel_config import ParallelConfig
 from wavemare.engine.sparse_checks import check_sparse_collective
 from wavemare.engine.wave_checks import check_wavelet
 from wavemare.errors import ConfigError, did_you_mean
-from wavemare.engine.guard_config import GuardConfig, check_guard
 from wavemare.pipeline.advice import bounding_micro_batches
 from wavemare.pipeline.config import PipelineConfig
 from wavemare.pipeline.wave_config import WaveletConfig
@@ -63,11 +63,11 @@ class WavemareConfig(Section):
     wavelet: WaveletConfig = WaveletConfig()
     sparse_collective: SparseCollectiveConfig = SparseCollectiveConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
+    guard: GuardConfig = GuardConfig()
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> WavemareConfig:
         """Read the section of a DeepSpeed configuration; an absent one has all defaults.
-    guard: GuardConfig = GuardConfig()
 
         Raises:
             ConfigError: The section is not a mapping, or a key or value in it is invalid.
