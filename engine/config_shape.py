@@ -1,0 +1,189 @@
+"""The shape of DeepSpeed's part of a configuration: what is a section, a number, a truth value.
+
+DeepSpeed trusts it, and fails with a traceback or does something else: ``"enabled": "false"`` is
+true to some of its readers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from difflib import get_close_matches
+from numbers import Real
+from typing import Any
+
+from wavemare.errors import ConfigError
+
+__all__ = ["SECTION", "check_precision", "check_shape", "check_zero_stage", "misplaced_keys"]
+
+SECTION = "wavemare"
+_SECTIONS = (
+    "activation_checkpointing",
+    "aio",
+    "amp",
+    "bf16",
+    "checkpoint",
+    "comet",
+    "comms_logger",
+    "csv_monitor",
+    "curriculum_learning",
+    "data_efficiency",
+    "flops_profiler",
+    "fp16",
+    "optimizer",
+    "pipeline",
+    "scheduler",
+    "tensor_parallel",
+    "tensorboard",
+    "torch_autocast",
+    "wandb",
+)
+_NAMED = ("optimizer", "scheduler")
+_OURS = ("balance", "parallel", "pipeline", "tensor_parallel")  # that options and plans change
+_ZERO_STAGES = (0, 1, 2, 3)
+# Of `optimizer.params`; "auto" is what the Trainer fills in.
+_NUMBERS = ("lr", "weight_decay", "eps", "momentum")
+
+
+def check_shape(config: Mapping[str, Any]) -> None:
+    """Check that sections are sections, and that the numbers which all engines need are numbers.
+
+    Args:
+        config: DeepSpeed configuration; ``"auto"`` is a value that is filled in later.
+
+    Raises:
+        ConfigError: Naming the key that is something else.
+    """
+    for key in config:
+        if not isinstance(key, str):
+            raise ConfigError(f"{key!r}", config[key], "the key is no text", "Put it in quotes")
+    for name in _SECTIONS:
+        if name in config:
+            _check_mapping(name, config[name])
+            if "enabled" in config[name]:
+                _check_truth(f"{name}.enabled", config[name]["enabled"])
+    zero = config.get("zero_optimization", {})
+    if not isinstance(zero, bool):
+        _check_mapping("zero_optimization", zero)
+    for name in _NAMED:
+        _check_named(name, config.get(name, {}))
+    _check_number("gradient_clipping", config.get("gradient_clipping"))
+    if SECTION in config:
+        _check_mapping(SECTION, config[SECTION])
+        for name in _OURS:
+            _check_mapping(f"{SECTION}.{name}", config[SECTION].get(name, {}))
+
+
+def _check_mapping(key: str, value: object) -> None:
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            key, value, "the section is not a mapping", "Write {...}, or leave it out"
+        )
+
+
+def _check_truth(key: str, value: object) -> None:
+    # DeepSpeed takes 0 and 1, too; of texts some of its readers take any for true.
+    if value not in (0, 1, "auto"):
+        remedy = "Write true or false, without quotes"
+        raise ConfigError(key, value, "it is neither true nor false", remedy)
+
+
+def _check_named(name: str, section: Mapping[str, Any]) -> None:
+    kind, params = section.get("type"), section.get("params", {})
+    if kind is not None and not isinstance(kind, str):
+        raise ConfigError(f"{name}.type", kind, "it is no name", "Give a text in quotes")
+    _check_mapping(f"{name}.params", params)
+    for key in _NUMBERS:
+        _check_number(f"{name}.params.{key}", params.get(key))
+
+
+def _check_number(key: str, value: object) -> None:
+    if value is None or value == "auto":
+        return
+    if isinstance(value, str):
+        raise ConfigError(key, value, "it is a text, not a number", "Write it without quotes")
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ConfigError(key, value, "it is not a number", "Give a number of 0 or more")
+    if not 0 <= value < math.inf:
+        raise ConfigError(key, value, "it is not from 0 to below infinity", "Give such a number")
+
+
+def check_zero_stage(stage: object) -> None:
+    """Check the stage of ZeRO.
+
+    Raises:
+        ConfigError: There is no such stage, or it is a text, which the checks would pass over.
+    """
+    if stage not in _ZERO_STAGES:
+        quoted = isinstance(stage, str)
+        reason = "it is a text, not a number" if quoted else "there is no such stage"
+        remedy = "Write 0, 1, 2 or 3, without quotes" if quoted else "Give 0, 1, 2 or 3"
+        raise ConfigError("zero_optimization.stage", stage, reason, remedy)
+
+
+def check_precision(config: Mapping[str, Any]) -> None:
+    """Check that a model is to compute in one 16-bit type at most.
+
+    Raises:
+        ConfigError: Both are enabled.
+    """
+    names = ("fp16", "bf16")
+    sections = [config.get(name) for name in names]
+    if all(isinstance(s, Mapping) and s.get("enabled") in (True, 1) for s in sections):
+        reason = "bf16 is enabled, too, and weights have one type"
+        raise ConfigError("fp16.enabled", True, reason, "Enable one of the two")
+
+
+def misplaced_keys(config: Mapping[str, Any]) -> list[str]:
+    """Warnings for keys that DeepSpeed accepts and never reads.
+
+    Returns:
+        One sentence for each top-level key that looks like a misspelt one, for settings beside
+        ``params`` of optimizer and scheduler, and for ``pipeline.stages`` and
+        ``pipeline.partition``, which only our section gives effect.
+    """
+    known = _deepspeed_keys() | {SECTION}
+    warnings = []
+    for key in config:
+        nearest = get_close_matches(key, known, n=1, cutoff=0.8)
+        if key not in known and nearest:
+            warnings.append(
+                f"{key}: DeepSpeed does not know this key and ignores it. "
+                f"Did you mean {nearest[0]!r}?"
+            )
+    for name in _NAMED:
+        for key in config.get(name, {}):
+            if key not in ("type", "params", "legacy_fusion"):
+                warnings.append(
+                    f"{name}.{key}: DeepSpeed never reads this key. Use {name}.params.{key}"
+                )
+    for key in ("stages", "partition"):
+        if key in config.get("pipeline", {}):
+            warnings.append(
+                f"pipeline.{key}: DeepSpeed never reads this key. Use {SECTION}.pipeline.{key}"
+            )
+    return warnings
+
+
+def _deepspeed_keys() -> set[str]:
+    from deepspeed.runtime import constants
+
+    names = {value for value in vars(constants).values() if isinstance(value, str)}
+    return {name for name in names if name.isidentifier() and name.islower()} | {
+        "zero_optimization",
+        "optimizer",
+        "pipeline",
+        "activation_checkpointing",
+        "flops_profiler",
+        "comms_logger",
+        "tensorboard",
+        "wandb",
+        "csv_monitor",
+        "comet",
+        "aio",
+        "tensor_parallel",
+        "data_efficiency",
+        "compile",
+        "sequence_parallel_size",
+        "data_parallel_size",
+    }
