@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import base64
-import copy
-import os
 from collections.abc import Mapping
-from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
 from wavemare.comm.config import SparseCollectiveConfig, WatchdogConfig
 from wavemare.engine.balance_config import BalanceConfig, check_balance
+from wavemare.engine.config_file import load_config
+from wavemare.engine.config_shape import (
+    SECTION,
+    check_precision,
+    check_shape,
+    check_zero_stage,
+    misplaced_keys,
+)
 from wavemare.engine.guard_config import GuardConfig, check_guard
 from wavemare.engine.parallel_config import ParallelConfig
 from wavemare.engine.sparse_checks import check_sparse_collective
@@ -21,6 +24,7 @@ from wavemare.engine.wave_checks import check_wavelet
 from wavemare.errors import ConfigError, did_you_mean
 from wavemare.pipeline.advice import bounding_micro_batches
 from wavemare.pipeline.config import PipelineConfig
+from wavemare.pipeline.cuts import check_partition
 from wavemare.pipeline.wave_config import WaveletConfig
 from wavemare.section import Section
 
@@ -34,7 +38,6 @@ __all__ = [
     "zero_section",
 ]
 
-SECTION = "wavemare"
 SCHEDULES = ("1f1b", "pipemare")
 
 _ZERO_WEIGHTS = 3
@@ -83,60 +86,6 @@ class WavemareConfig(Section):
         return self.pipeline.stages * self.tensor_parallel.size
 
 
-def load_config(
-    config: str | Path | Mapping[str, Any], key: str = "--deepspeed_config"
-) -> dict[str, Any]:
-    """Return the configuration as a dictionary of its own.
-
-    Args:
-        config: A mapping, the path of a JSON file (comments allowed) or its text in base64, as
-            DeepSpeed takes them.
-        key: What a message calls the file.
-
-    Raises:
-        ConfigError: The file is missing, is not JSON (with line and column) or repeats a key.
-    """
-    if isinstance(config, Mapping):
-        return copy.deepcopy(dict(config))
-    import hjson  # DeepSpeed's parser, so that the same files load
-
-    def refuse(reason: str, remedy: str) -> ConfigError:
-        return ConfigError(key, str(config), reason, remedy)
-
-    try:
-        values = hjson.loads(_text(str(config)), object_pairs_hook=_refuse_duplicates)
-    except OSError as error:
-        reason = f"the file cannot be read ({error.strerror})"
-        raise refuse(reason, "Name an existing JSON file") from None
-    except UnicodeDecodeError:
-        raise refuse("this is not text", "Name a JSON file") from None
-    except hjson.HjsonDecodeError as error:
-        reason = f"not JSON at line {error.lineno}, column {error.colno}: {error.msg}"
-        raise refuse(reason, "Mend that line") from None
-    if not isinstance(values, dict):
-        reason = f"this is JSON, but {type(values).__name__} rather than an object"
-        raise refuse(reason, "Write {...}")
-    return values
-
-
-def _text(config: str) -> str:
-    if not os.path.exists(config):
-        try:
-            return base64.urlsafe_b64decode(config).decode("utf-8")
-        except ValueError:  # neither base64 nor text: it was meant as a path
-            pass
-    return Path(config).read_text(encoding="utf-8")
-
-
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in values:
-            raise ConfigError(key, value, "the key stands twice", "Remove one of the two")
-        values[key] = value
-    return values
-
-
 def check_config(config: Mapping[str, Any], *, world_size: int) -> WavemareConfig:
     """Check what can be known of a configuration before a model exists.
 
@@ -150,6 +99,9 @@ def check_config(config: Mapping[str, Any], *, world_size: int) -> WavemareConfi
     Raises:
         ConfigError: Naming the key, its value, the reason and the remedy.
     """
+    check_shape(config)
+    check_zero_stage(zero_section(config).get("stage", 0))
+    check_precision(config)
     ours = WavemareConfig.of(config)
     stages = ours.pipeline.stages
     if world_size % stages:
@@ -160,6 +112,8 @@ def check_config(config: Mapping[str, Any], *, world_size: int) -> WavemareConfi
             f"{_launch_hint(world_size)}",
             f"Start a multiple of {stages} processes, or change the number of stages",
         )
+    if isinstance(ours.pipeline.partition, str):
+        check_partition(ours.pipeline.partition)
     _check_schedule(config, ours.pipeline)
     if ours.tensor_parallel.size > 1:
         _check_tensor_parallel(config, ours, world_size)
@@ -366,51 +320,3 @@ def _launch_hint(world_size: int) -> str:
     if world_size > 1:
         return ""
     return "; one rank only: was it started with deepspeed, torchrun or mpirun?"
-
-
-def misplaced_keys(config: Mapping[str, Any]) -> list[str]:
-    """Warnings for keys that DeepSpeed accepts and never reads.
-
-    Returns:
-        One sentence for each top-level key that looks like a misspelt one, and for
-        ``pipeline.stages`` and ``pipeline.partition``, which only our section gives effect.
-    """
-    known = _deepspeed_keys() | {SECTION}
-    warnings = []
-    for key in config:
-        nearest = get_close_matches(key, known, n=1, cutoff=0.8)
-        if key not in known and nearest:
-            warnings.append(
-                f"{key}: DeepSpeed does not know this key and ignores it. "
-                f"Did you mean {nearest[0]!r}?"
-            )
-    for key in ("stages", "partition"):
-        if key in config.get("pipeline", {}):
-            warnings.append(
-                f"pipeline.{key}: DeepSpeed never reads this key. Use {SECTION}.pipeline.{key}"
-            )
-    return warnings
-
-
-def _deepspeed_keys() -> set[str]:
-    from deepspeed.runtime import constants
-
-    names = {value for value in vars(constants).values() if isinstance(value, str)}
-    return {name for name in names if name.isidentifier() and name.islower()} | {
-        "zero_optimization",
-        "optimizer",
-        "pipeline",
-        "activation_checkpointing",
-        "flops_profiler",
-        "comms_logger",
-        "tensorboard",
-        "wandb",
-        "csv_monitor",
-        "comet",
-        "aio",
-        "tensor_parallel",
-        "data_efficiency",
-        "compile",
-        "sequence_parallel_size",
-        "data_parallel_size",
-    }

@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from wavemare.errors import ConfigError
+from wavemare.errors import ConfigError, did_you_mean
 
-__all__ = ["balanced_cuts", "explicit_cuts"]
+__all__ = ["balanced_cuts", "check_partition", "explicit_cuts"]
 
 STAGES_KEY = "wavemare.pipeline.stages"
 PARTITION_KEY = "wavemare.pipeline.partition"
+_NAMES = ("parameters", "time", "uniform", "type:REGEX")
+
+
+def check_partition(partition: str) -> None:
+    """Check that there is a partition of that name.
+
+    Raises:
+        ConfigError: There is none, or its expression is invalid.
+    """
+    kind, colon, pattern = partition.partition(":")
+    if kind == "type" and colon:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            reason = f"the expression is invalid ({error})"
+            raise ConfigError(PARTITION_KEY, partition, reason, "Correct it") from error
+    elif partition not in _NAMES[:-1]:
+        remedy = did_you_mean(partition, _NAMES)
+        raise ConfigError(PARTITION_KEY, partition, "there is no such partition", remedy)
 
 
 def balanced_cuts(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:

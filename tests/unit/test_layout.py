@@ -17,10 +17,10 @@ AREAS = ("engine", "pipeline", "comm", "recipes")
 # Imports go downwards only: an area may import areas of a lower level, and itself.
 LEVELS = {"recipes": 4, "framework": 3, "engine": 2, "pipeline": 1, "comm": 1, "leaf": 0}
 # Modules that know no area, so that all may use them.
-LEAVES = {"errors", "section", "files"}
+LEAVES = {"errors", "section", "files", "json_text"}
 # Libraries that an area is useful without.
 FORBIDDEN = {"comm": {"deepspeed", "transformers"}, "pipeline": {"deepspeed", "transformers"}}
-LIGHT = {"errors", "files", "failure"}
+LIGHT = {"errors", "files", "json_text", "failure"}
 
 
 def modules() -> Iterator[tuple[str, Path]]:

@@ -14,7 +14,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from wavemare.errors import ConfigError, LaunchError, ModelError, did_you_mean
+from wavemare.errors import ConfigError, LaunchError, ModelError
 from wavemare.models.families import SUPPORTED, family_of
 from wavemare.models.layers import PipelineLayer, TiedHead, name_weights
 from wavemare.models.module import Conversion, TransformerPipeline
@@ -23,7 +23,13 @@ from wavemare.models.split import split_chain, split_loss
 from wavemare.models.ties import give_own_weights, tied_weights, warn_of_untying
 from wavemare.models.timing import layer_times
 from wavemare.parallel.tensor.state import is_split, split_embedding, whole_without_weights
-from wavemare.pipeline.cuts import PARTITION_KEY, STAGES_KEY, balanced_cuts, explicit_cuts
+from wavemare.pipeline.cuts import (
+    PARTITION_KEY,
+    STAGES_KEY,
+    balanced_cuts,
+    check_partition,
+    explicit_cuts,
+)
 
 __all__ = ["cut_chain", "to_pipeline", "trained_parameters"]
 
@@ -233,13 +239,8 @@ def cut_chain(
         return balanced_cuts([trained_parameters(layer) for layer in chain], stages)
     if partition == "time":
         return balanced_cuts(layer_times(model, chain, inputs), stages)
-    kind, _, pattern = partition.partition(":")
-    if kind == "type":
-        return balanced_cuts(_of_type(chain, partition, pattern, stages), stages)
-    valid = ("parameters", "time", "uniform", "type:REGEX")
-    raise ConfigError(
-        PARTITION_KEY, partition, "there is no such partition", did_you_mean(partition, valid)
-    )
+    check_partition(partition)
+    return balanced_cuts(_of_type(chain, partition, stages), stages)
 
 
 def trained_parameters(layer: PipelineLayer) -> float:
@@ -249,15 +250,8 @@ def trained_parameters(layer: PipelineLayer) -> float:
     return sum(w.numel() for part in parts for w in part.parameters() if w.requires_grad)
 
 
-def _of_type(
-    chain: Sequence[PipelineLayer], partition: str, pattern: str, stages: int
-) -> list[float]:
-    try:
-        compiled = re.compile(pattern, re.IGNORECASE)
-    except re.error as error:
-        raise ConfigError(
-            PARTITION_KEY, partition, f"the expression is invalid ({error})", "Correct it"
-        ) from error
+def _of_type(chain: Sequence[PipelineLayer], partition: str, stages: int) -> list[float]:
+    compiled = re.compile(partition.partition(":")[2], re.IGNORECASE)
     weights = [float(layer.matches(compiled)) for layer in chain]
     if sum(weights) < stages:
         classes = sorted({type(child).__name__ for layer in chain for child in layer.children()})

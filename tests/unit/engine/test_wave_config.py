@@ -26,7 +26,7 @@ def test_waves_are_off_by_default():
 @pytest.mark.parametrize(
     ("wavelet", "config", "key", "reason"),
     [
-        ({"mode": "snyc"}, {}, "wavemare.wavelet.mode", "'auto'"),
+        ({"mode": "snyc"}, {}, "wavemare.wavelet.mode", "Did you mean 'sync'?"),
         ({"mod": "sync"}, {}, "wavemare.wavelet.mod", "does not exist"),
         ({"budget": 1.5}, {}, "wavemare.wavelet.budget", "no effect"),
         ({"mode": "sync", "budget": 0.9}, {}, "wavemare.wavelet.budget", "greater than"),
