@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from wavemare.section import Section
 
-__all__ = ["MODES", "CompressorConfig", "Mode", "SparseCollectiveConfig", "WatchdogConfig"]
+__all__ = ["MODES", "CompressorConfig", "Mode", "SparseCollectiveConfig"]
 
 Mode = Literal[
     "auto",
@@ -92,13 +92,3 @@ class SparseCollectiveConfig(Section):
     staging: Literal["auto", "direct", "pinned"] = "auto"
     compressor: CompressorConfig | None = None
     bucket_bytes: Annotated[int, Field(ge=1)] = 64 << 20
-
-
-class WatchdogConfig(Section):
-    """When silence counts as failure.
-
-    Attributes:
-        timeout_s: Seconds after which a rank that does not answer a collective counts as lost.
-    """
-
-    timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 300.0

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field
 
-from wavemare.comm.config import SparseCollectiveConfig, WatchdogConfig
+from wavemare.comm.config import SparseCollectiveConfig
 from wavemare.engine.balance_config import BalanceConfig, check_balance
 from wavemare.engine.config_file import load_config
 from wavemare.engine.config_shape import (
@@ -17,9 +17,11 @@ from wavemare.engine.config_shape import (
     check_zero_stage,
     misplaced_keys,
 )
+from wavemare.engine.checkpoint_config import CheckpointConfig, check_checkpoint
 from wavemare.engine.guard_config import GuardConfig, check_guard
 from wavemare.engine.parallel_config import ParallelConfig
 from wavemare.engine.sparse_checks import check_sparse_collective
+from wavemare.engine.watchdog.config import WatchdogConfig
 from wavemare.engine.wave_checks import check_wavelet
 from wavemare.errors import ConfigError, did_you_mean
 from wavemare.pipeline.advice import bounding_micro_batches
@@ -67,6 +69,7 @@ class WavemareConfig(Section):
     sparse_collective: SparseCollectiveConfig = SparseCollectiveConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
     guard: GuardConfig = GuardConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> WavemareConfig:
@@ -122,6 +125,7 @@ def check_config(config: Mapping[str, Any], *, world_size: int) -> WavemareConfi
         compresses = sparse.compressor is not None
         check_sparse_collective(config, zero_section(config), compresses=compresses)
     check_wavelet(config, ours.wavelet, ours.pipeline, zero_section(config))
+    check_checkpoint(config, ours.checkpoint)
     zero = zero_section(config).get("stage", 0)
     check_balance(
         config, ours.balance, pipeline=ours.pipeline, wavelet=ours.wavelet, zero_stage=zero

@@ -15,6 +15,7 @@ from wavemare.engine.colocated import ColocatedHeads
 from wavemare.engine.config import WavemareConfig
 from wavemare.engine.mixin import EngineMixin
 from wavemare.engine.segments import Segments
+from wavemare.engine.watchdog.progress import PROGRESS
 from wavemare.engine.wavelet import Wavelet, attach_wavelet
 from wavemare.errors import ConfigError
 
@@ -62,6 +63,10 @@ class Engine(ColocatedHeads, EngineMixin, deepspeed.DeepSpeedEngine):
         """
         data_iter = data_iter if data_iter is not None else self._training_batches()
         self.train()
+        with self.training_step():
+            return self._train_step(PROGRESS.reading(data_iter))
+
+    def _train_step(self, data_iter: Iterator[Any]) -> torch.Tensor:
         if self._wavelet is not None:
             # Taken at once: data that ends within a step must not leave half of one behind.
             batches = [next(data_iter) for _ in range(self.gradient_accumulation_steps())]
@@ -76,9 +81,24 @@ class Engine(ColocatedHeads, EngineMixin, deepspeed.DeepSpeedEngine):
             self.step()
         return self._mean_loss(losses)
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run DeepSpeed's forward pass."""
+        PROGRESS.step = self.global_steps + 1
+        with PROGRESS.doing("forward"):
+            return super().forward(*args, **kwargs)
+
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run DeepSpeed's backward pass; with ``wavemare.balance`` the loss weighs its share."""
-        return super().backward(self._weighted(loss), *args, **kwargs)
+        with PROGRESS.doing("backward"):
+            return super().backward(self._weighted(loss), *args, **kwargs)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Run DeepSpeed's optimizer step, if this micro-batch is the last of one."""
+        before = self.global_steps
+        with PROGRESS.doing("step"):
+            super().step(*args, **kwargs)
+        if self.global_steps > before:
+            PROGRESS.end_step()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss for a ``backward()`` of its own, scaled and weighted."""
@@ -104,7 +124,8 @@ class Engine(ColocatedHeads, EngineMixin, deepspeed.DeepSpeedEngine):
         """Run the backward pass; return the loss that it was of, without its graph."""
         if self._balance is not None:
             loss = self._balance.weighted(loss)
-        super().backward(loss)
+        with PROGRESS.doing("backward"):
+            super().backward(loss)
         return loss.detach()
 
     def _train_own_steps(self, data_iter: Iterator[Any], count: int) -> torch.Tensor:
@@ -145,7 +166,8 @@ class Engine(ColocatedHeads, EngineMixin, deepspeed.DeepSpeedEngine):
         self.eval()
         losses = []
         output: Any = None
-        with torch.no_grad():
+        data_iter = PROGRESS.reading(data_iter)
+        with torch.no_grad(), PROGRESS.doing("evaluation"):
             for _ in range(num_micro_batches or self.gradient_accumulation_steps()):
                 output = self._run(next(data_iter))
                 losses.append(_loss_of(output))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from deepspeed import comm as dist
@@ -20,6 +21,8 @@ from wavemare.engine.matrix_partitions import (
 from wavemare.engine.optimizers import refresh_by_stage
 from wavemare.engine.sparse_attach import attach_sparse_gradients
 from wavemare.engine.sparse_gradients import SparseGradients
+from wavemare.engine.watchdog.progress import PROGRESS
+from wavemare.engine.watchdog.watcher import Watchdog
 from wavemare.errors import ConfigError
 
 __all__ = ["EngineMixin"]
@@ -36,15 +39,19 @@ class EngineMixin(CheckpointMixin):
     Attributes:
         parallel_plan: The plan by which the model is laid out, with ``digest`` and ``to_json()``;
             None if the configuration alone says how.
+        watchdog: The process's, if this engine's configuration asks for one.
     """
 
     parallel_plan: Any = None
+    watchdog: Watchdog | None = None
     _sparse: SparseGradients | None = None
     _balance: Balance | None = None
     _sections: WavemareConfig | None = None
 
     def __init__(self, *args: Any, sections: WavemareConfig | None = None, **kwargs: Any) -> None:
         self._sections = sections  # DeepSpeed makes its loader while it is built
+        if sections is not None:
+            self.checkpoint_settings = sections.checkpoint
         super().__init__(*args, **kwargs)
         describe_partitions(self)
         if sections is not None and sections.pipeline.schedule == "pipemare":
@@ -62,11 +69,30 @@ class EngineMixin(CheckpointMixin):
         check_matrix_optimizer(self, client_optimizer)
         super()._configure_optimizer(client_optimizer, model_parameters)  # type: ignore[misc]
 
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
+        """Save as `CheckpointMixin.save_checkpoint`."""
+        with PROGRESS.doing("save_checkpoint", long=True):
+            return super().save_checkpoint(*args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, Any]:
+        """Load as `CheckpointMixin.load_checkpoint`."""
+        with PROGRESS.doing("load_checkpoint", long=True):
+            return super().load_checkpoint(*args, **kwargs)
+
     def zero_allow_untested_optimizer(self) -> bool:
         """Whether ZeRO takes an optimizer that DeepSpeed does not list; ours are tested with it."""
         engine: Any = self
         stock = bool(super().zero_allow_untested_optimizer())  # type: ignore[misc]
         return stock or is_added(getattr(engine, "basic_optimizer", None))
+
+    @contextmanager
+    def training_step(self) -> Iterator[None]:
+        """Tell the watchdog that a step is trained inside."""
+        engine: Any = self
+        PROGRESS.begin_step(engine.global_steps + 1)
+        with PROGRESS.doing("train_batch"):
+            yield
+        PROGRESS.end_step()
 
     def buffered_allreduce_fallback(self, grads: Any = None, *args: Any, **kwargs: Any) -> None:
         """Reduce gradients as DeepSpeed's method of that name, or by the sparse collective."""
@@ -116,7 +142,9 @@ class EngineMixin(CheckpointMixin):
         """Give back what the engine holds; all ranks should call it."""
         if self._sparse is not None:
             self._sparse.close()
-        super().destroy()  # type: ignore[misc]
+        if self.watchdog is not None:
+            self.watchdog.stop()
+        super().destroy()
 
     def rank_state(self) -> dict[str, Any]:
         """Return what this rank's next step needs beside weights, optimizer and random state."""

@@ -10,12 +10,16 @@ import torch
 
 from wavemare.engine.mixin import EngineMixin
 from wavemare.engine.plan_schedule import PlanSchedule
+from wavemare.engine.watchdog.progress import PROGRESS, Followed
 from wavemare.errors import ModelError
+from wavemare.pipeline.action import RECEIVES, SENDS
 
 __all__ = ["DualPipeVEngine", "PipelineEngine"]
 
 
 Shapes = tuple[tuple[int, ...], ...]
+
+_NEIGHBOURS = {kind: distance for kind, (_, distance) in (SENDS | RECEIVES).items()}
 
 
 class _Batches:
@@ -60,7 +64,8 @@ class _Batches:
         """
         self.reset_activation_shape()
         try:
-            return super().eval_batch(*args, **kwargs)  # type: ignore[misc]
+            with PROGRESS.doing("evaluation"):
+                return super().eval_batch(*args, **kwargs)  # type: ignore[misc]
         finally:
             self.reset_activation_shape()
 
@@ -78,6 +83,14 @@ class PipelineEngine(EngineMixin, _Batches, deepspeed.PipelineEngine):
 
     def _train_schedule(self) -> PlanSchedule:
         return PlanSchedule(self.micro_batches, self.num_stages, self.stage_id)
+
+    def train_batch(self, data_iter: Any = None) -> Any:
+        """Train an optimizer step as ``deepspeed.PipelineEngine.train_batch``."""
+        with self.training_step():
+            return super().train_batch(data_iter)
+
+    def _exec_schedule(self, pipe_schedule: Any) -> None:
+        super()._exec_schedule(Followed(pipe_schedule, PROGRESS, self.grid, _NEIGHBOURS))
 
 
 class DualPipeVEngine(EngineMixin, _Batches, deepspeed.DualPipeVEngine):

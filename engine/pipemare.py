@@ -129,12 +129,13 @@ class PipeMareEngine(PipelineEngine):
         self._feed.use(data_iter)
         self.module.train()
         self._compute_loss = True
-        trained = self._train_step()
-        if not trained and self._goes_on():
+        with self.training_step():
             trained = self._train_step()
-        if not trained:
-            raise StopIteration
-        self._report_step()
+            if not trained and self._goes_on():
+                trained = self._train_step()
+            if not trained:
+                raise StopIteration
+            self._report_step()
         return self.agg_train_loss
 
     def _train_step(self) -> int:

@@ -33,11 +33,15 @@ class PlanSchedule(schedule.PipeSchedule):
 
     def _instructions(self, action: Action) -> list[schedule.PipeInstruction]:
         if action.kind is Kind.REDUCE:
-            return [schedule.ReduceTiedGrads(), schedule.ReduceGrads()]
-        if action.kind is Kind.STEP:
-            return [schedule.OptimizerStep()]
-        buffer = action.micro_batch % self.num_pipe_buffers()
-        return [_BUFFER_INSTRUCTIONS[action.kind](buffer_id=buffer)]
+            found = [schedule.ReduceTiedGrads(), schedule.ReduceGrads()]
+        elif action.kind is Kind.STEP:
+            found = [schedule.OptimizerStep()]
+        else:
+            buffer = action.micro_batch % self.num_pipe_buffers()
+            found = [_BUFFER_INSTRUCTIONS[action.kind](buffer_id=buffer)]
+        for instruction in found:
+            instruction.action = action  # for those who follow the plan; its method gets none
+        return found
 
     def num_pipe_buffers(self) -> int:
         """Return how many micro-batches are under way at most; DeepSpeed wants at least 2."""

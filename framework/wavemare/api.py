@@ -13,9 +13,11 @@ from deepspeed import comm as dist
 from wavemare import engine
 from wavemare.engine import build_engine
 from wavemare.engine.colocated import check_colocated
-from wavemare.engine.config import WavemareConfig, check_config, zero_section
+from wavemare.engine.config import SECTION, WavemareConfig, check_config, zero_section
 from wavemare.engine.initialize import read_config
 from wavemare.engine.segments import Segments
+from wavemare.engine.watchdog.progress import PROGRESS
+from wavemare.engine.watchdog.watcher import Watchdog
 from wavemare.errors import ConfigError, PlanError
 from wavemare.failure import watch_failures
 from wavemare.parallel import TensorMesh
@@ -93,10 +95,51 @@ def initialize(
     watch_failures()
     values = read_config(args, config, config_params)
     ours = WavemareConfig.of(values)
+    watchdog = None
+    if SECTION in values and ours.watchdog.enabled:
+        watchdog = Watchdog(ours.watchdog).start()
+    try:
+        with PROGRESS.doing("initialize", long=True):
+            if dist_init_required is not False:
+                init_distributed(distributed_port)
+            if watchdog is not None and dist.is_initialized():
+                watchdog.meet()
+            result = _build(
+                values,
+                model=model,
+                optimizer=optimizer,
+                model_parameters=model_parameters,
+                lr_scheduler=lr_scheduler,
+                mpu=mpu,
+                args=args,
+                training_data=training_data,
+                distributed_port=distributed_port,
+                dist_init_required=dist_init_required,
+                collate_fn=collate_fn,
+                mesh_param=mesh_param,
+            )
+    except BaseException:
+        if watchdog is not None:
+            watchdog.stop()
+        raise
+    result[0].watchdog = watchdog
+    return result
+
+
+def _build(
+    values: dict[str, Any],
+    *,
+    model: Any,
+    optimizer: Any,
+    model_parameters: Any,
+    lr_scheduler: Any,
+    mpu: Any,
+    **arguments: Any,
+) -> tuple[Any, Any, Any, Any]:
+    """Lay the model out as the configuration says, and build its engine."""
+    ours = WavemareConfig.of(values)
     if ours.wavelet.mode == "model_parallel":
         values = _weights_in_turns(values)
-    if dist_init_required is not False:
-        init_distributed(distributed_port)
     plan = None
     if ours.parallel.given or is_annotated(model) or hasattr(model, PLAN):
         plan, values = _planned(model, values)
@@ -125,17 +168,12 @@ def initialize(
     result = build_engine(
         values,
         segments=_segments(model, ours),
-        args=args,
         model=model,
         optimizer=optimizer,
         model_parameters=model_parameters,
-        training_data=training_data,
         lr_scheduler=lr_scheduler,
-        distributed_port=distributed_port,
         mpu=mpu,
-        dist_init_required=dist_init_required,
-        collate_fn=collate_fn,
-        mesh_param=mesh_param,
+        **arguments,
     )
     result[0].parallel_plan = plan
     return result

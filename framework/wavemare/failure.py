@@ -16,18 +16,17 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from enum import Enum, auto
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
 from wavemare.engine.launch import environment_rank
+from wavemare.engine.leaving import leave_at_once, tell_deaf_parent
 from wavemare.errors import WavemareError
 
 __all__ = ["run_main", "watch_failures"]
@@ -40,8 +39,6 @@ _GRACE_SECONDS = 3.0
 _LINGER_SECONDS = 0.5
 _INTERRUPTED = 130
 _TORCH_HOOK = "torch.distributed.distributed_c10d"
-# deepspeed --launcher mpich starts each rank by this script, which ends with 0 however it went.
-_DEAF_PARENT = "deepspeed/launcher/launcher_helper.py"
 # How gloo, NCCL and TCPStore say that the other side has gone.
 _PEER_LOSS = (
     "connection closed by peer",
@@ -100,6 +97,8 @@ def _end(error: BaseException, grace_s: float) -> NoReturn:
     """Say what there is to be said about a failure, and end the process."""
     if isinstance(error, KeyboardInterrupt):
         _leave(_INTERRUPTED)
+    if (watchdog := _watchdog()) is not None and watchdog.ending:
+        threading.Event().wait()  # it ends this process; what has failed is a consequence
     if isinstance(error, WavemareError):
         if _speaks(_claim_failure(), grace_s):
             _print_error(error)
@@ -107,6 +106,10 @@ def _end(error: BaseException, grace_s: float) -> NoReturn:
     # A lost peer is not claimed: the peer may be about to say why it went.
     if not _is_peer_loss(error):
         _claim_failure()
+    elif (summary := _name_lost_peers()) is not None:
+        sys.stderr.write(f"{summary}\n")
+        _tell_torchrun(error)
+        _leave(1)
     else:
         reported = _failures_reported(grace_s)
         if reported is None and _group_exists() and environment_rank() != 0:
@@ -118,6 +121,21 @@ def _end(error: BaseException, grace_s: float) -> NoReturn:
     _print_traceback(error)
     _tell_torchrun(error)
     _leave(1)
+
+
+def _name_lost_peers() -> str | None:
+    """Return what the watchdog knows of ranks that went without a word; None if it is not ours."""
+    watchdog = _watchdog()
+    if watchdog is None or _ask_store(lambda store: int(store.add(_STORE_KEY, 0))):
+        return None
+    summary: str | None = watchdog.explain_loss()
+    # Of several ranks that lost the same one, the first speaks; without a store, each of them.
+    return summary if summary and _claim_failure() is not _Claim.LATER else None
+
+
+def _watchdog() -> Any:
+    watcher = sys.modules.get("wavemare.engine.watchdog.watcher")
+    return watcher.current() if watcher is not None else None
 
 
 def _speaks(claim: _Claim, grace_s: float) -> bool:
@@ -226,29 +244,9 @@ def _tell_torchrun(error: BaseException) -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """End the process, without the interpreter's shutdown where that could hang.
-
-    With a process group or MPI alive, shutdown runs destructors that wait for the peers (gloo and
-    NCCL join their threads, MPI_Finalize is collective), and a peer that waits for this rank never
-    answers. The operating system closes the sockets instead, which is what the peers must notice.
-    """
+    """End the process, without the interpreter's shutdown where that could hang."""
     if not _group_exists() and "mpi4py.MPI" not in sys.modules:
-        _tell_deaf_parent()
+        tell_deaf_parent()
         raise SystemExit(code)
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
     time.sleep(_LINGER_SECONDS)
-    _tell_deaf_parent()
-    os._exit(code)
-
-
-def _tell_deaf_parent() -> None:
-    """End a parent that would report success, by a signal that ``mpirun`` cannot overlook."""
-    parent = os.getppid()
-    try:
-        words = Path(f"/proc/{parent}/cmdline").read_text(encoding="utf-8").split("\0")
-    except OSError:  # not Linux, or it has ended
-        return
-    if any(word.endswith(_DEAF_PARENT) for word in words):
-        os.kill(parent, signal.SIGTERM)
+    leave_at_once(code)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from wavemare.comm.config import CompressorConfig, SparseCollectiveConfig, WatchdogConfig
+from wavemare.comm.config import CompressorConfig, SparseCollectiveConfig
 from wavemare.engine.config import TensorParallelConfig, check_batch_sizes, check_config
 from wavemare.engine.parallel_config import ParallelConfig
 from wavemare.pipeline.config import PipelineConfig

@@ -1,0 +1,1 @@
+"""Finds out when a run no longer moves, says which rank is to blame, and ends it."""

@@ -1,0 +1,85 @@
+"""How watchdogs ask each other: a line of JSON over TCP, apart from all that training uses."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from wavemare.engine.watchdog.standing import Absent, Whereabouts
+
+__all__ = ["ask", "ask_all", "listening_socket", "serve"]
+
+_LIMIT = 1 << 20  # bytes of a line
+_ANSWER_S = 1.5
+_AT_ONCE = 64
+
+Answer = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+
+
+def listening_socket() -> socket.socket:
+    """Return a socket on a free port of all of this host's addresses."""
+    return socket.create_server(("", 0), backlog=128)
+
+
+async def serve(listener: socket.socket, token: Callable[[], str], answer: Answer) -> Any:
+    """Answer requests that know the job's token, until the server that is returned is closed.
+
+    Args:
+        listener: From `listening_socket`.
+        token: The secret that the ranks of a job share.
+        answer: From a request to its answer, both JSON objects.
+    """
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError, ValueError, TimeoutError):
+            line = await asyncio.wait_for(reader.readline(), _ANSWER_S)
+            request = json.loads(line)
+            known = token()
+            given = str(request.pop("token", "")) if isinstance(request, dict) else ""
+            if known and hmac.compare_digest(given.encode(), known.encode()):
+                writer.write(json.dumps(await answer(request)).encode() + b"\n")
+                await asyncio.wait_for(writer.drain(), _ANSWER_S)
+        writer.close()
+
+    return await asyncio.start_server(handle, sock=listener, limit=_LIMIT)
+
+
+async def ask(of: Whereabouts, token: str, request: dict[str, Any]) -> dict[str, Any] | Absent:
+    """Return a rank's answer, or that it gave none within a moment."""
+    try:
+        return await asyncio.wait_for(_ask(of, token, request), _ANSWER_S)
+    except (ConnectionError, EOFError):
+        return Absent(of, gone=True)
+    except (OSError, TimeoutError, ValueError):
+        return Absent(of, gone=False)
+
+
+async def _ask(of: Whereabouts, token: str, request: dict[str, Any]) -> dict[str, Any]:
+    reader, writer = await asyncio.open_connection(of.address, of.port, limit=_LIMIT)
+    try:
+        writer.write(json.dumps({**request, "token": token}).encode() + b"\n")
+        line = await reader.readline()
+        if not line:
+            raise EOFError  # it was killed just now
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+    finally:
+        writer.close()
+
+
+async def ask_all(
+    ranks: Sequence[Whereabouts], token: str, request: dict[str, Any]
+) -> list[dict[str, Any] | Absent]:
+    """Ask many ranks, some at a time; the answers are in the order of the ranks."""
+    turns = asyncio.Semaphore(_AT_ONCE)
+
+    async def one(of: Whereabouts) -> dict[str, Any] | Absent:
+        async with turns:
+            return await ask(of, token, request)
+
+    return list(await asyncio.gather(*map(one, ranks)))

@@ -1,0 +1,339 @@
+"""The watchdog of a process: a thread that notices when nothing moves, and ends the run."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import itertools
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from wavemare.engine.job_environment import own_address
+from wavemare.engine.launch import environment_rank
+from wavemare.engine.leaving import leave_at_once
+from wavemare.engine.watchdog.config import WatchdogConfig
+from wavemare.engine.watchdog.peers import ask_all, listening_socket, serve
+from wavemare.engine.watchdog.progress import PROGRESS, Progress
+from wavemare.engine.watchdog.report import write_report
+from wavemare.engine.watchdog.standing import Absent, Standing, Whereabouts
+from wavemare.engine.watchdog.verdict import Verdict, judge
+from wavemare.errors import LaunchError
+
+__all__ = ["EXIT_CODE", "Watchdog", "current"]
+
+logger = logging.getLogger("wavemare")
+
+EXIT_CODE = 124
+"""Of a run that the watchdog ends, as that of ``timeout``."""
+
+_TICKS = 20
+_LONGEST_TICK_S = 1.0
+# Rank 0 asks first, and if it gets to a verdict, tells the others: N ranks that all ask all would
+# be N * N connections.
+_TURN_S, _LONGEST_TURN_S = 0.05, 2.0
+# For the others' reports and the one summary, before a launcher ends the rest.
+_GRACE_S = 1.0
+_JOIN_S = 5.0
+_KEY = "wavemare/watchdog"
+
+_meetings = itertools.count()
+"""This process's; all ranks come to the same ones."""
+
+_running: list[Watchdog] = []
+
+
+def current() -> Watchdog | None:
+    """Return the watchdog of this process, if one is running."""
+    return _running[-1] if _running else None
+
+
+class Watchdog:
+    """Watches this process, and asks the watchdogs of the others before it ends the run.
+
+    A process that has been in one place (`Progress`) for longer than it may is either stuck or
+    waits for one that is. So its watchdog asks all others where they stand: if one of them moves,
+    the run is slow, not stuck. Otherwise every rank writes a report, one prints whom to blame
+    (`judge`), and all end with `EXIT_CODE`. The watchdogs' sockets are their own: they answer while
+    the training thread waits in a collective, also if rank 0 and its store have gone.
+
+    Args:
+        config: The section ``watchdog``.
+        progress: Of this process.
+        leave: Ends the process; for tests.
+    """
+
+    def __init__(
+        self,
+        config: WatchdogConfig,
+        progress: Progress = PROGRESS,
+        leave: Callable[[int], Any] = leave_at_once,
+    ) -> None:
+        self.config = config
+        self.progress = progress
+        self._leave = leave
+        self._listener = listening_socket()
+        rank = environment_rank()
+        host, port = socket.gethostname(), int(self._listener.getsockname()[1])
+        self._me = Whereabouts(rank, host, os.getpid(), _address(), port)
+        self._ranks: list[Whereabouts] = [self._me]
+        self._token = ""
+        self._store: Any = None
+        self._ended = False
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="wavemare-watchdog", daemon=True)
+
+    # --- life -----------------------------------------------------------------------------------
+
+    def start(self) -> Watchdog:
+        """Begin to watch this process alone; one watchdog runs in a process at a time."""
+        for other in list(_running):
+            other.stop()
+        _running.append(self)
+        self._thread.start()
+        atexit.register(self._bid_farewell)
+        return self
+
+    def meet(self) -> None:
+        """Get to know the other ranks' watchdogs; all ranks of the group call it."""
+        from torch import distributed
+        from torch.distributed import distributed_c10d
+
+        # Not a collective, for which NCCL would need a device that is not chosen yet.
+        store = distributed_c10d._get_default_store()
+        meeting, rank = next(_meetings), distributed.get_rank()
+        self._me = replace(self._me, rank=rank)
+        places = [f"{_KEY}/{meeting}/{n}" for n in range(distributed.get_world_size())]
+        told = {"token": secrets.token_hex(16), "where": asdict(self._me)}
+        store.set(places[rank], json.dumps(told))
+        found = [json.loads(text) for text in store.multi_get(places)]  # waits for all
+        self._ranks = [Whereabouts(**each["where"]) for each in found]
+        self._token = found[0]["token"]
+        self._store = store
+
+    def stop(self) -> None:
+        """Stop watching; waits for the thread."""
+        if self in _running:
+            _running.remove(self)
+        atexit.unregister(self._bid_farewell)
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(_JOIN_S)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._watch())
+        finally:
+            self._loop.close()
+
+    async def _watch(self) -> None:
+        server = await serve(self._listener, lambda: self._token, self._answer)
+        tick = min(self.config.timeout_s / _TICKS, _LONGEST_TICK_S)
+        try:
+            while not self._stop.is_set():
+                try:
+                    await self._look()
+                except (OSError, ValueError, RuntimeError):
+                    logger.exception("the watchdog could not look")  # and goes on
+                try:
+                    await asyncio.wait_for(self._stop.wait(), tick)
+                except TimeoutError:
+                    continue
+        finally:
+            server.close()
+            await server.wait_closed()
+
+    # --- watching -------------------------------------------------------------------------------
+
+    def _standing(self) -> Standing:
+        return Standing.of(self._me.rank, self.progress, self.config)
+
+    @property
+    def _is_stuck(self) -> bool:
+        place = self.progress.place
+        config = self.config
+        patience = self.progress.patience(config.timeout_s, config.start_timeout_s)
+        return not place.outside and time.monotonic() - place.since >= patience
+
+    async def _look(self) -> None:
+        if not self._is_stuck or self._ended:
+            return
+        await asyncio.sleep(min(self._me.rank * _TURN_S, _LONGEST_TURN_S))
+        if not self._is_stuck or self._ended:
+            return
+        standings, absent = await self._inquire()
+        own = self._standing()
+        standings.append(own)
+        verdict = judge(standings, absent)
+        if verdict is None or self._ended:
+            return
+        headline = (
+            f"rank {own.rank} has not moved for {own.age_s:.0f} s "
+            f"(wavemare.watchdog allows {own.patience_s:g} s)"
+            f"{', and no other rank has' if len(self._ranks) > 1 else ''}"
+        )
+        summary = verdict.summary(
+            self._ranks, standings, absent, headline, str(Path(self.config.folder).resolve())
+        )
+        await self._end(verdict, standings, absent, summary)
+
+    async def _inquire(self) -> tuple[list[Standing], list[Absent]]:
+        """Return where the other ranks stand."""
+        others = [where for where in self._ranks if where.rank != self._me.rank]
+        standings: list[Standing] = []
+        absent: list[Absent] = []
+        for answer in await ask_all(others, self._token, {"ask": "standing"}):
+            if isinstance(answer, Absent):
+                absent.append(self._with_farewell(answer))
+            else:
+                standings.append(Standing(**answer))
+        return standings, absent
+
+    def _with_farewell(self, absent: Absent) -> Absent:
+        if not absent.gone or self._store is None:
+            return absent
+        found: list[str] = []
+        key = f"{_KEY}/farewell/{self._token}/{absent.of.rank}"
+
+        def look() -> None:
+            try:
+                if self._store.check([key]):
+                    found.append(self._store.get(key).decode())
+            except RuntimeError as error:  # torch's store errors
+                logger.debug("the store does not answer: %s", error)
+
+        # The training thread may be waiting in the store and hold it.
+        thread = threading.Thread(target=look, daemon=True)
+        thread.start()
+        thread.join(_GRACE_S)
+        return Absent(absent.of, gone=True, farewell=found[0] if found else None)
+
+    async def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        if request.get("ask") == "end" and not self._ended:
+            self._ended = True
+            self._loop.create_task(self._follow(request))
+        return self._standing().to_json()
+
+    # --- the end --------------------------------------------------------------------------------
+
+    async def _end(
+        self,
+        verdict: Verdict,
+        standings: Sequence[Standing],
+        absent: Sequence[Absent],
+        summary: str,
+    ) -> None:
+        """End all ranks that answer, and this one."""
+        self._ended = True
+        blameless = [each.rank for each in standings if each.rank not in verdict.suspects]
+        speaker = min(blameless or [each.rank for each in standings])
+        request = {"ask": "end", "summary": summary, "speaker": speaker}
+        others = [self._ranks[each.rank] for each in standings if each.rank != self._me.rank]
+        answers = await ask_all(others, self._token, request)
+        deaf = {answer.of.rank for answer in answers if isinstance(answer, Absent)}
+        self._report(summary, speaks=speaker == self._me.rank or speaker in deaf)
+        await asyncio.sleep(_GRACE_S)
+        self._release(absent)
+        self._leave(EXIT_CODE)
+
+    async def _follow(self, request: dict[str, Any]) -> None:
+        """End because another rank's watchdog says so."""
+        self._report(str(request["summary"]), speaks=request["speaker"] == self._me.rank)
+        await asyncio.sleep(_GRACE_S)
+        self._leave(EXIT_CODE)
+
+    def _report(self, summary: str, *, speaks: bool) -> None:
+        headline = summary.splitlines()[0]
+        folder = str(Path(self.config.folder).resolve())
+        problem = write_report(folder, self._me, self._standing(), self.progress, headline)
+        lines = [*([summary] if speaks else []), *([problem] if problem else [])]
+        if lines:
+            print("\n".join(lines), file=sys.__stderr__, flush=True)
+
+    def _release(self, absent: Sequence[Absent]) -> None:
+        """Kill stopped ranks of this host: launchers wait for them in vain."""
+        for each in absent:
+            if each.of.host == self._me.host and not each.gone and _is_stopped(each.of.pid):
+                os.kill(each.of.pid, signal.SIGKILL)
+
+    # --- ends of single ranks -------------------------------------------------------------------
+
+    def _bid_farewell(self) -> None:
+        """Leave a word for those who would wonder where this rank is, at the interpreter's exit."""
+        if self._store is None or len(self._ranks) == 1:
+            return
+        text = f"after step {self.progress.step}"
+        key = f"{_KEY}/farewell/{self._token}/{self._me.rank}"
+
+        def tell() -> None:
+            try:
+                self._store.set(key, text)
+            except RuntimeError as error:  # torch's store errors: rank 0 has gone already
+                logger.debug("the store does not answer: %s", error)
+
+        thread = threading.Thread(target=tell, daemon=True)
+        thread.start()
+        thread.join(_GRACE_S)
+
+    @property
+    def ending(self) -> bool:
+        """Whether it is ending this process; whatever fails meanwhile is of no interest."""
+        return self._ended
+
+    def explain_loss(self) -> str | None:
+        """Say which ranks have gone, if any have, and write this rank's report.
+
+        For a rank whose collective has failed because a peer has gone.
+        """
+        if len(self._ranks) == 1 or not self._thread.is_alive():
+            return None
+        inquiry = asyncio.run_coroutine_threadsafe(self._inquire(), self._loop)
+        try:
+            standings, absent = inquiry.result(_JOIN_S)
+        except (TimeoutError, RuntimeError):
+            return None
+        gone = [each for each in absent if each.gone]
+        if not gone:
+            return None
+        ranks = tuple(each.of.rank for each in gone)
+        verdict = judge([], gone)
+        assert verdict is not None
+        headline = f"rank {self._me.rank} has lost rank {', '.join(map(str, ranks))}"
+        if (broken := self.progress.broken) is not None:
+            headline += f" in {broken}, step {self.progress.step}"
+        folder = str(Path(self.config.folder).resolve())
+        write_report(folder, self._me, self._standing(), self.progress, headline)
+        return verdict.summary(self._ranks, standings, absent, headline, folder)
+
+
+def _address() -> str:
+    """Return this host's address that the other ranks reach."""
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((master, 9))  # sends nothing
+            address = str(probe.getsockname()[0])
+        several = os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
+        return own_address(os.environ) if address.startswith("127.") and several else address
+    except (OSError, LaunchError):
+        return "127.0.0.1"
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state in ("T", "t")

@@ -1,0 +1,101 @@
+"""Trains on two ranks or more, and lets one of them fail in the way that is asked for."""
+
+import argparse
+import os
+import resource
+import signal
+import time
+from pathlib import Path
+
+import torch
+from common import build_gpt2, configuration, token_batches
+
+import wavemare
+
+STEPS, AT = 6, 3
+MICRO_STEPS = 2
+
+parser = argparse.ArgumentParser()
+parser.add_argument("folder", type=Path)
+parser.add_argument("fault")
+parser.add_argument("engine")
+parser.add_argument("--rank", type=int, default=1)
+parser.add_argument("--timeout", type=float, default=4.0)
+parser.add_argument("--local_rank", type=int)
+options = parser.parse_args()
+
+
+def fail():
+    """Do what goes wrong on the rank of the fault."""
+    options.folder.mkdir(exist_ok=True, parents=True)
+    (options.folder / "when").write_text(str(time.time()))
+    match options.fault:
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "raise":
+            raise ValueError("this rank's own fault")
+        case "exit":
+            os._exit(0)
+        case "memory":
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 28),) * 2)
+            torch.ones(1 << 30)
+        case "loader":
+            time.sleep(1000)
+
+
+def batches(engine, rank):
+    source = token_batches(0 if options.engine != "data" else rank)
+    for number in range(STEPS * MICRO_STEPS):
+        if rank == options.rank and number >= AT * MICRO_STEPS:
+            if options.fault == "batches":
+                return
+            if options.fault == "slow":
+                time.sleep(0.7 * options.timeout)
+            elif number == AT * MICRO_STEPS:
+                fail()
+        tokens = next(source)
+        yield {"input_ids": tokens, "labels": tokens}
+
+
+def main():
+    section = {
+        "watchdog": {
+            "timeout_s": options.timeout,
+            "start_timeout_s": options.timeout if options.fault == "lock" else 60,
+            "folder": str(options.folder / "watchdog"),
+        }
+    }
+    changes = {}
+    if options.engine != "data":
+        section["pipeline"] = {"stages": 2, "schedule": options.engine}
+    elif options.fault == "lock":
+        # DeepSpeed compiles its Adam for CPUs when the engine is built.
+        changes["zero_optimization"] = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+        changes["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2}}
+        changes["zero_force_ds_cpu_optimizer"] = True
+    config = configuration(1, wavemare=section) | changes
+    model = build_gpt2()
+    if options.engine != "data":
+        model.config.tie_word_embeddings = False
+    engine, *_ = wavemare.initialize(model=model, config=config)
+    rank = torch.distributed.get_rank()
+    data = batches(engine, rank)
+    for step in range(STEPS):
+        try:
+            engine.train_batch(data)
+        except StopIteration:
+            break
+        if options.fault == "disk" and step == AT:
+            fail()
+            engine.save_checkpoint(options.folder / "full")
+    (options.folder / f"trained_{rank}").write_text("")
+    if options.fault != "batches":
+        engine.destroy()
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
