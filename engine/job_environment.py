@@ -19,6 +19,7 @@ __all__ = [
     "SIZE_VARIABLES",
     "TORCH_VARIABLES",
     "Place",
+    "check_environment",
     "first_host",
     "free_port",
     "launcher_variables",
@@ -48,9 +49,14 @@ RANK_VARIABLES = ("RANK", *(names[0] for names in _FAMILIES.values()), "PMIX_RAN
 SIZE_VARIABLES = ("WORLD_SIZE", *(names[1] for names in _FAMILIES.values()))
 """In which a launcher may tell the number of ranks."""
 
+_SWITCHES = ("WAVEMARE_COMPILED_OPS", "WAVEMARE_VERBOSE")
+# Of torchrun and of DeepSpeed's part for one host.
+_NESTED = {"TORCHELASTIC_RUN_ID", "CROSS_RANK"}
+_LAST_PORT = 65535
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 # Below the ports that the kernel gives to outgoing connections.
 _FIRST_PORT, _PORTS = 20000, 10000
+_DIGITS = re.compile("[0-9]{1,9}")
 # Nothing is sent there; the kernel only tells which of its own addresses it would use.
 _SOMEWHERE = ("192.0.2.1", 9)
 
@@ -85,6 +91,70 @@ def place_of(environment: Mapping[str, str]) -> Place | None:
         if rank is not None and size is not None:
             return Place(launcher, rank, size, local_rank, local_size)
     return None
+
+
+def check_environment(environment: Mapping[str, str]) -> None:
+    """Check what launchers, and the user in their place, say of a process, and our own switches.
+
+    Args:
+        environment: The process's variables.
+
+    Raises:
+        LaunchError: One is not what it should be, or two contradict each other. torch would fail
+            with a traceback, or wait for ranks that there are not.
+    """
+    for name in _SWITCHES:
+        if environment.get(name, "0") not in ("0", "1"):
+            raise LaunchError(name, environment[name], "it is neither 0 nor 1", "Give one of them")
+    if environment.get("MASTER_ADDR") == "":
+        raise LaunchError("MASTER_ADDR", "", "it is empty", "Name the host of rank 0, or unset it")
+    ranges = {name: (0, None) for name in ("RANK", "LOCAL_RANK")}
+    ranges |= {name: (1, None) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    for name, (least, most) in (ranges | {"MASTER_PORT": (1, _LAST_PORT)}).items():
+        _check_number(environment, name, least, most)
+    _check_below(environment, "RANK", "WORLD_SIZE")
+    _check_below(environment, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    if not all(name in environment for name in TORCH_VARIABLES):
+        for rank, size, *_ in _FAMILIES.values():
+            if rank in environment and size in environment:
+                _check_number(environment, rank, 0)
+                _check_number(environment, size, 1)
+                _check_below(environment, rank, size)
+    _check_agreement(environment)
+
+
+def _check_number(
+    environment: Mapping[str, str], name: str, least: int, most: int | None = None
+) -> None:
+    text = environment.get(name)
+    if text is None:
+        return
+    number = _number(text)
+    if number is None or number < least or (most is not None and number > most):
+        range_ = f"of {least} or more" if most is None else f"from {least} to {most}"
+        reason = f"it is no whole number {range_}"
+        raise LaunchError(name, text, reason, "Unset it, and start the script by a launcher")
+
+
+def _check_below(environment: Mapping[str, str], rank: str, size: str) -> None:
+    if rank in environment and size in environment:
+        place, total = int(environment[rank]), int(environment[size])
+        if place >= total:
+            reason = f"{size} is {total}, and ranks count from 0"
+            raise LaunchError(rank, place, reason, "Unset both, and start the script by a launcher")
+
+
+def _check_agreement(environment: Mapping[str, str]) -> None:
+    """Check that ``mpirun`` and torch's variables speak of the same number of processes."""
+    place = place_of(environment)
+    # A launcher of torch's variables may itself have been started by mpirun, once on each host.
+    if place is None or place.launcher == "Slurm" or environment.keys() & _NESTED:
+        return
+    size = environment.get("WORLD_SIZE")
+    if size is not None and int(size) != place.world_size:
+        reason = f"mpirun ({place.launcher}) has started {place.world_size} processes"
+        remedy = f"Unset {', '.join(TORCH_VARIABLES)}, which mpirun's own variables replace"
+        raise LaunchError("WORLD_SIZE", int(size), reason, remedy)
 
 
 def launcher_variables(
@@ -222,4 +292,4 @@ def _address_of_route() -> str:
 
 
 def _number(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdigit() else None
+    return int(text) if text is not None and _DIGITS.fullmatch(text) else None

@@ -8,6 +8,7 @@ from wavemare.engine.job_environment import (
     RANK_VARIABLES,
     SIZE_VARIABLES,
     TORCH_VARIABLES,
+    check_environment,
     launcher_variables,
     place_of,
 )
@@ -37,7 +38,7 @@ def environment_world_size() -> int:
 
 def _first_number(names: tuple[str, ...], default: int) -> int:
     texts = (os.environ.get(name, "") for name in names)
-    return next((int(text) for text in texts if text.isdigit()), default)
+    return next((int(text) for text in texts if text.isascii() and text.isdecimal()), default)
 
 
 def compiled_ops_enabled() -> bool:
@@ -53,8 +54,10 @@ def ensure_launched() -> None:
     """Check that a launcher started this process.
 
     Raises:
-        LaunchError: Neither torch's nor MPI's nor Slurm's variables are set.
+        LaunchError: Neither torch's nor MPI's nor Slurm's variables are set, or one of them is not
+            what it should be.
     """
+    check_environment(os.environ)
     missing = [name for name in TORCH_VARIABLES if name not in os.environ]
     if missing and place_of(os.environ) is None:
         raise LaunchError(
