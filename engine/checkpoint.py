@@ -1,22 +1,23 @@
 """Checkpoints in DeepSpeed's own file layout that are complete or absent.
 
 DeepSpeed writes its files into a folder of a temporary name, each rank adds the state of its
-random generators, rank 0 lists all files in ``wavemare.json``, and only then the folder gets its
-name. Stock DeepSpeed, ``zero_to_fp32`` and ``ds_to_universal`` read such a folder as their own.
+random generators, rank 0 lists all files with their checksums in ``wavemare.json``, and only then
+the folder gets its name. Stock DeepSpeed, ``zero_to_fp32`` and ``ds_to_universal`` read such a
+folder as their own.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-import random
-import shutil
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path, PurePath
-from typing import Any, cast
+from typing import Any, TypeVar
 
-import numpy
-import torch
 from deepspeed import comm as dist
 from deepspeed.checkpoint.constants import (
     PIPELINE_REPLICATED_PARAMETER_PATTERNS,
@@ -24,17 +25,52 @@ from deepspeed.checkpoint.constants import (
     UNIVERSAL_CHECKPOINT_VERSION_KEY,
     UNIVERSAL_CHECKPOINT_VERSION_VALUE,
 )
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+from torch.distributed import distributed_c10d
 
-from wavemare.engine.manifest import FORMAT, MANIFEST, read_manifest, resolve_tag
-from wavemare.engine.matrix_partitions import is_added
+from wavemare.engine.checkpoint_checks import (
+    check_checkpoint_fits,
+    check_universal,
+    keeps_adam_alone,
+    topology,
+    untied_weights,
+)
+from wavemare.engine.checkpoint_config import CheckpointConfig
+from wavemare.engine.checkpoint_files import CheckpointFiles, RankFiles, read_file, safe_loading
+from wavemare.engine.checkpoint_random import random_state, restore_random_state
+from wavemare.engine.checkpoint_save import (
+    BackgroundSave,
+    Save,
+    StoreMeeting,
+    meet_by_collective,
+)
+from wavemare.engine.manifest import FORMAT, read_manifest, resolve_tag, verify_contents
 from wavemare.errors import CheckpointError
-from wavemare.files import atomic_write_text, replace_folder
+from wavemare.files import remove_leftovers
 
 __all__ = ["CheckpointMixin"]
 
+_background_saves = itertools.count()  # ranks save together, so that they count alike
+_Result = TypeVar("_Result")
+
 
 class CheckpointMixin:
-    """Adds whole-or-nothing writing, verification and exact resume to a DeepSpeed engine."""
+    """Adds whole-or-nothing writing, verification and exact resume to a DeepSpeed engine.
+
+    Attributes:
+        checkpoint_settings: The section ``wavemare.checkpoint``.
+    """
+
+    checkpoint_settings = CheckpointConfig()
+    _writing: BackgroundSave | None = None
+    _meetings: tuple[StoreMeeting, ...] = ()
+
+    def _configure_checkpointing(self) -> None:
+        super()._configure_checkpointing()  # type: ignore[misc]
+        engine: Any = self
+        if type(engine.checkpoint_engine) is TorchCheckpointEngine:
+            zipped = engine.checkpoint_engine.zipfile_serialization
+            engine.checkpoint_engine = CheckpointFiles(zipped=zipped)
 
     def save_checkpoint(
         self,
@@ -47,35 +83,62 @@ class CheckpointMixin:
         """Save as ``deepspeed.DeepSpeedEngine.save_checkpoint``; every rank must call it.
 
         The folder ``save_dir/tag`` appears at the end, complete; a failure before that leaves an
-        older folder of the same name and ``latest`` as they were.
+        older folder of the same name and ``latest`` as they were. With
+        ``wavemare.checkpoint.background`` the end comes later: `finish_saving` waits for it.
+
+        Raises:
+            CheckpointError: A rank could not write this checkpoint, or the one before in the
+                background.
         """
         engine: Any = self
         self.settle()
+        self.finish_saving()
         tag = str(tag if tag is not None else f"global_step{engine.global_steps}")
         state = {**_universal_information(engine), **client_state}
         if engine.checkpoint_engine.is_decoupled():  # writes in the background, renames nothing
             return super().save_checkpoint(  # type: ignore[misc]
                 save_dir, tag, state, save_latest, exclude_frozen_parameters
             )
-        folder = Path(save_dir)
-        partial = str(PurePath(tag).with_name(f".{PurePath(tag).name}.partial"))
-        if _writes_folder(engine):
-            shutil.rmtree(folder / partial, ignore_errors=True)  # left by a run that died
+        folder, name = Path(save_dir), PurePath(tag)
+        partial = str(name.with_name(f".{name.name}.partial"))
+        background = self.checkpoint_settings.background
+        zipped = getattr(engine.checkpoint_engine, "zipped", True)
+        files = RankFiles(engine.global_rank, background=background, zipped=zipped)
+        owner = _owns_folder(engine)
+        if owner:
+            files.attempt(partial, lambda: _tidy(folder, (folder / tag).parent))
         dist.barrier()
-        super().save_checkpoint(  # type: ignore[misc]
-            save_dir, partial, state, False, exclude_frozen_parameters
+        with self._writes_to(files):
+            super().save_checkpoint(  # type: ignore[misc]
+                save_dir, partial, state, False, exclude_frozen_parameters
+            )
+        own = {**random_state(), "engine": engine.rank_state()}
+        files.take(own, str(folder / partial / _rank_file(engine.global_rank)))
+        save = Save(
+            files=files,
+            folder=folder,
+            tag=tag,
+            partial=folder / partial,
+            manifest=_manifest(engine) if owner else None,
+            save_latest=save_latest,
+            keep=self.checkpoint_settings.keep,
+            meet=self._meet_in_store() if background else meet_by_collective,
         )
-        own = {**_random_state(), "engine": engine.rank_state()}
-        torch.save(own, folder / partial / _rank_file(engine.global_rank))
-        dist.barrier()
-        if _writes_folder(engine):
-            manifest = _manifest(engine, folder / partial)
-            atomic_write_text(folder / partial / MANIFEST, json.dumps(manifest, indent=1))
-            replace_folder(folder / partial, folder / tag)
-            if save_latest:
-                atomic_write_text(folder / "latest", tag)
-        dist.barrier()
+        if background:
+            self._writing = BackgroundSave(save)
+        else:
+            save.complete()
         return True
+
+    def finish_saving(self) -> None:
+        """Wait until what is written in the background is complete; all ranks should call it.
+
+        Raises:
+            CheckpointError: A rank could not write it.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.wait()
 
     def load_checkpoint(
         self,
@@ -90,44 +153,38 @@ class CheckpointMixin:
         """Load as ``deepspeed.DeepSpeedEngine.load_checkpoint``, after verifying the folder.
 
         At the topology of the save, training goes on exactly as it would have without the stop.
+        Objects of classes other than torch's are not made, so that a file cannot run code.
 
         Raises:
-            CheckpointError: The folder is missing, a file in it was cut short, or it was saved by
+            CheckpointError: The folder is missing, a file in it is damaged, or it was saved by
                 another topology and is not a universal checkpoint; or it is one, and the optimizer
-                has states that it does not keep.
+                has states that it does not keep. The same on all ranks, before the engine is
+                changed. Or a file holds an object of another class.
         """
         engine: Any = self
+        self.finish_saving()
         universal = engine.load_universal_checkpoint()
-        if universal:
-            _check_universal(load_dir, engine)
-        manifest = None
-        if not universal:
-            tag = resolve_tag(load_dir, tag)
-            manifest = read_manifest(Path(load_dir) / tag) if tag is not None else None
         whole = load_optimizer_states and not load_module_only
-        if manifest is not None:
-            _check_heads(Path(load_dir) / str(tag), manifest.get("plan"), engine.parallel_plan)
-            _check_ties(Path(load_dir) / str(tag), manifest.get("untied"), _untied(engine))
-        if manifest is not None and whole:
-            folder, convertible = Path(load_dir) / str(tag), _keeps_adam_alone(engine)
-            _check_plan(folder, manifest.get("plan"), engine.parallel_plan, convertible)
-            _check_topology(folder, manifest["topology"], topology(engine), convertible)
-        result = super().load_checkpoint(  # type: ignore[misc]
-            load_dir,
-            tag,
-            load_module_strict=load_module_strict,
-            load_optimizer_states=load_optimizer_states,
-            load_lr_scheduler_states=load_lr_scheduler_states,
-            load_module_only=load_module_only,
-            custom_load_fn=custom_load_fn,
-        )
-        if manifest is not None and whole and manifest["topology"] == topology(engine):
-            own = torch.load(
-                Path(load_dir) / str(tag) / _rank_file(engine.global_rank),
-                weights_only=True,
-                map_location="cpu",
+        manifest = None
+        if universal:
+            check_universal(load_dir, engine)
+        else:
+            tag, manifest = _agree(lambda: _find(Path(load_dir), tag, engine, whole=whole))
+        if manifest is not None and self.checkpoint_settings.verify == "checksums":
+            _agree(lambda: _verify(Path(load_dir) / str(tag), manifest, engine))
+        with safe_loading(load_dir):
+            result = super().load_checkpoint(  # type: ignore[misc]
+                load_dir,
+                tag,
+                load_module_strict=load_module_strict,
+                load_optimizer_states=load_optimizer_states,
+                load_lr_scheduler_states=load_lr_scheduler_states,
+                load_module_only=load_module_only,
+                custom_load_fn=custom_load_fn,
             )
-            _restore_random_state(own)
+        if manifest is not None and whole and manifest["topology"] == topology(engine):
+            own = read_file(Path(load_dir) / str(tag) / _rank_file(engine.global_rank))
+            restore_random_state(own)
             engine.load_rank_state(own.get("engine", {}))
         if result[1]:
             result[1].pop(UNIVERSAL_CHECKPOINT_INFO, None)  # for ds_to_universal, not the client
@@ -143,12 +200,67 @@ class CheckpointMixin:
     def load_rank_state(self, state: dict[str, Any]) -> None:
         """Take over a state of `rank_state`."""
 
+    def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
+        if self._writing is not None and self._writing.has_failed:
+            self.finish_saving()
+        super()._take_model_step(*args, **kwargs)  # type: ignore[misc]
+
+    def destroy(self) -> None:
+        """Give back what the engine holds; all ranks should call it.
+
+        Raises:
+            CheckpointError: What was written in the background could not be completed.
+        """
+        try:
+            self.finish_saving()
+        finally:
+            super().destroy()  # type: ignore[misc]
+
+    def _copy_recovery_script(self, save_path: str) -> None:
+        files: RankFiles | None = getattr(self.checkpoint_engine, "current", None)  # type: ignore[attr-defined]
+        copy = super()._copy_recovery_script  # type: ignore[misc]
+        if files is None:
+            copy(save_path)
+        else:
+            files.attempt("zero_to_fp32.py", lambda: copy(save_path))
+
+    @contextmanager
+    def _writes_to(self, files: RankFiles) -> Iterator[None]:
+        """Have DeepSpeed hand its files over; an engine of its own for them writes by itself."""
+        engine: Any = self
+        if not isinstance(engine.checkpoint_engine, CheckpointFiles):
+            yield
+            return
+        engine.checkpoint_engine.current = files
+        try:
+            yield
+        finally:
+            engine.checkpoint_engine.current = None
+
+    def _meet_in_store(self) -> StoreMeeting:
+        store: Any = distributed_c10d._get_default_store()
+        if store is None:
+            reason = "the process group has no store, in which writers could meet (backend MPI)"
+            raise CheckpointError("wavemare.checkpoint.background", True, reason, "Leave it out")
+        prefix = f"wavemare/checkpoint/{next(_background_saves)}"
+        meeting = StoreMeeting(
+            distributed_c10d.PrefixStore(prefix, store),
+            dist.get_rank(),
+            dist.get_world_size(),
+            self.checkpoint_settings.timeout_s,
+        )
+        # All have met twice in the one before, so that nobody asks for the one before that.
+        for old in self._meetings[:-1]:
+            old.forget()
+        self._meetings = (*self._meetings[-1:], meeting)
+        return meeting
+
 
 def _universal_information(engine: Any) -> dict[str, Any]:
     """Return what ``ds_to_universal`` asks of the client: which weights stand on several stages."""
     if hasattr(engine.module, UNIVERSAL_CHECKPOINT_INFO):
         return {}  # tensor parallelism has put its own there
-    if not _keeps_adam_alone(engine):
+    if not keeps_adam_alone(engine):
         return {}  # without it ds_to_universal refuses states that it would drop
     information = {
         UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE,
@@ -157,166 +269,64 @@ def _universal_information(engine: Any) -> dict[str, Any]:
     return {UNIVERSAL_CHECKPOINT_INFO: information}
 
 
-def topology(engine: Any) -> dict[str, Any]:
-    """Return what a checkpoint's files depend on.
-
-    Keys: ``world_size``, ``data``, ``pipe``, ``model`` (ranks), ``zero_stage``, and for a pipeline
-    ``cuts`` (the first layer of each stage and the number of layers).
-    """
-    parts = getattr(engine.module, "parts", None)
-    pipe = getattr(engine, "num_stages", 1)
-    return {
-        "world_size": dist.get_world_size(),
-        "data": engine.dp_world_size,
-        "pipe": pipe,
-        "model": engine.mp_world_size // pipe,
-        "zero_stage": int(engine.zero_optimization_stage()),
-        "cuts": [int(part) for part in parts] if parts is not None else None,
-    }
+def _agree(check: Callable[[], _Result]) -> _Result:
+    """Check something on every rank; what one refuses, all refuse with its error."""
+    refused, result = None, None
+    try:
+        result = check()
+    except CheckpointError as error:
+        refused = error
+    parts = refused and [refused.key, str(refused.value), refused.reason, refused.remedy]
+    found = [other for other in meet_by_collective(parts) if other is not None]
+    if refused is not None or found:
+        raise refused or CheckpointError(*found[0])
+    return result  # type: ignore[return-value]
 
 
-def _check_universal(load_dir: str, engine: Any) -> None:
-    """Refuse a universal checkpoint for an optimizer whose states it cannot have."""
-    if not _keeps_adam_alone(engine):
-        raise CheckpointError(
-            "checkpoint",
-            str(load_dir),
-            "a universal checkpoint keeps Adam's averages alone, and "
-            f"{type(engine.basic_optimizer).__name__} has other states",
-            "Resume at the topology of the save without load_universal, or go on from a model "
-            "that save_pretrained exported",
-        )
+def _find(
+    load_dir: Path, tag: str | None, engine: Any, *, whole: bool
+) -> tuple[str | None, dict[str, Any] | None]:
+    """Return tag and list of files of a checkpoint that this engine can go on from."""
+    tag = resolve_tag(load_dir, tag)
+    manifest = read_manifest(load_dir / tag) if tag is not None else None
+    if manifest is not None:
+        check_checkpoint_fits(load_dir / str(tag), manifest, engine, whole=whole)
+    return tag, manifest
 
 
-def _keeps_adam_alone(engine: Any) -> bool:
-    """Return whether the optimizer's states are such as ``ds_to_universal`` converts."""
-    return not is_added(getattr(engine, "basic_optimizer", None))
+def _verify(folder: Path, manifest: Mapping[str, Any], engine: Any) -> None:
+    """Verify this rank's share of the files' checksums."""
+    part, parts = dist.get_rank(), dist.get_world_size()
+    if engine.use_node_local_storage():
+        part, parts = engine.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    verify_contents(folder, manifest, part=part, parts=parts)
 
 
-def _check_plan(
-    folder: Path, saved: dict[str, Any] | None, plan: Any, convertible: bool = True
-) -> None:
-    """Refuse a checkpoint of another plan; one that was saved or is loaded without any has none."""
-    if saved is None or plan is None or saved["digest"] == plan.digest:
-        return
-    raise CheckpointError(
-        "checkpoint",
-        str(folder),
-        f"it was saved under the plan {saved['digest']}, this run has {plan.digest}",
-        f"Resume with the same plan, which stands in {MANIFEST}, or "
-        f"{_universal_remedy(folder, convertible)}",
-    )
+def _tidy(*folders: Path) -> None:
+    """Make folders, and remove what saves that died have left in them."""
+    for folder in dict.fromkeys(folders):
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(folder)
 
 
-def _check_heads(folder: Path, saved: dict[str, Any] | None, plan: Any) -> None:
-    """Refuse a checkpoint whose output heads are split over the data ranks and here not."""
-    theirs = list(saved["layout"]["colocated"]) if saved is not None else []
-    own = list(plan.colocated) if plan is not None else []
-    if theirs != own:
-        raise CheckpointError(
-            "checkpoint",
-            str(folder),
-            f"in it the heads {theirs} are split over the data ranks, in this run {own}",
-            "Resume with the same plan, or go on from a model that save_pretrained exported",
-        )
-
-
-def _untied(engine: Any) -> list[str]:
-    """Return the weights that a pipeline holds copies of where the model has one for both."""
-    return sorted(getattr(engine.module, "untied", ()))
-
-
-def _check_ties(folder: Path, saved: list[str] | None, current: list[str]) -> None:
-    """Refuse a checkpoint of stages that tie other weights; older ones do not say."""
-    if saved is None or saved == current:
-        return
-    raise CheckpointError(
-        "checkpoint",
-        str(folder),
-        f"the weights with copies of their own are {saved} in it, in this run {current}",
-        "Resume with the schedule that saved it (pipemare unties heads, 1f1b does not unless "
-        '"untie" is set), or go on from a model that save_pretrained exported',
-    )
-
-
-def _check_topology(
-    folder: Path, saved: dict[str, Any], current: dict[str, Any], convertible: bool = True
-) -> None:
-    if saved["zero_stage"] == current["zero_stage"] == 0:
-        # Every replica holds everything, so that their number does not matter.
-        free = {"world_size", "data"}
-        saved = {key: value for key, value in saved.items() if key not in free}
-        current = {key: value for key, value in current.items() if key not in free}
-    if saved == current:
-        return
-    raise CheckpointError(
-        "checkpoint",
-        str(folder),
-        f"it was saved by the topology {_spell(saved)}, this run has {_spell(current)}",
-        f"Resume with the same topology, or {_universal_remedy(folder, convertible)}",
-    )
-
-
-def _universal_remedy(folder: Path, convertible: bool) -> str:
-    if not convertible:
-        return "go on from a model that save_pretrained exported"
-    return (
-        "convert it with 'python -m "
-        f"deepspeed.checkpoint.ds_to_universal --input_folder {folder} --output_folder "
-        f"{folder}_universal' (needs ZeRO 1 or higher), write "
-        f"'{folder.name}_universal' into the file latest_universal and set "
-        '"checkpoint": {"load_universal": true}'
-    )
-
-
-def _spell(values: Mapping[str, Any]) -> str:
-    return "(" + ", ".join(f"{key} {value}" for key, value in values.items()) + ")"
-
-
-def _manifest(engine: Any, folder: Path) -> dict[str, Any]:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+def _manifest(engine: Any) -> dict[str, Any]:
+    """Return what ``wavemare.json`` says beside the files."""
     plan = engine.parallel_plan
     layout = json.loads(plan.to_json()) if plan is not None else None
     return {
         "format": FORMAT,
+        "saved": datetime.now(UTC).isoformat(timespec="microseconds"),
         "versions": {name: version(name) for name in ("wavemare", "deepspeed", "torch")},
         "global_steps": engine.global_steps,
         "topology": topology(engine),
-        "untied": _untied(engine),
+        "untied": untied_weights(engine),
         "plan": None if plan is None else {"digest": plan.digest, "layout": layout},
-        "files": {path.relative_to(folder).as_posix(): path.stat().st_size for path in files},
     }
 
 
-def _writes_folder(engine: Any) -> bool:
+def _owns_folder(engine: Any) -> bool:
     return bool((engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0)
 
 
 def _rank_file(rank: int) -> str:
     return f"wavemare_rank_{rank:05d}_state.pt"
-
-
-def _random_state() -> dict[str, Any]:
-    from deepspeed.accelerator import get_accelerator
-
-    accelerator = get_accelerator()
-    kind, keys, *rest = cast(tuple[Any, ...], numpy.random.get_state())
-    state = {
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(keys.astype(numpy.int64)), *rest),
-    }
-    if accelerator.device_name() != "cpu":
-        state["device"] = accelerator.get_rng_state()
-    return state
-
-
-def _restore_random_state(state: Mapping[str, Any]) -> None:
-    from deepspeed.accelerator import get_accelerator
-
-    torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
-    kind, keys, *rest = state["numpy"]
-    numpy.random.set_state((kind, keys.numpy().astype(numpy.uint32), *rest))
-    if "device" in state:
-        get_accelerator().set_rng_state(state["device"])

@@ -5,12 +5,28 @@ This module imports the standard library alone, so that every area may use it.
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
+import re
 import secrets
 import shutil
 from pathlib import Path
 
-__all__ = ["atomic_write_bytes", "atomic_write_text", "replace_folder"]
+__all__ = [
+    "atomic_write_bytes",
+    "atomic_write_text",
+    "discard_folder",
+    "remove_leftovers",
+    "replace_folder",
+    "restore_folder",
+    "sync_folder",
+]
+
+_PARTIAL = re.compile(r"\.(?P<name>.+)\.partial")
+_SIBLING = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.(?P<kind>tmp|old|deleted)")
+_HERE = -100  # AT_FDCWD: paths are relative to the working directory
+_EXCHANGE = 2  # RENAME_EXCHANGE
 
 
 def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
@@ -33,6 +49,7 @@ def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
             # Without it a power cut may leave the new name with no content.
             os.fsync(file.fileno())
         os.replace(temporary, target)
+        sync_folder(target.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -46,28 +63,105 @@ def atomic_write_text(path: str | os.PathLike[str], text: str) -> None:
 def replace_folder(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
     """Rename a folder over another one of the same file system.
 
-    A folder cannot be renamed over a folder with content, so the old one is moved aside first and
-    removed last; if the rename fails, it comes back.
+    On Linux the two change their names in one step, and the old one is removed last. Where the
+    file system cannot do that (NFS, for one), the old one is moved aside first; a process that is
+    killed before the second rename leaves no folder of the name, which `restore_folder` mends.
 
     Args:
-        source: The finished folder.
+        source: The finished folder, whose content the caller has synchronized with the disk.
         target: Its new name; what is there is removed.
+
+    Raises:
+        OSError: It cannot be renamed; what was there before is untouched.
     """
-    target = Path(target)
+    source, target = Path(source), Path(target)
     if not target.exists():
         os.rename(source, target)
+        sync_folder(target.parent)
         return
-    aside = _sibling(target, "old")
-    os.rename(target, aside)
-    try:
-        os.rename(source, target)
-    except BaseException:
-        os.rename(aside, target)
-        raise
+    if _exchange(source, target):
+        aside = source
+    else:
+        aside = _sibling(target, "old")
+        os.rename(target, aside)
+        try:
+            os.rename(source, target)
+        except BaseException:
+            os.rename(aside, target)
+            raise
+    sync_folder(target.parent)
     if aside.is_dir():
-        shutil.rmtree(aside)
+        discard_folder(aside)
     else:
         aside.unlink()
+
+
+def restore_folder(target: str | os.PathLike[str]) -> None:
+    """Give a folder its name back that a killed `replace_folder` has moved aside.
+
+    Several processes may call it at once.
+    """
+    target = Path(target)
+    if target.exists() or not target.parent.is_dir():
+        return
+    for path in target.parent.iterdir():
+        found = _SIBLING.fullmatch(path.name)
+        if found and found["name"] == target.name and found["kind"] == "old":
+            try:
+                os.rename(path, target)
+            except OSError:
+                if not target.exists():  # another process was not the faster one
+                    raise
+            return
+
+
+def discard_folder(folder: str | os.PathLike[str]) -> None:
+    """Remove a folder so that a process killed on the way leaves nothing of its name."""
+    aside = _sibling(Path(folder), "deleted")
+    os.rename(folder, aside)
+    shutil.rmtree(aside)
+
+
+def remove_leftovers(folder: str | os.PathLike[str]) -> None:
+    """Remove what killed processes have left in a folder, whose writer must be the caller alone.
+
+    These are ``.NAME.partial`` and the temporary names of this module. A folder that was moved
+    aside, and that nothing has replaced, gets its name back.
+    """
+    for path in sorted(Path(folder).iterdir()):
+        partial, sibling = _PARTIAL.fullmatch(path.name), _SIBLING.fullmatch(path.name)
+        if sibling and sibling["kind"] == "old":
+            restore_folder(path.with_name(sibling["name"]))
+        if partial or sibling:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def sync_folder(folder: str | os.PathLike[str]) -> None:
+    """Wait until the names in a folder are on the disk, so that a power cut keeps them."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that has nothing to synchronize
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two paths change their names in one step; False if that is not to be had here."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(one), None, str(other))
 
 
 def _sibling(target: Path, kind: str) -> Path:

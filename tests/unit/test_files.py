@@ -49,23 +49,132 @@ def test_failed_write_keeps_the_old_file(
     assert names(tmp_path) == ["file"]
 
 
-def test_folder_replaces_the_old_one_whole(tmp_path: Path) -> None:
-    source, target = tmp_path / "new", tmp_path / "model"
+@pytest.fixture(params=["exchange", "two renames"])
+def renames(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How folders are replaced; file systems such as NFS cannot exchange."""
+    if request.param != "exchange":
+        monkeypatch.setattr(files, "_exchange", lambda one, other: False)
+    return str(request.param)
+
+
+def two_folders(tmp_path: Path) -> tuple[Path, Path]:
+    source, target = tmp_path / ".model.partial", tmp_path / "model"
     for folder, name in ((source, "fresh"), (target, "stale")):
         folder.mkdir()
         (folder / name).write_text(name)
+    return source, target
+
+
+@pytest.mark.usefixtures("renames")
+def test_folder_replaces_the_old_one_whole(tmp_path: Path) -> None:
+    source, target = two_folders(tmp_path)
     files.replace_folder(source, target)
     assert names(target) == ["fresh"]
     assert names(tmp_path) == ["model"]
 
 
+def test_folder_replaces_a_file(tmp_path: Path, renames: str) -> None:
+    source, target = two_folders(tmp_path)
+    (target / "stale").unlink()
+    target.rmdir()
+    target.write_text("a file")
+    files.replace_folder(source, target)
+    assert names(target) == ["fresh"]
+    assert names(tmp_path) == ["model"]
+
+
+class Killed(BaseException):
+    """Ends what is under way without a chance to mend anything, as SIGKILL does."""
+
+
+@pytest.mark.parametrize("last", range(12))
+def test_whatever_call_is_the_last_one_the_folder_is_old_or_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: str, last: int
+) -> None:
+    source, target = two_folders(tmp_path)
+    calls: list[str] = []
+
+    def counted(module: object, name: str) -> None:
+        real = getattr(module, name)
+
+        def call(*args: object, **kwargs: object) -> object:
+            if len(calls) >= last:  # nor do those calls that the handlers of errors make
+                raise Killed
+            calls.append(name)
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, call)
+
+    with monkeypatch.context() as patched:
+        monkeypatch = patched
+        for name in ("rename", "fsync", "unlink", "rmdir"):
+            counted(os, name)
+        if renames == "exchange":
+            counted(files, "_exchange")
+        try:
+            files.replace_folder(source, target)
+            ended = True
+        except Killed:
+            ended = False
+    files.restore_folder(target)
+    assert names(target) in (["fresh"], ["stale"])
+    if ended:
+        assert names(target) == ["fresh"]
+        assert last >= 5  # else nothing was killed at all
+    files.remove_leftovers(tmp_path)
+    assert names(tmp_path) == ["model"]
+
+
+def test_leftovers_are_what_this_module_names_and_nothing_else(tmp_path: Path) -> None:
+    kept = ["step-1", ".step-1.old", ".hidden", "x.partial", ".notes.0123456.deleted"]
+    gone = [".step-1.partial", ".step-1.01234567.old", ".step-0.89abcdef.deleted"]
+    for name in kept + gone:
+        (tmp_path / name / "inside").mkdir(parents=True)
+    (tmp_path / ".latest.01234567.tmp").write_text("")
+    (tmp_path / ".step-2.01234567.old").mkdir()  # moved aside, and never replaced
+    files.remove_leftovers(tmp_path)
+    assert names(tmp_path) == sorted([*kept, "step-2"])
+
+
+def test_discarded_folder_never_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, target = two_folders(tmp_path)
+
+    def killed(path: Path) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files.shutil, "rmtree", killed)
+        with pytest.raises(Killed):
+            files.discard_folder(target)
+    assert not target.exists()
+    files.restore_folder(target)
+    assert not target.exists()
+
+
+def test_contents_then_names_then_the_folder_reach_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    synchronize, replace = os.fsync, os.replace
+
+    def fsync(descriptor: int) -> None:
+        order.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")).split(".")[-1])
+        synchronize(descriptor)
+
+    def rename(old: Path, new: Path) -> None:
+        order.append("rename")
+        replace(old, new)
+
+    monkeypatch.setattr(files.os, "fsync", fsync)
+    monkeypatch.setattr(files.os, "replace", rename)
+    files.atomic_write_text(tmp_path / "latest", "step-2")
+    assert order == ["tmp", "rename", tmp_path.name.split(".")[-1]]
+
+
 def test_old_folder_comes_back_if_the_rename_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, target = tmp_path / "new", tmp_path / "model"
-    source.mkdir()
-    target.mkdir()
-    (target / "kept").write_text("k")
+    source, target = two_folders(tmp_path)
     rename = os.rename
 
     def fail_once(old: Path, new: Path) -> None:
@@ -73,8 +182,9 @@ def test_old_folder_comes_back_if_the_rename_fails(
             raise OSError(5, "Input/output error")
         rename(old, new)
 
+    monkeypatch.setattr(files, "_exchange", lambda one, other: False)
     monkeypatch.setattr(files.os, "rename", fail_once)
     with pytest.raises(OSError, match="Input/output"):
         files.replace_folder(source, target)
-    assert names(target) == ["kept"]
-    assert names(tmp_path) == ["model", "new"]
+    assert names(target) == ["stale"]
+    assert names(tmp_path) == [".model.partial", "model"]

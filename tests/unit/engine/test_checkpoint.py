@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from wavemare.engine.checkpoint import _check_topology
+from wavemare.engine.checkpoint_checks import _check_topology
 from wavemare.engine.manifest import MANIFEST, read_manifest, resolve_tag
 from wavemare.errors import CheckpointError
 

@@ -1,0 +1,159 @@
+"""Whether a run can go on from a checkpoint: its topology, its plan, its optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from deepspeed import comm as dist
+
+from wavemare.engine.manifest import MANIFEST
+from wavemare.engine.matrix_partitions import is_added
+from wavemare.errors import CheckpointError
+
+__all__ = [
+    "check_checkpoint_fits",
+    "check_universal",
+    "keeps_adam_alone",
+    "topology",
+    "untied_weights",
+]
+
+
+def topology(engine: Any) -> dict[str, Any]:
+    """Return what a checkpoint's files depend on.
+
+    Keys: ``world_size``, ``data``, ``pipe``, ``model`` (ranks), ``zero_stage``, and for a pipeline
+    ``cuts`` (the first layer of each stage and the number of layers).
+    """
+    parts = getattr(engine.module, "parts", None)
+    pipe = getattr(engine, "num_stages", 1)
+    return {
+        "world_size": dist.get_world_size(),
+        "data": engine.dp_world_size,
+        "pipe": pipe,
+        "model": engine.mp_world_size // pipe,
+        "zero_stage": int(engine.zero_optimization_stage()),
+        "cuts": [int(part) for part in parts] if parts is not None else None,
+    }
+
+
+def untied_weights(engine: Any) -> list[str]:
+    """Return the weights that a pipeline holds copies of where the model has one for both."""
+    return sorted(getattr(engine.module, "untied", ()))
+
+
+def keeps_adam_alone(engine: Any) -> bool:
+    """Return whether the optimizer's states are such as ``ds_to_universal`` converts."""
+    return not is_added(getattr(engine, "basic_optimizer", None))
+
+
+def check_checkpoint_fits(
+    folder: Path, manifest: Mapping[str, Any], engine: Any, *, whole: bool
+) -> None:
+    """Check a checkpoint of another run's engine against this one.
+
+    Args:
+        folder: The checkpoint.
+        manifest: Its list of files.
+        engine: The one to load it.
+        whole: Whether the optimizer's states are loaded, too, which are cut by the topology.
+
+    Raises:
+        CheckpointError: It was saved by another topology, plan or tying of weights.
+    """
+    _check_heads(folder, manifest.get("plan"), engine.parallel_plan)
+    _check_ties(folder, manifest.get("untied"), untied_weights(engine))
+    if whole:
+        convertible = keeps_adam_alone(engine)
+        _check_plan(folder, manifest.get("plan"), engine.parallel_plan, convertible)
+        _check_topology(folder, manifest["topology"], topology(engine), convertible)
+
+
+def check_universal(load_dir: str, engine: Any) -> None:
+    """Refuse a universal checkpoint for an optimizer whose states it cannot have."""
+    if not keeps_adam_alone(engine):
+        raise CheckpointError(
+            "checkpoint",
+            str(load_dir),
+            "a universal checkpoint keeps Adam's averages alone, and "
+            f"{type(engine.basic_optimizer).__name__} has other states",
+            "Resume at the topology of the save without load_universal, or go on from a model "
+            "that save_pretrained exported",
+        )
+
+
+def _check_plan(
+    folder: Path, saved: dict[str, Any] | None, plan: Any, convertible: bool = True
+) -> None:
+    """Refuse a checkpoint of another plan; one that was saved or is loaded without any has none."""
+    if saved is None or plan is None or saved["digest"] == plan.digest:
+        return
+    raise CheckpointError(
+        "checkpoint",
+        str(folder),
+        f"it was saved under the plan {saved['digest']}, this run has {plan.digest}",
+        f"Resume with the same plan, which stands in {MANIFEST}, or "
+        f"{_universal_remedy(folder, convertible)}",
+    )
+
+
+def _check_heads(folder: Path, saved: dict[str, Any] | None, plan: Any) -> None:
+    """Refuse a checkpoint whose output heads are split over the data ranks and here not."""
+    theirs = list(saved["layout"]["colocated"]) if saved is not None else []
+    own = list(plan.colocated) if plan is not None else []
+    if theirs != own:
+        raise CheckpointError(
+            "checkpoint",
+            str(folder),
+            f"in it the heads {theirs} are split over the data ranks, in this run {own}",
+            "Resume with the same plan, or go on from a model that save_pretrained exported",
+        )
+
+
+def _check_ties(folder: Path, saved: list[str] | None, current: list[str]) -> None:
+    """Refuse a checkpoint of stages that tie other weights; older ones do not say."""
+    if saved is None or saved == current:
+        return
+    raise CheckpointError(
+        "checkpoint",
+        str(folder),
+        f"the weights with copies of their own are {saved} in it, in this run {current}",
+        "Resume with the schedule that saved it (pipemare unties heads, 1f1b does not unless "
+        '"untie" is set), or go on from a model that save_pretrained exported',
+    )
+
+
+def _check_topology(
+    folder: Path, saved: dict[str, Any], current: dict[str, Any], convertible: bool = True
+) -> None:
+    if saved["zero_stage"] == current["zero_stage"] == 0:
+        # Every replica holds everything, so that their number does not matter.
+        free = {"world_size", "data"}
+        saved = {key: value for key, value in saved.items() if key not in free}
+        current = {key: value for key, value in current.items() if key not in free}
+    if saved == current:
+        return
+    raise CheckpointError(
+        "checkpoint",
+        str(folder),
+        f"it was saved by the topology {_spell(saved)}, this run has {_spell(current)}",
+        f"Resume with the same topology, or {_universal_remedy(folder, convertible)}",
+    )
+
+
+def _universal_remedy(folder: Path, convertible: bool) -> str:
+    if not convertible:
+        return "go on from a model that save_pretrained exported"
+    return (
+        "convert it with 'python -m "
+        f"deepspeed.checkpoint.ds_to_universal --input_folder {folder} --output_folder "
+        f"{folder}_universal' (needs ZeRO 1 or higher), write "
+        f"'{folder.name}_universal' into the file latest_universal and set "
+        '"checkpoint": {"load_universal": true}'
+    )
+
+
+def _spell(values: Mapping[str, Any]) -> str:
+    return "(" + ", ".join(f"{key} {value}" for key, value in values.items()) + ")"

@@ -1,0 +1,272 @@
+"""The files of a checkpoint: how a rank writes its own, with checksums, and reads them safely.
+
+DeepSpeed hands every file to the ``checkpoint_engine`` of its engine. Ours keeps the checksum of
+what passes, remembers an error instead of raising it while other ranks wait, and unpickles nothing
+but tensors, plain values and `HARMLESS`.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+import xxhash
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+
+from wavemare.engine.checkpoint_snapshot import Snapshot, num_bytes
+from wavemare.errors import CheckpointError
+
+__all__ = ["CheckpointFiles", "FileRecord", "RankFiles", "checksum", "read_file", "safe_loading"]
+
+HARMLESS = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+"""Classes of DeepSpeed's whose objects stand in its files and do nothing when they are made."""
+
+_CHUNK = 1 << 22
+_FORCE, _FORBID = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a file was when it was written: its size and the checksum of its content."""
+
+    bytes: int
+    xxh3: str
+
+
+@dataclass
+class RankFiles:
+    """What one rank writes of one checkpoint.
+
+    Attributes:
+        rank: This process.
+        zipped: ``checkpoint.checkpoint_serialization``: torch's format of today, a zip archive.
+        background: Whether files are copied when they are taken, and written by `write_queued`.
+        written: Records by path.
+        needed: Bytes of all tensors taken so far.
+        failure: What went wrong first, as a reason; nothing is written after it.
+    """
+
+    rank: int
+    background: bool
+    zipped: bool = True
+    written: dict[str, FileRecord] = field(default_factory=dict)
+    needed: int = 0
+    failure: str | None = None
+    _queue: list[tuple[str, Snapshot]] = field(default_factory=list)
+
+    def take(self, state: Any, path: str) -> None:
+        """Write a file, or copy its content; an error is kept in `failure`."""
+        self.needed += num_bytes(state)
+        if self.background:
+            self.attempt(path, lambda: self._queue.append((path, Snapshot(state))))
+        else:
+            self.attempt(path, lambda: self._write(state, path))
+
+    def write_queued(self) -> None:
+        """Write what was copied, and free the copies one by one."""
+        for path, snapshot in self._drain():
+            self.attempt(path, lambda s=snapshot, p=path: self._write(s.restore(), p))  # type: ignore[misc]
+
+    def attempt(self, path: str, action: Callable[[], object]) -> None:
+        """Do something for a file unless something has failed; an error is kept in `failure`."""
+        if self.failure is not None:
+            return
+        try:
+            action()
+        except Exception as error:  # the other ranks must learn of it, whatever it is
+            detail = error.strerror if isinstance(error, OSError) and error.strerror else error
+            self.failure = f"rank {self.rank} could not write {Path(path).name} ({detail})"
+
+    def report(self) -> dict[str, Any]:
+        """Return what rank 0 needs to know of this rank, as JSON can hold it."""
+        written = {path: asdict(record) for path, record in self.written.items()}
+        return {"written": written, "needed": self.needed, "failure": self.failure}
+
+    def _write(self, state: Any, path: str) -> None:
+        self.written[path] = write_file(state, path, zipped=self.zipped)
+
+    def _drain(self) -> Iterator[tuple[str, Snapshot]]:
+        while self._queue:
+            yield self._queue.pop(0)
+
+
+class CheckpointFiles(CheckpointEngine):
+    """DeepSpeed's way to its files, in place of its ``TorchCheckpointEngine``.
+
+    Args:
+        zipped: ``checkpoint.checkpoint_serialization``: torch's format of today, a zip archive.
+
+    Attributes:
+        current: What is written by the save that is under way; files outside of a save are
+            written as they come.
+    """
+
+    current: RankFiles | None = None
+
+    def __init__(self, *, zipped: bool = True) -> None:
+        super().__init__()
+        self.name = type(self).__name__
+        self.zipped = zipped
+
+    def create(self, info: Any) -> None:
+        """Nothing: `current` says what is to be written."""
+
+    def commit(self, info: Any) -> bool:
+        """Nothing: the ranks complete a checkpoint together, afterwards."""
+        return True
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Write a file as ``torch.save``."""
+        path = str(path)
+        if self.current is not None:
+            self.current.take(state_dict, path)
+        else:
+            write_file(state_dict, path, zipped=self.zipped)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Make a folder."""
+        if self.current is not None:
+            self.current.attempt(str(path), lambda: os.makedirs(path, exist_ok=exist_ok))
+        else:
+            os.makedirs(path, exist_ok=exist_ok)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Read a file as ``torch.load``.
+
+        Raises:
+            CheckpointError: It is no such file, or holds what could run code.
+        """
+        return read_file(path, map_location)
+
+
+class _Stream:
+    """A file being written: its checksum and its first error are kept.
+
+    torch's writer ends the process if ``write`` raises, so that later writes do nothing instead.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._file = open(path, "wb")
+        self._checksum = xxhash.xxh3_64()
+        self._size = 0
+        self._error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        size = memoryview(data).nbytes
+        if self._error is None:
+            try:
+                self._file.write(data)
+            except OSError as error:
+                self._error = error
+            self._checksum.update(data)
+            self._size += size
+        return size
+
+    def flush(self) -> None:
+        """For ``torch.save``; `close` flushes."""
+
+    def close(self) -> FileRecord:
+        """Wait until the content is on the disk.
+
+        Raises:
+            OSError: Not all of it could be written.
+        """
+        try:
+            if self._error is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+                return FileRecord(self._size, self._checksum.hexdigest())
+            raise self._error
+        finally:
+            self._discard()
+
+    def _discard(self) -> None:
+        try:
+            self._file.close()
+        except OSError:  # what is buffered does not fit either; close() has said so before
+            pass
+
+
+def write_file(state: Any, path: str, *, zipped: bool = True) -> FileRecord:
+    """Write as ``torch.save``, down to the disk, and return the record of what was written.
+
+    Raises:
+        OSError: It could not be written.
+    """
+    stream = _Stream(path)
+    try:
+        torch.save(state, cast(IO[bytes], stream), _use_new_zipfile_serialization=zipped)
+    finally:
+        record = stream.close()
+    return record
+
+
+def checksum(path: str | os.PathLike[str], *, sync: bool = False) -> FileRecord:
+    """Read a file and return its record; with ``sync`` wait until it is on the disk, too."""
+    # Of 256 MiB in memory, one core: XXH3 9.5 GB/s, zlib.crc32 2.1, sha1 0.6, blake2b 0.4,
+    # sha256 0.3. It is to find damage; who can change files can change the list as well.
+    found, size = xxhash.xxh3_64(), 0
+    with open(path, "rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK):
+            found.update(chunk)
+            size += len(chunk)
+        if sync:
+            os.fsync(file.fileno())
+    return FileRecord(size, found.hexdigest())
+
+
+def read_file(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
+    """Read as ``torch.load``, making nothing but harmless objects.
+
+    Raises:
+        CheckpointError: It is no such file, or holds something else.
+    """
+    with safe_loading(path):
+        try:
+            return torch.load(path, map_location=map_location, weights_only=True)
+        except (RuntimeError, OSError) as error:
+            reason = f"the file cannot be read ({_first_line(error)})"
+            remedy = "Resume from another checkpoint"
+            raise CheckpointError("checkpoint", str(path), reason, remedy) from error
+
+
+@contextmanager
+def safe_loading(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Have every ``torch.load`` inside, DeepSpeed's too, make nothing but harmless objects.
+
+    Raises:
+        CheckpointError: One of them has found something else.
+    """
+    before = {name: os.environ.pop(name, None) for name in (_FORCE, _FORBID)}
+    os.environ[_FORCE] = "1"
+    # Those that are known already stay known afterwards; torch would forget them.
+    unknown = [kind for kind in HARMLESS if kind not in torch.serialization.get_safe_globals()]
+    try:
+        with torch.serialization.safe_globals(unknown):
+            yield
+    except (pickle.UnpicklingError, EOFError) as error:
+        reason = f"the file cannot be read safely ({_first_line(error)})"
+        remedy = (
+            "Do not load it unless you wrote it; an object of your own in client_state is read "
+            "after torch.serialization.add_safe_globals([its class])"
+        )
+        raise CheckpointError("checkpoint", str(path), reason, remedy) from error
+    finally:
+        os.environ.pop(_FORCE)
+        os.environ.update({name: value for name, value in before.items() if value is not None})
+
+
+def _first_line(error: Exception) -> str:
+    """Return what torch says that it has met, without its advice on how to load it anyway."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [line for line in lines if "GLOBAL" in line or line.startswith("Unsupported")]
+    return [*telling, *lines, type(error).__name__][0].split(". Please")[0].rstrip(".")
