@@ -71,9 +71,10 @@ def _check_shape(plan: Plan) -> None:
                 reason = f"it is on rank {rank}, but stage {stage} is on rank {homes[stage]}"
                 raise PlanError("action", sample, reason, "Keep each stage's actions on its rank")
     idle = [rank for rank, actions in enumerate(plan.ranks) if not actions]
-    missing = [stage for stage in range(plan.num_stages) if stage not in homes]
-    if idle or missing:
-        reason = f"rank {idle[0]} does nothing" if idle else f"stage {missing[0]} does nothing"
+    # Not all of them: the number of stages may be a mistyped one.
+    missing = next((stage for stage in range(plan.num_stages) if stage not in homes), None)
+    if idle or missing is not None:
+        reason = f"rank {idle[0]} does nothing" if idle else f"stage {missing} does nothing"
         raise PlanError("plan", plan.schedule, reason, "Give each stage its actions")
 
 

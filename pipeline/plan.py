@@ -93,7 +93,7 @@ def check_numbers(num_stages: int, micro_batches: int, num_steps: int) -> None:
 def _header(line: str) -> dict[str, str]:
     word, *pairs = line.split()
     values = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-    if word != "plan" or set(values) != set(_HEADER):
+    if word != "plan" or set(values) != set(_HEADER) or len(pairs) != len(_HEADER):
         example = "plan " + " ".join(f"{key}=..." for key in _HEADER)
         raise PlanError("plan", line, "this is no header of a plan", f"Write '{example}'")
     return values

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from typing import Any, NoReturn, TypeVar, cast
 
 from wavemare.engine.launch import environment_rank
@@ -13,6 +16,19 @@ from wavemare.errors import ConfigError, did_you_mean
 from wavemare.recipes.megatron_options import NAMES, Changes, translate
 
 __all__ = ["JobArguments", "parse_arguments"]
+
+_LARGEST_SEED = 2**32 - 2  # models are seeded by it, and their dropout by the next one
+_POSITIVE = {
+    "max_steps",
+    "eval_interval",
+    "eval_samples",
+    "save_interval",
+    "log_interval",
+    "sequence_length",
+    "vocab_size",
+    "stages",
+    "micro_batches",
+}
 
 
 @dataclass
@@ -78,7 +94,7 @@ def parse_arguments(kind: type[Arguments]) -> Arguments:
     from transformers import HfArgumentParser
 
     def refuse(message: str) -> NoReturn:
-        raise ConfigError("options", " ".join(sys.argv[1:]), message, "See them with --help")
+        raise _of_parser(message, sys.argv[1:])
 
     parser = HfArgumentParser(cast(Any, kind), allow_abbrev=False)
     cast(Any, parser).error = refuse
@@ -90,11 +106,38 @@ def parse_arguments(kind: type[Arguments]) -> Arguments:
         name = rest[0].split("=")[0].lstrip("-")
         remedy = did_you_mean(name, [*NAMES, *(o.name for o in fields(kind) if o.init)])
         raise ConfigError(rest[0], " ".join(rest[1:]), "there is no such option", remedy)
-    for name in ("max_steps", "eval_interval", "eval_samples", "save_interval", "log_interval"):
-        if getattr(arguments, name) < 1:
-            raise ConfigError(
-                f"--{name}", getattr(arguments, name), "it is below 1", "Give 1 or more"
-            )
+    _check_values(arguments)
     changes.check(vars(arguments))
     arguments.megatron = changes
     return cast(Arguments, arguments)
+
+
+def _of_parser(message: str, words: Sequence[str]) -> ConfigError:
+    """Return the error that argparse describes in a sentence, by the option that it names."""
+    match = re.match(r"argument (\S+?)(?:/\S+)?: (.*)", message)
+    if match is None:
+        return ConfigError("options", " ".join(words), message, "See them with --help")
+    option, reason = match[1], match[2].rstrip(".")
+    spelled = {option, option.replace("_", "-")}
+    values = [word.partition("=")[2] for word in words if word.partition("=")[0] in spelled]
+    following = [after for word, after in pairwise(words) if word in spelled]
+    value = next((v for v in [*following, *values] if v), None)
+    return ConfigError(option, value, reason, "See all options with --help")
+
+
+def _check_values(arguments: JobArguments) -> None:
+    """Check what argparse lets through.
+
+    Raises:
+        ConfigError: A number is out of range, or a text is empty.
+    """
+    for option in fields(arguments):
+        value = getattr(arguments, option.name)
+        if isinstance(value, str) and not value.strip():
+            reason = "it is empty"
+            raise ConfigError(f"--{option.name}", value, reason, "Give a value, or leave it out")
+        if option.name in _POSITIVE and value is not None and value < 1:
+            raise ConfigError(f"--{option.name}", value, "it is below 1", "Give 1 or more")
+    if not 0 <= arguments.seed <= _LARGEST_SEED:
+        reason = "numpy's generators do not take it"
+        raise ConfigError("--seed", arguments.seed, reason, f"Give 0 to {_LARGEST_SEED}")

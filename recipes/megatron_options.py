@@ -134,6 +134,9 @@ class Changes:
             raise ConfigError("--lr", rate, "the schedule needs the highest rate", "Give --lr")
         params: dict[str, Any] = {"warmup_num_steps": "auto"}
         if style == "cosine":
+            if given.get("min_lr", 0.0) > rate:
+                reason = f"it is above the highest rate, {rate}"
+                raise ConfigError("--min-lr", given["min_lr"], reason, "Give less than --lr")
             params["cos_min_ratio"] = given.get("min_lr", 0.0) / rate
         else:
             if given.get("min_lr"):
@@ -228,9 +231,11 @@ def _value(option: str, name: str, text: str) -> Any:
         number = kind(text)
     except ValueError:
         number = -1
-    if number < (1 if name in _WHOLE else 0):
+    if not (1 if name in _WHOLE else 0) <= number < math.inf:
         what = "a whole number above 0" if name in _WHOLE else "a number of 0 or more"
         raise ConfigError(option, text, f"it is not {what}", "Give one")
+    if name == "lr_warmup_fraction" and number > 1:
+        raise ConfigError(option, text, "it is a part of all steps", "Give 0 to 1")
     return number
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from typing import Any
 
 from wavemare.data import check_length
 from wavemare.errors import ConfigError, ModelError, did_you_mean
+from wavemare.json_text import parse_json
 
 __all__ = ["check_model_folder", "longest", "naming", "read_model_config"]
 
@@ -35,13 +35,14 @@ def check_model_folder(folder: str, sequence_length: int) -> None:
     if not (path / "config.json").is_file() or not weights:
         missing = "weights" if (path / "config.json").is_file() else "config.json"
         raise ModelError("--model", folder, f"it has no {missing}", "Name a complete folder")
-    read_model_config(str(path / "config.json"), sequence_length)
+    read_model_config(str(path / "config.json"), sequence_length, key="--model")
 
 
 def read_model_config(
     file: str,
     sequence_length: int,
     change: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+    key: str = "--model_config",
 ) -> dict[str, Any]:
     """Read a transformers configuration with its ``model_type``.
 
@@ -49,28 +50,29 @@ def read_model_config(
         file: The JSON file.
         sequence_length: Tokens per sample.
         change: Applied to it before it is checked.
+        key: What a message calls the file.
 
     Raises:
         ConfigError: The file is missing, no JSON object, names no model type that transformers
             knows, or the sequences are longer than the model.
     """
     try:
-        values = json.loads(Path(file).read_text(encoding="utf-8"))
+        values = parse_json(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         reason = f"the model's configuration cannot be read ({error})"
-        raise ConfigError("--model_config", file, reason, "Name a JSON file") from None
-    if not isinstance(values, dict) or "model_type" not in values:
+        raise ConfigError(key, file, reason, "Name a JSON file") from None
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         reason, remedy = "it names no model_type", 'Add "model_type", as transformers does'
-        raise ConfigError("--model_config", file, reason, remedy)
+        raise ConfigError(key, file, reason, remedy)
 
     from transformers import CONFIG_MAPPING, AutoConfig
 
     if values["model_type"] not in CONFIG_MAPPING:
         remedy = did_you_mean(values["model_type"], CONFIG_MAPPING.keys())
         reason = f"transformers knows no model type {values['model_type']!r}"
-        raise ConfigError("--model_config", file, reason, remedy)
+        raise ConfigError(key, file, reason, remedy)
     values = change(values)
-    with naming("--model_config", file):
+    with naming(key, file):
         config = AutoConfig.for_model(**values)
     check_length(sequence_length, longest(config))
     return values
@@ -88,10 +90,21 @@ def naming(key: str, value: str) -> Iterator[None]:
     Raises:
         ModelError: With what transformers said.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
+    foreign = (SafetensorError, StrictDataclassError)
     try:
         yield
-    except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
-        reason = f"transformers cannot make a model of it ({str(error).splitlines()[0]})"
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+        TypeError,
+        KeyError,
+        ArithmeticError,
+        *foreign,
+    ) as error:
+        said = " ".join(str(error).split())[:200]
+        reason = f"transformers cannot make a model of it ({said})"
         raise ModelError(key, value, reason, "Mend the configuration or the files") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -40,7 +41,7 @@ class TextData:
                 "Leave it out, or make Megatron data with wavemare data build",
             )
         self._text_column = arguments.text_column
-        self._cache = Path(arguments.cache).expanduser()
+        self._cache = Path(os.path.expanduser(arguments.cache))
 
     def read(
         self, *, kind: Literal["gpt", "bert"], vocab_size: int = 0, tokenizer: str | None = None

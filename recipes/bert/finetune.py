@@ -11,6 +11,7 @@ With a pretrained model and a table of one's own (TSV, CSV or JSONL)::
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,7 +65,7 @@ def main() -> None:
     corpus = load_classification(
         source, text_column=arguments.text_column, label_column=arguments.label_column
     )
-    tokenizer, model = start(arguments, corpus, Path(arguments.cache).expanduser(), values)
+    tokenizer, model = start(arguments, corpus, Path(os.path.expanduser(arguments.cache)), values)
     train = EncodedDataset(corpus.train, tokenizer, arguments.sequence_length)
     held_out = EncodedDataset(corpus.held_out, tokenizer, arguments.sequence_length)
     panel = {

@@ -53,6 +53,8 @@ def check_writable(option: str, path: Path | None, *, is_folder: bool = False) -
     except OSError as error:
         reason = f"this folder cannot be made ({error.strerror})"
         raise ConfigError(option, str(folder), reason, "Name another folder") from None
+    if not is_folder and path.is_dir():
+        raise ConfigError(option, str(path), "there is a folder of that name", "Name a file")
     if not os.access(folder, os.W_OK | os.X_OK):
         reason = "there is no such folder that can be written"
         raise ConfigError(option, str(folder), reason, "Name another folder")

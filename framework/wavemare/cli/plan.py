@@ -28,6 +28,7 @@ app.command()(search)
 
 _SCHEDULE, _STAGES, _MICRO_BATCHES, _STEPS = "pipemare", 4, 8, 4
 _MS_PER_S = 1e3
+_MOST_PASSES = 1_000_000  # minutes, and some gigabytes
 
 
 @app.command()
@@ -157,6 +158,11 @@ def _make(
 ) -> Plan:
     from wavemare.pipeline import schedules
 
+    passes = stages * micro_batches * max(steps, 1)
+    if passes > _MOST_PASSES:
+        reason = f"{stages} x {micro_batches} x {steps} forward passes are more than can be shown"
+        remedy = f"Give numbers whose product is at most {_MOST_PASSES}"
+        raise ConfigError("--stages", stages, reason, remedy)
     if schedule == "pipemare":
         return schedules.pipemare(stages, micro_batches, steps, **asynchronous)
     plan = schedules.build_plan(schedule, stages, micro_batches, steps)

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from wavemare.errors import LaunchError
+
 __all__ = [
     "Hostfile",
     "LauncherArguments",
@@ -50,6 +52,10 @@ def launch_script(
 
     Unlike the launchers by themselves it fails if the hostfile is wrong or a rank is killed.
     """
+    # On other hosts it may stand where it does not stand here.
+    if not (module or print_command or hostfile is not None or Path(script).is_file()):
+        reason = "there is no such file"
+        raise LaunchError("SCRIPT", script, reason, "Name a Python script, or a module with -m")
     start(
         script,
         context.args,

@@ -95,7 +95,7 @@ def build_indexed(
         DataError: The target exists, is being built by another process, or an unfinished build
             there is of something else; or no document holds text.
     """
-    prefix = Path(output).expanduser()
+    prefix = Path(os.path.expanduser(output))
     end_token = end_token_of(tokenizer) if append_eod else None
     dtype = token_dtype(len(tokenizer))
     encoder = _Encoder(definition_of(tokenizer), end_token, dtype.str)

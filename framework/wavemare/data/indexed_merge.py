@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def merge_indexed(
         raise DataError("PREFIX", [], "there is nothing to merge", "Name data sets to merge")
     # Where there is no sequence, nothing shows whether it would have had a mode.
     first = next((part for part in parts if len(part.lengths)), parts[0])
-    target = Path(output).expanduser()
+    target = Path(os.path.expanduser(output))
     for part in parts:
         if part.prefix.resolve() == target.resolve():
             reason = "the target is one of the data sets to merge"

@@ -78,7 +78,7 @@ class IndexedWriter:
         modes: bool = False,
         position: WriterPosition | None = None,
     ) -> None:
-        self.prefix = Path(prefix).expanduser()
+        self.prefix = Path(os.path.expanduser(prefix))
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self._code = _code_of(self.dtype)
         self._position = asdict(position or WriterPosition())

@@ -8,6 +8,7 @@ one byte per sequence.
 
 from __future__ import annotations
 
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,12 +109,20 @@ def open_indexed(prefix: str | Path) -> IndexedData:
         DataError: A file is missing, or the index contradicts itself or the size of a file; the
             message says what was found and what was expected.
     """
-    prefix = Path(prefix).expanduser()
+    prefix = Path(os.path.expanduser(prefix))
     index_path, data_path = index_file(prefix), data_file(prefix)
     for path in (index_path, data_path):
         if not path.is_file():
             remedy = f"Put {data_path.name} and {index_path.name} side by side"
             raise DataError("--data", str(prefix), f"the file {path} does not exist", remedy)
+    try:
+        return _open(prefix, index_path, data_path)
+    except OSError as error:
+        reason = f"the files cannot be read ({error.strerror})"
+        raise DataError("--data", str(prefix), reason, "Check the permissions") from error
+
+
+def _open(prefix: Path, index_path: Path, data_path: Path) -> IndexedData:
     dtype, num_sequences, num_bounds = _read_header(index_path)
     lengths, pointers, bounds, modes = _read_arrays(index_path, num_sequences, num_bounds)
     starts = _sequence_starts(index_path, lengths, pointers, dtype)

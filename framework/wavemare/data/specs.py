@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import glob
+import math
+import os
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
@@ -83,6 +85,9 @@ def resolve(spec: str | None) -> Source:
         DataError: What looks like a path does not exist, has no known extension, mixes kinds or
             holds empty files only.
     """
+    if spec is not None and not spec.strip():
+        reason = "it is empty"
+        raise DataError("--data", spec, reason, "Name data, or leave the option out")
     if spec is None or spec == "stdlib":
         return Source(Kind.DEFAULT, default_corpus.NAME)
     if spec.startswith(_HUB_PREFIX):
@@ -90,7 +95,12 @@ def resolve(spec: str | None) -> Source:
     blend = _blend(spec)
     if blend is not None:
         return blend
-    return _resolve_path(spec, Path(spec).expanduser()) or _hub(spec, spec)
+    path = Path(os.path.expanduser(spec))
+    try:
+        return _resolve_path(spec, path) or _hub(spec, spec)
+    except OSError as error:  # a name that is too long, a folder that may not be read
+        reason = f"it cannot be looked for ({error.strerror})"
+        raise DataError("--data", spec, reason, "Check the path") from None
 
 
 def _blend(spec: str) -> Source | None:
@@ -101,7 +111,10 @@ def _blend(spec: str) -> Source | None:
         return None
     if len(words) < 2 or len(words) % 2:  # noqa: PLR2004
         return None
-    named = [Path(word).expanduser() for word in words[1::2]]
+    if not all(0 <= weight < math.inf for weight in weights) or not sum(weights):
+        reason = "weights are 0 or more, and one is above"
+        raise DataError("--data", spec, reason, "Give weights such as 0.3 A 0.7 B")
+    named = [Path(os.path.expanduser(word)) for word in words[1::2]]
     stems = [
         path.with_suffix("") if path.suffix in _MEGATRON_EXTENSIONS else path for path in named
     ]

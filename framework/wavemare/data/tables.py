@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +90,9 @@ def _load(source: Source, cache_dir: Path | None) -> Dataset | DatasetDict:
     options: dict[str, Any] = {}
     if source.kind in (Kind.CSV, Kind.TSV):
         options["keep_default_na"] = False  # the word "null" is text
+    if source.kind is Kind.CSV:
+        for file in source.files:
+            _check_width(source, file)
     if source.kind is Kind.TSV:
         options |= {"sep": "\t", "quoting": csv.QUOTE_NONE}
         options |= _names_if_headerless(source.files[0])
@@ -97,6 +101,18 @@ def _load(source: Source, cache_dir: Path | None) -> Dataset | DatasetDict:
     return datasets.load_dataset(
         builder.value, data_files=files, split="train", cache_dir=cache, **options
     )
+
+
+def _check_width(source: Source, path: Path) -> None:
+    """Refuse a first row wider than the header: pandas would take its first fields for an index."""
+    with path.open(encoding="utf-8", errors="replace", newline="") as file:
+        try:
+            header, row = islice(chain(csv.reader(file), ([], [])), 2)
+        except csv.Error:  # which pandas will describe
+            return
+    if len(row) > len(header):
+        reason = f"the first row of {path.name} has {len(row)} fields, its header {len(header)}"
+        raise DataError("--data", source.name, reason, "Put texts with commas in quotes")
 
 
 def _names_if_headerless(path: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -105,7 +106,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    path = Path(folder).expanduser()
+    path = Path(os.path.expanduser(folder))
     remedy = "Name a folder written by save_pretrained, with its tokenizer.json"
     if not path.is_dir():
         raise DataError("--tokenizer", str(folder), "no such folder exists", remedy)

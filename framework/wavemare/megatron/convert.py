@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -131,11 +132,11 @@ def convert(
         CheckpointError: The source is missing or damaged.
     """
     options = options or Options()
-    target = Path(target).expanduser().resolve()
+    target = Path(os.path.expanduser(target)).resolve()
     _check(target, to, options)
     kind = layout_of(source)
     _check_used(kind, to, options)
-    read = _READERS[kind](Path(source).expanduser(), options)
+    read = _READERS[kind](Path(os.path.expanduser(source)), options)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         written = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
@@ -161,7 +162,7 @@ def layout_of(folder: str | Path) -> Layout:
     Raises:
         ModelError: It is none that is known.
     """
-    path = Path(folder).expanduser()
+    path = Path(os.path.expanduser(folder))
     if (path / LATEST).is_file() or any(path.glob("mp_rank_*/model_optim_rng.pt")):
         return "megatron"
     if (path / "latest").is_file():
@@ -231,7 +232,7 @@ def _read_megatron(folder: Path, options: Options) -> _Source:
 def _read_deepspeed(folder: Path, options: Options) -> _Source:
     import transformers
 
-    place = Path(options.config).expanduser() if options.config else folder
+    place = Path(os.path.expanduser(options.config)) if options.config else folder
     try:
         config: Any = transformers.AutoConfig.from_pretrained(place, local_files_only=True)
     except (OSError, ValueError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import types
@@ -82,7 +83,7 @@ def read_checkpoint(folder: str | Path) -> Checkpoint:
         CheckpointError: There is none, a rank's file is missing or damaged, or it is of another
             format, version or layout.
     """
-    step = _find_step(Path(folder).expanduser())
+    step = _find_step(Path(os.path.expanduser(folder)))
     files = _rank_files(step)
     tensor_ranks = 1 + max(t for t, _ in files)
     stages = 1 + max(p for _, p in files)
@@ -132,7 +133,7 @@ def write_checkpoint(
     if num_layers % stages:
         reason = f"{num_layers} layers cannot be shared by {stages} stages"
         raise ModelError("--pipeline-parallel", stages, reason, "Give a divisor")
-    folder = Path(folder).expanduser()
+    folder = Path(os.path.expanduser(folder))
     folder.mkdir(parents=True, exist_ok=True)
     name = f"iter_{iteration:07}" if iteration else "release"
     partial = folder / f".{name}.partial"
@@ -161,8 +162,8 @@ def _find_step(folder: Path) -> Path:
     if not (folder / LATEST).is_file():
         reason = f"there is no file {LATEST}"
         raise CheckpointError("checkpoint", str(folder), reason, remedy)
-    text = (folder / LATEST).read_text().strip()
-    if text != "release" and not text.isdigit():
+    text = (folder / LATEST).read_text(encoding="utf-8", errors="replace").strip()[:80]
+    if text != "release" and not re.fullmatch("[0-9]{1,18}", text):
         reason = f"{LATEST} says {text!r} where a number or 'release' is expected"
         raise CheckpointError("checkpoint", str(folder), reason, remedy)
     step = folder / ("release" if text == "release" else f"iter_{int(text):07}")

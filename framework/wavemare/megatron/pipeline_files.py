@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -32,7 +33,7 @@ def write_pipeline(folder: str | Path, model: Any, *, stages: int) -> Path:
         model: A model of transformers that can become a pipeline.
         stages: Ranks of a pipeline, each of which looks for a file of its own.
     """
-    folder = Path(folder).expanduser()
+    folder = Path(os.path.expanduser(folder))
     partial = folder / f".{_TAG}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -62,7 +63,7 @@ def read_pipeline(folder: str | Path, config: Any) -> dict[str, Tensor]:
     """
     from wavemare.megatron.models import class_of
 
-    folder = Path(folder).expanduser()
+    folder = Path(os.path.expanduser(folder))
     if not (folder / _LATEST).is_file():
         reason = f"there is no file {_LATEST}"
         raise CheckpointError("checkpoint", str(folder), reason, "Name what save_checkpoint named")

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from wavemare.errors import PlanError, did_you_mean
+from wavemare.json_text import parse_json
 from wavemare.parallel.plan_checks import check_plan, check_seconds
 
 __all__ = ["ParallelPlan", "Prediction"]
@@ -146,14 +147,13 @@ class ParallelPlan:
                 one, or a value is of the wrong kind.
         """
         try:
-            values = json.loads(text)
-        except json.JSONDecodeError as error:
-            reason = f"not JSON at line {error.lineno}, column {error.colno}: {error.msg}"
-            raise PlanError("plan", text[:40], reason, "Give what to_json wrote") from error
+            values = parse_json(text)
+        except ValueError as error:
+            raise PlanError("plan", text[:40], str(error), "Give what to_json wrote") from error
         if not isinstance(values, dict):
             raise PlanError("plan", text[:40], "it is no mapping", "Give what to_json wrote")
         version = values.pop("version", None)
-        if version != VERSION:
+        if version != VERSION or isinstance(version, bool):
             reason = f"this program reads version {VERSION}"
             raise PlanError("version", version, reason, "Make the plan again")
         predicted = values.pop("predicted", None)

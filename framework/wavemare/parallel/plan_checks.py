@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterable
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ __all__ = ["SCHEDULES", "check_plan", "check_seconds"]
 SCHEDULES = ("1f1b", "pipemare")
 _ZERO_STAGES = (0, 1, 2, 3)
 _ZERO_WEIGHTS = 3
+_LARGEST = sys.float_info.max
 
 
 def check_plan(plan: ParallelPlan) -> None:
@@ -51,7 +52,7 @@ def check_seconds(key: str, value: Any) -> None:
     """
     for number in value if isinstance(value, tuple) else (value,):
         is_number = isinstance(number, int | float) and not isinstance(number, bool)
-        if not is_number or not math.isfinite(number) or number < 0:
+        if not is_number or not 0 <= number <= _LARGEST:
             reason = f"{number!r} is not a finite number of at least 0"
             raise PlanError(key, value, reason, "Make the plan again")
 
@@ -95,7 +96,7 @@ def _check_cuts(plan: ParallelPlan) -> None:
 
 def _check_memory(plan: ParallelPlan) -> None:
     zero, pipeline = plan.zero_stage, plan.stages > 1 or plan.schedule == "pipemare"
-    if zero not in _ZERO_STAGES or isinstance(zero, bool):
+    if zero not in _ZERO_STAGES or not isinstance(zero, int) or isinstance(zero, bool):
         raise _refuse(plan, "zero_stage", "there is no such stage of ZeRO", "Give 0, 1, 2 or 3")
     if pipeline and zero > 1:
         reason = "gradients or weights that ZeRO partitions cannot stay for a pipeline"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from wavemare.errors import ModelError, did_you_mean
+from wavemare.errors import ModelError, PlanError, did_you_mean
+from wavemare.json_text import parse_json
 from wavemare.parallel.planner.chains import model_costs
 from wavemare.parallel.planner.cluster import Cluster
 from wavemare.parallel.planner.cluster_file import read_cluster
@@ -81,6 +83,10 @@ def plan(
         if isinstance(config, str | Path):
             config = read_model(config)
         costs = model_costs(config, sequence_length, dtype=dtype, head=head or known)
+    names = [field.name for field in fields(Settings)]
+    for name, value in settings.items():
+        if name not in names:
+            raise PlanError(name, value, "there is no such setting", did_you_mean(name, names))
     chosen = Settings(global_batch=global_batch, **settings)
     return search_plans(costs, read_cluster(cluster, dtype), chosen)
 
@@ -94,10 +100,10 @@ def read_model(source: str | Path) -> Mapping[str, Any]:
     if str(source) in PRESETS:
         return PRESETS[str(source)]
     file = Path(source)
-    if file.is_dir():
+    if os.path.isdir(file):
         file = file / "config.json"
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = parse_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         reason = "it is neither a file nor the name of a preset"
         raise ModelError(

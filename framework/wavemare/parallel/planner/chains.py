@@ -22,6 +22,8 @@ FAMILIES = ("gpt2", "bert", "llama", "mistral", "qwen2", "qwen3")
 _REPLICATED = 4  # two norms' inputs, and those of attention and feed-forward
 _SPLIT = 4  # query, key, value, and the input of the attention's projection
 _MASKS = 2  # dropout
+_MOST_BLOCKS = 10_000
+_ZERO_IS_FINE = ("type_vocab_size", "num_labels")
 _FEED_FORWARD = 2  # the activation function's input and result, for each unit of the inner width
 
 
@@ -40,6 +42,9 @@ def model_costs(
         ModelError: The family is not known, or the configuration lacks a number.
         PlanError: The sequence is too long for the model, or the dtype unknown.
     """
+    if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
+        reason = "it is neither a configuration nor a model of transformers"
+        raise ModelError("model", config, reason, "Give one, a config.json or a preset's name")
     values = config if isinstance(config, Mapping) else config.to_dict()
     family = str(values.get("model_type", ""))
     if family not in FAMILIES:
@@ -48,7 +53,10 @@ def model_costs(
     if dtype not in BYTES:
         raise PlanError("dtype", dtype, "there is no such dtype", did_you_mean(dtype, BYTES))
     sizes = _Sizes.of(values, family, sequence, BYTES[dtype])
-    name = head or next(iter(values.get("architectures") or ()), "")
+    named = values.get("architectures") or ("",)
+    if not isinstance(named, list | tuple) or not all(isinstance(item, str) for item in named):
+        raise ModelError("architectures", named, "it is no list of names", "Write [...]")
+    name = head or named[0]
     chain = {"gpt2": _gpt2, "bert": _bert}.get(family, _decoder)
     widths = (sizes.heads, sizes.inner) if family in ("gpt2", "bert") else ()
     return ModelCosts(
@@ -59,6 +67,14 @@ def model_costs(
         dtype=dtype,
         widths=widths,
     )
+
+
+def _whole(name: str, value: Any) -> int:
+    least = 0 if name in _ZERO_IS_FINE else 1
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        reason = f"it is no whole number of at least {least}"
+        raise ModelError(name, value, reason, "Give one, without quotes")
+    return value
 
 
 @dataclass(frozen=True)
@@ -87,7 +103,7 @@ class _Sizes:
         def number(*names: str, default: int | None = None) -> int:
             for name in names:
                 if values.get(name) is not None:
-                    return int(values[name])
+                    return _whole(name, values[name])
             if default is None:
                 raise ModelError(names[0], None, "the configuration lacks it", "Give it")
             return default
@@ -95,22 +111,33 @@ class _Sizes:
         width = number("hidden_size", "n_embd")
         heads = number("num_attention_heads", "n_head")
         positions = number("max_position_embeddings", "n_positions")
+        if isinstance(sequence, bool) or not isinstance(sequence, int):
+            raise PlanError("sequence_length", sequence, "it is no whole number", "Give one")
         if not 1 <= sequence <= positions:
             reason = f"the model has {positions} positions"
             raise PlanError("sequence_length", sequence, reason, f"Give 1 to {positions}")
+        blocks = number("num_hidden_layers", "n_layer")
+        if blocks > _MOST_BLOCKS:
+            reason = "a plan for so many layers would take hours to find"
+            raise ModelError("num_hidden_layers", blocks, reason, f"Give at most {_MOST_BLOCKS}")
+        if width % heads and values.get("head_dim") is None:
+            reason = f"the width of {width} cannot be shared by them evenly"
+            raise ModelError("num_attention_heads", heads, reason, f"Give a divisor of {width}")
         labels = values.get("id2label")
         return cls(
             family=family,
             width=width,
             inner=number("intermediate_size", "n_inner", default=4 * width),
-            blocks=number("num_hidden_layers", "n_layer"),
+            blocks=blocks,
             heads=heads,
             key_heads=number("num_key_value_heads", default=heads),
             head_width=number("head_dim", default=width // heads),
             vocabulary=number("vocab_size"),
             positions=positions,
             types=number("type_vocab_size", default=0),
-            labels=len(labels) if labels else number("num_labels", default=2),
+            labels=len(labels)
+            if isinstance(labels, Mapping) and labels
+            else number("num_labels", default=2),
             tied=bool(values.get("tie_word_embeddings", family in ("gpt2", "bert"))),
             biases=bool(values.get("attention_bias", family == "qwen2")),
             eager=values.get("_attn_implementation") == "eager",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import logging
+import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 from wavemare.errors import PlanError, did_you_mean
+from wavemare.json_text import parse_json
 from wavemare.parallel.planner.cards import CARDS
 from wavemare.parallel.planner.cluster import (
     BETWEEN,
@@ -26,9 +28,11 @@ __all__ = ["parse_cluster", "read_cluster"]
 
 logger = logging.getLogger("wavemare")
 
-_SHORT = re.compile(r"(?:(\d+)x)?(\d+)x(.+)", re.IGNORECASE)
+_SHORT = re.compile(r"(?:(\d{1,9})x)?(\d{1,9})x(.+)", re.IGNORECASE | re.ASCII)
 _LINK_KEYS = {"alpha_s", "bytes_s"}
 _PAIR = 2
+_MOST_DEVICES = 65536
+_LARGEST = sys.float_info.max
 
 
 def read_cluster(source: str | Path | Cluster, dtype: str = "fp32") -> Cluster:
@@ -44,22 +48,25 @@ def read_cluster(source: str | Path | Cluster, dtype: str = "fp32") -> Cluster:
     """
     if isinstance(source, Cluster):
         return source
+    if not isinstance(source, str | os.PathLike):
+        reason = "it is neither a cluster nor a file nor a text"
+        raise PlanError("cluster", source, reason, "Give one, such as 8xV100,8xP100")
     if dtype not in DTYPES:
         raise PlanError("dtype", dtype, "there is no such dtype", did_you_mean(dtype, DTYPES))
     file = Path(source)
-    if file.suffix == ".json" or file.is_file():
+    if file.suffix == ".json" or os.path.isfile(file):  # a long text is no error
         return _from_file(file, dtype)
     return _from_text(str(source), dtype)
 
 
 def _from_file(file: Path, dtype: str) -> Cluster:
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = parse_json(file.read_text(encoding="utf-8"))
     except OSError as error:
         reason = f"it cannot be read ({error.strerror})"
         raise PlanError("--cluster", str(file), reason, "Name a file") from error
     except ValueError as error:
-        reason = f"it is not JSON ({error})"
+        reason = f"it cannot be read ({error})"
         raise PlanError("--cluster", str(file), reason, "Correct it") from error
     return parse_cluster(values, dtype)
 
@@ -78,16 +85,24 @@ def parse_cluster(values: Any, dtype: str = "fp32") -> Cluster:
     listed = values["devices"]
     if not isinstance(listed, list) or not listed:
         raise PlanError("devices", listed, "it is no list of devices", "List one or more")
-    devices = [d for place, item in enumerate(listed) for d in _devices(place, item, dtype)]
+    devices: list[Device] = []
+    for place, item in enumerate(listed):
+        alike, count = _devices(place, item, dtype)
+        _check_size(f"devices[{place}].count", count, len(devices) + count)
+        devices += [alike] * count
     links = values.get("links", {})
     _check_keys("links", links, {"within", "between", "pairs"}, set())
     pairs = {}
-    for place, item in enumerate(links.get("pairs", [])):
+    listed = links.get("pairs", [])
+    if not isinstance(listed, list):
+        raise PlanError("links.pairs", listed, "it is no list", "Write [{...}, ...]")
+    for place, item in enumerate(listed):
         key = f"links.pairs[{place}]"
         _check_keys(key, item, {"nodes", *_LINK_KEYS}, {"nodes", *_LINK_KEYS})
         nodes = item["nodes"]
         known = {device.node for device in devices}
-        if not isinstance(nodes, list) or len(nodes) != _PAIR or not set(nodes) <= known:
+        is_pair = isinstance(nodes, list) and len(nodes) == _PAIR
+        if not is_pair or not all(isinstance(node, str) and node in known for node in nodes):
             reason = "it is no pair of the nodes of the devices"
             raise PlanError(f"{key}.nodes", nodes, reason, "Give two names of nodes")
         low, high = sorted(nodes)
@@ -112,6 +127,7 @@ def _from_text(text: str, dtype: str) -> Cluster:
         machines, count, name = int(match[1] or 1), int(match[2]), match[3]
         if machines < 1 or count < 1:
             raise PlanError("--cluster", text, f"{item!r} has no device", "Count from 1")
+        _check_size("--cluster", text, len(devices) + machines * count)
         for _ in range(machines):
             devices += [_card("--cluster", name, dtype, str(nodes))] * count
             nodes += 1
@@ -139,8 +155,14 @@ def _card(key: str, name: str, dtype: str, node: str) -> Device:
     )
 
 
-def _devices(place: int, item: Any, dtype: str) -> list[Device]:
-    """Return the devices of an item of the file: one, or as many as its count says."""
+def _check_size(key: str, value: object, devices: int) -> None:
+    if devices > _MOST_DEVICES:
+        reason = f"these are {devices} devices"
+        raise PlanError(key, value, reason, f"Give at most {_MOST_DEVICES} in all")
+
+
+def _devices(place: int, item: Any, dtype: str) -> tuple[Device, int]:
+    """Return the device that an item of the file describes, and how many there are of it."""
     key = f"devices[{place}]"
     names = set(Device.__dataclass_fields__)
     _check_keys(key, item, {"count", *names}, {"type"})
@@ -163,7 +185,7 @@ def _devices(place: int, item: Any, dtype: str) -> list[Device]:
         known = _card(f"{key}.type", values["type"], dtype, "0")
         logger.warning("planner: %s: %s from public peak numbers", key, ", ".join(sorted(missing)))
         values |= {name: getattr(known, name) for name in missing}
-    return [Device(**values)] * count
+    return Device(**values), count
 
 
 def _link(key: str, values: Any, default: Link) -> Link:
@@ -174,7 +196,7 @@ def _link(key: str, values: Any, default: Link) -> Link:
 
 def _number(key: str, value: Any, *, zero_is_fine: bool = False) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not (0 <= value < float("inf")) or (value == 0 and not zero_is_fine):
+    if not is_number or not 0 <= value <= _LARGEST or (value == 0 and not zero_is_fine):
         reason = f"it is no finite number {'of at least' if zero_is_fine else 'above'} 0"
         raise PlanError(key, value, reason, "Give such a number")
     return float(value)

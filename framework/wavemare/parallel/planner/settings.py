@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from wavemare.errors import PlanError
 
 __all__ = ["Settings"]
+
+_LARGEST_BATCH = 2**31
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +49,19 @@ class Settings:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise PlanError(name, value, "it is no whole number of at least 1", "Give one")
-        if not 0 <= self.margin < 1:
+        if self.global_batch > _LARGEST_BATCH:
+            reason = "no search through its parts would end"
+            remedy = f"Give at most {_LARGEST_BATCH}"
+            raise PlanError("global_batch", self.global_batch, reason, remedy)
+        if not _is_part(self.margin) or self.margin == 1:
             raise PlanError("margin", self.margin, "it is not from 0 to below 1", "Give a part")
-        if not 0 <= self.overlap <= 1:
+        if not _is_part(self.overlap):
             raise PlanError("overlap", self.overlap, "it is not from 0 to 1", "Give a part")
-        if not self.zero_stages or not set(self.zero_stages) <= {0, 1, 2, 3}:
+        stages = self.zero_stages
+        if not isinstance(stages, Sequence) or not stages or any(s not in range(4) for s in stages):
             reason = "these are no stages of ZeRO"
             raise PlanError("zero_stages", self.zero_stages, reason, "Give some of 0, 1, 2 and 3")
+
+
+def _is_part(value: object) -> bool:
+    return isinstance(value, int | float) and 0 <= value <= 1
