@@ -33,6 +33,8 @@ Meeting = Callable[[Any], list[Any]]
 """Gives every rank's value to all; every rank calls it, as often as the others."""
 
 _POLL_S = 0.02
+# When a script has ended: by an error that the other ranks may not survive, more often than not.
+_AFTER_MAIN_S = 60.0
 
 
 @dataclass
@@ -211,6 +213,8 @@ class StoreMeeting:
         # Not store.wait, which would keep other threads from the store all the while.
         deadline = time.monotonic() + self._timeout_s
         while not self._store.check(list(keys)):
+            if not threading.main_thread().is_alive():
+                deadline = min(deadline, time.monotonic() + _AFTER_MAIN_S)
             if time.monotonic() > deadline:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                 reason = f"ranks {missing} have not written in {self._timeout_s:g} s"

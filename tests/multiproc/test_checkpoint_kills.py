@@ -1,0 +1,58 @@
+"""SIGKILL at any instant of saving loses nothing that was complete."""
+
+import random
+import signal
+
+import pytest
+
+from wavemare.engine.manifest import MANIFEST, complete_tags
+
+CHANGES_PER_SAVE = 40
+"""Files and folders that a rank makes, renames and removes in a save, roughly."""
+
+
+@pytest.fixture
+def killed(launch, tmp_path):
+    """Run the program again and again; each run checks what the one before has left."""
+
+    def killed(moments, *, ranks, seed):
+        drawn = random.Random(seed)
+        work = tmp_path / "work"
+        work.mkdir()
+        for moment in range(moments):
+            how = drawn.choice(["foreground", "background"])
+            by_clock = drawn.random() < 0.5
+            victim = drawn.randrange(-1, ranks) if ranks > 1 else 0
+            most = 8 if victim > 0 else CHANGES_PER_SAVE  # it writes two files of each save
+            number = drawn.uniform(0.0, 0.5) if by_clock else drawn.randint(1, 3 * most)
+            folder = tmp_path / f"run-{moment}"
+            folder.mkdir()
+            words = [work, how, "after" if by_clock else "at", number, victim]
+            run = launch("checkpoint_kills.py", *words, ranks=ranks, folder=folder)
+            story = (moment, words[1:], run.codes, [text[-3000:] for text in run.outputs])
+            assert -signal.SIGKILL in run.codes, story
+            assert not any("AssertionError" in text for text in run.outputs), story
+        return work
+
+    return killed
+
+
+@pytest.mark.world_size(1)
+def test_six_kills_leave_the_last_complete_checkpoint(launch, tmp_path):
+    work = tmp_path / "work"
+    work.mkdir()
+    found = launch("checkpoint_kills.py", work, "forks", 6, ranks=1).check().result(0)
+    assert found["saved"] > 0
+    assert found["partial"] > 0  # some were killed in the middle of a save
+    assert found["finite"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.timeout(1500)
+def test_fifty_kills(killed, ranks):
+    work = killed(50, ranks=ranks, seed=ranks)
+    saved = [line for line in (work / "journal").read_text().split("\n") if "saved" in line]
+    assert len(saved) > 50
+    for folder in (work / "checkpoints").glob(f"*/{MANIFEST}"):
+        assert folder.parent.name in complete_tags(work / "checkpoints")
