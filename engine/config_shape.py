@@ -97,7 +97,7 @@ def _check_named(name: str, section: Mapping[str, Any]) -> None:
         _check_number(f"{name}.params.{key}", params.get(key))
 
 
-def _check_number(key: str, value: object) -> None:
+def _check_number(key: str, value: Any) -> None:
     if value is None or value == "auto":
         return
     if isinstance(value, str):
