@@ -104,12 +104,13 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
     Raises:
         DataError: The folder is missing, holds no tokenizer, or its tokenizer is not a fast one.
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
     path = Path(os.path.expanduser(folder))
     remedy = "Name a folder written by save_pretrained, with its tokenizer.json"
     if not path.is_dir():
         raise DataError("--tokenizer", str(folder), "no such folder exists", remedy)
+
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # transformers and tokenizers raise a bare Exception for bad files

@@ -122,7 +122,7 @@ def _from_text(text: str, dtype: str) -> Cluster:
     for item in text.split(","):
         match = _SHORT.fullmatch(item.strip())
         if match is None:
-            reason = f"{item.strip()!r} is neither a file nor COUNTxTYPE nor NODESxCOUNTxTYPE"
+            reason = f"{item.strip()[:40]!r} is neither a file nor COUNTxTYPE nor NODESxCOUNTxTYPE"
             raise PlanError("--cluster", text, reason, "Give a file, or such as 8xV100,8xP100")
         machines, count, name = int(match[1] or 1), int(match[2]), match[3]
         if machines < 1 or count < 1:

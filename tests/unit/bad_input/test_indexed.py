@@ -1,0 +1,159 @@
+"""Megatron's ``.bin`` and ``.idx``: every field wrong, and the file cut at every border."""
+
+import struct
+
+import numpy as np
+import pytest
+
+from wavemare.data import merge_indexed, open_indexed, read_indexed
+from wavemare.errors import DataError
+
+HEADER = struct.Struct("<9sQBQQ")
+VALID = {
+    "magic": b"MMIDIDX\0\0",
+    "version": 1,
+    "code": 8,
+    "sequences": 2,
+    "bounds_given": 3,
+    "lengths": [5, 5],
+    "pointers": [0, 10],
+    "bounds": [0, 1, 2],
+}
+
+
+def index(**changes):
+    """The bytes of an index of two documents of five 16-bit tokens, with changes."""
+    values = {**VALID, **changes}
+    names = ("magic", "version", "code", "sequences", "bounds_given")
+    return (
+        HEADER.pack(*(values[name] for name in names))
+        + np.array(values["lengths"], "<i4").tobytes()
+        + np.array(values["pointers"], "<i8").tobytes()
+        + np.array(values["bounds"], "<i8").tobytes()
+    )
+
+
+@pytest.fixture
+def data(write):
+    def put(content, tokens=20, name="corpus"):
+        write(f"{name}.idx", content)
+        return write(f"{name}.bin", bytes(tokens)).with_suffix("")
+
+    return put
+
+
+def test_the_data_that_the_table_changes_is_valid(data):
+    assert len(open_indexed(data(index())).tokens) == 10
+
+
+FIELDS = [
+    pytest.param({"magic": b"TNTIDX\0\0\0"}, "its magic is b'TNTIDX", id="the older format"),
+    pytest.param({"version": 2}, "its version is 2 where 1", id="version"),
+    pytest.param({"version": 1 << 56}, "its version is 72057594037927936", id="big-endian version"),
+    pytest.param({"code": 0}, "its type code is 0", id="type 0"),
+    pytest.param({"code": 6}, "float64 numbers, which are no tokens", id="type float64"),
+    pytest.param({"code": 255}, "its type code is 255", id="type 255"),
+    pytest.param({"code": 4}, "sequence 1 stands at byte 10 where 20", id="another type"),
+    pytest.param({"sequences": 3}, "3 sequences and 3 document bounds", id="a sequence too many"),
+    pytest.param({"sequences": 2**62}, "4611686018427387904 sequences", id="2^62 sequences"),
+    pytest.param({"sequences": 2**64 - 1}, "18446744073709551615 seq", id="2^64 - 1 sequences"),
+    pytest.param({"bounds_given": 2}, "2 document bounds take", id="a bound too few"),
+    pytest.param({"bounds_given": 2**62}, "4611686018427387904 document", id="2^62 bounds"),
+    pytest.param({"bounds_given": 0, "bounds": []}, "from nothing where 0 to 2", id="no bound"),
+    pytest.param({"lengths": [-5, 15]}, "length of sequence 0 is -5", id="a negative length"),
+    pytest.param({"lengths": [5, 6]}, "20 bytes where its index expects 22", id="a length"),
+    pytest.param(
+        {"lengths": [2**31 - 1] * 2, "pointers": [0, 2 * (2**31 - 1)]},
+        "20 bytes where its index expects 8589934588",
+        id="largest lengths",
+    ),
+    pytest.param({"pointers": [0, 11]}, "at byte 11 where 10", id="a pointer"),
+    pytest.param({"pointers": [0, 2**62]}, "at byte 4611686018427387904", id="a pointer outside"),
+    pytest.param({"pointers": [-1, 10]}, "at byte -1 where 0", id="a pointer before the file"),
+    pytest.param({"bounds": [0, 1, 3]}, "go from 0 to 3", id="a bound outside"),
+    pytest.param({"bounds": [1, 1, 2]}, "go from 1 to 2", id="a bound after the start"),
+    pytest.param({"bounds": [0, -1, 2]}, "fall from 0 to -1", id="a negative bound"),
+    pytest.param({"bounds": [0, 2**62, 2]}, "fall from 46116860184273", id="a falling bound"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), FIELDS)
+def test_a_field(refused, data, changes, said):
+    prefix = data(index(**changes))
+    refused(lambda: open_indexed(prefix), DataError, *_where(prefix, said), said)
+
+
+def _where(prefix, said):
+    """The key, and the file that is to blame."""
+    return "--data", str(prefix) + (".bin" if "its index expects" in said else ".idx")
+
+
+CUTS = [
+    pytest.param(0, "0 bytes where the header alone has 34", id="empty"),
+    pytest.param(8, "8 bytes where the header", id="in the magic"),
+    pytest.param(9, "9 bytes where the header", id="before the version"),
+    pytest.param(17, "17 bytes where the header", id="before the type"),
+    pytest.param(18, "18 bytes where the header", id="before the sequences"),
+    pytest.param(26, "26 bytes where the header", id="before the bounds' number"),
+    pytest.param(34, "34 bytes where 2 sequences", id="before the lengths"),
+    pytest.param(42, "42 bytes where 2 sequences", id="before the pointers"),
+    pytest.param(58, "58 bytes where 2 sequences", id="before the bounds"),
+    pytest.param(81, "81 bytes where 2 sequences", id="the last byte"),
+]
+
+
+@pytest.mark.parametrize(("size", "said"), CUTS)
+def test_an_index_that_was_cut(refused, data, size, said):
+    prefix = data(index()[:size])
+    refused(lambda: open_indexed(prefix), DataError, "--data", "damaged", said, "Copy both")
+
+
+BINS = [
+    pytest.param(19, "19 bytes where its index expects 20", id="a byte is missing"),
+    pytest.param(22, "22 bytes where its index expects 20", id="a token too many"),
+    pytest.param(0, "0 bytes where its index expects 20", id="empty"),
+]
+
+
+@pytest.mark.parametrize(("size", "said"), BINS)
+def test_tokens_that_do_not_fit_their_index(refused, data, size, said):
+    prefix = data(index(), size)
+    refused(lambda: open_indexed(prefix), DataError, "--data", f"{prefix}.bin", said)
+
+
+def test_bytes_behind_the_index(refused, data):
+    prefix = data(index() + b"123")
+    refused(lambda: open_indexed(prefix), DataError, "--data", "85 bytes where")
+
+
+def test_an_index_alone(refused, write):
+    prefix = write("corpus.idx", index()).with_suffix("")
+    refused(lambda: open_indexed(prefix), DataError, "--data", "corpus.bin does not exist")
+
+
+def test_a_folder_in_the_place_of_an_index(refused, write, tmp_path):
+    write("corpus.bin", bytes(20))
+    (tmp_path / "corpus.idx").mkdir()
+    refused(lambda: open_indexed(tmp_path / "corpus"), DataError, "--data", "does not exist")
+
+
+def test_the_home_of_nobody(refused):
+    refused(lambda: open_indexed("~nosuchuser/corpus"), DataError, "--data", "does not exist")
+
+
+def test_no_tokens(refused, data):
+    empty = {"sequences": 0, "bounds_given": 1, "lengths": [], "pointers": [], "bounds": [0]}
+    prefix = data(index(**empty), 0)
+    refused(lambda: read_indexed(prefix), DataError, "--data", "holds no tokens", "Build the data")
+
+
+def test_merging_types(refused, data, tmp_path):
+    one = data(index(), name="one")
+    other = data(index(code=4, pointers=[0, 20]), 40, name="other")
+    refused(
+        lambda: merge_indexed([one, other], tmp_path / "both"),
+        DataError,
+        "PREFIX",
+        "int32 where that of",
+        "in the same way",
+    )
