@@ -41,7 +41,7 @@ def resolve_tag(load_dir: str | Path, tag: str | None) -> str | None:
         tag = latest.read_text(encoding="utf-8", errors="replace").strip()
     restore_folder(folder / tag)
     if not tag or "\0" in tag or not (folder / tag).is_dir():
-        there = sorted(path.parent.name for path in folder.glob(f"*/{MANIFEST}"))
+        there = sorted(path.parent.name for path in _lists(folder))
         remedy = f"Choose one of {there}" if there else "Start without resuming"
         raise CheckpointError("checkpoint", str(folder / tag), "there is no such folder", remedy)
     return tag
@@ -115,7 +115,7 @@ def verify_contents(
 def complete_tags(folder: Path) -> list[str]:
     """Return the tags of a folder whose files are all there, by size, the newest first."""
     found = []
-    for path in folder.glob(f"*/{MANIFEST}"):
+    for path in _lists(folder):
         try:
             manifest = _parse(path)
             sizes = {path.parent / name: r.bytes for name, r in _records(manifest).items()}
@@ -162,6 +162,11 @@ def damaged(file: Path, reason: str, folder: Path) -> CheckpointError:
             f"{folder.parent / 'latest'} to resume from it)"
         )
     return CheckpointError("checkpoint", str(file), reason, remedy)
+
+
+def _lists(folder: Path) -> list[Path]:
+    # Hidden ones are being written, replaced or removed.
+    return [path for path in folder.glob(f"*/{MANIFEST}") if not path.parent.name.startswith(".")]
 
 
 def _parse(path: Path) -> dict[str, Any]:

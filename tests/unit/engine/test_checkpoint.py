@@ -1,12 +1,23 @@
 """Damage to a checkpoint is found before anything is loaded."""
 
 import json
+import shutil
 
 import pytest
 
+from wavemare.engine import manifest as lists
 from wavemare.engine.checkpoint_checks import _check_topology
-from wavemare.engine.manifest import MANIFEST, read_manifest, resolve_tag
-from wavemare.errors import CheckpointError
+from wavemare.engine.checkpoint_config import CheckpointConfig, check_checkpoint
+from wavemare.engine.checkpoint_files import checksum
+from wavemare.engine.manifest import (
+    MANIFEST,
+    complete_tags,
+    keep_last,
+    read_manifest,
+    resolve_tag,
+    verify_contents,
+)
+from wavemare.errors import CheckpointError, ConfigError
 
 TOPOLOGY = {"world_size": 2, "data": 1, "pipe": 2, "model": 1, "zero_stage": 1, "cuts": [0, 3, 6]}
 
@@ -45,9 +56,35 @@ def test_a_file_cut_short_is_named_with_another_checkpoint_to_use(checkpoints, d
     assert "step-1" in caught.value.remedy
 
 
-def test_a_broken_manifest_is_damage(checkpoints):
-    (checkpoints / "step-2" / MANIFEST).write_text('{"files": {')
-    with pytest.raises(CheckpointError, match="not a list of files"):
+BROKEN = [
+    '{"files": {',
+    "[]",
+    "7",
+    "{}",
+    '{"files": []}',
+    '{"files": {"weights.pt": "eight"}}',
+    '{"files": {"weights.pt": {"bytes": 8}}}',
+    '{"files": {"weights.pt": null}}',
+    '{"files": {}, "format": "new"}',
+    "[" * 100_000,
+    b"\xff\xfe",
+]
+
+
+@pytest.mark.parametrize("content", BROKEN, ids=range(len(BROKEN)))
+def test_a_broken_manifest_is_damage(checkpoints, content):
+    file = checkpoints / "step-2" / MANIFEST
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(CheckpointError, match="not a list of files") as caught:
+        read_manifest(checkpoints / "step-2")
+    assert "'step-1'" in caught.value.remedy
+    assert complete_tags(checkpoints) == ["step-1"]
+
+
+def test_a_manifest_of_a_later_version_is_refused(checkpoints):
+    content = json.dumps({"format": 3, "files": {"weights.pt": 8}})
+    (checkpoints / "step-2" / MANIFEST).write_text(content)
+    with pytest.raises(CheckpointError, match="has the format 3, and this version knows 1 to 2"):
         read_manifest(checkpoints / "step-2")
 
 
@@ -82,3 +119,121 @@ def test_another_topology_is_refused_naming_both(checkpoints, key):
     assert f"{key} {TOPOLOGY[key]}" in caught.value.reason
     assert f"{key} 99" in caught.value.reason
     assert "ds_to_universal" in caught.value.remedy
+
+
+def make(folder, tag, saved, sizes=(8,)):
+    """Make a checkpoint as a save leaves it; return its folder."""
+    own = folder / tag
+    own.mkdir(parents=True)
+    files = {}
+    for number, size in enumerate(sizes):
+        file = own / f"rank_{number}.pt"
+        file.write_bytes(bytes(range(number, number + 1)) * size)
+        files[file.name] = vars(checksum(file))
+    content = {"format": 2, "saved": saved, "topology": TOPOLOGY, "files": files}
+    (own / MANIFEST).write_text(json.dumps(content))
+    return own
+
+
+@pytest.fixture
+def three(tmp_path):
+    """Three checkpoints; the newest by time is the first by name."""
+    for tag, hour in (("b", 8), ("c", 9), ("a", 10)):
+        make(tmp_path, tag, f"2026-11-22T{hour:02}:00:00.000000+00:00", (5, 9, 2, 7))
+    (tmp_path / "latest").write_text("a")
+    return tmp_path
+
+
+@pytest.mark.parametrize("position", [0, 4, 8])
+def test_a_flipped_byte_is_found_and_the_newest_other_one_named(three, position):
+    file = three / "a" / "rank_1.pt"
+    content = bytearray(file.read_bytes())
+    content[position] ^= 0x10
+    file.write_bytes(content)
+    manifest = read_manifest(three / "a")  # the sizes are right
+    with pytest.raises(CheckpointError, match="checksum is") as caught:
+        verify_contents(three / "a", manifest)
+    assert caught.value.value == str(file)
+    assert "tag 'c'" in caught.value.remedy
+    (three / "c" / "rank_0.pt").unlink()
+    with pytest.raises(CheckpointError) as caught:
+        verify_contents(three / "a", manifest)
+    assert "tag 'b'" in caught.value.remedy
+
+
+def test_a_file_that_a_pattern_would_find_is_refused_and_a_note_is_not(three):
+    (three / "a" / "README").write_text("mine")
+    read_manifest(three / "a")
+    (three / "a" / "rank_9.pt").write_text("")
+    with pytest.raises(CheckpointError, match="was not there") as caught:
+        read_manifest(three / "a")
+    assert caught.value.value.endswith("rank_9.pt")
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
+def test_together_the_ranks_read_each_file_once(three, monkeypatch, parts):
+    read = []
+
+    def spy(path):
+        read.append((part, path.name))
+        return checksum(path)
+
+    monkeypatch.setattr(lists, "checksum", spy)
+    manifest = read_manifest(three / "a")
+    for part in range(parts):
+        verify_contents(three / "a", manifest, part=part, parts=parts)
+    assert sorted(name for _, name in read) == [f"rank_{n}.pt" for n in range(4)]
+    if parts == 2:  # 9 + 2 and 7 + 5: the greedy share of (9, 7, 5, 2)
+        assert {name for part, name in read if part == 0} == {"rank_1.pt", "rank_2.pt"}
+
+
+def test_a_list_of_sizes_alone_is_still_read(checkpoints):
+    verify_contents(checkpoints / "step-2", read_manifest(checkpoints / "step-2"))
+
+
+def test_the_newest_stay_and_nothing_of_others_is_removed(three):
+    (three / "foreign").mkdir()
+    (three / "foreign" / "weights.pt").write_bytes(b"1")
+    damaged = make(three, "damaged", "2020", (4,))
+    (damaged / "rank_0.pt").write_bytes(b"")
+    make(three, ".hidden", "2019")
+    assert complete_tags(three) == ["a", "c", "b"]
+    assert keep_last(three, 2, "a") == ["b"]
+    there = sorted(path.name for path in three.iterdir())
+    assert there == [".hidden", "a", "c", "damaged", "foreign", "latest"]
+    assert keep_last(three, 1, "c") == []  # of the two one is the newest, and one is named
+    shutil.rmtree(three / "a")
+    assert keep_last(three, 1, "c") == []
+
+
+@pytest.mark.parametrize("name", ["", "\0", "a\0b", "no"])
+def test_a_broken_latest_names_what_is_there(three, name):
+    make(three, ".d.partial", "2026")
+    (three / "latest").write_text(name)
+    with pytest.raises(CheckpointError, match="no such folder") as caught:
+        resolve_tag(three, None)
+    assert "['a', 'b', 'c']" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("section", "match"),
+    [
+        ({"keep": 0}, "keep"),
+        ({"keep": True}, "keep"),
+        ({"background": 1}, "background"),
+        ({"verify": "no"}, "verify"),
+        ({"timeout_s": 0.0}, "timeout_s"),
+        ({"backgroud": True}, "background"),
+    ],
+)
+def test_the_section_is_strict(section, match):
+    with pytest.raises(ConfigError, match=match):
+        CheckpointConfig.parse(section, "wavemare.checkpoint")
+
+
+def test_two_writers_in_the_background_are_refused():
+    ours = CheckpointConfig(background=True)
+    check_checkpoint({"checkpoint": {"load_universal": True}}, ours)
+    with pytest.raises(ConfigError, match=r"checkpoint\.writer"):
+        check_checkpoint({"checkpoint": {"writer": {"type": "fast"}}}, ours)
+    check_checkpoint({"checkpoint": {"writer": {"type": "fast"}}}, CheckpointConfig())

@@ -1,0 +1,185 @@
+"""What torch.save writes, with a checksum, from a copy, and read without running code."""
+
+import io
+import json
+import os
+import pickle
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+
+from wavemare.engine.checkpoint_files import (
+    CheckpointFiles,
+    RankFiles,
+    checksum,
+    read_file,
+    safe_loading,
+    write_file,
+)
+from wavemare.engine.checkpoint_snapshot import Snapshot, num_bytes
+from wavemare.errors import CheckpointError
+
+
+def state():
+    """What DeepSpeed's files hold: views, shared storages, modules' states, its own objects."""
+    torch.manual_seed(3)
+    flat = torch.randn(100)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    weight = torch.nn.Parameter(torch.randn(2, 3))
+    return {
+        "views": [flat[10:20], flat.view(10, 10).t(), flat],
+        "tied": (weight, weight),
+        "module": module.state_dict(),
+        "leaf": torch.randn(3, requires_grad=True),
+        "other": {"a": OrderedDict(b=torch.arange(4)), "scaler": LossScaler(8.0), "none": None},
+        "types": [torch.ones(2, dtype=torch.bfloat16), torch.zeros(0), torch.tensor(True)],
+        "step": 7,
+        "text": "caf\u00e9",
+    }
+
+
+def as_saved(value) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_the_record_is_of_what_torch_save_writes(tmp_path, zipped):
+    value, file = state(), tmp_path / "file.pt"
+    record = write_file(value, str(file), zipped=zipped)
+    content = file.read_bytes()
+    assert record.bytes == len(content)
+    assert record.xxh3 == xxhash.xxh3_64(content).hexdigest()
+    assert record == checksum(file)
+    if zipped:
+        assert content == as_saved(value)
+    found = read_file(file)
+    assert torch.equal(found["views"][1], value["views"][1])
+    assert found["other"]["scaler"].cur_scale == 8.0
+
+
+def test_a_large_file_is_read_in_pieces(tmp_path):
+    (tmp_path / "file").write_bytes(bytes(range(256)) * 40_000)
+    expected = xxhash.xxh3_64((tmp_path / "file").read_bytes()).hexdigest()
+    assert checksum(tmp_path / "file", sync=True).xxh3 == expected
+
+
+def test_a_snapshot_is_written_as_the_original_would_have_been():
+    value = state()
+    before = as_saved(value)
+    snapshot = Snapshot(value)
+    with torch.no_grad():
+        for tensor in [*value["views"], *value["tied"], *value["module"].values(), value["leaf"]]:
+            tensor.zero_()
+    value["other"]["scaler"].cur_scale = 1.0
+    value["step"] = 8
+    restored = snapshot.restore()
+    assert as_saved(restored) == before
+    assert restored["views"][0].data_ptr() == restored["views"][2].data_ptr() + 40
+    assert restored["tied"][0] is restored["tied"][1]
+
+
+def test_a_snapshot_of_what_cannot_be_pickled_fails_at_once():
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        Snapshot({"function": lambda: None})
+
+
+def test_bytes_are_counted_once_per_storage():
+    flat = torch.zeros(100)
+    assert num_bytes({"a": flat[:10], "b": [flat, (flat.t(),)], "c": 3}) == 400
+
+
+@pytest.mark.parametrize("size", [1, 10_000_000])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(size, zipped):
+    with pytest.raises(OSError, match="No space left"):
+        write_file({"weight": torch.zeros(size)}, "/dev/full", zipped=zipped)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_first_error_is_kept_and_nothing_is_written_after_it(tmp_path, background):
+    files = RankFiles(3, background=background)
+    files.take({"a": torch.zeros(10)}, str(tmp_path / "one.pt"))
+    files.take({"a": torch.zeros(20)}, "/dev/full")
+    files.take({"a": torch.zeros(30)}, str(tmp_path / "three.pt"))
+    assert (tmp_path / "one.pt").exists() is not background
+    files.write_queued()
+    report = json.loads(json.dumps(files.report()))
+    assert list(report["written"]) == [str(tmp_path / "one.pt")]
+    assert report["failure"] == "rank 3 could not write full (No space left on device)"
+    assert report["needed"] == 240
+    assert not (tmp_path / "three.pt").exists()
+
+
+def test_outside_of_a_save_files_and_folders_are_made_as_they_come(tmp_path):
+    files = CheckpointFiles()
+    files.makedirs(str(tmp_path / "a" / "b"), exist_ok=True)
+    files.save({"x": 1}, str(tmp_path / "a" / "b" / "x.pt"))
+    assert files.load(str(tmp_path / "a" / "b" / "x.pt")) == {"x": 1}
+    with pytest.raises(FileNotFoundError):
+        files.save({}, str(tmp_path / "no" / "x.pt"))
+
+
+class Evil:
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.marker}",)
+
+
+def write_pickle(value, path):
+    Path(path).write_bytes(pickle.dumps(value))
+
+
+@pytest.mark.parametrize(
+    "save",
+    [
+        torch.save,
+        write_pickle,
+        lambda value, path: torch.save(value, path, _use_new_zipfile_serialization=False),
+    ],
+)
+def test_no_code_of_a_file_is_run(tmp_path, save):
+    marker, file = tmp_path / "marker", tmp_path / "evil.pt"
+    save({"module": Evil(marker)}, file)
+    with pytest.raises(CheckpointError, match="cannot be read safely"):
+        read_file(file)
+    # As DeepSpeed loads parts of a universal checkpoint, past its checkpoint engine.
+    with pytest.raises(CheckpointError, match="cannot be read safely"), safe_loading(file):
+        torch.load(file, weights_only=False)
+    assert not marker.exists()
+    if save is torch.save:  # the file is one that would
+        torch.load(file, weights_only=False)
+        assert marker.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"no file of torch", as_saved([1])[:90]])
+def test_what_is_no_file_of_torch_is_named(tmp_path, content):
+    (tmp_path / "file.pt").write_bytes(content)
+    with pytest.raises(CheckpointError, match="cannot be read") as caught:
+        read_file(tmp_path / "file.pt")
+    assert caught.value.value == str(tmp_path / "file.pt")
+
+
+class Own:
+    """A client's."""
+
+
+def test_safe_loading_leaves_everything_as_it_was(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    before = dict(os.environ)
+    torch.save({"own": Own(), "scaler": LossScaler(2.0)}, tmp_path / "own.pt")
+    with pytest.raises(CheckpointError, match=r"Own.*add_safe_globals"):
+        read_file(tmp_path / "own.pt")
+    with torch.serialization.safe_globals([Own, LossScaler]), safe_loading(tmp_path):
+        assert isinstance(read_file(tmp_path / "own.pt")["own"], Own)
+        # What is inside another one does not end it.
+        assert isinstance(torch.load(tmp_path / "own.pt", weights_only=False)["own"], Own)
+    assert os.environ == before
+    assert LossScaler not in torch.serialization.get_safe_globals()

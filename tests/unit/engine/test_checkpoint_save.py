@@ -1,0 +1,180 @@
+"""Ranks complete a checkpoint together or not at all; here ranks are threads."""
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch.distributed import HashStore, PrefixStore
+
+from wavemare.engine import checkpoint_save
+from wavemare.engine.checkpoint_files import RankFiles
+from wavemare.engine.checkpoint_save import BackgroundSave, Save, StoreMeeting
+from wavemare.engine.manifest import MANIFEST, read_manifest, verify_contents
+from wavemare.errors import CheckpointError
+
+
+def prepare(folder, tag, rank=0, *, meet=lambda value: [value], keep=None, background=True, **more):
+    """Return a save with one file of this rank taken."""
+    partial = folder / f".{tag}.partial"
+    partial.mkdir(parents=True, exist_ok=True)
+    files = RankFiles(rank, background=background)
+    files.take({"rank": rank, "weight": torch.full((10,), rank)}, str(partial / f"{rank}.pt"))
+    return Save(
+        files=files,
+        folder=folder,
+        tag=tag,
+        partial=partial,
+        manifest={"format": 2, "saved": f"2026-11-22T{tag}"} if rank == 0 else None,
+        save_latest=more.get("save_latest", True),
+        keep=keep,
+        meet=meet,
+    )
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_folder_appears_with_all_files_in_its_list(tmp_path):
+    save = prepare(tmp_path, "one")
+    (save.partial / "zero_to_fp32.py").write_text("copied by DeepSpeed")
+    save.complete()
+    assert names(tmp_path) == ["latest", "one"]
+    manifest = read_manifest(tmp_path / "one")
+    assert sorted(manifest["files"]) == ["0.pt", "zero_to_fp32.py"]
+    verify_contents(tmp_path / "one", manifest)
+    assert (tmp_path / "latest").read_text() == "one"
+
+
+def test_without_latest_nothing_is_named_nor_removed(tmp_path):
+    prepare(tmp_path, "one", keep=1).complete()
+    prepare(tmp_path, "two", keep=1, save_latest=False).complete()
+    assert names(tmp_path) == ["latest", "one", "two"]
+    assert (tmp_path / "latest").read_text() == "one"
+
+
+def test_older_ones_go_when_the_new_one_is_named(tmp_path, monkeypatch):
+    for tag in ("1", "2", "3"):
+        prepare(tmp_path, tag).complete()
+    real, seen = checkpoint_save.keep_last, []
+
+    def spy(folder, count, latest):
+        seen.append(((tmp_path / "latest").read_text(), latest, names(tmp_path)))
+        return real(folder, count, latest)
+
+    monkeypatch.setattr(checkpoint_save, "keep_last", spy)
+    prepare(tmp_path, "4", keep=2).complete()
+    assert seen == [("4", "4", ["1", "2", "3", "4", "latest"])]
+    assert names(tmp_path) == ["3", "4", "latest"]
+
+
+def test_one_that_cannot_be_removed_does_not_spoil_the_new_one(tmp_path, monkeypatch, caplog):
+    def refuse(*args):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(checkpoint_save, "keep_last", refuse)
+    prepare(tmp_path, "one", keep=1).complete()
+    assert read_manifest(tmp_path / "one") is not None
+    assert "could not be removed" in caplog.text
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_failure_leaves_what_was_there_and_says_what_is_needed(tmp_path, background):
+    prepare(tmp_path, "one").complete()
+    before = (tmp_path / "one" / MANIFEST).read_text()
+    save = prepare(tmp_path, "one", background=background)
+    save.files.take({"big": torch.zeros(1000)}, "/dev/full")
+    with pytest.raises(CheckpointError) as caught:
+        save.complete()
+    assert caught.value.value == str(tmp_path / "one")
+    reason = caught.value.reason
+    assert "rank 0 could not write full (No space left on device)" in reason
+    assert "it needs 4,080 bytes, and" in reason
+    assert "are free there" in reason
+    assert names(tmp_path) == ["latest", "one"]
+    assert (tmp_path / "one" / MANIFEST).read_text() == before
+
+
+def test_a_file_that_changed_while_it_was_written_is_a_failure(tmp_path):
+    save = prepare(tmp_path, "one", background=False)
+    with (save.partial / "0.pt").open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(CheckpointError, match="another size than what was written"):
+        save.complete()
+    assert names(tmp_path) == []
+
+
+def in_threads(saves):
+    with ThreadPoolExecutor(len(saves)) as pool:
+        running = [pool.submit(save.complete) for save in saves]
+        return [future.exception(timeout=60) for future in running]
+
+
+def meetings(ranks, timeout_s=60.0, store=None):
+    store = store or HashStore()
+    return [StoreMeeting(PrefixStore("x", store), r, ranks, timeout_s) for r in range(ranks)]
+
+
+@pytest.mark.parametrize("broken", [None, 0, 2])
+def test_all_ranks_learn_how_it_went(tmp_path, broken):
+    saves = [prepare(tmp_path, "one", r, meet=meet) for r, meet in enumerate(meetings(3))]
+    if broken is not None:
+        saves[broken].files.take({}, "/dev/full")
+    errors = in_threads(saves)
+    if broken is None:
+        assert errors == [None] * 3
+        assert sorted(read_manifest(tmp_path / "one")["files"]) == ["0.pt", "1.pt", "2.pt"]
+    else:
+        assert {str(error) for error in errors} == {str(errors[0])}
+        assert f"rank {broken} could not write" in str(errors[0])
+        assert names(tmp_path) == []
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path):
+    meet, *_ = meetings(3, timeout_s=0.2)
+    with pytest.raises(CheckpointError, match=r"ranks \[1, 2\] have not written in 0.2 s"):
+        meet("here")
+
+
+def test_values_are_forgotten_when_nobody_can_ask_for_them():
+    store = HashStore()
+    both = meetings(2, store=store)
+    with ThreadPoolExecutor(2) as pool:
+        for value in ({"a": 1}, None):
+            found = [pool.submit(meet, value) for meet in both]
+            assert [f.result(60) for f in found] == [[value, value]] * 2
+    held = store.num_keys()
+    both[0].forget()
+    assert store.num_keys() == held - 2
+
+
+def test_a_store_that_has_gone_is_a_checkpoint_error():
+    class Gone:
+        def set(self, key, value):
+            raise torch.distributed.DistNetworkError("Connection reset by peer")
+
+    with pytest.raises(CheckpointError, match="Connection reset by peer"):
+        StoreMeeting(Gone(), 0, 1, 1.0)("here")
+
+
+def test_an_error_in_the_background_waits_to_be_asked_for(tmp_path):
+    save = prepare(tmp_path, "one")
+    save.files.take({}, "/dev/full")
+    go = threading.Event()
+    meet = save.meet
+    save.meet = lambda value: go.wait() and meet(value)
+    writing = BackgroundSave(save)
+    assert not writing.has_failed
+    go.set()
+    with pytest.raises(CheckpointError, match="could not write full"):
+        writing.wait()
+    assert writing.has_failed
+    assert not [t for t in threading.enumerate() if t.name == "wavemare-checkpoint"]
+
+
+def test_the_list_can_be_read_as_json(tmp_path):
+    prepare(tmp_path, "one").complete()
+    content = json.loads((tmp_path / "one" / MANIFEST).read_text())
+    assert set(content["files"]["0.pt"]) == {"bytes", "xxh3"}
