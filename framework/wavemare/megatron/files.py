@@ -20,13 +20,14 @@ from torch import Tensor
 from wavemare.errors import CheckpointError, ModelError
 from wavemare.files import atomic_write_text, replace_folder
 
-__all__ = ["LATEST", "Checkpoint", "read_checkpoint", "write_checkpoint"]
+__all__ = ["LATEST", "Checkpoint", "read_checkpoint", "said_by", "write_checkpoint"]
 
 LATEST = "latest_checkpointed_iteration.txt"
 _FILE = "model_optim_rng.pt"
 _RANK = re.compile(r"mp_rank_(\d\d)(?:_(\d\d\d))?")
 _FOR_HEAD = "word_embeddings_for_head.weight"
 _LANGUAGE_MODEL = ("embedding", "encoder", "pooler", "output_layer")
+_SAID = 200  # characters
 _NAMED_ANEW = 3  # the version from which a layer's parts have their names of today
 # Megatron's dictionaries hold the arguments and the state of random generators besides weights.
 _SAFE: list[Any] = [
@@ -155,6 +156,11 @@ def write_checkpoint(
     return folder / name
 
 
+def said_by(error: Exception) -> str:
+    """Return what another library's error says, in one line; its name if it says nothing."""
+    return " ".join(str(error).split())[:_SAID] or type(error).__name__
+
+
 def _find_step(folder: Path) -> Path:
     remedy = "Name the folder that Megatron's --save names"
     if any(folder.glob("mp_rank_*")):
@@ -206,7 +212,7 @@ def _load(path: Path) -> dict[str, Any]:
         with torch.serialization.safe_globals([*_SAFE, *foreign]):
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle, zip and torch each have errors of their own
-        detail = f"it holds {', '.join(sorted(unknown))}" if unknown else str(error).splitlines()[0]
+        detail = f"it holds {', '.join(sorted(unknown))}" if unknown else said_by(error)
         reason = f"the file cannot be read safely ({detail})"
         remedy = "Save the checkpoint anew with weights and plain arguments alone"
         raise CheckpointError("checkpoint", str(path), reason, remedy) from error
@@ -221,7 +227,7 @@ def _load(path: Path) -> dict[str, Any]:
 def _number(value: Any, name: str, path: Path) -> int:
     try:
         return int(float(value))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         reason = f"its {name} is {value!r}, no number"
         raise CheckpointError("checkpoint", str(path), reason, "Copy it again") from error
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from wavemare.errors import ModelError
+from wavemare.megatron.files import said_by
 from wavemare.megatron.weights import EMBEDDING, HEAD, Shape, needed, size_of
 
 __all__ = [
@@ -60,14 +61,14 @@ def load_model(folder: str | Path) -> Any:
 
     try:
         config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        reason = f"it holds no model of transformers ({str(error).splitlines()[0]})"
+    except Exception as error:  # of wrong values, too, for which transformers has its own
+        reason = f"it holds no model of transformers ({said_by(error)})"
         raise ModelError("model", str(folder), reason, "Name a folder with config.json") from error
     kind = class_of(config)
     try:
         return kind.from_pretrained(folder, dtype="auto", local_files_only=True).eval()
     except Exception as error:  # pickle, safetensors and transformers each have errors of their own
-        reason = f"its weights cannot be read ({str(error).splitlines()[0]})"
+        reason = f"its weights cannot be read ({said_by(error)})"
         raise ModelError("model", str(folder), reason, "Copy its files again") from error
 
 

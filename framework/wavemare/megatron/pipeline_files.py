@@ -14,6 +14,7 @@ from torch import Tensor
 
 from wavemare.errors import CheckpointError
 from wavemare.files import atomic_write_text, replace_folder
+from wavemare.megatron.files import said_by
 from wavemare.models.families import family_of
 from wavemare.models.layers import PipelineLayer, name_weights
 
@@ -67,7 +68,11 @@ def read_pipeline(folder: str | Path, config: Any) -> dict[str, Tensor]:
     if not (folder / _LATEST).is_file():
         reason = f"there is no file {_LATEST}"
         raise CheckpointError("checkpoint", str(folder), reason, "Name what save_checkpoint named")
-    step = folder / (folder / _LATEST).read_text().strip()
+    tag = (folder / _LATEST).read_text(encoding="utf-8", errors="replace").strip()
+    step = folder / tag
+    if not tag or "\0" in tag or not step.is_dir():
+        reason = f"{_LATEST} says {tag[:80]!r}, and there is no such folder"
+        raise CheckpointError("checkpoint", str(folder), reason, "Copy all of its files")
     files = {
         int(match[1]): path
         for path in step.glob("layer_*-model_states.pt")
@@ -98,7 +103,7 @@ def _named(path: Path, layer: PipelineLayer, expected: Mapping[str, Tensor]) -> 
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle, zip and torch each have errors of their own
-        reason = f"the file cannot be read safely ({str(error).splitlines()[0]})"
+        reason = f"the file cannot be read safely ({said_by(error)})"
         raise CheckpointError("checkpoint", str(path), reason, "Copy it again") from error
     if not isinstance(found, Mapping):
         reason = f"it holds a {type(found).__name__}, no weights"

@@ -34,7 +34,9 @@ SCHEDULES = [
     pytest.param(schedule(stages="x"), "stages", "not a whole number", id="letters for a number"),
     pytest.param(schedule(stages="-1"), "stages", "not a whole number", id="a negative number"),
     pytest.param(schedule(stages="9" * 30), "stages", "not a whole number", id="30 digits"),
-    pytest.param(schedule(stages="\uff12"), "stages", "not a whole number", id="digits of full width"),
+    pytest.param(
+        schedule(stages="\uff12"), "stages", "not a whole number", id="digits of full width"
+    ),
     pytest.param(schedule(stages=0), "stages", "too small", id="no stage"),
     pytest.param(schedule(stages=MOST), "plan", "stage 2 does nothing", id="10^18 stages"),
     pytest.param(schedule(stages=1), "action", "has no stage 1", id="a stage too few"),

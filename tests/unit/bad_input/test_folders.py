@@ -1,0 +1,190 @@
+"""Folders of checkpoints and models: ours, Megatron's, DeepSpeed's, transformers'."""
+
+import argparse
+import io
+import json
+
+import pytest
+import torch
+
+from wavemare.engine.manifest import read_manifest, resolve_tag
+from wavemare.errors import CheckpointError, ModelError
+from wavemare.megatron.convert import convert
+from wavemare.megatron.files import read_checkpoint
+
+
+def saved(content):
+    """The bytes of a file of torch."""
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue()
+
+
+@pytest.fixture
+def folder(write, tmp_path):
+    def make(files):
+        (tmp_path / "given").mkdir()
+        for name, content in files.items():
+            write(f"given/{name}", content)
+        return tmp_path / "given"
+
+    return make
+
+
+LATEST = "latest_checkpointed_iteration.txt"
+FILE = "mp_rank_00/model_optim_rng.pt"
+WEIGHTS = {"language_model": {"embedding": {"word_embeddings": {"weight": torch.zeros(2, 2)}}}}
+WHOLE = saved({"model": WEIGHTS, "checkpoint_version": 3.0})
+
+
+class Hostile:
+    def __reduce__(self):
+        return print, ("this must never run",)
+
+
+MEGATRON = [
+    pytest.param({}, "no file latest_checkpointed", id="an empty folder"),
+    pytest.param({LATEST: ""}, "says '' where a number", id="latest empty"),
+    pytest.param({LATEST: "soon"}, "says 'soon' where a number", id="latest a word"),
+    pytest.param({LATEST: "-1"}, "says '-1' where a number", id="latest negative"),
+    pytest.param({LATEST: "²"}, "where a number", id="latest a superscript"),
+    pytest.param({LATEST: "9" * 5000}, "where a number", id="latest of 5,000 digits"),
+    pytest.param({LATEST: b"\xff\xfe1"}, "where a number", id="latest no text"),
+    pytest.param({LATEST: "5"}, "no mp_rank_*", id="latest points nowhere"),
+    pytest.param({"mp_rank_00/other.pt": b""}, "no mp_rank_*", id="a rank without its file"),
+    pytest.param({LATEST: "5", "iter_0000005/.metadata": b""}, "torch_dist", id="distributed"),
+    pytest.param(
+        {FILE: WHOLE, "mp_rank_02/model_optim_rng.pt": WHOLE},
+        "tensor rank 1 and stage 0 is missing",
+        id="a rank is missing",
+    ),
+    pytest.param({FILE: b""}, "cannot be read safely", id="an empty file"),
+    pytest.param({FILE: b"PK\x03\x04"}, "cannot be read safely", id="the start of a zip"),
+    pytest.param({FILE: WHOLE[:-200]}, "cannot be read safely", id="cut short"),
+    pytest.param({FILE: saved({"model": Hostile()})}, "cannot be read safely", id="code in it"),
+    pytest.param({FILE: saved([1])}, "it holds no model", id="a list"),
+    pytest.param({FILE: saved({"model": {}})}, "no language_model", id="an empty model"),
+    pytest.param(
+        {FILE: saved({"model0": {}, "model1": {}})}, "interleaved stages", id="virtual stages"
+    ),
+    pytest.param(
+        {FILE: saved({"model": WEIGHTS, "checkpoint_version": 9.0})},
+        "checkpoint_version is 9 where 0 to 3",
+        id="a later version",
+    ),
+    pytest.param(
+        {FILE: saved({"model": WEIGHTS, "checkpoint_version": float("inf")})},
+        "checkpoint_version is inf, no number",
+        id="an infinite version",
+    ),
+    pytest.param(
+        {FILE: saved({"model": WEIGHTS, "args": argparse.Namespace(), "iteration": "x"})},
+        "iteration is 'x', no number",
+        id="an iteration in letters",
+    ),
+]
+
+
+@pytest.mark.parametrize(("files", "said"), MEGATRON)
+def test_a_checkpoint_of_megatron(refused, capsys, folder, files, said):
+    given = folder(files)
+    refused(lambda: read_checkpoint(given), CheckpointError, "checkpoint", str(given), said)
+    assert capsys.readouterr().out == ""  # nothing of it has run
+
+
+GPT2 = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 9}
+SOURCES = [
+    pytest.param(
+        {"config.json": "{"}, (ModelError, "model", "no model of transformers"), id="half a brace"
+    ),
+    pytest.param(
+        {"config.json": "{}"}, (ModelError, "model", "no model of transformers"), id="no type"
+    ),
+    pytest.param(
+        {"config.json": json.dumps({**GPT2, "n_embd": "8"})},
+        (ModelError, "model", "expected int, got str"),
+        id="a width in quotes",
+    ),
+    pytest.param(
+        {"config.json": json.dumps({"model_type": "t5"})}, (ModelError, "model"), id="another model"
+    ),
+    pytest.param(
+        {"config.json": json.dumps(GPT2)},
+        (ModelError, "model", "weights cannot be read"),
+        id="no weights",
+    ),
+    pytest.param(
+        {"config.json": json.dumps(GPT2), "model.safetensors": b"\xff" * 64},
+        (ModelError, "model", "Copy its files again"),
+        id="damaged weights",
+    ),
+    pytest.param(
+        {"latest": "here", "config.json": json.dumps(GPT2)},
+        (CheckpointError, "checkpoint", "latest says 'here'"),
+        id="latest points nowhere",
+    ),
+    pytest.param(
+        {"latest": b"\xff", "config.json": json.dumps(GPT2)},
+        (CheckpointError, "checkpoint", "no such folder"),
+        id="latest no text",
+    ),
+    pytest.param(
+        {"latest": "here", "here/x": b""},
+        (ModelError, "SOURCE", "--config"),
+        id="a pipeline without configuration",
+    ),
+    pytest.param(
+        {"latest": "here", "here/x": b"", "config.json": json.dumps(GPT2)},
+        (CheckpointError, "checkpoint", "layer 0 is missing"),
+        id="no layers",
+    ),
+    pytest.param(
+        {
+            "latest": "here",
+            "config.json": json.dumps(GPT2),
+            "here/layer_00-model_states.pt": saved([1]),
+        },
+        (CheckpointError, "checkpoint", "it holds a list, no weights"),
+        id="a list for a layer",
+    ),
+]
+
+
+@pytest.mark.parametrize(("files", "expected"), SOURCES)
+def test_a_folder_to_convert(refused, folder, tmp_path, files, expected):
+    given = folder(files)
+    refused(lambda: convert(given, tmp_path / "target", "hf"), *expected)
+    assert [path.name for path in tmp_path.iterdir()] == ["given"]  # nothing is left behind
+
+
+OURS = [
+    pytest.param({"wavemare.json": ""}, id="an empty list"),
+    pytest.param({"wavemare.json": "[]"}, id="no mapping"),
+    pytest.param({"wavemare.json": '{"format": 99, "files": {}}'}, id="a later format"),
+    pytest.param({"wavemare.json": '{"files": []}'}, id="no names"),
+    pytest.param({"wavemare.json": '{"files": {"x.pt": "1"}}'}, id="a size in quotes"),
+    pytest.param({"wavemare.json": '{"files": {"x.pt": 1}}'}, id="a file is missing"),
+    pytest.param({"wavemare.json": '{"files": {"x.pt": 1}}', "x.pt": b"12"}, id="a byte too many"),
+    pytest.param({"wavemare.json": "[" * 50_000}, id="50,000 brackets"),
+    pytest.param({"wavemare.json": b"\xff\xfe"}, id="no text"),
+]
+
+
+@pytest.mark.parametrize("files", OURS)
+def test_a_list_of_files(refused, folder, files):
+    given = folder(files)
+    refused(lambda: read_manifest(given), CheckpointError, "checkpoint", str(given))
+
+
+TAGS = [
+    pytest.param(b"step-9", id="a tag that there is not"),
+    pytest.param(b"", id="an empty file"),
+    pytest.param(b"\xff\xfe", id="no text"),
+    pytest.param(b"a\0b", id="a zero byte"),
+]
+
+
+@pytest.mark.parametrize("latest", TAGS)
+def test_a_latest_that_points_nowhere(refused, folder, latest):
+    given = folder({"latest": latest, "step-000001/x": b""})
+    refused(lambda: resolve_tag(given, None), CheckpointError, "checkpoint", "no such folder")
