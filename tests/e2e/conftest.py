@@ -15,7 +15,17 @@ from typing import Any
 import psutil
 import pytest
 
+from wavemare.comm.mpi import describe_mpi
+
 BIN = Path(sys.executable).parent
+LAUNCHERS = {
+    "deepspeed": ["deepspeed", "--num_gpus", "2", "--master_port", "29741"],
+    "torchrun": ["torchrun", "--nproc-per-node", "2", "--master-port", "29742"],
+    "mpirun": ["mpirun", "-n", "2", sys.executable],
+    "mpi4py": ["mpirun", "-n", "2", sys.executable, "-m", "mpi4py"],
+    "launch": ["wavemare", "launch"],
+    "launch-mpirun": ["wavemare", "launch", "--launcher", "mpirun"],
+}
 RECIPES = Path(str(files("wavemare.recipes")))
 TINY_GPT = {"model_type": "gpt2", "n_layer": 4, "n_embd": 32, "n_head": 2, "n_positions": 64}
 TINY_BERT = {
@@ -123,3 +133,22 @@ def small_options(
 def recipe_config() -> Callable[[str, str], Path]:
     """The JSON that stands beside a recipe."""
     return lambda recipe, engine: RECIPES / f"{recipe}_{engine}.json"
+
+
+@pytest.fixture
+def words_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
+    """Return the words by which a launcher starts two ranks of the script that follows them."""
+    for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
+        monkeypatch.setenv(name, "1")
+
+    def words(launcher: str) -> list[str]:
+        found = LAUNCHERS[launcher]
+        if "mpi" in launcher:
+            mpi = describe_mpi()
+            if mpi.launcher is None or mpi.flavour is None or not mpi.launcher_matches:
+                pytest.skip(f"no MPI with its mpirun: {mpi.problem or mpi}")
+            if mpi.flavour == "Open MPI" and found[0] == "mpirun":
+                found = ["mpirun", "--oversubscribe", *found[1:]]
+        return found
+
+    return words

@@ -15,43 +15,17 @@ import psutil
 import pytest
 import torch
 
-from wavemare.comm.mpi import describe_mpi
-
 BIN = Path(sys.executable).parent
 SCRIPT = Path(__file__).parent / "programs" / "script.py"
 FAULT = "ValueError: this rank's own fault"
 slow = pytest.mark.slow
-LAUNCHERS = {
-    "deepspeed": ["deepspeed", "--num_gpus", "2", "--master_port", "29741"],
-    "torchrun": ["torchrun", "--nproc-per-node", "2", "--master-port", "29742"],
-    "mpirun": ["mpirun", "-n", "2", sys.executable],
-    "mpi4py": ["mpirun", "-n", "2", sys.executable, "-m", "mpi4py"],
-    "launch": ["wavemare", "launch"],
-    "launch-mpirun": ["wavemare", "launch", "--launcher", "mpirun"],
-}
-
-
-@pytest.fixture(autouse=True)
-def allow_open_mpi_as_root(monkeypatch):
-    for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
-        monkeypatch.setenv(name, "1")
+OTHERS = ("deepspeed", "torchrun", "mpi4py", "launch", "launch-mpirun")
 
 
 def without_notices(output):
     """Leave out what Open MPI's mpirun says of a job's end, between two rules."""
     rule = "^-{60,}$"
     return re.sub(f"{rule}.*?{rule}", "", output, flags=re.MULTILINE | re.DOTALL)
-
-
-def words_of(launcher):
-    words = LAUNCHERS[launcher]
-    if "mpi" in launcher:
-        mpi = describe_mpi()
-        if mpi.launcher is None or mpi.flavour is None or not mpi.launcher_matches:
-            pytest.skip(f"no MPI with its mpirun: {mpi.problem or mpi}")
-        if mpi.flavour == "Open MPI" and words[0] == "mpirun":
-            words = ["mpirun", "--oversubscribe", *words[1:]]
-    return words
 
 
 def twin():
@@ -87,9 +61,9 @@ def check_results(folder):
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     "launcher",
-    ["mpirun", *(pytest.param(name, marks=slow) for name in LAUNCHERS if name != "mpirun")],
+    ["mpirun", *(pytest.param(name, marks=slow) for name in OTHERS)],
 )
-def test_a_script_runs_unchanged(command, tmp_path, launcher):
+def test_a_script_runs_unchanged(words_of, command, tmp_path, launcher):
     command(*words_of(launcher), SCRIPT, tmp_path, environment={"DS_ACCELERATOR": "cpu"}).check()
     check_results(tmp_path)
 
@@ -147,7 +121,9 @@ def test_a_script_runs_by_the_variables_of_srun(tmp_path):
         ),
     ],
 )
-def test_a_failure_is_the_result_and_the_last_word(command, tmp_path, launcher, end, code):
+def test_a_failure_is_the_result_and_the_last_word(
+    words_of, command, tmp_path, launcher, end, code
+):
     ended = command(
         *words_of(launcher), SCRIPT, tmp_path, end, environment={"DS_ACCELERATOR": "cpu"}
     )
@@ -168,7 +144,7 @@ def test_a_failure_is_the_result_and_the_last_word(command, tmp_path, launcher, 
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("launcher", ["launch-mpirun", pytest.param("launch", marks=slow)])
-def test_ctrl_c_ends_all_ranks(tmp_path, launcher):
+def test_ctrl_c_ends_all_ranks(words_of, tmp_path, launcher):
     process = subprocess.Popen(
         [str(BIN / "wavemare"), *words_of(launcher)[1:], SCRIPT, tmp_path, "wait"],
         stdout=subprocess.PIPE,

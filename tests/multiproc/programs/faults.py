@@ -64,7 +64,7 @@ def main():
     section = {
         "watchdog": {
             "timeout_s": options.timeout,
-            "start_timeout_s": options.timeout if options.fault == "lock" else 60,
+            "start_timeout_s": 20 if options.fault == "lock" else 60,
             "folder": str(options.folder / "watchdog"),
         }
     }

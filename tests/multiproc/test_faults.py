@@ -1,0 +1,76 @@
+"""Ranks that stop, die, leave or wait for data: noticed in time, told on one rank, none left."""
+
+import time
+
+import pytest
+
+slow = pytest.mark.slow
+PROGRAM = "faults.py"
+TIMEOUT_S = 3.0
+LATEST_S = TIMEOUT_S + 5
+
+
+def check_in_time(finished):
+    """Check that every rank that could write its report did so in time after the fault."""
+    when = float((finished.folder / "when").read_text())
+    reports = sorted((finished.folder / "watchdog").glob("rank_*.txt"))
+    assert reports
+    late = max(report.stat().st_mtime for report in reports) - when
+    assert late <= LATEST_S
+    return [report.name for report in reports]
+
+
+def told(finished, words):
+    """Return the ranks that print some words; a summary is for one of them."""
+    return [rank for rank, output in enumerate(finished.outputs) if words in output]
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    ("fault", "engine", "codes", "suspect", "reports"),
+    [
+        ("stop", "data", [124, -9], "does not answer", 1),
+        pytest.param("stop", "1f1b", [124, -9], "does not answer", 1, marks=slow),
+        ("loader", "pipemare", [124, 124], "in load of micro-batch 6", 2),
+        pytest.param("loader", "data", [124, 124], "in the data loader", 2, marks=slow),
+        ("kill", "pipemare", [1, -9], "ended without a word", 1),
+        pytest.param("exit", "data", [1, 0], "ended without a word", 1, marks=slow),
+    ],
+)
+def test_the_rank_that_holds_up_the_others_is_named(launch, fault, engine, codes, suspect, reports):
+    finished = launch(PROGRAM, fault, engine, "--timeout", TIMEOUT_S)
+    assert finished.codes == codes, finished.outputs
+    assert told(finished, "suspect: rank 1 (") == [0], finished.outputs
+    assert suspect in finished.outputs[0]
+    assert len(check_in_time(finished)) == reports
+
+
+@pytest.mark.world_size(2)
+def test_a_rank_whose_data_ends_early_is_named(launch):
+    finished = launch(PROGRAM, "batches", "data", "--timeout", TIMEOUT_S)
+    # The connection breaks when rank 1 has left, unless rank 0's patience ends before.
+    assert finished.codes in ([1, 0], [124, 0]), finished.outputs
+    assert told(finished, "suspect: rank 1 (") == [0], finished.outputs
+    ways = ("has ended by itself, after step 4", "in the script's own code")
+    assert any(way in finished.outputs[0] for way in ways)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("engine", ["data", pytest.param("pipemare", marks=slow)])
+def test_a_slow_rank_is_left_in_peace(launch, engine):
+    started = time.monotonic()
+    finished = launch(PROGRAM, "slow", engine, "--timeout", 1.5).check()
+    assert time.monotonic() - started > 4 * 1.5  # so much longer than the others' patience
+    assert not told(finished, "watchdog")
+
+
+@pytest.mark.world_size(3)
+@slow
+@pytest.mark.parametrize("rank", [0, 2])
+def test_any_of_three_ranks_is_found(launch, rank):
+    """Also rank 0, with which the store of the process group goes."""
+    finished = launch(PROGRAM, "stop", "data", "--timeout", TIMEOUT_S, "--rank", rank, ranks=3)
+    assert finished.codes[rank] == -9
+    assert sorted(finished.codes) == [-9, 124, 124], finished.outputs
+    assert told(finished, f"suspect: rank {rank} (") == [1 if rank == 0 else 0]
+    assert len(check_in_time(finished)) == 2

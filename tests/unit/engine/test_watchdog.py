@@ -1,0 +1,243 @@
+"""Who holds up a run: the judgement, what a rank tells of itself, and watchdogs that ask each other."""
+
+import asyncio
+import os
+import socket
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+
+from wavemare.engine.watchdog.config import WatchdogConfig
+from wavemare.engine.watchdog.peers import ask, listening_socket, serve
+from wavemare.engine.watchdog.progress import Followed, Progress
+from wavemare.engine.watchdog.report import report_text
+from wavemare.engine.watchdog.standing import Absent, Standing, Whereabouts
+from wavemare.engine.watchdog.verdict import judge
+from wavemare.engine.watchdog.watcher import EXIT_CODE, Watchdog, current
+from wavemare.pipeline.action import Action, Kind
+
+RANKS = [Whereabouts(rank, f"node{rank}", 100 + rank, "127.0.0.1", 1) for rank in range(3)]
+STUCK = Standing(
+    rank=0,
+    what="backward",
+    peer=None,
+    age_s=9.0,
+    patience_s=5.0,
+    outside=False,
+    waits=True,
+    step=4,
+    finished="forward",
+    line="train.py:7 (main)",
+    plan="",
+)
+
+
+def standing(rank, **changes):
+    return replace(STUCK, rank=rank, **changes)
+
+
+@pytest.mark.parametrize(
+    ("standings", "absent", "suspects", "words"),
+    [
+        ([standing(0)], [Absent(RANKS[1], gone=False)], (1,), "does not answer"),
+        ([standing(0)], [Absent(RANKS[1], gone=True)], (1,), "without a word"),
+        ([standing(0)], [Absent(RANKS[1], True, "after step 3")], (1,), "by itself, after step 3"),
+        ([standing(0), standing(1, waits=False, what="the data loader")], [], (1,), "data loader"),
+        ([standing(0), standing(1, waits=False, outside=True)], [], (1,), "no other rank"),
+        ([standing(0), standing(1, lock="/x/lock")], [], (1,), "/x/lock"),
+        ([standing(0), standing(1, step=3), standing(2)], [], (1,), "in step 3"),
+        ([standing(0), standing(1), standing(2)], [], (), "wait for each other"),
+    ],
+)
+def test_the_rank_to_blame_is_named(standings, absent, suspects, words):
+    verdict = judge(standings, absent)
+    assert verdict.suspects == suspects
+    assert words in verdict.reason
+    summary = verdict.summary(RANKS, standings, absent, "nothing moves", "/runs/one")
+    assert summary.startswith("watchdog: nothing moves\nsuspect: ")
+    for rank in suspects:
+        assert str(RANKS[rank]) in summary.splitlines()[1]
+    assert "/runs/one/rank_*.txt" in summary
+
+
+@pytest.mark.parametrize("absent", [[], [Absent(RANKS[2], gone=False)]])
+def test_a_run_is_slow_and_not_stuck_while_one_rank_moves(absent):
+    assert judge([standing(0), standing(1, age_s=4.9, waits=False)], absent) is None
+
+
+def test_the_summary_of_a_thousand_ranks_fits_a_screen():
+    many = [Whereabouts(rank, "node", rank, "127.0.0.1", 1) for rank in range(1000)]
+    standings = [standing(rank) for rank in range(999)]
+    absent = [Absent(many[999], gone=True)]
+    summary = judge(standings, absent).summary(many, standings, absent, "", "")
+    assert len(summary.splitlines()) < 25
+    assert "rank 999" in summary
+
+
+def test_progress_says_where_the_thread_is_and_what_it_finished():
+    progress = Progress()
+    assert progress.place.outside
+    with progress.doing("train_batch"):
+        with progress.doing("forward"):
+            assert str(progress.place) == "forward"
+        assert str(progress.finished) == "forward"
+        assert str(progress.place) == "train_batch"
+        progress.at(Action(Kind.RECV_GRAD, 2, 5, 1), peer=3)
+        assert str(progress.place) == "recv grad of micro-batch 5 (2RG5@1)"
+        assert progress.place.peer == 3
+    assert progress.place.outside
+    assert list(progress.reading(iter([1, 2]))) == [1, 2]
+    assert progress.broken is None
+    with pytest.raises(ZeroDivisionError), progress.doing("train_batch"), progress.doing("step"):
+        _ = 1 / 0
+    assert str(progress.broken) == "step"
+    assert progress.place.outside
+
+
+def test_what_takes_long_once_has_more_time():
+    progress = Progress()
+    assert progress.patience(1, 50) == 50  # before the first step has ended
+    progress.end_step()
+    assert progress.patience(1, 50) == 1
+    with progress.doing("save_checkpoint", long=True), progress.doing("forward"):
+        assert progress.patience(1, 50) == 50
+    assert progress.patience(1, 50) == 1
+
+
+def test_a_schedule_is_followed_with_the_ranks_at_the_other_end():
+    class Instruction:
+        def __init__(self, action):
+            self.action = action
+
+    class Schedule:
+        def steps(self):
+            kinds = (Kind.RECV_ACTIVATION, Kind.FORWARD, Kind.SEND_ACTIVATION)
+            yield from ([Instruction(Action(kind, 1, 0))] for kind in kinds)
+
+        def num_pipe_buffers(self):
+            return 3
+
+    class Grid:
+        def stage_to_global(self, stage_id):
+            return 10 * stage_id
+
+    progress = Progress()
+    neighbours = {Kind.RECV_ACTIVATION: -1, Kind.SEND_ACTIVATION: 1}
+    followed = Followed(Schedule(), progress, Grid(), neighbours)
+    found = [(progress.position, progress.place.peer) for _ in followed]
+    assert found == [(0, 0), (1, None), (2, 20)]
+    assert progress.plan == ("1RA0", "1F0", "1SA0")
+    assert followed.num_pipe_buffers() == 3
+    here = Standing.of(1, progress, WatchdogConfig())
+    assert here.plan == "1RA0 1F0 [1SA0]"
+    assert here.waits
+    with ThreadPoolExecutor(1) as pool:  # the watchdog is a thread of its own
+        report = pool.submit(report_text, RANKS[1], here, progress, "nothing moves").result()
+    assert "[1SA0]" in report
+    assert "last finished: forward of micro-batch 0 (1F0)" in report
+    assert "test_a_schedule_is_followed" in report  # the stack
+
+
+def test_waiting_is_told_from_working_by_the_stack():
+    progress = Progress()
+    future = torch.futures.Future()
+
+    def train():
+        with progress.doing("backward"):
+            future.wait()  # as a collective's work: what waits is C++
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        deadline = time.monotonic() + 20
+        while not Standing.of(0, progress, WatchdogConfig()).waits:
+            assert time.monotonic() < deadline
+    finally:
+        future.set_result(None)
+        thread.join()
+    progress.thread = threading.get_ident()
+    assert not Standing.of(0, progress, WatchdogConfig()).waits
+
+
+def test_only_those_who_know_the_token_are_answered():
+    async def talk():
+        async def answer(request):
+            return {"heard": request["word"]}
+
+        listener = listening_socket()
+        server = await serve(listener, lambda: "secret", answer)
+        here = Whereabouts(0, "here", 1, "127.0.0.1", listener.getsockname()[1])
+        answers = [await ask(here, token, {"word": 5}) for token in ("secret", "guess", "")]
+        server.close()
+        await server.wait_closed()
+        return [*answers, await ask(here, "secret", {"word": 5})]
+
+    known, guessed, empty, closed = asyncio.run(talk())
+    assert known == {"heard": 5}
+    assert guessed.gone
+    assert empty.gone
+    assert closed.gone
+
+
+def test_a_socket_that_never_answers_is_told_from_one_that_is_closed():
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        where = Whereabouts(1, "there", 2, "127.0.0.1", deaf.getsockname()[1])
+        started = time.monotonic()
+        assert not asyncio.run(ask(where, "secret", {})).gone
+        assert time.monotonic() - started < 10
+
+
+def test_a_process_that_stands_still_is_ended_with_a_report(tmp_path, capfd):
+    left = threading.Event()
+    codes = []
+
+    def leave(code):
+        codes.append(code)
+        left.set()
+
+    progress = Progress()
+    config = WatchdogConfig(timeout_s=0.2, start_timeout_s=0.2, folder=str(tmp_path / "w"))
+    watchdog = Watchdog(config, progress, leave).start()
+    try:
+        assert current() is watchdog
+        assert not left.wait(0.6)  # outside of an engine there is no hurry
+        with progress.doing("the data loader"):
+            assert left.wait(30)
+    finally:
+        watchdog.stop()
+    assert codes == [EXIT_CODE]
+    assert "suspect: rank 0" in capfd.readouterr().err
+    assert "the data loader" in (tmp_path / "w" / "rank_00000.txt").read_text()
+    assert current() is None
+
+
+def test_a_report_that_cannot_be_written_does_not_keep_the_run_alive(tmp_path, capfd):
+    left = threading.Event()
+    (tmp_path / "file").write_text("")
+    progress = Progress()
+    config = WatchdogConfig(timeout_s=0.1, start_timeout_s=0.1, folder=str(tmp_path / "file" / "w"))
+    watchdog = Watchdog(config, progress, lambda code: left.set()).start()
+    with progress.doing("backward"):
+        assert left.wait(30)
+    watchdog.stop()
+    assert "no report in" in capfd.readouterr().err
+
+
+def open_files():
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts in /proc")
+def test_a_watchdog_starts_and_stops_200_times_without_a_trace():
+    Watchdog(WatchdogConfig()).start().stop()
+    threads, files = threading.active_count(), open_files()
+    for _ in range(200):
+        Watchdog(WatchdogConfig()).start().stop()
+    assert threading.active_count() == threads
+    assert open_files() == files
+    assert current() is None
