@@ -38,7 +38,7 @@ class StageNorms:
         shares = (counts / counts.sum()).tolist()
         self.share: float = shares[stage]
         self._later_share = sum(shares[stage:])
-        self.own = self.suffix = 0.0
+        self.own = self._told = self.suffix = 0.0
         self.prefix = 0.0 if stage == 0 else math.nan
         self.exact: float | None = None
         self._stepped = False
@@ -48,13 +48,14 @@ class StageNorms:
         self.exact = None
 
     def end_step(self) -> None:
-        """Note that this stage's own norm is that of a complete step."""
-        self._stepped = True
+        """Note that this stage's own norm is that of a complete step; unless that was skipped."""
+        if math.isfinite(self.own):
+            self._told, self._stepped = self.own, True
 
     @property
     def up_to_here(self) -> float:
         """What the next stage is told: this stage's and all earlier ones'."""
-        return self.own + self.prefix if self._stepped else math.nan
+        return self._told + self.prefix if self._stepped else math.nan
 
     @property
     def from_here(self) -> float:
@@ -77,11 +78,12 @@ class StageNorms:
 
     def state_dict(self) -> dict[str, float | bool]:
         """Return what the next step needs to be the same after a resume."""
-        return {"own": self.own, "prefix": self.prefix, "stepped": self._stepped}
+        return {"own": self._told, "prefix": self.prefix, "stepped": self._stepped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state."""
-        self.own, self.prefix, self._stepped = state["own"], state["prefix"], state["stepped"]
+        self.own = self._told = state["own"]
+        self.prefix, self._stepped = state["prefix"], state["stepped"]
 
 
 def count_all_stages(module: Any) -> None:

@@ -70,9 +70,7 @@ class Engine(ColocatedHeads, EngineMixin, deepspeed.DeepSpeedEngine):
         if self._wavelet is not None:
             # Taken at once: data that ends within a step must not leave half of one behind.
             batches = [next(data_iter) for _ in range(self.gradient_accumulation_steps())]
-            return self._mean_loss(
-                self._wavelet.train(_to_device(batch, self.device) for batch in batches)
-            )
+            return self._mean_loss(self._wavelet.train(map(self._kept, batches)))
         if self._balance is not None and self._balance.uneven_steps:
             return self._train_own_steps(data_iter, self._balance.micro_steps)
         losses = []
@@ -84,13 +82,15 @@ class Engine(ColocatedHeads, EngineMixin, deepspeed.DeepSpeedEngine):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run DeepSpeed's forward pass."""
         PROGRESS.step = self.global_steps + 1
+        if self._guard is not None:
+            self._guard.keep(args, kwargs)
         with PROGRESS.doing("forward"):
             return super().forward(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run DeepSpeed's backward pass; with ``wavemare.balance`` the loss weighs its share."""
         with PROGRESS.doing("backward"):
-            return super().backward(self._weighted(loss), *args, **kwargs)
+            return super().backward(self.watched(self._weighted(loss)), *args, **kwargs)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Run DeepSpeed's optimizer step, if this micro-batch is the last of one."""
@@ -102,7 +102,7 @@ class Engine(ColocatedHeads, EngineMixin, deepspeed.DeepSpeedEngine):
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss for a ``backward()`` of its own, scaled and weighted."""
-        scaled: torch.Tensor = super().scale(self._weighted(loss))
+        scaled: torch.Tensor = super().scale(self.watched(self._weighted(loss)))
         return scaled
 
     def _weighted(self, loss: torch.Tensor) -> torch.Tensor:
@@ -125,7 +125,7 @@ class Engine(ColocatedHeads, EngineMixin, deepspeed.DeepSpeedEngine):
         if self._balance is not None:
             loss = self._balance.weighted(loss)
         with PROGRESS.doing("backward"):
-            super().backward(loss)
+            super().backward(self.watched(loss))
         return loss.detach()
 
     def _train_own_steps(self, data_iter: Iterator[Any], count: int) -> torch.Tensor:
@@ -204,12 +204,15 @@ class Engine(ColocatedHeads, EngineMixin, deepspeed.DeepSpeedEngine):
         return self._own_batches
 
     def _run(self, batch: Any) -> Any:
+        args, kwargs = _as_arguments(_to_device(batch, self.device))
+        return self(*args, **kwargs)
+
+    def _kept(self, batch: Any) -> Any:
+        """Return a batch on the device, for passes that are not the whole model's."""
         batch = _to_device(batch, self.device)
-        if isinstance(batch, Mapping):
-            return self(**batch)
-        if isinstance(batch, (tuple, list)):
-            return self(*batch)
-        return self(batch)
+        if self._guard is not None:
+            self._guard.keep(*_as_arguments(batch))
+        return batch
 
     def _mean_loss(self, losses: list[torch.Tensor], count: int | None = None) -> torch.Tensor:
         mean = torch.stack(losses).float().sum() / (count or len(losses))
@@ -224,6 +227,12 @@ def _loss_of(output: Any) -> torch.Tensor:
     if loss is None:
         raise TypeError("the model returned no loss: the batch has no labels")
     return loss
+
+
+def _as_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
 
 
 def _to_device(batch: Any, device: torch.device) -> Any:

@@ -83,7 +83,12 @@ def loss_of(output: Any) -> Tensor | None:
 
 
 def trace(
-    module: nn.Module, run: Callable[[], Any], roots: Roots, *, backward: bool = True
+    module: nn.Module,
+    run: Callable[[], Any],
+    roots: Roots,
+    *,
+    leaves: Sequence[Tensor] = (),
+    backward: bool = True,
 ) -> Finding | None:
     """Do a forward pass, and a backward pass if that is finite, and watch every module.
 
@@ -93,6 +98,7 @@ def trace(
         module: Whose modules are watched.
         run: Calls it; what it returns is given to ``roots``.
         roots: Returns the tensors that gradients are taken of, and theirs (None for ones).
+        leaves: What gradients are taken by beside the weights.
         backward: Whether to do a backward pass.
 
     Returns:
@@ -105,12 +111,13 @@ def trace(
         if watch.found is None and not all(map(_is_finite, tensors)):
             watch.found = Finding("loss", watch.name_of(module), "in the loss function")
         wanted = [(n, p) for n, p in module.named_parameters() if p.requires_grad and p.numel()]
-        if watch.found is not None or not backward or not tensors or not wanted:
+        by = [*(p for _, p in wanted), *leaves]
+        if watch.found is not None or not backward or not tensors or not by:
             return watch.found
-        found = torch.autograd.grad(tensors, [p for _, p in wanted], gradients, allow_unused=True)
+        found = torch.autograd.grad(tensors, by, gradients, allow_unused=True)
     if watch.found is None:
         # The gradients between modules are finite: only a sum over a micro-batch is not.
-        for (name, _), gradient in zip(wanted, found, strict=True):
+        for (name, _), gradient in zip(wanted, found, strict=False):
             if gradient is not None and not _is_finite(gradient):
                 return watch.of_parameter(name)
     return watch.found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from deepspeed import comm as dist
@@ -13,6 +13,9 @@ from torch.optim import Optimizer
 from wavemare.engine.balance import Balance, ShareSampler, attach_balance
 from wavemare.engine.checkpoint import CheckpointMixin
 from wavemare.engine.config import SECTION, WavemareConfig
+from wavemare.engine.guard import NumericsGuard, attach_guard, skipping
+from wavemare.engine.guard_config import GuardConfig
+from wavemare.engine.guard_replicas import Replicas, attach_replicas
 from wavemare.engine.matrix_partitions import (
     check_matrix_optimizer,
     describe_partitions,
@@ -46,6 +49,8 @@ class EngineMixin(CheckpointMixin):
     watchdog: Watchdog | None = None
     _sparse: SparseGradients | None = None
     _balance: Balance | None = None
+    _guard: NumericsGuard | None = None
+    _replicas: Replicas | None = None
     _sections: WavemareConfig | None = None
 
     def __init__(self, *args: Any, sections: WavemareConfig | None = None, **kwargs: Any) -> None:
@@ -62,6 +67,28 @@ class EngineMixin(CheckpointMixin):
             self._sparse = attach_sparse_gradients(
                 self, sections.sparse_collective, sections.watchdog.timeout_s
             )
+
+        if sections is not None:
+            self._guard = attach_guard(self, sections.guard)
+            self._replicas = attach_replicas(self, sections.guard)
+
+    @property
+    def guard_config(self) -> GuardConfig:
+        """The section ``guard``."""
+        return self._sections.guard if self._sections is not None else GuardConfig()
+
+    def watched(self, loss: Any) -> Any:
+        """Return a micro-batch's loss for its backward pass, watched if a guard is there."""
+        return loss if self._guard is None else self._guard.watch(loss)
+
+    def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
+        """Step as DeepSpeed's method of that name; a guard may find that the step must not be."""
+        engine: Any = self
+        if self._replicas is not None:
+            self._replicas.begin_step()
+        sound = self._guard is None or self._guard.judge()
+        with nullcontext() if sound else skipping(engine.optimizer):
+            super()._take_model_step(*args, **kwargs)
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         if callable(client_optimizer) and not isinstance(client_optimizer, Optimizer):

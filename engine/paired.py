@@ -35,7 +35,11 @@ class PairedPipelineEngine(PipelineEngine):
         self._passes = StagePasses(self)
         self._channels = Channels(self.grid, self.device, SEND_SLOTS + PAIR_SLACK)
         self._exchange = Exchange(
-            self._channels, down_header=0, up_header=0, dynamic=self.dynamic_shape
+            self._channels,
+            down_header=0,
+            up_header=0,
+            dynamic=self.dynamic_shape,
+            checksum=self.guard_config.message_checksum,
         )
         self._micro_batches: dict[int, MicroBatch] = {}
 
@@ -59,7 +63,7 @@ class PairedPipelineEngine(PipelineEngine):
             self._micro_batches[action.micro_batch].labels = moved(batch[1], self.device)
 
     def _exec_recv_activation(self, action: Action) -> None:
-        _, inputs = self._exchange.receive_activation(self.device)
+        _, inputs = self._exchange.receive_activation(self.device, action.micro_batch)
         self._micro_batches[action.micro_batch] = MicroBatch(inputs=inputs)
 
     def _exec_forward(self, action: Action) -> None:

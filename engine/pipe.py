@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import deepspeed
 import torch
+from deepspeed.runtime.pipe import schedule
 
+from wavemare.engine.guard_stage import StageWatch
+from wavemare.engine.micro_batch import as_tuple
 from wavemare.engine.mixin import EngineMixin
 from wavemare.engine.plan_schedule import PlanSchedule
 from wavemare.engine.watchdog.progress import PROGRESS, Followed
@@ -76,10 +79,13 @@ class PipelineEngine(EngineMixin, _Batches, deepspeed.PipelineEngine):
     ``train_batch`` returns, on every rank, the mean loss over micro-batches and data ranks.
     """
 
+    loss: Any
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if getattr(self.module, "sends_whole", False):
             self.is_pipe_partitioned = self.is_grad_partitioned = False
+        self._stage_watch = StageWatch(self, self._guard) if self._guard is not None else None
 
     def _train_schedule(self) -> PlanSchedule:
         return PlanSchedule(self.micro_batches, self.num_stages, self.stage_id)
@@ -91,6 +97,31 @@ class PipelineEngine(EngineMixin, _Batches, deepspeed.PipelineEngine):
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
         super()._exec_schedule(Followed(pipe_schedule, PROGRESS, self.grid, _NEIGHBOURS))
+
+    def _exec_forward_pass(self, buffer_id: int) -> None:
+        watch = self._stage_watch if torch.is_grad_enabled() and self.module.training else None
+        if watch is not None:
+            watch.begin(buffer_id)
+        super()._exec_forward_pass(buffer_id)
+        if watch is not None:
+            buffers = self.pipe_buffers
+            outputs = self.loss if self.is_last_stage() else buffers["outputs"][buffer_id]
+            inputs, labels = buffers["inputs"][buffer_id], buffers["labels"][buffer_id]
+            watch.end_forward(buffer_id, inputs, outputs, labels)
+
+    def _exec_backward_pass(self, buffer_id: int) -> None:
+        if self.is_last_stage():
+            self.loss = self.watched(self.loss)
+        super()._exec_backward_pass(buffer_id)
+        if self._stage_watch is not None:
+            last = self.is_last_stage()
+            self._stage_watch.end_backward(buffer_id, () if last else as_tuple(self.grad_layer))
+
+    _INSTRUCTION_MAP: ClassVar = {
+        **deepspeed.PipelineEngine._INSTRUCTION_MAP,
+        schedule.ForwardPass: _exec_forward_pass,
+        schedule.BackwardPass: _exec_backward_pass,
+    }
 
 
 class DualPipeVEngine(EngineMixin, _Batches, deepspeed.DualPipeVEngine):

@@ -72,6 +72,7 @@ class PipeMareEngine(PipelineEngine):
             down_header=3,
             up_header=1 + self._telemetry.num_numbers,
             dynamic=self.dynamic_shape,
+            checksum=self.guard_config.message_checksum,
         )
         self._feed = Feed(self._read, keeps_older=self.is_last_stage())
         self._feed.use(self.data_iterator)
@@ -197,6 +198,8 @@ class PipeMareEngine(PipelineEngine):
             self._feed.put_back([(m.source, m.batch) for m in read])
         self._micro_batches.clear()
         self._stream.rewind(end)
+        if self._stage_watch is not None:
+            self._stage_watch.forget()
         self._end = None
         self._correction.forget()
 
@@ -233,7 +236,7 @@ class PipeMareEngine(PipelineEngine):
         return tensors[0] if isinstance(inputs, Tensor) else tuple(tensors)
 
     def _exec_recv_activation(self, action: Action) -> None:
-        header, inputs = self._exchange.receive_activation(self.device)
+        header, inputs = self._exchange.receive_activation(self.device, action.micro_batch)
         ended, source, self._norms.prefix = bool(header[0]), int(header[1]), header[2]
         if ended:
             self._note_end(action.micro_batch)
@@ -251,6 +254,8 @@ class PipeMareEngine(PipelineEngine):
         return StagePasses(self, forward=self._forward_context, recorder=self._recorder)
 
     def _forward_context(self, number: int) -> AbstractContextManager[None]:
+        if self._stage_watch is not None and self._passes is None:
+            self._stage_watch.begin(number, number)
         # What lies beyond this step will go backward after the weights have changed.
         return self._correction.forward((number - self._first) // self.micro_batches)
 
@@ -263,6 +268,12 @@ class PipeMareEngine(PipelineEngine):
         else:
             with self._forward_context(action.micro_batch):
                 self._forward(micro_batch)
+            if self._stage_watch is not None:
+                outputs = micro_batch.loss if self.is_last_stage() else micro_batch.outputs
+                labels = micro_batch.labels
+                self._stage_watch.end_forward(
+                    action.micro_batch, micro_batch.inputs, outputs, labels
+                )
         self._end_forward(action)
 
     def _end_forward(self, action: Action) -> None:
@@ -316,9 +327,11 @@ class PipeMareEngine(PipelineEngine):
         elif self._passes is not None:
             self._passes.backward(action.micro_batch, micro_batch)
         elif self.is_last_stage():
-            deepspeed.DeepSpeedEngine.backward(self, micro_batch.loss)
+            deepspeed.DeepSpeedEngine.backward(self, self.watched(micro_batch.loss))
         else:
             self._backward_of_outputs(micro_batch)
+        if self._stage_watch is not None and self._passes is None and not micro_batch.ended:
+            self._stage_watch.end_backward(action.micro_batch, micro_batch.grads)
         self._end_backward(action)
 
     def _exec_pair(self, backward: Action, forward: Action) -> None:
@@ -400,6 +413,9 @@ class PipeMareEngine(PipelineEngine):
 
     def _step(self) -> None:
         norms = self._norms
+        if self._guard is not None:
+            told = norms.from_here if self._clip and self.pipemare.clipping == "global" else 0.0
+            self._guard.expect(self._first + self.micro_batches, told)
         if self._clip and self.pipemare.clipping == "stage":
             self._stage_optimizer.clip(norms.own, norms.own / norms.share)
         elif self._clip:

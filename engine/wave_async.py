@@ -65,7 +65,7 @@ class AsyncWaves:
         return Hooks(
             forward=self._forward,
             backward=self._backward,
-            scale=lambda loss: loss / self._micro_batches,
+            scale=lambda loss: self._engine.watched(loss) / self._micro_batches,
             end_backward=self._end_backward,
         )
 

@@ -79,7 +79,7 @@ class AccumulationProtocol:
 
     def _scale(self, loss: Tensor) -> Tensor:
         engine = self._engine
-        loss = loss / engine.gradient_accumulation_steps()
+        loss = engine.watched(loss) / engine.gradient_accumulation_steps()
         if isinstance(engine.optimizer, ZeROOptimizer):
             loss = engine.optimizer.scale_if_loss(loss)
         elif engine.torch_autocast_z0_gradscaler:

@@ -29,7 +29,7 @@ def build_layers(num_stages):
     return layers
 
 
-def build(num_stages, micro_batches, schedule="pipemare", section=None, **config):
+def build(num_stages, micro_batches, schedule="pipemare", section=None, guard=None, **config):
     module = deepspeed.PipelineModule(
         build_layers(num_stages),
         num_stages=num_stages,
@@ -45,7 +45,7 @@ def build(num_stages, micro_batches, schedule="pipemare", section=None, **config
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
         "gradient_clipping": 0.0,
         "steps_per_print": None,
-        "wavemare": {"pipeline": pipeline},
+        "wavemare": {"pipeline": pipeline, "guard": guard or {}},
         **config,
     }
     return wavemare.initialize(model=module, config=config)[0]
@@ -368,9 +368,9 @@ def reload(num_stages, micro_batches, folder):
     }
 
 
-def overflow(num_stages, micro_batches, bad, config):
+def overflow(num_stages, micro_batches, bad, guard, config):
     """A gradient that is not a number on one stage at a time: the bounds and rates after it."""
-    engine = build(num_stages, micro_batches, **config)
+    engine = build(num_stages, micro_batches, guard={"nonfinite": guard}, **config)
     parameter = next(engine.module.parameters())
 
     def spoil(grad):

@@ -1,0 +1,139 @@
+"""Numbers that go wrong in data-parallel training: steps are skipped alike, or the run says why."""
+
+import json
+
+import pytest
+
+ACT = "module 'transformer.h.1.mlp.act'"
+ZEROS = (0, 1, 2, 3)
+WAVES = {"wavelet": {"mode": "sync"}}
+CASES = {
+    2: {
+        **{f"zero {zero}": ["skip", {"what": "activation", "zero": zero}] for zero in ZEROS},
+        **{
+            f"bf16 {zero}": ["skip", {"what": "gradient", "zero": zero, "bf16": True}]
+            for zero in (0, 1)
+        },
+        "gradient": ["skip", {"what": "gradient", "rank": 0}],
+        "gradient 2": ["skip", {"what": "gradient", "zero": 2}],
+        "loss": ["skip", {"what": "loss"}],
+        "loss 2": ["skip", {"what": "loss", "zero": 2}],
+        "own loop": ["skip", {"what": "gradient", "loop": "own_loop", "zero": 1}],
+        "sparse": ["skip", {"what": "gradient", "sparse": True}],
+        "sparse 2": ["skip", {"what": "gradient", "sparse": True, "zero": 2}],
+        "waves": ["skip", {"what": "activation", **WAVES}],
+        "exact": ["exact", {}],
+        "flipped": ["flipped", {"rank": 1}],
+        "flipped late": ["flipped", {"rank": 0, "interval": 5}],
+        "flipped bf16": ["flipped", {"rank": 1, "zero": 1, "interval": 1, "bf16": True}],
+        "flipped zero 2": ["flipped", {"rank": 0, "zero": 2, "interval": 1}],
+        "too many": ["too_many", {}],
+        **{
+            f"stop {what}": ["stop", {"what": what, "zero": 1}]
+            for what in ("activation", "gradient", "loss")
+        },
+        "stop own loss": ["stop", {"what": "gradient", "loop": "own_loss"}],
+        "once": ["stop", {"what": "activation", "times": 1}],
+        "off": ["stop", {"what": "activation", "guard": {"nonfinite": "off"}}],
+        "default": ["stop", {"what": "activation", "guard": {}}],
+    },
+    3: {"flipped of 3": ["flipped", {"rank": 2, "interval": 2}]},
+}
+SKIPS = [name for name, (kind, _) in CASES[2].items() if kind == "skip"]
+
+
+@pytest.fixture(scope="module")
+def done():
+    return {}
+
+
+@pytest.fixture
+def found(launch, done):
+    def get(name):
+        ranks = next(ranks for ranks, cases in CASES.items() if name in cases)
+        if ranks not in done:
+            done[ranks] = launch("guard.py", json.dumps(CASES[ranks]), ranks=ranks, timeout=280)
+        done[ranks].check()
+        return [done[ranks].result(rank)[name] for rank in range(ranks)]
+
+    return get
+
+
+@pytest.mark.parametrize("name", SKIPS)
+def test_a_skipped_step_is_as_if_its_data_had_not_been(found, name):
+    for ours in found(name):
+        assert ours["applied"] == [True, True, False, True, True]
+        assert ours["skipped"] == 1
+        assert ours["steps"] == 5  # it counts, but not for the learning rate
+        assert ours["rates"]
+        assert ours["same"]
+
+
+@pytest.mark.parametrize("name", SKIPS)
+def test_a_skipped_step_is_told_with_rank_micro_batch_and_module(found, name):
+    first, second = found(name)
+    settings = CASES[2][name][1]
+    what, rank = settings["what"], settings.get("rank", 1)
+    module = "module 'GPT2LMHeadModel'" if what == "loss" else ACT
+    assert first["said"] == [
+        "guard: step skipped: in optimizer step 3 a number is not finite; first on rank "
+        f"{rank}, micro-batch 2: the {what} of {module}"
+    ]
+    assert second["said"] == []
+
+
+@pytest.mark.parametrize("what", ["activation", "gradient", "loss"])
+def test_the_run_stops_on_all_ranks_before_the_step(found, what):
+    first, second = found(f"stop {what}")
+    assert first == second | {"same": first["same"]}
+    module = "module 'GPT2LMHeadModel'" if what == "loss" else ACT
+    assert "in optimizer step 3 a number is not finite" in first["error"]
+    assert f"first on rank 1, micro-batch 1: the {what} of {module}" in first["error"]
+    assert first["at"] == second["at"] == 2
+    assert first["same"]
+    assert second["same"]
+
+
+def test_a_loss_of_the_callers_own_is_beyond_a_second_pass(found):
+    for ours in found("stop own loss"):
+        assert "not found again in a second pass" in ours["error"]
+        assert ours["same"]
+
+
+def test_a_fault_of_the_machine_is_not_blamed_on_a_module(found):
+    for ours in found("once"):
+        assert "not found again in a second pass" in ours["error"]
+
+
+def test_to_stop_is_the_default_and_off_poisons_the_weights(found):
+    assert all(ours["error"] and ours["same"] for ours in found("default"))
+    assert all(ours["error"] is None and not ours["finite"] for ours in found("off"))
+
+
+def test_steps_are_not_skipped_for_ever(found):
+    for ours in found("too many"):
+        assert ours["at"] == 2
+        assert (
+            "wavemare.guard.max_skips = 3: 3 optimizer steps one after the other" in ours["error"]
+        )
+
+
+def test_a_guard_changes_no_bit(found):
+    assert all(ours["same"] for ours in found("exact"))
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "who"),
+    [
+        ("flipped", 4, "the weights of the ranks 0, 1 differ"),
+        ("flipped bf16", 4, "the weights of the ranks 0, 1 differ"),
+        ("flipped zero 2", 4, "the weights of the ranks 0, 1 differ"),
+        ("flipped late", 5, "the weights of the ranks 0, 1 differ"),
+        ("flipped of 3", 4, "the weights of rank 2 are not those of the others"),
+    ],
+)
+def test_replicas_that_differ_by_a_bit_are_found_at_the_next_comparison(found, name, at, who):
+    for ours in found(name):
+        assert ours["at"] == at
+        assert who in ours["error"]
+        assert f"in optimizer step {at}, first in parameter" in ours["error"]
