@@ -54,7 +54,11 @@ class _Pickler(pickle.Pickler):
             return None  # pickled with its content
         if id(value) not in self._numbers:
             self._numbers[id(value)] = value, len(self.copies)
-            self.copies.append(self._copy(value))
+            own = self._copy(value)
+            self.copies.append(own)
+            for name, held in vars(value).items():  # DeepSpeed marks tensors, and torch saves that
+                number = self.persistent_id(held)
+                setattr(own, name, held if number is None else self.copies[number])
         return self._numbers[id(value)][1]
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:

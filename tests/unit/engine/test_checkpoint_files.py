@@ -30,7 +30,10 @@ def state():
     flat = torch.randn(100)
     module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     weight = torch.nn.Parameter(torch.randn(2, 3))
+    marked = torch.randn(2)
+    marked.ds_id, marked.whole = "3_4", flat
     return {
+        "marked": marked,
         "views": [flat[10:20], flat.view(10, 10).t(), flat],
         "tied": (weight, weight),
         "module": module.state_dict(),
