@@ -1,0 +1,223 @@
+"""Whatever a configuration holds: `ConfigError`, or a configuration. Variables: `LaunchError`."""
+
+import copy
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from wavemare.engine.config import (
+    WavemareConfig,
+    check_batch_sizes,
+    check_config,
+    load_config,
+    misplaced_keys,
+)
+from wavemare.engine.job_environment import check_environment
+from wavemare.errors import ConfigError, LaunchError
+from wavemare.json_text import parse_json
+
+SUPPRESSED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+FAST = settings(
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=SUPPRESSED,
+)
+SLOW = settings(max_examples=10_000, deadline=None, database=None, suppress_health_check=SUPPRESSED)
+
+VALID = {
+    "train_batch_size": 16,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+    "zero_optimization": {"stage": 1, "overlap_comm": True},
+    "fp16": {"enabled": False},
+    "bf16": {"enabled": True},
+    "pipeline": {"activation_checkpoint_interval": 1},
+    "checkpoint": {"load_universal": False},
+    "wavemare": {
+        "pipeline": {
+            "schedule": "pipemare",
+            "stages": 2,
+            "partition": [0, 3],
+            "inputs": ["input_ids"],
+            "pipemare": {
+                "warmup_steps": 2,
+                "discrepancy_correction": {"mode": "ema", "decay": 0.5},
+                "lr_rescheduling": {"enabled": True, "anneal_steps": 9},
+            },
+        },
+        "tensor_parallel": {"size": 1},
+        "parallel": {"stages": None, "split": None, "colocated": [], "pipeline": {}},
+        "balance": {"shares": [3, 5], "mean": "samples"},
+        "wavelet": {"mode": "off"},
+        "sparse_collective": {"mode": "auto", "compressor": {"type": "block_topk", "ratio": 0.5}},
+        "watchdog": {"timeout_s": 9.0},
+    },
+}
+# Keys and values that some reader of the configuration knows, beside arbitrary ones.
+WORDS = ["auto", "off", "time", "type:(", "type:Block", "rest", "1f1b", "pipemare", "sync", "true"]
+ODD = [0, -1, 1, 2, 3, 10**30, 0.5, -0.0, 1e308, float("nan"), float("inf"), True, False, None, ""]
+SCALARS = st.sampled_from([*WORDS, *ODD]) | st.integers() | st.floats() | st.text(max_size=6)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+def places(values, path=()):
+    """All paths to keys and items of a configuration."""
+    items = values.items() if isinstance(values, dict) else enumerate(values)
+    for key, inner in items:
+        yield (*path, key)
+        if isinstance(inner, dict | list):
+            yield from places(inner, (*path, key))
+
+
+PLACES = sorted(places(VALID), key=str)
+
+
+@st.composite
+def configurations(draw):
+    """The valid configuration with some values replaced, keys removed, added and misspelt."""
+    config = copy.deepcopy(VALID)
+    for _ in range(draw(st.integers(1, 3))):
+        *parents, key = draw(st.sampled_from(PLACES))
+        section = config
+        for parent in parents:
+            inside = isinstance(section, dict) and parent in section
+            inside |= (
+                isinstance(section, list) and isinstance(parent, int) and parent < len(section)
+            )
+            section = section[parent] if inside else None
+        if isinstance(section, list):
+            section[:] = draw(st.lists(VALUES, max_size=3))
+        elif isinstance(section, dict):
+            change = draw(st.sampled_from(["replace", "remove", "add", "misspell"]))
+            if change == "replace":
+                section[key] = draw(VALUES)
+            elif change == "remove":
+                section.pop(key, None)
+            elif change == "add":
+                section[draw(st.text(max_size=6) | st.integers())] = draw(VALUES)
+            elif key in section:
+                section[str(key)[:-1]] = section.pop(key)
+    return config
+
+
+def refusal(act, kind):
+    """Return the error of that kind that a call ends with, or None; any other is a finding."""
+    try:
+        act()
+    except kind as error:
+        return error
+    return None
+
+
+def start_up(config, world_size):
+    ours = check_config(load_config(config), world_size=world_size)
+    check_batch_sizes(config, data_world_size=max(world_size // ours.model_ranks, 1))
+    misplaced_keys(config)
+
+
+def examine(config):
+    """Do what start-up does with a configuration before there is a model."""
+    for world_size in (1, 4):
+        error = refusal(lambda: start_up(config, world_size), ConfigError)
+        assert error is None or (error.key and error.remedy and len(str(error)) < 2000)
+
+
+@FAST
+@given(configurations())
+def test_changed_configurations(config):
+    examine(config)
+
+
+@FAST
+@given(VALUES)
+def test_any_value_as_our_section(value):
+    error = refusal(lambda: WavemareConfig.of({"wavemare": value}), ConfigError)
+    assert error is None or error.key.startswith("wavemare")
+
+
+@FAST
+@given(st.dictionaries(st.sampled_from([*VALID, "amp", "tensorboard"]), VALUES, max_size=4))
+def test_any_values_of_sections(config):
+    examine(config)
+
+
+def damaged_text(text, data):
+    """Valid JSON after some characters were changed."""
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, len(text)))
+        length = data.draw(st.integers(0, 9))
+        pieces = st.sampled_from([*'{}[]",:#/\\\n', "//", "NaN", "True", "1e999", "\ud800", "\0"])
+        text = text[:place] + data.draw(pieces | st.text(max_size=3)) + text[place + length :]
+    return text
+
+
+def read(file, content):
+    file.write_bytes(content)
+    error = refusal(lambda: load_config(file), ConfigError)
+    assert len(str(error)) < 2000
+
+
+@FAST
+@given(st.data())
+def test_damaged_files(tmp_path, data):
+    text = damaged_text(json.dumps(VALID, indent=1), data)
+    read(tmp_path / "config.json", text.encode("utf-8", "surrogatepass"))
+
+
+@FAST
+@given(st.binary(max_size=60))
+def test_files_of_any_bytes(tmp_path, content):
+    read(tmp_path / "config.json", content)
+
+
+@FAST
+@given(st.text(max_size=30) | VALUES)
+def test_names_of_any_kind(name):
+    refusal(lambda: load_config(name), ConfigError)
+
+
+@FAST
+@given(st.text(max_size=40) | VALUES.map(json.dumps))
+def test_json_is_parsed_or_refused_by_one_error(text):
+    assert type(refusal(lambda: parse_json(text), ValueError)) in (type(None), ValueError)
+
+
+NAMES = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+NAMES += ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE", "SLURM_PROCID"]
+NAMES += ["SLURM_STEP_NUM_TASKS", "WAVEMARE_VERBOSE", "WAVEMARE_COMPILED_OPS", "CROSS_RANK"]
+NUMBERS = st.integers(-2, 4).map(str)
+
+
+@FAST
+@given(st.dictionaries(st.sampled_from(NAMES), NUMBERS | st.text(max_size=4)))
+def test_any_variables(environment):
+    error = refusal(lambda: check_environment(environment), LaunchError)
+    assert error is None or error.key in environment
+
+
+@pytest.mark.slow
+@SLOW
+@given(configurations())
+def test_many_changed_configurations(config):
+    examine(config)
+
+
+@pytest.mark.slow
+@SLOW
+@given(st.data())
+def test_many_damaged_files(tmp_path, data):
+    text = damaged_text(json.dumps(VALID, indent=1), data)
+    read(tmp_path / "config.json", text.encode("utf-8", "surrogatepass"))

@@ -1,0 +1,252 @@
+"""Whatever a plan, a cluster or a hostfile holds: `PlanError` or findings, and no endless work."""
+
+import copy
+import json
+import re
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from wavemare.cli.checks.hostfile import parse_hostfile
+from wavemare.errors import PlanError
+from wavemare.parallel.plan import ParallelPlan, Prediction
+from wavemare.parallel.planner.cluster_file import parse_cluster, read_cluster
+from wavemare.pipeline.check import check
+from wavemare.pipeline.plan import Plan
+from wavemare.pipeline.schedules import build_plan
+
+SUPPRESSED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+FAST = settings(
+    max_examples=50,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=SUPPRESSED,
+)
+SLOW = settings(max_examples=10_000, deadline=None, database=None, suppress_health_check=SUPPRESSED)
+NUMBERS = st.sampled_from(["0", "1", "2", "3", "-1", "9" * 18, "9" * 19, "1.5", "x", "²", ""])
+PIECES = [
+    "0F0",
+    "1B0",
+    "0S1",
+    "@",
+    "@0",
+    "@9",
+    "/1",
+    "/9",
+    ":",
+    "\n",
+    "# x\n",
+    "=",
+    " ",
+    "plan",
+    "XO",
+]
+NAMES = ["1f1b", "pipemare", "inference", "accumulation", "tick-tock"]
+PLANS = [str(build_plan(name, 3, 3, 0 if name == "inference" else 1)) for name in NAMES]
+
+
+@st.composite
+def schedules(draw):
+    """The text of a plan with numbers, words and lines changed."""
+    text = draw(st.sampled_from(PLANS))
+    for _ in range(draw(st.integers(1, 3))):
+        kind = draw(st.sampled_from(["number", "action", "piece", "cut", "line", "swap"]))
+        found = list(re.finditer(r"\d+" if kind == "number" else r"\S+", text)) or [None]
+        match = draw(st.sampled_from(found))
+        if match is None:
+            break
+        before, after = text[: match.start()], text[match.end() :]
+        if kind == "number":
+            text = before + draw(NUMBERS) + after
+        elif kind == "action":
+            text = before + after
+        elif kind == "piece":
+            text = before + draw(st.sampled_from(PIECES) | st.text(max_size=4)) + after
+        elif kind == "cut":
+            text = before
+        elif kind == "line":
+            lines = text.splitlines()
+            text = "\n".join(draw(st.permutations(lines))[: draw(st.integers(0, len(lines)))])
+        else:
+            text = before + " ".join(reversed(after.split(" ")))
+    return text
+
+
+def refusal(act, argument):
+    """Return the `PlanError` that a call ends with, or None; any other error is a finding."""
+    try:
+        act(argument)
+    except PlanError as error:
+        assert_readable(error)
+        return error
+    return None
+
+
+def assert_readable(error):
+    assert error.key
+    assert error.remedy
+    assert len(str(error)) < 2000
+
+
+def read_schedule(text):
+    plan = Plan.parse(text)
+    assert Plan.parse(str(plan)) == plan
+    check(plan)
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 4)
+    | st.sampled_from([10**30, 10**400, 1.0, 0.5, -1.0, float("nan"), float("inf"), "", "x", "1"])
+    | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+
+
+def changed(valid):
+    """Mappings like a valid one, with values replaced, removed and added at any depth."""
+
+    @st.composite
+    def strategy(draw):
+        values = copy.deepcopy(valid)
+        for _ in range(draw(st.integers(1, 3))):
+            section = values
+            while isinstance(section, dict | list) and section:
+                keys = (
+                    sorted(section, key=str)
+                    if isinstance(section, dict)
+                    else [*range(len(section))]
+                )
+                key = draw(st.sampled_from(keys))
+                if isinstance(section[key], dict | list) and draw(st.booleans()):
+                    section = section[key]
+                    continue
+                change = draw(st.sampled_from(["replace", "remove", "add"]))
+                if change == "replace":
+                    section[key] = draw(VALUES)
+                elif change == "remove":
+                    del section[key]
+                elif isinstance(section, dict):
+                    section[draw(st.text(max_size=5))] = draw(VALUES)
+                else:
+                    section.append(draw(VALUES))
+                break
+        return values
+
+    return strategy()
+
+
+LAYOUT = json.loads(
+    ParallelPlan(
+        global_batch=16,
+        shares=(3, 5),
+        stages=2,
+        data_parallel=2,
+        cuts=(0, 3, 6),
+        num_layers=6,
+        micro_steps=2,
+        order=(3, 1, 0, 2),
+        predicted=Prediction(
+            step_s=1.0, tokens_per_s=9.0, stage_s=(1.0, 2.0), rank_s=(3.0, 4.0), memory_bytes=(5.0,)
+        ),
+    ).to_json()
+)
+
+
+def read_layout(text):
+    plan = ParallelPlan.from_json(text)
+    assert ParallelPlan.from_json(plan.to_json()) == plan
+    assert str(plan)
+    plan.configure({})
+
+
+DEVICE = {"type": "X", "tflops": 9.0, "memory_gib": 8.0, "memory_gb_s": 99.0, "node": "a"}
+CLUSTER = {
+    "version": 1,
+    "devices": [{**DEVICE, "count": 2}, {"type": "V100", "node": "b", "efficiency": 0.5}],
+    "links": {
+        "within": {"alpha_s": 1e-5},
+        "between": {"bytes_s": 1e9},
+        "pairs": [{"nodes": ["a", "b"], "alpha_s": 0, "bytes_s": 1e9}],
+    },
+}
+
+
+def read_devices(values):
+    assert parse_cluster(values).devices
+
+
+HOSTS = st.lists(
+    st.sampled_from(
+        ["node0", "node1", "slots", "=", "slots=2", "slots=0", "slots=x", "#", "\n", " "]
+    )
+    | st.text(max_size=4),
+    max_size=12,
+)
+
+
+@FAST
+@given(schedules())
+def test_texts_of_schedules(text):
+    refusal(read_schedule, text)
+
+
+@FAST
+@given(changed(LAYOUT))
+def test_layouts(values):
+    refusal(read_layout, json.dumps(values))
+
+
+@FAST
+@given(st.text(max_size=40))
+def test_layouts_of_any_text(text):
+    refusal(read_layout, text)
+
+
+@FAST
+@given(changed(CLUSTER))
+def test_clusters(values):
+    refusal(read_devices, values)
+
+
+@FAST
+@given(
+    st.lists(
+        st.sampled_from(["8", "x", "V100", "A100-80", ",", "0", "9" * 12, "-", " "])
+        | st.text(max_size=3),
+        max_size=6,
+    )
+)
+def test_clusters_in_short(words):
+    error = refusal(lambda text: read_cluster(text).devices, "".join(words))
+    assert error is None or error.key == "--cluster"
+
+
+@FAST
+@given(HOSTS.map("".join) | HOSTS.map(" ".join))
+def test_hostfiles(text):
+    hosts, findings = parse_hostfile(text)
+    assert hosts or findings
+    assert all(host.slots > 0 and not host.name.isspace() for host in hosts)
+    assert all(finding.status == "fail" and finding.remedy for finding in findings)
+
+
+@pytest.mark.slow
+@SLOW
+@given(schedules())
+def test_many_texts_of_schedules(text):
+    refusal(read_schedule, text)
+
+
+@pytest.mark.slow
+@SLOW
+@given(changed(LAYOUT), changed(CLUSTER))
+def test_many_layouts_and_clusters(layout, cluster):
+    refusal(read_layout, json.dumps(layout))
+    refusal(read_devices, cluster)
