@@ -315,6 +315,7 @@ class Job:
                     self.note(news)
                 if last:
                     break
+        engine.finish_saving()
         self.seconds = time.perf_counter() - started
         if stopped_after is not None:
             self._stop(stopped_after)
