@@ -23,12 +23,18 @@ from wavemare.engine.launch import (
     environment_rank,
     environment_world_size,
 )
-from wavemare.engine.manifest import read_manifest, resolve_tag
+from wavemare.engine.restart import restart_count
 from wavemare.errors import CheckpointError, ConfigError, DataError
 from wavemare.observe import Run, Screen, quiet_libraries
 from wavemare.recipes.arguments import JobArguments
 from wavemare.recipes.balancing import Balancing
 from wavemare.recipes.panel import start_up_panel
+from wavemare.recipes.restart import (
+    adapt_accumulation,
+    convert,
+    needs_conversion,
+    resume_after_restart,
+)
 
 __all__ = ["MEASURED", "Job", "resolve_schedule"]
 
@@ -51,7 +57,7 @@ class Job:
     """
 
     def __init__(self, arguments: JobArguments, title: str) -> None:
-        self.arguments = arguments
+        self.arguments = arguments = resume_after_restart(arguments)
         self.title = title
         self.balancing = Balancing(
             arguments.balance,
@@ -68,6 +74,7 @@ class Job:
         # All that can be refused is refused before torch and DeepSpeed take seconds to import.
         ensure_launched()
         self.world_size = environment_world_size()
+        self._place_reports()
         self.section = check_config(self.config, world_size=self.world_size)
         if self.section.balance.micro_steps is not None:
             raise ConfigError(
@@ -78,10 +85,13 @@ class Job:
             )
         self.stages = self.section.pipeline.stages
         replicas = self.world_size // self.section.model_ranks
+        if restart_count():
+            adapt_accumulation(self.config, replicas)
         self.batch = check_batch_sizes(self.config, data_world_size=replicas)
         quiet_libraries()
         self.rank = environment_rank()
         self.run = Run(Path(arguments.output), rank=self.rank)
+        self._foreign: str | None = None
         if arguments.resume:
             self._check_resume()
         self.screen = Screen(rank=self.rank)
@@ -89,6 +99,13 @@ class Job:
         self.first_step = 0
         self.seconds = 0.0
         self.tokens_per_second: float | None = None
+
+    def _place_reports(self) -> None:
+        """Have the watchdog write into the run folder, unless the configuration names another."""
+        section = self.config.setdefault(SECTION, {})
+        watchdog = section.setdefault("watchdog", {}) if isinstance(section, dict) else None
+        if isinstance(watchdog, dict):
+            watchdog.setdefault("folder", str(Path(self.arguments.output).resolve() / "watchdog"))
 
     def _check_resume(self) -> None:
         universal = bool(self.config.get("checkpoint", {}).get("load_universal"))
@@ -101,9 +118,8 @@ class Job:
                 "Start without --resume, or name the run's folder as --output",
             )
         if not universal:
-            tag = resolve_tag(self.checkpoints, None)
-            assert tag is not None  # latest is there
-            read_manifest(self.checkpoints / tag)
+            ranks = self.section.model_ranks
+            self._foreign = needs_conversion(self.checkpoints, self.world_size, ranks)
         elif self._saved_since(latest):
             raise ConfigError(
                 "checkpoint.load_universal",
@@ -140,6 +156,18 @@ class Job:
         init_distributed()
         quiet_libraries()
         transformers.set_seed(self.arguments.seed)
+        if self._foreign is not None:
+            self._convert(self._foreign)
+
+    def _convert(self, tag: str) -> None:
+        """Resume a checkpoint of another number of data-parallel ranks, by a universal one."""
+        from torch import distributed
+
+        if self.rank == 0:
+            self.note(f"{tag} is converted for {self.world_size} ranks")
+            convert(self.checkpoints, tag)
+        distributed.barrier()
+        self.config.setdefault("checkpoint", {})["load_universal"] = True
 
     def build(self, model: Any, corpus: Mapping[str, object], *, sequence_length: int) -> None:
         """Show the panel and build the engine.

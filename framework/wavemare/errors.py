@@ -82,7 +82,12 @@ class LaunchError(WavemareError, RuntimeError):
 
 
 class CommError(WavemareError, RuntimeError):
-    """A collective that cannot be done as asked, or that a peer has left."""
+    """A collective that cannot be done as asked, or that a peer has left.
+
+    The next attempt may well succeed, and so its exit code is not that of a mistake.
+    """
+
+    exit_code = 1
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:

@@ -78,6 +78,7 @@ def start(
     launcher: str,
     launcher_args: str,
     print_command: bool,
+    max_restarts: int = 0,
 ) -> None:
     """Run a program as ranks to its end, and leave with its exit code; or print the command.
 
@@ -90,6 +91,7 @@ def start(
         launcher: Its name.
         launcher_args: Its options, as a shell writes them.
         print_command: Whether to print instead.
+        max_restarts: How often to start the ranks again after they have failed.
 
     Raises:
         LaunchError: The hostfile or the launcher cannot be used.
@@ -110,6 +112,10 @@ def start(
     if print_command:
         _show(job.command(), job.variables())
         return
+    if max_restarts:
+        from wavemare.cli.restart import run_with_restarts
+
+        raise typer.Exit(run_with_restarts(job, max_restarts))
     raise typer.Exit(job.run())
 
 

@@ -34,6 +34,12 @@ def train(
     hostfile: Hostfile = None,
     launcher: LauncherName = "deepspeed",
     launcher_args: LauncherArguments = "",
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Start again that often after ranks have died, from the last checkpoint."
+        ),
+    ] = 0,
     print_command: PrintCommand = False,
 ) -> None:
     """Train a recipe; options that are not listed here go to the recipe unchanged.
@@ -58,6 +64,7 @@ def train(
         launcher=launcher,
         launcher_args=launcher_args,
         print_command=print_command,
+        max_restarts=max_restarts,
     )
 
 

@@ -1,0 +1,139 @@
+"""Ranks die; the job goes on from its last checkpoint by itself, as if nothing had happened."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+BIN = Path(sys.executable).parent
+STEPS, INTERVAL = 40, 10
+OPTIONS = {"max_steps": STEPS, "eval_interval": STEPS, "save_interval": INTERVAL}
+slow = pytest.mark.slow
+
+pytestmark = [pytest.mark.world_size(2), pytest.mark.timeout(900)]
+
+
+def steps_done(run):
+    file = run / "metrics.jsonl"
+    return file.read_text().count('"loss"') if file.exists() else 0
+
+
+def figures(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
+
+
+def ranks_of(process):
+    """Return the processes of a job that train, in no order."""
+    family = psutil.Process(process.pid).children(recursive=True)
+    return [
+        p for p in family if "wavemare.recipes.gpt.pretrain" in p.cmdline()[-60:] and is_rank(p)
+    ]
+
+
+def is_rank(process):
+    try:
+        return "RANK" in process.environ() and "--deepspeed_config" in process.cmdline()
+    except psutil.Error:
+        return False
+
+
+@pytest.fixture
+def killed(tmp_path):
+    """Run a command, kill one of its ranks at each of some steps; return code and output."""
+
+    def run(words, folder, *, at, limit=200):
+        log = tmp_path / "log"
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                [str(BIN / words[0]), *map(str, words[1:])],
+                cwd=tmp_path,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+                start_new_session=True,
+            )
+        try:
+            for step in at:
+                deadline = time.monotonic() + limit
+                while steps_done(folder) < step:
+                    assert process.poll() is None, log.read_text()[-4000:]
+                    assert time.monotonic() < deadline, log.read_text()[-4000:]
+                    time.sleep(0.01)
+                max(ranks_of(process), key=lambda p: p.environ()["RANK"]).kill()
+                while steps_done(folder) >= step and process.poll() is None:
+                    time.sleep(0.01)  # until the next attempt has cut off what it does again
+                    assert time.monotonic() < deadline, log.read_text()[-4000:]
+            process.wait(limit)
+        finally:
+            if process.poll() is None:
+                for descendant in psutil.Process(process.pid).children(recursive=True):
+                    descendant.kill()
+                process.kill()
+        return process.returncode, log.read_text()
+
+    return run
+
+
+@pytest.mark.parametrize("engine", ["zero", *(pytest.param(e, marks=slow) for e in ("pipemare",))])
+def test_a_job_survives_the_death_of_ranks(
+    command, small_options, recipe_config, killed, tmp_path, engine
+):
+    words = ["wavemare", "train", "gpt", "--config", recipe_config("gpt/pretrain", engine)]
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    options = small_options("gpt", parted, **OPTIONS)
+    code, output = killed([*words, "--max-restarts", 2, *options], parted, at=(13, 27))
+    assert code == 0, output[-4000:]
+    assert "restart 1 of 2" in output
+    assert "restart 2 of 2" in output
+    assert "resumed after step 10" in output
+    assert "resumed after step 20" in output
+    command(*words, *small_options("gpt", whole, **OPTIONS)).check()
+    assert figures(parted) == figures(whole)
+    weights = [(run / "model" / "model.safetensors").read_bytes() for run in (parted, whole)]
+    assert weights[0] == weights[1]
+
+
+@slow
+def test_torchrun_starts_ranks_again_by_itself(
+    command, small_options, recipe_config, killed, tmp_path
+):
+    config = recipe_config("gpt/pretrain", "zero")
+    recipe = ["wavemare.recipes.gpt.pretrain", "--deepspeed_config", config]
+    words = ["torchrun", "--standalone", "--nproc-per-node", 2, "--max-restarts", 2, "-m", *recipe]
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    code, output = killed([*words, *small_options("gpt", parted, **OPTIONS)], parted, at=(13,))
+    assert code == 0, output[-4000:]
+    assert "resumed after step 10" in output
+    train = ["wavemare", "train", "gpt", "--config", config]
+    command(*train, *small_options("gpt", whole, **OPTIONS)).check()
+    assert figures(parted) == figures(whole)
+
+
+@slow
+def test_fewer_ranks_go_on_with_the_same_batch(command, small_options, recipe_config, tmp_path):
+    """By a universal checkpoint, made on the way: the sums have another order, nothing else."""
+    words = ["wavemare", "train", "gpt", "--config", recipe_config("gpt/pretrain", "zero")]
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    command(*words, *small_options("gpt", whole, **OPTIONS)).check()
+    shutil.copytree(whole, parted)
+    for later in (parted / "checkpoints").glob("step-0000[234]*"):
+        shutil.rmtree(later)
+    (parted / "checkpoints" / "latest").write_text("step-000010")
+    options = small_options("gpt", parted, resume=True, **OPTIONS)
+    ended = command(*words, "--nproc", 1, *options).check()
+    assert "step-000010 is converted for 1 ranks" in ended.output
+    assert "resumed after step 10" in ended.output
+    for one, other in zip(figures(parted), figures(whole), strict=True):
+        assert one["samples"] == other["samples"] if "samples" in one else True
+        if "loss" in one:
+            assert one["loss"] == pytest.approx(other["loss"], rel=2e-3), one["step"]
+    assert figures(parted)[-1]["held_out_loss"] == pytest.approx(
+        figures(whole)[-1]["held_out_loss"], rel=2e-3
+    )
