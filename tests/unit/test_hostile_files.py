@@ -1,0 +1,182 @@
+"""No file of data, of a tokenizer or of a model can run code; doors of checkpoints are elsewhere.
+
+Those are ``test_checkpoint_files.py`` in ``tests/unit/engine``, ``test_checkpoint_faults.py`` in
+``tests/multiproc`` and, for Megatron's, ``test_foreign.py`` in ``tests/unit/megatron``.
+"""
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from wavemare.data.documents import Document
+from wavemare.data.megatron import open_indexed
+from wavemare.data.sources import load_documents
+from wavemare.data.tokenizer import load_tokenizer
+from wavemare.data.tokens import tokenize
+from wavemare.errors import CheckpointError, DataError, ModelError
+from wavemare.megatron.models import load_model
+from wavemare.megatron.pipeline_files import read_pipeline, write_pipeline
+
+
+class Evil:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.marker}",)
+
+
+@pytest.fixture
+def evil(tmp_path):
+    """Bytes of a pickle that makes a file; the test fails if that file is there at its end."""
+    marker = tmp_path / "marker"
+    content = pickle.dumps(Evil(marker))
+    pickle.loads(content)
+    assert marker.exists()  # it would
+    marker.unlink()
+    yield content
+    assert not marker.exists()
+
+
+def tiny():
+    transformers.set_seed(3)
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 8, "vocab_size": 11}
+    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def objects(evil):
+    """Return an array of objects in NumPy's format, whose content is the pickle."""
+    header = b"{'descr': '|O', 'fortran_order': False, 'shape': (1,), }"
+    header += b" " * (117 - len(header)) + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + evil
+
+
+def test_the_array_of_objects_is_one_that_numpy_would_unpickle(evil, tmp_path):
+    (tmp_path / "evil.npy").write_bytes(objects(pickle.dumps({"plain": 1})))
+    assert np.load(tmp_path / "evil.npy", allow_pickle=True) == {"plain": 1}
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {"<|endoftext|>": 0, "one": 1, "two": 2, "[UNK]": 3}
+    fast = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    fast.pre_tokenizer = pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=fast, eos_token="<|endoftext|>", unk_token="[UNK]"
+    )
+
+
+@pytest.mark.parametrize("name", ["tokens.npy", "offsets.npy", "store.json"])
+def test_the_cache_of_tokens(evil, tmp_path, tokenizer, name):
+    documents = [Document("a", "one two one")]
+    first = np.array(tokenize(documents, tokenizer, tmp_path / "cache").tokens)
+    (file,) = (tmp_path / "cache").glob(f"*/{name}")
+    for content in (evil, objects(evil)):
+        file.write_bytes(content)
+        again = tokenize(documents, tokenizer, tmp_path / "cache")  # it is built again
+        assert np.array_equal(again.tokens, first)
+
+
+@pytest.mark.parametrize("name", ["data.idx", "data.bin"])
+def test_megatrons_data(evil, tmp_path, name):
+    (tmp_path / "data.idx").write_bytes(b"MMIDIDX\x00\x00" + bytes(25))
+    (tmp_path / "data.bin").write_bytes(b"")
+    (tmp_path / name).write_bytes(evil)
+    with pytest.raises(DataError):
+        open_indexed(tmp_path / "data")
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow", "json", "jsonl", "csv", "tsv", "txt"])
+def test_tables_and_texts(evil, tmp_path, suffix):
+    file = tmp_path / f"data.{suffix}"
+    file.write_bytes(evil)
+    with pytest.raises(DataError):
+        load_documents(str(file), cache_dir=tmp_path / "cache")
+
+
+@pytest.mark.parametrize("suffix", ["pkl", "pickle", "py", "pt", "npy"])
+def test_formats_that_run_code_are_none_of_ours(evil, tmp_path, suffix):
+    (tmp_path / f"data.{suffix}").write_bytes(evil)
+    with pytest.raises(DataError):
+        load_documents(str(tmp_path / f"data.{suffix}"), cache_dir=tmp_path / "cache")
+    with pytest.raises(DataError):
+        load_documents(str(tmp_path), cache_dir=tmp_path / "cache")
+
+
+def test_a_saved_dataset(evil, tmp_path):
+    datasets.Dataset.from_dict({"text": ["one"]}).save_to_disk(str(tmp_path / "saved"))
+    for file in (tmp_path / "saved").iterdir():
+        kept = file.read_bytes()
+        file.write_bytes(evil)
+        with pytest.raises(DataError):
+            load_documents(str(tmp_path / "saved"), cache_dir=tmp_path / "cache")
+        file.write_bytes(kept)
+    datasets.load_from_disk(str(tmp_path / "saved"))  # whole again
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_tokenizer(evil, tmp_path, tokenizer, name):
+    tokenizer.save_pretrained(tmp_path / "saved")
+    (tmp_path / "saved" / name).write_bytes(evil)
+    with pytest.raises(DataError):
+        load_tokenizer(tmp_path / "saved")
+
+
+def test_a_tokenizer_with_code_of_its_own(tmp_path, tokenizer):
+    marker = tmp_path / "marker"
+    tokenizer.save_pretrained(tmp_path / "saved")
+    (tmp_path / "saved" / "own.py").write_text(f"open({str(marker)!r}, 'w')\nclass Own: pass\n")
+    config = json.loads((tmp_path / "saved" / "tokenizer_config.json").read_text())
+    config |= {"auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}, "tokenizer_class": "Own"}
+    (tmp_path / "saved" / "tokenizer_config.json").write_text(json.dumps(config))
+    try:
+        load_tokenizer(tmp_path / "saved")
+    except DataError:
+        pass
+    assert not marker.exists()
+
+
+def spoilers(evil, tmp_path):
+    """Return what puts the pickle into a file: as it is, and as torch would have."""
+    as_object = Evil(tmp_path / "marker")
+    return [lambda file: file.write_bytes(evil), lambda file: torch.save(as_object, file)]
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_a_model_of_transformers(evil, tmp_path):
+    tiny().save_pretrained(tmp_path / "model")
+    assert sorted(p.suffix for p in (tmp_path / "model").iterdir()) == [".json"] * 2 + [
+        ".safetensors"
+    ]
+    (weights,) = (tmp_path / "model").glob("*.safetensors")
+    weights.write_bytes(evil)
+    with pytest.raises(ModelError):
+        load_model(tmp_path / "model")
+    weights.unlink()
+    for spoil in spoilers(evil, tmp_path):
+        spoil(tmp_path / "model" / "pytorch_model.bin")
+        with pytest.raises(ModelError):
+            load_model(tmp_path / "model")
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_a_pipelines_layers(evil, tmp_path):
+    model = tiny()
+    step = write_pipeline(tmp_path / "pipeline", model, stages=1)
+    read_pipeline(tmp_path / "pipeline", model.config)
+    for spoil in spoilers(evil, tmp_path):
+        spoil(min(step.glob("layer_*")))
+        with pytest.raises(CheckpointError, match="read safely"):
+            read_pipeline(tmp_path / "pipeline", model.config)
