@@ -17,7 +17,7 @@ def parse_json(text: str) -> Any:
 
     Raises:
         ValueError: The reason, as part of a sentence: where the text is no JSON, a key that stands
-            twice, NaN or infinity, nesting or a number that is too long to be read.
+            twice, NaN or infinity, nesting that is too deep or a number that is too long.
     """
 
     def parse() -> Any:
@@ -43,6 +43,8 @@ def say_what_is_wrong(parse: Callable[[], Any]) -> Any:
         raise ValueError(f"not JSON at {place}: {error.msg}") from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    except OverflowError:  # hjson, of 1e999
+        raise ValueError("a number in it is too large") from None
     except ValueError as error:
         if "integer string conversion" not in str(error):
             raise

@@ -263,7 +263,8 @@ def _arguments(
     for name in values:
         if name not in names:
             reason = "a plan has no such key"
-            raise PlanError(f"{prefix}{name}", values[name], reason, did_you_mean(name, names))
+            key = f"{prefix}{name if name.strip() else repr(name)}"
+            raise PlanError(key, values[name], reason, did_you_mean(name, names))
     for name in sorted(names - values.keys()):
         raise PlanError(f"{prefix}{name}", None, "the key is missing", "Give what to_json wrote")
     return {

@@ -19,6 +19,7 @@ FILES = [
     pytest.param('config = {"a": 1}', "str rather than an object", "Write", id="an assignment"),
     pytest.param("[" * 50_000, "nested too deeply", "Mend", id="50,000 brackets"),
     pytest.param('{"a": ' + "1" * 5000 + "}", "too many digits", "Mend", id="5,000 digits"),
+    pytest.param('{"a": 1e999}', "a number in it is too large", "Mend", id="1e999"),
     pytest.param('{"a": 1}'.encode("utf-16"), "this is not text", "Name", id="UTF-16"),
 ]
 

@@ -84,6 +84,7 @@ LAYOUTS = [
     pytest.param(layout(version=2), "version", "reads version 1", id="a later version"),
     pytest.param(layout(version=True), "version", "Make the plan again", id="version true"),
     pytest.param(layout(stage=2), "stage", "Did you mean 'stages'?", id="a misspelt key"),
+    pytest.param(layout(**{"": 2}), "''", "no such key", id="a key without a name"),
     pytest.param(layout(global_batch="8"), "global_batch", "whole number", id="a batch in quotes"),
     pytest.param(layout(global_batch=9), "shares", "are not 9", id="another product"),
     pytest.param(layout(shares="22"), "shares", "no tuple", id="shares as text"),

@@ -20,7 +20,7 @@ FAST = settings(
     database=None,
     suppress_health_check=SUPPRESSED,
 )
-SLOW = settings(max_examples=30_000, deadline=None, database=None, suppress_health_check=SUPPRESSED)
+SLOW = settings(max_examples=3_000, deadline=None, database=None, suppress_health_check=SUPPRESSED)
 MOST_BYTES = 8 << 20  # of memory, for files of a few hundred bytes
 
 EXTREMES = [0, 1, 2, 127, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63 - 1, 2**63, 2**64 - 1]

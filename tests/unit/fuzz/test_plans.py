@@ -24,7 +24,7 @@ FAST = settings(
     database=None,
     suppress_health_check=SUPPRESSED,
 )
-SLOW = settings(max_examples=10_000, deadline=None, database=None, suppress_health_check=SUPPRESSED)
+SLOW = settings(max_examples=2_000, deadline=None, database=None, suppress_health_check=SUPPRESSED)
 NUMBERS = st.sampled_from(["0", "1", "2", "3", "-1", "9" * 18, "9" * 19, "1.5", "x", "²", ""])
 PIECES = [
     "0F0",
