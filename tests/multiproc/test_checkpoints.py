@@ -1,6 +1,7 @@
 """Checkpoints are DeepSpeed's own, whole or refused, and bound to a topology."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,16 @@ from safetensors.torch import load_file
 from wavemare.engine.manifest import read_manifest
 
 CASES = ["1", "3", "pipeline"]
+
+
+class Evil:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.marker}",)
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +134,12 @@ def test_another_topology_goes_through_the_universal_checkpoint(run, saved, tmp_
     if case == "pipemare":  # from then on two stages have stale micro-batches, and one has none
         assert losses[0] == pytest.approx(asynchronous[0], rel=1e-5)
         assert losses[1:] != pytest.approx(asynchronous[1:], rel=1e-5)
+    if case == "1":  # DeepSpeed reads these files past its checkpoint engine, and unpickles freely
+        for file in (folder / case / "universal" / "zero").rglob("exp_avg.pt"):
+            torch.save(Evil(tmp_path / "marker"), file)
+        error = run("refuse_universal", case, ranks=1, folder=folder).result(0)[case]
+        assert "cannot be read safely" in error["reason"]
+        assert not (tmp_path / "marker").exists()
 
 
 @pytest.mark.world_size(1)

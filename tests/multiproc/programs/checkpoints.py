@@ -77,9 +77,9 @@ def universal(folder: Path, case: str) -> dict:
     return {"losses": train(engine, case, batches(case, first=STEPS))}
 
 
-def refuse(folder: Path, case: str) -> dict:
+def refuse(folder: Path, case: str, action=load) -> dict:
     try:
-        load(folder, case)
+        action(folder, case)
     except wavemare.errors.CheckpointError as error:
         return {"key": error.key, "reason": error.reason, "remedy": error.remedy}
     return {}
@@ -120,6 +120,7 @@ if __name__ == "__main__":
         "stock": lambda where, case: load(where, case, deepspeed.initialize),
         "universal": universal,
         "refuse": refuse,
+        "refuse_universal": lambda where, case: refuse(where, case, universal),
         "interrupt": interrupt,
         "again": again,
     }

@@ -1,8 +1,10 @@
 """Ranks complete a checkpoint together or not at all; here ranks are threads."""
 
 import json
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -178,3 +180,17 @@ def test_the_list_can_be_read_as_json(tmp_path):
     prepare(tmp_path, "one").complete()
     content = json.loads((tmp_path / "one" / MANIFEST).read_text())
     assert set(content["files"]["0.pt"]) == {"bytes", "xxh3"}
+
+
+def test_two_hundred_background_saves_leave_no_thread_and_no_descriptor(tmp_path):
+    prepare(tmp_path, "one").complete()
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for number in range(200):
+        save = prepare(tmp_path, "one")
+        if number % 10 == 0:
+            save.files.take({}, "/dev/full")
+        writing = BackgroundSave(save)
+        with nullcontext() if number % 10 else pytest.raises(CheckpointError):
+            writing.wait()
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+    assert names(tmp_path) == ["latest", "one"]
