@@ -104,7 +104,8 @@ def _check_number(key: str, value: Any) -> None:
         raise ConfigError(key, value, "it is a text, not a number", "Write it without quotes")
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ConfigError(key, value, "it is not a number", "Give a number of 0 or more")
-    if not 0 <= value < math.inf:
+    number: Any = value  # of any library
+    if not 0 <= number < math.inf:
         raise ConfigError(key, value, "it is not from 0 to below infinity", "Give such a number")
 
 
