@@ -262,7 +262,9 @@ class NumericsGuard:
         if finding is None and not self._others:
             told = Finding("gradient", "", "of which it knows the norm alone")
             return replace(here, finding=told, arrived=True)
-        return replace(here, finding=finding or Finding("gradient", ""))
+        if finding is None and not bool(are_finite(gradients_of(self._engine))):
+            finding = Finding("gradient", "")
+        return replace(here, finding=finding)
 
     def _repeat(self, record: _Record) -> Finding | None:
         engine = self._engine

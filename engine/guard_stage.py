@@ -130,6 +130,8 @@ class StageWatch:
 
     def _explain_backward(self, held: _Held, gradients: list[Tensor]) -> Fault:
         here = self._fault(held)
+        if not bool(are_finite(self._floating(held.inputs))):
+            return replace(here, arrived=True, finding=Finding("activation", ""))
         if not bool(are_finite(gradients)):
             return replace(here, arrived=True, finding=Finding("gradient", ""))
         return replace(here, finding=self._second_pass(held, gradients, "gradient", backward=True))

@@ -110,7 +110,7 @@ class PipelineEngine(EngineMixin, _Batches, deepspeed.PipelineEngine):
             watch.end_forward(buffer_id, inputs, outputs, labels)
 
     def _exec_backward_pass(self, buffer_id: int) -> None:
-        if self.is_last_stage():
+        if self.is_last_stage() and isinstance(self.loss, torch.Tensor):
             self.loss = self.watched(self.loss)
         super()._exec_backward_pass(buffer_id)
         if self._stage_watch is not None:

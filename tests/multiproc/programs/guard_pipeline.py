@@ -1,0 +1,256 @@
+"""Wrong numbers in pipelines: one module of one stage spoils one micro-batch, or a bit flips.
+
+Arguments: folder, and a JSON object of [property, settings] by name.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import sys
+from functools import partial
+
+import deepspeed
+import torch
+from common import leave
+
+import wavemare
+from wavemare.engine import init_distributed
+from wavemare.engine.messages import Outbox
+from wavemare.errors import WavemareError
+from wavemare.pipeline.replay import Replay
+
+WIDTH, SIZE = 16, 2
+
+
+class Infinite(torch.autograd.Function):
+    """The identity, whose gradient is not finite."""
+
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * float("inf")
+
+
+class Spoil(torch.nn.Module):
+    """The identity, but for one micro-batch, known again by its contents in a second pass.
+
+    Args:
+        what: activation or gradient; None never spoils.
+        call: Which forward pass, counted from 0.
+    """
+
+    def __init__(self, what, call):
+        super().__init__()
+        self.what, self.call, self.seen, self.key = what, call, 0, None
+
+    def forward(self, x):
+        key = float(x.detach().sum())
+        if self.what and self.seen == self.call:
+            self.key = key
+        self.seen += 1
+        if key != self.key:
+            return x
+        return x * float("nan") if self.what == "activation" else Infinite.apply(x)
+
+
+def build_layers(num_stages, stage, what, call):
+    torch.manual_seed(7)
+    layers = []
+    for index in range(num_stages):
+        bad = what if index == stage else None
+        layers += [torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), Spoil(bad, call)]
+        layers.append(torch.nn.LayerNorm(WIDTH))
+    return layers
+
+
+def build(trouble, micro_batches, guard, section=None, **config):
+    stages = torch.distributed.get_world_size()
+    module = deepspeed.PipelineModule(
+        build_layers(stages, *trouble),
+        num_stages=stages,
+        loss_fn=torch.nn.functional.mse_loss,
+        partition_method="uniform",
+    )
+    pipeline = {"stages": stages}
+    if section is not None:
+        pipeline |= {"schedule": "pipemare", "pipemare": section}
+    config = {
+        "train_micro_batch_size_per_gpu": SIZE,
+        "gradient_accumulation_steps": micro_batches,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.0}},
+        "gradient_clipping": 0.0,
+        "steps_per_print": None,
+        "wavemare": {"pipeline": pipeline, "guard": guard},
+        **config,
+    }
+    return wavemare.initialize(model=module, config=config)[0]
+
+
+def batches(steps, micro_batches, left_out=-1):
+    generator = torch.Generator().manual_seed(1)
+    for step in range(steps):
+        for _ in range(micro_batches):
+            x = torch.randn(SIZE, WIDTH, generator=generator)
+            if step != left_out:
+                yield x, torch.sin(3 * x)
+
+
+def bits(parameters):
+    found = hashlib.sha256()
+    for parameter in parameters:
+        found.update(parameter.detach().numpy().tobytes())
+    return found.hexdigest()
+
+
+def train(engine, steps, micro_batches, left_out=-1):
+    data, applied = batches(steps + 2, micro_batches, left_out), []
+    for _ in range(steps - (left_out >= 0)):
+        engine.train_batch(data)
+        applied.append(bool(engine.was_step_applied()))
+    return applied
+
+
+def skip(trouble, micro_batches, said, **settings):
+    """A synchronous pipeline leaves a step out on all stages."""
+    bad = trouble[2] // micro_batches
+    engine = build(trouble, micro_batches, {"nonfinite": "skip"}, **settings)
+    applied = train(engine, 6, micro_batches)
+    found = {"applied": applied, "said": list(said), "steps": engine.global_steps}
+    twin = build([0, None, 0], micro_batches, {"nonfinite": "off"}, **settings)
+    train(twin, 6, micro_batches, bad)
+    found["same"] = bits(engine.module.parameters()) == bits(twin.module.parameters())
+    return found
+
+
+class CarefulAdamW(torch.optim.AdamW):
+    """Makes no step with gradients that are not finite."""
+
+    def step(self, closure=None):
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        if all(bool(p.grad.isfinite().all()) for p in parameters):
+            super().step()
+
+
+def replay(trouble, micro_batches, mode, said):
+    """An asynchronous pipeline that skips against its replay in one process, version by version."""
+    section = {"discrepancy_correction": {"mode": mode}}
+    engine = build(trouble, micro_batches, {"nonfinite": "skip"}, section)
+    steps = 14
+    data, losses, applied = batches(steps + 8, micro_batches), [], []
+    for _ in range(steps):
+        losses.append(float(engine.train_batch(data)))
+        applied.append(bool(engine.was_step_applied()))
+    engine.drain()
+    count = torch.distributed.get_world_size()
+    layers = build_layers(count, *trouble)
+    stages = [torch.nn.Sequential(*layers[4 * s : 4 * s + 4]) for s in range(count)]
+    twin = Replay(
+        stages,
+        torch.nn.functional.mse_loss,
+        lambda parameters: CarefulAdamW(parameters, lr=0.01, weight_decay=0.0),
+        micro_batches,
+        correction=mode,
+    )
+    data = batches(steps, micro_batches)
+    expected = [twin.step([next(data) for _ in range(micro_batches)]) for _ in range(steps)]
+    mine = list(stages[engine.stage_id].parameters())
+    pairs = zip(engine.module.parameters(), mine, strict=True)
+    return {
+        "losses": [losses, expected],
+        "applied": applied,
+        "distance": max(float((a - b).abs().max()) for a, b in pairs),
+        "finite": all(bool(p.isfinite().all()) for p in engine.module.parameters()),
+        "version": engine._version,
+        "said": list(said),
+    }
+
+
+def stop(trouble, micro_batches, said, guard=None, **settings):
+    """What each rank says when the run stops, and whether its weights are sound."""
+    engine = build(trouble, micro_batches, {"nonfinite": "stop"} | (guard or {}), **settings)
+    data, done = batches(9, micro_batches), 0
+    try:
+        for _ in range(6):
+            engine.train_batch(data)
+            done += 1
+    except WavemareError as error:
+        finite = all(bool(p.isfinite().all()) for p in engine.module.parameters())
+        return {"error": str(error), "type": type(error).__name__, "at": done, "finite": finite}
+    return {"error": None, "at": done}
+
+
+def flip(sender, message, checksum, said):
+    """One bit of one message changes between the sender and the network."""
+    engine = build([0, None, 0], 2, {"message_checksum": checksum}, {})
+    send, sent = Outbox.send, []
+
+    def sending(box, contents):
+        sent.append(1)
+        if torch.distributed.get_rank() == sender and len(sent) == message:
+            contents[-17] ^= 1  # the second bit of a number's exponent
+        send(box, contents)
+
+    Outbox.send = sending
+    data = batches(9, 2)
+    try:
+        losses = [float(engine.train_batch(data)) for _ in range(6)]
+    except WavemareError as error:
+        return {"error": str(error), "type": type(error).__name__, "notes": error.__notes__}
+    except RuntimeError as error:  # the other rank is gone
+        return {"gone": str(error)}
+    return {"losses": losses}
+
+
+def tied(rank, said):
+    """Tied weights over two stages, of which one copy changes by a bit after the second step."""
+    specs = [
+        deepspeed.pipe.TiedLayerSpec("w", torch.nn.Linear, WIDTH, WIDTH, bias=False),
+        deepspeed.pipe.LayerSpec(torch.nn.Tanh),
+        deepspeed.pipe.LayerSpec(torch.nn.Linear, WIDTH, WIDTH),
+        deepspeed.pipe.TiedLayerSpec("w", torch.nn.Linear, WIDTH, WIDTH, bias=False),
+    ]
+    module = deepspeed.PipelineModule(
+        specs, num_stages=2, loss_fn=torch.nn.functional.mse_loss, partition_method="uniform"
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": SIZE,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "steps_per_print": None,
+        "wavemare": {"guard": {"replica_digest_interval": 2}},
+    }
+    engine, data = wavemare.initialize(model=module, config=config)[0], batches(9, 2)
+    for step in range(6):
+        try:
+            engine.train_batch(data)
+        except WavemareError as error:
+            return {"error": str(error), "at": step + 1}
+        if step == 2 and torch.distributed.get_rank() == rank:
+            module.tied_modules["w"].weight.data.view(torch.int32)[1, 1] ^= 1 << 22
+    return {"error": None}
+
+
+def main() -> None:
+    init_distributed()
+    said = []
+    handler = logging.Handler()
+    handler.addFilter(lambda record: record.getMessage().startswith("guard"))
+    handler.emit = lambda record: said.append(record.getMessage())
+    found = {}
+    cases = json.loads(sys.argv[2])
+    for key, (name, settings) in cases.items():
+        said.clear()
+        logging.getLogger("wavemare").handlers = [handler]
+        found[key] = partial(globals()[name], said=said)(**settings)
+    alone = any(settings.get("checksum") for _, settings in cases.values())
+    leave(found, part=not alone)
+    if alone:  # the other rank waits for what will not come
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Numbers that go wrong in pipelines: who skips, who stops, what is said, and bits that flip."""
+
+import json
+import math
+
+import pytest
+
+ACTIVATION, GRADIENT = "activation", "gradient"
+TROUBLES = [[stage, what, 5] for stage in (0, 1) for what in (ACTIVATION, GRADIENT)]
+# Of a gradient that only the first stage has the last one does not hear.
+HEARD = [t for t in TROUBLES if t[:2] != [0, GRADIENT]]
+REPLAYS = {
+    f"{mode} {micro_batches} {trouble}": [
+        "replay",
+        {"trouble": trouble, "micro_batches": micro_batches, "mode": mode},
+    ]
+    for mode, micro_batches, trouble in [
+        ("off", 1, [3, ACTIVATION, 6]),
+        ("exact", 1, [1, ACTIVATION, 6]),
+        ("exact", 2, [2, GRADIENT, 9]),
+        ("ema", 1, [2, GRADIENT, 6]),
+    ]
+}
+CASES = {
+    2: {
+        **{f"skip {t}": ["skip", {"trouble": t, "micro_batches": 2}] for t in TROUBLES},
+        "skip ZeRO-1": [
+            "skip",
+            {
+                "trouble": [0, GRADIENT, 5],
+                "micro_batches": 2,
+                "zero_optimization": {"stage": 1},
+                "gradient_clipping": 0.5,
+            },
+        ],
+        **{
+            f"stop {name} {t}": ["stop", {"trouble": t, "micro_batches": 2, **settings}]
+            for t in TROUBLES
+            for name, settings in (("1f1b", {}), ("pipemare", {"section": {}}))
+            if name == "1f1b" or t in HEARD
+        },
+        "unnoticed": ["flip", {"sender": 0, "message": 6, "checksum": False}],
+        "clean": ["flip", {"sender": 0, "message": -1, "checksum": False}],
+        "tied": ["tied", {"rank": 1}],
+    },
+    4: REPLAYS,
+}
+
+
+@pytest.fixture(scope="module")
+def done():
+    return {}
+
+
+@pytest.fixture
+def found(launch, done):
+    def get(name):
+        ranks = next(ranks for ranks, cases in CASES.items() if name in cases)
+        if ranks not in done:
+            cases = json.dumps(CASES[ranks])
+            done[ranks] = launch("guard_pipeline.py", cases, ranks=ranks, timeout=120)
+        done[ranks].check()
+        return [done[ranks].result(rank)[name] for rank in range(ranks)]
+
+    return get
+
+
+def place(stage, what, call):
+    """Where a message says that it was."""
+    if stage == 0 and what == GRADIENT:
+        # No gradients leave the first stage: it knows those of its weights, after the last pass.
+        return "rank 0 (stage 0): the gradient of module '0' (of its parameter '0.bias')"
+    return f"rank {stage} (stage {stage}), micro-batch 2: the {what} of module '{4 * stage + 2}'"
+
+
+@pytest.mark.parametrize("name", [name for name in CASES[2] if name.startswith("skip")])
+def test_all_stages_of_a_synchronous_pipeline_skip_the_step(found, name):
+    for ours in found(name):
+        assert ours["applied"] == [True, True, False, True, True, True]
+        assert ours["steps"] == 6
+        assert ours["same"]
+    first, second = found(name)
+    where = place(*CASES[2][name][1]["trouble"])
+    told = f"in optimizer step 3 a number is not finite; first on {where}"
+    assert [line.startswith(f"guard: step skipped: {told}") for line in first["said"]] == [True]
+    assert second["said"] == []
+
+
+@pytest.mark.parametrize("name", REPLAYS)
+def test_an_asynchronous_pipeline_skips_as_its_replay_version_by_version(found, name):
+    stage, what, call = REPLAYS[name][1]["trouble"]
+    bad = call // REPLAYS[name][1]["micro_batches"]
+    for rank, ours in enumerate(found(name)):
+        losses, expected = ours["losses"]
+        assert math.isnan(losses[bad]) == (what == ACTIVATION)
+        assert losses == pytest.approx(expected, abs=1e-6, nan_ok=True)
+        # A gradient is bad where it is made and before; stages after that have stepped soundly.
+        skips = what == ACTIVATION or rank <= stage
+        assert ours["applied"] == [not (skips and step == bad) for step in range(14)]
+        assert ours["version"] == 14
+        assert ours["finite"]
+        assert ours["distance"] < 1e-6
+        named = f"the {what} of module '{4 * stage + 2}'"
+        assert [named in line for line in ours["said"]] == ([rank == stage] if skips else [])
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_a_synchronous_pipeline_stops_with_one_voice(found, trouble):
+    first, second = found(f"stop 1f1b {trouble}")
+    assert first == second
+    assert first["type"] == "NumericsError"
+    assert first["at"] == 2
+    assert first["finite"]
+    assert f"first on {place(*trouble)}" in first["error"]
+
+
+@pytest.mark.parametrize("trouble", HEARD)
+def test_each_asynchronous_stage_stops_before_it_steps(found, trouble):
+    stage, what, _ = trouble
+    results = found(f"stop pipemare {trouble}")
+    for rank, ours in enumerate(results):
+        assert ours["type"] == "NumericsError"
+        assert ours["finite"]
+        assert ours["at"] == 2
+        # Forward it comes to later stages, backward to the earlier ones.
+        seen = what if rank >= stage else GRADIENT
+        assert f"on rank {rank} (stage {rank}), micro-batch 2: the {seen}" in ours["error"]
+        assert ("came from a neighbouring stage" in ours["error"]) == (rank != stage)
+    assert f"of module '{4 * stage + 2}'" in results[stage]["error"]
+
+
+def test_a_wrong_bit_in_a_message_goes_unnoticed_without_checksum(found):
+    for wrong, clean in zip(found("unnoticed"), found("clean"), strict=True):
+        assert wrong["losses"] != clean["losses"]
+        assert all(map(math.isfinite, wrong["losses"]))
+
+
+@pytest.mark.parametrize(
+    ("sender", "contents"), [(0, "activation of micro-batch"), (1, "gradient of micro-batch")]
+)
+def test_a_wrong_bit_in_a_message_is_an_error_with_checksum(launch, sender, contents):
+    case = {"flip": ["flip", {"sender": sender, "message": 6, "checksum": True}]}
+    finished = launch("guard_pipeline.py", json.dumps(case))
+    receiver = 1 - sender
+    found = finished.result(receiver)["flip"]
+    assert found["type"] == "CommError"
+    assert f"message from rank {sender} to rank {receiver} = '{contents}" in found["error"]
+    assert "its checksum does not fit" in found["error"]
+    assert f"rank {receiver}, stage {receiver}, optimizer step" in found["notes"][0]
+
+
+def test_copies_of_a_tied_weight_that_differ_are_found(found):
+    for ours in found("tied"):
+        assert ours["at"] == 4
+        assert "the weights of the ranks 0, 1 differ" in ours["error"]
+        assert "first in parameter 'w.weight'" in ours["error"]
