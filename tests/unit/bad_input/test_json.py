@@ -261,6 +261,12 @@ SECTIONS = [
         id="a split of no modules",
     ),
     pytest.param(
+        ours(parallel={"stages": [["h.0", 3]]}),
+        "wavemare.parallel.stages[0][1]",
+        ["3", "in quotes"],
+        id="a number for a pattern",
+    ),
+    pytest.param(
         ours(parallel={"replica": "all"}),
         "wavemare.parallel.replica",
         ["'rest' or a valid integer"],
