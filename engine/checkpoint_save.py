@@ -154,7 +154,7 @@ class BackgroundSave:
     @property
     def has_failed(self) -> bool:
         """Whether it has ended with an error, which `wait` raises."""
-        return not self._thread.is_alive() and self._error is not None
+        return self._error is not None
 
     def wait(self) -> None:
         """Wait until it has ended.

@@ -72,6 +72,45 @@ def test_older_ones_go_when_the_new_one_is_named(tmp_path, monkeypatch):
     assert names(tmp_path) == ["3", "4", "latest"]
 
 
+def test_what_a_name_promises_is_on_the_disk_before_the_name(tmp_path, monkeypatch):
+    done = []
+
+    def spy(name, label):
+        real = getattr(os, name)
+
+        def call(*args, **kwargs):
+            result = real(*args, **kwargs)
+            done.append(label(*args))
+            return result
+
+        monkeypatch.setattr(os, name, call)
+
+    def synced(descriptor):
+        return "sync " + os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    spy("fsync", synced)
+    spy("rename", lambda old, new: f"name {os.path.basename(new)}")
+    spy("replace", lambda old, new: f"name {os.path.basename(new)}")
+    (tmp_path / "run").mkdir()
+    save = prepare(tmp_path / "run", "one")
+    (save.partial / "inner").mkdir()
+    (save.partial / "inner" / "copied").write_text("x")
+    save.complete()
+    order = [step for step in done if not step.endswith(".tmp")]
+    assert order == [
+        "sync 0.pt",
+        "sync copied",
+        f"name {MANIFEST}",
+        "sync .one.partial",
+        "sync inner",
+        "sync .one.partial",
+        "name one",
+        "sync run",
+        "name latest",
+        "sync run",
+    ]
+
+
 def test_one_that_cannot_be_removed_does_not_spoil_the_new_one(tmp_path, monkeypatch, caplog):
     def refuse(*args):
         raise PermissionError(13, "Permission denied")
