@@ -8,8 +8,10 @@ import pytest
 from pydantic import BaseModel
 
 from wavemare.comm.config import CompressorConfig, SparseCollectiveConfig
+from wavemare.engine.checkpoint_config import CheckpointConfig
 from wavemare.engine.config import TensorParallelConfig, check_batch_sizes, check_config
 from wavemare.engine.parallel_config import ParallelConfig
+from wavemare.engine.watchdog.config import WatchdogConfig
 from wavemare.pipeline.config import PipelineConfig
 from wavemare.pipeline.staleness import max_staleness, mean_delay
 from wavemare.pipeline.wave_config import WaveletConfig
@@ -73,6 +75,7 @@ def defaults(section, prefix=""):
         ("parallel", ParallelConfig()),
         ("sparse_collective", SparseCollectiveConfig(compressor=CompressorConfig())),
         ("watchdog", WatchdogConfig()),
+        ("checkpoint", CheckpointConfig()),
     ],
 )
 def test_every_key_is_documented_with_its_default(name, section):
