@@ -21,6 +21,7 @@ from wavemare.cli.bench_shared import (
     print_wide,
     save,
 )
+from wavemare.cli.bench_soak import soak
 from wavemare.cli.bench_training import training
 from wavemare.cli.bench_wave import wave
 from wavemare.cli.bench_whale import whale
@@ -174,6 +175,7 @@ bench.command()(training)
 bench.command()(wave)
 bench.command()(whale)
 bench.command()(kernels)
+bench.command()(soak)
 bench.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(quality)
 
 

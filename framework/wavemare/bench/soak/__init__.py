@@ -1,0 +1,1 @@
+"""``wavemare bench soak``: hours of training with faults injected at random."""

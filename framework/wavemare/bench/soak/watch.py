@@ -1,0 +1,126 @@
+"""What a long run must not do: learn something else after a fault, or grow."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+__all__ = ["Losses", "Sizes", "shared_memory_segments"]
+
+_SHARED_MEMORY = Path("/dev/shm")
+_LEAST_SAMPLES = 9
+_MIB = 2**20
+
+
+class Losses:
+    """Follows ``metrics.jsonl``, and compares what is trained twice: before a death and after.
+
+    Args:
+        file: Of the run.
+
+    Attributes:
+        by_step: The losses so far.
+        lines: How many losses were read as they were written.
+        repeated: How many steps were trained again.
+        different: Those that had another loss then, with both losses.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._inode = 0
+        self._offset = 0
+        self.by_step: dict[int, float] = {}
+        self.lines = 0
+        self.repeated = 0
+        self.different: list[tuple[int, float, float]] = []
+        self._last = 0
+
+    def update(self) -> None:
+        """Read what is new. Another file is one that a restart has cut off at its checkpoint."""
+        try:
+            inode = self._file.stat().st_ino
+            with self._file.open("rb") as file:
+                cut = inode != self._inode
+                file.seek(0 if cut else self._offset)
+                lines = file.read().splitlines(keepends=True)
+        except FileNotFoundError:
+            return
+        if lines and not lines[-1].endswith(b"\n"):
+            lines.pop()  # it is being written
+        self._offset = sum(map(len, lines)) + (0 if cut else self._offset)
+        self._inode = inode
+        for text in lines:
+            line = json.loads(text)
+            if "loss" in line:
+                self._note(int(line["step"]), line["loss"], again=not cut)
+
+    def _note(self, step: int, loss: float, *, again: bool) -> None:
+        self.lines += again
+        known = self.by_step.setdefault(step, loss)
+        if known != loss:
+            self.different.append((step, known, loss))
+        elif again and step <= self._last:
+            self.repeated += 1
+        self._last = max(self._last, step)
+
+
+@dataclass
+class Sizes:
+    """What one process of an attempt holds, over time.
+
+    Args:
+        pid: The process.
+        warmup_s: Seconds after its first training step that do not count.
+    """
+
+    pid: int
+    warmup_s: float
+    samples: list[dict[str, float]] = field(default_factory=list)
+    _since: float = field(default_factory=time.monotonic)
+
+    def sample(self) -> None:
+        """Look at the process, if it lives and has warmed up."""
+        if time.monotonic() - self._since < self.warmup_s:
+            return
+        try:
+            process = psutil.Process(self.pid)
+            with process.oneshot():
+                sample = {
+                    "memory_mib": process.memory_full_info().uss / _MIB,
+                    "files": float(process.num_fds()),
+                    "threads": float(process.num_threads()),
+                    "children": float(len(process.children())),
+                }
+        except psutil.Error:
+            return
+        self.samples.append(sample)
+
+    def growth(self) -> dict[str, float]:
+        """Return by how much the last third of the samples exceeds the first one, relatively.
+
+        Medians are compared, as a background save holds a copy of the weights for a moment. Empty
+        if there are too few samples.
+        """
+        third = len(self.samples) // 3
+        if len(self.samples) < _LEAST_SAMPLES:
+            return {}
+        first, last = self.samples[:third], self.samples[-third:]
+
+        def median(samples: Sequence[dict[str, float]], key: str) -> float:
+            return statistics.median(sample[key] for sample in samples)
+
+        return {
+            key: median(last, key) / max(median(first, key), 1.0) - 1 for key in self.samples[0]
+        }
+
+
+def shared_memory_segments() -> int:
+    """Return how many segments of shared memory this machine has."""
+    return len(os.listdir(_SHARED_MEMORY)) if _SHARED_MEMORY.is_dir() else 0

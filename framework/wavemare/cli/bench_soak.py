@@ -1,0 +1,99 @@
+"""``wavemare bench soak``: hours of training under faults."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from wavemare.cli.bench_shared import JsonFile, check_writable, print_wide, save
+from wavemare.errors import ConfigError, did_you_mean
+
+__all__ = ["soak"]
+
+_WIDTH = 110
+
+
+def soak(
+    systems: Annotated[
+        str, typer.Option(help="pipemare, sparse, or both with a comma between.")
+    ] = "pipemare,sparse",
+    minutes: Annotated[float, typer.Option(help="Of each system.", min=0.5)] = 120.0,
+    seed: Annotated[int, typer.Option(help="Of the faults.")] = 0,
+    warmup: Annotated[
+        float, typer.Option(help="Seconds after a start in which ranks may grow.", min=0)
+    ] = 60.0,
+    limit: Annotated[float, typer.Option(help="Share by which ranks may grow afterwards.")] = 0.01,
+    folder: Annotated[Path, typer.Option(help="Of the runs, removed first.")] = Path("runs/soak"),
+    json_file: JsonFile = None,
+) -> None:
+    """Train with random pauses, deaths and slow links; compare losses, watch for growth.
+
+    Fails if a step that was trained again had another loss, if ranks grew beyond the limit, or if
+    shared memory was left behind.
+    """
+    from wavemare.bench.machine import describe_machine
+    from wavemare.bench.soak.run import SYSTEMS, Soak
+
+    names = [name.strip() for name in systems.split(",")]
+    for name in names:
+        if name not in SYSTEMS:
+            remedy = did_you_mean(name, SYSTEMS)
+            raise ConfigError("--systems", name, "there is no such system", remedy)
+    check_writable("--json", json_file)
+    check_writable("--folder", folder, is_folder=True)
+    rows = []
+    for name in names:
+        place = folder / name
+        shutil.rmtree(place, ignore_errors=True)
+        rows.append(Soak(name, minutes, seed, place.resolve(), warmup, typer.echo).run())
+    _show(rows)
+    save(json_file, {"machine": describe_machine(), "seed": seed, "rows": rows})
+    if problems := [problem for row in rows for problem in _problems(row, limit)]:
+        typer.echo("\n".join(problems), err=True)
+        raise typer.Exit(1)
+
+
+def _problems(row: dict[str, Any], limit: float) -> list[str]:
+    name = row["system"]
+    found = []
+    if row["exit_code"]:
+        found.append(f"{name}: exit code {row['exit_code']}")
+    for key in ("different_losses", "reference_differs"):
+        if row[key]:
+            found.append(f"{name}: {key.replace('_', ' ')}: {row[key]}")
+    for key, growth in row["growth"].items():
+        if growth is not None and growth >= limit:
+            found.append(f"{name}: {key} grew by {growth:.1%}")
+    if row["shared_memory_segments"] > 0:
+        found.append(f"{name}: {row['shared_memory_segments']} segments of shared memory stay")
+    return found
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    from rich import box
+    from rich.table import Table
+
+    table = Table("", *(row["system"] for row in rows), box=box.SIMPLE_HEAD)
+
+    def line(name: str, texts: list[str]) -> None:
+        table.add_row(name, *texts)
+
+    line("steps", [str(row["steps"]) for row in rows])
+    line("loss", [f"{row['first_loss']:.3f} to {row['last_loss']:.3f}" for row in rows])
+    for kind in ("pause", "kill", "slow link"):
+        line(kind, [str(row["faults"][kind]) for row in rows])
+    line("steps trained again", [str(row["repeated_steps"]) for row in rows])
+    line("with another loss", [str(row["different_losses"]) for row in rows])
+    line("steps beside a run in peace", [str(row["reference_steps"]) for row in rows])
+    line("with another loss", [str(row["reference_differs"]) for row in rows])
+    for key in ("memory_mib", "files", "threads", "children"):
+        line(f"growth of {key}", [_percent(row["growth"][key]) for row in rows])
+    line("longest watch of a rank", [f"{row['longest_watch_s']:.0f} s" for row in rows])
+    print_wide(table, _WIDTH)
+
+
+def _percent(growth: float | None) -> str:
+    return "too short" if growth is None else f"{growth:+.2%}"

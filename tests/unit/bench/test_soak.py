@@ -1,0 +1,92 @@
+"""What a soak watches: losses after a restart, and what processes hold."""
+
+import json
+import os
+
+import pytest
+
+from wavemare.bench.soak.faults import draw_faults
+from wavemare.bench.soak.run import SYSTEMS, configuration
+from wavemare.bench.soak.watch import Losses, Sizes
+from wavemare.cli.bench_soak import _problems
+from wavemare.engine.config import check_config
+
+
+def write(file, losses, mode="w"):
+    with file.open(mode) as lines:
+        lines.writelines(json.dumps({"step": s, "loss": v}) + "\n" for s, v in losses)
+
+
+def test_steps_that_are_trained_again_are_compared(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    losses = Losses(file)
+    losses.update()  # before there is a file
+    write(file, [(1, 5.0), (2, 4.5)])
+    losses.update()
+    write(file, [(3, 4.2), (4, 4.0)], "a")
+    with file.open("a") as half:
+        half.write('{"step": 5, "lo')  # the rank was killed here
+    losses.update()
+    assert losses.by_step == {1: 5.0, 2: 4.5, 3: 4.2, 4: 4.0}
+    replacement = tmp_path / "new"
+    write(replacement, [(1, 5.0), (2, 4.5)])  # resumed after step 2
+    os.replace(replacement, file)
+    losses.update()
+    assert (losses.repeated, losses.different) == (0, [])
+    write(file, [(3, 4.2), (4, 4.1), (5, 3.9)], "a")
+    losses.update()
+    assert losses.repeated == 1
+    assert losses.different == [(4, 4.0, 4.1)]
+    assert losses.by_step[5] == 3.9
+
+
+def test_growth_is_that_of_medians_after_the_warm_up():
+    sizes = Sizes(os.getpid(), warmup_s=0)
+    assert sizes.growth() == {}
+    sizes.samples = [{"memory_mib": m, "files": 7.0} for m in [100] * 4 + [101, 300] + [102] * 4]
+    assert sizes.growth() == {"memory_mib": pytest.approx(0.02), "files": 0.0}
+    sizes.sample()
+    assert sizes.samples[-1]["memory_mib"] > 1
+    late = Sizes(os.getpid(), warmup_s=100)
+    late.sample()
+    assert late.samples == []
+
+
+def test_faults_are_drawn_again_from_their_seed():
+    faults = draw_faults(120, 2, 7, links=True)
+    assert faults == draw_faults(120, 2, 7, links=True) != draw_faults(120, 2, 8, links=True)
+    assert faults == sorted(faults)
+    assert {fault.kind for fault in faults} == {"pause", "kill", "slow link"}
+    assert all(120 * 15 <= fault.at_s <= 120 * 45 for fault in faults)
+    assert "slow link" not in {f.kind for f in draw_faults(120, 2, 7, links=False)}
+    assert {fault.kind for fault in draw_faults(1, 2, 7, links=True)} >= {"pause", "kill"}
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_the_configurations_can_be_run(system):
+    check_config(configuration(system), world_size=2)
+
+
+GOOD = {
+    "system": "sparse",
+    "exit_code": 0,
+    "different_losses": 0,
+    "reference_differs": 0,
+    "growth": {"memory_mib": 0.009, "files": None},
+    "shared_memory_segments": 0,
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"exit_code": 143},
+        {"different_losses": 1},
+        {"reference_differs": 2},
+        {"growth": {"memory_mib": 0.011}},
+        {"shared_memory_segments": 1},
+    ],
+)
+def test_a_soak_fails_for_each_promise_that_is_broken(change):
+    assert _problems(GOOD, 0.01) == []
+    assert len(_problems({**GOOD, **change}, 0.01)) == 1
