@@ -9,6 +9,7 @@ from pydantic import Field
 
 from wavemare.comm.config import SparseCollectiveConfig
 from wavemare.engine.balance_config import BalanceConfig, check_balance
+from wavemare.engine.checkpoint_config import CheckpointConfig, check_checkpoint
 from wavemare.engine.config_file import load_config
 from wavemare.engine.config_shape import (
     SECTION,
@@ -17,7 +18,6 @@ from wavemare.engine.config_shape import (
     check_zero_stage,
     misplaced_keys,
 )
-from wavemare.engine.checkpoint_config import CheckpointConfig, check_checkpoint
 from wavemare.engine.guard_config import GuardConfig, check_guard
 from wavemare.engine.parallel_config import ParallelConfig
 from wavemare.engine.sparse_checks import check_sparse_collective

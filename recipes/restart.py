@@ -64,14 +64,14 @@ def needs_conversion(checkpoints: Path, world_size: int, model_ranks: int) -> st
 
 
 def convert(checkpoints: Path, tag: str) -> None:
-    """Make a universal checkpoint of one, by DeepSpeed's own program; one process calls it.
+    """Make a universal checkpoint of one, in a process of its own; one rank calls it.
 
     Raises:
         CheckpointError: The program failed.
     """
     universal = checkpoints / f"{tag}_universal"
     partial = universal.with_name(f".{universal.name}.partial")
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+    command = [sys.executable, "-m", "wavemare.universal"]
     words = ["--input_folder", str(checkpoints / tag), "--output_folder", str(partial)]
     environment = {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES}
     done = subprocess.run(

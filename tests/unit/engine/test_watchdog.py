@@ -1,4 +1,4 @@
-"""Who holds up a run: the judgement, what a rank tells of itself, and watchdogs that ask each other."""
+"""Who holds up a run: the judgement, what ranks tell of themselves, how watchdogs ask."""
 
 import asyncio
 import os
