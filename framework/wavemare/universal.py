@@ -1,6 +1,7 @@
 """``python -m wavemare.universal``: DeepSpeed's ``ds_to_universal``, run safely.
 
-The options are DeepSpeed's: ``--input_folder``, ``--output_folder``. Files that would run code are refused.
+The options are DeepSpeed's: ``--input_folder`` and ``--output_folder``. Files that would run code
+are refused.
 """
 
 from __future__ import annotations
