@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 PROGRAMS = Path(__file__).parent / "multiproc" / "programs"
@@ -188,3 +191,42 @@ def no_leaked_environment() -> Iterator[None]:
     after = {k: v for k, v in os.environ.items() if k not in ignored}
     leaked = {k for k in before.keys() | after.keys() if before.get(k) != after.get(k)}
     assert not leaked, f"environment variables changed: {sorted(leaked)}"
+
+
+# Of libraries and of pytest's own helpers: they live as long as the process.
+_LASTING_THREADS = ("ThreadPoolExecutor", "asyncio_", "tqdm", "execnet", "pytest_timeout", "Tqdm")
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_threads_or_processes() -> Iterator[None]:
+    """A test must end the threads and processes that it starts."""
+    threads, children = set(threading.enumerate()), _children()
+    yield
+    deadline = time.monotonic() + 5  # some end a moment after what they served
+    while (left := _left(threads, children)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not left, f"still running: {left}"
+
+
+def _children() -> set[int]:
+    """Return the numbers of this process's children, by way of the threads that started them."""
+    numbers = set()
+    for file in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            numbers.update(map(int, file.read_text().split()))
+    return numbers
+
+
+def _left(threads: set[threading.Thread], children: set[int]) -> list[str]:
+    found = [
+        f"thread {thread.name}"
+        for thread in threading.enumerate()
+        if thread not in threads and not thread.name.startswith(_LASTING_THREADS)
+    ]
+    for number in _children() - children:
+        with contextlib.suppress(psutil.Error):
+            child = psutil.Process(number)
+            words = " ".join(child.cmdline())
+            if child.status() != psutil.STATUS_ZOMBIE and "rank_server" not in words:
+                found.append(f"process {number} {words[:120]}")
+    return found

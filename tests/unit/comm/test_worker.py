@@ -1,6 +1,7 @@
 """The thread of the collectives: order, handles, errors, and its end."""
 
 import gc
+import os
 import threading
 import time
 import weakref
@@ -156,3 +157,18 @@ def test_a_worker_without_work_has_no_thread():
     worker = Worker("idle")
     assert threading.active_count() == before
     worker.close()
+
+
+def test_two_hundred_workers_leave_no_thread_and_no_descriptor():
+    def run():
+        worker = Worker("many")
+        handle = worker.submit(lambda statistics: 5, CPU)
+        assert handle.wait() == 5
+        worker.close()
+
+    run()
+    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for _ in range(200):
+        run()
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) == files
