@@ -209,6 +209,7 @@ class Engine(ColocatedHeads, EngineMixin, deepspeed.DeepSpeedEngine):
 
     def _kept(self, batch: Any) -> Any:
         """Return a batch on the device, for passes that are not the whole model's."""
+        PROGRESS.at("waves of micro-batches")
         batch = _to_device(batch, self.device)
         if self._guard is not None:
             self._guard.keep(*_as_arguments(batch))

@@ -170,6 +170,7 @@ class EngineMixin(CheckpointMixin):
         if self._sparse is not None:
             self._sparse.close()
         if self.watchdog is not None:
+            self.watchdog.bid_farewell()
             self.watchdog.stop()
         super().destroy()
 

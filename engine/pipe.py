@@ -26,7 +26,7 @@ _NEIGHBOURS = {kind: distance for kind, (_, distance) in (SENDS | RECEIVES).item
 
 
 class _Batches:
-    """Accepts Hugging Face batches, and evaluations of another shape than the training's."""
+    """Accepts Hugging Face batches, and evaluations of another shape; tells the watchdog."""
 
     _shapes: Shapes | None = None
 
@@ -59,6 +59,15 @@ class _Batches:
         super().reset_activation_shape()  # type: ignore[misc]
         self._shapes = None
 
+    def train_batch(self, data_iter: Any = None) -> Any:
+        """Train an optimizer step as ``deepspeed.PipelineEngine.train_batch``."""
+        with self.training_step():  # type: ignore[attr-defined]
+            return super().train_batch(data_iter)  # type: ignore[misc]
+
+    def _exec_schedule(self, pipe_schedule: Any) -> None:
+        grid = self.grid  # type: ignore[attr-defined]
+        super()._exec_schedule(Followed(pipe_schedule, PROGRESS, grid, _NEIGHBOURS))  # type: ignore[misc]
+
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate as ``deepspeed.PipelineEngine.eval_batch``.
 
@@ -89,14 +98,6 @@ class PipelineEngine(EngineMixin, _Batches, deepspeed.PipelineEngine):
 
     def _train_schedule(self) -> PlanSchedule:
         return PlanSchedule(self.micro_batches, self.num_stages, self.stage_id)
-
-    def train_batch(self, data_iter: Any = None) -> Any:
-        """Train an optimizer step as ``deepspeed.PipelineEngine.train_batch``."""
-        with self.training_step():
-            return super().train_batch(data_iter)
-
-    def _exec_schedule(self, pipe_schedule: Any) -> None:
-        super()._exec_schedule(Followed(pipe_schedule, PROGRESS, self.grid, _NEIGHBOURS))
 
     def _exec_forward_pass(self, buffer_id: int) -> None:
         watch = self._stage_watch if torch.is_grad_enabled() and self.module.training else None

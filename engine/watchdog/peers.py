@@ -15,7 +15,8 @@ from wavemare.engine.watchdog.standing import Absent, Whereabouts
 __all__ = ["ask", "ask_all", "listening_socket", "serve"]
 
 _LIMIT = 1 << 20  # bytes of a line
-_ANSWER_S = 1.5
+# A packet that is lost is sent again after a second; a busy rank answers late.
+_ANSWER_S = 3.0
 _AT_ONCE = 64
 
 Answer = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
@@ -36,7 +37,7 @@ async def serve(listener: socket.socket, token: Callable[[], str], answer: Answe
     """
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError, ValueError, TimeoutError):
+        with suppress(OSError, ValueError, TimeoutError, RecursionError):
             line = await asyncio.wait_for(reader.readline(), _ANSWER_S)
             request = json.loads(line)
             known = token()

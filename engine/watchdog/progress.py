@@ -63,6 +63,7 @@ class Progress:
         self.position = 0
         self.thread = threading.main_thread().ident
         self._steps = 0
+        self._pardoned: tuple[Place, float] = (self.place, 0.0)
 
     @contextmanager
     def doing(self, what: str, *, long: bool = False) -> Iterator[None]:
@@ -110,6 +111,18 @@ class Progress:
     def end_step(self) -> None:
         """Note that an optimizer step has ended, after which nothing new is compiled."""
         self._steps += 1
+
+    @property
+    def age_s(self) -> float:
+        """Seconds in which the process could have moved, and is still in its present place."""
+        place, (pardoned, seconds) = self.place, self._pardoned
+        return time.monotonic() - place.since - (seconds if pardoned is place else 0.0)
+
+    def pardon(self, seconds: float) -> None:
+        """Do not count the last so many seconds: nothing could move in them."""
+        place, (pardoned, before) = self.place, self._pardoned
+        seconds = min(seconds, time.monotonic() - place.since)
+        self._pardoned = (place, seconds + (before if pardoned is place else 0.0))
 
     def patience(self, timeout_s: float, start_timeout_s: float) -> float:
         """Return the seconds that the present place may take."""

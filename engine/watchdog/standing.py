@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import linecache
 import sys
-import time
 from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any
@@ -119,7 +118,7 @@ class Standing:
             rank=rank,
             what=str(place),
             peer=place.peer,
-            age_s=time.monotonic() - place.since,
+            age_s=progress.age_s,
             patience_s=progress.patience(config.timeout_s, config.start_timeout_s),
             outside=place.outside,
             waits=place.peer is not None or _waits(frames),

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from wavemare.engine.job_environment import own_address
 from wavemare.engine.launch import environment_rank
 from wavemare.engine.leaving import leave_at_once
 from wavemare.engine.watchdog.config import WatchdogConfig
+from wavemare.engine.watchdog.farewell import Farewells
 from wavemare.engine.watchdog.peers import ask_all, listening_socket, serve
 from wavemare.engine.watchdog.progress import PROGRESS, Progress
 from wavemare.engine.watchdog.report import write_report
@@ -44,8 +46,15 @@ _LONGEST_TICK_S = 1.0
 _TURN_S, _LONGEST_TURN_S = 0.05, 2.0
 # For the others' reports and the one summary, before a launcher ends the rest.
 _GRACE_S = 1.0
+# After which the process ends though its report, or what it prints, is held up: a file system that
+# has gone, a pipe that nobody reads.
+_LAST_S = 5.0
 _JOIN_S = 5.0
+_PAUSE_S = 1.0
+"""A tick that comes so much too late: this process has been suspended."""
+
 _KEY = "wavemare/watchdog"
+_LOOPBACK = "127.0.0.1"
 
 _meetings = itertools.count()
 """This process's; all ranks come to the same ones."""
@@ -56,6 +65,16 @@ _running: list[Watchdog] = []
 def current() -> Watchdog | None:
     """Return the watchdog of this process, if one is running."""
     return _running[-1] if _running else None
+
+
+def _forget_in_child() -> None:
+    # A loader's worker that held the socket would make a rank that was killed seem to stand still.
+    for watchdog in _running:
+        watchdog._listener.close()
+    _running.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class Watchdog:
@@ -71,6 +90,7 @@ class Watchdog:
         config: The section ``watchdog``.
         progress: Of this process.
         leave: Ends the process; for tests.
+        force: Ends it in any case; for tests.
     """
 
     def __init__(
@@ -78,17 +98,21 @@ class Watchdog:
         config: WatchdogConfig,
         progress: Progress = PROGRESS,
         leave: Callable[[int], Any] = leave_at_once,
+        force: Callable[[int], Any] = os._exit,
     ) -> None:
         self.config = config
         self.progress = progress
         self._leave = leave
+        self._last = threading.Timer(_LAST_S, force, (EXIT_CODE,))
+        self._last.daemon = True
         self._listener = listening_socket()
         rank = environment_rank()
         host, port = socket.gethostname(), int(self._listener.getsockname()[1])
-        self._me = Whereabouts(rank, host, os.getpid(), _address(), port)
+        self._me = Whereabouts(rank, host, os.getpid(), _LOOPBACK, port)
         self._ranks: list[Whereabouts] = [self._me]
         self._token = ""
-        self._store: Any = None
+        self._farewells: Farewells | None = None
+        self._moves_until: dict[int, float] = {}
         self._ended = False
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
@@ -102,7 +126,7 @@ class Watchdog:
             other.stop()
         _running.append(self)
         self._thread.start()
-        atexit.register(self._bid_farewell)
+        atexit.register(self.bid_farewell)
         return self
 
     def meet(self) -> None:
@@ -114,19 +138,23 @@ class Watchdog:
         store = distributed_c10d._get_default_store()
         meeting, rank = next(_meetings), distributed.get_rank()
         self._me = replace(self._me, rank=rank)
-        places = [f"{_KEY}/{meeting}/{n}" for n in range(distributed.get_world_size())]
+        if (world_size := distributed.get_world_size()) > 1:
+            # Only now: where MPI starts the ranks, the variables have been set on the way here.
+            self._me = replace(self._me, address=_address())
+        places = [f"{_KEY}/{meeting}/{n}" for n in range(world_size)]
         told = {"token": secrets.token_hex(16), "where": asdict(self._me)}
         store.set(places[rank], json.dumps(told))
         found = [json.loads(text) for text in store.multi_get(places)]  # waits for all
         self._ranks = [Whereabouts(**each["where"]) for each in found]
         self._token = found[0]["token"]
-        self._store = store
+        self._farewells = Farewells(store, self._token)
 
     def stop(self) -> None:
         """Stop watching; waits for the thread."""
         if self in _running:
             _running.remove(self)
-        atexit.unregister(self._bid_farewell)
+        atexit.unregister(self.bid_farewell)
+        self._last.cancel()
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(_JOIN_S)
@@ -147,10 +175,13 @@ class Watchdog:
                     await self._look()
                 except (OSError, ValueError, RuntimeError):
                     logger.exception("the watchdog could not look")  # and goes on
-                try:
+                before = time.monotonic()
+                with suppress(TimeoutError):
                     await asyncio.wait_for(self._stop.wait(), tick)
-                except TimeoutError:
-                    continue
+                late = time.monotonic() - before - tick
+                if late > _PAUSE_S:
+                    # With all its ranks, perhaps: schedulers do so, and a machine's host.
+                    self.progress.pardon(late)
         finally:
             server.close()
             await server.wait_closed()
@@ -162,10 +193,9 @@ class Watchdog:
 
     @property
     def _is_stuck(self) -> bool:
-        place = self.progress.place
         config = self.config
         patience = self.progress.patience(config.timeout_s, config.start_timeout_s)
-        return not place.outside and time.monotonic() - place.since >= patience
+        return not self.progress.place.outside and self.progress.age_s >= patience
 
     async def _look(self) -> None:
         if not self._is_stuck or self._ended:
@@ -177,7 +207,7 @@ class Watchdog:
         own = self._standing()
         standings.append(own)
         verdict = judge(standings, absent)
-        if verdict is None or self._ended:
+        if verdict is None or self._ended or self._moved_lately(standings, absent):
             return
         headline = (
             f"rank {own.rank} has not moved for {own.age_s:.0f} s "
@@ -196,34 +226,29 @@ class Watchdog:
         absent: list[Absent] = []
         for answer in await ask_all(others, self._token, {"ask": "standing"}):
             if isinstance(answer, Absent):
-                absent.append(self._with_farewell(answer))
+                absent.append(answer)
             else:
                 standings.append(Standing(**answer))
+        gone = [each.of.rank for each in absent if each.gone]
+        if gone and self._farewells is not None:
+            words = self._farewells.of(gone)
+            absent = [replace(each, farewell=words.get(each.of.rank)) for each in absent]
         return standings, absent
 
-    def _with_farewell(self, absent: Absent) -> Absent:
-        if not absent.gone or self._store is None:
-            return absent
-        found: list[str] = []
-        key = f"{_KEY}/farewell/{self._token}/{absent.of.rank}"
-
-        def look() -> None:
-            try:
-                if self._store.check([key]):
-                    found.append(self._store.get(key).decode())
-            except RuntimeError as error:  # torch's store errors
-                logger.debug("the store does not answer: %s", error)
-
-        # The training thread may be waiting in the store and hold it.
-        thread = threading.Thread(target=look, daemon=True)
-        thread.start()
-        thread.join(_GRACE_S)
-        return Absent(absent.of, gone=True, farewell=found[0] if found else None)
+    def _moved_lately(self, standings: Sequence[Standing], absent: Sequence[Absent]) -> bool:
+        """Whether a rank that does not answer has moved, when it last did, and has time left."""
+        now = time.monotonic()
+        for each in standings:
+            self._moves_until[each.rank] = now - each.age_s + each.patience_s
+        silent = [each.of.rank for each in absent if not each.gone]
+        return any(self._moves_until.get(rank, now) > now for rank in silent)
 
     async def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         if request.get("ask") == "end" and not self._ended:
             self._ended = True
             self._loop.create_task(self._follow(request))
+        if request.get("ask") == "remember" and self._farewells is not None:
+            self._farewells.hear(int(request["rank"]), str(request["text"]))
         return self._standing().to_json()
 
     # --- the end --------------------------------------------------------------------------------
@@ -255,6 +280,7 @@ class Watchdog:
         self._leave(EXIT_CODE)
 
     def _report(self, summary: str, *, speaks: bool) -> None:
+        self._last.start()
         headline = summary.splitlines()[0]
         folder = str(Path(self.config.folder).resolve())
         problem = write_report(folder, self._me, self._standing(), self.progress, headline)
@@ -270,22 +296,21 @@ class Watchdog:
 
     # --- ends of single ranks -------------------------------------------------------------------
 
-    def _bid_farewell(self) -> None:
-        """Leave a word for those who would wonder where this rank is, at the interpreter's exit."""
-        if self._store is None or len(self._ranks) == 1:
+    def bid_farewell(self) -> None:
+        """Leave a word for those who would wonder where this rank is: at exit, or before `stop`."""
+        if self._farewells is None or len(self._ranks) == 1 or self not in _running:
             return
         text = f"after step {self.progress.step}"
-        key = f"{_KEY}/farewell/{self._token}/{self._me.rank}"
-
-        def tell() -> None:
-            try:
-                self._store.set(key, text)
-            except RuntimeError as error:  # torch's store errors: rank 0 has gone already
-                logger.debug("the store does not answer: %s", error)
-
-        thread = threading.Thread(target=tell, daemon=True)
-        thread.start()
-        thread.join(_GRACE_S)
+        if self._me.rank > 0:
+            self._farewells.say(self._me.rank, text)
+            return
+        # The store may live in this process and end with it.
+        request = {"ask": "remember", "rank": 0, "text": text}
+        telling = asyncio.run_coroutine_threadsafe(
+            ask_all(self._ranks[1:], self._token, request), self._loop
+        )
+        with suppress(TimeoutError):
+            telling.result(_GRACE_S)
 
     @property
     def ending(self) -> bool:
@@ -320,15 +345,22 @@ class Watchdog:
 
 def _address() -> str:
     """Return this host's address that the other ranks reach."""
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    environment = os.environ
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((master, 9))  # sends nothing
+            probe.connect((environment.get("MASTER_ADDR", _LOOPBACK), 9))  # sends nothing
             address = str(probe.getsockname()[0])
-        several = os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
-        return own_address(os.environ) if address.startswith("127.") and several else address
-    except (OSError, LaunchError):
-        return "127.0.0.1"
+    except OSError:  # a name that is not known here, or of IPv6 alone
+        address = _LOOPBACK
+    # LOCAL_SIZE is that of DeepSpeed's launcher.
+    here = environment.get("LOCAL_WORLD_SIZE", environment.get("LOCAL_SIZE"))
+    one_host = here is not None and here == environment.get("WORLD_SIZE")
+    if one_host or not address.startswith("127."):
+        return address
+    try:
+        return own_address(environment)
+    except LaunchError:
+        return address
 
 
 def _is_stopped(pid: int) -> bool:

@@ -82,6 +82,14 @@ SYSTEMS: Mapping[str, System] = {
 PipeDream-2BW; ``prediction`` PipeOptim; ``auto`` what the policy makes of AdamW."""
 
 
+# Matplotlib's ten would come again from the eleventh system on.
+_COLOURS = [
+    *("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink"),
+    *("tab:gray", "tab:olive", "tab:cyan", "black", "gold", "navy", "lime", "darkred", "teal"),
+    *("magenta", "peru"),
+]
+
+
 def simulate_all(
     systems: Sequence[str],
     seeds: Iterable[int],
@@ -249,7 +257,8 @@ def steps_to(curve: Sequence[Sequence[float]], loss: float) -> float:
 
 def draw(file: Path, runs: Sequence[Mapping[str, Any]], title: str) -> None:
     """Draw the held-out losses over the steps, each system's mean over its seeds."""
-    with drawing(file, figsize=(8, 5)) as axes:
+    with drawing(file, figsize=(9, 5)) as axes:
+        axes.set_prop_cycle(color=_COLOURS)
         for name in dict.fromkeys(run["system"] for run in runs):
             curves = [run["curve"] for run in runs if run["system"] == name]
             steps = [step for step, _ in curves[0]]
@@ -259,4 +268,12 @@ def draw(file: Path, runs: Sequence[Mapping[str, Any]], title: str) -> None:
         if bigram is not None:
             axes.axhline(bigram, color="grey", linewidth=0.8, label="bigrams")
         axes.set(xlabel="optimizer steps", ylabel="held-out loss (nats per token)", title=title)
-        axes.legend(fontsize=7)
+        handles, labels = axes.get_legend_handles_labels()
+        order = sorted(range(len(labels)), key=lambda i: -handles[i].get_ydata()[-1])  # as they end
+        axes.legend(
+            [handles[i] for i in order],
+            [labels[i] for i in order],
+            fontsize=7,
+            loc="center left",
+            bbox_to_anchor=(1.0, 0.5),
+        )
