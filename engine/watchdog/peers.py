@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from wavemare.engine.job_environment import own_address
 from wavemare.engine.watchdog.standing import Absent, Whereabouts
+from wavemare.errors import LaunchError
 
-__all__ = ["ask", "ask_all", "listening_socket", "serve"]
+__all__ = ["LOOPBACK", "ask", "ask_all", "listening_socket", "reachable_address", "serve"]
+
+LOOPBACK = "127.0.0.1"
 
 _LIMIT = 1 << 20  # bytes of a line
 # A packet that is lost is sent again after a second; a busy rank answers late.
@@ -25,6 +30,26 @@ Answer = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 def listening_socket() -> socket.socket:
     """Return a socket on a free port of all of this host's addresses."""
     return socket.create_server(("", 0), backlog=128)
+
+
+def reachable_address() -> str:
+    """Return this host's address that the other ranks reach."""
+    environment = os.environ
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((environment.get("MASTER_ADDR", LOOPBACK), 9))  # sends nothing
+            address = str(probe.getsockname()[0])
+    except OSError:  # a name that is not known here, or of IPv6 alone
+        address = LOOPBACK
+    # LOCAL_SIZE is that of DeepSpeed's launcher.
+    here = environment.get("LOCAL_WORLD_SIZE", environment.get("LOCAL_SIZE"))
+    one_host = here is not None and here == environment.get("WORLD_SIZE")
+    if one_host or not address.startswith("127."):
+        return address
+    try:
+        return own_address(environment)
+    except LaunchError:
+        return address
 
 
 async def serve(listener: socket.socket, token: Callable[[], str], answer: Answer) -> Any:

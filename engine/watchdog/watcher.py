@@ -20,17 +20,21 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from wavemare.engine.job_environment import own_address
 from wavemare.engine.launch import environment_rank
 from wavemare.engine.leaving import leave_at_once
 from wavemare.engine.watchdog.config import WatchdogConfig
 from wavemare.engine.watchdog.farewell import Farewells
-from wavemare.engine.watchdog.peers import ask_all, listening_socket, serve
+from wavemare.engine.watchdog.peers import (
+    LOOPBACK,
+    ask_all,
+    listening_socket,
+    reachable_address,
+    serve,
+)
 from wavemare.engine.watchdog.progress import PROGRESS, Progress
 from wavemare.engine.watchdog.report import write_report
 from wavemare.engine.watchdog.standing import Absent, Standing, Whereabouts
 from wavemare.engine.watchdog.verdict import Verdict, judge
-from wavemare.errors import LaunchError
 
 __all__ = ["EXIT_CODE", "Watchdog", "current"]
 
@@ -54,7 +58,6 @@ _PAUSE_S = 1.0
 """A tick that comes so much too late: this process has been suspended."""
 
 _KEY = "wavemare/watchdog"
-_LOOPBACK = "127.0.0.1"
 
 _meetings = itertools.count()
 """This process's; all ranks come to the same ones."""
@@ -108,7 +111,7 @@ class Watchdog:
         self._listener = listening_socket()
         rank = environment_rank()
         host, port = socket.gethostname(), int(self._listener.getsockname()[1])
-        self._me = Whereabouts(rank, host, os.getpid(), _LOOPBACK, port)
+        self._me = Whereabouts(rank, host, os.getpid(), LOOPBACK, port)
         self._ranks: list[Whereabouts] = [self._me]
         self._token = ""
         self._farewells: Farewells | None = None
@@ -140,7 +143,7 @@ class Watchdog:
         self._me = replace(self._me, rank=rank)
         if (world_size := distributed.get_world_size()) > 1:
             # Only now: where MPI starts the ranks, the variables have been set on the way here.
-            self._me = replace(self._me, address=_address())
+            self._me = replace(self._me, address=reachable_address())
         places = [f"{_KEY}/{meeting}/{n}" for n in range(world_size)]
         told = {"token": secrets.token_hex(16), "where": asdict(self._me)}
         store.set(places[rank], json.dumps(told))
@@ -206,8 +209,10 @@ class Watchdog:
         standings, absent = await self._inquire()
         own = self._standing()
         standings.append(own)
+        if self._moved_lately(standings, absent):
+            return
         verdict = judge(standings, absent)
-        if verdict is None or self._ended or self._moved_lately(standings, absent):
+        if verdict is None or self._ended:
             return
         headline = (
             f"rank {own.rank} has not moved for {own.age_s:.0f} s "
@@ -300,6 +305,8 @@ class Watchdog:
         """Leave a word for those who would wonder where this rank is: at exit, or before `stop`."""
         if self._farewells is None or len(self._ranks) == 1 or self not in _running:
             return
+        if not self._thread.is_alive():
+            return
         text = f"after step {self.progress.step}"
         if self._me.rank > 0:
             self._farewells.say(self._me.rank, text)
@@ -309,8 +316,10 @@ class Watchdog:
         telling = asyncio.run_coroutine_threadsafe(
             ask_all(self._ranks[1:], self._token, request), self._loop
         )
-        with suppress(TimeoutError):
+        try:
             telling.result(_GRACE_S)
+        except TimeoutError:
+            telling.cancel()
 
     @property
     def ending(self) -> bool:
@@ -341,26 +350,6 @@ class Watchdog:
         folder = str(Path(self.config.folder).resolve())
         write_report(folder, self._me, self._standing(), self.progress, headline)
         return verdict.summary(self._ranks, standings, absent, headline, folder)
-
-
-def _address() -> str:
-    """Return this host's address that the other ranks reach."""
-    environment = os.environ
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((environment.get("MASTER_ADDR", _LOOPBACK), 9))  # sends nothing
-            address = str(probe.getsockname()[0])
-    except OSError:  # a name that is not known here, or of IPv6 alone
-        address = _LOOPBACK
-    # LOCAL_SIZE is that of DeepSpeed's launcher.
-    here = environment.get("LOCAL_WORLD_SIZE", environment.get("LOCAL_SIZE"))
-    one_host = here is not None and here == environment.get("WORLD_SIZE")
-    if one_host or not address.startswith("127."):
-        return address
-    try:
-        return own_address(environment)
-    except LaunchError:
-        return address
 
 
 def _is_stopped(pid: int) -> bool:

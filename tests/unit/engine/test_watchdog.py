@@ -1,8 +1,11 @@
 """Who holds up a run: the judgement, what ranks tell of themselves, how watchdogs ask."""
 
 import asyncio
+import multiprocessing
 import os
+import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -13,7 +16,8 @@ import pytest
 import torch
 
 from wavemare.engine.watchdog.config import WatchdogConfig
-from wavemare.engine.watchdog.peers import ask, listening_socket, serve
+from wavemare.engine.watchdog.farewell import Farewells
+from wavemare.engine.watchdog.peers import ask, listening_socket, reachable_address, serve
 from wavemare.engine.watchdog.progress import Followed, Progress
 from wavemare.engine.watchdog.report import report_text
 from wavemare.engine.watchdog.standing import Absent, Standing, Whereabouts
@@ -241,3 +245,182 @@ def test_a_watchdog_starts_and_stops_200_times_without_a_trace():
     assert threading.active_count() == threads
     assert open_files() == files
     assert current() is None
+
+
+class Ended:
+    """Takes the place of the end of the process."""
+
+    def __init__(self):
+        self.codes = []
+        self.event = threading.Event()
+
+    def __call__(self, code):
+        self.codes.append(code)
+        self.event.set()
+
+
+def test_seconds_in_which_a_process_is_suspended_do_not_count(monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    progress = Progress()
+    with progress.doing("backward"):
+        now = 1010.0
+        progress.pardon(7)
+        assert progress.age_s == 3
+        now = 1012.0
+        progress.pardon(1)
+        assert progress.age_s == 4
+        assert Standing.of(0, progress, WatchdogConfig()).age_s == 4
+        progress.at("step")  # another place: it has its own time
+        now = 1015.0
+        assert progress.age_s == 3
+        progress.pardon(100)  # not more than there was
+        assert progress.age_s == 0
+
+
+SUSPENDED = """
+from wavemare.engine.watchdog.config import WatchdogConfig
+from wavemare.engine.watchdog.progress import Progress
+from wavemare.engine.watchdog.watcher import Watchdog
+
+progress = Progress()
+Watchdog(WatchdogConfig(timeout_s=4, start_timeout_s=4), progress).start()
+with progress.doing("backward"):
+    print("in", flush=True)
+    input()  # still in the same place when it goes on
+"""
+
+
+def test_a_job_that_was_suspended_goes_on(tmp_path):
+    """All its ranks at once, by a scheduler or a machine's host."""
+    words = [sys.executable, "-c", SUSPENDED]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, cwd=tmp_path) as process:
+        process.stdout.readline()
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(5)
+        process.send_signal(signal.SIGCONT)
+        time.sleep(2)  # in which the watchdog would have ended it
+        _, errors = process.communicate(b"\n", timeout=60)
+    assert process.returncode == 0
+    assert b"watchdog" not in errors
+
+
+def silent_rank(tmp_path):
+    """Return a watchdog that is stuck, what its end is, and what the other rank answers."""
+    ended, answers = Ended(), []
+    progress = Progress()
+    config = WatchdogConfig(timeout_s=0.01, start_timeout_s=0.01, folder=str(tmp_path))
+    watchdog = Watchdog(config, progress, ended)
+    watchdog._ranks = RANKS[:2]
+
+    async def inquire():
+        return answers.pop(0)
+
+    async def end(*_):
+        ended(EXIT_CODE)
+
+    watchdog._inquire, watchdog._end = inquire, end
+    return watchdog, ended, answers
+
+
+def test_one_missing_answer_of_a_rank_that_moved_is_no_proof(tmp_path):
+    watchdog, ended, answers = silent_rank(tmp_path)
+    moving = ([standing(1, age_s=0.0, patience_s=1000.0)], [])
+    silent = ([], [Absent(RANKS[1], gone=False)])
+    gone = ([], [Absent(RANKS[1], gone=True)])
+
+    async def look():
+        await asyncio.sleep(0.02)
+        await watchdog._look()
+
+    with watchdog.progress.doing("backward"):
+        for answer, ends in ((moving, False), (silent, False), (gone, True)):
+            answers.append(answer)
+            asyncio.run(look())
+            assert bool(ended.codes) == ends
+        ended.codes.clear()
+        watchdog._moves_until.clear()
+        answers.append(silent)  # and never an answer before
+        asyncio.run(look())
+        assert ended.codes
+    watchdog.start().stop()
+
+
+def test_a_report_that_never_gets_written_does_not_keep_the_run_alive(tmp_path, monkeypatch):
+    """On a file system that has gone, as here into a pipe that nobody reads."""
+    monkeypatch.setattr("wavemare.engine.watchdog.watcher._LAST_S", 0.2)
+    os.mkfifo(tmp_path / "rank_00000.txt")
+    progress, left, forced = Progress(), Ended(), Ended()
+    config = WatchdogConfig(timeout_s=0.1, start_timeout_s=0.1, folder=str(tmp_path))
+    watchdog = Watchdog(config, progress, left, forced).start()
+    try:
+        with progress.doing("backward"):
+            assert forced.event.wait(30)
+        assert forced.codes == [EXIT_CODE]
+        assert not left.codes
+    finally:
+        (tmp_path / "rank_00000.txt").read_text()
+        watchdog.stop()
+
+
+def test_a_forked_child_does_not_answer_for_its_parent():
+    """Workers of a data loader outlive a rank that is killed."""
+    watchdog = Watchdog(WatchdogConfig()).start()
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    child.start()
+    watchdog.stop()
+    try:
+        assert child.is_alive()
+        where = replace(RANKS[1], port=watchdog._me.port)
+        assert asyncio.run(ask(where, "", {})).gone
+    finally:
+        child.kill()
+        child.join()
+
+
+class Store(dict):
+    def set(self, key, text):
+        self[key] = text
+
+    def check(self, keys):
+        return all(key in self for key in keys)
+
+    def get(self, key):
+        return super().get(key).encode()
+
+
+def test_the_last_word_of_a_rank_is_found_also_if_it_was_the_stores():
+    here = Farewells(Store(), "secret")
+    here.say(1, "after step 3")
+    here.hear(0, "after step 4")
+    assert here.of([0, 1, 2]) == {0: "after step 4", 1: "after step 3"}
+
+    class Gone:
+        def __getattr__(self, name):
+            raise RuntimeError("Broken pipe")
+
+    alone = Farewells(Gone(), "secret")
+    alone.say(1, "after step 3")
+    alone.hear(0, "after step 4")
+    assert alone.of([0, 1]) == {0: "after step 4"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "address"),
+    [
+        ({"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}, "127.0.0.1"),
+        ({"LOCAL_SIZE": "2", "WORLD_SIZE": "2"}, "127.0.0.1"),
+        ({"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}, "10.0.0.7"),
+        ({"WORLD_SIZE": "4"}, "10.0.0.7"),
+        ({"MASTER_ADDR": "127.0.1.1", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}, "10.0.0.7"),
+        ({"MASTER_ADDR": "fd00::1", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}, "10.0.0.7"),
+    ],
+)
+def test_ranks_of_several_hosts_are_not_told_the_loopback_address(monkeypatch, variables, address):
+    for name in ("MASTER_ADDR", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("wavemare.engine.watchdog.peers.own_address", lambda _: "10.0.0.7")
+    assert reachable_address() == address
