@@ -79,6 +79,9 @@ def test_dualpipev_is_stock_deepspeeds(results):
         assert ours["losses"] == stock["losses"]
         assert ours["class"] == "wavemare.engine.pipe"
         assert stock["class"].startswith("deepspeed.")
+        step, actions, position = result["dualpipev"]["followed"]
+        assert step == len(ours["losses"])
+        assert position == actions - 1 > 0
 
 
 def test_one_file_serves_both(results):

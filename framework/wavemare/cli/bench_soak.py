@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,8 +32,8 @@ def soak(
 ) -> None:
     """Train with random pauses, deaths and slow links; compare losses, watch for growth.
 
-    Fails if a step that was trained again had another loss, if ranks grew beyond the limit, or if
-    shared memory was left behind.
+    Fails if a step that was trained again had another loss, if ranks grew beyond the limit, if
+    shared memory was left behind, or if there was nothing to compare or to watch.
     """
     from wavemare.bench.machine import describe_machine
     from wavemare.bench.soak.run import SYSTEMS, Soak
@@ -69,6 +70,21 @@ def _problems(row: dict[str, Any], limit: float) -> list[str]:
             found.append(f"{name}: {key} grew by {growth:.1%}")
     if row["shared_memory_segments"] > 0:
         found.append(f"{name}: {row['shared_memory_segments']} segments of shared memory stay")
+    return found + [f"{name}: nothing is shown: {each}" for each in _nothing_shown(row)]
+
+
+def _nothing_shown(row: dict[str, Any]) -> list[str]:
+    """Return why a soak that found nothing wrong has not looked."""
+    faults = row["faults"]
+    found = [f"no {kind} befell a rank" for kind in ("pause", "kill") if not faults[kind]]
+    if faults["kill"] and not row["repeated_steps"]:
+        found.append("no step was trained again after a death")
+    if not row["reference_steps"]:
+        found.append("no step was compared with a run in peace")
+    if all(growth is None for growth in row["growth"].values()):
+        found.append("no rank lived long enough to be watched after its warm-up")
+    if not (row["last_loss"] or math.inf) < (row["first_loss"] or 0.0):
+        found.append("the loss has not fallen")
     return found
 
 

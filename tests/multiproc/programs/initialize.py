@@ -20,6 +20,7 @@ from common import (
 )
 
 import wavemare
+from wavemare.engine.watchdog.progress import PROGRESS
 from wavemare.errors import ConfigError
 
 QUIET = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -186,7 +187,8 @@ def case_dualpipev():
         data = ((torch.randn(2, HIDDEN, generator=generator),) * 2 for _ in iter(int, 1))
         losses = [engine.train_batch(data).item() for _ in range(STEPS)]
         results[name] = {"class": type(engine).__module__, "losses": losses}
-    return results
+    # For the watchdog.
+    return results | {"followed": [PROGRESS.step, len(PROGRESS.plan), PROGRESS.position]}
 
 
 def case_one_file():

@@ -74,6 +74,11 @@ GOOD = {
     "reference_differs": 0,
     "growth": {"memory_mib": 0.009, "files": None},
     "shared_memory_segments": 0,
+    "faults": {"pause": 1, "kill": 1, "slow link": 0},
+    "repeated_steps": 3,
+    "reference_steps": 300,
+    "first_loss": 6.0,
+    "last_loss": 5.0,
 }
 
 
@@ -85,6 +90,13 @@ GOOD = {
         {"reference_differs": 2},
         {"growth": {"memory_mib": 0.011}},
         {"shared_memory_segments": 1},
+        {"faults": {"pause": 0, "kill": 1}},
+        {"faults": {"pause": 1, "kill": 0}},
+        {"repeated_steps": 0},
+        {"reference_steps": 0},
+        {"growth": {"memory_mib": None, "files": None}},
+        {"last_loss": 6.0},
+        {"last_loss": None},
     ],
 )
 def test_a_soak_fails_for_each_promise_that_is_broken(change):
