@@ -129,7 +129,7 @@ class Watchdog:
             other.stop()
         _running.append(self)
         self._thread.start()
-        atexit.register(self.bid_farewell)
+        atexit.register(self._at_exit)
         return self
 
     def meet(self) -> None:
@@ -156,7 +156,7 @@ class Watchdog:
         """Stop watching; waits for the thread."""
         if self in _running:
             _running.remove(self)
-        atexit.unregister(self.bid_farewell)
+        atexit.unregister(self._at_exit)
         self._last.cancel()
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
@@ -302,7 +302,7 @@ class Watchdog:
     # --- ends of single ranks -------------------------------------------------------------------
 
     def bid_farewell(self) -> None:
-        """Leave a word for those who would wonder where this rank is: at exit, or before `stop`."""
+        """Leave a word for those who would wonder where this rank is."""
         if self._farewells is None or len(self._ranks) == 1 or self not in _running:
             return
         if not self._thread.is_alive():
@@ -320,6 +320,11 @@ class Watchdog:
             telling.result(_GRACE_S)
         except TimeoutError:
             telling.cancel()
+
+    def _at_exit(self) -> None:
+        self.bid_farewell()
+        # The interpreter takes seconds to end, in which nobody could answer at the socket.
+        self.stop()
 
     @property
     def ending(self) -> bool:
