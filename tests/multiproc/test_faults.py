@@ -1,8 +1,12 @@
 """Ranks that stop, die, leave or wait for data: noticed in time, told on one rank, none left."""
 
+import sys
 import time
+from pathlib import Path
 
 import pytest
+
+from wavemare.bench.network import Laboratory
 
 slow = pytest.mark.slow
 PROGRAM = "faults.py"
@@ -74,3 +78,33 @@ def test_any_of_three_ranks_is_found(launch, rank):
     assert sorted(finished.codes) == [-9, 124, 124], finished.outputs
     assert told(finished, f"suspect: rank {rank} (") == [1 if rank == 0 else 0]
     assert len(check_in_time(finished)) == 2
+
+
+OBSTACLE = Laboratory.obstacle()
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
+def test_both_sides_of_a_cut_link_name_the_other(tmp_path):
+    """The switch's port goes down: no connection breaks, and messages get no answer."""
+    program = [sys.executable, Path(__file__).parent / "programs" / PROGRAM]
+    command = [*program, tmp_path, "cut", "data", "--timeout", TIMEOUT_S]
+    environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    with Laboratory(2) as laboratory:
+        group = laboratory.start_ranks(
+            [str(word) for word in command], environment=environment, logs=tmp_path
+        )
+        deadline = time.monotonic() + 150
+        while not (tmp_path / "when").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        (tmp_path / "when").write_text(str(time.time()))
+        laboratory.unplug(1)
+        assert group.wait(60) == 124
+    outputs = [(tmp_path / f"rank_{rank}.log").read_text() for rank in (0, 1)]
+    for own, other in ((0, 1), (1, 0)):
+        assert f"suspect: rank {other} (node{other}" in outputs[own], outputs
+        assert "does not answer" in outputs[own]
+    reports = [report.stat().st_mtime for report in (tmp_path / "watchdog").glob("rank_*.txt")]
+    assert len(reports) == 2
+    assert max(reports) - float((tmp_path / "when").read_text()) <= LATEST_S

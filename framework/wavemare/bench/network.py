@@ -152,6 +152,14 @@ class Laboratory:
                 run_tool([*keeper.enter("--net"), "tc", "-batch", "-"], command)
         self._link_mbit = link_mbit
 
+    def unplug(self, host: int) -> None:
+        """Cut a host's link at the switch: what is sent is lost, and nobody is told.
+
+        Args:
+            host: Its number.
+        """
+        run_tool([*self._head.enter("--net"), "ip", "link", "set", f"port{host}", "down"])
+
     def traffic(self) -> list[Traffic]:
         """Return what each host's link has carried."""
         result = []

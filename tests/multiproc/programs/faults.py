@@ -42,13 +42,17 @@ def fail():
             used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 28),) * 2)
             torch.ones(1 << 30)
+        case "cut":
+            pass  # the test does it, from outside
         case "loader":
             time.sleep(1000)
 
 
 def batches(engine, rank):
     source = token_batches(0 if options.engine != "data" else rank)
-    for number in range(STEPS * MICRO_STEPS):
+    for number in range((1000 if options.fault == "cut" else STEPS) * MICRO_STEPS):
+        if options.fault == "cut":
+            time.sleep(0.05)
         if rank == options.rank and number >= AT * MICRO_STEPS:
             if options.fault == "batches":
                 return
@@ -83,7 +87,7 @@ def main():
     engine, *_ = wavemare.initialize(model=model, config=config)
     rank = torch.distributed.get_rank()
     data = batches(engine, rank)
-    for step in range(STEPS):
+    for step in range(1000 if options.fault == "cut" else STEPS):
         try:
             engine.train_batch(data)
         except StopIteration:
