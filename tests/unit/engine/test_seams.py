@@ -12,12 +12,13 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.ops.adam import FusedAdam
+from deepspeed.runtime import bf16_optimizer as bf16_module
 from deepspeed.runtime import utils as runtime_utils
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe import schedule, topology
 from deepspeed.runtime.pipe.engine import BF16_Optimizer as PipelineBF16Optimizer
 from deepspeed.runtime.pipe.module import PipelineModule
-from deepspeed.runtime.zero import stage_1_and_2
+from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
@@ -139,6 +140,7 @@ def test_micro_batches_are_fetched_through_next_batch():
         "zero_use_cpu_optimizer",
         "zero_offload_optimizer",
         "zero_elastic_checkpoint",
+        "_take_model_step",
     ],
 )
 def test_the_engine_has_the_seam(seam):
@@ -645,3 +647,25 @@ def test_zeros_buckets_know_their_parameters_gradients_and_producers():
 def test_the_owner_of_a_range_is_the_number_of_its_partition():
     names = names_in(DeepSpeedZeroOptimizer.average_tensor)
     assert {"param_to_partition_ids", "grad_start_offset"} <= names
+
+
+@pytest.mark.parametrize(
+    ("place", "seams"),
+    [
+        (
+            stage_1_and_2,
+            ("averaged_gradients", "params_in_partition", "check_grad_overflow", "has_overflow"),
+        ),
+        (stage3, ("averaged_gradients", "_get_norm_groups", "fp32_partitioned_groups_flat")),
+        (bf16_module, ("fp32_groups_gradients_flat", "_hp_grad")),
+    ],
+    ids=["ZeRO 1 and 2", "ZeRO 3", "bf16"],
+)
+def test_the_optimizers_keep_gradients_and_skip_steps_where_the_guard_looks(place, seams):
+    source = inspect.getsource(place)
+    for seam in seams:
+        assert seam in source, seam
+
+
+def test_a_step_is_taken_by_take_model_step():
+    assert "_take_model_step" in names_in(deepspeed.DeepSpeedEngine.step)
