@@ -18,7 +18,8 @@ from wavemare.recipes.arguments import JobArguments
 
 __all__ = ["adapt_accumulation", "convert", "needs_conversion", "resume_after_restart"]
 
-_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+_RANK_VARIABLES = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "OMPI_", "PMI", "SLURM_")
+"""Beginnings of the names by which launchers tell a process its place."""
 _FREE = ("world_size", "data")
 """Parts of a topology that a conversion changes."""
 
@@ -73,7 +74,7 @@ def convert(checkpoints: Path, tag: str) -> None:
     partial = universal.with_name(f".{universal.name}.partial")
     command = [sys.executable, "-m", "wavemare.universal"]
     words = ["--input_folder", str(checkpoints / tag), "--output_folder", str(partial)]
-    environment = {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(_RANK_VARIABLES)}
     done = subprocess.run(
         [*command, *words], env=environment, capture_output=True, text=True, check=False
     )

@@ -69,16 +69,22 @@ class Job:
         """Return variables that the ranks need and the user has not set."""
         return launch.extra_environment()
 
-    def run(self) -> int:
-        """Run the job to its end, and return an exit code as `wavemare.cli.launch.run` does."""
+    def run(self, signals: list[int] | None = None) -> int:
+        """Run the job to its end, and return an exit code as `wavemare.cli.launch.run` does.
+
+        Args:
+            signals: Gets the signals that this process received meanwhile.
+        """
         command, variables = self.command(), self.variables()
         if self.launcher == "mpirun":
             # Open MPI's ends with 128 + n if signal n has ended a rank.
-            return launch.run(command, variables, bare_signals=_OPEN_MPI_OPTION not in command)
+            bare = _OPEN_MPI_OPTION not in command
+            return launch.run(command, variables, bare_signals=bare, signals=signals)
         if not self.hosts:
-            return launch.run(command, variables)
+            return launch.run(command, variables, signals=signals)
         with _environment_file({**os.environ, **variables}, pdsh=self._by_pdsh()) as file:
-            return launch.run(command, {**variables, _ENVIRONMENT_FILE: str(file)})
+            variables = {**variables, _ENVIRONMENT_FILE: str(file)}
+            return launch.run(command, variables, signals=signals)
 
     def _by_deepspeed(self) -> list[str]:
         options = list(self.launcher_options)

@@ -116,7 +116,13 @@ def accelerator_visible() -> bool:
     return sys.platform == "darwin" or any(glob.glob(pattern) for pattern in _DEVICE_FILES)
 
 
-def run(command: Sequence[str], variables: Mapping[str, str], *, bare_signals: bool = False) -> int:
+def run(
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    *,
+    bare_signals: bool = False,
+    signals: list[int] | None = None,
+) -> int:
     """Run the launcher to its end, passing on signals to its processes.
 
     SIGTERM tells the ranks to save a checkpoint and leave, for which they have two minutes. Ctrl-C,
@@ -127,6 +133,7 @@ def run(command: Sequence[str], variables: Mapping[str, str], *, bare_signals: b
         variables: Added to the environment.
         bare_signals: Whether the launcher ends with n where signal n has ended a rank, as MPICH's
             ``mpirun`` does.
+        signals: Gets the signals that this process received meanwhile.
 
     Returns:
         The exit code, 0 if all ranks have ended with 0; 128 + n if signal n ended the job.
@@ -138,6 +145,8 @@ def run(command: Sequence[str], variables: Mapping[str, str], *, bare_signals: b
             command, env={**os.environ, **variables}, start_new_session=True
         )
         code = _wait(launcher, received)
+        if signals is not None:
+            signals += received
         if received:
             from wavemare.cli.ending import end_job
 

@@ -23,8 +23,6 @@ _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
 _SSH_SECONDS = 15.0
 # Our typed errors, a shell's "cannot be run" and "not found": the next attempt would fail alike.
 _IN_VAIN = frozenset({2, 126, 127})
-# Ctrl-C, SIGTERM and SIGHUP of the job itself: that was the user.
-_ASKED_FOR = frozenset({129, 130, 143})
 
 
 def run_with_restarts(
@@ -44,10 +42,11 @@ def run_with_restarts(
         The exit code of the last attempt.
     """
     started = str(time.time())
+    signals: list[int] = []  # Ctrl-C, SIGTERM and SIGHUP of the job itself: that was the user
     for attempt in range(max_restarts + 1):
         with _variables({COUNT: str(attempt), STARTED: started}):
-            code = job.run()
-        if code == 0 or code in _IN_VAIN | _ASKED_FOR or attempt == max_restarts:
+            code = job.run(signals)
+        if code == 0 or code in _IN_VAIN or signals or attempt == max_restarts:
             return code
         job = _without_lost_hosts(job, answers or _answers_by_ssh)
         sys.stderr.write(

@@ -88,7 +88,7 @@ def test_variables_reach_other_hosts_by_a_file(flavour, monkeypatch, tmp_path):
     monkeypatch.setattr(job.Path, "home", lambda: tmp_path / "home")
     seen = {}
 
-    def run(command, variables):
+    def run(command, variables, **options):
         seen.update(variables)
         with open(variables["DS_ENV_FILE"]) as file:
             seen["lines"] = file.read().splitlines()

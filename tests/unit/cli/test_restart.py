@@ -20,14 +20,16 @@ class FakeJob:
     hostfile: Path | None = None
     attempts: list[dict[str, object]] = field(default_factory=list)
 
-    def run(self):
+    def run(self, signals):
         names = [host.name for host in self.hosts]
         listed = self.hostfile.read_text() if self.hostfile else None
         self.attempts.append(
             {"count": os.environ[COUNT], "started": os.environ[STARTED], "hosts": names}
             | ({"file": listed} if listed else {})
         )
-        return self.codes.pop(0)
+        code = self.codes.pop(0)
+        signals += [code - 1000] if code > 1000 else []  # while the ranks end in some way
+        return 1 if code > 1000 else code
 
 
 @pytest.mark.parametrize(
@@ -39,8 +41,9 @@ class FakeJob:
         ([1, 1, 1, 1], 3, 1, 4),
         ([2], 3, 2, 1),  # a mistake of the user is not made again
         ([127], 3, 127, 1),
-        ([130], 3, 130, 1),  # Ctrl-C
-        ([143], 3, 143, 1),
+        ([1002], 3, 1, 1),  # Ctrl-C
+        ([137, 1015], 3, 1, 2),  # a restart, then SIGTERM
+        ([143, 0], 3, 0, 2),  # somebody else has ended the ranks
     ],
 )
 def test_a_job_is_started_again_if_that_may_help(codes, restarts, result, attempts, capfd):

@@ -159,7 +159,7 @@ def test_missing_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 def test_exit_code_is_passed_on(monkeypatch: pytest.MonkeyPatch, config: Path) -> None:
     seen = SimpleNamespace()
 
-    def run(command: list[str], variables: dict[str, str]) -> int:
+    def run(command: list[str], variables: dict[str, str], **options: object) -> int:
         seen.command = command
         return 17
 
