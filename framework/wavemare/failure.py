@@ -126,10 +126,11 @@ def _end(error: BaseException, grace_s: float) -> NoReturn:
 def _name_lost_peers() -> str | None:
     """Return what the watchdog knows of ranks that went without a word; None if it is not ours."""
     watchdog = _watchdog()
-    if watchdog is None or _ask_store(lambda store: int(store.add(_STORE_KEY, 0))):
+    # Without the store, rank 0 has gone, and with it what it may have said: then nobody knows.
+    if watchdog is None or _ask_store(lambda store: int(store.add(_STORE_KEY, 0))) != 0:
         return None
     summary: str | None = watchdog.explain_loss()
-    # Of several ranks that lost the same one, the first speaks; without a store, each of them.
+    # Of several ranks that lost the same one, the first speaks.
     return summary if summary and _claim_failure() is not _Claim.LATER else None
 
 

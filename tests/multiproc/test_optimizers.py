@@ -185,7 +185,7 @@ def test_what_cannot_work_is_refused_by_name(launch):
         ({**base, "params": {"refresh": 0}}, "optimizer.params.refresh", "1 or more"),
         ({**base, "params": {"betas": [0.9, 1.5]}}, "optimizer.params.betas", "below 1"),
         ({**base, "type": "NAdam", "params": {"momentum": 1}}, "optimizer.params.momentum", "'mom"),
-        ({**base, "type": "NAdam", "params": {"lr": -1.0}}, "optimizer.params", "learning rate"),
+        ({**base, "type": "NAdam", "params": {"lr": -1.0}}, "optimizer.params.lr", "-1.0"),
         ({**pipeline, "type": "Muon", "params": {"adam_rl": 1}}, "optimizer.params", "'adam_lr'"),
         ({**pipeline, "type": "Muon", "params": {"adam_lr": "x"}}, "optimizer.params.adam_lr", ""),
     ]
