@@ -34,7 +34,7 @@ def start(tmp_path: Path) -> Start:
     """Start a process whose main function has the given body."""
 
     def run(body: str, *, grace_s: float = 0.2, **variables: str) -> "subprocess.Popen[str]":
-        program = tmp_path / "program.py"
+        program = tmp_path / f"program{len(list(tmp_path.iterdir()))}.py"
         program.write_text(
             "import os, sys, time\n"
             "from wavemare.errors import ConfigError\n"
