@@ -54,10 +54,14 @@ def test_a_rank_that_stands_still(run, tmp_path, launcher, fault):
         ("exit", None),
     ],
 )
-def test_a_rank_that_ends(run, launcher, fault, words):
-    """A launcher may end the other before it can say a word, where it sees the end by itself."""
+def test_a_rank_that_ends(run, tmp_path, launcher, fault, words):
+    """A launcher may end the other before it can say a word, where it sees the end by itself.
+
+    MPICH's ``mpirun`` ends all ranks where one has left with 0, and passes that on as its own code.
+    """
     ended, lasted = run(launcher, fault)
-    assert ended.code != 0, ended.output[-5000:]
+    assert not list(tmp_path.glob("trained_*"))
+    assert ended.code != 0 or (launcher, fault) == ("mpi4py", "exit"), ended.output[-5000:]
     assert lasted <= LATEST_S
     assert ended.output.count("suspect: ") <= 1
     if words is not None:
