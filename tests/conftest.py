@@ -195,6 +195,8 @@ def no_leaked_environment() -> Iterator[None]:
 
 # Of libraries and of pytest's own helpers: they live as long as the process.
 _LASTING_THREADS = ("ThreadPoolExecutor", "asyncio_", "tqdm", "execnet", "pytest_timeout", "Tqdm")
+# Our own server of ranks, and what multiprocessing starts once in a process.
+_LASTING_PROCESSES = ("rank_server", "multiprocessing.resource_tracker")
 
 
 @pytest.fixture(autouse=True)
@@ -227,6 +229,7 @@ def _left(threads: set[threading.Thread], children: set[int]) -> list[str]:
         with contextlib.suppress(psutil.Error):
             child = psutil.Process(number)
             words = " ".join(child.cmdline())
-            if child.status() != psutil.STATUS_ZOMBIE and "rank_server" not in words:
+            lasts = any(name in words for name in _LASTING_PROCESSES)
+            if child.status() != psutil.STATUS_ZOMBIE and not lasts:
                 found.append(f"process {number} {words[:120]}")
     return found

@@ -26,6 +26,9 @@ def soak(
     warmup: Annotated[
         float, typer.Option(help="Seconds after a start in which ranks may grow.", min=0)
     ] = 60.0,
+    reference_steps: Annotated[
+        int, typer.Option(help="Trained once more in peace, to compare the losses.", min=1)
+    ] = 300,
     limit: Annotated[float, typer.Option(help="Share by which ranks may grow afterwards.")] = 0.01,
     folder: Annotated[Path, typer.Option(help="Of the runs, removed first.")] = Path("runs/soak"),
     json_file: JsonFile = None,
@@ -49,7 +52,8 @@ def soak(
     for name in names:
         place = folder / name
         shutil.rmtree(place, ignore_errors=True)
-        rows.append(Soak(name, minutes, seed, place.resolve(), warmup, typer.echo).run())
+        job = Soak(name, minutes, seed, place.resolve(), warmup, reference_steps, typer.echo)
+        rows.append(job.run())
     _show(rows)
     save(json_file, {"machine": describe_machine(), "seed": seed, "rows": rows})
     if problems := [problem for row in rows for problem in _problems(row, limit)]:

@@ -18,7 +18,8 @@ _LINK_MBIT = 20
 _SECONDS = {"pause": (1.0, 5.0), "kill": (0.0, 0.0), "slow link": (5.0, 15.0)}
 _PER_MINUTE = {"pause": 1.0, "kill": 1 / 20, "slow link": 0.25}
 _UNDISTURBED = 0.25
-"""Share of the time at the beginning and at the end in which nothing is inflicted."""
+_UNDISTURBED_S = 180.0
+"""In this share of the time at the beginning and at the end, and this at most, nothing happens."""
 
 
 @dataclass(frozen=True, order=True)
@@ -82,12 +83,13 @@ def draw_faults(minutes: float, ranks: int, seed: int, *, links: bool) -> list[F
         links: Whether links can be slowed.
     """
     generator = random.Random(seed)
-    first, last = minutes * 60 * _UNDISTURBED, minutes * 60 * (1 - _UNDISTURBED)
+    first = min(minutes * 60 * _UNDISTURBED, _UNDISTURBED_S)
+    last = minutes * 60 - first
     faults = []
     for kind, rate in _PER_MINUTE.items():
         if kind == "slow link" and not links:
             continue
-        for _ in range(max(1, round(rate * minutes * (1 - 2 * _UNDISTURBED)))):
+        for _ in range(max(1, round(rate * (last - first) / 60))):
             seconds = generator.uniform(*_SECONDS[kind])
             at_s = generator.uniform(first, last)
             faults.append(Fault(at_s, kind, seconds, generator.randrange(ranks)))

@@ -33,7 +33,6 @@ _POLL_S = 0.5
 _SAMPLE_S = 2.0
 _START_S = 300.0
 _END_S = 180.0
-_REFERENCE_STEPS = 300
 _MODEL = {
     "model_type": "gpt2",
     "n_layer": 4,
@@ -80,6 +79,7 @@ class Soak:
         seed: Of the faults.
         folder: Of the run, made anew.
         warmup_s: Seconds after a start of the ranks in which they may grow.
+        reference_steps: How many steps are trained once more, in peace, to compare the losses.
         note: Told what happens.
     """
 
@@ -88,6 +88,7 @@ class Soak:
     seed: int
     folder: Path
     warmup_s: float
+    reference_steps: int
     note: Callable[[str], None]
     inflicted: list[Fault] = field(default_factory=list)
     _sizes: dict[int, Sizes] = field(default_factory=dict)
@@ -114,7 +115,7 @@ class Soak:
             self._train(job, losses, link)
             code = self._stop(job)
         losses.update()
-        segments = shared_memory_segments() - segments
+        left = shared_memory_segments() - segments
         expected = self._reference()
         compared = {step: loss for step, loss in expected.items() if step in losses.by_step}
         growth = [sizes.growth() for sizes in self._sizes.values()]
@@ -137,7 +138,7 @@ class Soak:
             "reference_differs": sum(losses.by_step[s] != loss for s, loss in compared.items()),
             "longest_watch_s": longest,
             "growth": {k: max((g[k] for g in growth if g), default=None) for k in keys},
-            "shared_memory_segments": segments,
+            "shared_memory_segments": len(left),
         }
 
     def _start(self, run: Path, link: Link | None, *, steps: int) -> subprocess.Popen[bytes]:
@@ -246,7 +247,7 @@ class Soak:
     def _reference(self) -> dict[int, float]:
         """Return the first losses of a run that is left in peace."""
         run = self.folder / "reference"
-        job = self._start(run, None, steps=_REFERENCE_STEPS)
+        job = self._start(run, None, steps=self.reference_steps)
         try:
             with suppress(subprocess.TimeoutExpired):  # as many steps as there are then
                 job.wait(_START_S + self.minutes * 60)

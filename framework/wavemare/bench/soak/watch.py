@@ -7,6 +7,7 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -121,6 +122,13 @@ class Sizes:
         }
 
 
-def shared_memory_segments() -> int:
-    """Return how many segments of shared memory this machine has."""
-    return len(os.listdir(_SHARED_MEMORY)) if _SHARED_MEMORY.is_dir() else 0
+def shared_memory_segments() -> set[str]:
+    """Return the segments of shared memory that no process uses: those left behind."""
+    if not _SHARED_MEMORY.is_dir():
+        return set()
+    segments = set(os.listdir(_SHARED_MEMORY))
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):  # the process has ended, or is another user's
+            used = maps.read_text(encoding="utf-8", errors="replace")
+            segments = {name for name in segments if f"{_SHARED_MEMORY / name}" not in used}
+    return segments
