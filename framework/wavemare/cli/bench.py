@@ -11,6 +11,7 @@ import typer
 
 from wavemare.cli.bench_kernels import kernels
 from wavemare.cli.bench_quality import quality
+from wavemare.cli.bench_scaling import scaling
 from wavemare.cli.bench_shared import (
     JsonFile,
     Mbit,
@@ -176,6 +177,7 @@ bench.command()(wave)
 bench.command()(whale)
 bench.command()(kernels)
 bench.command()(soak)
+bench.command()(scaling)
 bench.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(quality)
 
 

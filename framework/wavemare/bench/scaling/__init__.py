@@ -1,0 +1,1 @@
+"""``wavemare bench scaling``: what a few measured processes say about many."""

@@ -1,0 +1,98 @@
+"""``wavemare bench scaling``: from a few measured processes to many."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from wavemare.cli.bench_shared import JsonFile, check_writable, print_wide, save
+from wavemare.errors import ConfigError
+
+__all__ = ["scaling"]
+
+_WIDTH = 120
+
+
+def scaling(
+    pipeline: Annotated[
+        list[Path] | None,
+        typer.Option(help="Result of `bench pipeline --synthetic`; several times."),
+    ] = None,
+    sparse: Annotated[
+        list[Path] | None, typer.Option(help="Result of `bench sparse`; several times.")
+    ] = None,
+    transport: Annotated[str, typer.Option(help="Whose rates: mpi or gloo.")] = "mpi",
+    json_file: JsonFile = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the curves to this file.")] = None,
+) -> None:
+    """Predict up to 1,024 stages and ranks from the shortest measured run, beside all measured.
+
+    The result with the fewest processes calibrates, all others are there to be compared.
+
+    For example: wavemare bench scaling --pipeline 2.json --pipeline 4.json --plot scaling.png
+    """
+    from wavemare.bench.scaling.picture import draw
+    from wavemare.bench.scaling.study import collective_rows, pipeline_rows, read_results
+
+    if transport not in ("mpi", "gloo"):
+        raise ConfigError("--transport", transport, "there is no such transport", "mpi or gloo")
+    if not pipeline and not sparse:
+        remedy = "Run `wavemare bench pipeline --synthetic --json 2.json` and name 2.json"
+        raise ConfigError("--pipeline", None, "there is nothing to begin with", remedy)
+    check_writable("--json", json_file)
+    check_writable("--plot", plot)
+    rows: list[dict[str, Any]] = []
+    calibration: dict[str, Any] = {}
+    if pipeline:
+        found, calibration["pipeline"] = pipeline_rows(read_results("--pipeline", pipeline))
+        rows += found
+    if sparse:
+        results = read_results("--sparse", sparse)
+        found, calibration["collective"] = collective_rows(results, transport)
+        rows += found
+    _show(rows)
+    save(json_file, {"baseline": "deepspeed-1f1b, dense", "calibration": calibration, "rows": rows})
+    if plot is not None:
+        draw(plot, rows)
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    """Print measured rows beside what was predicted for as many processes, and all predictions."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(
+        "", "system", "processes", "ms", "ratio", "measured ms", "ratio", "off", box=box.SIMPLE_HEAD
+    )
+    measured = {_key(row): row for row in rows if row["measured"]}
+    for row in rows:
+        if row["measured"]:
+            continue
+        other = measured.get(_key(row))
+        off = f"{row['median_s'] / other['median_s'] - 1:+.1%}" if other is not None else ""
+        case = {"compute": "compute_s", "size": "mebibytes"}.get(row["part"])
+        table.add_row(
+            f"{row['part']} {row[case]:g}" if case else _case(row),
+            row["system"],
+            str(row.get("stages", row.get("ranks"))),
+            *_columns(row),
+            *(_columns(other) if other is not None else ("", "")),
+            "calibrates" if other is not None and other["calibrates"] else off,
+        )
+    print_wide(table, _WIDTH)
+
+
+def _columns(row: dict[str, Any]) -> tuple[str, str]:
+    ratio = f"{row['ratio']:.2f}" if row["ratio"] is not None else ""
+    return f"{1e3 * row['median_s']:.1f}", ratio
+
+
+def _case(row: dict[str, Any]) -> str:
+    return f"{row['pattern']} {row['density']:g}" if "pattern" in row else str(row["part"])
+
+
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+    names = ("part", "system", "stages", "ranks", "pattern", "density", "mebibytes", "compute_s")
+    return tuple(row.get(name) for name in names)
