@@ -52,6 +52,10 @@ def changed(checkpoints: Path, tmp_path: Path) -> Callable[[Change, str], Path]:
 class ModelType(enum.Enum):
     encoder_or_decoder = 1
 
+    def __reduce_ex__(self, protocol: int) -> Any:
+        # As all versions of Python but 3.11.0 to 3.11.3 do, which write a `getattr`.
+        return type(self), (self.value,)
+
 
 def test_arguments_that_are_objects_of_megatron(
     changed: Any, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
