@@ -24,10 +24,17 @@ from deepspeed.utils.tensor_fragment import fragment_address
 
 from wavemare.engine.checkpoint_snapshot import Snapshot, num_bytes
 from wavemare.errors import CheckpointError
+from wavemare.pickled_enums import GETATTR, enum_member
 
 __all__ = ["CheckpointFiles", "FileRecord", "RankFiles", "checksum", "read_file", "safe_loading"]
 
-HARMLESS = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+HARMLESS: list[Any] = [
+    DynamicLossScaler,
+    LossScaler,
+    ZeroStageEnum,
+    fragment_address,
+    (enum_member, GETATTR),
+]
 """Classes of DeepSpeed's whose objects stand in its files and do nothing when they are made."""
 
 _CHUNK = 1 << 22

@@ -17,7 +17,7 @@ AREAS = ("engine", "pipeline", "comm", "recipes")
 # Imports go downwards only: an area may import areas of a lower level, and itself.
 LEVELS = {"recipes": 4, "framework": 3, "engine": 2, "pipeline": 1, "comm": 1, "leaf": 0}
 # Modules that know no area, so that all may use them.
-LEAVES = {"errors", "section", "files", "json_text"}
+LEAVES = {"errors", "section", "files", "json_text", "pickled_enums"}
 # Libraries that an area is useful without.
 FORBIDDEN = {"comm": {"deepspeed", "transformers"}, "pipeline": {"deepspeed", "transformers"}}
 LIGHT = {"errors", "files", "json_text", "failure"}

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from wavemare.errors import CheckpointError, ModelError
 from wavemare.files import atomic_write_text, replace_folder
+from wavemare.pickled_enums import GETATTR, enum_member
 
 __all__ = ["LATEST", "Checkpoint", "read_checkpoint", "said_by", "write_checkpoint"]
 
@@ -199,17 +200,21 @@ class _Foreign:
         return object.__new__(cls)
 
 
+def _member(kind: Any, name: Any) -> Any:
+    return _Foreign() if kind is _Foreign else enum_member(kind, name)
+
+
 def _load(path: Path) -> dict[str, Any]:
     unknown: set[str] = set()
     try:
         # A file of the format before zip has no list; what it holds besides weights is refused.
         if zipfile.is_zipfile(path):
-            with torch.serialization.safe_globals(_SAFE):
+            with torch.serialization.safe_globals([*_SAFE, (_member, GETATTR)]):
                 unknown |= set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
         # Above all args.model_type, an enumeration, which training sets.
         foreign = [(_Foreign, name) for name in unknown if name.startswith("megatron.")]
         unknown -= {name for _, name in foreign}
-        with torch.serialization.safe_globals([*_SAFE, *foreign]):
+        with torch.serialization.safe_globals([*_SAFE, *foreign, (_member, GETATTR)]):
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle, zip and torch each have errors of their own
         detail = f"it holds {', '.join(sorted(unknown))}" if unknown else said_by(error)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import xxhash
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from wavemare.engine.checkpoint_files import (
     CheckpointFiles,
@@ -186,3 +187,36 @@ def test_safe_loading_leaves_everything_as_it_was(tmp_path, monkeypatch):
         assert isinstance(torch.load(tmp_path / "own.pt", weights_only=False)["own"], Own)
     assert os.environ == before
     assert LossScaler not in torch.serialization.get_safe_globals()
+
+
+class ByGetattr:
+    """Written as Python 3.11.0 to 3.11.3 write a member of an enumeration."""
+
+    def __init__(self, kind, name):
+        self.kind, self.name = kind, name
+
+    def __reduce__(self):
+        return getattr, (self.kind, self.name)
+
+
+def test_members_of_enumerations_are_read_by_their_names(tmp_path):
+    path = tmp_path / "states.pt"
+    torch.save({"zero_stage": ByGetattr(ZeroStageEnum, "gradients")}, path)
+    assert read_file(path) == {"zero_stage": ZeroStageEnum.gradients}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (ZeroStageEnum, "__class__"),
+        (ZeroStageEnum, "mro"),
+        (torch.Tensor, "__init__"),
+        (LossScaler, "__dict__"),
+        (ByGetattr(ZeroStageEnum, "gradients"), "real"),
+    ],
+)
+def test_no_other_attribute_is_looked_up(tmp_path, kind, name):
+    path = tmp_path / "states.pt"
+    torch.save({"zero_stage": ByGetattr(kind, name)}, path)
+    with pytest.raises(CheckpointError, match=r"read safely.*getattr"):
+        read_file(path)

@@ -52,25 +52,31 @@ def changed(checkpoints: Path, tmp_path: Path) -> Callable[[Change, str], Path]:
 class ModelType(enum.Enum):
     encoder_or_decoder = 1
 
-    def __reduce_ex__(self, protocol: int) -> Any:
-        # As all versions of Python but 3.11.0 to 3.11.3 do, which write a `getattr`.
-        return type(self), (self.value,)
+
+class ModelTypeByName(enum.Enum):
+    """As Python 3.11.0 to 3.11.3 write it."""
+
+    encoder_or_decoder = 1
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return getattr, (type(self), self.name)
 
 
+@pytest.mark.parametrize("kind", [ModelType, ModelTypeByName])
 def test_arguments_that_are_objects_of_megatron(
-    changed: Any, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: Any, changed: Any, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Megatron's training sets ``args.model_type``, an enumeration, before it saves."""
     module = types.ModuleType("megatron.core.enums")
-    monkeypatch.setattr(module, "ModelType", ModelType, raising=False)
-    monkeypatch.setattr(ModelType, "__module__", module.__name__)
+    monkeypatch.setattr(module, kind.__name__, kind, raising=False)
+    monkeypatch.setattr(kind, "__module__", module.__name__)
     with monkeypatch.context() as there:
         for name in ("megatron", "megatron.core"):
             there.setitem(sys.modules, name, types.ModuleType(name))
         there.setitem(sys.modules, module.__name__, module)
 
         def change(content: Any) -> None:
-            content["args"].model_type = ModelType.encoder_or_decoder
+            content["args"].model_type = kind.encoder_or_decoder
             content["args"].params_dtype = torch.bfloat16
 
         folder = changed(change)

@@ -1,0 +1,27 @@
+"""Members of enumerations in pickles, read without trusting ``getattr``."""
+
+from __future__ import annotations
+
+import enum
+import pickle
+from typing import Any
+
+__all__ = ["GETATTR", "enum_member"]
+
+GETATTR = "builtins.getattr"
+"""What Python 3.11.0 to 3.11.3 write for a member (Debian 12 has 3.11.2); later versions do not."""
+
+
+def enum_member(kind: Any, name: Any) -> Any:
+    """Return a member of an enumeration, for `GETATTR` in a pickle: nothing else is looked up.
+
+    Raises:
+        pickle.UnpicklingError: It is not the name of a member.
+    """
+    if not (isinstance(kind, enum.EnumMeta) and isinstance(name, str)):
+        raise pickle.UnpicklingError(f"Unsupported GLOBAL {GETATTR} of {kind!r}")
+    if name not in kind.__members__:
+        raise pickle.UnpicklingError(
+            f"Unsupported GLOBAL {GETATTR} of {kind!r}: no member {name!r}"
+        )
+    return kind.__members__[name]
