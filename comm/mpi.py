@@ -25,7 +25,10 @@ __all__ = ["MpiInfo", "describe_mpi", "outside_job"]
 _MARK = "wavemare-mpi:"
 # Each finding is printed at once: what comes after it may hang or abort the process.
 _PROBE = """
-import ctypes, json, re
+import ctypes, json, os, re
+
+# Open MPI leaves a segment of shared memory behind a process that nobody has launched.
+os.environ.setdefault("OMPI_MCA_btl", "^sm")
 
 def tell(**findings):
     print("wavemare-mpi:" + json.dumps(findings), flush=True)

@@ -21,7 +21,7 @@ def open_mpi():
 
 
 @pytest.fixture
-def supervised(mpirun, tmp_path):
+def supervised(mpirun, open_mpi, tmp_path):
     """Run three supervised ranks; return the job and what the ranks of each attempt told."""
 
     def run(restarts, fault, *victim, options=()):
@@ -34,7 +34,7 @@ def supervised(mpirun, tmp_path):
         ranks = [rank for attempt in attempts.values() for rank in attempt.values()]
         check_nothing_lives([pid for rank in ranks for pid in (*rank["pids"], rank["supervisor"])])
         left = shared_memory_segments() - before
-        if options == () and fault == "supervisor":  # MPICH's mpirun leaves what a process had
+        if not open_mpi and fault == "supervisor":  # MPICH's mpirun leaves what a process had
             for name in [name for name in left if name.startswith("mpich_")]:
                 (Path("/dev/shm") / name).unlink()
                 left.remove(name)
