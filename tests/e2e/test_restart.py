@@ -139,20 +139,38 @@ def test_fewer_ranks_go_on_with_the_same_batch(command, small_options, recipe_co
     )
 
 
+@pytest.fixture(scope="module")
+def folder_in_peace(tmp_path_factory):
+    return tmp_path_factory.mktemp("peace") / "whole"
+
+
+@pytest.fixture
+def in_peace(command, small_options, folder_in_peace):
+    """Return the folder of a run that nothing befalls, made once."""
+
+    def run(words):
+        if not folder_in_peace.exists():
+            options = small_options("gpt", folder_in_peace, **OPTIONS)
+            command(*words, *options, timeout=500).check()
+        return folder_in_peace
+
+    return run
+
+
 @slow
 def test_ranks_under_mpirun_are_started_again_by_their_supervisors(
-    words_of, command, small_options, recipe_config, killed, tmp_path
+    words_of, in_peace, small_options, recipe_config, killed, tmp_path
 ):
     words = ["wavemare", "train", "gpt", "--config", recipe_config("gpt/pretrain", "zero")]
     mpirun = [*words_of("mpirun")[:-1], BIN / words[0], *words[1:]]
-    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    parted = tmp_path / "parted"
     options = small_options("gpt", parted, **OPTIONS)
-    code, output = killed([*mpirun, "--max-restarts", 1, *options], parted, at=(13,))
+    code, output = killed([*mpirun, "--max-restarts", 1, *options], parted, at=(13,), limit=500)
     assert code == 0, output[-4000:]
     assert "ended with 137" in output
     assert "restart 1 of 1 as 2 ranks" in output
     assert "resumed after step 10" in output
-    command(*words, *small_options("gpt", whole, **OPTIONS)).check()
+    whole = in_peace(words)
     assert figures(parted) == figures(whole)
     weights = [(run / "model" / "model.safetensors").read_bytes() for run in (parted, whole)]
     assert weights[0] == weights[1]
@@ -160,7 +178,7 @@ def test_ranks_under_mpirun_are_started_again_by_their_supervisors(
 
 @slow
 def test_a_lost_supervisor_leaves_a_smaller_job(
-    words_of, command, small_options, recipe_config, killed, tmp_path
+    words_of, in_peace, small_options, recipe_config, killed, tmp_path
 ):
     """Open MPI's ULFM: what is left resumes from a universal checkpoint, with the same batch."""
     words = ["wavemare", "train", "gpt", "--config", recipe_config("gpt/pretrain", "zero")]
@@ -168,14 +186,14 @@ def test_a_lost_supervisor_leaves_a_smaller_job(
     if "--oversubscribe" not in found:
         pytest.skip("ULFM is Open MPI's")
     mpirun = [found[0], "--with-ft", "ulfm", *found[1:-1], BIN / words[0], *words[1:]]
-    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    parted = tmp_path / "parted"
     options = [*mpirun, "--max-restarts", 1, *small_options("gpt", parted, **OPTIONS)]
-    code, output = killed(options, parted, at=(13,), victim=lambda rank: rank.parent())
+    code, output = killed(options, parted, at=(13,), limit=500, victim=lambda rank: rank.parent())
     assert code == 0, output[-4000:]
     assert "lost with its supervisor: rank 1" in output
     assert "restart 1 of 1 as 1 ranks" in output
     assert "step-000010 is converted for 1 ranks" in output
-    command(*words, *small_options("gpt", whole, **OPTIONS)).check()
+    whole = in_peace(words)
     before, after = figures(parted), figures(whole)
     assert before[:10] == after[:10]
     assert [line.get("step") for line in before] == [line.get("step") for line in after]

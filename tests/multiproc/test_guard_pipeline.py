@@ -80,7 +80,7 @@ def found(launch, done):
         ranks = next(ranks for ranks, cases in CASES.items() if name in cases)
         if ranks not in done:
             cases = json.dumps(CASES[ranks])
-            done[ranks] = launch("guard_pipeline.py", cases, ranks=ranks, timeout=120)
+            done[ranks] = launch("guard_pipeline.py", cases, ranks=ranks, timeout=280)
         done[ranks].check()
         return [done[ranks].result(rank)[name] for rank in range(ranks)]
 
