@@ -14,17 +14,21 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MpiInfo", "describe_mpi"]
+__all__ = ["MpiInfo", "describe_mpi", "outside_job"]
 
 _MARK = "wavemare-mpi:"
 # Each finding is printed at once: what comes after it may hang or abort the process.
 _PROBE = """
-import ctypes, json, re
+import ctypes, json, os, re
+
+# Open MPI leaves a segment of shared memory behind a process that nobody has launched.
+os.environ.setdefault("OMPI_MCA_btl", "^sm")
 
 def tell(**findings):
     print("wavemare-mpi:" + json.dumps(findings), flush=True)
@@ -125,6 +129,11 @@ def describe_mpi(timeout_s: float = 20.0) -> MpiInfo:
     return MpiInfo(mpi4py=version, launcher=launcher, launcher_flavour=launcher_flavour, **findings)
 
 
+def outside_job(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return variables without those by which a process belongs to an MPI job."""
+    return {k: v for k, v in environment.items() if not k.startswith(_JOB_PREFIXES)}
+
+
 def _probe(timeout_s: float) -> dict[str, Any]:
     output, ending = _run([sys.executable, "-c", _PROBE], timeout_s)
     findings: dict[str, Any] = {}
@@ -142,9 +151,6 @@ def _run(command: list[str], timeout_s: float) -> tuple[str, str | None]:
     Returns:
         Its output until then, and how it failed (None if it did not).
     """
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(_JOB_PREFIXES)
-    }
     # A file, not a pipe: an MPI daemon left behind would keep a pipe open, and reading it hangs.
     with tempfile.TemporaryFile() as output:
         child = subprocess.Popen(
@@ -152,7 +158,7 @@ def _run(command: list[str], timeout_s: float) -> tuple[str, str | None]:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.DEVNULL,
-            env=environment,
+            env=outside_job(os.environ),
             start_new_session=True,
         )
         try:

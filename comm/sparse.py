@@ -55,12 +55,15 @@ class SparseComm:
         transport: ``mpi``, ``torch`` or ``auto``: what the launch offers.
         staging: How an accelerator's tensors travel: ``direct``, ``pinned`` or ``auto``.
         timeout_s: Seconds after which a silent peer counts as lost.
+        checksums: Whether each message is followed by its CRC-32, which must be the same on all
+            ranks; the library's own reduction is not used then.
         constants: Of the cost model; measured here if omitted and needed.
         device: Where buckets will be; that of the present accelerator if omitted.
 
     Raises:
         ConfigError: A value cannot be.
         CommError: There is no such transport, or a peer was lost.
+        MessageError: A message has changed on its way.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class SparseComm:
         transport: Choice = "auto",
         staging: Staging = "auto",
         timeout_s: float = 300.0,
+        checksums: bool = False,
         constants: Constants | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -88,7 +92,7 @@ class SparseComm:
         self.deterministic = deterministic
         self.compressor = compressor
         self._transport = open_transport(
-            group, choice=transport, staging=staging, timeout_s=timeout_s
+            group, choice=transport, staging=staging, timeout_s=timeout_s, checksums=checksums
         )
         self._hierarchy: Hierarchy | None = None
         try:

@@ -130,7 +130,7 @@ def check_config(config: Mapping[str, Any], *, world_size: int) -> WavemareConfi
     check_balance(
         config, ours.balance, pipeline=ours.pipeline, wavelet=ours.wavelet, zero_stage=zero
     )
-    check_guard(config, ours.guard, ours.pipeline, zero)
+    check_guard(config, ours.guard, zero)
     if (stages > 1 or ours.pipeline.schedule == "pipemare") and zero in (2, 3):
         raise ConfigError(
             "zero_optimization.stage",

@@ -10,6 +10,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from wavemare.comm.checksums import changed
 from wavemare.engine.channels import Channels
 from wavemare.engine.messages import (
     DESCRIPTION,
@@ -21,7 +22,7 @@ from wavemare.engine.messages import (
     seal,
     write_message,
 )
-from wavemare.errors import CommError, ModelError
+from wavemare.errors import ModelError
 from wavemare.pipeline.action import Action, Kind
 
 __all__ = ["Exchange"]
@@ -138,7 +139,7 @@ class Exchange:
             micro_batch: Which it is, for a message.
 
         Raises:
-            CommError: It is not as it was sent.
+            MessageError: It is not as it was sent.
         """
         inbox = _there(self._channels.from_previous)
         layout = self._received
@@ -180,7 +181,7 @@ class Exchange:
         """Return the header and the gradients of a micro-batch's outputs.
 
         Raises:
-            CommError: They are not as they were sent.
+            MessageError: They are not as they were sent.
         """
         self.post_ahead()
         layout = self._grads.pop(micro_batch)
@@ -216,13 +217,7 @@ class Exchange:
     def _take(self, inbox: Inbox, layout: Layout, contents: str) -> Tensor:
         message = inbox.take()
         if self._checksum and not is_intact(layout, message):
-            receiver = torch.distributed.get_rank()
-            raise CommError(
-                f"message from rank {inbox.rank} to rank {receiver}",
-                contents,
-                f"its checksum does not fit its {layout.size} bytes: they have changed on the way",
-                "Resume from the last checkpoint; check the memory and network of the two hosts",
-            )
+            raise changed(inbox.rank, torch.distributed.get_rank(), contents, layout.size)
         return message
 
     def forget_shapes(self) -> None:

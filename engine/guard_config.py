@@ -8,10 +8,9 @@ from typing import Any, Literal
 from pydantic import Field
 
 from wavemare.errors import ConfigError
-from wavemare.pipeline.config import PipelineConfig
 from wavemare.section import Section
 
-__all__ = ["GuardConfig", "check_guard"]
+__all__ = ["GuardConfig", "check_checksums", "check_guard"]
 
 _KEY = "wavemare.guard"
 _ZERO_WEIGHTS = 3
@@ -28,21 +27,18 @@ class GuardConfig(Section):
     """Steps skipped one after the other at which ``skip`` stops the run, too."""
 
     message_checksum: bool = False
-    """Whether the messages between pipeline stages carry a CRC-32."""
+    """Whether messages between pipeline stages, and of the sparse collective, carry a CRC-32."""
 
     replica_digest_interval: int = Field(default=0, ge=0)
     """Optimizer steps between two comparisons of the replicas' weights; 0 for none."""
 
 
-def check_guard(
-    config: Mapping[str, Any], guard: GuardConfig, pipeline: PipelineConfig, zero_stage: int
-) -> None:
+def check_guard(config: Mapping[str, Any], guard: GuardConfig, zero_stage: int) -> None:
     """Check that what is to be guarded is there.
 
     Args:
         config: DeepSpeed configuration.
         guard: Our section.
-        pipeline: Our section.
         zero_stage: Of DeepSpeed's ZeRO.
 
     Raises:
@@ -57,10 +53,24 @@ def check_guard(
         reason = f"it has no effect on nonfinite {guard.nonfinite!r}"
         remedy = f'Set {_KEY}.nonfinite to "skip", or remove the key'
         raise ConfigError(f"{_KEY}.max_skips", guard.max_skips, reason, remedy)
-    if guard.message_checksum and not (pipeline.schedule == "pipemare" or pipeline.pair_passes):
-        reason = "without schedule pipemare or pair_passes DeepSpeed sends the messages"
-        raise ConfigError(f"{_KEY}.message_checksum", True, reason, "Leave it out")
     if guard.replica_digest_interval and zero_stage == _ZERO_WEIGHTS:
         reason = "with ZeRO 3 each weight lies on one rank alone, and no replica is there"
         given = guard.replica_digest_interval
         raise ConfigError(f"{_KEY}.replica_digest_interval", given, reason, "Leave it out")
+
+
+def check_checksums(guard: GuardConfig, *, staged: bool, sparse: bool) -> None:
+    """Check that an engine has messages of its own, if they are to carry checksums.
+
+    Args:
+        guard: Our section.
+        staged: Whether it is a pipeline's.
+        sparse: Whether gradients go through the sparse collective.
+
+    Raises:
+        ConfigError: All that it sends goes through the library's own reductions.
+    """
+    if guard.message_checksum and not (staged or sparse):
+        reason = "the library's own reductions cannot carry checksums, and nothing else is sent"
+        remedy = 'Leave it out, or set wavemare.sparse_collective.mode to "ordered"'
+        raise ConfigError(f"{_KEY}.message_checksum", True, reason, remedy)

@@ -11,6 +11,7 @@ import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from wavemare.errors import LaunchError
 
@@ -20,9 +21,12 @@ __all__ = [
     "TORCH_VARIABLES",
     "Place",
     "check_environment",
+    "check_mpi",
     "first_host",
     "free_port",
     "launcher_variables",
+    "meet",
+    "mpi_place",
     "own_address",
     "place_of",
 ]
@@ -91,6 +95,12 @@ def place_of(environment: Mapping[str, str]) -> Place | None:
         if rank is not None and size is not None:
             return Place(launcher, rank, size, local_rank, local_size)
     return None
+
+
+def mpi_place(environment: Mapping[str, str]) -> Place | None:
+    """Return this process's place among those of an ``mpirun``; None if none started it."""
+    place = place_of(environment)
+    return place if place is not None and place.launcher != "Slurm" else None
 
 
 def check_environment(environment: Mapping[str, str]) -> None:
@@ -264,6 +274,23 @@ def _meet_by_mpi(environment: Mapping[str, str], place: Place) -> tuple[str, int
         remedy = "Set MASTER_ADDR and MASTER_PORT, or install MPI: pip install 'wavemare[mpi]'"
         raise LaunchError("mpi4py", None, reason, remedy) from None
     world = MPI.COMM_WORLD
+    check_mpi(world, place)
+    address, port, hosts = meet(environment, world)
+    return address, port, hosts[: place.rank].count(hosts[place.rank])
+
+
+def check_mpi(world: Any, place: Place) -> None:
+    """Check that mpi4py's MPI is that of the ``mpirun`` which started this process.
+
+    Args:
+        world: mpi4py's communicator of all processes.
+        place: From `place_of`.
+
+    Raises:
+        LaunchError: It is another one, to which this process is alone.
+    """
+    from mpi4py import MPI
+
     if world.Get_size() != place.world_size:
         reason = (
             f"mpirun ({place.launcher}) has started {place.world_size} processes, but mpi4py "
@@ -271,14 +298,27 @@ def _meet_by_mpi(environment: Mapping[str, str], place: Place) -> tuple[str, int
         )
         remedy = "Use the mpirun of mpi4py's MPI; 'wavemare doctor' names the two"
         raise LaunchError("mpirun", place.launcher, reason, remedy)
-    hosts = world.allgather(MPI.Get_processor_name())
-    local_rank = hosts[: place.rank].count(hosts[place.rank])
+
+
+def meet(environment: Mapping[str, str], comm: Any) -> tuple[str, int, list[str]]:
+    """Agree over MPI where ranks are to meet; all processes of a communicator call it.
+
+    Args:
+        environment: The process's variables.
+        comm: mpi4py's.
+
+    Returns:
+        Address and free port of the first process, and the host of each.
+    """
+    from mpi4py import MPI
+
+    hosts: list[str] = comm.allgather(MPI.Get_processor_name())
     point = None
-    if place.rank == 0:
+    if comm.Get_rank() == 0:
         one_host = len(set(hosts)) == 1
         point = ("127.0.0.1" if one_host else own_address(environment), free_port())
-    address, port = world.bcast(point)
-    return address, port, local_rank
+    address, port = comm.bcast(point)
+    return address, port, hosts
 
 
 def _address_of_name() -> str:

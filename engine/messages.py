@@ -7,7 +7,6 @@ are sent anyway, so that no rank waits for anything else.
 
 from __future__ import annotations
 
-import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from wavemare.comm.checksums import checksum
 from wavemare.errors import ModelError
 
 __all__ = [
@@ -153,8 +153,8 @@ def seal(layout: Layout, message: Tensor) -> None:
 
     It is a CRC-32 of all other bytes, which finds each wrong bit, each two, and all within 32.
     """
-    checksum = torch.tensor([_checksum(layout, message)], dtype=torch.float64)
-    message[_place(layout)].view(torch.float64).copy_(checksum)
+    value = torch.tensor([_checksum(layout, message)], dtype=torch.float64)
+    message[_place(layout)].view(torch.float64).copy_(value)
 
 
 def is_intact(layout: Layout, message: Tensor) -> bool:
@@ -169,7 +169,7 @@ def _place(layout: Layout) -> slice:
 def _checksum(layout: Layout, message: Tensor) -> int:
     # On an accelerator this waits for the device and copies the message to the host.
     contents, place = message.cpu().numpy().data, _place(layout)
-    return zlib.crc32(contents[place.stop :], zlib.crc32(contents[: place.start]))
+    return checksum([contents[: place.start], contents[place.stop :]])
 
 
 class Outbox:

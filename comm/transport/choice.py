@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from wavemare.comm.transport.base import Transport
+from wavemare.comm.transport.checksummed import ChecksummedTransport
 from wavemare.comm.transport.staging import StagedTransport
 from wavemare.comm.transport.torch_transport import TorchTransport
 from wavemare.errors import CommError, ConfigError
@@ -27,6 +28,7 @@ def open_transport(
     choice: Choice = "auto",
     staging: Staging = "auto",
     timeout_s: float = 300.0,
+    checksums: bool = False,
 ) -> Transport:
     """Open a transport; all ranks of the group must call this together.
 
@@ -39,6 +41,7 @@ def open_transport(
             blocks through the host's pinned memory, ``direct`` hands MPI the device's memory,
             ``auto`` does that if the MPI says that it is CUDA-aware.
         timeout_s: Seconds after which a silent peer counts as lost.
+        checksums: Whether each message is followed by its checksum.
 
     Raises:
         CommError: What was chosen is not there.
@@ -49,9 +52,9 @@ def open_transport(
     if _is_mpi_communicator(group):
         if choice == "torch":
             raise _mismatch(choice, "an MPI communicator")
-        return _staged(_open_mpi(group, staging, timeout_s), staging)
+        return _staged(_open_mpi(group, staging, timeout_s), staging, checksums)
     if choice == "mpi" or (choice == "auto" and _has_all_ranks(group) and _mpi_serves()):
-        return _staged(_open_mpi(_same_ranks(group), staging, timeout_s), staging)
+        return _staged(_open_mpi(_same_ranks(group), staging, timeout_s), staging, checksums)
     if not dist.is_initialized():
         raise CommError(
             "transport",
@@ -60,7 +63,7 @@ def open_transport(
             "Call torch.distributed.init_process_group, or start it with 'mpirun -n N python "
             "-m mpi4py SCRIPT'",
         )
-    return _staged(TorchTransport(group, timeout_s), staging)
+    return _staged(TorchTransport(group, timeout_s), staging, checksums)
 
 
 def _has_all_ranks(group: Any) -> bool:
@@ -129,7 +132,9 @@ def _cuda_aware(staging: Staging) -> bool:
     return bool(describe_mpi().cuda_aware)
 
 
-def _staged(transport: Transport, staging: Staging) -> Transport:
+def _staged(transport: Transport, staging: Staging, checksums: bool) -> Transport:
+    if checksums:
+        transport = ChecksummedTransport(transport)
     if staging == "direct" or transport.takes_device:
         return transport
     return StagedTransport(transport)

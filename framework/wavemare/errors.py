@@ -14,6 +14,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "LaunchError",
+    "MessageError",
     "ModelError",
     "NumericsError",
     "PlanError",
@@ -88,6 +89,10 @@ class CommError(WavemareError, RuntimeError):
     """
 
     exit_code = 1
+
+
+class MessageError(CommError, NumericsError):
+    """A message between two ranks that has changed on its way."""
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:

@@ -48,7 +48,7 @@ def is_rank(process):
 def killed(tmp_path):
     """Run a command, kill one of its ranks at each of some steps; return code and output."""
 
-    def run(words, folder, *, at, limit=200):
+    def run(words, folder, *, at, limit=200, victim=lambda rank: rank):
         log = tmp_path / "log"
         with log.open("w") as output:
             process = subprocess.Popen(
@@ -66,7 +66,7 @@ def killed(tmp_path):
                     assert process.poll() is None, log.read_text()[-4000:]
                     assert time.monotonic() < deadline, log.read_text()[-4000:]
                     time.sleep(0.01)
-                max(ranks_of(process), key=lambda p: p.environ()["RANK"]).kill()
+                victim(max(ranks_of(process), key=lambda p: p.environ()["RANK"])).kill()
                 while steps_done(folder) >= step and process.poll() is None:
                     time.sleep(0.01)  # until the next attempt has cut off what it does again
                     assert time.monotonic() < deadline, log.read_text()[-4000:]
@@ -137,3 +137,66 @@ def test_fewer_ranks_go_on_with_the_same_batch(command, small_options, recipe_co
     assert figures(parted)[-1]["held_out_loss"] == pytest.approx(
         figures(whole)[-1]["held_out_loss"], rel=2e-3
     )
+
+
+@pytest.fixture(scope="module")
+def folder_in_peace(tmp_path_factory):
+    return tmp_path_factory.mktemp("peace") / "whole"
+
+
+@pytest.fixture
+def in_peace(command, small_options, folder_in_peace):
+    """Return the folder of a run that nothing befalls, made once."""
+
+    def run(words):
+        if not folder_in_peace.exists():
+            options = small_options("gpt", folder_in_peace, **OPTIONS)
+            command(*words, *options, timeout=500).check()
+        return folder_in_peace
+
+    return run
+
+
+@slow
+def test_ranks_under_mpirun_are_started_again_by_their_supervisors(
+    words_of, in_peace, small_options, recipe_config, killed, tmp_path
+):
+    words = ["wavemare", "train", "gpt", "--config", recipe_config("gpt/pretrain", "zero")]
+    mpirun = [*words_of("mpirun")[:-1], BIN / words[0], *words[1:]]
+    parted = tmp_path / "parted"
+    options = small_options("gpt", parted, **OPTIONS)
+    code, output = killed([*mpirun, "--max-restarts", 1, *options], parted, at=(13,), limit=500)
+    assert code == 0, output[-4000:]
+    assert "ended with 137" in output
+    assert "restart 1 of 1 as 2 ranks" in output
+    assert "resumed after step 10" in output
+    whole = in_peace(words)
+    assert figures(parted) == figures(whole)
+    weights = [(run / "model" / "model.safetensors").read_bytes() for run in (parted, whole)]
+    assert weights[0] == weights[1]
+
+
+@slow
+def test_a_lost_supervisor_leaves_a_smaller_job(
+    words_of, in_peace, small_options, recipe_config, killed, tmp_path
+):
+    """Open MPI's ULFM: what is left resumes from a universal checkpoint, with the same batch."""
+    words = ["wavemare", "train", "gpt", "--config", recipe_config("gpt/pretrain", "zero")]
+    found = words_of("mpirun")
+    if "--oversubscribe" not in found:
+        pytest.skip("ULFM is Open MPI's")
+    mpirun = [found[0], "--with-ft", "ulfm", *found[1:-1], BIN / words[0], *words[1:]]
+    parted = tmp_path / "parted"
+    options = [*mpirun, "--max-restarts", 1, *small_options("gpt", parted, **OPTIONS)]
+    code, output = killed(options, parted, at=(13,), limit=500, victim=lambda rank: rank.parent())
+    assert code == 0, output[-4000:]
+    assert "lost with its supervisor: rank 1" in output
+    assert "restart 1 of 1 as 1 ranks" in output
+    assert "step-000010 is converted for 1 ranks" in output
+    whole = in_peace(words)
+    before, after = figures(parted), figures(whole)
+    assert before[:10] == after[:10]
+    assert [line.get("step") for line in before] == [line.get("step") for line in after]
+    for one, other in zip(before, after, strict=True):
+        if "loss" in one:
+            assert one["loss"] == pytest.approx(other["loss"], rel=2e-3), one["step"]

@@ -70,7 +70,7 @@ def start(launch: Callable[..., Any], tmp_path: Path) -> Callable[..., Job]:
         started = time.monotonic()
         words = [kind, *map(str, arguments)]
         if kind == "mpi":
-            words = [str(PROGRAMS / program), str(folder), *words]
+            words = ["-m", "mpi4py", str(PROGRAMS / program), str(folder), *words]
             code, output = _run_by_mpirun(words, ranks, timeout, options, folder / "mpirun.log")
         else:
             path = PROGRAMS / program
@@ -78,6 +78,22 @@ def start(launch: Callable[..., Any], tmp_path: Path) -> Callable[..., Job]:
             code = max(finished.codes, key=abs)
             output = "\n".join(finished.outputs)
         return Job(code, output, time.monotonic() - started, folder)
+
+    return run
+
+
+@pytest.fixture
+def mpirun(tmp_path: Path) -> Callable[..., Job]:
+    """Run a file of ``tests/mpi/programs`` under ``mpirun``, without mpi4py's runner.
+
+    The program gets a folder as its first argument.
+    """
+
+    def run(program: str, *arguments: object, ranks: int, options: Sequence[str] = ()) -> Job:
+        started = time.monotonic()
+        words = [str(PROGRAMS / program), str(tmp_path), *map(str, arguments)]
+        code, output = _run_by_mpirun(words, ranks, 120, options, tmp_path / "mpirun.log")
+        return Job(code, output, time.monotonic() - started, tmp_path)
 
     return run
 
@@ -92,7 +108,7 @@ def _run_by_mpirun(
     if info.flavour == "Open MPI":
         options = [*options, "--oversubscribe", "--bind-to", "none"]
         environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    command = [info.launcher, *options, "-n", str(ranks), sys.executable, "-m", "mpi4py", *words]
+    command = [info.launcher, *options, "-n", str(ranks), sys.executable, *words]
     with log.open("w") as out:
         process = subprocess.Popen(
             command,

@@ -41,6 +41,28 @@ CASES = {
         },
         "unnoticed": ["flip", {"sender": 0, "message": 6, "checksum": False}],
         "clean": ["flip", {"sender": 0, "message": -1, "checksum": False}],
+        **{
+            f"1f1b {name}": [
+                "flip",
+                {"sender": sender, "message": 6, "checksum": on, "schedule": "1f1b"},
+            ]
+            for name, sender, on in [
+                ("unnoticed", 0, False),
+                ("off", None, False),
+                ("on", None, True),
+            ]
+        },
+        **{
+            f"dualpipev {name}": [
+                "flip_dualpipev",
+                {"sender": sender, "what": ACTIVATION, "checksum": on},
+            ]
+            for name, sender, on in [
+                ("unnoticed", 0, False),
+                ("off", None, False),
+                ("on", None, True),
+            ]
+        },
         "tied": ["tied", {"rank": 1}],
     },
     4: REPLAYS,
@@ -58,7 +80,7 @@ def found(launch, done):
         ranks = next(ranks for ranks, cases in CASES.items() if name in cases)
         if ranks not in done:
             cases = json.dumps(CASES[ranks])
-            done[ranks] = launch("guard_pipeline.py", cases, ranks=ranks, timeout=120)
+            done[ranks] = launch("guard_pipeline.py", cases, ranks=ranks, timeout=280)
         done[ranks].check()
         return [done[ranks].result(rank)[name] for rank in range(ranks)]
 
@@ -129,24 +151,68 @@ def test_each_asynchronous_stage_stops_before_it_steps(found, trouble):
     assert f"of module '{4 * stage + 2}'" in results[stage]["error"]
 
 
+def test_a_stage_that_stops_alone_is_followed_at_once(launch):
+    """The others hear of no bad number, but lose their neighbour, which has told why."""
+    settings = {"trouble": [0, GRADIENT, 5], "micro_batches": 2, "section": {}, "uncaught": True}
+    finished = launch("guard_pipeline.py", json.dumps({"stop": ["stop", settings]}))
+    assert finished.codes == [2, 1]  # within the seconds for which `launch` waits
+    assert f"first on {place(0, GRADIENT, 5)}" in finished.outputs[0]
+    assert "Traceback" not in "".join(finished.outputs)
+
+
 def test_a_wrong_bit_in_a_message_goes_unnoticed_without_checksum(found):
     for wrong, clean in zip(found("unnoticed"), found("clean"), strict=True):
         assert wrong["losses"] != clean["losses"]
         assert all(map(math.isfinite, wrong["losses"]))
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
+def test_a_wrong_bit_goes_unnoticed_by_deepspeed_without_checksum(found, schedule):
+    cases = found(f"{schedule} unnoticed"), found(f"{schedule} off")
+    for wrong, clean in zip(*cases, strict=True):
+        assert wrong["losses"] != clean["losses"]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
+def test_checksums_change_no_loss_and_without_them_no_byte_more_is_sent(found, schedule):
+    for on, off in zip(found(f"{schedule} on"), found(f"{schedule} off"), strict=True):
+        assert on["losses"] == off["losses"]
+        assert on["sizes"][::2] == off["sizes"]
+        assert set(on["sizes"][1::2]) == {8}
+
+
+@pytest.mark.parametrize(("sender", "contents"), [(0, "activation"), (1, "gradient")])
+def test_a_wrong_bit_is_an_error_in_dualpipev(launch, sender, contents):
+    settings = {"sender": sender, "what": contents, "checksum": True}
+    finished = launch("guard_pipeline.py", json.dumps({"flip": ["flip_dualpipev", settings]}))
+    found = finished.result(1 - sender)["flip"]
+    assert found["type"] == "MessageError"
+    assert f"message from rank {sender} to rank {1 - sender} = '{contents}'" in found["error"]
+
+
 @pytest.mark.parametrize(
-    ("sender", "contents"), [(0, "activation of micro-batch"), (1, "gradient of micro-batch")]
+    ("schedule", "sender", "message", "contents"),
+    [
+        ("pipemare", 0, 6, "activation of micro-batch"),
+        ("pipemare", 1, 6, "gradient of micro-batch"),
+        ("1f1b", 0, 1, "activation"),  # its shapes
+        ("1f1b", 0, 7, "activation"),
+        ("1f1b", 0, 8, "activation"),  # its checksum
+        ("1f1b", 1, 5, "gradient"),
+    ],
 )
-def test_a_wrong_bit_in_a_message_is_an_error_with_checksum(launch, sender, contents):
-    case = {"flip": ["flip", {"sender": sender, "message": 6, "checksum": True}]}
-    finished = launch("guard_pipeline.py", json.dumps(case))
+def test_a_wrong_bit_in_a_message_is_an_error_with_checksum(
+    launch, schedule, sender, message, contents
+):
+    settings = {"sender": sender, "message": message, "checksum": True, "schedule": schedule}
+    finished = launch("guard_pipeline.py", json.dumps({"flip": ["flip", settings]}))
     receiver = 1 - sender
     found = finished.result(receiver)["flip"]
-    assert found["type"] == "CommError"
+    assert found["type"] == "MessageError"
     assert f"message from rank {sender} to rank {receiver} = '{contents}" in found["error"]
     assert "its checksum does not fit" in found["error"]
-    assert f"rank {receiver}, stage {receiver}, optimizer step" in found["notes"][0]
+    if schedule == "pipemare":
+        assert f"rank {receiver}, stage {receiver}, optimizer step" in found["notes"][0]
 
 
 def test_copies_of_a_tied_weight_that_differ_are_found(found):

@@ -23,6 +23,7 @@ __all__ = [
     "exit_code",
     "extra_environment",
     "find_deepspeed",
+    "noted_signals",
     "run",
 ]
 
@@ -140,7 +141,7 @@ def run(
     """
     # A session of its own: Ctrl-C in a terminal would reach the launcher too, which prints a
     # traceback of its own and leaves the ranks to themselves.
-    with _noted_signals() as received:
+    with noted_signals() as received:
         launcher = subprocess.Popen(
             command, env={**os.environ, **variables}, start_new_session=True
         )
@@ -177,7 +178,8 @@ def exit_code(code: int) -> int:
 
 
 @contextmanager
-def _noted_signals() -> Iterator[list[int]]:
+def noted_signals() -> Iterator[list[int]]:
+    """Let the block get a list of the signals that ask this process to end, as they come."""
     received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:

@@ -17,12 +17,13 @@ from wavemare.cli.checks.hostfile import Host
 from wavemare.cli.job import Job
 from wavemare.engine.restart import COUNT, STARTED
 
-__all__ = ["run_with_restarts"]
+__all__ = ["IN_VAIN", "repeat", "run_with_restarts"]
 
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
 _SSH_SECONDS = 15.0
-# Our typed errors, a shell's "cannot be run" and "not found": the next attempt would fail alike.
-_IN_VAIN = frozenset({2, 126, 127})
+IN_VAIN = frozenset({2, 126, 127})
+"""Exit codes of our typed errors, a shell's "cannot be run" and "not found": the next attempt would
+fail alike."""
 
 
 def run_with_restarts(
@@ -41,19 +42,46 @@ def run_with_restarts(
     Returns:
         The exit code of the last attempt.
     """
+
+    def run(signals: list[int]) -> int:
+        return job.run(signals)
+
+    def places() -> str:
+        nonlocal job
+        job = _without_lost_hosts(job, answers or _answers_by_ssh)
+        return _places(job.hosts)
+
+    return repeat(run, max_restarts, places)
+
+
+def repeat(
+    run: Callable[[list[int]], int], max_restarts: int, places: Callable[[], str | None]
+) -> int:
+    """Make attempts until one does not fail, or another would not help.
+
+    Args:
+        run: Makes an attempt; gets a list for the signals that came meanwhile, and returns an exit
+            code.
+        max_restarts: How many attempts there may be after the first.
+        places: Prepares the next attempt, and returns where it will be, to end a sentence; None
+            where another process tells it.
+
+    Returns:
+        The exit code of the last attempt.
+    """
     started = str(time.time())
     signals: list[int] = []  # Ctrl-C, SIGTERM and SIGHUP of the job itself: that was the user
     for attempt in range(max_restarts + 1):
         with _variables({COUNT: str(attempt), STARTED: started}):
-            code = job.run(signals)
-        if code == 0 or code in _IN_VAIN or signals or attempt == max_restarts:
+            code = run(signals)
+        if code == 0 or code in IN_VAIN or signals or attempt == max_restarts:
             return code
-        job = _without_lost_hosts(job, answers or _answers_by_ssh)
-        sys.stderr.write(
-            f"wavemare: the ranks ended with {code}; restart {attempt + 1} of {max_restarts}"
-            f"{_places(job.hosts)}\n"
-        )
-        sys.stderr.flush()
+        if (where := places()) is not None:
+            sys.stderr.write(
+                f"wavemare: the ranks ended with {code}; restart {attempt + 1} of {max_restarts}"
+                f"{where}\n"
+            )
+            sys.stderr.flush()
     raise AssertionError("unreachable: the last attempt returns")
 
 

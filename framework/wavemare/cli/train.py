@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -16,9 +19,10 @@ from wavemare.cli.start import (
     PrintCommand,
     start,
 )
-from wavemare.errors import ConfigError
+from wavemare.engine.job_environment import mpi_place
+from wavemare.errors import ConfigError, LaunchError
 
-__all__ = ["refuse_second_config", "train"]
+__all__ = ["refuse_second_config", "refuse_second_launcher", "train"]
 
 
 def train(
@@ -46,6 +50,8 @@ def train(
 
     For example: wavemare train gpt --nproc 4 --data corpus.txt --output runs/one
 
+    Started by mpirun, each process becomes one rank: mpirun -n 4 wavemare train gpt
+
     The recipe's own options: wavemare train gpt -- --help
     """
     from wavemare.engine.config import load_config
@@ -55,9 +61,18 @@ def train(
     refuse_second_config(options)
     file = config if config is not None else chosen.config
     load_config(file, key="--config")  # refused here, before any rank is started
+    options = ["--deepspeed_config", str(file), *options]
+    place = None if print_command else mpi_place(os.environ)
+    if place is not None:
+        given = {"--nproc": nproc, "--hostfile": hostfile, "--launcher-args": launcher_args}
+        refuse_second_launcher({"--launcher": launcher if launcher != "deepspeed" else "", **given})
+        from wavemare.cli.supervisor import supervise
+
+        command = [sys.executable, "-u", "-m", chosen.module, *options]
+        raise typer.Exit(supervise(place, command, max_restarts))
     start(
         chosen.module,
-        ["--deepspeed_config", str(file), *options],
+        options,
         module=True,
         nproc=nproc,
         hostfile=hostfile,
@@ -66,6 +81,18 @@ def train(
         print_command=print_command,
         max_restarts=max_restarts,
     )
+
+
+def refuse_second_launcher(given: Mapping[str, object]) -> None:
+    """Refuse options that say how ranks are started, as ``mpirun`` has done it.
+
+    Raises:
+        LaunchError: One is not empty.
+    """
+    for name, value in given.items():
+        if value:
+            reason = "mpirun has started this process, which is one rank"
+            raise LaunchError(name, str(value), reason, "Leave it out, or leave out mpirun")
 
 
 def refuse_second_config(options: list[str]) -> None:

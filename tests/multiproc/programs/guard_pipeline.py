@@ -13,6 +13,7 @@ from functools import partial
 import deepspeed
 import torch
 from common import leave
+from deepspeed.runtime.pipe import p2p
 
 import wavemare
 from wavemare.engine import init_distributed
@@ -169,7 +170,7 @@ def replay(trouble, micro_batches, mode, said):
     }
 
 
-def stop(trouble, micro_batches, said, guard=None, **settings):
+def stop(trouble, micro_batches, said, guard=None, uncaught=False, **settings):
     """What each rank says when the run stops, and whether its weights are sound."""
     engine = build(trouble, micro_batches, {"nonfinite": "stop"} | (guard or {}), **settings)
     data, done = batches(9, micro_batches), 0
@@ -178,31 +179,87 @@ def stop(trouble, micro_batches, said, guard=None, **settings):
             engine.train_batch(data)
             done += 1
     except WavemareError as error:
+        if uncaught:
+            raise
         finite = all(bool(p.isfinite().all()) for p in engine.module.parameters())
         return {"error": str(error), "type": type(error).__name__, "at": done, "finite": finite}
     return {"error": None, "at": done}
 
 
-def flip(sender, message, checksum, said):
+def flip(sender, message, checksum, said, schedule="pipemare"):
     """One bit of one message changes between the sender and the network."""
-    engine = build([0, None, 0], 2, {"message_checksum": checksum}, {})
-    send, sent = Outbox.send, []
+    section = {} if schedule == "pipemare" else None
+    engine = build([0, None, 0], 2, {"message_checksum": checksum}, section)
+    holder, place = (Outbox, 1) if schedule == "pipemare" else (p2p, 0)
+    send, sizes = holder.send, []
 
-    def sending(box, contents):
-        sent.append(1)
-        if torch.distributed.get_rank() == sender and len(sent) == message:
-            contents[-17] ^= 1  # the second bit of a number's exponent
-        send(box, contents)
+    def sending(*arguments):
+        arguments = list(arguments)
+        contents = arguments[place] = arguments[place].detach().clone()
+        if torch.distributed.get_rank() == sender and len(sizes) == message - 1:
+            # The lowest bit of the last byte but 16, or but 0: of a number's exponent.
+            octets = contents.view(-1).view(torch.uint8)
+            octets[-17 if schedule == "pipemare" else -1] ^= 1
+        sizes.append(contents.nbytes)
+        send(*arguments)
 
-    Outbox.send = sending
+    holder.send = sending
     data = batches(9, 2)
     try:
         losses = [float(engine.train_batch(data)) for _ in range(6)]
     except WavemareError as error:
-        return {"error": str(error), "type": type(error).__name__, "notes": error.__notes__}
+        return {
+            "error": str(error),
+            "type": type(error).__name__,
+            "notes": getattr(error, "__notes__", []),
+        }
     except RuntimeError as error:  # the other rank is gone
         return {"gone": str(error)}
-    return {"losses": losses}
+    finally:
+        holder.send = send
+    return {"losses": losses, "sizes": sizes}
+
+
+def flip_dualpipev(sender, what, checksum, said):
+    """The same, in the second activation or gradient, where messages start together."""
+    torch.manual_seed(7)
+    layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(8)]
+    module = deepspeed.DualPipeVModule(layers, num_stages=2, loss_fn=torch.nn.functional.mse_loss)
+    config = {
+        "train_micro_batch_size_per_gpu": SIZE,
+        "gradient_accumulation_steps": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "steps_per_print": None,
+        "wavemare": {"guard": {"message_checksum": checksum}},
+    }
+    engine, sizes, seen = wavemare.initialize(model=module, config=config)[0], [], []
+    queue = deepspeed.DualPipeVEngine._queue_p2p
+
+    def queueing(self, op, tensors, stage):
+        sent = list(tensors)
+        if op is deepspeed.comm.isend:
+            if sent[0].dtype == torch.float32:
+                seen.append("activation" if sent[0].requires_grad else "gradient")
+                number = seen.count(what)
+                if torch.distributed.get_rank() == sender and (seen[-1], number) == (what, 2):
+                    sent[0] = sent[0].detach().clone()
+                    sent[0].view(-1).view(torch.uint8)[-1] ^= 1
+                    kept.append(sent[0])
+            sizes.extend(tensor.nbytes for tensor in sent)
+        queue(self, op, sent, stage)
+
+    kept = []
+    deepspeed.DualPipeVEngine._queue_p2p = queueing
+    data = batches(9, 4)
+    try:
+        losses = [float(engine.train_batch(data)) for _ in range(3)]
+    except WavemareError as error:
+        return {"error": str(error), "type": type(error).__name__}
+    except RuntimeError as error:  # the other rank is gone
+        return {"gone": str(error)}
+    finally:
+        deepspeed.DualPipeVEngine._queue_p2p = queue
+    return {"losses": losses, "sizes": sizes}
 
 
 def tied(rank, said):
@@ -246,7 +303,10 @@ def main() -> None:
         said.clear()
         logging.getLogger("wavemare").handlers = [handler]
         found[key] = partial(globals()[name], said=said)(**settings)
-    alone = any(settings.get("checksum") for _, settings in cases.values())
+    alone = any(
+        settings.get("checksum") and settings["sender"] is not None
+        for _, settings in cases.values()
+    )
     leave(found, part=not alone)
     if alone:  # the other rank waits for what will not come
         os._exit(0)

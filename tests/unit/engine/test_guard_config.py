@@ -3,6 +3,7 @@
 import pytest
 
 from wavemare.engine.config import WavemareConfig, check_config
+from wavemare.engine.guard_config import GuardConfig, check_checksums
 from wavemare.errors import ConfigError
 
 BASE = {"train_micro_batch_size_per_gpu": 1}
@@ -23,7 +24,6 @@ def test_the_defaults_stop_and_cost_nothing_else():
         ({"nonfinite": "maybe"}, {}, "nonfinite"),
         ({"max_skips": 3}, {}, "max_skips"),
         ({"nonfinite": "skip", "max_skips": 0}, {}, "max_skips"),
-        ({"message_checksum": True}, {}, "message_checksum"),
         ({"message_checksum": 1}, {}, "message_checksum"),
         (
             {"replica_digest_interval": 5},
@@ -59,3 +59,12 @@ def test_messages_of_the_asynchronous_pipeline_may_carry_checksums():
         "guard": {"message_checksum": True},
     }
     assert check_config({**BASE, "wavemare": sections}, world_size=2).guard.message_checksum
+
+
+def test_checksums_are_refused_where_nothing_carries_them():
+    guard = GuardConfig(message_checksum=True)
+    check_checksums(guard, staged=True, sparse=False)
+    check_checksums(guard, staged=False, sparse=True)
+    check_checksums(GuardConfig(), staged=False, sparse=False)
+    with pytest.raises(ConfigError, match=r"wavemare\.guard\.message_checksum"):
+        check_checksums(guard, staged=False, sparse=False)

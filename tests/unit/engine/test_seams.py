@@ -669,3 +669,20 @@ def test_the_optimizers_keep_gradients_and_skip_steps_where_the_guard_looks(plac
 
 def test_a_step_is_taken_by_take_model_step():
     assert "_take_model_step" in names_in(deepspeed.DeepSpeedEngine.step)
+
+
+def test_checksums_stand_where_pipelines_send_and_receive():
+    from deepspeed.runtime.pipe import dualpipev, engine, p2p
+
+    assert engine.p2p is p2p
+    assert list(inspect.signature(p2p.send).parameters)[:2] == ["tensor", "dest_stage"]
+    assert list(inspect.signature(p2p.recv).parameters)[:2] == ["tensor", "src_stage"]
+    for name in ("send_activations", "recv_activations", "send_grads", "recv_grads"):
+        source = inspect.getsource(getattr(deepspeed.PipelineEngine, f"_exec_{name}"))
+        assert "p2p." in source or "_tensor_meta" in source
+    double = dualpipev.DualPipeVEngine
+    assert list(inspect.signature(double._queue_p2p).parameters) == [
+        *("self", "op", "tensors", "stage")
+    ]
+    assert double._INSTRUCTION_MAP[schedule.CommitP2P] is double._exec_commit_p2p
+    assert dualpipev.dist.irecv is deepspeed.comm.irecv

@@ -1,0 +1,139 @@
+"""Ranks and supervisors die under ``mpirun``; the others agree, and start again what is left."""
+
+import json
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from wavemare.bench.soak.watch import shared_memory_segments
+from wavemare.cli.supervisor import verdict
+from wavemare.cli.warded import Ending
+from wavemare.comm.mpi import describe_mpi
+
+pytestmark = pytest.mark.world_size(3)
+
+
+@pytest.fixture(scope="module")
+def open_mpi():
+    return describe_mpi().flavour == "Open MPI"
+
+
+@pytest.fixture
+def supervised(mpirun, open_mpi, tmp_path):
+    """Run three supervised ranks; return the job and what the ranks of each attempt told."""
+
+    def run(restarts, fault, *victim, options=()):
+        before = shared_memory_segments()
+        job = mpirun("supervised.py", restarts, fault, *victim, ranks=3, options=options)
+        attempts = {}
+        for file in sorted(tmp_path.glob("attempt_*.json")):
+            _, attempt, _, rank = file.stem.split("_")
+            attempts.setdefault(int(attempt), {})[int(rank)] = json.loads(file.read_text())
+        ranks = [rank for attempt in attempts.values() for rank in attempt.values()]
+        check_nothing_lives([pid for rank in ranks for pid in (*rank["pids"], rank["supervisor"])])
+        left = shared_memory_segments() - before
+        if not open_mpi and fault == "supervisor":  # MPICH's mpirun leaves what a process had
+            for name in [name for name in left if name.startswith("mpich_")]:
+                (Path("/dev/shm") / name).unlink()
+                left.remove(name)
+        assert not left
+        assert not any(rank["in_mpi"] for rank in ranks)
+        for attempt in attempts.values():
+            assert [rank["size"] for rank in attempt.values()] == [len(attempt)] * len(attempt)
+            assert len({rank["MASTER_PORT"] for rank in attempt.values()}) == 1
+            assert [attempt[n]["LOCAL_RANK"] for n in sorted(attempt)] == [
+                str(n) for n in range(len(attempt))
+            ]
+        return job, [attempts[number] for number in sorted(attempts)]
+
+    return run
+
+
+def check_nothing_lives(pids):
+    deadline = time.monotonic() + 10  # the kernel is on its way
+    while left := [pid for pid in pids if lives(pid)]:
+        assert time.monotonic() < deadline, f"still there: {left}"
+        time.sleep(0.05)
+
+
+def lives(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_ranks_are_started_again_after_a_death(supervised):
+    job, attempts = supervised(2, "kill")
+    job.check()
+    assert job.results() == {0: 0, 1: 0, 2: 0}
+    assert [len(attempt) for attempt in attempts] == [3, 3]
+    # The same supervisors, in the same places, and another meeting point.
+    supervisors = [{n: a[n]["supervisor"] for n in a} for a in attempts]
+    assert supervisors[0] == supervisors[1]
+    assert attempts[0][0]["MASTER_PORT"] != attempts[1][0]["MASTER_PORT"]
+    assert "ended with 137" in job.output
+    assert job.output.count("rank 1 (") == 1
+    assert "restart 1 of 2 as 3 ranks" in job.output
+
+
+@pytest.mark.parametrize(
+    ("restarts", "fault", "code", "attempts"),
+    [
+        (1, "exit 3", 3, 2),  # each time
+        (2, "exit 2", 2, 1),  # a mistake
+        (2, "term", 0, 1),  # one supervisor is asked to end: its rank saves, and so do the others
+    ],
+)
+def test_the_last_attempt_is_what_all_leave_with(supervised, restarts, fault, code, attempts):
+    job, found = supervised(restarts, fault)
+    assert job.code == code, job.output[-4000:]
+    assert set(job.results().values()) == {code}
+    assert len(found) == attempts
+    assert job.output.count("; restart") == attempts - 1
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_lost_supervisor_leaves_fewer_ranks(supervised, open_mpi, victim):
+    if not open_mpi:
+        pytest.skip("ULFM is Open MPI's")
+    job, attempts = supervised(1, "supervisor", victim, options=["--with-ft", "ulfm"])
+    job.check()
+    assert [len(attempt) for attempt in attempts] == [3, 2]
+    before, after = ({a[n]["supervisor"] for n in a} for a in attempts)
+    assert before - after == {attempts[0][victim]["supervisor"]}
+    assert f"lost with its supervisor: rank {victim}\n" in job.output
+    assert "restart 1 of 1 as 2 ranks" in job.output
+
+
+def test_without_restarts_a_lost_supervisor_ends_all(supervised, open_mpi):
+    if not open_mpi:
+        pytest.skip("ULFM is Open MPI's")
+    job, attempts = supervised(0, "supervisor", options=["--with-ft", "ulfm"])
+    assert job.code == 137
+    assert len(attempts) == 1
+
+
+def test_without_ulfm_a_lost_supervisor_ends_the_job(supervised):
+    job, attempts = supervised(2, "supervisor")
+    assert job.code != 0
+    assert len(attempts) == 1
+    assert "the loss of a host ends the job" in job.output
+
+
+@pytest.mark.parametrize(
+    ("endings", "code"),
+    [
+        ([Ending(0), Ending(0)], 0),
+        ([Ending(1), Ending(137)], 137),  # 1 has lost 137
+        ([Ending(137, given_up=True), Ending(3)], 3),
+        ([Ending(1), Ending(2)], 2),
+        ([Ending(2), Ending(137)], 137),
+        ([Ending(124), Ending(1)], 124),
+        ([Ending(0), Ending(1)], 1),
+    ],
+)
+def test_the_verdict_is_that_of_the_cause(endings, code):
+    assert verdict(endings) == code

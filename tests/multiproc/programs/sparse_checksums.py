@@ -1,0 +1,90 @@
+"""Sparse collectives whose messages carry checksums, and of which one changes on its way.
+
+Arguments: folder, and a JSON object of [mode, number of the message that changes, or null] by name.
+"""
+
+import json
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from common import leave
+
+from wavemare.comm.sparse import SparseComm
+from wavemare.comm.transport import torch_transport
+from wavemare.engine import init_distributed
+from wavemare.errors import CommError, MessageError
+
+BLOCK, BLOCKS, ROWS, DIM = 64, 40, 30, 16
+SENDER = 0
+
+
+def collect(comm, mode):
+    """Sum a bucket of which each rank has some blocks, or rows of a table."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    if mode == "rows":
+        ids = torch.randint(0, ROWS, (20,), generator=generator)
+        ids, rows = comm.allreduce_rows_(
+            ids, torch.randn(20, DIM, generator=generator), ROWS
+        ).wait()
+        return [ids.tolist(), rows.view(torch.int32).tolist()]
+    flat = torch.randn(BLOCKS, BLOCK, generator=generator)
+    flat *= torch.rand(BLOCKS, 1, generator=generator) < 0.5
+    return comm.allreduce_(flat.view(-1), key="weights").wait().view(torch.int32).tolist()
+
+
+def run(mode, checksums, message, timeout_s=60.0):
+    """Return the sums, sizes of the messages, and what went wrong if a bit of one changes."""
+    exchange, sizes = torch_transport._TorchExchange, []
+    send = exchange.send
+
+    def sending(self, peer, tensor):
+        if tensor.numel():
+            if len(sizes) == message and dist.get_rank() == SENDER:
+                tensor = tensor.detach().clone()
+                tensor.view(-1).view(torch.uint8)[-1] ^= 1
+            sizes.append(tensor.nbytes)
+        send(self, peer, tensor)
+        kept.append(tensor)
+
+    kept = []
+    exchange.send = sending
+    try:
+        chosen = "ordered" if mode == "rows" else mode
+        comm = SparseComm(
+            mode=chosen,
+            block=BLOCK,
+            transport="torch",
+            checksums=checksums,
+            timeout_s=timeout_s,
+            deterministic=mode not in ("dense", "packed", "agsparse", "sparcml"),
+        )
+        sums = collect(comm, mode)
+        bytes_up = comm.transport.bytes_up
+        comm.close()
+    except MessageError as error:
+        return {"error": str(error), "notes": error.__notes__, "code": error.exit_code}
+    except CommError as error:
+        return {"lost": str(error)}
+    finally:
+        exchange.send = send
+    return {"sums": sums, "sizes": sizes, "bytes_up": bytes_up}
+
+
+def main():
+    init_distributed()
+    found = {}
+    for name, (mode, message) in json.loads(sys.argv[2]).items():
+        if message is None:
+            found[name] = [run(mode, on, None) for on in (False, True)]
+        else:
+            # The other rank waits for what will not come, but not for long.
+            found[name] = run(mode, True, message, timeout_s=3.0)
+            dist.barrier()
+    leave(found, part=False)
+    os._exit(0)  # threads of what was given up may be left
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Checksums of the sparse collective's messages: they change no sum, and find each wrong bit."""
+
+import json
+
+import pytest
+
+MODES = ("ordered", "pushpull", "allgather", "streaming", "agsparse", "sparcml", "rows")
+BY_LIBRARY = ("dense", "packed")
+TRAILER, SIGN = 16, -(1 << 31)
+
+
+@pytest.fixture(scope="module")
+def done():
+    return {}
+
+
+@pytest.fixture
+def found(launch, done):
+    """Return what each rank found in peace, by mode."""
+    if not done:
+        cases = json.dumps({mode: [mode, None] for mode in (*MODES, *BY_LIBRARY)})
+        finished = launch("sparse_checksums.py", cases).check()
+        done.update({rank: finished.result(rank) for rank in range(2)})
+    return done
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_each_message_has_one_and_sums_stay(found, mode):
+    for rank in range(2):
+        off, on = found[rank][mode]
+        assert on["sums"] == off["sums"]
+        payloads, trailers = on["sizes"][::2], on["sizes"][1::2]
+        assert sorted(payloads) == sorted(off["sizes"])
+        assert set(trailers) == {TRAILER}
+        assert on["bytes_up"] == off["bytes_up"]
+
+
+@pytest.mark.parametrize("mode", BY_LIBRARY)
+def test_the_library_reduces_only_without_them(found, mode):
+    for rank in range(2):
+        off, on = found[rank][mode]
+        # Of two terms in either order; +0.0 and -0.0 are one.
+        assert [0 if w == SIGN else w for w in off["sums"]] == on["sums"]
+        assert max(off["sizes"]) == 64  # what the ranks agree upon, and masks
+        assert max(on["sizes"]) > 2048
+
+
+@pytest.mark.parametrize("mode", ["ordered", "pushpull", "streaming", "agsparse", "rows"])
+def test_a_wrong_bit_is_found_before_it_is_used(launch, found, mode):
+    sizes = found[0][mode][1]["sizes"]
+    largest = sizes.index(max(sizes))
+    cases = {"payload": [mode, largest], "checksum": [mode, largest + 1], "header": [mode, 0]}
+    finished = launch("sparse_checksums.py", json.dumps(cases)).check()
+    for name in cases:
+        told = finished.result(1)[name]
+        assert "message from rank 0 to rank 1 = 'part of a collective'" in told["error"]
+        assert "its checksum does not fit" in told["error"]
+        operation = "allreduce_rows_()" if mode == "rows" else "allreduce_(weights)"
+        assert told["notes"] == [f"in collective #0, {operation}"]
+        assert told["code"] == 1  # which a restart may mend
+        assert "error" not in finished.result(0)[name]
