@@ -1,11 +1,9 @@
-"""The layout of the repository: who may import whom, what is importable, what is in the wheel."""
+"""The layout of the repository: who may import whom, and what is importable."""
 
 import ast
 import pkgutil
-import shutil
 import subprocess
 import sys
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -145,33 +143,3 @@ def test_leaves_and_the_package_import_nothing_heavy(tmp_path: Path) -> None:
 def test_sub_packages_are_found_through_the_links() -> None:
     found = {module.name for module in pkgutil.iter_modules([str(PACKAGE)]) if module.ispkg}
     assert {*AREAS, "observe", "cli"} <= found
-
-
-def packaged_files() -> set[str]:
-    """Return what the wheel must hold: sources and data of the package and the four areas."""
-    names = set()
-    for base, prefix in ((PACKAGE, "wavemare"), *((ROOT / a, f"wavemare/{a}") for a in AREAS)):
-        for pattern in ("*.py", "*.json", "py.typed"):
-            for file in base.rglob(pattern):
-                if not any((base / part).is_symlink() for part in file.relative_to(base).parts[:1]):
-                    names.add(f"{prefix}/{file.relative_to(base).as_posix()}")
-    return names
-
-
-def test_wheel_holds_the_tree(tmp_path: Path) -> None:
-    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    for folder in ("framework", *AREAS):
-        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=ignore)
-    for file in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / file, tmp_path / file)
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "dist"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    (wheel,) = (tmp_path / "dist").glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        entries = {name for name in archive.namelist() if ".dist-info/" not in name}
-        commands = archive.read(
-            next(name for name in archive.namelist() if name.endswith("entry_points.txt"))
-        )
-    assert entries == packaged_files()
-    assert b"wavemare = wavemare.cli:main" in commands
