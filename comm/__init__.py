@@ -9,8 +9,9 @@ from __future__ import annotations
 if __name__ == "comm":  # a second import would duplicate its classes
     raise ImportError("'comm' is part of wavemare: import 'wavemare.comm' instead")
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from wavemare.lazy import at_first_use
 
 if TYPE_CHECKING:
     from wavemare.comm.compress import make_compressor
@@ -43,8 +44,4 @@ _HOME = {
     "register_ddp_hook": "ddp",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__ = at_first_use(__name__, _HOME)

@@ -193,6 +193,12 @@ SCHEDULES: dict[str, Callable[[int, int, int], Plan]] = {
 def build_plan(schedule: str, num_stages: int, micro_batches: int, num_steps: int) -> Plan:
     """Return a plan by the name of its schedule.
 
+    Args:
+        schedule: One of `SCHEDULES`.
+        num_stages: One for each rank of a pipeline.
+        micro_batches: Per optimizer step.
+        num_steps: Optimizer steps that the plan has.
+
     Raises:
         PlanError: There is no such schedule, or a number is out of range.
     """

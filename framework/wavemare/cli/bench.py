@@ -19,6 +19,7 @@ from wavemare.cli.bench_shared import (
     Rounds,
     Warmups,
     check_writable,
+    leave,
     print_wide,
     save,
 )
@@ -167,9 +168,7 @@ def sparse(
 
     result = measure(request, "wavemare.bench.sparse.worker")
     print_wide(result_table(result), 100)
-    save(json_file, result)
-    if picture is not None:
-        plot(result, picture)
+    leave(result, json_file, picture, plot)
 
 
 bench.command()(training)

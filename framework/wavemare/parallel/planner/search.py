@@ -28,6 +28,11 @@ def search_plans(costs: ModelCosts, cluster: Cluster, settings: Settings) -> Pla
     no other one can be among the best. Of each way to use the axes only the best plan is kept, so
     that the five do not differ in details alone.
 
+    Args:
+        costs: Of the model's layers.
+        cluster: The devices and the links between them.
+        settings: Batch, limits and assumptions.
+
     Raises:
         PlanError: No plan fits into the devices' memory, or the batch cannot be divided.
     """
