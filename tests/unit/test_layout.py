@@ -5,6 +5,7 @@ import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,22 @@ AREAS = ("engine", "pipeline", "comm", "recipes")
 # Imports go downwards only: an area may import areas of a lower level, and itself.
 LEVELS = {"recipes": 4, "framework": 3, "engine": 2, "pipeline": 1, "comm": 1, "leaf": 0}
 # Modules that know no area, so that all may use them.
-LEAVES = {"errors", "section", "files", "json_text", "pickled_enums"}
+LEAVES = {"errors", "section", "files", "json_text", "lazy", "pickled_enums"}
 # Libraries that an area is useful without.
 FORBIDDEN = {"comm": {"deepspeed", "transformers"}, "pipeline": {"deepspeed", "transformers"}}
-LIGHT = {"errors", "files", "json_text", "failure"}
+# The files of `pipeline` that compute with tensors; all others are plans, and import no torch.
+MATHS = {
+    "correction",
+    "corrections",
+    "matrix_optimizer",
+    "muon",
+    "prediction",
+    "replay",
+    "soap",
+    "storage",
+    "update_feedback",
+}
+LIGHT = {"errors", "files", "json_text", "failure", "lazy"}
 
 
 def modules() -> Iterator[tuple[str, Path]]:
@@ -43,9 +56,15 @@ def area(module: str) -> str:
     return "leaf" if first in LEAVES else "framework"
 
 
+@cache
+def nodes(file: Path) -> list[ast.AST]:
+    """Return all of a file's syntax, functions' insides too."""
+    return list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+
+
 def imports(file: Path, package: str) -> Iterator[tuple[int, str]]:
     """Yield line and full name of everything that a file imports, wherever it does so."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in nodes(file):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -67,21 +86,50 @@ def test_the_walk_sees_every_area() -> None:
     assert {area(name) for name in MODULES} == LEVELS.keys()
 
 
-@pytest.mark.parametrize("name", sorted(MODULES))
-def test_imports_go_downwards_only(name: str) -> None:
+def named(file: Path) -> Iterator[tuple[int, str]]:
+    """Yield line and name of our modules that stand in a file as text, to be imported later."""
+    for node in nodes(file):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            package, _, module = node.value.partition(".")
+            if package == "wavemare" and module and module in MODULES:
+                yield node.lineno, node.value
+
+
+def upwards(name: str) -> Iterator[str]:
+    """Yield what a module imports and must not."""
     file, own = MODULES[name], area(name)
-    upwards = []
-    for line, imported in imports(file, package_of(name, file)):
+    # The command line alone starts recipes, by their names.
+    later = () if name.startswith("cli.") else named(file)
+    for line, imported in (*imports(file, package_of(name, file)), *later):
         parts = imported.split(".")
         if parts[0] == "wavemare" and len(parts) > 1:
             other = area(parts[1])
             if other != own and LEVELS[other] >= LEVELS[own]:
-                upwards.append(f"{file.relative_to(ROOT)}:{line} imports {imported}")
+                yield f"{file.relative_to(ROOT)}:{line} imports {imported}"
         elif parts[0] in FORBIDDEN.get(own, ()):
-            upwards.append(f"{file.relative_to(ROOT)}:{line}: {own} must not know {parts[0]}")
+            yield f"{file.relative_to(ROOT)}:{line}: {own} must not know {parts[0]}"
         elif parts[0] in AREAS:
-            upwards.append(f"{file.relative_to(ROOT)}:{line}: the bare name of wavemare.{parts[0]}")
-    assert upwards == []
+            yield f"{file.relative_to(ROOT)}:{line}: the bare name of wavemare.{parts[0]}"
+
+
+def test_imports_go_downwards_only() -> None:
+    assert [guilty for name in MODULES for guilty in upwards(name)] == []
+
+
+PLANS = [name for name in MODULES if area(name) == "pipeline" and name.split(".")[-1] not in MATHS]
+
+
+def test_the_files_of_plans_know_no_tensors() -> None:
+    assert {f"pipeline.{name}" for name in MATHS} <= MODULES.keys()
+    guilty = []
+    for name in PLANS:
+        file = MODULES[name]
+        for line, imported in imports(file, package_of(name, file)):
+            first, *rest = imported.split(".")
+            ours = first == "wavemare" and rest[0] == "pipeline" and MATHS & set(rest[1:2])
+            if ours or first in {"torch", "numpy"}:
+                guilty.append(f"{file.relative_to(ROOT)}:{line} imports {imported}")
+    assert guilty == []
 
 
 def test_relative_imports_are_resolved(tmp_path: Path) -> None:
@@ -92,6 +140,12 @@ def test_relative_imports_are_resolved(tmp_path: Path) -> None:
         (2, "wavemare.comm.y"),
         (3, "torch.nn"),
     ]
+
+
+def test_modules_named_as_text_are_seen(tmp_path: Path) -> None:
+    file = tmp_path / "x.py"
+    file.write_text("a = 'wavemare.recipes.gpt'\nb = import_module('wavemare.engine')\n'wavemare.'")
+    assert list(named(file)) == [(1, "wavemare.recipes.gpt"), (2, "wavemare.engine")]
 
 
 def test_nothing_imports_the_command_line() -> None:
