@@ -1,7 +1,8 @@
-"""The layout of the repository: who may import whom, and what is importable."""
+"""The layout of the repository: who may import whom, what is importable, how long files are."""
 
 import ast
 import pkgutil
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -32,6 +33,16 @@ MATHS = {
     "update_feedback",
 }
 LIGHT = {"errors", "files", "json_text", "failure", "lazy"}
+# What a reader holds in mind; a comment "# long: REASON" in the first lines allows more.
+FILE_LINES, FUNCTION_LINES = 600, 80
+REASON = re.compile(r"# long: \w+")
+LICENCE = "# SPDX-License-Identifier: Apache-2.0"
+SOURCES = sorted(
+    file
+    for folder in (PACKAGE, *(ROOT / area for area in AREAS), ROOT / "tests")
+    for file in folder.rglob("*.py")
+    if not any((folder / part).is_symlink() for part in file.relative_to(folder).parts[:1])
+)
 
 
 def modules() -> Iterator[tuple[str, Path]]:
@@ -197,3 +208,47 @@ def test_leaves_and_the_package_import_nothing_heavy(tmp_path: Path) -> None:
 def test_sub_packages_are_found_through_the_links() -> None:
     found = {module.name for module in pkgutil.iter_modules([str(PACKAGE)]) if module.ispkg}
     assert {*AREAS, "observe", "cli"} <= found
+
+
+def too_long(text: str) -> Iterator[str]:
+    """Yield what of a file is longer than a reader holds in mind, without a reason given."""
+    lines = text.splitlines()
+    if len(lines) > FILE_LINES and not any(map(REASON.search, lines[:3])):
+        yield f"{len(lines)} lines"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno:
+            length = node.end_lineno - node.lineno + 1
+            body = lines[node.lineno - 1 : node.end_lineno]
+            if length > FUNCTION_LINES and not any(map(REASON.search, body)):
+                yield f"{node.name} of line {node.lineno}: {length} lines"
+
+
+def test_files_and_functions_are_short_or_say_why_not() -> None:
+    guilty = {
+        str(file.relative_to(ROOT)): found
+        for file in SOURCES
+        if (found := list(too_long(file.read_text(encoding="utf-8"))))
+    }
+    assert guilty == {}
+
+
+def test_long_files_and_functions_are_seen() -> None:
+    body = "    pass\n" * FUNCTION_LINES
+    assert list(too_long(f"def f():\n{body[:-9]}")) == []
+    assert list(too_long(f"def f():\n{body}")) == [f"f of line 1: {FUNCTION_LINES + 1} lines"]
+    assert list(too_long(f"def f():  # long: one case a line\n{body}")) == []
+    assert list(too_long("a = 1\n" * (FILE_LINES + 1))) == [f"{FILE_LINES + 1} lines"]
+    assert list(too_long("# long: a table\n" + "a = 1\n" * FILE_LINES)) == []
+
+
+def test_every_source_names_the_licence() -> None:
+    others = ["Makefile", "Dockerfile", ".ci/run", "docs/cluster/entrypoint"]
+    others += [str(file) for file in (ROOT / "docs" / "cluster").glob("*.sbatch")]
+    without = [
+        str(file.relative_to(ROOT))
+        for file in (*SOURCES, *(ROOT / other for other in others))
+        # A script's first line names its interpreter.
+        if LICENCE not in file.read_text(encoding="utf-8").splitlines()[:2]
+    ]
+    assert without == []
+    assert "Version 2.0, January 2004" in (ROOT / "LICENSE").read_text()
