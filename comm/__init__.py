@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives: gradients travel as their non-zero blocks, over MPI, gloo or NCCL.
 
 Useful by itself, without DeepSpeed: `SparseComm` for plain calls, `register_ddp_hook` for torch's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the loops on a CPU are compiled. It can be imported only where numba is installed."""
 
 from __future__ import annotations

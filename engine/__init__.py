@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed engine subclasses: initialization, configuration, checkpoints.
 
 Names are imported at first use: the configuration can be checked before DeepSpeed is loaded.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a run can go on from a checkpoint: its topology, its plan, its optimizer."""
 
 from __future__ import annotations

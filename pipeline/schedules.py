@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans by name: 1F1B, PipeMare (with warm-up and drains), inference, and waves on one rank."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fixtures of all tests: starting real ranks, and catching what a test leaves behind."""
 
 from __future__ import annotations

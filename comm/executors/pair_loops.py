@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loops over pairs on a CPU, compiled by numba; they run without the interpreter's lock.
 
 This file can be imported only where numba is installed.

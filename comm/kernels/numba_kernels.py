@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of the sparse collective on a CPU, compiled by numba.
 
 All run on one core and without the interpreter's lock, so that a background thread can work for the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """wavemare: a DeepSpeed drop-in for asynchronous and heterogeneous training.
 
 Names are imported at first use, so that ``import wavemare`` costs nothing by itself.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names of a package that are imported at first use: importing the package costs nothing."""
 
 from __future__ import annotations

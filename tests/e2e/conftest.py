@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small texts and models, and the commands that a person would type."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bad input ends soon, with one message on one rank, and damages nothing on disk.
 
 Whole commands show that there is one message and which code; what it says is asked of ranks that

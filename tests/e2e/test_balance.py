@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``--balance`` of the recipes: the same training, shared otherwise."""
 
 import json

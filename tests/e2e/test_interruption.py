@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SIGTERM stops a run with a checkpoint and exit code 0; what is resumed equals a whole run."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is released: source archive and wheel, used where the checkout is not.
 
 The environment is empty but for links to what wavemare depends on, in place of what an installation

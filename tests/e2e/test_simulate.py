@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``wavemare simulate`` beside real ranks, and ``wavemare bench quality``."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Unequal work on equal weights: what one process computes that has all samples."""
 
 import json

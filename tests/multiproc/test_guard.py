@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers that go wrong in data-parallel training: steps are skipped alike, or the run says why."""
 
 from functools import partial

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that got SIGTERM, or whose peer did, stop after one step and leave a whole checkpoint."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The asynchronous engine: what it must have in common with 1F1B, and what it must not do."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Modes ``async`` and ``replica`` of waves: loops of the same rule, step for step."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Waves in DeepSpeed engines: bitwise what gradient accumulation gives."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layout of the repository: who may import whom, what is importable, how long files are."""
 
 import ast

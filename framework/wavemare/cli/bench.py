@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``wavemare bench``: systems side by side, in one run."""
 
 from __future__ import annotations

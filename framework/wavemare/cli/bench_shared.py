@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the ``wavemare bench`` commands have in common: options, and results as files."""
 
 from __future__ import annotations

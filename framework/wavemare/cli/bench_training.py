@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``wavemare bench training``: whole optimizer steps, with gradients summed in several ways."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``wavemare bench whale``: plans for unlike devices, made of one machine's cores."""
 
 from __future__ import annotations

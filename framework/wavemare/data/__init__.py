@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data for training: what ``--data`` names, its tokens, and the order in which they are read.
 
 Importing this package is cheap: torch, transformers and datasets are imported when they are used.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One model on several devices: groups of ranks, plans, and the blocks that are split over them.
 
 Names are imported at first use, so that plans can be read and made without torch.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Annotations as scopes around construction, and as decorators of classes and functions."""
 
 from __future__ import annotations

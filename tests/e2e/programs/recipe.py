@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Go on as ``python -m MODULE OPTIONS`` would. Arguments: result folder, module, its options."""
 
 import runpy

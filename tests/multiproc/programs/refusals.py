@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run a recipe in this process on bad input, all being imported; leave the processor seconds.
 
 Arguments: result folder, then the recipe's module and a file with the command lines by case.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pipelines with a slow rank: cuts into equal work beside those that are made from speeds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data-parallel ranks of unlike speed: equal shares beside those that are made from speeds."""
 
 from __future__ import annotations

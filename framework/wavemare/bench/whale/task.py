@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is trained: a GPT without dropout, on random tokens."""
 
 from __future__ import annotations

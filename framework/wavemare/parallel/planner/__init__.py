@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans for clusters of unlike devices: what they cost, and which one is best."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The search: every legal way to lay a job out, the promising ones first."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPT-2 and BERT split by tensors over a group of ranks, as Megatron-LM does (Shoeybi et al. 2019).
 
 Names are imported at first use: segments need DeepSpeed, the rest torch and transformers alone.
