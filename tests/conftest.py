@@ -93,7 +93,7 @@ class RankServer:
     def close(self) -> None:
         assert self.process.stdin
         self.process.stdin.close()
-        self.process.wait(10)
+        self.process.wait(60)
 
 
 @dataclass
