@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # One image for CPUs and GPUs:
 #   docker build -t wavemare .
 #   docker build -t wavemare:cuda --build-arg BASE=nvidia/cuda:12.8.1-devel-ubuntu24.04 \

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives: gradients travel as their non-zero blocks, over MPI, gloo or NCCL.
 
 Useful by itself, without DeepSpeed: `SparseComm` for plain calls, `register_ddp_hook` for torch's
@@ -9,8 +10,9 @@ from __future__ import annotations
 if __name__ == "comm":  # a second import would duplicate its classes
     raise ImportError("'comm' is part of wavemare: import 'wavemare.comm' instead")
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from wavemare.lazy import at_first_use
 
 if TYPE_CHECKING:
     from wavemare.comm.compress import make_compressor
@@ -43,8 +45,4 @@ _HOME = {
     "register_ddp_hook": "ddp",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__ = at_first_use(__name__, _HOME)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the ranks tell each other before they move data: what each calls, and its mask."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of what callers give, before anything is sent."""
 
 from __future__ import annotations

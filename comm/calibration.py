@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How fast this machine's network and kernels are, measured at start by all ranks at once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Coalescing: summing the rows of a sparse gradient that have the same id.
 
 An embedding's gradient has a row for each token, and so the same id many times. The order in which

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compressors: ways to choose the blocks of a bucket that are sent in a step.
 
 The names are OmniReduce's (SIGCOMM'21). Whatever the way, blocks whose norm is not finite are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a collective will take: bytes over measured rates."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The hook for torch's DistributedDataParallel: its buckets travel as their non-zero blocks.
 
 DDP rebuilds its buckets after the first backward pass, in the order in which gradients came, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Error feedback: the blocks of a bucket that are not sent wait for the next step.
 
 A bucket is what `wavemare.comm.kernels` calls one. In each step, ``a = gradient + residual`` is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of unbounded ids: each goes to the owner that a hash gives it (Zen, OSDI'25)."""
 
 from __future__ import annotations

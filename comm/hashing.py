@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hashing of rows whose ids are not bounded: owners, coalescing, and bitmaps of an owner's rows.
 
 This is the hierarchical hashing of Zen (OSDI'25) on a CPU. A first hash function, the same on all

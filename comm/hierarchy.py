@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dense sums within a node, sparse ones between nodes."""
 
 from __future__ import annotations

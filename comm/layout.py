@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who owns which block, and where each one lies in which message.
 
 All of it follows from the masks of all ranks, so that no rank has to be told anything else.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which blocks of which rank are not zero."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One bucket, from its mask to its sum: what runs on the thread of a `SparseComm`."""
 
 from __future__ import annotations

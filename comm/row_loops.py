@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loops over ids and rows on a CPU, compiled by numba; they run without the interpreter's lock.
 
 This file can be imported only where numba is installed. `wavemare.comm.hashing` and
@@ -6,28 +7,19 @@ This file can be imported only where numba is installed. `wavemare.comm.hashing`
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy as np
+
+from wavemare.comm.compiled import compiled
 
 __all__ = ["insert", "place", "sum_rows"]
 
 _u64 = np.uint64
 
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that is compiled when it is first called, and kept on disk if possible."""
-    try:
-        return numba.njit(nogil=True, cache=True)(function)
-    except RuntimeError:
-        # There is no folder that numba could write.
-        return numba.njit(nogil=True)(function)
-
-
 # All operands are unsigned: numba would make a float of a signed and an unsigned one.
-@_compiled
+@compiled
 def _place_of(number: Any, key: Any, count: Any) -> Any:
     h = _u64(number) + key
     h = (h ^ (h >> _u64(30))) * _u64(0xBF58476D1CE4E5B9)
@@ -36,7 +28,7 @@ def _place_of(number: Any, key: Any, count: Any) -> Any:
     return ((h >> _u64(32)) * count) >> _u64(32)
 
 
-@_compiled
+@compiled
 def place(ids: Any, key: Any, count: Any, places: Any) -> None:
     """Hash ids; see `wavemare.comm.hashing.place`.
 
@@ -50,7 +42,7 @@ def place(ids: Any, key: Any, count: Any, places: Any) -> None:
         places[i] = _place_of(ids[i], key, count)
 
 
-@_compiled
+@compiled
 def insert(ids: Any, keys: Any, cells: Any, first: Any, pending: Any) -> int:
     """Insert ids into a table; see `wavemare.comm.hashing.insert`.
 
@@ -84,7 +76,7 @@ def insert(ids: Any, keys: Any, cells: Any, first: Any, pending: Any) -> int:
     return left
 
 
-@_compiled
+@compiled
 def sum_rows(inverse: Any, rows: Any, sums: Any) -> None:
     """Add each row to a sum, in the order of the rows.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of a table, such as an embedding's gradient: a block is a row, and only some are there."""
 
 from __future__ import annotations

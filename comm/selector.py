@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The choice of an executor: the same on all ranks, because all its inputs are."""
 
 from __future__ import annotations

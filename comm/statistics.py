@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a collective has done, and what the collectives of a step have."""
 
 from __future__ import annotations

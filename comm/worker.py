@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives in the background, while the main thread computes."""
 
 from __future__ import annotations

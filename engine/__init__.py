@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed engine subclasses: initialization, configuration, checkpoints.
 
 Names are imported at first use: the configuration can be checked before DeepSpeed is loaded.
@@ -8,8 +9,9 @@ from __future__ import annotations
 if __name__ == "engine":  # a second import would duplicate its classes
     raise ImportError("'engine' is part of wavemare: import 'wavemare.engine' instead")
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from wavemare.lazy import at_first_use
 
 if TYPE_CHECKING:
     from wavemare.engine.data_parallel import Engine
@@ -39,8 +41,4 @@ _HOME = {
     "init_distributed": "launch",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__ = at_first_use(__name__, _HOME)

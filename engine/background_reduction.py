@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dense gradients reduced behind the following compute, in the form that sparse ones have."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Unequal work for unlike devices: how many samples a rank takes, and what its loss then weighs.
 
 Gradients are averaged over the data ranks with equal weight. So the mean loss of a rank with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Buckets that fill up while a backward pass runs, and are reduced in the background meanwhile."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The four channels of a stage: activations down, gradients up, each with one neighbour."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints in DeepSpeed's own file layout that are complete or absent.
 
 DeepSpeed writes its files into a folder of a temporary name, each rank adds the state of its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a run can go on from a checkpoint: its topology, its plan, its optimizer."""
 
 from __future__ import annotations
@@ -72,7 +73,11 @@ def check_checkpoint_fits(
 
 
 def check_universal(load_dir: str, engine: Any) -> None:
-    """Refuse a universal checkpoint for an optimizer whose states it cannot have."""
+    """Refuse a universal checkpoint for an optimizer whose states it cannot have.
+
+    Raises:
+        CheckpointError: The optimizer has other states than Adam's.
+    """
     if not keeps_adam_alone(engine):
         raise CheckpointError(
             "checkpoint",

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The random generators of a process, as a checkpoint keeps them for each rank."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A copy in host memory of what ``torch.save`` would write, while training changes the original."""
 
 from __future__ import annotations

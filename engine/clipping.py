@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gradient norm over all stages, known without a barrier."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Heads that are split over the data-parallel ranks, among weights that all of them hold.
 
 To DeepSpeed their parts are weights of experts, of which each rank has others: their gradients are

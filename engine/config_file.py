@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading the JSON configuration, from wherever DeepSpeed takes it."""
 
 from __future__ import annotations

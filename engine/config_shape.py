@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shape of DeepSpeed's part of a configuration: what is a section, a number, a truth value.
 
 DeepSpeed trusts it, and fails with a traceback or does something else: ``"enabled": "false"`` is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The data-parallel engine: DeepSpeed's, with the pipeline engine's way of training a batch."""
 
 from __future__ import annotations

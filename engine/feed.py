@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Micro-batches of one rank that is ahead of the others: from which iterator, and in what order."""
 
 from __future__ import annotations

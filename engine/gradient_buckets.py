@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the parameters of a model are laid out in the buckets that are reduced together.
 
 Embeddings get buckets of their own: of their gradients few rows are not zero, which a dense layer

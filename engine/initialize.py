@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a configuration to an engine, through DeepSpeed's own ``initialize``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stopping all ranks after the same step when one of them is told to end.
 
 Cluster schedulers send SIGTERM some seconds before they kill a job: to one rank, to all of them or

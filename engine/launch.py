@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Joining the group of processes that a launcher started."""
 
 from __future__ import annotations

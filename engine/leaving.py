@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ending a process without the interpreter's shutdown, and so that its launcher notices."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A weight that several segments use: its gradients are added up before they meet the others.
 
 Autograd adds a weight's gradients of one backward pass up, and then adds the sum to ``.grad``. To

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ZeRO's flat partitions are made of, for optimizers that step matrices."""
 
 from __future__ import annotations

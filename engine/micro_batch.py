@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A micro-batch on its way through one stage."""
 
 from __future__ import annotations

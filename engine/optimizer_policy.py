@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``"optimizer_policy": "auto"``: which optimizer an asynchronous pipeline trains with, and why."""
 
 from __future__ import annotations

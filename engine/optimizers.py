@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizers of the JSON configuration that DeepSpeed does not have, or not for all engines."""
 
 from __future__ import annotations

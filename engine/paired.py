@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """1F1B with the backward and forward passes of its steady state in pairs.
 
 Messages are those of the asynchronous engine: received ahead, sent without waiting. With blocking

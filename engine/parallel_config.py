@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configuration of how a model is laid out: the ``"wavemare": {"parallel": ...}`` section."""
 
 from __future__ import annotations

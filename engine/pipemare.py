@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The asynchronous pipeline engine: PipeMare on DeepSpeed's ``PipelineEngine``.
 
 Each stage steps its own weights after every ``gradient_accumulation_steps`` micro-batches and goes

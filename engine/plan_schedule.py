@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our 1F1B plan in the instructions of DeepSpeed's pipeline engine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures where a rank's time goes: computing, stepping, or waiting for a neighbour."""
 
 from __future__ import annotations

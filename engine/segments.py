@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model as a row of segments: what the wave executor runs, and where collectives stand in it."""
 
 from __future__ import annotations

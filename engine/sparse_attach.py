@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which way of reducing gradients by the sparse collective an engine gets."""
 
 from __future__ import annotations

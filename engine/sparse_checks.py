@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What of a configuration the sparse collective cannot go with."""
 
 from __future__ import annotations

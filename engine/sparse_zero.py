@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients of which each rank needs its partition, reduced by the sparse collective: ZeRO 1, 2.
 
 DeepSpeed's optimizer hands over what it has gathered whenever it would reduce that, and goes on at

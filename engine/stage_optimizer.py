@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizer of one stage, cut loose from the other stages.
 
 DeepSpeed's optimizers reduce gradient norms and overflow flags over all stages at each step, even

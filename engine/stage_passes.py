@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forward and backward passes of a pipeline stage by segments, two of them at a time if need be."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One forward pass over a model's segments before training: what they keep, share and leak."""
 
 from __future__ import annotations

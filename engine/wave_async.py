@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Waves that never drain: a step's gradients are reduced and applied behind the next step."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Interprets a plan of waves: segments forward and backward, collectives behind the other wave.
 
 Every segment is differentiated by itself (Wavelet, MLSys 2021, in the form of one weight copy and

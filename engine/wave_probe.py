@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures passes and collectives of a model's segments, to know whether waves would pay."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What DeepSpeed does around forward and backward passes, for passes of segments."""
 
 from __future__ import annotations

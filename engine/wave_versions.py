@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which weights a wave computes with while another wave's are updated."""
 
 from __future__ import annotations

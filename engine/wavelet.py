@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Waves inside a DeepSpeed engine."""
 
 from __future__ import annotations

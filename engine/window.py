@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stage's actions of one optimizer step as instructions of DeepSpeed's pipeline engine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a rank of a pipeline does, one action at a time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an asynchronous pipeline is told at its start: how stale it is, and what bounds that."""
 
 from __future__ import annotations

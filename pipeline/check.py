@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Proves a plan before it runs: that it is complete, in order, consistent, and that it ends."""
 
 from __future__ import annotations

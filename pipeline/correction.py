@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights for the backward passes of stale micro-batches: copies, or PipeMare's estimate (T2).
 
 A correction gives ``p.data`` another tensor for the time of a backward pass; nothing is copied for

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The correction of a stage, by its name."""
 
 from __future__ import annotations

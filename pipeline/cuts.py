@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a chain of layers is cut into stages: pure arithmetic on the layers' weights."""
 
 from __future__ import annotations

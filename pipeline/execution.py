@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a plan on the clock without computing anything, or shows how its ranks wait in a circle."""
 
 from __future__ import annotations

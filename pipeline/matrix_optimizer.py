@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizers that step matrices as such, even where ZeRO has cut them into flat partitions."""
 
 from __future__ import annotations

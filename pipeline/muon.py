@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Muon for matrices and AdamW for the rest, over ZeRO's flat partitions too."""
 
 from __future__ import annotations

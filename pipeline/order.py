@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The order of forward and backward passes on one stage: one rule for all our schedules.
 
 Before the backward pass of micro-batch ``m``, stage ``s`` of ``P`` has forwarded all micro-batches

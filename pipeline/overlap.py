@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank with two resources: one computes, the other runs collectives beside it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Passes that lower the order of forward and backward passes to all that a rank has to do.
 
 Each takes and gives the actions of one stage. They are applied in the order `add_steps`,

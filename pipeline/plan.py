@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pipeline's schedule as data: for each rank the actions that it does, in their order."""
 
 from __future__ import annotations

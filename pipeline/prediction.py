@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forward passes with predicted weights: SpecTrain's and PipeOptim's answer to staleness."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An asynchronous pipeline replayed in one process, weight version by weight version.
 
 `Replay` says what a pipeline of many ranks has to compute. It shares no arithmetic with the engine:

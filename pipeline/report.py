@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a check has found out about a plan."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans by name: 1F1B, PipeMare (with warm-up and drains), inference, and waves on one rank."""
 
 from __future__ import annotations
@@ -192,6 +193,12 @@ SCHEDULES: dict[str, Callable[[int, int, int], Plan]] = {
 
 def build_plan(schedule: str, num_stages: int, micro_batches: int, num_steps: int) -> Plan:
     """Return a plan by the name of its schedule.
+
+    Args:
+        schedule: One of `SCHEDULES`.
+        num_stages: One for each rank of a pipeline.
+        micro_batches: Per optimizer step.
+        num_steps: Optimizer steps that the plan has.
 
     Raises:
         PlanError: There is no such schedule, or a number is out of range.

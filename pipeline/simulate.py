@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When each action of a plan would run, from what passes, optimizer steps and messages cost."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SOAP: Adam in the eigenbasis of Shampoo's preconditioner, which delay harms less."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The passes of one stage of a pipeline by its segments, alone or two of them together.
 
 As in :mod:`wavemare.pipeline.wave`, the stages of these actions are segments: here those of one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How old weights are in an asynchronous pipeline, and the two remedies' numbers (PipeMare).
 
 A *version* of a stage's weights is the number of optimizer steps the stage has done. A *delay* is

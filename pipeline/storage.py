@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The memory behind a stage's parameters."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When each action of a plan ran: simulated from costs, or measured in a run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Error feedback on the level of updates: a stale step is made good when its gradient arrives."""
 
 from __future__ import annotations

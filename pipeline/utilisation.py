@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How busy the ranks of a timeline are."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One stage's part of a plan, walked through action by action: what may come, and after what."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans of waves on one rank: two micro-batches under way, the one forward, the other backward.
 
 The stages of such a plan are the segments of a model, all on one rank; the last one, the head, has

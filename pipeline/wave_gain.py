@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What waves gain: step times predicted from those of passes and collectives, and a decision.
 
 The model has one resource that computes and one that runs collectives (see `overlap`). For equal

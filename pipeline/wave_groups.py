@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which segments waves take in one go, so that collectives of one run behind passes of the other.
 
 Collectives are no actions of a plan. A segment that sums its output over ranks starts to do so

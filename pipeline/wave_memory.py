@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What plans of waves keep in memory between forward and backward passes.
 
 With ``a_l`` the bytes that segment ``l`` of the ``L`` below the head keeps, ``P(k)`` the sum of the

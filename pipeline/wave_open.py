@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizer steps of waves that are not drained between them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Complete training jobs, one readable file each, with JSON configurations beside it."""
 
 if __name__ == "recipes":  # a second import would duplicate its classes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``--balance auto|FILE|none``: plans for unlike devices, in a recipe."""
 
 from __future__ import annotations

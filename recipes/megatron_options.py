@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron's names of options: what each is called in a recipe, a model or DeepSpeed's JSON.
 
 ``translate`` takes Megatron's spellings out of a command line. Some are options of the recipe by

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron data as the recipes read it: one data set or a blend, cut by ``--split``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The facts that a run shows before it starts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checking what a model is made from, before anything slow begins."""
 
 from __future__ import annotations

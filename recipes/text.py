@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From the ``--data`` option to the tokens that a recipe learns from."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fixtures of all tests: starting real ranks, and catching what a test leaves behind."""
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class RankServer:
     def close(self) -> None:
         assert self.process.stdin
         self.process.stdin.close()
-        self.process.wait(10)
+        self.process.wait(60)
 
 
 @dataclass
@@ -149,21 +150,36 @@ def launch(tmp_path: Path, rank_server: RankServer) -> Callable[..., Finished]:
 
 
 @pytest.fixture(scope="module")
-def _launched() -> dict[tuple[object, ...], list[Any]]:
+def _launched() -> dict[tuple[object, ...], Finished]:
     return {}
 
 
 @pytest.fixture
 def launch_once(
-    launch: Callable[..., Finished], _launched: dict[tuple[object, ...], list[Any]]
+    launch: Callable[..., Finished], _launched: dict[tuple[object, ...], Finished]
 ) -> Callable[..., list[Any]]:
-    """Run a program on two ranks, once for all tests of a file; return the results by rank."""
+    """Run a program once for all tests of a file; return the results by rank."""
 
-    def run(*command: object) -> list[Any]:
-        if command not in _launched:
-            finished = launch(*command).check()
-            _launched[command] = [finished.result(rank) for rank in range(2)]
-        return _launched[command]
+    def run(*command: object, ranks: int = 2, timeout: float = 150) -> list[Any]:
+        key = (*command, ranks)
+        if key not in _launched:
+            _launched[key] = launch(*command, ranks=ranks, timeout=timeout)
+        finished = _launched[key].check()
+        return [finished.result(rank) for rank in range(ranks)]
+
+    return run
+
+
+@pytest.fixture
+def launch_cases(launch_once: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """Run all cases that need as many ranks as one of them does; return its results by rank."""
+
+    def run(
+        program: str, cases: Mapping[int, Mapping[str, Any]], name: str, timeout: float = 280
+    ) -> list[Any]:
+        ranks = next(ranks for ranks, named in cases.items() if name in named)
+        results = launch_once(program, json.dumps(cases[ranks]), ranks=ranks, timeout=timeout)
+        return [result[name] for result in results]
 
     return run
 

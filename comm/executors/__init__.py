@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ways to sum a bucket over all ranks."""
 
 from __future__ import annotations

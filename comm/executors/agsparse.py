@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All ranks gather all non-zero elements, as DeepSpeed and PyTorch do with sparse tensors."""
 
 from __future__ import annotations

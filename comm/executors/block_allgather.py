@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every rank gets all ranks' non-zero blocks and sums them by itself."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Everything is sent: by the library's own reduction, or summed in the order of the ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The union of all ranks' blocks, packed, through the library's dense reduction."""
 
 from __future__ import annotations

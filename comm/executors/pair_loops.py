@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loops over pairs on a CPU, compiled by numba; they run without the interpreter's lock.
 
 This file can be imported only where numba is installed.
@@ -5,24 +6,14 @@ This file can be imported only where numba is installed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import numba
+from wavemare.comm.compiled import compiled
 
 __all__ = ["count", "find", "merge"]
 
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that is compiled when it is first called, and kept on disk if possible."""
-    try:
-        return numba.njit(nogil=True, cache=True)(function)
-    except RuntimeError:
-        # There is no folder that numba could write.
-        return numba.njit(nogil=True)(function)
-
-
-@_compiled
+@compiled
 def count(words: Any, magnitude: Any) -> int:
     """Count the words that have any of some bits set.
 
@@ -36,7 +27,7 @@ def count(words: Any, magnitude: Any) -> int:
     return found
 
 
-@_compiled
+@compiled
 def find(words: Any, magnitude: Any, ids: Any) -> None:
     """Find those words.
 
@@ -52,7 +43,7 @@ def find(words: Any, magnitude: Any, ids: Any) -> None:
         k += (words[i] & magnitude) != 0
 
 
-@_compiled
+@compiled
 def merge(ids_a: Any, values_a: Any, ids_b: Any, values_b: Any, ids: Any, values: Any) -> int:
     """Merge two sorted lists of pairs; where both have an id, their values are added, a + b.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Buckets as pairs of an index and a value, element by element."""
 
 from __future__ import annotations

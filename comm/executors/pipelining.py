@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two rounds of messages with a sum between them, in chunks: while one is summed, others travel."""
 
 from __future__ import annotations

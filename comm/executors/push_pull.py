@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Push non-zero blocks to balanced owners, sum them there in order, pull the sums.
 
 This is balanced parallelism (Zen, OSDI'25) on blocks (OmniReduce, SIGCOMM'21).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranges of a bucket that belong to one rank each: summed there, or given to all from there."""
 
 from __future__ import annotations

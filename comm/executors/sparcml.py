@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SSAR_Recursive_double of SparCML (SC'19): sparse streams, merged in log2 N rounds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sparse streams of SparCML (SC'19): sorted pairs of index and value, or all values."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocks stream to their aggregators and their sums back, and no mask is exchanged.
 
 See `wavemare.comm.executors.streaming_protocol`. A rank is worker and aggregator at once, as with

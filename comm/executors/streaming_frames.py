@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages of the streaming protocol as they travel: numbers and blocks in one piece of memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a bucket is cut into the lanes and slots of the streaming protocol."""
 
 from __future__ import annotations

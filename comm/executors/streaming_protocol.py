@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The streaming protocol of OmniReduce (SIGCOMM'21) as state machines that know no network.
 
 Blocks ``l, l + L, l + 2 L, ...`` of a bucket make up *lane* l. Some neighbouring lanes make up a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The four kernels of the sparse collective, on the device where a bucket lives.
 
 A *bucket* is a flat contiguous tensor of E elements, seen as ``ceil(E / block)`` blocks of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of the sparse collective on a CPU, compiled by numba.
 
 All run on one core and without the interpreter's lock, so that a background thread can work for the
@@ -10,14 +11,13 @@ would not use vectors or only short ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
+from wavemare.comm.compiled import compiled
 from wavemare.comm.kernels.numpy_kernels import as_words, magnitude_bits
 
 __all__ = ["NumbaKernels"]
@@ -60,16 +60,7 @@ class NumbaKernels:
             _reduce(packed.numpy(), where, block, sums.dtype.type(scale), sums)
 
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that is compiled when it is first called, and kept on disk if possible."""
-    try:
-        return numba.njit(nogil=True, cache=True)(function)
-    except RuntimeError:
-        # There is no folder that numba could write.
-        return numba.njit(nogil=True)(function)
-
-
-@_compiled
+@compiled
 def _mask(words: Any, block: int, magnitude: Any, bits: Any) -> None:
     word = words.dtype.type
     for j in range(-(-words.size // block)):
@@ -88,7 +79,7 @@ def _mask(words: Any, block: int, magnitude: Any, bits: Any) -> None:
             data[:] = 0
 
 
-@_compiled
+@compiled
 def _gather(words: Any, block: int, index: Any, packed: Any) -> None:
     for k in range(index.size):
         source = words[index[k] * block : min((index[k] + 1) * block, words.size)]
@@ -100,7 +91,7 @@ def _gather(words: Any, block: int, index: Any, packed: Any) -> None:
             target[i] = 0
 
 
-@_compiled
+@compiled
 def _scatter(packed: Any, block: int, index: Any, words: Any) -> None:
     for k in range(index.size):
         target = words[index[k] * block : min((index[k] + 1) * block, words.size)]
@@ -109,7 +100,7 @@ def _scatter(packed: Any, block: int, index: Any, words: Any) -> None:
             target[i] = source[i]
 
 
-@_compiled
+@compiled
 def _reduce(packed: Any, places: Any, block: int, scale: Any, out: Any) -> None:
     for j in range(places.shape[1]):
         for first in range(0, block, _CHUNK):
@@ -127,7 +118,7 @@ def _reduce(packed: Any, places: Any, block: int, scale: Any, out: Any) -> None:
                     sums[i] *= scale
 
 
-@_compiled
+@compiled
 def _reduce_half(packed: Any, places: Any, block: int, scale: Any, bfloat: bool, out: Any) -> None:
     scratch = np.empty(min(block, _CHUNK), np.float32)
     for j in range(places.shape[1]):
@@ -152,13 +143,13 @@ def _reduce_half(packed: Any, places: Any, block: int, scale: Any, bfloat: bool,
                 _round_float16(sums, out[j * block + first : j * block + last])
 
 
-@_compiled
+@compiled
 def _add_bfloat16(terms: Any, sums: Any) -> None:
     for i in range(sums.size):
         sums[i] += _u32(_u32(terms[i]) << _u32(16)).view(np.float32)
 
 
-@_compiled
+@compiled
 def _round_bfloat16(sums: Any, out: Any) -> None:
     bits = sums.view(np.uint32)
     for i in range(sums.size):
@@ -167,7 +158,7 @@ def _round_bfloat16(sums: Any, out: Any) -> None:
         out[i] = np.uint16(_u32(bits[i] + _u32(0x7FFF) + odd) >> _u32(16))
 
 
-@_compiled
+@compiled
 def _add_float16(terms: Any, sums: Any) -> None:
     for i in range(sums.size):
         sign = _u32(_u32(_u32(terms[i]) & _u32(0x8000)) << _u32(16))
@@ -181,7 +172,7 @@ def _add_float16(terms: Any, sums: Any) -> None:
         sums[i] += _u32(exact | sign).view(np.float32)
 
 
-@_compiled
+@compiled
 def _round_float16(sums: Any, out: Any) -> None:
     bits = sums.view(np.uint32)
     for i in range(sums.size):

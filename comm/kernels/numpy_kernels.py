@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of the sparse collective on a CPU without a compiler, and how kernels see buckets.
 
 Where only the bits of elements count, buckets are seen as *words*: unsigned integers of the

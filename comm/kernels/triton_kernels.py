@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels on GPUs, in Triton. What they do is said by `BlockKernels`.
 
 Elements are moved and tested as integers, so that NaN, -0.0 and subnormal numbers stay as they are.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The device code of `TritonKernels`.
 
 Blocks are the rows of a matrix; a program works on a tile of ROWS rows by COLS columns. Whole rows

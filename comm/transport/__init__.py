@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Networks that the collectives may use, chosen by what the launch offers."""
 
 from wavemare.comm.transport.base import Exchange, Transport

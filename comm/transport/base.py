@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the collectives ask of a network: messages between ranks, and its own dense reduction.
 
 All algorithms are made of messages between two ranks, so that whoever is missing can be named, and

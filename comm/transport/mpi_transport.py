@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages over MPI, by mpi4py's buffer calls alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors of an accelerator over a network that only reads the host's memory."""
 
 from __future__ import annotations

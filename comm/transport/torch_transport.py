@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages over ``torch.distributed``: gloo on hosts, NCCL on GPUs."""
 
 from __future__ import annotations

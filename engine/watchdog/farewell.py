@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The last word of a rank that ends in good order, for those who wonder where it is."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How watchdogs ask each other: a line of JSON over TCP, apart from all that training uses."""
 
 from __future__ import annotations

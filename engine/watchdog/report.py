@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a rank writes when a run is ended because it no longer moves."""
 
 from __future__ import annotations

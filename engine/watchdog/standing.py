@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a rank tells of itself: where it stands, for how long, and whether it waits for another."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From what all ranks tell to the rank that holds up the others."""
 
 from __future__ import annotations

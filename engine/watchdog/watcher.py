@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The watchdog of a process: a thread that notices when nothing moves, and ends the run."""
 
 from __future__ import annotations

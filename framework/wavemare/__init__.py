@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """wavemare: a DeepSpeed drop-in for asynchronous and heterogeneous training.
 
 Names are imported at first use, so that ``import wavemare`` costs nothing by itself.
@@ -9,6 +10,8 @@ import sys
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from wavemare.lazy import at_first_use
 
 if TYPE_CHECKING:
     from wavemare.api import init_distributed, initialize
@@ -38,19 +41,19 @@ __all__ = [
 ]
 
 _HOME = {
-    "initialize": "wavemare.api",
-    "DualPipeVEngine": "wavemare.engine",
-    "Engine": "wavemare.engine",
-    "PipelineEngine": "wavemare.engine",
-    "annotate": "wavemare.parallel.names",
-    "init_distributed": "wavemare.api",
-    "plan": "wavemare.parallel.planner.api",
-    "replica": "wavemare.parallel.annotations",
-    "replicate": "wavemare.parallel.annotations",
-    "save_pretrained": "wavemare.models",
-    "split": "wavemare.parallel.annotations",
-    "stage": "wavemare.parallel.annotations",
-    "to_pipeline": "wavemare.models",
+    "initialize": "api",
+    "DualPipeVEngine": "engine",
+    "Engine": "engine",
+    "PipelineEngine": "engine",
+    "annotate": "parallel.names",
+    "init_distributed": "api",
+    "plan": "parallel.planner.api",
+    "replica": "parallel.annotations",
+    "replicate": "parallel.annotations",
+    "save_pretrained": "models",
+    "split": "parallel.annotations",
+    "stage": "parallel.annotations",
+    "to_pipeline": "models",
 }
 
 
@@ -69,16 +72,11 @@ class _Package(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
+_find = at_first_use(__name__, _HOME)
 
 
 def __getattr__(name: str) -> Any:
-    if name == "pipeline":
-        return import_module("wavemare.pipeline")
-    if name not in _HOME:
-        raise AttributeError(f"module 'wavemare' has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
+    return import_module("wavemare.pipeline") if name == "pipeline" else _find(name)
 
 
 def __dir__() -> list[str]:

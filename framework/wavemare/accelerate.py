@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Accelerate's ``Accelerator`` with our engines.
 
 ``from wavemare.accelerate import Accelerator`` in place of accelerate's own: ``prepare`` then

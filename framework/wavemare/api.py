@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``wavemare.initialize``: from a model and a JSON configuration to a training engine."""
 
 from __future__ import annotations

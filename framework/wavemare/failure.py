@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a process ends when something goes wrong: one message, on one rank, and no hang.
 
 A launcher starts N processes, and one mistake makes all of them fail. Printed N times, or followed

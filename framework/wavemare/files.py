@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writing files so that a crash leaves the old content or the new, never a part of either.
 
 This module imports the standard library alone, so that every area may use it.

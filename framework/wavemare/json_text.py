@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading JSON that people and other programs wrote: whatever is wrong with it is one error.
 
 This module imports the standard library alone, so that every area may use it.

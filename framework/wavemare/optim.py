@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizers for asynchronous pipelines, and for all others."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Members of enumerations in pickles, read without trusting ``getattr``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An asynchronous pipeline of any length in one process, by the JSON that would train it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m wavemare.universal``: DeepSpeed's ``ds_to_universal``, run safely.
 
 The options are DeepSpeed's: ``--input_folder`` and ``--output_folder``. Files that would run code

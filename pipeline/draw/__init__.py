@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans and timelines for people and for other programs: text, tables, traces and pictures."""
 
 from wavemare.pipeline.draw.cells import grid

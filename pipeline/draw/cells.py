@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plan as a grid of text: one row per rank, one column per tick."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The lanes of a Gantt chart: which spans of time are which colour."""
 
 from __future__ import annotations

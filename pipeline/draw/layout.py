@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Timelines as Gantt charts below each other on one time axis."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a picture consists of; `svg` and `png` draw the same parts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans and timelines as CSV, one line per action."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Timelines in the trace event format, which chrome://tracing and Perfetto open."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gantt charts as SVG."""
 
 from __future__ import annotations

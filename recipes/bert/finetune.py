@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a BERT to classify texts, from a table of texts and labels to a model that answers.
 
 By default it learns to tell which standard-library package a snippet comes from, from nothing::

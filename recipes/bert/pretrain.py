@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pretrain a BERT by masked language modelling, from the text to a model that fills gaps.
 
 Run it with ``wavemare train bert``, or as any DeepSpeed script::

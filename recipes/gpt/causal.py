@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Learning to continue text: what GPT pretraining and finetuning share."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Go on training a causal language model from a Hugging Face folder.
 
 ::

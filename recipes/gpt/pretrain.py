@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pretrain a GPT-2 on text, from the text to a model that writes.
 
 Run it with ``wavemare train gpt``, or as any DeepSpeed script::

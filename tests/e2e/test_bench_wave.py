@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``wavemare bench wave`` as a person types it."""
 
 from __future__ import annotations

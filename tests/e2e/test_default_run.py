@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The main job as ``make train`` runs it: minutes long, so it stands under ``make test-all``."""
 
 import json

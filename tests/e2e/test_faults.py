@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What can befall a rank, under every launcher: seen in time, told once, with an exit code."""
 
 import os

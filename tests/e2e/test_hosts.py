@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two hosts with sshd: every way to start ranks on both, their failures, and the GPT recipe.
 
 The hosts are Linux namespaces on this machine (`wavemare.bench.network`), which takes root and the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The script of docs/huggingface.md, run as it stands there."""
 
 import ast

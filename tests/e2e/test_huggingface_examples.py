@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """transformers' example scripts, by the commands of docs/huggingface.md, and one in their manner.
 
 transformers' own are no part of any package: WAVEMARE_TRANSFORMERS_EXAMPLES names a folder of them.

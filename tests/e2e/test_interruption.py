@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SIGTERM stops a run with a checkpoint and exit code 0; what is resumed equals a whole run."""
 
 import json
@@ -77,7 +78,8 @@ def check_stop(run, code, output):
     return step
 
 
-@pytest.mark.parametrize("engine", ["pipeline", pytest.param("zero", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["pipeline", "zero"])
 def test_a_stopped_and_resumed_run_equals_a_whole_one(
     command, small_options, recipe_config, stopped, tmp_path, engine
 ):

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One script under every launcher: it trains alike, and its failures are seen."""
 
 import contextlib

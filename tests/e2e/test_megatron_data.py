@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The GPT recipe as a Megatron user starts it: data built, blended and split, Megatron's names."""
 
 import json

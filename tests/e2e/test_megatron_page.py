@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commands of docs/megatron.md, as they are written, one after another."""
 
 import re

@@ -57,7 +57,7 @@ def check_screen(output):
 
 @pytest.mark.parametrize("engine", GPT_ENGINES)
 def test_gpt_pretraining_and_finetuning(
-    command, small_options, recipe_config, text_folder, tmp_path, engine
+    command, recipe, small_options, recipe_config, text_folder, tmp_path, engine
 ):
     pretrained, finetuned = tmp_path / "pretrained", tmp_path / "finetuned"
     config = recipe_config("gpt/pretrain", engine)
@@ -79,17 +79,17 @@ def test_gpt_pretraining_and_finetuning(
     options = small_options(
         "gpt", finetuned, model=pretrained / "model", vocab_size=None, model_config=None
     )
-    command("wavemare", "train", "gpt/finetune", "--config", config, *options).check()
+    recipe("gpt/finetune", "--deepspeed_config", config, *options).check()
     continued, _ = check_run_folder(finetuned, batch=16)
     assert continued[0] < losses[0] - 0.5, "finetuning did not start from the pretrained weights"
 
 
 @pytest.mark.parametrize("engine", BERT_ENGINES)
-def test_bert_pretraining_and_finetuning(command, small_options, recipe_config, tmp_path, engine):
+def test_bert_pretraining_and_finetuning(recipe, small_options, recipe_config, tmp_path, engine):
     pretrained, finetuned = tmp_path / "pretrained", tmp_path / "finetuned"
     config = recipe_config("bert/pretrain", engine)
     options = small_options("bert", pretrained)
-    ended = command("wavemare", "train", "bert", "--config", config, *options).check()
+    ended = recipe("bert/pretrain", "--deepspeed_config", config, *options).check()
     check_screen(ended.output)
     assert "->" in ended.output
     check_run_folder(pretrained)
@@ -105,7 +105,7 @@ def test_bert_pretraining_and_finetuning(command, small_options, recipe_config, 
     options = small_options(
         "bert", finetuned, model=pretrained / "model", data=table, vocab_size=None
     )
-    command("wavemare", "train", "bert/finetune", "--config", config, *options).check()
+    recipe("bert/finetune", "--deepspeed_config", config, *options).check()
     _, results = check_run_folder(finetuned)
     assert 0 <= results["macro_f1"] <= 1
     assert results["accuracy"] >= results["majority accuracy"] - 0.1
@@ -222,11 +222,14 @@ def write_table(folder, kind, text_folder):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", pytest.param("parquet", marks=SLOW), "megatron"])
-def test_other_kinds_of_data_reach_the_model(command, small_options, text_folder, tmp_path, kind):
+def test_other_kinds_of_data_reach_the_model(
+    recipe, small_options, recipe_config, text_folder, tmp_path, kind
+):
     data = write_table(tmp_path, kind, text_folder)
     run = tmp_path / "run"
     options = small_options("gpt", run, max_steps=2, **data)
-    command("wavemare", "train", "gpt", *options).check()
+    config = recipe_config("gpt/pretrain", "pipemare")
+    recipe("gpt/pretrain", "--deepspeed_config", config, *options).check()
     results = json.loads((run / "summary.json").read_text())["results"]
     assert results["bigram cross-entropy"] < results["unigram cross-entropy"] < 4
     assert results["held_out_loss"] < 6

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``wavemare simulate`` beside real ranks, and ``wavemare bench quality``."""
 
 import json
@@ -45,12 +46,14 @@ def json_file(tmp_path):
     return file
 
 
-def test_a_simulation_learns_what_the_ranks_learn(command, small_options, json_file, tmp_path):
+def test_a_simulation_learns_what_the_ranks_learn(
+    command, recipe, small_options, json_file, tmp_path
+):
     model = tmp_path / "model.json"
     model.write_text(json.dumps(GPT))
     options = {"max_steps": 8, "eval_interval": 8, "save_interval": 8, "model_config": model}
     words = small_options("gpt", tmp_path / "real", **options)
-    command("wavemare", "train", "gpt", "--nproc", 2, "--config", json_file, *words).check()
+    recipe("gpt/pretrain", "--deepspeed_config", json_file, *words).check()
     words = small_options("gpt", tmp_path / "simulated", **options)
     command("wavemare", "simulate", "gpt", "--config", json_file, *words).check()
     found, wanted = losses(tmp_path / "simulated"), losses(tmp_path / "real")
@@ -75,23 +78,34 @@ def test_options_change_the_configuration(command, small_options, json_file, tmp
     assert config["gradient_accumulation_steps"] == 2
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["bort"], "there is no such recipe"),
-        (["gpt", "--resume"], "--resume"),
-        (["gpt", "--split", "8,1,1"], "--split"),
-        (["gpt", "--set", "lr"], "KEY.KEY=VALUE"),
-        (["gpt", "--set", "optimizer.type=SGD", "--set", "a=1"], "more than once"),
-        (["gpt", "--set", "wavemare.pipeline.schedule=pipemore"], "pipemare"),
-        (["gpt", "--delay", "x"], "delays"),
-    ],
-)
-def test_mistakes_are_told_in_one_message(command, words, said):
-    ended = command("wavemare", "simulate", *words)
-    assert ended.code != 0
-    assert said in ended.output
-    assert "Traceback" not in ended.output
+MISTAKES = {
+    "bort": (["bort"], "one of the two models"),
+    "resume": (["gpt", "--resume"], "--resume"),
+    "split": (["gpt", "--split", "8,1,1"], "--split"),
+    "no value": (["gpt", "--set", "lr"], "KEY.KEY=VALUE"),
+    "twice": (["gpt", "--set", "optimizer.type=SGD", "--set", "a=1"], "more than once"),
+    "schedule": (["gpt", "--set", "wavemare.pipeline.schedule=pipemore"], "pipemare"),
+    "misspelt": (["gpt", "--delay", "x"], "delays"),
+}
+
+
+def test_mistakes_are_told(launch, json_file, tmp_path):
+    words = {
+        case: [recipe, "--deepspeed_config", str(json_file), *options]
+        for case, ((recipe, *options), _) in MISTAKES.items()
+    }
+    (tmp_path / "cases.json").write_text(json.dumps(words))
+    finished = launch("refusals.py", "simulate", tmp_path / "cases.json", ranks=1).check()
+    found = finished.result(0)
+    for case, (_, said) in MISTAKES.items():
+        assert said in found[case]["message"], case
+
+
+def test_a_mistake_ends_a_simulation_with_one_message(command):
+    ended = command("wavemare", "simulate", "bort")
+    assert ended.code == 2
+    assert ended.output.count("error") == 1
+    assert "there is no such recipe" in ended.output
 
 
 def test_quality_compares_systems_and_repeats_nothing(command, small_options, tmp_path):

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Three minutes of training under faults; the long version is ``wavemare bench soak``."""
 
 import json

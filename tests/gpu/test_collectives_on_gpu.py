@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two ranks on one GPU: mask, pack, copy, send, reduce and unpack, bit for bit as on the host."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How fast Triton's kernels are, against the device's own copy of as many bytes.
 
 ``pytest -s tests/gpu/test_kernel_bandwidth.py`` prints the table.

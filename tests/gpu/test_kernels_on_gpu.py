@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Triton's kernels on a real GPU against slow twins: the cases of the interpreter's test."""
 
 import json

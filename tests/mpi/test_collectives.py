@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The collectives on real ranks, over MPI and torch, against sums made one element at a time."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank that is lost is named by all others, within the watchdog's time, and the job ends."""
 
 import pytest

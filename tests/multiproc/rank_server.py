@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fork ranks from one process that has imported the large libraries.
 
 The imports take longer than most programs of several ranks: here they are paid once. The server

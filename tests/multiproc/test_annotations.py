@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models laid out by annotations train as they do in one process."""
 
 from pathlib import Path

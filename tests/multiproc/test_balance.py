@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Unequal work on equal weights: what one process computes that has all samples."""
 
 import json
@@ -94,22 +95,14 @@ PIPES = {
 }
 
 
-@pytest.fixture(scope="module")
-def cached():
-    return {}
-
-
 @pytest.fixture
-def results(launch, cached):
-    if not cached:
-        refused = {
-            f"refused {name}": {"model": "gpt", "wavemare": sections, **more}
-            for name, (sections, more, _) in REFUSED.items()
-        }
-        wrong = {f"wrong {name}": case for name, case in WRONG.items()}
-        program = launch("balance.py", json.dumps(EXACT | wrong | refused), timeout=200).check()
-        cached.update(program.result(1))
-    return cached
+def results(launch_once):
+    refused = {
+        f"refused {name}": {"model": "gpt", "wavemare": sections, **more}
+        for name, (sections, more, _) in REFUSED.items()
+    }
+    wrong = {f"wrong {name}": case for name, case in WRONG.items()}
+    return launch_once("balance.py", json.dumps(EXACT | wrong | refused), timeout=200)[1]
 
 
 @pytest.mark.parametrize("name", EXACT)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The systems that are compared for speed do the same work."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints are written behind training, and refused whole where they are not what was saved."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SIGKILL at any instant of saving loses nothing that was complete."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints are DeepSpeed's own, whole or refused, and bound to a topology."""
 
 import json

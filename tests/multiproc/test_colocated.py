@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A head that is split over the data ranks trains as one that every rank holds."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that stop, die, leave or wait for data: noticed in time, told on one rank, none left."""
 
 import sys

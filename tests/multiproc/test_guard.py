@@ -1,6 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers that go wrong in data-parallel training: steps are skipped alike, or the run says why."""
 
-import json
+from functools import partial
 
 import pytest
 
@@ -42,21 +43,9 @@ CASES = {
 SKIPS = [name for name, (kind, _) in CASES[2].items() if kind == "skip"]
 
 
-@pytest.fixture(scope="module")
-def done():
-    return {}
-
-
 @pytest.fixture
-def found(launch, done):
-    def get(name):
-        ranks = next(ranks for ranks, cases in CASES.items() if name in cases)
-        if ranks not in done:
-            done[ranks] = launch("guard.py", json.dumps(CASES[ranks]), ranks=ranks, timeout=280)
-        done[ranks].check()
-        return [done[ranks].result(rank)[name] for rank in range(ranks)]
-
-    return get
+def found(launch_cases):
+    return partial(launch_cases, "guard.py", CASES)
 
 
 @pytest.mark.parametrize("name", SKIPS)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 
 import pytest
 
@@ -69,22 +70,9 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def done():
-    return {}
-
-
 @pytest.fixture
-def found(launch, done):
-    def get(name):
-        ranks = next(ranks for ranks, cases in CASES.items() if name in cases)
-        if ranks not in done:
-            cases = json.dumps(CASES[ranks])
-            done[ranks] = launch("guard_pipeline.py", cases, ranks=ranks, timeout=280)
-        done[ranks].check()
-        return [done[ranks].result(rank)[name] for rank in range(ranks)]
-
-    return get
+def found(launch_cases):
+    return partial(launch_cases, "guard_pipeline.py", CASES)
 
 
 def place(stage, what, call):

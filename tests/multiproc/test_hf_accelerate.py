@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``wavemare.accelerate``, and the line for scripts that keep importing transformers' Trainer."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``wavemare.hf.Trainer`` with data, arguments and layouts that are less common."""
 
 import pytest

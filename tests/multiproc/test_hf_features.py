@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What users of the Trainer rely on, with our engines, BERT and GPT-2."""
 
 import pytest

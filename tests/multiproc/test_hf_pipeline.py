@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``wavemare.hf.Trainer`` with pipelines and waves, against plain loops over the same batches."""
 
 import pytest

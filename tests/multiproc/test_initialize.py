@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``wavemare.initialize``: the engines it gives, what they return, what it refuses."""
 
 import pytest

@@ -1,6 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that got SIGTERM, or whose peer did, stop after one step and leave a whole checkpoint."""
-
-import json
 
 import pytest
 
@@ -56,14 +55,7 @@ def test_an_asynchronous_pipeline_stops_at_one_version(launch):
             assert rank["weights"][0] == rank["weights"][1]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("engines")
-
-
 @pytest.fixture
-def stopped_engines(launch, folder):
+def stopped_engines(launch_once):
     """What each of two ranks has to tell of all engines, trained once for all tests."""
-    if not (folder / "rank_0.json").exists():
-        launch("interruption.py", "engines", folder=folder).check()
-    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
+    return launch_once("interruption.py", "engines")

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron's checkpoints, steps and process grids on real ranks."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transformers models as pipelines of two real ranks, beside the unsplit models."""
 
 import subprocess

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The laboratory: its hosts are apart, its links carry and limit, and nothing of it stays."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SOAP, Muon and NAdam in all engines: ZeRO changes nothing, runs resume, misfits are refused.
 
 SOAP's bases depend on the last digits of small gradients, so that paths are equal to the bit or not

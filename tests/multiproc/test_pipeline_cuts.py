@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a pipeline is cut changes nothing of what it learns, with clipping neither."""
 
 import pytest

@@ -1,7 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
 """The asynchronous engine: what it must have in common with 1F1B, and what it must not do."""
 
-import json
 import math
+from functools import partial
 
 import pytest
 
@@ -108,21 +109,9 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def done():
-    return {}
-
-
 @pytest.fixture
-def found(launch, done):
-    def get(name):
-        ranks = next(ranks for ranks, cases in CASES.items() if name in cases)
-        if ranks not in done:
-            done[ranks] = launch("pipemare.py", json.dumps(CASES[ranks]), ranks=ranks, timeout=280)
-        done[ranks].check()
-        return [done[ranks].result(rank)[name] for rank in range(ranks)]
-
-    return get
+def found(launch_cases):
+    return partial(launch_cases, "pipemare.py", CASES)
 
 
 @pytest.mark.parametrize("name", ["one stage", "two stages", "replicas, ZeRO-1", "bf16"])

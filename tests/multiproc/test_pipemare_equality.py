@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real asynchronous stages compute what a version-exact simulation in one process computes."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Activation checkpointing in the asynchronous engine: what the recomputation sees."""
 
 from itertools import product

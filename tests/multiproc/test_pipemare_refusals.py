@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The asynchronous engine refuses what it cannot do, and breaks with word of where and no hang."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The probe of a running job."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A resumed run goes on as if it had never stopped, bit for bit."""
 
 import pytest

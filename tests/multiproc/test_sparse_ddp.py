@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DistributedDataParallel through the sparse collective trains as by itself, bit for bit."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank without data shadows the others' backward passes, in which no hook may wait."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines that reduce through the sparse collective train as DeepSpeed does by itself."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Streaming, AGsparse and SparCML between processes, against the sum in the order of the ranks."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What goes through chunks of another memory arrives as it is."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Without a "wavemare" section, training is stock DeepSpeed's, bit for bit."""
 
 import pytest

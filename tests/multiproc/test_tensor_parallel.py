@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPT-2 and BERT split by tensors over real ranks, beside the whole models."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pipelines of two stages, each split over two ranks, beside whole models."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Modes ``async`` and ``replica`` of waves: loops of the same rule, step for step."""
 
 import pytest
@@ -5,17 +6,9 @@ import pytest
 BITWISE = ("sgd, 1", "sgd, 3", "adamw, 2", "sparse, 2")
 
 
-@pytest.fixture(scope="module")
-def cached():
-    return []
-
-
 @pytest.fixture
-def results(launch, cached):
-    if not cached:
-        finished = launch("wave_async.py", timeout=250).check()
-        cached.extend(finished.result(rank) for rank in range(2))
-    return cached
+def results(launch_once):
+    return launch_once("wave_async.py", timeout=250)
 
 
 @pytest.mark.parametrize("name", BITWISE)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Waves in DeepSpeed engines: bitwise what gradient accumulation gives."""
 
 import json
@@ -43,17 +44,9 @@ MORE = {
 }
 
 
-@pytest.fixture(scope="module")
-def cached():
-    return []
-
-
 @pytest.fixture
-def results(launch, cached):
-    if not cached:
-        finished = launch("wavelet.py", json.dumps(OTHERS | CASES), timeout=250).check()
-        cached.extend(finished.result(rank) for rank in range(2))
-    return cached
+def results(launch_once):
+    return launch_once("wavelet.py", json.dumps(OTHERS | CASES), timeout=250)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dockerfile and manifests: what a cluster would refuse is refused here, without one."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How processes end: one message, the right exit code, no hang."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Atomic files and folders: the old content or the new, and nothing left behind."""
 
 import os

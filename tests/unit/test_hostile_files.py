@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """No file of data, of a tokenizer or of a model can run code; doors of checkpoints are elsewhere.
 
 Those are ``test_checkpoint_files.py`` in ``tests/unit/engine``, ``test_checkpoint_faults.py`` in

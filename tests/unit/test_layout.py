@@ -1,12 +1,13 @@
-"""The layout of the repository: who may import whom, what is importable, what is in the wheel."""
+# SPDX-License-Identifier: Apache-2.0
+"""The layout of the repository: who may import whom, what is importable, how long files are."""
 
 import ast
 import pkgutil
-import shutil
+import re
 import subprocess
 import sys
-import zipfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,32 @@ AREAS = ("engine", "pipeline", "comm", "recipes")
 # Imports go downwards only: an area may import areas of a lower level, and itself.
 LEVELS = {"recipes": 4, "framework": 3, "engine": 2, "pipeline": 1, "comm": 1, "leaf": 0}
 # Modules that know no area, so that all may use them.
-LEAVES = {"errors", "section", "files", "json_text", "pickled_enums"}
+LEAVES = {"errors", "section", "files", "json_text", "lazy", "pickled_enums"}
 # Libraries that an area is useful without.
 FORBIDDEN = {"comm": {"deepspeed", "transformers"}, "pipeline": {"deepspeed", "transformers"}}
-LIGHT = {"errors", "files", "json_text", "failure"}
+# The files of `pipeline` that compute with tensors; all others are plans, and import no torch.
+MATHS = {
+    "correction",
+    "corrections",
+    "matrix_optimizer",
+    "muon",
+    "prediction",
+    "replay",
+    "soap",
+    "storage",
+    "update_feedback",
+}
+LIGHT = {"errors", "files", "json_text", "failure", "lazy"}
+# What a reader holds in mind; a comment "# long: REASON" in the first lines allows more.
+FILE_LINES, FUNCTION_LINES = 600, 80
+REASON = re.compile(r"# long: \w+")
+LICENCE = "# SPDX-License-Identifier: Apache-2.0"
+SOURCES = sorted(
+    file
+    for folder in (PACKAGE, *(ROOT / area for area in AREAS), ROOT / "tests")
+    for file in folder.rglob("*.py")
+    if not any((folder / part).is_symlink() for part in file.relative_to(folder).parts[:1])
+)
 
 
 def modules() -> Iterator[tuple[str, Path]]:
@@ -45,9 +68,15 @@ def area(module: str) -> str:
     return "leaf" if first in LEAVES else "framework"
 
 
+@cache
+def nodes(file: Path) -> list[ast.AST]:
+    """Return all of a file's syntax, functions' insides too."""
+    return list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+
+
 def imports(file: Path, package: str) -> Iterator[tuple[int, str]]:
     """Yield line and full name of everything that a file imports, wherever it does so."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in nodes(file):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -69,21 +98,50 @@ def test_the_walk_sees_every_area() -> None:
     assert {area(name) for name in MODULES} == LEVELS.keys()
 
 
-@pytest.mark.parametrize("name", sorted(MODULES))
-def test_imports_go_downwards_only(name: str) -> None:
+def named(file: Path) -> Iterator[tuple[int, str]]:
+    """Yield line and name of our modules that stand in a file as text, to be imported later."""
+    for node in nodes(file):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            package, _, module = node.value.partition(".")
+            if package == "wavemare" and module and module in MODULES:
+                yield node.lineno, node.value
+
+
+def upwards(name: str) -> Iterator[str]:
+    """Yield what a module imports and must not."""
     file, own = MODULES[name], area(name)
-    upwards = []
-    for line, imported in imports(file, package_of(name, file)):
+    # The command line alone starts recipes, by their names.
+    later = () if name.startswith("cli.") else named(file)
+    for line, imported in (*imports(file, package_of(name, file)), *later):
         parts = imported.split(".")
         if parts[0] == "wavemare" and len(parts) > 1:
             other = area(parts[1])
             if other != own and LEVELS[other] >= LEVELS[own]:
-                upwards.append(f"{file.relative_to(ROOT)}:{line} imports {imported}")
+                yield f"{file.relative_to(ROOT)}:{line} imports {imported}"
         elif parts[0] in FORBIDDEN.get(own, ()):
-            upwards.append(f"{file.relative_to(ROOT)}:{line}: {own} must not know {parts[0]}")
+            yield f"{file.relative_to(ROOT)}:{line}: {own} must not know {parts[0]}"
         elif parts[0] in AREAS:
-            upwards.append(f"{file.relative_to(ROOT)}:{line}: the bare name of wavemare.{parts[0]}")
-    assert upwards == []
+            yield f"{file.relative_to(ROOT)}:{line}: the bare name of wavemare.{parts[0]}"
+
+
+def test_imports_go_downwards_only() -> None:
+    assert [guilty for name in MODULES for guilty in upwards(name)] == []
+
+
+PLANS = [name for name in MODULES if area(name) == "pipeline" and name.split(".")[-1] not in MATHS]
+
+
+def test_the_files_of_plans_know_no_tensors() -> None:
+    assert {f"pipeline.{name}" for name in MATHS} <= MODULES.keys()
+    guilty = []
+    for name in PLANS:
+        file = MODULES[name]
+        for line, imported in imports(file, package_of(name, file)):
+            first, *rest = imported.split(".")
+            ours = first == "wavemare" and rest[0] == "pipeline" and MATHS & set(rest[1:2])
+            if ours or first in {"torch", "numpy"}:
+                guilty.append(f"{file.relative_to(ROOT)}:{line} imports {imported}")
+    assert guilty == []
 
 
 def test_relative_imports_are_resolved(tmp_path: Path) -> None:
@@ -94,6 +152,12 @@ def test_relative_imports_are_resolved(tmp_path: Path) -> None:
         (2, "wavemare.comm.y"),
         (3, "torch.nn"),
     ]
+
+
+def test_modules_named_as_text_are_seen(tmp_path: Path) -> None:
+    file = tmp_path / "x.py"
+    file.write_text("a = 'wavemare.recipes.gpt'\nb = import_module('wavemare.engine')\n'wavemare.'")
+    assert list(named(file)) == [(1, "wavemare.recipes.gpt"), (2, "wavemare.engine")]
 
 
 def test_nothing_imports_the_command_line() -> None:
@@ -147,31 +211,45 @@ def test_sub_packages_are_found_through_the_links() -> None:
     assert {*AREAS, "observe", "cli"} <= found
 
 
-def packaged_files() -> set[str]:
-    """Return what the wheel must hold: sources and data of the package and the four areas."""
-    names = set()
-    for base, prefix in ((PACKAGE, "wavemare"), *((ROOT / a, f"wavemare/{a}") for a in AREAS)):
-        for pattern in ("*.py", "*.json", "py.typed"):
-            for file in base.rglob(pattern):
-                if not any((base / part).is_symlink() for part in file.relative_to(base).parts[:1]):
-                    names.add(f"{prefix}/{file.relative_to(base).as_posix()}")
-    return names
+def too_long(text: str) -> Iterator[str]:
+    """Yield what of a file is longer than a reader holds in mind, without a reason given."""
+    lines = text.splitlines()
+    if len(lines) > FILE_LINES and not any(map(REASON.search, lines[:3])):
+        yield f"{len(lines)} lines"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno:
+            length = node.end_lineno - node.lineno + 1
+            body = lines[node.lineno - 1 : node.end_lineno]
+            if length > FUNCTION_LINES and not any(map(REASON.search, body)):
+                yield f"{node.name} of line {node.lineno}: {length} lines"
 
 
-def test_wheel_holds_the_tree(tmp_path: Path) -> None:
-    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    for folder in ("framework", *AREAS):
-        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=ignore)
-    for file in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / file, tmp_path / file)
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "dist"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    (wheel,) = (tmp_path / "dist").glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        entries = {name for name in archive.namelist() if ".dist-info/" not in name}
-        commands = archive.read(
-            next(name for name in archive.namelist() if name.endswith("entry_points.txt"))
-        )
-    assert entries == packaged_files()
-    assert b"wavemare = wavemare.cli:main" in commands
+def test_files_and_functions_are_short_or_say_why_not() -> None:
+    guilty = {
+        str(file.relative_to(ROOT)): found
+        for file in SOURCES
+        if (found := list(too_long(file.read_text(encoding="utf-8"))))
+    }
+    assert guilty == {}
+
+
+def test_long_files_and_functions_are_seen() -> None:
+    body = "    pass\n" * FUNCTION_LINES
+    assert list(too_long(f"def f():\n{body[:-9]}")) == []
+    assert list(too_long(f"def f():\n{body}")) == [f"f of line 1: {FUNCTION_LINES + 1} lines"]
+    assert list(too_long(f"def f():  # long: one case a line\n{body}")) == []
+    assert list(too_long("a = 1\n" * (FILE_LINES + 1))) == [f"{FILE_LINES + 1} lines"]
+    assert list(too_long("# long: a table\n" + "a = 1\n" * FILE_LINES)) == []
+
+
+def test_every_source_names_the_licence() -> None:
+    others = ["Makefile", "Dockerfile", ".ci/run", "docs/cluster/entrypoint"]
+    others += [str(file) for file in (ROOT / "docs" / "cluster").glob("*.sbatch")]
+    without = [
+        str(file.relative_to(ROOT))
+        for file in (*SOURCES, *(ROOT / other for other in others))
+        # A script's first line names its interpreter.
+        if LICENCE not in file.read_text(encoding="utf-8").splitlines()[:2]
+    ]
+    assert without == []
+    assert "Version 2.0, January 2004" in (ROOT / "LICENSE").read_text()

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The simulated pipeline against plain training, and how it reads the configuration."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The frame of a rank that measures: a file tells it what, and another one gets the result."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long a save stops training: written at once, and behind the steps that follow.
 
 ``torchrun --nproc-per-node 2 -m wavemare.bench.checkpoints FOLDER`` trains a GPT-2, saves it in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's pipeline engines, and ours, as measured systems."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The GPT that benches train: without dropout, so that systems train what others do."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How fast the sparse collective's kernels are on this machine's CPU, measured against memcpy."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starting ranks that measure: on this machine, or on hosts of a laboratory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two ways to start a program on the hosts of a laboratory: rank by rank, and by ``mpirun``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linux namespaces with a process that keeps them: what a host of a laboratory is made of.
 
 Nothing here has a name that other programs see (as ``ip netns`` gives): the kernel removes the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A laboratory: hosts joined by links of a known speed, on one machine.
 
 Each host has its own network, name, shared memory and process numbers, so that ranks on two of them

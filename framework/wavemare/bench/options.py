@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the requests of all measurements share: options are read and checked, and travel as JSON."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What asynchronous pipelines learn at equal tokens, method by method: simulations in one table."""
 
 from __future__ import annotations

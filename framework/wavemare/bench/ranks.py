@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs that run as one rank or more on each host of a laboratory."""
 
 from __future__ import annotations

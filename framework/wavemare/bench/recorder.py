@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When each action ran on this rank, noted around the functions that do it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The timed rounds: all systems take turns, in an order that rotates."""
 
 from __future__ import annotations

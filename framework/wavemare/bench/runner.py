@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a measured system looks like to the rounds, and the bound that needs no messages."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How ranks ask their parent for a share of a core, by files."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pipeline systems that can be measured: what each allows and what theory promises."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Results as tables on the screen."""
 
 from __future__ import annotations

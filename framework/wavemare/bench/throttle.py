@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks as unlike devices: each process gets a share of a core's time.
 
 By the kernel's CPU quotas where this process may set them (control groups of version 1 or 2): a

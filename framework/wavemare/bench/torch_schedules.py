@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``torch.distributed.pipelining``'s schedules as measured systems."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank of ``wavemare bench pipeline``: started by a launcher, told by a file what to measure.
 
 ::

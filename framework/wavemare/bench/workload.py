@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all systems train: a GPT, or layers that only wait, cut into equal parts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``wavemare bench``: systems side by side, in one run."""
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from wavemare.cli.bench_shared import (
     Rounds,
     Warmups,
     check_writable,
+    leave,
     print_wide,
     save,
 )
@@ -167,9 +169,7 @@ def sparse(
 
     result = measure(request, "wavemare.bench.sparse.worker")
     print_wide(result_table(result), 100)
-    save(json_file, result)
-    if picture is not None:
-        plot(result, picture)
+    leave(result, json_file, picture, plot)
 
 
 bench.command()(training)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``wavemare bench kernels``: the sparse collective's kernels beside memcpy, on one core."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``wavemare bench quality``: what asynchronous pipelines learn, method by method."""
 
 from __future__ import annotations

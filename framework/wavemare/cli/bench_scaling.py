@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``wavemare bench scaling``: from a few measured processes to many."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the ``wavemare bench`` commands have in common: options, and results as files."""
 
 from __future__ import annotations
@@ -6,7 +7,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +19,17 @@ from wavemare.files import atomic_write_text
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["JsonFile", "Mbit", "Ranks", "Rounds", "Warmups", "check_writable", "print_wide", "save"]
+__all__ = [
+    "JsonFile",
+    "Mbit",
+    "Ranks",
+    "Rounds",
+    "Warmups",
+    "check_writable",
+    "leave",
+    "print_wide",
+    "save",
+]
 
 Ranks = Annotated[int, typer.Option(help="Processes.")]
 Mbit = Annotated[
@@ -73,3 +84,22 @@ def save(file: Path | None, result: Mapping[str, Any], *, indent: int = 1) -> No
         command = shlex.join(["wavemare", *sys.argv[1:]])
         text = json.dumps({"command": command, **result}, indent=indent)
         atomic_write_text(file, text + "\n")
+
+
+def leave(
+    result: Mapping[str, Any],
+    json_file: Path | None,
+    picture: Path | None,
+    plot: Callable[[Mapping[str, Any], Path], None],
+) -> None:
+    """Write and draw a result into the files that were asked for.
+
+    Args:
+        result: Of a measurement.
+        json_file: For the result.
+        picture: For its drawing.
+        plot: Draws it.
+    """
+    save(json_file, result)
+    if picture is not None:
+        plot(result, picture)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``wavemare bench soak``: hours of training under faults."""
 
 from __future__ import annotations

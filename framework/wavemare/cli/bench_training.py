@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``wavemare bench training``: whole optimizer steps, with gradients summed in several ways."""
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from wavemare.cli.bench_shared import (
     Rounds,
     Warmups,
     check_writable,
+    leave,
     print_wide,
-    save,
 )
 
 __all__ = ["training"]
@@ -101,6 +102,4 @@ def training(
 
     result = measure(request, "wavemare.bench.training.worker")
     print_wide(result_table(result), 110)
-    save(json_file, result)
-    if picture is not None:
-        plot(result, picture)
+    leave(result, json_file, picture, plot)

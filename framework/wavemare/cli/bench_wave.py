@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``wavemare bench wave``: optimizer steps of a tensor-parallel GPT under plans of waves."""
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from wavemare.cli.bench_shared import JsonFile, Rounds, Warmups, check_writable, print_wide, save
+from wavemare.cli.bench_shared import JsonFile, Rounds, Warmups, check_writable, leave, print_wide
 
 __all__ = ["wave"]
 
@@ -92,9 +93,7 @@ def wave(
     console = Console(highlight=False)
     for line in remarks(result):
         console.print(line, soft_wrap=True)
-    save(json_file, result)
-    if picture is not None:
-        plot(result, picture)
+    leave(result, json_file, picture, plot)
 
 
 def _text(file: Path | None) -> str | None:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``wavemare bench whale``: plans for unlike devices, made of one machine's cores."""
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from wavemare.cli.bench_shared import JsonFile, Rounds, Warmups, check_writable, print_wide, save
+from wavemare.cli.bench_shared import JsonFile, Rounds, Warmups, check_writable, leave, print_wide
 
 __all__ = ["whale"]
 
@@ -94,6 +95,4 @@ def whale(
 
     result = measure(request)
     print_wide(result_table(result), 110)
-    save(json_file, result)
-    if picture is not None:
-        plot(result, picture)
+    leave(result, json_file, picture, plot)

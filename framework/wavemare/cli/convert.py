@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``wavemare convert``: checkpoints between Hugging Face, Megatron and DeepSpeed's pipelines."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``wavemare data``: make, merge and look at Megatron's indexed data."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``wavemare doctor``: what this machine has, what is wrong with it and what to do."""
 
 from __future__ import annotations

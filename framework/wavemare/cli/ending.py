@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ending the launcher and its processes after a signal: by a checkpoint, or at once."""
 
 from __future__ import annotations

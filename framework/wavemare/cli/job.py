@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a program and some hosts to the command that starts it as ranks."""
 
 from __future__ import annotations

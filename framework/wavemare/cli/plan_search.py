@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``wavemare plan search``: the fastest layouts of a training job, by prediction."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The recipes that ``wavemare train`` knows by name."""
 
 from __future__ import annotations

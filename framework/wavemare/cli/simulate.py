@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``wavemare simulate``: a recipe's model as a pipeline of any length, in one process."""
 
 from __future__ import annotations

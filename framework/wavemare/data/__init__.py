@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data for training: what ``--data`` names, its tokens, and the order in which they are read.
 
 Importing this package is cheap: torch, transformers and datasets are imported when they are used.
@@ -5,8 +6,9 @@ Importing this package is cheap: torch, transformers and datasets are imported w
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from wavemare.lazy import at_first_use
 
 if TYPE_CHECKING:
     from wavemare.data.classification import (
@@ -102,11 +104,7 @@ _MODULES = {
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+__getattr__ = at_first_use(__name__, _MODULE_OF)
 
 
 def __dir__() -> list[str]:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Results that are computed once, named by the hash of what they are computed from."""
 
 from __future__ import annotations

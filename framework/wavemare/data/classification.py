@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Labelled texts for sequence classification."""
 
 from __future__ import annotations

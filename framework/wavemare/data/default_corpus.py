@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The default corpus: the source of the Python standard library, real text on every machine."""
 
 from __future__ import annotations

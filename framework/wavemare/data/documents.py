@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Documents, corpora and the deterministic split into train and held-out documents."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Labelled texts as model inputs of fixed length."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The order in which Megatron's GPT reads indexed data, in numpy.
 
 Three arrays decide it: the document index lists the documents of all epochs in shuffled order; the

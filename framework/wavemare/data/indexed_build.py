@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From text to Megatron's indexed data: many processes, little memory, and a kill loses seconds.
 
 Batches of documents are encoded by a pool and written in their order, so the files do not depend on

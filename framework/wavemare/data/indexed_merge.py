@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Putting several of Megatron's data sets into one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writing Megatron's indexed data with little memory.
 
 An index begins with its own length, so lengths and bounds are collected in files beside the target

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An endless, shuffled, sharded stream of micro-batches whose position is one integer."""
 
 from __future__ import annotations

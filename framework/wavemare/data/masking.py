@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BERT's masked-token task, as a pure function of seed, epoch and sample."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron's indexed data: ``PREFIX.bin`` holds tokens, ``PREFIX.idx`` says where each stands.
 
 The index is, in little-endian order: the magic, the version, a code of the tokens' type, the number

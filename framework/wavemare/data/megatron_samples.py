@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Samples of indexed data in the order of Megatron's GPT, one data set or a blend of several."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Documents laid end to end and cut into windows of equal length."""
 
 from __future__ import annotations

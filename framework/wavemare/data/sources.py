@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Documents from whatever ``--data`` names."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a ``--data`` argument means, decided without reading the data."""
 
 from __future__ import annotations

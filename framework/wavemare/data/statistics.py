@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a model that counts tokens would score: the floor that training has to beat."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables with text columns, read by the ``datasets`` library."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokenizers: byte-level BPE trained on the corpus, or any fast Hugging Face tokenizer."""
 
 from __future__ import annotations

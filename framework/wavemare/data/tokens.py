@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens of many documents in one memory-mapped array, and the cache that holds them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Hugging Face Trainer with our engines: ``from wavemare.hf import Trainer``."""
 
 from wavemare.hf.trainer import Trainer

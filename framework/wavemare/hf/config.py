@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The DeepSpeed file of ``TrainingArguments``: its ``"auto"`` values, and ours."""
 
 from __future__ import annotations

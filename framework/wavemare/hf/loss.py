@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loss that the last stage of the Trainer's pipelines computes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``import wavemare.hf.patch`` before ``transformers.Trainer``: scripts then get ours by that name.
 
 ``Seq2SeqTrainer`` and others that derive from it, imported afterwards, derive from ours.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batches of the Trainer as whole optimizer steps, equal on all processes that share a model."""
 
 from __future__ import annotations

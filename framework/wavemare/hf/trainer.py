@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``transformers.Trainer`` whose DeepSpeed engines are ours."""
 
 from __future__ import annotations

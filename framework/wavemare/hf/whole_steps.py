@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Trainer's part for engines that train whole optimizer steps: pipelines and waves."""
 
 from __future__ import annotations

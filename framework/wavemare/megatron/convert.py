@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints from one layout to another, each conversion proved by the logits of both sides."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron's legacy checkpoint folders: ``iter_0000100/mp_rank_TT[_PPP]/model_optim_rng.pt``."""
 
 from __future__ import annotations

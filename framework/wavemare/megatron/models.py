@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transformers models and Megatron's arguments: each from the other."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's pipeline checkpoints: a file for each layer that `wavemare.to_pipeline` makes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a Megatron checkpoint computes, straight from the shares in its files.
 
 Each tensor-parallel rank's part is computed from its own file, in the order of that file's version,

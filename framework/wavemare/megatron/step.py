@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron's ``forward_step(data_iterator, model) -> (output, loss_func)`` on our engines.
 
 A step function of a ``pretrain_gpt.py`` reads a batch, calls

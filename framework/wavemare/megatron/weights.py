@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights by three names: transformers', Megatron's, and a Megatron rank's share of them.
 
 A whole model is a flat dictionary by Megatron's names of today (``encoder.layers.0...``), its fused

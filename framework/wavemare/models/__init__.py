@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transformers models as DeepSpeed pipelines, and their weights back out."""
 
 from wavemare.models.convert import to_pipeline

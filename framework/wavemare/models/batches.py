@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a Hugging Face batch to the (inputs, labels) of a DeepSpeed pipeline."""
 
 from __future__ import annotations

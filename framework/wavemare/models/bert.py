@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BERT for masked language modelling and sequence classification as a chain of layers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What travels from layer to layer: the hidden states and the integer side inputs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``to_pipeline``: from a transformers model to a DeepSpeed pipeline."""
 
 from __future__ import annotations

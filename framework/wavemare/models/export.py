@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights out: from the stages of a pipeline, or a sharded model, to a Hugging Face folder."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kinds of transformers models that can become a pipeline."""
 
 from __future__ import annotations

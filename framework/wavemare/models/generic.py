@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoders that describe themselves by a ``base_model_pp_plan`` as a chain of layers.
 
 transformers' plan names the parts in order: embedding, perhaps a dropout, blocks, norm. How the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPT-2 with its language-modelling head as a chain of layers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers of a pipeline: thin modules around the submodules of a transformers model.
 
 Nothing is copied. A layer maps a carry to a carry and knows the name that each of its weights has

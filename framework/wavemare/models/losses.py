@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Losses of transformers' heads as functions of (logits, labels)."""
 
 from __future__ import annotations

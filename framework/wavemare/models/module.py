@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A transformers model as a DeepSpeed ``PipelineModule``."""
 
 from __future__ import annotations

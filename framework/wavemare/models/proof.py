@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The proof of a conversion: on a small batch the chain computes what the model computes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A transformers model as segments: what Wavelet interleaves."""
 
 from __future__ import annotations

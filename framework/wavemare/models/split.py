@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model split over ranks as layers of a pipeline: its tied head and its loss."""
 
 from __future__ import annotations

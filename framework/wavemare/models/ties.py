@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tied weights: a head that multiplies by the word embedding, and how the two are parted."""
 
 from __future__ import annotations

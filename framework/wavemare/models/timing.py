@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measured time of each layer, for cuts by time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loss curve of a run as a picture."""
 
 from __future__ import annotations

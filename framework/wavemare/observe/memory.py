@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An estimate of the memory of one rank, stated before anything is allocated.
 
 Weights, gradients and optimizer states follow Rajbhandari et al. 2020 (ZeRO, section 3.1 and

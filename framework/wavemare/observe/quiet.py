@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keeping other libraries from drowning the progress line."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens per second and time left, over the last steps rather than the whole run."""
 
 from __future__ import annotations

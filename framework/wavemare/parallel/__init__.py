@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One model on several devices: groups of ranks, plans, and the blocks that are split over them.
 
 Names are imported at first use, so that plans can be read and made without torch.
@@ -5,8 +6,9 @@ Names are imported at first use, so that plans can be read and made without torc
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from wavemare.lazy import at_first_use
 
 if TYPE_CHECKING:
     from wavemare.parallel.grid import ProcessGrid, process_grid, rank_lists
@@ -23,21 +25,15 @@ __all__ = [
 ]
 
 _HOME = {
-    "ParallelPlan": "wavemare.parallel.plan",
-    "Prediction": "wavemare.parallel.plan",
-    "ProcessGrid": "wavemare.parallel.grid",
-    "TensorMesh": "wavemare.parallel.mesh",
-    "process_grid": "wavemare.parallel.grid",
-    "rank_lists": "wavemare.parallel.grid",
+    "ParallelPlan": "plan",
+    "Prediction": "plan",
+    "ProcessGrid": "grid",
+    "TensorMesh": "mesh",
+    "process_grid": "grid",
+    "rank_lists": "grid",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'wavemare.parallel' has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
+__getattr__ = at_first_use(__name__, _HOME)
 
 
 def __dir__() -> list[str]:

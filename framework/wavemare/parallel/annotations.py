@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Annotations as scopes around construction, and as decorators of classes and functions."""
 
 from __future__ import annotations
@@ -110,6 +111,9 @@ def replica(count: int | None = None) -> Scope:
 
     Args:
         count: Number of replicas; as many as the processes allow if omitted.
+
+    Raises:
+        PlanError: The number is below 1.
     """
     return Scope(Region(kind="replica", place=_caller(), size=_whole("replica", count)))
 
@@ -130,6 +134,9 @@ def split(size: int | None = None) -> Scope:
     Args:
         size: Over so many consecutive ranks; over all data-parallel ranks if omitted, which is for
             a large output head beside a body that is replicated.
+
+    Raises:
+        PlanError: The number is below 1.
     """
     return Scope(Region(kind="split", place=_caller(), size=_whole("split", size)))
 
@@ -143,6 +150,9 @@ def pipeline(
         micro_batches: Per optimizer step; ``gradient_accumulation_steps`` if omitted.
         schedule: ``1f1b`` or ``pipemare``; the configuration's if omitted.
         stages: In place of scopes: cut the model into so many, balanced by parameters.
+
+    Raises:
+        PlanError: There is no such schedule, or a number is below 1.
     """
     if schedule is not None and schedule not in SCHEDULES:
         remedy = did_you_mean(schedule, SCHEDULES)
@@ -158,7 +168,15 @@ def pipeline(
 
 
 def replicate(device_count: int = 1, name: str | None = None) -> Scope:
-    """EPL's spelling: alone it is `replica`; several in sequence are the stages of a pipeline."""
+    """EPL's spelling: alone it is `replica`; several in sequence are the stages of a pipeline.
+
+    Args:
+        device_count: 1; the replicas of a stage are counted by the processes.
+        name: Of the stage, where it is one.
+
+    Raises:
+        PlanError: It is another number.
+    """
     if _whole("replicate", device_count) != 1:
         reason = "the replicas of a stage are counted by the processes"
         raise PlanError("replicate", device_count, reason, "Give 1, or use replica(count)")

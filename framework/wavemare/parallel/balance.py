@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One number per device: plans that share a job's work among ranks of unlike speed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layers of a model's pipeline under the names that the model's own modules have."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A large output head split over the data-parallel ranks, which all train the whole body.
 
 Whale's colocated replica and split: the ranks' features are gathered, each rank computes the

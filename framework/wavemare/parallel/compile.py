@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From an annotated model and a configuration to a `ParallelPlan`."""
 
 from __future__ import annotations

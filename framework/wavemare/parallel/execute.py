@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans on their way to an engine: found, agreed on by all ranks, made a configuration."""
 
 from __future__ import annotations

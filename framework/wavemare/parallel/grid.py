@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who shares what with whom, in the words of Megatron-LM and of DeepSpeed alike.
 
 Both call it ``mpu`` and ask it for groups, ranks and sizes, by other names. `ProcessGrid` answers

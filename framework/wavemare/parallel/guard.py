@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Watching a balanced job: whether ranks are as fast as they were measured, and stay so."""
 
 from __future__ import annotations

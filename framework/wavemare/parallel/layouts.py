@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron-LM's layout strings of a pipeline, such as ``Et*3|(tt|)*29,m|L``.
 
 ``E`` is the embedding, ``t`` a transformer block, ``m`` a layer that predicts several tokens, ``L``

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ranks as a grid: some share a model's tensors, others train the same share on other data."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Annotations by names: a mapping from regions to patterns of modules."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How one training job is laid out on its devices: stages, splits, replicas and their shares.
 
 Plain data, equal on all ranks; it is made, read and compared without torch.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the numbers of a plan must have in common."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Regions of a model: what an annotation says of some modules, where it stands, what may hold what.
 
 Whale's four primitives (Jia et al., ATC 2022). Imports no torch.

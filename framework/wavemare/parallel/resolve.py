@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From the annotations of modules to what they say of the whole model."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How fast each rank trains a model: two measured sizes of micro-batch make a line."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Watching a balanced pipeline: whether stages take as long as was measured before training."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trying what a plan is worth: some steps with its shares, as many with equal ones."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A script in the manner of transformers' examples: it trains, evaluates and predicts classes.
 
 It knows of no pipeline but for its first line.

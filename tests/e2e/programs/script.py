@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A script as a user writes it: it trains a line, and then may come to one of several ends.
 
 Usage: script.py FOLDER [END], END being one of those below, which befalls the last rank.

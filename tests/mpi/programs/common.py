@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the programs share: a world of ranks over MPI or torch, groups of it, and results."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that call something else than the others: an error that names one of them, and no hang."""
 
 import time

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank is lost: it raises before a call, or is killed or stopped in the middle of one.
 
 FOLDER TRANSPORT HOW VICTIM: the others leave what they noticed, and when.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Buckets of all ranks, made alike on every rank from a seed."""
 
 import zlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A message of more than 2 GiB between two ranks, and a byte of each of its parts."""
 
 import sys

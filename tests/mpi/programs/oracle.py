@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a collective must do, by numpy alone and element by element: nothing of it is shared with
 the code under test, but for the size of the header of each call.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reduce-scatter and allgather for partitions of all kinds."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run the named proofs over MPI or torch: FOLDER TRANSPORT SIZES NAME..."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Allreduce by every executor, for every type, block and pattern."""
 
 import torch

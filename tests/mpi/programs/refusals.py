@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What cannot be summed is refused before anything is sent: the next collective works as ever."""
 
 import functools

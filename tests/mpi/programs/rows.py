@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of a table: duplicates, ranks without any, tables with and without bounds."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives in flight while others run: handles, two communicators, nodes, a selector at work."""
 
 import threading

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Many steps of everything, at random but alike on all ranks: FOLDER TRANSPORT STEPS."""
 
 import gc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny models to be annotated, and their plans."""
 
 import transformers

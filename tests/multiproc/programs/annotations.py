@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train models that are laid out by annotations beside the same models by plain PyTorch.
 
 The second argument names the part; every rank leaves what it saw as JSON.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Unequal work on 2 data ranks, and on 2 replicas of a pipeline: beside one process that has all.
 
 Each case trains some steps with plain SGD, and leaves the largest difference of a weight from those

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two ranks, of which one sleeps twice as long for each sample: planned, trained and watched."""
 
 import time

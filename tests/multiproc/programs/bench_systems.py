@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train the systems of ``wavemare bench`` for some steps; compare with one process that does all.
 
 Each rank leaves, for each system and number of micro-batches, the largest difference of its weights

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints written behind training, damaged, hostile, and on a disk that is full.
 
 Arguments: result folder, work folder, action, then what the action needs.

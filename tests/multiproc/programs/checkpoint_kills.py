@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Resume, check what was resumed, then train and save without end until SIGKILL comes.
 
 Or, with the arguments result folder, work folder, ``forks`` and a number of kills: a process of one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Save and load checkpoints with wavemare or stock DeepSpeed; leave losses, digests and errors.
 
 Arguments: result folder, checkpoint folder, action, then what the action needs.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train models whose head is split over the data ranks, beside the same models by plain replicas.
 
 Every rank leaves what it saw as JSON.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the programs share: a tiny GPT-2, a tiny pipeline, random batches, results as JSON."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains on two ranks or more, and lets one of them fail in the way that is asked for."""
 
 import argparse

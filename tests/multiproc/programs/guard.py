@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Wrong numbers in data-parallel training: marked micro-batches spoil one module on one rank."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``wavemare.accelerate`` beside accelerate's own, and ``wavemare.hf.patch``."""
 
 import importlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the Trainer's programs share: tiny BERT and GPT-2, data sets, arguments, digests."""
 
 import hashlib

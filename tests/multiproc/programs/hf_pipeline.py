@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``wavemare.hf.Trainer`` with pipelines and waves: what a plain loop over the same data gives."""
 
 import sys

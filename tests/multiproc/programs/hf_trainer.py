@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``wavemare.hf.Trainer`` with data-parallel engines, beside transformers' own."""
 
 import sys

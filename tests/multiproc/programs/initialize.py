@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Use ``wavemare.initialize`` in the ways that users do; leave what came out.
 
 Arguments: result folder, then the cases.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loops without a model in ranks of different speeds that get SIGTERM; then engines that do.
 
 Arguments: result folder, ``loops``, ``engines`` or ``asynchronous``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One training with an mpu in each dialect, and pipelines with an mpu of their own layout."""
 
 import importlib.util

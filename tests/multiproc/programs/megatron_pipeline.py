@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A converted checkpoint in a real pipeline engine, and one that it saved converted back."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A step function in the style of Megatron's pretrain_gpt.py, data-parallel and in a pipeline."""
 
 from functools import partial

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train transformers models as pipelines of two stages beside the unsplit models.
 
 The second argument names the case; every rank leaves what it saw as JSON.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Send 20 MB between ranks in one of several ways, and leave the best of three times."""
 
 import json

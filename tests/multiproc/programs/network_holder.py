@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hold a laboratory whose ranks sleep, tell what it consists of, and wait to be ended."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train SOAP, Muon and NAdam under ZeRO 0 and 1, in fp32 and bf16; leave weights and losses.
 
 Arguments: result folder, a JSON list of cases: ``engine`` (data, 1f1b or pipemare), ``type``,

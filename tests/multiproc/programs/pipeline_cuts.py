@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One chain cut in three places; with clipping, stock DeepSpeed makes three trainings of it."""
 
 from collections.abc import Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Properties of the asynchronous engine, in real processes.
 
 Arguments: folder, and a JSON object of [property, settings] by name.

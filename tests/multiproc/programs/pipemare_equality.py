@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train asynchronous pipelines in real processes, and each again in one, version by version.
 
 Arguments: folder, number of stages, JSON list of cases (micro_batches, optimizer, t1, correction,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train asynchronous pipelines with and without activation checkpointing; leave the differences.
 
 Arguments: folder, number of stages.

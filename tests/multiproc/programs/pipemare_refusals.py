@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the asynchronous engine refuses, and how it ends when something breaks within a step.
 
 Arguments: folder, then "refused" for all refusals before the first step, or one of "additional",

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Probe two ranks: all get the same cluster, in time; it becomes a file and a plan."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train 40 steps with a checkpoint after 20, or resume from it for the last 20; leave the losses.
 
 Arguments: result folder, checkpoint folder, ``whole`` or ``resumed``, then the cases.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train with DistributedDataParallel, plainly and through the hook of the sparse collective.
 
 Arguments: result folder, then the names of cases.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train with uneven numbers of batches inside ``join()``, with and without the hook."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train with gradients reduced by DeepSpeed and by the sparse collective; leave what came of it.
 
 Arguments: result folder, then a list of cases in JSON. A case has a ``name``, the ``model``, the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sum buckets that lie on one GPU, which all ranks share; leave what came out and how fast."""
 
 import sys

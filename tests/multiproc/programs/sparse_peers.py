@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Streaming, AGsparse and SparCML on the ranks of one network, one bucket after the other."""
 
 import json

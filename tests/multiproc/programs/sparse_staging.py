@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sum buckets through a transport that copies everything as if it came from a device."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train 20 steps with stock DeepSpeed and with wavemare; leave losses and weight digests.
 
 Arguments from the second on: ZeRO stages, or ``pipeline``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny GPT-2 and BERT models of many kinds, their batches, and segments run one after the other."""
 
 from typing import Any

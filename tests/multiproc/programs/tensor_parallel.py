@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models split by tensors over all ranks beside the whole ones.
 
 The second argument names the case, the others the models; every rank leaves what it saw as JSON.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train pipelines whose stages are split over two ranks each, beside the whole model.
 
 The second argument names the part; every rank leaves what it saw as JSON.

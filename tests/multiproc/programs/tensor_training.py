@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train models split over two ranks, under ZeRO 0 and 1, beside stock DeepSpeed on whole ones.
 
 Stock trains on all ranks with data parallelism alone: the two ranks of a split model's share a

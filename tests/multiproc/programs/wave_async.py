@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Waves that never drain, against plain loops of the same rule; leave what differs.
 
 Arguments: result folder.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train with stock DeepSpeed and as waves; leave losses and weight digests.
 
 Arguments: result folder, then a JSON list of cases.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every bad input must lead to: one typed error with key, value, reason and remedy.
 
 The tables of this folder are lists of ``pytest.param``; the id says what the user did wrong.

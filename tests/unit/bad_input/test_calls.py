@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls from Python: ``initialize``, ``to_pipeline``, collectives, optimizers."""
 
 import math

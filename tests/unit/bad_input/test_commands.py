@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mistakes on the command line of ``wavemare`` and of its recipes."""
 
 import pytest

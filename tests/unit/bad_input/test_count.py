@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """There are enough cases, and no two of them are the same."""
 
 import importlib.util

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data that cannot be read: names, texts, tables, labels, tokenizers, shares."""
 
 import pytest

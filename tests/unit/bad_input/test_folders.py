@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Folders of checkpoints and models: ours, Megatron's, DeepSpeed's, transformers'."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron's ``.bin`` and ``.idx``: every field wrong, and the file cut at every border."""
 
 import struct

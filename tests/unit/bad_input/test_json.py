@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mistakes in the JSON configuration: the file, DeepSpeed's sections, ours, and the batch sizes."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans of schedules (text), plans of layouts (JSON), clusters and models to plan for."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The exit codes of real processes, for one mistake at each door."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all requests share: what is read, refused and sent to the ranks."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From samples to rows: numbers worked out by hand."""
 
 import pytest

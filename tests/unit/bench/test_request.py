@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What may be asked for, and how many steps it becomes."""
 
 from typing import Any

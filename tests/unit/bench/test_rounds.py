@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Turns, and what lies inside the measured time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Curves for many processes: those of the simulator and the selector, from what few measured."""
 
 import json

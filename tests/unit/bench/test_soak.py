@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a soak watches: losses after a restart, and what processes hold."""
 
 import json

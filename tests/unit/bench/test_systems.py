@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each system allows, against the libraries themselves; what theory promises."""
 
 from unittest.mock import MagicMock

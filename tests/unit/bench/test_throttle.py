@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes get their share of a core: by quotas of the kernel, or by signals; nothing stays."""
 
 from __future__ import annotations

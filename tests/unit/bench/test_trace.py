@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Timelines of all ranks on one clock, and their files."""
 
 import json

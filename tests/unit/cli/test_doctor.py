@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``wavemare doctor``: every check in its good and its bad state."""
 
 import json

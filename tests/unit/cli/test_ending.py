@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A job that is told to end: the ranks may save, and what does not end in time is ended."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hosts seen from within: what is wrong with one is said of that one.
 
 In the place of ssh stands a script that runs its command here, each host having an address of its

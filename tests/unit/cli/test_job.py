@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``wavemare launch``: the commands it makes of its options, and what it refuses."""
 
 import ast

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Running the launcher: its environment, its exit codes, and how it is ended."""
 
 import os

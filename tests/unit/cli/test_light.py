@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line answers at once: nothing heavy is imported before it is needed."""
 
 import resource

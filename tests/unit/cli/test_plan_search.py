@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``wavemare plan search``: what it prints and writes, and its exit codes."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When a job is started again, where, and what its ranks are told of it."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``wavemare train``: which command it makes of its options, and what it refuses at once."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Headers: each field makes calls differ, but for the time, and the message says in what."""
 
 from dataclasses import replace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums of rows with the same id, against a dictionary that adds one number at a time."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compressors against slow twins, the conservation law of error feedback, and a training."""
 
 import io

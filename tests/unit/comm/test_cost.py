@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bytes of the cost model against counting, and its seconds against sums made by hand."""
 
 from dataclasses import astuple, replace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hashing of ids against Python's dictionaries and integers, and against its probabilities."""
 
 import math

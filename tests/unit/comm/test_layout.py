@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layouts against card games and lists, and messages played from all ranks' sides."""
 
 from itertools import pairwise

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Masks against lists of truth values."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is found out about MPI, also where it is missing, broken or hangs."""
 
 import stat

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a reduction learns from its own times: once, and from the fastest rank."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The selector: pure, steady, and rarely looking where looking has not paid."""
 
 import subprocess

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a `SparseComm` refuses before anything is sent, and what it measures at start."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Totals against sums made by hand."""
 
 from wavemare.comm.statistics import Statistics, Totals

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The thread of the collectives: order, handles, errors, and its end."""
 
 import gc

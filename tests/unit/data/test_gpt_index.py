@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron's sample order against a slow twin that walks token by token, and Megatron-core."""
 
 from __future__ import annotations

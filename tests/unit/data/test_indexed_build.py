@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``wavemare data``: text to Megatron's files, in many processes, through a kill."""
 
 from __future__ import annotations

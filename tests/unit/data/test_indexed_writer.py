@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The writer against bytes made by hand from the format, and against Megatron-core's own files."""
 
 from __future__ import annotations

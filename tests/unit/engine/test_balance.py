@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shares of unlike devices: their samples, their checks."""
 
 from types import SimpleNamespace

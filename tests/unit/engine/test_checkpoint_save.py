@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks complete a checkpoint together or not at all; here ranks are threads."""
 
 import json

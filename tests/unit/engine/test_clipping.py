@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradient norms over a chain of stages: the algebra, against sums over all stages."""
 
 import math

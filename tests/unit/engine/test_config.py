@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The configuration is checked before anything is built, and each message says what to do."""
 
 import base64

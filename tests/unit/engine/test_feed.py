@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The feed of a stage that reads ahead: which batch of which iterator comes next."""
 
 import weakref

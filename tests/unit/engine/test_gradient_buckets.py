@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

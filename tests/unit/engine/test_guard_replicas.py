@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Digests of weights: what they tell apart, and who is in the minority."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The second pass names the module that makes a number that is not finite, and changes nothing."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What happens to a configuration on its way to DeepSpeed, and what a pipeline refuses to load."""
 
 import inspect

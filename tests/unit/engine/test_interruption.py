@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that stop after one and the same step, in every order that their steps may take."""
 
 import os

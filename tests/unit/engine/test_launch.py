@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run without a launcher is refused; compiled parts are off unless asked for."""
 
 import pytest

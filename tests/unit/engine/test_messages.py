@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flat messages: a layout described and read back, aligned views, and bits that arrive as sent."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a stage holds of a micro-batch: gradients through it, and what is freed after them."""
 
 import weakref

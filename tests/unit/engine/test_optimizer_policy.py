@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which optimizer the policy chooses, and what it says."""
 
 import copy

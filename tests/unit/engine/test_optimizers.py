@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which optimizers are taken out of the JSON, which tensors Muon steps, and what is refused."""
 
 from types import SimpleNamespace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our 1F1B in DeepSpeed's instructions, beside DeepSpeed's own schedule."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a rank's time goes, on a clock that the test moves."""
 
 import pytest

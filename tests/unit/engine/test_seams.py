@@ -1,3 +1,4 @@
+# long: one contract, so that a new DeepSpeed is held against one file
 """The contract with DeepSpeed: each private seam that the engines use, by name.
 
 When a new DeepSpeed moves one of them, the test of that name fails and says what to look at.

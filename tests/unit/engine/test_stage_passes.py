@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pairs of passes: what they are refused for."""
 
 from types import SimpleNamespace

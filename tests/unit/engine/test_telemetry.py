@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reports on their way to the first stage, and the bubble that they make up."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who holds up a run: the judgement, what ranks tell of themselves, how watchdogs ask."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The section ``wavemare.wavelet``: what it refuses, and how it says so."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Segments run as waves: gradients of plain accumulation, memory of one wave."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reader of Megatron's index under a fuzzer that is guided by coverage, where there is one."""
 
 import subprocess

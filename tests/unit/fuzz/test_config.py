@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever a configuration holds: `ConfigError`, or a configuration. Variables: `LaunchError`."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever bytes an index is made of: `DataError`, or data that agrees with itself."""
 
 import struct

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever a plan, a cluster or a hostfile holds: `PlanError` or findings, and no endless work."""
 
 import copy

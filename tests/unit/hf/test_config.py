@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Trainer's reading of a DeepSpeed file: ``"auto"`` of our section, and the table."""
 
 import pytest

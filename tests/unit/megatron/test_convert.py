@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints there and back, against shares that the tests cut number by number."""
 
 from __future__ import annotations

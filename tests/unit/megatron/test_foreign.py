@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints that others wrote: objects of Megatron's classes, other models, damaged files."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny models of each family, their batches, and a group of one process."""
 
 from __future__ import annotations

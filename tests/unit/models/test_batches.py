@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From Hugging Face batches to pipeline inputs."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which weights the partitions give to the layers of a model."""
 
 import pytest

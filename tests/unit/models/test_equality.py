@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pipeline of one stage computes what its model computes, to the bit."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights in and out: folders equal those of transformers, byte for byte."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Untied weights: exact copies that are trained, counted and saved as weights of their own."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The moving average under the loss curve."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The memory estimate against hand-computed cases and the papers' numbers."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The run folder: what stands in it, also after a crash and a resume."""
 
 import json

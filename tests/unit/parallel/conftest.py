@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Groups of ranks in one process: of one rank, or of several of which one is here."""
 
 from __future__ import annotations

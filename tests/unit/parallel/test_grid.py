@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The order of ranks, and an ``mpu`` that speaks Megatron's dialect and DeepSpeed's."""
 
 from types import SimpleNamespace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The guard's verdicts, of ranks whose measurements are made up."""
 
 from types import SimpleNamespace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks as a grid of models and of the places in them."""
 
 import pytest

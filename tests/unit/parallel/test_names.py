@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Patterns of modules, Megatron-LM's layout strings, lists of module names."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """State dicts cut into ranks' parts and merged again."""
 
 import pytest

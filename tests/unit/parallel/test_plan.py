@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans as data: what they refuse, their JSON, their hash and the configuration that runs them."""
 
 import json

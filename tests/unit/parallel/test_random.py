@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random numbers inside and outside a region of a rank's own."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What may stand in what (the table of `docs/annotations.md`), in the three ways to say it."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Speeds of a rank: two sizes make a line, in the job's own type, and nothing is changed."""
 
 from types import SimpleNamespace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What becomes of a model's modules and parameters, and which models are refused."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stages of a split model by segments: the bits of the layers called one after the other."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pipeline's stages are timed for 20 steps, and planned anew if one of them is off."""
 
 from types import SimpleNamespace

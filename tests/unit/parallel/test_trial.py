@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plan's shares and equal ones are tried in turn, and the faster stay."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a pipeline is told of its staleness at its start."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of plans: what they report, and that they refuse what a slow, declarative twin refuses."""
 
 import math

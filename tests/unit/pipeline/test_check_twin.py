@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of damaged plans against a slow twin: declarative, by the positions of the actions."""
 
 import math

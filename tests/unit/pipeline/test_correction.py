@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Corrections against plain histories of copies, and PipeMare's formula written out."""
 
 import io

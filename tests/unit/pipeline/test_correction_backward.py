@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Backward passes of stale micro-batches against those of whole copies of the old model.
 
 An exact correction must give, bit by bit, what a copy from before the steps gives. With the

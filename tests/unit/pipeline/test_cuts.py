@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cuts of a chain into stages, against brute force over all cuts."""
 
 from itertools import combinations, pairwise

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which methods bear delay better, on a deep toy: eight residual tanh layers taught by others.
 
 The numbers in the first test were computed by an independent simulation in numpy.

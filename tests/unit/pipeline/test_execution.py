@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans on the clock, against a slow twin that relaxes all constraints until nothing changes."""
 
 from dataclasses import replace

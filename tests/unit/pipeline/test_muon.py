@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our Muon is torch's for matrices and torch's AdamW for the rest, on flat partitions too."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The order of passes against the clock of DeepSpeed's schedule, and streams that are interrupted.
 
 The slow twin knows nothing of limits and look-ahead. It puts every pass on a tick and sorts: stage

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lowering passes: what each adds, and where."""
 
 import dataclasses

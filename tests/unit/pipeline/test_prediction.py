@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predicted weights against PipeOptim's formula, from the optimizers' own states."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The replay against plain training, training with whole old models, and formulas written out."""
 
 import copy

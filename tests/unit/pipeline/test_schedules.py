@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans by name, against DeepSpeed's own schedules, the clock and the formulas of the version map.
 
 With ``d = P - 1 - s`` (how many micro-batches stage ``s`` is ahead) and ``M`` micro-batches per

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Simulated timelines: closed forms, and costs that are refused."""
 
 import math

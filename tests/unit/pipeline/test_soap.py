@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SOAP against a slow twin, its invariance under rotations, and what it is for."""
 
 import copy

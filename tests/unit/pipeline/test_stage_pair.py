@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The passes of a stage's segments, alone and in pairs."""
 
 from hypothesis import given

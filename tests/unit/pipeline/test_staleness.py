@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weight versions against a pipeline played tick by tick, and against the plans."""
 
 import math

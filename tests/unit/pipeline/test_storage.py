@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which parameters share memory, and references to parts of them."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PipeMare's stability theory: published numbers, from roots of polynomials and from our code.
 
 ``w`` is a weight, ``lam`` the curvature of a quadratic loss, ``a`` the learning rate, ``tau`` the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What PyTorch does when weights change between a forward pass and its backward pass.
 
 The corrections rest on these facts; a new version of PyTorch that changes one shows here.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Error feedback of updates against its formula, on a delayed problem, and in states."""
 
 import math

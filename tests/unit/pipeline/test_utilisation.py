@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How busy ranks are, by timelines that are worked out by hand."""
 
 import pytest

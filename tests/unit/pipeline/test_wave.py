@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans of waves: their order, their groups, and where collectives find something to run behind."""
 
 from itertools import pairwise

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gain of waves: closed forms, a model of layers alone, and a clock that moves in small ticks.
 
 `sequential`, `woven` and `halved` are the model of the schedules without plans: layers in a loop,

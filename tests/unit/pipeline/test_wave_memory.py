@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory of waves: the laws of the closed forms, pacing by bytes, and a slow count of both."""
 
 from itertools import accumulate

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``--balance`` where ranks or the configuration disagree with it."""
 
 from dataclasses import replace

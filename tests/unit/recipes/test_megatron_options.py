@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron's spellings on a recipe's command line."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Accuracy and F1 against figures worked out by hand, and against counting."""
 
 import pytest

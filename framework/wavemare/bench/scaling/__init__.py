@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """``wavemare bench scaling``: what a few measured processes say about many."""

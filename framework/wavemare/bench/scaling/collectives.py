@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums over many ranks, from the rates of a few."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The study as a picture: lines are predicted, points measured."""
 
 from __future__ import annotations

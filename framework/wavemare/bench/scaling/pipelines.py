@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pipelines of many stages, from the messages of a short one."""
 
 from __future__ import annotations

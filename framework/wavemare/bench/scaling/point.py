@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One point of a curve."""
 
 from __future__ import annotations

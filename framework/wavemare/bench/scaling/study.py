@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measured points, the curves through them, and how far they are apart."""
 
 from __future__ import annotations

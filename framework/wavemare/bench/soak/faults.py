@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults that befall ranks at random times: pauses, deaths, a slow link."""
 
 from __future__ import annotations

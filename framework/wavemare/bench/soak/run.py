@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains for hours under faults, watches, and reports."""
 
 from __future__ import annotations

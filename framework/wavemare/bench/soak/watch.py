@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a long run must not do: learn something else after a fault, or grow."""
 
 from __future__ import annotations

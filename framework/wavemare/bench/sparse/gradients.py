@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients of a known sparsity."""
 
 from __future__ import annotations

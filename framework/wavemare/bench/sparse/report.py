@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From the times of all rounds to the rows of the result."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A result on the screen and as a picture."""
 
 from __future__ import annotations

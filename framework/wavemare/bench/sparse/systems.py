@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The systems that `wavemare bench sparse` compares, each ready to sum a bucket."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank of ``wavemare bench sparse``: started by ``mpirun``, told by a file what to measure."""
 
 from __future__ import annotations

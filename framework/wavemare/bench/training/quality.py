@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training to be judged by what was learned."""
 
 from __future__ import annotations

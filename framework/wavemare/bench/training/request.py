@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What shall be measured, as the command line gives it to the ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The systems that `wavemare bench training` compares, each with a model of its own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is learned: to tell labelled texts apart, made up or from a table."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank of ``wavemare bench training``: started by ``mpirun``, asked by a file."""
 
 from __future__ import annotations

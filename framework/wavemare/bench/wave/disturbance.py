@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether other programs took processor time from a measurement, and waiting until they do not."""
 
 from __future__ import annotations

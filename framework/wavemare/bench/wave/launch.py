@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starting ranks that measure waves: over links that they may have changed, where any are asked."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How fast links must be for a share of exposed communication, and how ranks get such links."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many bytes autograd keeps for backward passes at each moment, for each wave."""
 
 from __future__ import annotations

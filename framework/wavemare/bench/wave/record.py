@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a step's time goes: in passes, in waiting for collectives, and when these really ended."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From what the ranks measured to the rows of the result."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Short time slices, so that gloo's threads do not wait behind each other for the kernel's tick.
 
 While a peer's data are there before this rank has asked for them, gloo's network thread does not

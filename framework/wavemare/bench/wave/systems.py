@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The systems: one model split over the ranks, and a plan of an optimizer step for each."""
 
 from __future__ import annotations

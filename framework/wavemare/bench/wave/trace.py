@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tick-tock step as it ran, collectives included: as a trace and as a picture."""
 
 from __future__ import annotations

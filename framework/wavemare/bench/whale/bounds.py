@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What unequal work can gain at most, from measured speeds."""
 
 from __future__ import annotations

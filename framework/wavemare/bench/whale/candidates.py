@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The best plan of each way to use the axes, by prediction."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the planner chooses for a cluster: a rank's side of probing it, and of trying a plan."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The clusters that the planner is tried on, and the trials of all that it could choose."""
 
 from __future__ import annotations

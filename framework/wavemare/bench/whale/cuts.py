@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pipelines with a slow rank: cuts into equal work beside those that are made from speeds."""
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import wavemare
 from wavemare.bench.engines import record_actions
 from wavemare.bench.gpt import build_gpt
 from wavemare.bench.recorder import busy_seconds
-from wavemare.bench.rounds import rotated
 from wavemare.bench.runner import Place
 from wavemare.bench.wave.disturbance import Patience
 from wavemare.bench.whale.bounds import stage_seconds
@@ -22,9 +22,9 @@ from wavemare.bench.whale.report import CutsMeasured, cut_rows
 from wavemare.bench.whale.request import BASELINE, PLANNED, WhaleJob
 from wavemare.bench.whale.task import (
     base_config,
+    in_turns,
     limited,
     tokens_of_step,
-    undisturbed,
 )
 from wavemare.observe import Screen
 from wavemare.parallel.balance import measure_layers, plan_stages
@@ -52,14 +52,8 @@ def measure_cuts(job: WhaleJob, screen: Screen) -> dict[str, Any]:
     cuts = {BASELINE: equal_cuts(table.mean(axis=0).tolist(), job.ranks), PLANNED: plan.cuts}
     systems = {name: _Pipeline(job, batch, own) for name, own in cuts.items()}
     patience = Patience(job.patience)
-    rounds: dict[str, list[list[_Round]]] = {name: [] for name in systems}
-    with limited(job):
-        for turn in range(job.warmups + job.rounds):
-            screen.note(f"round {turn + 1} of {job.warmups + job.rounds}")
-            for name in rotated(list(systems), turn):
-                found = undisturbed(patience, systems[name].round)
-                if turn >= job.warmups:
-                    rounds[name].append(found)
+    steps = {name: system.round for name, system in systems.items()}
+    rounds = in_turns(job, screen, patience, steps)
     for system in systems.values():
         system.engine.destroy()
     rows = cut_rows(

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starting ranks that are unlike devices, one group after the other."""
 
 from __future__ import annotations

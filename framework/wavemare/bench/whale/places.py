@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks on the devices of a laboratory's hosts in any order."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data-parallel ranks of unlike speed: equal shares beside those that are made from speeds."""
 
 from __future__ import annotations
@@ -11,15 +12,14 @@ from torch import Tensor
 
 import wavemare
 from wavemare.bench.gpt import build_gpt
-from wavemare.bench.rounds import rotated
 from wavemare.bench.wave.disturbance import Patience
 from wavemare.bench.whale.report import SharesMeasured, share_rows
 from wavemare.bench.whale.request import ALONE, BASELINE, PASSES, PLANNED, WhaleJob
 from wavemare.bench.whale.task import (
     base_config,
+    in_turns,
     limited,
     tokens_of_step,
-    undisturbed,
 )
 from wavemare.observe import Screen
 from wavemare.parallel.balance import balance_replicas
@@ -57,16 +57,10 @@ def measure_shares(job: WhaleJob, screen: Screen) -> dict[str, Any]:
         ALONE: _Alone(job, model, shares[BASELINE]),
         PASSES: _Alone(job, model, shares[PLANNED]),
     }
-    runners: dict[str, _Training | _Alone] = {**systems, **alone}
     patience = Patience(job.patience)
-    seconds: dict[str, list[list[float]]] = {name: [] for name in runners}
-    with limited(job):
-        for turn in range(job.warmups + job.rounds):
-            screen.note(f"round {turn + 1} of {job.warmups + job.rounds}")
-            for name in rotated(list(seconds), turn):
-                spent = undisturbed(patience, runners[name].step)
-                if turn >= job.warmups:
-                    seconds[name].append(spent)
+    runners: dict[str, _Training | _Alone] = {**systems, **alone}
+    steps = {name: runner.step for name, runner in runners.items()}
+    seconds = in_turns(job, screen, patience, steps)
     for system in systems.values():
         system.engine.destroy()
     assert plan.predicted is not None, "measured plans have predictions"

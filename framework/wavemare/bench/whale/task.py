@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is trained: a GPT without dropout, on random tokens."""
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wavemare.bench.gpt import SEED
+from wavemare.bench.rounds import rotated
 from wavemare.bench.share_requests import ask_for_share
 from wavemare.bench.wave.disturbance import Patience
 from wavemare.bench.whale.request import WhaleJob
+from wavemare.observe import Screen
 
-__all__ = ["base_config", "limited", "tokens_of_step", "undisturbed"]
+__all__ = ["base_config", "in_turns", "limited", "tokens_of_step", "undisturbed"]
 
 
 _Value = TypeVar("_Value")
@@ -86,3 +89,31 @@ def undisturbed(patience: Patience, step: Callable[[], _Value]) -> list[_Value]:
         dist.all_gather_object(values, value)
         if patience.accepts():
             return values
+
+
+def in_turns(
+    job: WhaleJob,
+    screen: Screen,
+    patience: Patience,
+    steps: Mapping[str, Callable[[], _Value]],
+) -> dict[str, list[list[_Value]]]:
+    """Run all systems' steps in turns, on the devices of the job.
+
+    Args:
+        job: Says how many rounds.
+        screen: Told of each.
+        patience: Decides which steps count.
+        steps: What to run, by system.
+
+    Returns:
+        What the steps have returned, by system, timed round and rank.
+    """
+    found: dict[str, list[list[_Value]]] = {name: [] for name in steps}
+    with limited(job):
+        for turn in range(job.warmups + job.rounds):
+            screen.note(f"round {turn + 1} of {job.warmups + job.rounds}")
+            for name in rotated(list(steps), turn):
+                values = undisturbed(patience, steps[name])
+                if turn >= job.warmups:
+                    found[name].append(values)
+    return found

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a check of ``wavemare doctor`` returns."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's hostfile: its syntax, and whether its hosts answer."""
 
 from __future__ import annotations

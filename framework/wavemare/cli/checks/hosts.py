@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The hosts of a hostfile seen from within: ssh, versions, addresses, and each to each by TCP."""
 
 from __future__ import annotations

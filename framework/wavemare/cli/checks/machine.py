@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared memory, file descriptors, launchers and locks of this machine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The MPI library and its launcher."""
 
 from __future__ import annotations

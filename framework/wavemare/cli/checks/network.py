@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The interface that ranks would talk through."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a host of a hostfile says of itself, and which of the others it can connect to.
 
 `wavemare.cli.checks.hosts` runs the text of this file on each host (``python -c``), where wavemare

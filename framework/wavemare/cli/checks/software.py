@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Python and the packages against the floors that our own metadata states."""
 
 from __future__ import annotations

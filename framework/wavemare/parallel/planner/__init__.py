@@ -1,9 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans for clusters of unlike devices: what they cost, and which one is best."""
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from wavemare.lazy import at_first_use
 
 if TYPE_CHECKING:
     from wavemare.parallel.planner.api import plan
@@ -44,10 +46,4 @@ _HOME = {
     "search_plans": "search",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'wavemare.parallel.planner' has no attribute {name!r}")
-    value = getattr(import_module(f"wavemare.parallel.planner.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = at_first_use(__name__, _HOME)

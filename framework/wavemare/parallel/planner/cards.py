@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Public peak numbers of well-known cards, for clusters that nobody has measured yet."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layers of transformers models, from the configuration alone.
 
 They are those of `wavemare.models.to_pipeline`, in their order.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Devices and the links between them, as a probe measured them or a file describes them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clusters as files, and as a short text that names cards of the built-in table."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each layer of a model computes, keeps and sends."""
 
 from __future__ import annotations

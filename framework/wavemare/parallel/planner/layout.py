@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A layout of devices, and what it is predicted to take: time, tokens and memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many bytes a rank needs: weights and what belongs to them, and activations."""
 
 from __future__ import annotations

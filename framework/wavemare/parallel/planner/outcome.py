@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a search found: some plans, best first, and the one with equal parts."""
 
 from __future__ import annotations

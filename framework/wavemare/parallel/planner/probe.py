@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What this job's own ranks can do: compute, memory and links, measured within seconds."""
 
 from __future__ import annotations

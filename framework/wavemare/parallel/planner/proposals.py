@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layouts worth predicting, for given axes and a given number of micro-steps."""
 
 from __future__ import annotations

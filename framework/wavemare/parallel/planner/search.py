@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The search: every legal way to lay a job out, the promising ones first."""
 
 from __future__ import annotations
@@ -27,6 +28,11 @@ def search_plans(costs: ModelCosts, cluster: Cluster, settings: Settings) -> Pla
     Candidates are taken in the order of a lower bound of their step time, until the bound says that
     no other one can be among the best. Of each way to use the axes only the best plan is kept, so
     that the five do not differ in details alone.
+
+    Args:
+        costs: Of the model's layers.
+        cluster: The devices and the links between them.
+        settings: Batch, limits and assumptions.
 
     Raises:
         PlanError: No plan fits into the devices' memory, or the batch cannot be divided.

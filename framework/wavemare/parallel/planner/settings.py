@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a search may choose from, and what it takes for granted."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many samples each of several unlike devices takes, so that all are done at once."""
 
 from __future__ import annotations

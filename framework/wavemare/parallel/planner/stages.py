@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a chain of layers is cut for stages of unlike devices, and in which order these stand.
 
 A dynamic programme over (devices used so far, layers placed so far). Which devices were used says

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long layers, stages and reductions take on each type of device."""
 
 from __future__ import annotations

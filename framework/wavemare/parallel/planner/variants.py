@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which axes, memory settings and micro-steps are legal for a model on a cluster."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPT-2 and BERT split by tensors over a group of ranks, as Megatron-LM does (Shoeybi et al. 2019).
 
 Names are imported at first use: segments need DeepSpeed, the rest torch and transformers alone.
@@ -5,8 +6,9 @@ Names are imported at first use: segments need DeepSpeed, the rest torch and tra
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from wavemare.lazy import at_first_use
 
 if TYPE_CHECKING:
     from wavemare.parallel.tensor.collectives import (
@@ -60,8 +62,4 @@ _HOME = {
     "vocab_parallel_cross_entropy": "loss",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__ = at_first_use(__name__, _HOME)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts of a split block between two sums: what segments of whole models and of stages share."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums over a group of ranks as functions that autograd knows (Shoeybi et al. 2019, section 3).
 
 Tensors are summed in their own type: gloo and NCCL both add bfloat16 and float16, and round after

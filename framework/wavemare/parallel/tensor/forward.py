@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The forward pass of a split language model: its loss, or its logits."""
 
 from __future__ import annotations

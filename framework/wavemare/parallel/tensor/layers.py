@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear layers of which each rank holds a part."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cross-entropy of logits that are spread over the ranks by tokens."""
 
 from __future__ import annotations

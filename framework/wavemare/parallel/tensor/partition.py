@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which weights are split, and how, by their Hugging Face names; state dicts cut so, and merged."""
 
 from __future__ import annotations

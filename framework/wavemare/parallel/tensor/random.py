@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random numbers that differ between the ranks of a group where the ranks compute different things.
 
 Outside a split region the ranks draw the same numbers, from generators in the same state, so that

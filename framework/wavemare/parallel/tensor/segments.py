@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A split model as a row of segments that meet where the ranks' parts have to be summed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rows of a vocabulary as they are spread over the ranks.
 
 All ranks hold the same number of rows, a multiple of 8, so that products stay aligned; the last

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A transformers model split over a group of ranks, in place."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The weights of a split model: this rank's, or all of them on the first rank."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Embedding and output projection of which each rank holds the rows of some tokens."""
 
 from __future__ import annotations

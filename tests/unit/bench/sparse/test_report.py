@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows, ratios and the model of ``wavemare bench sparse``; the table and the picture."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What may be asked of ``wavemare bench sparse``, and the gradients that come of it."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows, ratios and gaps of ``wavemare bench training``; the tables and the pictures."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The texts of ``wavemare bench training``, and the model that learns them."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps that other programs disturb are told from those that they leave alone."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The speed of links for a share of exposed communication, and how ranks get it."""
 
 import threading

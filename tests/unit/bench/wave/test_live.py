@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What autograd keeps at each moment: counted when it is kept, and until it is dropped."""
 
 import torch

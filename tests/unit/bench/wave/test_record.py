@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a step's time goes, and how it is put on a timeline of each wave."""
 
 from wavemare.bench.wave.record import COST_KINDS, StepRecorder, median_seconds

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows, ratios, models and verdicts of ``wavemare bench wave``; the tables and the pictures."""
 
 from pathlib import Path

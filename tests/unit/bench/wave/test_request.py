@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What may be asked of ``wavemare bench wave``."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The time slice that a thread gets from the kernel."""
 
 import ctypes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What shares and cuts can gain: beside closed forms and a slow search."""
 
 from itertools import product

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The best plan for all axes of four ranks, of which the planner's choice is the first."""
 
 import os

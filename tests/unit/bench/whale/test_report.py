@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows, ratios, bounds and errors of ``wavemare bench whale``; its table and picture."""
 
 from dataclasses import asdict

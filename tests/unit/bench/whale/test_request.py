@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``wavemare bench whale`` may be asked, and the devices that are made of the cores."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sparse streams and what they are made of, against dictionaries and dense vectors."""
 
 import numpy as np

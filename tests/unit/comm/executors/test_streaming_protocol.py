@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The streaming protocol without a network: messages come in any order that a network allows."""
 
 import random

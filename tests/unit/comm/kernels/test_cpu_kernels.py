@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CPU kernels against twins that handle one element at a time in plain Python."""
 
 import ctypes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Triton's kernels, compiled for GPUs without one, exactly as they would be started."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Triton's kernels in its interpreter, on the CPU, against slow twins."""
 
 import json

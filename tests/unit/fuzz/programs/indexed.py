@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fuzz the reader of Megatron's index with atheris, guided by coverage.
 
 Arguments are libFuzzer's: ``python indexed.py -max_total_time=60``. A crash leaves its input in

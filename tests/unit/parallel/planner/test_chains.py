@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers from configurations, against the layers and parameters of real models."""
 
 import pytest

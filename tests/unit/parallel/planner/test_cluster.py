@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clusters: files, texts, links, and what is refused."""
 
 import json

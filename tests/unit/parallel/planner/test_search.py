@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The search: memory by an independent count, never below the equal plan, in time."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shares of unlike devices against full enumeration, and the numbers of the design."""
 
 import random

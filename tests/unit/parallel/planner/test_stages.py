@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cuts and orders of unlike stages against full enumeration, and the numbers of the design."""
 
 import random

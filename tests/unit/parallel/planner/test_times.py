@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What reductions of replicas take: by closed forms, over links that several of them share."""
 
 from dataclasses import replace

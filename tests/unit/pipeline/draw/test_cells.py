@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The text grid, against grids made by hand and a slow search for the earliest ticks."""
 
 from dataclasses import replace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Spans of a lane, against a search over small ticks."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gantt charts: the parts of the picture, and that SVG and PNG show them."""
 
 import io

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CSV of plans and timelines: what it says, and that it reads back as it was."""
 
 import csv

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `triton_cases` checks of sums."""
 
 from itertools import product

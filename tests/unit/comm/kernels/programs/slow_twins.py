@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Buckets full of odd numbers, and slow twins of the kernels, for `triton_cases`."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compare Triton's kernels with slow twins; leaves a JSON file of what differed in which case.
 
 Usage: triton_cases.py RESULT.json [--long]. On a GPU, or with TRITON_INTERPRET=1 on the CPU.
