@@ -43,8 +43,7 @@ lint: $(READY)
 # imports, one after the other, so that two at a time fill the cores.
 test: lint
 	$(BIN)/python -m pytest -n 2 -m 'not slow' tests/unit
-	$(BIN)/python -m pytest -m 'not slow' tests/multiproc tests/mpi $(ARGS)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow' tests/e2e $(ARGS)
+	$(BIN)/python -m pytest -m 'not slow' tests/multiproc tests/mpi tests/e2e $(ARGS)
 
 test-all: test
 	$(BIN)/python -m pytest -m slow tests/unit tests/multiproc tests/mpi tests/e2e $(ARGS)
