@@ -39,8 +39,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Unit tests share the cores. Ranks that are forked use them all; commands wait for their launchers'
-# imports, one after the other, so that two at a time fill the cores.
+# Unit tests share the cores; the others start processes that use them.
 test: lint
 	$(BIN)/python -m pytest -n 2 -m 'not slow' tests/unit
 	$(BIN)/python -m pytest -m 'not slow' tests/multiproc tests/mpi tests/e2e $(ARGS)
