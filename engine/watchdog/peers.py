@@ -63,15 +63,17 @@ async def serve(listener: socket.socket, token: Callable[[], str], answer: Answe
     """
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError, ValueError, TimeoutError, RecursionError):
-            line = await asyncio.wait_for(reader.readline(), _ANSWER_S)
-            request = json.loads(line)
-            known = token()
-            given = str(request.pop("token", "")) if isinstance(request, dict) else ""
-            if known and hmac.compare_digest(given.encode(), known.encode()):
-                writer.write(json.dumps(await answer(request)).encode() + b"\n")
-                await asyncio.wait_for(writer.drain(), _ANSWER_S)
-        writer.close()
+        try:
+            with suppress(OSError, ValueError, TimeoutError, RecursionError):
+                line = await asyncio.wait_for(reader.readline(), _ANSWER_S)
+                request = json.loads(line)
+                known = token()
+                given = str(request.pop("token", "")) if isinstance(request, dict) else ""
+                if known and hmac.compare_digest(given.encode(), known.encode()):
+                    writer.write(json.dumps(await answer(request)).encode() + b"\n")
+                    await asyncio.wait_for(writer.drain(), _ANSWER_S)
+        finally:
+            writer.close()
 
     return await asyncio.start_server(handle, sock=listener, limit=_LIMIT)
 

@@ -118,7 +118,9 @@ class Watchdog:
         self._farewells: Farewells | None = None
         self._moves_until: dict[int, float] = {}
         self._ended = False
-        self._loop = asyncio.new_event_loop()
+        # What is under way when it ends is cancelled, such as a question of another rank.
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._loop = self._runner.get_loop()
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="wavemare-watchdog", daemon=True)
 
@@ -164,11 +166,8 @@ class Watchdog:
             self._thread.join(_JOIN_S)
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_until_complete(self._watch())
-        finally:
-            self._loop.close()
+        with self._runner:
+            self._runner.run(self._watch())
 
     async def _watch(self) -> None:
         server = await serve(self._listener, lambda: self._token, self._answer)
