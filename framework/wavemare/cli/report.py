@@ -31,8 +31,13 @@ def report(
     write_page(run_page(facts), output)
 
 
-def write_page(page: str, file: Path) -> None:
+def write_page(page: str, file: Path, *, key: str = "--output") -> None:
     """Write a page and say so.
+
+    Args:
+        page: Its HTML.
+        file: Replaced if it exists.
+        key: The option that names the file.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -45,7 +50,7 @@ def write_page(page: str, file: Path) -> None:
         atomic_write_text(file, page)
     except OSError as error:
         reason = error.strerror or type(error).__name__
-        raise ConfigError("output", str(file), reason, "Name another HTML file") from None
+        raise ConfigError(key, str(file), reason, "Name another HTML file") from None
     typer.echo(f"{file}: {len(page.encode()) / 1e6:.1f} MB", err=True)
 
 

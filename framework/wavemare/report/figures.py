@@ -17,7 +17,7 @@ class Series(NamedTuple):
         name: In the legend.
         points: (step, value).
         group: Curves of one group share a colour; its place among those of the figure.
-        style: ``solid``, ``dash`` or ``dot``, or ``markers`` for points alone.
+        style: ``solid``, ``dash``, ``dot`` or ``dashdot``, or ``markers`` for points alone.
     """
 
     name: str

@@ -28,7 +28,7 @@ class _Look(NamedTuple):
 
 
 _LOOKS = {
-    "message": _Look("message or wait", "#9aa5b1", 0.34),
+    "message": _Look("message, collective or wait", "#9aa5b1", 0.34),
     "other": _Look("other", "#b07cc6", 0.5),
     "forward": _Look("forward", "#3b8ed0", 0.8),
     "backward": _Look("backward", "#e69f00", 0.8),

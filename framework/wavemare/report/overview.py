@@ -26,7 +26,7 @@ def _facts(run: RunFacts) -> dict[str, object]:
     return {
         "ended": _ended(run),
         "folder": str(run.folder),
-        "started": run.environment.get("started"),
+        "started (UTC)": str(run.environment.get("started", ""))[:19].replace("T", " ") or None,
         "processes": run.environment.get("world_size"),
         "schedule": layout["schedule"] or None,
         "stages": layout["stages"],
@@ -36,7 +36,7 @@ def _facts(run: RunFacts) -> dict[str, object]:
         "last training loss (nats)": _last(loss),
         "last held-out loss (nats)": _last(held_out),
         "tokens/s, median of logged steps": format_count(median(speed)) if speed else None,
-        "bubble, mean of logged steps": _mean_percent(run.series("bubble")),
+        "bubble": _bubble(run),
         "most memory of a rank": format_bytes(max(memory)) if memory else None,
         "checkpoints": len(run.checkpoints),
         "warnings": _warnings(run),
@@ -63,5 +63,11 @@ def _last(points: list[tuple[int, float]]) -> str | None:
     return f"{points[-1][1]:.4f} (step {points[-1][0]})" if points else None
 
 
-def _mean_percent(points: list[tuple[int, float]]) -> str | None:
-    return f"{sum(value for _, value in points) / len(points):.1%}" if points else None
+def _bubble(run: RunFacts) -> str | None:
+    if run.layout["stages"] == 1:
+        return "no pipeline"
+    shares = [share for _, share in run.series("bubble")]
+    if shares:
+        return f"{sum(shares) / len(shares):.1%} (mean of logged steps)"
+    share = run.trace.bubble if run.trace is not None else None
+    return None if share is None else f"{share:.1%} (in the noted steps)"

@@ -155,7 +155,8 @@ def _add_steps(page: Page, run: RunFacts, trace: Trace) -> None:
     page.heading(
         f"Memory over these steps: {run.name}",
         ("Resident memory of the process" if resident else "Allocated on the accelerator")
-        + " at the end of whatever it did; from timeline/.",
+        + " at the end of whatever it did; from timeline/."
+        + (" The axis does not begin at 0." if resident else ""),
     )
     series = [
         Series(

@@ -18,6 +18,8 @@ from wavemare.report.runs import RunFacts
 __all__ = ["run_page"]
 
 _MIB = 2**20
+_DASHES = ("solid", "dash", "dot", "dashdot")
+"""Of several runs, whose curves may coincide."""
 
 
 def run_page(runs: Sequence[RunFacts]) -> str:
@@ -71,10 +73,10 @@ def _curves(
     several = len(runs) > 1
     series = [
         Series(
-            f"{run.name}: {name}" if several else name,
+            _label(run, name, several=several, alone=len(metrics) == 1),
             [(step, value * scale) for step, value in run.series(metric)],
             group if several else place,
-            style,
+            _DASHES[group % len(_DASHES)] if several and style == "solid" else style,
         )
         for group, run in enumerate(runs)
         for place, (metric, (name, style)) in enumerate(metrics.items())
@@ -216,6 +218,12 @@ def _add_configuration(page: Page, runs: Sequence[RunFacts]) -> None:
             page.details(f"{run.name}: the resolved configuration", text)
         else:
             page.missing(run.name, "there is no config.json")
+
+
+def _label(run: RunFacts, name: str, *, several: bool, alone: bool) -> str:
+    if not several:
+        return name
+    return run.name if alone else f"{run.name}: {name}"
 
 
 def _events(run: RunFacts, kind: str, *, rank: int | None = None) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from wavemare.engine.trace import FOLDER, FORMAT
 from wavemare.errors import DataError, PlanError
 from wavemare.json_text import parse_json
-from wavemare.pipeline.action import COMPUTE, RECEIVES, SENDS, Action, Kind
+from wavemare.pipeline.action import COLLECTIVES, COMPUTE, RECEIVES, SENDS, Action, Kind
 
 __all__ = ["RankTrace", "Span", "Trace", "category", "read_traces"]
 
@@ -120,7 +120,10 @@ class Trace:
 
 
 def category(text: str) -> str:
-    """Return what a span is: ``forward``, ``backward``, ``step``, ``message`` or ``other``."""
+    """Return what a span is: ``forward``, ``backward``, ``step``, ``message`` or ``other``.
+
+    Collectives between passes count as messages.
+    """
     if text.startswith(_PAIR):
         return "backward"
     action = _action(text)
@@ -128,7 +131,7 @@ def category(text: str) -> str:
         return "other"
     if action.kind in COMPUTE or action.kind is Kind.STEP:
         return action.kind.name.lower()
-    return "message" if action.kind in _MESSAGES else "other"
+    return "message" if action.kind in _MESSAGES | COLLECTIVES else "other"
 
 
 def read_traces(folder: Path) -> Trace | None:
