@@ -32,7 +32,6 @@ def lines(
     *,
     x: str = "optimizer step",
     zero: bool = False,
-    logarithmic: bool = False,
     levels: Mapping[str, float] | None = None,
 ) -> Any:
     """Draw curves.
@@ -42,7 +41,6 @@ def lines(
         y: What the vertical axis shows, with its unit.
         x: The same of the horizontal one.
         zero: Whether the vertical axis begins at 0.
-        logarithmic: Whether its ticks are powers of ten.
         levels: Values to compare with, by name, as horizontal lines.
 
     Returns:
@@ -72,7 +70,6 @@ def lines(
         yaxis={
             "title": {"text": y},
             "rangemode": "tozero" if zero else "normal",
-            "type": "log" if logarithmic else "linear",
             "exponentformat": "SI" if zero else "power",
         },
     )

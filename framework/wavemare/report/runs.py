@@ -113,14 +113,16 @@ def read_run(folder: Path, *, name: str | None = None) -> RunFacts:
     """
     _check_folder(folder)
     metrics_file = folder / "metrics.jsonl"
+    config = _read_json(folder / "config.json") or {}
+    world_size = _section(config, "environment").get("world_size")
     return RunFacts(
         name=name or folder.resolve().name,
         folder=folder,
-        config=_read_json(folder / "config.json") or {},
+        config=config,
         metrics=_checked(metrics_file) if metrics_file.is_file() else [],
         summary=_read_json(folder / "summary.json"),
         events=read_events(folder),
-        trace=read_traces(folder),
+        trace=read_traces(folder, world_size=world_size if type(world_size) is int else None),
         checkpoints=_checkpoints(folder / "checkpoints"),
         reports={
             file.name: file.read_text(encoding="utf-8", errors="replace")[:_MOST_TEXT]

@@ -55,8 +55,6 @@ def _curves(
     metrics: dict[str, tuple[str, str]],
     y: str,
     missing: str,
-    *,
-    scale: float = 1.0,
     **options: Any,
 ) -> None:
     """Add a figure with metrics of all runs.
@@ -67,14 +65,13 @@ def _curves(
         metrics: What to call each one, and its style.
         y: What the axis shows, with its unit.
         missing: Why there may be nothing.
-        scale: By which values are multiplied.
         options: Of `lines`.
     """
     several = len(runs) > 1
     series = [
         Series(
             _label(run, name, several=several, alone=len(metrics) == 1),
-            [(step, value * scale) for step, value in run.series(metric)],
+            run.series(metric),
             group if several else place,
             _DASHES[group % len(_DASHES)] if several and style == "solid" else style,
         )

@@ -45,7 +45,7 @@ class RankTrace:
         stage: Of the pipeline; 0 without one.
         first_step: The first step that was noted, from 1.
         device: ``cpu`` where `Span.bytes` is resident memory, else the accelerator's name.
-        steps: Start and end of each step, in seconds as those of spans.
+        steps: Start and end of each step, at least one, in seconds as those of spans.
         spans: In the order in which they began; one that lies within another stands after it.
     """
 
@@ -67,15 +67,14 @@ class RankTrace:
 
 @dataclass(frozen=True)
 class Trace:
-    """All ranks' parts, in the order of the ranks; their times begin with the earliest step."""
+    """Parts of ranks, at least one, in their order; their times begin with the earliest step."""
 
     ranks: tuple[RankTrace, ...]
 
     @property
-    def bubble(self) -> float | None:
-        """Mean share of the time in which ranks did not compute; None without a whole step."""
-        known = [rank for rank in self.ranks if rank.steps]
-        return 1 - sum(rank.busy for rank in known) / len(known) if known else None
+    def bubble(self) -> float:
+        """Mean share of the time in which ranks did not compute."""
+        return 1 - sum(rank.busy for rank in self.ranks) / len(self.ranks)
 
     def seconds(self, kind: Kind) -> dict[int, float]:
         """Return the median time of a kind of action by stage, over the ranks that have it."""
@@ -134,11 +133,15 @@ def category(text: str) -> str:
     return "message" if action.kind in _MESSAGES | COLLECTIVES else "other"
 
 
-def read_traces(folder: Path) -> Trace | None:
+def read_traces(folder: Path, *, world_size: int | None = None) -> Trace | None:
     """Read what the ranks of a run noted.
+
+    A run that was resumed with fewer ranks may have parts of before: those of other steps, or of
+    ranks that there are no more, are passed over.
 
     Args:
         folder: The run's.
+        world_size: Number of its ranks, if that is known.
 
     Returns:
         None if there is nothing.
@@ -147,10 +150,12 @@ def read_traces(folder: Path) -> Trace | None:
         DataError: A file is damaged, or of another version.
     """
     parts = [_read(file) for file in sorted((folder / FOLDER).glob("rank_*.json"))]
-    starts = [rank.steps[0][0] for rank in parts if rank.steps]
-    if not starts:
+    parts = [p for p in parts if p.steps and (world_size is None or p.rank < world_size)]
+    if not parts:
         return None
-    origin = min(starts)
+    newest = max(parts, key=lambda part: part.steps[0][0])
+    parts = [part for part in parts if part.first_step == newest.first_step]
+    origin = min(part.steps[0][0] for part in parts)
     return Trace(tuple(_shifted(rank, origin) for rank in sorted(parts, key=lambda r: r.rank)))
 
 

@@ -107,7 +107,7 @@ def test_line_held_back_is_printed_when_the_run_breaks(
 
 
 def test_terminal_gets_one_live_line(clock: Clock, draw: Callable[..., str]) -> None:
-    text = draw(train(clock, 30, seconds=0.01), terminal=True)
+    text = draw(train(clock, 30, seconds=0.01, logged=99), terminal=True)
     assert "step 30/30  loss 0.3333" in text
     assert text.count("\n") == 1
 

@@ -52,6 +52,19 @@ def test_categories() -> None:
     assert [category(text) for text in texts] == found
 
 
+def test_parts_of_before_a_resume_with_fewer_ranks_are_passed_over(run_folder: Path) -> None:
+    one = run_folder / "timeline" / "rank_00001.json"
+    content = json.loads(one.read_text())
+    one.write_text(json.dumps({**content, "first_step": 2, "steps": [[1.0, 2.0]]}))
+    trace = read_traces(run_folder)
+    assert trace is not None
+    assert [rank.rank for rank in trace.ranks] == [0]
+    one.write_text(json.dumps(content))
+    trace = read_traces(run_folder, world_size=1)
+    assert trace is not None
+    assert [rank.rank for rank in trace.ranks] == [0]
+
+
 def test_without_a_whole_step_there_is_no_trace(run_folder: Path) -> None:
     for file in (run_folder / "timeline").glob("*.json"):
         file.write_text(json.dumps({**json.loads(file.read_text()), "steps": []}))
