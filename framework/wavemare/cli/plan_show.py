@@ -102,7 +102,9 @@ def make_plan(options: dict[str, str | int | None], costs_ms: dict[str, str]) ->
     """
     from wavemare.pipeline import schedules
 
-    given = {key: DEFAULTS[key] if options[key] is None else options[key] for key in DEFAULTS}
+    given: dict[str, Any] = {
+        key: DEFAULTS[key] if options[key] is None else options[key] for key in DEFAULTS
+    }
     schedule = str(given["--schedule"])
     stages, micro_batches, steps = (
         int(given[key]) for key in ("--stages", "--micro-batches", "--steps")
@@ -114,7 +116,9 @@ def make_plan(options: dict[str, str | int | None], costs_ms: dict[str, str]) ->
         remedy = f"Give numbers whose product is at most {_MOST_PASSES}"
         raise ConfigError("--stages", stages, reason, remedy)
     if schedule == "pipemare":
-        named = {key.strip("-").replace("-", "_"): value for key, value in asynchronous.items()}
+        named: dict[str, Any] = {
+            key.strip("-").replace("-", "_"): value for key, value in asynchronous.items()
+        }
         return schedules.pipemare(stages, micro_batches, steps, **named)
     plan = schedules.build_plan(schedule, stages, micro_batches, steps)
     if schedule in {"tick-tock", "in-phase"}:
