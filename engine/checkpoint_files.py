@@ -23,10 +23,11 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from wavemare.engine.checkpoint_snapshot import Snapshot, num_bytes
+from wavemare.engine.file_records import FileRecord
 from wavemare.errors import CheckpointError
 from wavemare.pickled_enums import GETATTR, enum_member
 
-__all__ = ["CheckpointFiles", "FileRecord", "RankFiles", "checksum", "read_file", "safe_loading"]
+__all__ = ["CheckpointFiles", "RankFiles", "read_file", "safe_loading"]
 
 HARMLESS: list[Any] = [
     DynamicLossScaler,
@@ -37,16 +38,7 @@ HARMLESS: list[Any] = [
 ]
 """Classes of DeepSpeed's whose objects stand in its files and do nothing when they are made."""
 
-_CHUNK = 1 << 22
 _FORCE, _FORBID = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """What a file was when it was written: its size and the checksum of its content."""
-
-    bytes: int
-    xxh3: str
 
 
 @dataclass
@@ -215,20 +207,6 @@ def write_file(state: Any, path: str, *, zipped: bool = True) -> FileRecord:
     finally:
         record = stream.close()
     return record
-
-
-def checksum(path: str | os.PathLike[str], *, sync: bool = False) -> FileRecord:
-    """Read a file and return its record; with ``sync`` wait until it is on the disk, too."""
-    # Of 256 MiB in memory, one core: XXH3 9.5 GB/s, zlib.crc32 2.1, sha1 0.6, blake2b 0.4,
-    # sha256 0.3. It is to find damage; who can change files can change the list as well.
-    found, size = xxhash.xxh3_64(), 0
-    with open(path, "rb", buffering=0) as file:
-        while chunk := file.read(_CHUNK):
-            found.update(chunk)
-            size += len(chunk)
-        if sync:
-            os.fsync(file.fileno())
-    return FileRecord(size, found.hexdigest())
 
 
 def read_file(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:

@@ -20,7 +20,8 @@ from typing import Any
 
 from deepspeed import comm as dist
 
-from wavemare.engine.checkpoint_files import FileRecord, RankFiles, checksum
+from wavemare.engine.checkpoint_files import RankFiles
+from wavemare.engine.file_records import FileRecord, checksum
 from wavemare.engine.manifest import MANIFEST, keep_last
 from wavemare.errors import CheckpointError
 from wavemare.files import atomic_write_text, replace_folder, sync_folder

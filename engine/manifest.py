@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from wavemare.engine.checkpoint_files import FileRecord, checksum
+from wavemare.engine.file_records import FileRecord, checksum
 from wavemare.errors import CheckpointError
 from wavemare.files import discard_folder, restore_folder
 

@@ -60,6 +60,10 @@ class JobArguments:
     eval_samples: int = field(default=128, metadata={"help": "samples of such an evaluation"})
     save_interval: int = field(default=200, metadata={"help": "steps between checkpoints"})
     log_interval: int = field(default=5, metadata={"help": "steps per line of metrics.jsonl"})
+    trace_steps: int = field(
+        default=4,
+        metadata={"help": "steps that every rank notes action by action, for wavemare report"},
+    )
     seed: int = field(default=1234, metadata={"help": "of weights, order and dropout"})
     cache: str = field(
         default="~/.cache/wavemare", metadata={"help": "folder of tokenizers and tokens"}
@@ -138,6 +142,11 @@ def _check_values(arguments: JobArguments) -> None:
             raise ConfigError(f"--{option.name}", value, reason, "Give a value, or leave it out")
         if option.name in _POSITIVE and value is not None and value < 1:
             raise ConfigError(f"--{option.name}", value, "it is below 1", "Give 1 or more")
+    if arguments.trace_steps < 0:
+        reason = "it is below 0"
+        raise ConfigError(
+            "--trace_steps", arguments.trace_steps, reason, "Give 0 for none, or more"
+        )
     if not 0 <= arguments.seed <= _LARGEST_SEED:
         reason = "numpy's generators do not take it"
         raise ConfigError("--seed", arguments.seed, reason, f"Give 0 to {_LARGEST_SEED}")

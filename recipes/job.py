@@ -25,9 +25,10 @@ from wavemare.engine.launch import (
 )
 from wavemare.engine.restart import restart_count
 from wavemare.errors import CheckpointError, ConfigError, DataError
-from wavemare.observe import Run, Screen, quiet_libraries
+from wavemare.observe import Events, Run, Screen, live_facts, quiet_libraries
 from wavemare.recipes.arguments import JobArguments
 from wavemare.recipes.balancing import Balancing
+from wavemare.recipes.observing import Observing
 from wavemare.recipes.panel import start_up_panel
 from wavemare.recipes.restart import (
     adapt_accumulation,
@@ -91,6 +92,8 @@ class Job:
         quiet_libraries()
         self.rank = environment_rank()
         self.run = Run(Path(arguments.output), rank=self.rank)
+        self.events = Events(self.run.folder, rank=self.rank)
+        self.events.listen()
         self._foreign: str | None = None
         if arguments.resume:
             self._check_resume()
@@ -286,7 +289,12 @@ class Job:
             older = self.run.set_aside()
             self.note(f"the older run is now {older}")
         self.run.write_config(
-            {"arguments": asdict(self.arguments), "deepspeed": self.config, "batch": self.batch},
+            {
+                "arguments": asdict(self.arguments),
+                "deepspeed": self.config,
+                "batch": self.batch,
+                SECTION: self.section.model_dump(mode="json"),
+            },
             world_size=self.world_size,
         )
         if self.rank == 0:
@@ -314,30 +322,38 @@ class Job:
         stopped_after: int | None = None
         interruption = Interruption(lead=engine.step_lead)
         bar = self.screen.progress(arguments.max_steps, done=self.first_step)
+        observing = self._observe()
         with interruption, bar as progress:
             for step in range(self.first_step + 1, arguments.max_steps + 1):
                 rate = engine.optimizer.param_groups[0]["lr"]  # the next one after the step
-                losses.append(engine.train_batch(loader))
+                with observing.step(step, engine):
+                    losses.append(engine.train_batch(loader))
                 if step < arguments.max_steps and interruption.stops_after(step):
                     stopped_after = step
                 last = step in {arguments.max_steps, stopped_after}
-                loss = None
+                loss = facts = None
                 if step % arguments.log_interval == 0 or last:
                     # Reading a loss waits for the device: not every step.
                     loss = float(sum(losses) / len(losses))
                     losses.clear()
                     self._log(step, loss, rate, progress.tokens_per_second)
+                    memory = observing.note_memory(step)
+                    facts = live_facts(
+                        engine.step_metrics(),
+                        memory_bytes=memory,
+                        warnings=self.events.warnings,
+                    )
                 if loss is not None or shown is None:
                     shown = loss if loss is not None else float(losses[-1])
-                idle = engine.step_metrics().get("bubble")
-                progress.step(step, tokens=tokens, loss=shown, learning_rate=rate, idle=idle)
+                progress.step(step, tokens=tokens, loss=shown, learning_rate=rate, facts=facts)
                 if step % arguments.eval_interval == 0 and not last:
                     pause = time.perf_counter()
                     self.run.log(step, **evaluate(self._evaluated))
                     evaluating += time.perf_counter() - pause
                 saves = step % arguments.save_interval == 0 or last
                 if saves:
-                    self._save(loader, step)
+                    with observing.saving(step, f"step-{step:06d}"):
+                        self._save(loader, step)
                 news = self.balancing.after_step(saved=saves, rank=self.rank)
                 if news is not None:
                     self.note(news)
@@ -350,6 +366,19 @@ class Job:
         steps = arguments.max_steps - self.first_step
         if steps > 0:
             self.tokens_per_second = tokens * steps / (self.seconds - evaluating)
+
+    def _observe(self) -> Observing:
+        warmup = self.section.pipeline.pipemare.warmup_steps
+        asynchronous = self.stages > 1 and self.section.pipeline.schedule == "pipemare"
+        return Observing(
+            self.events,
+            self.run.folder,
+            self.rank,
+            trace_steps=self.arguments.trace_steps,
+            first_step=self.first_step + 1,
+            last_step=self.arguments.max_steps,
+            settled=warmup + self.stages if asynchronous else 0,
+        )
 
     def _stop(self, step: int) -> NoReturn:
         """Write what an early stop leaves beside its checkpoint, and end the process."""
@@ -452,6 +481,7 @@ class Job:
         import torch.distributed
 
         self.run.close()
+        self.events.close()
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()  # its threads must not outlive the interpreter
 

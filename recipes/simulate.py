@@ -205,6 +205,7 @@ class Simulation:
                     tokens=samples * arguments.sequence_length,
                     loss=losses[-1],
                     learning_rate=rate,
+                    facts={} if step % arguments.log_interval == 0 else None,
                 )
                 if step % arguments.log_interval == 0:
                     self._run.log(step, loss=sum(losses) / len(losses), learning_rate=rate)

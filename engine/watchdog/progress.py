@@ -7,11 +7,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from wavemare.pipeline.action import Action
 
-__all__ = ["PROGRESS", "Followed", "Place", "Progress"]
+__all__ = ["PROGRESS", "Followed", "Follower", "Place", "Progress"]
 
 _OUTSIDE = "the script's own code"
 
@@ -41,6 +41,19 @@ class Place:
         return str(self.what)
 
 
+class Follower(Protocol):
+    """Is told of the places as the process comes to them."""
+
+    def enter(self, what: object) -> None:
+        """Hear that something begins."""
+
+    def at(self, what: object) -> None:
+        """Hear that the next action begins."""
+
+    def leave(self) -> None:
+        """Hear that what was entered last has ended."""
+
+
 class Progress:
     """Written by the thread that trains, read by others; every write replaces one reference.
 
@@ -52,6 +65,7 @@ class Progress:
         plan: The actions of the step, as far as there is a plan.
         position: Which of them it is at.
         thread: Identity of the thread that trains.
+        follower: Is told at once, by that thread; None if nobody wants to know.
     """
 
     def __init__(self) -> None:
@@ -62,6 +76,7 @@ class Progress:
         self.plan: tuple[str, ...] = ()
         self.position = 0
         self.thread = threading.main_thread().ident
+        self.follower: Follower | None = None
         self._steps = 0
         self._pardoned: tuple[Place, float] = (self.place, 0.0)
 
@@ -76,6 +91,8 @@ class Progress:
         outer = self.place
         self.thread = threading.get_ident()
         self.place = Place(what, time.monotonic(), long=outer.long or long)
+        if self.follower is not None:
+            self.follower.enter(what)
         try:
             yield
             self.finished = what
@@ -84,6 +101,8 @@ class Progress:
             raise
         finally:
             self.place = replace(outer, since=time.monotonic())
+            if self.follower is not None:
+                self.follower.leave()
 
     def reading(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield what an iterator gives, and say so while it is asked."""
@@ -101,6 +120,8 @@ class Progress:
         if not place.outside:
             self.finished = place
         self.place = Place(what, time.monotonic(), peer, long=place.long)
+        if self.follower is not None:
+            self.follower.at(what)
 
     def begin_step(self, step: int) -> None:
         """Note which optimizer step begins."""

@@ -15,6 +15,8 @@ from transformers import (
 )
 
 from wavemare.data import train_tokenizer
+from wavemare.report import read_run
+from wavemare.report.traces import category
 
 SLOW = pytest.mark.slow
 GPT_ENGINES = ["pipeline", pytest.param("zero", marks=SLOW), pytest.param("wave", marks=SLOW)]
@@ -45,7 +47,24 @@ def check_run_folder(folder, *, steps=20, batch=32):
     assert config["environment"]["world_size"] == 2
     assert (folder / "summary.md").read_text().startswith("# Summary")
     assert (folder / "checkpoints" / "latest").read_text() == f"step-{steps:06d}"
+    check_recorded(folder, steps)
     return losses, json.loads((folder / "summary.json").read_text())["results"]
+
+
+def check_recorded(folder, steps):
+    """Check what both ranks noted, by what a report reads."""
+    facts = read_run(folder)
+    assert [rank.rank for rank in facts.trace.ranks] == [0, 1]
+    for rank in facts.trace.ranks:
+        assert rank.first_step == 11
+        assert len(rank.steps) == 4
+        kinds = {category(span.text) for span in rank.spans}
+        assert kinds >= {"forward", "backward", "step"} or "waves" in str(rank.spans)
+    memory = [(e["rank"], e["step"]) for e in facts.events if e["kind"] == "memory"]
+    assert sorted(memory) == [(rank, step) for rank in (0, 1) for step in range(1, steps + 1)]
+    saved = [e["tag"] for e in facts.events if e["kind"] == "checkpoint" and e["rank"] == 0]
+    assert saved == [each.tag for each in facts.checkpoints]
+    assert all(each.complete for each in facts.checkpoints)
 
 
 def check_screen(output):
@@ -82,6 +101,12 @@ def test_gpt_pretraining_and_finetuning(
     recipe("gpt/finetune", "--deepspeed_config", config, *options).check()
     continued, _ = check_run_folder(finetuned, batch=16)
     assert continued[0] < losses[0] - 0.5, "finetuning did not start from the pretrained weights"
+
+    page = tmp_path / "report.html"
+    command("wavemare", "report", pretrained, finetuned, "--output", page).check()
+    html = page.read_text()
+    for curve in (losses, continued):
+        assert json.dumps(curve, separators=(",", ":")) in html
 
 
 @pytest.mark.parametrize("engine", BERT_ENGINES)

@@ -12,6 +12,7 @@ from wavemare.cli.convert import convert
 from wavemare.cli.data import app as data
 from wavemare.cli.doctor import doctor
 from wavemare.cli.plan import app as plan
+from wavemare.cli.report import report
 from wavemare.cli.simulate import simulate
 from wavemare.cli.start import launch_script
 from wavemare.cli.train import train
@@ -43,6 +44,7 @@ app.command(
 )(launch_script)
 app.command()(doctor)
 app.command()(convert)
+app.command()(report)
 app.add_typer(plan, name="plan")
 app.add_typer(bench, name="bench")
 app.add_typer(data, name="data")

@@ -54,9 +54,6 @@ def format_duration(seconds: float) -> str:
     return f"{whole // _DAY}d {whole % _DAY // _HOUR:02d}h"
 
 
-_COLUMNS = 80
-
-
 def format_progress(
     step: int,
     total: int,
@@ -65,7 +62,6 @@ def format_progress(
     learning_rate: float | None,
     tokens_per_second: float | None,
     seconds_left: float | None,
-    idle: float | None = None,
 ) -> str:
     """Return one line on a running training, at most 80 columns wide.
 
@@ -76,8 +72,6 @@ def format_progress(
         learning_rate: The optimizer's rate; None if there is none.
         tokens_per_second: Over all ranks; None until it has been measured.
         seconds_left: Until the last step; None until it has been measured.
-        idle: Share of the stages' time in which they did not compute; None if it is not measured.
-            It is left out where it does not fit.
     """
     width = len(str(total))
     parts = [f"step {step:{width}d}/{total}"]
@@ -88,11 +82,7 @@ def format_progress(
         parts.append(f"{format_count(tokens_per_second)} tokens/s")
     if seconds_left is not None and step < total:
         parts.append(f"{format_duration(seconds_left)} left")
-    line = "  ".join(parts)
-    if idle is None:
-        return line
-    longer = f"{line}  idle {idle:.0%}"
-    return longer if len(longer) <= _COLUMNS else line
+    return "  ".join(parts)
 
 
 def _scaled(number: float, base: int, units: tuple[str, ...], *, separator: str) -> str:

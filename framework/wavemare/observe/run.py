@@ -7,7 +7,8 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
 from importlib import metadata
 from itertools import count
 from pathlib import Path
@@ -16,9 +17,10 @@ from typing import Any, TextIO
 from wavemare.errors import ConfigError, DataError
 from wavemare.files import atomic_write_bytes, atomic_write_text
 
-__all__ = ["Run", "read_metrics"]
+__all__ = ["Run", "json_lines", "read_metrics"]
 
 _PACKAGES = ("wavemare", "torch", "deepspeed", "transformers", "datasets", "tokenizers", "mpi4py")
+_MACHINE = ("processor", "cores", "memory_bytes", "accelerator", "threads_per_rank")
 
 
 class Run:
@@ -156,23 +158,45 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
     Raises:
         DataError: Another line is no such object; the message names it.
     """
-    metrics = []
-    lines = file.read_text(encoding="utf-8").split("\n")
+    return json_lines(file, _is_metrics, "metrics")
+
+
+def json_lines(file: Path, valid: Callable[[object], bool], what: str) -> list[dict[str, Any]]:
+    """Read a file of JSON objects, one per line; a last line without its end is passed over.
+
+    Args:
+        file: The file.
+        valid: Whether a value is an object of the kind that the file holds.
+        what: What the file holds, for the error.
+
+    Raises:
+        DataError: A line is no such object, or the file is no text.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except (UnicodeDecodeError, OSError) as error:
+        reason = f"these {what} cannot be read ({getattr(error, 'strerror', None) or 'no text'})"
+        remedy = "Remove the file, or start a run in a new folder"
+        raise DataError(what, str(file), reason, remedy) from None
+    values = []
     for number, text in enumerate(lines[:-1], start=1):
         try:
-            line = json.loads(text)
-            valid = isinstance(line, dict) and isinstance(line.get("step"), int)
-        except json.JSONDecodeError:
-            valid = False
-        if not valid:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            value = None
+        if not valid(value):
             raise DataError(
                 f"{file}:{number}",
                 text,
-                "this line of metrics is not a JSON object with a step",
+                f"this line of {what} is not a JSON object with a step",
                 "Remove the line, or start a run in a new folder",
             )
-        metrics.append(line)
-    return metrics
+        values.append(value)
+    return values
+
+
+def _is_metrics(line: object) -> bool:
+    return isinstance(line, dict) and isinstance(line.get("step"), int)
 
 
 def _make_writable(folder: Path) -> None:
@@ -195,12 +219,22 @@ def _environment(world_size: int | None) -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             versions[package] = "not installed"
     return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": versions,
         "platform": platform.platform(),
+        "machine": _machine(),
         "world_size": world_size or int(os.environ.get("WORLD_SIZE", "1")),
         # sys.argv hides "-m module" and the interpreter's own options.
         "command": list(sys.orig_argv),
     }
+
+
+def _machine() -> dict[str, Any]:
+    # torch, which it asks, is there in whatever trains; it takes long to import where it is not.
+    from wavemare.bench.machine import describe_machine
+
+    known = describe_machine()
+    return {key: known[key] for key in _MACHINE}
 
 
 def _plain(value: float | None) -> float | int | None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
@@ -17,19 +17,18 @@ from wavemare.observe.speed import Speed
 
 __all__ = ["Progress", "Screen"]
 
-_SECONDS_BETWEEN_LINES = 5.0
+_Draw = Callable[[str, Mapping[str, str], bool], None]
 
 
 class Screen:
     """Drawing by global rank 0; on other ranks every method does nothing.
 
-    On a terminal the progress line is redrawn in place. In a pipe or a file it becomes a plain
-    line every few seconds.
+    On a terminal the progress line, and below it the newest figures, are redrawn in place. In a
+    pipe or a file they become one plain line per log interval.
 
     Args:
         rank: Global rank of this process.
         console: Where to draw; by default standard output.
-        seconds_between_lines: Pause between plain progress lines.
         clock: Seconds from any origin, never going back.
     """
 
@@ -38,12 +37,10 @@ class Screen:
         *,
         rank: int,
         console: Console | None = None,
-        seconds_between_lines: float = _SECONDS_BETWEEN_LINES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._console = console or Console(highlight=False, soft_wrap=False)
         self._draws = rank == 0
-        self._pause = seconds_between_lines
         self._clock = clock
 
     def panel(self, title: str, groups: Mapping[str, Mapping[str, object]]) -> None:
@@ -82,11 +79,11 @@ class Screen:
                 yield Progress(
                     total,
                     done,
-                    lambda line, _: live.update(Text(line, overflow="ellipsis", no_wrap=True)),
+                    lambda line, facts, _: live.update(_drawn(line, facts)),
                     self._clock,
                 )
         else:
-            lines = _PlainLines(self._console, self._pause, self._clock)
+            lines = _PlainLines(self._console)
             try:
                 yield Progress(total, done, lines.draw, self._clock)
             finally:
@@ -123,7 +120,7 @@ class Progress:
     Args:
         total: Optimizer steps in all.
         done: Steps done before.
-        draw: Called with the line, and whether it must not be left out.
+        draw: Called with the line, the newest figures, and whether it must not be left out.
         clock: Seconds from any origin, never going back.
     """
 
@@ -131,12 +128,13 @@ class Progress:
         self,
         total: int,
         done: int,
-        draw: Callable[[str, bool], None],
+        draw: _Draw,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total = total
         self._draw = draw
         self._first = done + 1
+        self._facts: Mapping[str, str] = {}
         self._speed = Speed(clock=clock)
         self._speed.start(done)
 
@@ -152,7 +150,7 @@ class Progress:
         tokens: int,
         loss: float | None = None,
         learning_rate: float | None = None,
-        idle: float | None = None,
+        facts: Mapping[str, str] | None = None,
     ) -> None:
         """Show that a step has ended.
 
@@ -161,8 +159,10 @@ class Progress:
             tokens: Tokens of this step, over all ranks.
             loss: Its mean loss.
             learning_rate: The rate that it used.
-            idle: Share of the stages' time in which they did not compute.
+            facts: Figures in words by subject, at the steps that are logged; None between them,
+                where those before stay.
         """
+        self._facts = self._facts if facts is None else facts
         self._speed.advance(step, tokens)
         line = format_progress(
             step,
@@ -171,24 +171,21 @@ class Progress:
             learning_rate=learning_rate,
             tokens_per_second=self._speed.tokens_per_second,
             seconds_left=self._speed.seconds_left(self._total),
-            idle=idle,
         )
-        self._draw(line, step in {self._first, self._total})
+        important = facts is not None or step in {self._first, self._total}
+        self._draw(line, self._facts, important)
 
 
 class _PlainLines:
-    """Lines for a file: the first and last one, and between them one every few seconds."""
+    """Lines for a file: those that are important, and the last one however the run ends."""
 
-    def __init__(self, console: Console, pause: float, clock: Callable[[], float]) -> None:
+    def __init__(self, console: Console) -> None:
         self._console = console
-        self._pause = pause
-        self._clock = clock
-        self._printed_at = clock()
         self._held: str | None = None
 
-    def draw(self, line: str, important: bool) -> None:
-        self._held = line
-        if important or self._clock() - self._printed_at >= self._pause:
+    def draw(self, line: str, facts: Mapping[str, str], important: bool) -> None:
+        self._held = "  ".join([line, *(f"{name}: {text}" for name, text in facts.items())])
+        if important:
             self.finish()
 
     def finish(self) -> None:
@@ -197,8 +194,17 @@ class _PlainLines:
             # A line for a file or a log is never wrapped, whatever width rich assumes for it.
             self._console.print(Text(self._held), soft_wrap=True)
             self._held = None
-            self._printed_at = self._clock()
 
 
-def _draw_nothing(line: str, important: bool) -> None:
+def _drawn(line: str, facts: Mapping[str, str]) -> Group:
+    """Return the progress line and below it a line for each subject."""
+    lines = [Text(line)]
+    for name, text in facts.items():
+        lines.append(Text.assemble((f"  {name:<12}", "dim"), text))
+    for each in lines:
+        each.no_wrap, each.overflow = True, "ellipsis"
+    return Group(*lines)
+
+
+def _draw_nothing(line: str, facts: Mapping[str, str], important: bool) -> None:
     """Stand in for drawing on the ranks that do not draw."""

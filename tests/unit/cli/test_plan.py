@@ -151,7 +151,7 @@ def test_text_stays_readable_beside_output(tmp_path: Path) -> None:
 
 
 def test_grid_has_colours_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    from wavemare.cli.plan import _print_grid
+    from wavemare.cli.plan_show import _print_grid
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:

@@ -8,7 +8,7 @@ import pytest
 from wavemare.engine import manifest as lists
 from wavemare.engine.checkpoint_checks import _check_topology
 from wavemare.engine.checkpoint_config import CheckpointConfig, check_checkpoint
-from wavemare.engine.checkpoint_files import checksum
+from wavemare.engine.file_records import checksum
 from wavemare.engine.manifest import (
     MANIFEST,
     complete_tags,

@@ -16,12 +16,12 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from wavemare.engine.checkpoint_files import (
     CheckpointFiles,
     RankFiles,
-    checksum,
     read_file,
     safe_loading,
     write_file,
 )
 from wavemare.engine.checkpoint_snapshot import Snapshot, num_bytes
+from wavemare.engine.file_records import checksum
 from wavemare.errors import CheckpointError
 
 

@@ -1,6 +1,7 @@
 """What rank 0 draws, on a terminal and in a pipe."""
 
 import io
+import re
 from collections.abc import Callable
 
 import pytest
@@ -38,25 +39,53 @@ def draw(clock: Clock) -> Callable[..., str]:
     return run
 
 
-def train(clock: Clock, steps: int, *, seconds: float) -> Callable[[Screen], None]:
+def train(
+    clock: Clock, steps: int, *, seconds: float, logged: int = 10
+) -> Callable[[Screen], None]:
     def use(screen: Screen) -> None:
         with screen.progress(steps) as progress:
             for step in range(1, steps + 1):
                 clock.now += seconds
-                progress.step(step, tokens=1000, loss=10.0 / step, learning_rate=1e-3)
+                facts = {"pipeline": f"idle {step}%"} if step % logged == 0 else None
+                progress.step(step, tokens=1000, loss=10.0 / step, learning_rate=1e-3, facts=facts)
 
     return use
 
 
-def test_pipe_gets_the_first_line_the_last_and_one_every_few_seconds(
+def test_pipe_gets_the_first_line_the_last_and_one_per_log_interval(
     clock: Clock, draw: Callable[..., str]
 ) -> None:
-    lines = draw(train(clock, 100, seconds=0.5)).splitlines()
+    lines = draw(train(clock, 45, seconds=0.5)).splitlines()
     shown = [int(line.split()[1].split("/")[0]) for line in lines]
-    assert shown == [1, 11, 21, 31, 41, 51, 61, 71, 81, 91, 100]
-    assert lines[1] == "step  11/100  loss 0.9091  lr 1.00e-03  2.00k tokens/s  44s left"
-    assert all(len(line) <= 80 for line in lines)
-    assert "\x1b" not in "".join(lines)
+    assert shown == [1, 10, 20, 30, 40, 45]
+    assert lines[0] == "step  1/45  loss 10.0000  lr 1.00e-03  2.00k tokens/s  22s left"
+    assert lines[1] == (
+        "step 10/45  loss 1.0000  lr 1.00e-03  2.00k tokens/s  18s left  pipeline: idle 10%"
+    )
+    assert lines[-1].endswith("pipeline: idle 40%")
+    assert all(character.isprintable() for line in lines for character in line)
+
+
+def test_terminal_shows_the_newest_figures_below_the_line(
+    clock: Clock, draw: Callable[..., str]
+) -> None:
+    text = draw(train(clock, 45, seconds=0.5), terminal=True)
+    final = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "", text).splitlines()[-2:]
+    assert final == [
+        "step 45/45  loss 0.2222  lr 1.00e-03  2.00k tokens/s",
+        "  pipeline    idle 40%",
+    ]
+
+
+def test_terminal_is_readable_at_80_columns(clock: Clock, draw: Callable[..., str]) -> None:
+    def use(screen: Screen) -> None:
+        with screen.progress(10) as progress:
+            progress.step(1, tokens=1, loss=1.0, facts={"collective": "word " * 40})
+
+    text = draw(use, terminal=True)
+    lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "", text).splitlines()
+    assert max(map(len, lines)) == 80
+    assert lines[-1].endswith("…")
 
 
 def test_line_held_back_is_printed_when_the_run_breaks(
@@ -78,7 +107,7 @@ def test_line_held_back_is_printed_when_the_run_breaks(
 
 
 def test_terminal_gets_one_live_line(clock: Clock, draw: Callable[..., str]) -> None:
-    text = draw(train(clock, 30, seconds=0.01), terminal=True)
+    text = draw(train(clock, 30, seconds=0.01, logged=99), terminal=True)
     assert "step 30/30  loss 0.3333" in text
     assert text.count("\n") == 1
 

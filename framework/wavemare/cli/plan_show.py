@@ -1,0 +1,303 @@
+"""What ``wavemare plan show`` does: makes or reads a plan, checks it, predicts it, draws it."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from wavemare.cli.report import write_page
+from wavemare.errors import ConfigError
+
+if TYPE_CHECKING:
+    from wavemare.pipeline.plan import Plan
+    from wavemare.pipeline.report import Report
+    from wavemare.pipeline.simulate import Costs
+    from wavemare.pipeline.timeline import Timeline
+
+__all__ = ["DEFAULTS", "Outputs", "make_plan", "present", "read_plan"]
+
+DEFAULTS: dict[str, Any] = {
+    "--schedule": "pipemare",
+    "--stages": 4,
+    "--micro-batches": 8,
+    "--steps": 4,
+    "--warmup-steps": 0,
+    "--drain-interval": 0,
+    "--slack": 0,
+}
+"""Of the options that make a plan."""
+_ASYNCHRONOUS = ("--warmup-steps", "--drain-interval", "--slack")
+_MS_PER_S = 1e3
+_MOST_PASSES = 1_000_000  # minutes, and some gigabytes
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where a plan is shown.
+
+    Args:
+        text: Whether its text form is printed, alone.
+        folder: For files of all kinds, if any.
+        html: For a page, if any.
+    """
+
+    text: bool
+    folder: Path | None
+    html: Path | None
+
+
+def read_plan(file: Path, options: dict[str, str | int | None]) -> Plan:
+    """Read a plan's text form.
+
+    Args:
+        file: Of ``--file``.
+        options: Those that make a plan, none of which may be given beside it.
+
+    Raises:
+        ConfigError: The file cannot be read, or an option is given.
+        PlanError: It is no plan.
+    """
+    _refuse_beside_file(options)
+    return _read(file)
+
+
+def _refuse_beside_file(options: dict[str, str | int | None]) -> None:
+    for key, value in options.items():
+        if value is not None:
+            reason = "the plan in the file of --file has its own"
+            raise ConfigError(key, value, reason, f"Leave out {key} or --file")
+
+
+def _read(file: Path) -> Plan:
+    from wavemare.pipeline.plan import Plan
+
+    remedy = "Name a file with the text that 'wavemare plan show --text' prints"
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ConfigError("--file", str(file), reason, remedy) from None
+    except UnicodeDecodeError:
+        raise ConfigError("--file", str(file), "this is not text", remedy) from None
+    return Plan.parse(text)
+
+
+def make_plan(options: dict[str, str | int | None], costs_ms: dict[str, str]) -> Plan:
+    """Make a plan.
+
+    Args:
+        options: Those of `DEFAULTS` that are given, else None.
+        costs_ms: Times in milliseconds by option; waves are interleaved by them.
+
+    Raises:
+        ConfigError: The plan is too large, or an option is not of this schedule.
+        PlanError: There is no such schedule, or no such plan.
+    """
+    from wavemare.pipeline import schedules
+
+    given: dict[str, Any] = {
+        key: DEFAULTS[key] if options[key] is None else options[key] for key in DEFAULTS
+    }
+    schedule = str(given["--schedule"])
+    stages, micro_batches, steps = (
+        int(given[key]) for key in ("--stages", "--micro-batches", "--steps")
+    )
+    asynchronous = {key: int(given[key]) for key in _ASYNCHRONOUS}
+    passes = stages * micro_batches * max(steps, 1)
+    if passes > _MOST_PASSES:
+        reason = f"{stages} x {micro_batches} x {steps} forward passes are more than can be shown"
+        remedy = f"Give numbers whose product is at most {_MOST_PASSES}"
+        raise ConfigError("--stages", stages, reason, remedy)
+    if schedule == "pipemare":
+        named: dict[str, Any] = {
+            key.strip("-").replace("-", "_"): value for key, value in asynchronous.items()
+        }
+        return schedules.pipemare(stages, micro_batches, steps, **named)
+    plan = schedules.build_plan(schedule, stages, micro_batches, steps)
+    if schedule in {"tick-tock", "in-phase"}:
+        plan = _woven(plan, _costs(plan, costs_ms))
+    for key, value in asynchronous.items():
+        if value:
+            reason = f"the schedule {schedule!r} never has two steps under way"
+            raise ConfigError(key, value, reason, f"Leave it out, or give {key} with pipemare")
+    return plan
+
+
+def _woven(plan: Plan, costs: Costs) -> Plan:
+    """Return the plan anew: its order depends on which segments have collectives."""
+    from wavemare.pipeline.wave import in_phase, tick_tock
+    from wavemare.pipeline.wave_gain import sums_of
+
+    make = tick_tock if plan.schedule == "tick-tock" else in_phase
+    up, down = sums_of(costs, plan.num_stages)
+    numbers = plan.num_stages, plan.micro_batches, plan.num_steps
+    return make(*numbers, sums_output=up, sums_gradient=down)
+
+
+def present(plan: Plan, costs_ms: dict[str, str], outputs: Outputs) -> None:
+    """Check a plan, simulate it, and show both.
+
+    Args:
+        plan: The plan.
+        costs_ms: Times in milliseconds by option.
+        outputs: Where.
+
+    Raises:
+        ConfigError: A cost is none, or a file cannot be written.
+        PlanError: The plan cannot be run.
+    """
+    from wavemare.pipeline.check import check
+    from wavemare.pipeline.simulate import simulate
+
+    costs = _costs(plan, costs_ms)
+    report = check(plan)
+    timeline = simulate(plan, costs)
+    prediction = _prediction(plan, timeline, costs_ms), _hidden(plan, timeline, costs)
+    if outputs.text:
+        typer.echo(str(plan), nl=False)
+    else:
+        typer.echo(str(report))
+        for text in prediction:
+            typer.echo(text)
+        _print_grid(plan)
+    if outputs.folder is not None:
+        _write(plan, timeline, outputs.folder)
+        # Not into the plan's text, which is read back.
+        names = ", ".join(_FILES)
+        typer.echo(f"{'' if outputs.text else chr(10)}{outputs.folder}: {names}", err=outputs.text)
+    if outputs.html is not None:
+        _write_page(plan, report, timeline, prediction, outputs.html)
+
+
+def _write_page(
+    plan: Plan, report: Report, timeline: Timeline, prediction: Sequence[str], file: Path
+) -> None:
+    from wavemare.report import plan_page
+
+    facts = [line for text in prediction for line in text.splitlines()]
+    write_page(plan_page(plan, report, timeline, facts), file, key="--html")
+
+
+def _costs(plan: Plan, texts: dict[str, str]) -> Costs:
+    from wavemare.pipeline.simulate import Costs
+
+    seconds = {key: _seconds(key, text, plan.num_stages) for key, text in texts.items()}
+    sums = seconds.get("--collective-ms")
+    if sums is not None and not plan.on_one_rank:
+        reason = f"the schedule {plan.schedule!r} has no collectives between its passes"
+        remedy = "Leave it out, or give it with tick-tock, accumulation or in-phase"
+        raise ConfigError("--collective-ms", texts["--collective-ms"], reason, remedy)
+    sums = sums or (0.0,) * plan.num_stages
+    return Costs(
+        forward_s=seconds["--forward-ms"],
+        backward_s=seconds["--backward-ms"],
+        step_s=seconds["--step-ms"],
+        send_s=seconds["--send-ms"],
+        # The first segment's input needs no gradient, and the head's output is the loss.
+        sum_output_s=(*sums[:-1], 0.0),
+        sum_gradient_s=(0.0, *sums[1:]),
+    )
+
+
+def _seconds(key: str, text: str, num_stages: int) -> tuple[float, ...]:
+    """Read one number of milliseconds for all stages, or one for each."""
+    remedy = f"Give one number of milliseconds, or one for each of the {num_stages} stages: 1,2,..."
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(key, text, "these are no numbers", remedy) from None
+    if not all(math.isfinite(number) and number >= 0 for number in numbers):
+        raise ConfigError(key, text, "a time is 0 or more, and finite", remedy)
+    if len(numbers) not in {1, num_stages}:
+        reason = f"there are {len(numbers)} numbers for {num_stages} stages"
+        raise ConfigError(key, text, reason, remedy)
+    if len(numbers) == 1:
+        numbers *= num_stages
+    return tuple(number / _MS_PER_S for number in numbers)
+
+
+def _prediction(plan: Plan, timeline: Timeline, costs_ms: dict[str, str]) -> str:
+    """Return how long the plan takes, and how busy the ranks are meanwhile."""
+    from wavemare.pipeline.utilisation import bubble, steady_utilisation, utilisation
+
+    passes = ", ".join(
+        f"{key.removeprefix('--').removesuffix('-ms')} {text} ms" for key, text in costs_ms.items()
+    )
+    total_ms = timeline.makespan_s * _MS_PER_S
+    per_step = f", {total_ms / plan.num_steps:.4g} ms per step" if plan.num_steps else ""
+    shares = utilisation(timeline)
+    steady = steady_utilisation(timeline)
+    lines = [
+        f"predicted for {passes}:",
+        f"time: {total_ms:.6g} ms{per_step}",
+        f"bubble: {bubble(timeline):.1%} of the ranks' time",
+        f"busy: {_spread(shares)}" + (f"; in steady state {_spread(steady)}" if steady else ""),
+    ]
+    return "\n".join(lines)
+
+
+def _hidden(plan: Plan, timeline: Timeline, costs: Costs) -> str:
+    """Return what becomes of collectives, if there are any, with a line feed."""
+    from wavemare.pipeline.wave import accumulation
+    from wavemare.pipeline.wave_gain import step_time
+
+    sums_s = timeline.collectives_s
+    if not sums_s:
+        return ""
+    hidden = 1 - timeline.exposed_s / sums_s
+    text = f"collectives: {sums_s * _MS_PER_S:.6g} ms, {hidden:.1%} of it behind passes"
+    if plan.num_steps and plan.schedule != "accumulation":
+        plain = accumulation(plan.num_stages, plan.micro_batches)
+        gain = step_time(plain, costs).step_s / step_time(plan, costs).step_s
+        text += f"; {gain:.3f} times as fast as accumulation"
+    return f"{text}\n"
+
+
+def _spread(shares: Sequence[float]) -> str:
+    mean = sum(shares) / len(shares)
+    return f"{mean:.1%} (by rank {min(shares):.1%} to {max(shares):.1%})"
+
+
+def _print_grid(plan: Plan) -> None:
+    from wavemare.pipeline.draw import grid
+
+    text = grid(plan, width=shutil.get_terminal_size().columns)
+    if not sys.stdout.isatty():
+        typer.echo(text)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    coloured = Text(text)
+    for code, style in {"F": "blue", "B": "yellow", "S": "bold"}.items():
+        coloured.highlight_regex(rf"\b\d*{code}\d\S*", style)
+    Console(highlight=False).print(coloured, soft_wrap=True)
+
+
+_FILES = ("plan.txt", "plan.csv", "trace.json", "plan.svg", "plan.png")
+
+
+def _write(plan: Plan, timeline: Timeline, folder: Path) -> None:
+    from wavemare.files import atomic_write_bytes
+    from wavemare.pipeline import draw
+
+    contents = (
+        str(plan).encode(),
+        draw.to_csv(plan).encode(),
+        draw.chrome_trace(timeline).encode(),
+        draw.svg(timeline).encode(),
+        draw.png(timeline),
+    )
+    try:
+        for name, content in zip(_FILES, contents, strict=True):
+            atomic_write_bytes(folder / name, content)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ConfigError("--output", str(folder), reason, "Name another folder") from None

@@ -1,0 +1,72 @@
+"""``wavemare report``: a run or a comparison of runs as one HTML file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from wavemare.errors import ConfigError
+
+__all__ = ["report", "write_page"]
+
+
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Run folders, that --output named.")
+    ],
+    output: Annotated[Path, typer.Option(help="The HTML file; replaced if it exists.")],
+) -> None:
+    """Write what is known of a run, or of several side by side, into one HTML file.
+
+    It holds all that it needs, so that it can be sent on and opened without a network.
+    For example: wavemare report runs/gpt-pretrain --output report.html
+    """
+    from wavemare.report import read_run, run_page
+
+    names = _names(runs)
+    facts = [read_run(run, name=name) for run, name in zip(runs, names, strict=True)]
+    write_page(run_page(facts), output)
+
+
+def write_page(page: str, file: Path, *, key: str = "--output") -> None:
+    """Write a page and say so.
+
+    Args:
+        page: Its HTML.
+        file: Replaced if it exists.
+        key: The option that names the file.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    from wavemare.files import atomic_write_text
+
+    try:
+        if file.is_dir():
+            raise IsADirectoryError(21, "this is a folder")
+        atomic_write_text(file, page)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ConfigError(key, str(file), reason, "Name another HTML file") from None
+    typer.echo(f"{file}: {len(page.encode()) / 1e6:.1f} MB", err=True)
+
+
+def _names(runs: Sequence[Path]) -> list[str]:
+    """Return the shortest endings of the paths by which they differ.
+
+    Raises:
+        ConfigError: A run stands twice.
+    """
+    paths = [run.resolve() for run in runs]
+    for run, path in zip(runs, paths, strict=True):
+        if paths.count(path) > 1:
+            raise ConfigError("RUN", str(run), "this run stands twice", "Name each run once")
+    longest = max(len(path.parts) for path in paths)
+    for length in range(1, longest + 1):
+        names = ["/".join(path.parts[-length:]) for path in paths]
+        if len(set(names)) == len(names):
+            break
+    return names

@@ -1,0 +1,152 @@
+"""What happens to a rank beside its metrics: memory, checkpoints, warnings; one file for each."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+from wavemare.errors import DataError
+from wavemare.observe.run import json_lines
+
+__all__ = ["FOLDER", "KINDS", "Events", "read_events"]
+
+FOLDER = "events"
+"""Of the run folder; it has a file ``rank_NNNNN.jsonl`` for each rank that had something to say."""
+KINDS = ("memory", "checkpoint", "warning")
+_LOGGERS = ("wavemare", "DeepSpeed")
+_MOST_HELD = 1000
+
+
+class Events:
+    """The events of one rank, one JSON object per line.
+
+    Nothing is written before `open`: until rank 0 has moved an older run aside, the folder is that
+    run's. What is noted before is held back, the latest thousand of it.
+
+    Args:
+        folder: The run's.
+        rank: Global rank of this process.
+        clock: Seconds since 1970.
+
+    Attributes:
+        step: The optimizer step in which a warning is said to come; whoever trains keeps it.
+        warnings: How many warnings there were.
+    """
+
+    def __init__(self, folder: Path, *, rank: int, clock: Callable[[], float] = time.time) -> None:
+        self._file = Path(folder) / FOLDER / f"rank_{rank:05d}.jsonl"
+        self._clock = clock
+        self._held: deque[str] | None = deque(maxlen=_MOST_HELD)
+        self._stream: TextIO | None = None
+        self._handler = _Handler(self._hear)
+        self._show: Callable[..., Any] | None = None
+        self.step = 0
+        self.warnings = 0
+
+    def note(self, kind: str, step: int, **values: object) -> None:
+        """Add an event.
+
+        Args:
+            kind: One of `KINDS`.
+            step: Optimizer steps done.
+            values: That belong to it, as JSON has them.
+        """
+        event = {"step": step, "time": self._clock(), "kind": kind, **values}
+        line = json.dumps(event) + "\n"
+        if self._held is not None:
+            self._held.append(line)
+        else:
+            self._write(line)
+
+    def open(self) -> None:
+        """Write what was held back, and from now on at once; a further call does nothing."""
+        if self._held is not None:
+            held, self._held = self._held, None
+            self._write("".join(held))
+
+    def _write(self, lines: str) -> None:
+        if not lines:
+            return
+        if self._stream is None:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self._stream = self._file.open("a", encoding="utf-8")
+        self._stream.write(lines)
+        self._stream.flush()
+
+    def listen(self) -> None:
+        """Note warnings from now on, which are shown as ever."""
+        for name in _LOGGERS:
+            logging.getLogger(name).addHandler(self._handler)
+        self._show = warnings.showwarning
+        warnings.showwarning = self._warned
+
+    def close(self) -> None:
+        """Listen no longer, and close the file."""
+        for name in _LOGGERS:
+            logging.getLogger(name).removeHandler(self._handler)
+        if warnings.showwarning == self._warned and self._show is not None:
+            warnings.showwarning = self._show
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    def _warned(
+        self, message: Any, category: type[Warning], filename: str, *rest: Any, **named: Any
+    ) -> None:
+        self._hear(str(message), category.__name__)
+        assert self._show is not None
+        self._show(message, category, filename, *rest, **named)
+
+    def _hear(self, text: str, source: str) -> None:
+        self.warnings += 1
+        self.note("warning", self.step, text=text, source=source)
+
+
+class _Handler(logging.Handler):
+    """Passes on what a logger warns of."""
+
+    def __init__(self, hear: Callable[[str, str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._hear = hear
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Pass on a record: its text, and its logger's name with the level."""
+        self._hear(record.getMessage(), f"{record.name} {record.levelname.lower()}")
+
+
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    """Read the events of all ranks of a run.
+
+    Args:
+        folder: The run's.
+
+    Returns:
+        The events in the order of their times, each with its ``rank``; none if there are no files.
+
+    Raises:
+        DataError: A line is no event; the message names it.
+    """
+    events = []
+    for file in sorted((folder / FOLDER).glob("rank_*.jsonl")):
+        digits = file.stem.removeprefix("rank_")
+        if not digits.isdecimal():
+            reason = "no rank has a file of this name"
+            raise DataError("events", str(file), reason, "Remove the file")
+        rank = int(digits)
+        events += [{**event, "rank": rank} for event in json_lines(file, _is_event, "events")]
+    return sorted(events, key=lambda event: event["time"])
+
+
+def _is_event(line: object) -> bool:
+    return (
+        isinstance(line, dict)
+        and isinstance(line.get("step"), int)
+        and isinstance(line.get("time"), int | float)
+        and line.get("kind") in KINDS
+    )

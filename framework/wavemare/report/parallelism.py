@@ -1,0 +1,190 @@
+"""The parts of a report on how ranks worked together: pipeline, collective, timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from wavemare.observe.live import numbered
+from wavemare.pipeline.staleness import max_staleness
+from wavemare.report.figures import Series, bars, lines
+from wavemare.report.gantt import gantt, gantt_height, rows_of_trace
+from wavemare.report.page import Page
+from wavemare.report.runs import RunFacts
+from wavemare.report.traces import Trace
+
+__all__ = ["add_collective", "add_pipeline", "add_timeline"]
+
+_MIB = 2**20
+_CALLS = "sparse_calls_"
+
+
+def add_pipeline(page: Page, runs: Sequence[RunFacts]) -> None:
+    """Add bubble, measured and predicted, and staleness by stage."""
+    page.section("Pipeline")
+    for run in runs:
+        if run.layout["stages"] == 1:
+            page.missing(run.name, "neither bubble nor staleness: the run has no pipeline")
+        else:
+            _add_bubble(page, run)
+            _add_staleness(page, run)
+
+
+def _add_bubble(page: Page, run: RunFacts) -> None:
+    page.heading(
+        f"Bubble: {run.name}",
+        "Share of the stages' time in which they did not compute: measured in every step; and the "
+        "part of it that the unevenness of the stages explains; metrics.jsonl.",
+    )
+    measured, predicted = run.series("bubble"), run.series("bubble_predicted")
+    if measured:
+        series = [
+            Series("measured", [(step, 100 * value) for step, value in measured], 0),
+            Series("explained by unevenness", [(s, 100 * v) for s, v in predicted], 1, "dash"),
+        ]
+        page.figure(lines(series, "bubble (% of time)", zero=True), label="bubble over the steps")
+    else:
+        page.missing("bubble in every step", "only the schedule pipemare measures it")
+    if run.trace is None:
+        page.missing("bubble against the plan's", "no steps were noted (--trace_steps)")
+        return
+    layout = run.layout
+    plan = run.trace.predicted_bubble(
+        str(layout["schedule"]), int(layout["stages"]), int(layout["gradient_accumulation_steps"])
+    )
+    page.table(
+        ("noted steps", "bubble"),
+        [
+            ("measured", _percent(run.trace.bubble)),
+            ("predicted by the plan, from the measured times of passes and steps", _percent(plan)),
+        ],
+    )
+
+
+def _add_staleness(page: Page, run: RunFacts) -> None:
+    stages = sorted({stage for line in run.metrics for stage in numbered(line, "staleness")})
+    if not stages:
+        page.missing(f"staleness of {run.name}", "only the schedule pipemare has and measures it")
+        return
+    page.heading(
+        f"Staleness: {run.name}",
+        "Optimizer steps between a micro-batch's forward and backward pass, mean of the step, by "
+        f"stage; metrics.jsonl. {_planned(run)}",
+    )
+    series = [Series(f"stage {s}", run.series(f"staleness_{s}"), s) for s in stages]
+    page.figure(lines(series, "staleness (steps)", zero=True), label="staleness by stage")
+
+
+def add_collective(page: Page, runs: Sequence[RunFacts]) -> None:
+    """Add density, bytes, choices and times of the sparse collective."""
+    page.section("Sparse collective")
+    for run in runs:
+        if run.series("sparse_payload_bytes"):
+            _add_density(page, run)
+            _add_traffic(page, run)
+        else:
+            page.missing(run.name, "no collective is recorded: the run did not use the sparse one")
+
+
+def _add_density(page: Page, run: RunFacts) -> None:
+    page.heading(
+        f"Density: {run.name}",
+        "Share of the gradients' blocks that are not zero, on rank 0's view: mean over ranks, and "
+        "of the union of all ranks; metrics.jsonl.",
+    )
+    density = [
+        Series("mean of the ranks", _scaled(run.series("sparse_density"), 100), 0),
+        Series("union", _scaled(run.series("sparse_union"), 100), 1, "dash"),
+    ]
+    if any(each.points for each in density):
+        page.figure(lines(density, "blocks that are not zero (%)", zero=True), label="density")
+    else:
+        page.missing("density", "no call has looked at the blocks: all went the dense way")
+
+
+def _add_traffic(page: Page, run: RunFacts) -> None:
+    page.heading(f"Bytes per step: {run.name}", "What rank 0 sent and received; metrics.jsonl.")
+    moved = [
+        Series("gradients", _scaled(run.series("sparse_payload_bytes"), 1 / _MIB), 2, "dot"),
+        Series("sent", _scaled(run.series("sparse_bytes_up"), 1 / _MIB), 0),
+        Series("received", _scaled(run.series("sparse_bytes_down"), 1 / _MIB), 1),
+    ]
+    page.figure(lines(moved, "MiB per step", zero=True), label="bytes per step")
+    page.heading(
+        f"The selector's choices: {run.name}", "Calls per step by executor; metrics.jsonl."
+    )
+    names = sorted({key for line in run.metrics for key in line if key.startswith(_CALLS)})
+    calls = {name.removeprefix(_CALLS): run.series(name) for name in names}
+    page.figure(bars(sorted(calls), calls, "calls per step"), label="choices of the selector")
+    page.heading(f"Time in the collective: {run.name}", "Per step, on rank 0; metrics.jsonl.")
+    seconds = [
+        Series("measured", _scaled(run.series("sparse_seconds"), 1000), 0),
+        Series("predicted", _scaled(run.series("sparse_predicted_seconds"), 1000), 1, "dash"),
+    ]
+    page.figure(lines(seconds, "ms per step", zero=True), label="time in the collective")
+
+
+def add_timeline(page: Page, runs: Sequence[RunFacts]) -> None:
+    """Add what ranks did in the noted steps, and their memory meanwhile."""
+    page.section("Measured timeline")
+    page.text(
+        "What each rank did in some steps, by the clock of its host; on an accelerator these are "
+        "the times at which work was given to it. Clocks of several hosts agree as well as they "
+        "are kept. Draw a frame to zoom into a part of the time; the last button shows all again. "
+        "From timeline/."
+    )
+    for run in runs:
+        if run.trace is None:
+            why = "no steps were noted (--trace_steps, or the run ended before)"
+            page.missing(f"timeline of {run.name}", why)
+        else:
+            _add_steps(page, run, run.trace)
+
+
+def _add_steps(page: Page, run: RunFacts, trace: Trace) -> None:
+    first = trace.ranks[0]
+    last = first.first_step + len(first.steps) - 1
+    page.heading(f"Steps {first.first_step} to {last}: {run.name}")
+    missing = int(run.environment.get("world_size", 0)) - len(trace.ranks)
+    if missing > 0:
+        page.missing("ranks", f"{missing} have left no timeline in this folder")
+    rows = rows_of_trace(trace)
+    page.figure(
+        gantt(rows), label="what each rank did, over time", height=gantt_height(rows), zooms=True
+    )
+    resident = all(rank.device == "cpu" for rank in trace.ranks)
+    page.heading(
+        f"Memory over these steps: {run.name}",
+        ("Resident memory of the process" if resident else "Allocated on the accelerator")
+        + " at the end of whatever it did; from timeline/."
+        + (" The axis does not begin at 0." if resident else ""),
+    )
+    series = [
+        Series(
+            f"rank {rank.rank}",
+            [
+                (round(1000 * s.end_s, 3), s.bytes / _MIB)
+                for s in sorted(rank.spans, key=lambda span: span.end_s)
+            ],
+            rank.rank,
+        )
+        for rank in trace.ranks
+    ]
+    figure = lines(series, "memory (MiB)", x="time (ms)", zero=not resident)
+    page.figure(figure, label="memory over time", height=280)
+
+
+def _planned(run: RunFacts) -> str:
+    """Return what the plan says of the staleness."""
+    layout = run.layout
+    stages, size = int(layout["stages"]), int(layout.get("gradient_accumulation_steps", 1))
+    slack = int(run.pipemare.get("slack", 0))
+    most = [str(max_staleness(stage, stages, size, slack)) for stage in range(stages)]
+    return f"By the plan a micro-batch's is at most {', '.join(most)} (stage 0 first)."
+
+
+def _scaled(points: Sequence[tuple[int, float]], factor: float) -> list[tuple[float, float]]:
+    return [(step, value * factor) for step, value in points]
+
+
+def _percent(share: float | None) -> str | None:
+    return None if share is None else f"{share:.1%}"

@@ -1,0 +1,222 @@
+"""What a run folder holds, read and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wavemare.engine.manifest import MANIFEST, complete_tags
+from wavemare.errors import ConfigError, DataError, did_you_mean
+from wavemare.json_text import parse_json
+from wavemare.observe.events import read_events
+from wavemare.observe.run import read_metrics
+from wavemare.report.traces import Trace, read_traces
+
+__all__ = ["Checkpoint", "RunFacts", "read_run"]
+
+_FILES = ("config.json", "metrics.jsonl", "summary.json")
+_MOST_TEXT = 20_000
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint of a run.
+
+    Args:
+        tag: Name of its folder.
+        saved: When, as its list of files says; empty if it does not.
+        bytes: Of all its files.
+        complete: Whether all files are there, by size.
+        latest: Whether it is the one to resume from.
+    """
+
+    tag: str
+    saved: str
+    bytes: int
+    complete: bool
+    latest: bool
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """All that is known of a run; what its folder does not have is empty.
+
+    Args:
+        name: Short, and unlike those of other runs in the same report.
+        folder: The run's.
+        config: Content of ``config.json``.
+        metrics: Lines of ``metrics.jsonl``.
+        summary: Content of ``summary.json``; None if the run has not ended.
+        events: See `read_events`.
+        trace: What the ranks did in some steps; None if it was not noted.
+        checkpoints: In the order of their tags.
+        reports: The watchdog's, text by file name.
+    """
+
+    name: str
+    folder: Path
+    config: Mapping[str, Any]
+    metrics: list[dict[str, Any]]
+    summary: Mapping[str, Any] | None
+    events: list[dict[str, Any]]
+    trace: Trace | None
+    checkpoints: list[Checkpoint]
+    reports: Mapping[str, str]
+
+    def series(self, name: str) -> list[tuple[int, float]]:
+        """Return (step, value) of a metric where it has one, the last of each step."""
+        found = {line["step"]: line[name] for line in self.metrics if line.get(name) is not None}
+        return sorted(found.items())
+
+    @property
+    def environment(self) -> Mapping[str, Any]:
+        """Versions, machine and command."""
+        return _section(self.config, "environment")
+
+    @property
+    def configuration(self) -> Mapping[str, Any]:
+        """Everything that decides the result."""
+        return _section(self.config, "configuration")
+
+    @property
+    def pipemare(self) -> Mapping[str, Any]:
+        """The section ``wavemare.pipeline.pipemare`` with its defaults."""
+        pipeline = _section(_section(self.configuration, "wavemare"), "pipeline")
+        return _section(pipeline, "pipemare")
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """Stages, schedule and batch as the summary has them, else as the configuration says."""
+        batch = dict(_section(self.configuration, "batch"))
+        pipeline = _section(_section(self.configuration, "wavemare"), "pipeline")
+        stages = pipeline.get("stages", 1)
+        known = {
+            "stages": stages,
+            "schedule": pipeline.get("schedule", "") if stages != 1 else "data parallel",
+            **batch,
+        }
+        return {**known, **_section(self.summary or {}, "layout")}
+
+
+def read_run(folder: Path, *, name: str | None = None) -> RunFacts:
+    """Read a run folder.
+
+    Args:
+        folder: That ``--output`` named when the run was started.
+        name: To call it by; its last part if omitted.
+
+    Raises:
+        ConfigError: It is no run folder.
+        DataError: A file in it is damaged.
+    """
+    _check_folder(folder)
+    metrics_file = folder / "metrics.jsonl"
+    config = _read_json(folder / "config.json") or {}
+    world_size = _section(config, "environment").get("world_size")
+    return RunFacts(
+        name=name or folder.resolve().name,
+        folder=folder,
+        config=config,
+        metrics=_checked(metrics_file) if metrics_file.is_file() else [],
+        summary=_read_json(folder / "summary.json"),
+        events=read_events(folder),
+        trace=read_traces(folder, world_size=world_size if type(world_size) is int else None),
+        checkpoints=_checkpoints(folder / "checkpoints"),
+        reports={
+            file.name: file.read_text(encoding="utf-8", errors="replace")[:_MOST_TEXT]
+            for file in sorted((folder / "watchdog").glob("rank_*.txt"))
+        },
+    )
+
+
+def _check_folder(folder: Path) -> None:
+    if _is_run(folder):
+        return
+    remedy = "Name the folder that the training had as --output"
+    if not folder.is_dir():
+        beside = _runs_in(folder.parent)
+        if beside:
+            remedy = did_you_mean(folder.name, [path.name for path in beside])
+        reason = "this is a file" if folder.exists() else "there is no such folder"
+        raise ConfigError("RUN", str(folder), reason, remedy)
+    below = _runs_in(folder)
+    if below:
+        remedy = f"Name a run in it: {', '.join(str(path) for path in below[:5])}"
+    reason = f"this is not a run folder: it has none of {', '.join(_FILES)}"
+    raise ConfigError("RUN", str(folder), reason, remedy)
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _FILES[:2])
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return [path for path in sorted(folder.iterdir()) if path.is_dir() and _is_run(path)]
+
+
+def _read_json(file: Path) -> dict[str, Any] | None:
+    """Read a JSON object.
+
+    Returns:
+        None if there is no such file.
+
+    Raises:
+        DataError: It is something else.
+    """
+    if not file.is_file():
+        return None
+    try:
+        content = parse_json(file.read_text(encoding="utf-8"))
+    except UnicodeDecodeError:
+        raise _damaged(file, "this is no text") from None
+    except OSError as error:
+        raise _damaged(file, error.strerror or type(error).__name__) from None
+    except ValueError as error:
+        raise _damaged(file, str(error)) from None
+    if not isinstance(content, dict):
+        raise _damaged(file, "it is not a JSON object")
+    return content
+
+
+def _damaged(file: Path, reason: str) -> DataError:
+    remedy = f"Remove {file.name}, and the report says that it is missing; or train again"
+    return DataError("RUN", str(file), reason, remedy)
+
+
+def _checked(file: Path) -> list[dict[str, Any]]:
+    """Read metrics, all of which are numbers or nothing."""
+    lines = read_metrics(file)
+    for line in lines:
+        for name, value in line.items():
+            if isinstance(value, bool) or not isinstance(value, int | float | None):
+                reason = f"in step {line['step']} this metric is not a number"
+                remedy = "Remove the line, or start a run in a new folder"
+                raise DataError(f"{file}: {name}", value, reason, remedy)
+    return lines
+
+
+def _checkpoints(folder: Path) -> list[Checkpoint]:
+    complete = set(complete_tags(folder)) if folder.is_dir() else set()
+    latest = folder / "latest"
+    newest = (
+        latest.read_text(encoding="utf-8", errors="replace").strip() if latest.is_file() else ""
+    )
+    found = []
+    for path in sorted(folder.glob(f"*/{MANIFEST}")):
+        if path.parent.name.startswith("."):
+            continue
+        content = _read_json(path) or {}
+        sizes = [file.stat().st_size for file in path.parent.rglob("*") if file.is_file()]
+        tag = path.parent.name
+        saved = str(content.get("saved", ""))
+        found.append(Checkpoint(tag, saved, sum(sizes), tag in complete, tag == newest))
+    return found
+
+
+def _section(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = content.get(key)
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,232 @@
+"""The parts of a report on runs, each from what the run folders hold."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from wavemare.observe.formats import format_bytes, format_duration
+from wavemare.report.differences import differences, flat
+from wavemare.report.figures import Series, lines
+from wavemare.report.overview import overview
+from wavemare.report.page import Page
+from wavemare.report.parallelism import add_collective, add_pipeline, add_timeline
+from wavemare.report.runs import RunFacts
+
+__all__ = ["run_page"]
+
+_MIB = 2**20
+_DASHES = ("solid", "dash", "dot", "dashdot")
+"""Of several runs, whose curves may coincide."""
+
+
+def run_page(runs: Sequence[RunFacts]) -> str:
+    """Return a page on a run, or on several side by side.
+
+    Args:
+        runs: With different names.
+    """
+    names = ", ".join(run.name for run in runs)
+    title = f"Run {names}" if len(runs) == 1 else f"{len(runs)} runs compared"
+    page = Page(title, "" if len(runs) == 1 else names)
+    page.section("Overview")
+    page.table(("", *(run.name for run in runs)), overview(runs))
+    for add in (
+        _add_learning,
+        _add_speed,
+        _add_memory,
+        add_pipeline,
+        add_collective,
+        add_timeline,
+        _add_checkpoints,
+        _add_warnings,
+        _add_environment,
+        _add_configuration,
+    ):
+        add(page, runs)
+    return page.html()
+
+
+def _curves(
+    page: Page,
+    runs: Sequence[RunFacts],
+    metrics: dict[str, tuple[str, str]],
+    y: str,
+    missing: str,
+    **options: Any,
+) -> None:
+    """Add a figure with metrics of all runs.
+
+    Args:
+        page: To add it to.
+        runs: Their colours are their places.
+        metrics: What to call each one, and its style.
+        y: What the axis shows, with its unit.
+        missing: Why there may be nothing.
+        options: Of `lines`.
+    """
+    several = len(runs) > 1
+    series = [
+        Series(
+            _label(run, name, several=several, alone=len(metrics) == 1),
+            run.series(metric),
+            group if several else place,
+            _DASHES[group % len(_DASHES)] if several and style == "solid" else style,
+        )
+        for group, run in enumerate(runs)
+        for place, (metric, (name, style)) in enumerate(metrics.items())
+    ]
+    first = next(iter(metrics))
+    for run in runs:
+        if not run.series(first):
+            page.missing(f"{run.name}", f"{metrics[first][0]} is not recorded: {missing}")
+    if any(each.points for each in series):
+        page.figure(lines(series, y, **options), label=y)
+
+
+def _add_learning(page: Page, runs: Sequence[RunFacts]) -> None:
+    page.section("Learning")
+    page.heading("Loss", "Mean of the steps since the last logged one; metrics.jsonl.")
+    results = runs[0].summary.get("results", {}) if runs[0].summary is not None else {}
+    levels = {
+        name: float(value)
+        for name, value in (results.items() if isinstance(results, dict) else ())
+        if name.endswith("cross-entropy") and isinstance(value, int | float)
+    }
+    _curves(
+        page,
+        runs,
+        {"loss": ("training", "solid"), "held_out_loss": ("held out", "markers")},
+        "loss (nats)",
+        "no step has been logged",
+        levels=levels if len(runs) == 1 else None,
+    )
+    page.heading("Learning rate", "That of the step; metrics.jsonl.")
+    rates = {"learning_rate": ("learning rate", "solid")}
+    _curves(page, runs, rates, "learning rate", "no step has been logged", zero=True)
+    page.heading("Gradient norm", "Before clipping, over all parameters; metrics.jsonl.")
+    norms = {"grad_norm": ("gradient norm", "solid")}
+    why = "the engine computes it only where gradients are clipped or ZeRO needs it"
+    _curves(page, runs, norms, "gradient norm", why, zero=True)
+
+
+def _add_speed(page: Page, runs: Sequence[RunFacts]) -> None:
+    page.section("Speed")
+    page.text("Tokens per second of all ranks, over the last 20 steps; metrics.jsonl.")
+    speed = {"tokens_per_second": ("tokens/s", "solid")}
+    _curves(page, runs, speed, "tokens per second", "no step has been logged", zero=True)
+
+
+def _add_memory(page: Page, runs: Sequence[RunFacts]) -> None:
+    page.section("Memory over the run")
+    page.text(
+        "On an accelerator the most that was allocated since the last logged step; without one the "
+        "process's resident memory at that step; events/."
+    )
+    several = len(runs) > 1
+    series: list[Series] = []
+    for run in runs:
+        ranks = sorted({event["rank"] for event in _events(run, "memory")})
+        if not ranks:
+            page.missing(run.name, "memory is not recorded: there are no such events")
+        for rank in ranks:
+            points = [
+                (event["step"], event["bytes"] / _MIB)
+                for event in _events(run, "memory")
+                if event["rank"] == rank
+            ]
+            name = f"{run.name}: rank {rank}" if several else f"rank {rank}"
+            series.append(Series(name, points, len(series)))
+    if series:
+        page.figure(lines(series, "memory (MiB)", zero=True), label="memory over the steps")
+
+
+def _add_checkpoints(page: Page, runs: Sequence[RunFacts]) -> None:
+    page.section("Checkpoints")
+    rows = []
+    for run in runs:
+        waited = {event["tag"]: event["seconds"] for event in _events(run, "checkpoint", rank=0)}
+        if not run.checkpoints:
+            page.missing(run.name, "the folder has no checkpoint")
+        for each in run.checkpoints:
+            state = "complete" if each.complete else "NOT complete"
+            seconds = waited.get(each.tag)
+            rows.append(
+                (
+                    run.name,
+                    each.tag + (" (latest)" if each.latest else ""),
+                    each.saved[:19].replace("T", " ") or None,
+                    format_bytes(each.bytes),
+                    state,
+                    None if seconds is None else format_duration(seconds),
+                )
+            )
+    if rows:
+        page.text("What checkpoints/ holds, and how long the training waited for each; events/.")
+        page.table(("run", "tag", "saved (UTC)", "size", "files", "training waited"), rows)
+
+
+def _add_warnings(page: Page, runs: Sequence[RunFacts]) -> None:
+    page.section("Warnings")
+    for run in runs:
+        found = _events(run, "warning")
+        if found:
+            page.text(f"{run.name}: {len(found)}, from events/.")
+            page.table(
+                ("step", "rank", "from", "text"),
+                [(e["step"], e["rank"], e.get("source"), e.get("text")) for e in found],
+            )
+        elif run.events:
+            page.text(f"{run.name}: none.")
+        else:
+            page.missing(run.name, "warnings are not recorded: there are no events")
+        for name, text in run.reports.items():
+            page.details(f"{run.name}: the watchdog's report {name}", text)
+
+
+def _add_environment(page: Page, runs: Sequence[RunFacts]) -> None:
+    page.section("Environment")
+    known = [flat({**run.environment, "command": _command(run)}) for run in runs]
+    for run in runs:
+        if not run.environment:
+            page.missing(run.name, "there is no config.json")
+    keys = dict.fromkeys(key for values in known for key in values)
+    if keys:
+        rows = [(key, *(values.get(key) for values in known)) for key in keys]
+        page.table(("", *(run.name for run in runs)), rows)
+
+
+def _add_configuration(page: Page, runs: Sequence[RunFacts]) -> None:
+    page.section("Configuration")
+    if len(runs) > 1:
+        rows = differences([run.configuration for run in runs])
+        page.heading(
+            "Differences", "Keys of config.json whose values are not the same in all runs."
+        )
+        if rows:
+            page.table(("key", *(run.name for run in runs)), rows)
+        else:
+            page.text("There are none.")
+    for run in runs:
+        if run.configuration:
+            text = json.dumps(run.configuration, indent=2)
+            page.details(f"{run.name}: the resolved configuration", text)
+        else:
+            page.missing(run.name, "there is no config.json")
+
+
+def _label(run: RunFacts, name: str, *, several: bool, alone: bool) -> str:
+    if not several:
+        return name
+    return run.name if alone else f"{run.name}: {name}"
+
+
+def _events(run: RunFacts, kind: str, *, rank: int | None = None) -> list[dict[str, Any]]:
+    return [e for e in run.events if e["kind"] == kind and rank in (None, e["rank"])]
+
+
+def _command(run: RunFacts) -> str | None:
+    words = run.environment.get("command")
+    return shlex.join(map(str, words)) if isinstance(words, list) else None

@@ -1,0 +1,209 @@
+"""What ranks noted of some steps, on one clock; what their plan would have made of the times."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from wavemare.engine.trace import FOLDER, FORMAT
+from wavemare.errors import DataError, PlanError
+from wavemare.json_text import parse_json
+from wavemare.pipeline.action import COLLECTIVES, COMPUTE, RECEIVES, SENDS, Action, Kind
+
+__all__ = ["RankTrace", "Span", "Trace", "category", "read_traces"]
+
+_KEYS = {"format", "rank", "stage", "first_step", "device", "steps", "spans"}
+_PAIR = "Pair "
+_MESSAGES = frozenset(SENDS) | frozenset(RECEIVES)
+
+
+class Span(NamedTuple):
+    """Something that a rank did.
+
+    Args:
+        text: An action in its text form, or words.
+        start_s: Seconds since the beginning of the trace.
+        end_s: The same.
+        bytes: In use at its end; 0 if that is not known.
+    """
+
+    text: str
+    start_s: float
+    end_s: float
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """One rank's part.
+
+    Args:
+        rank: Global rank.
+        stage: Of the pipeline; 0 without one.
+        first_step: The first step that was noted, from 1.
+        device: ``cpu`` where `Span.bytes` is resident memory, else the accelerator's name.
+        steps: Start and end of each step, at least one, in seconds as those of spans.
+        spans: In the order in which they began; one that lies within another stands after it.
+    """
+
+    rank: int
+    stage: int
+    first_step: int
+    device: str
+    steps: tuple[tuple[float, float], ...]
+    spans: tuple[Span, ...]
+
+    @property
+    def busy(self) -> float:
+        """Share of the time from its first step to the end of its last in which it computed."""
+        start, end = self.steps[0][0], self.steps[-1][1]
+        spans = (s for s in self.spans if category(s.text) in ("forward", "backward", "step"))
+        seconds = sum(max(0.0, min(s.end_s, end) - max(s.start_s, start)) for s in spans)
+        return seconds / (end - start) if end > start else 0.0
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Parts of ranks, at least one, in their order; their times begin with the earliest step."""
+
+    ranks: tuple[RankTrace, ...]
+
+    @property
+    def bubble(self) -> float:
+        """Mean share of the time in which ranks did not compute."""
+        return 1 - sum(rank.busy for rank in self.ranks) / len(self.ranks)
+
+    def seconds(self, kind: Kind) -> dict[int, float]:
+        """Return the median time of a kind of action by stage, over the ranks that have it."""
+        found: dict[int, list[float]] = defaultdict(list)
+        for rank in self.ranks:
+            for span in rank.spans:
+                action = _action(span.text)
+                if action is not None and action.kind is kind:
+                    found[action.stage].append(span.end_s - span.start_s)
+        return {stage: median(times) for stage, times in sorted(found.items())}
+
+    def predicted_bubble(self, schedule: str, num_stages: int, micro_batches: int) -> float | None:
+        """Return the bubble of the plan with the measured times of passes and optimizer steps.
+
+        Messages take no time in it. An asynchronous plan is taken in its steady state.
+
+        Args:
+            schedule: ``1f1b`` or ``pipemare``.
+            num_stages: Length of the pipeline.
+            micro_batches: Per optimizer step.
+
+        Returns:
+            0 to 1; None where passes of a stage were not noted, or for another schedule.
+        """
+        from wavemare.pipeline import schedules
+        from wavemare.pipeline.simulate import Costs, simulate
+        from wavemare.pipeline.utilisation import bubble, steady_utilisation
+
+        stages = range(num_stages)
+        times = [self.seconds(kind) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.STEP)]
+        if schedule not in ("1f1b", "pipemare") or any(set(each) != set(stages) for each in times):
+            return None
+        forward, backward, step = (tuple(each[stage] for stage in stages) for each in times)
+        costs = Costs(forward_s=forward, backward_s=backward, step_s=step)
+        if schedule == "1f1b":
+            return bubble(simulate(schedules.one_f_one_b(num_stages, micro_batches), costs))
+        steps = 4 + 2 * num_stages // micro_batches
+        busy = steady_utilisation(
+            simulate(schedules.pipemare(num_stages, micro_batches, steps), costs)
+        )
+        return None if busy is None else 1 - sum(busy) / len(busy)
+
+
+def category(text: str) -> str:
+    """Return what a span is: ``forward``, ``backward``, ``step``, ``message`` or ``other``.
+
+    Collectives between passes count as messages.
+    """
+    if text.startswith(_PAIR):
+        return "backward"
+    action = _action(text)
+    if action is None:
+        return "other"
+    if action.kind in COMPUTE or action.kind is Kind.STEP:
+        return action.kind.name.lower()
+    return "message" if action.kind in _MESSAGES | COLLECTIVES else "other"
+
+
+def read_traces(folder: Path, *, world_size: int | None = None) -> Trace | None:
+    """Read what the ranks of a run noted.
+
+    A run that was resumed with fewer ranks may have parts of before: those of other steps, or of
+    ranks that there are no more, are passed over.
+
+    Args:
+        folder: The run's.
+        world_size: Number of its ranks, if that is known.
+
+    Returns:
+        None if there is nothing.
+
+    Raises:
+        DataError: A file is damaged, or of another version.
+    """
+    parts = [_read(file) for file in sorted((folder / FOLDER).glob("rank_*.json"))]
+    parts = [p for p in parts if p.steps and (world_size is None or p.rank < world_size)]
+    if not parts:
+        return None
+    newest = max(parts, key=lambda part: part.steps[0][0])
+    parts = [part for part in parts if part.first_step == newest.first_step]
+    origin = min(part.steps[0][0] for part in parts)
+    return Trace(tuple(_shifted(rank, origin) for rank in sorted(parts, key=lambda r: r.rank)))
+
+
+def _shifted(rank: RankTrace, origin: float) -> RankTrace:
+    return RankTrace(
+        rank.rank,
+        rank.stage,
+        rank.first_step,
+        rank.device,
+        tuple((start - origin, end - origin) for start, end in rank.steps),
+        tuple(Span(s.text, s.start_s - origin, s.end_s - origin, s.bytes) for s in rank.spans),
+    )
+
+
+def _read(file: Path) -> RankTrace:
+    try:
+        content = parse_json(file.read_text(encoding="utf-8"))
+        return _parse(content)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        reason = str(error) if isinstance(error, ValueError) else "it is not what a rank noted"
+        remedy = "Remove the file, and the report says that it is missing; or train again"
+        raise DataError("timeline", str(file), reason, remedy) from None
+
+
+def _parse(content: Any) -> RankTrace:
+    if not isinstance(content, dict) or content.keys() != _KEYS:
+        raise ValueError("it is not what a rank noted")
+    if content["format"] != FORMAT:
+        raise ValueError(
+            f"it has the format {content['format']!r}, and this version knows {FORMAT}"
+        )
+    steps = tuple((_time(start), _time(end)) for start, end in content["steps"])
+    spans = tuple(
+        Span(str(text), _time(start), _time(end), int(used))
+        for text, start, end, used in content["spans"]
+    )
+    rank, stage, first_step = (int(content[key]) for key in ("rank", "stage", "first_step"))
+    return RankTrace(rank, stage, first_step, str(content["device"]), steps, spans)
+
+
+def _time(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(value)
+    return float(value)
+
+
+def _action(text: str) -> Action | None:
+    try:
+        return Action.parse(text)
+    except PlanError:
+        return None

@@ -1,0 +1,91 @@
+"""What a run notes beside its metrics: some steps as they ran, memory, checkpoints, warnings."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from wavemare.engine.trace import StepTrace
+from wavemare.observe.events import Events
+
+__all__ = ["Observing"]
+
+_SETTLING = 10
+"""Steps before the noted ones: the first ones take longer."""
+
+
+class Observing:
+    """Follows one rank's training for the report; nothing of it waits for other ranks.
+
+    Args:
+        events: Of this rank.
+        folder: The run's.
+        rank: Global rank of this process.
+        trace_steps: How many steps are noted action by action; 0 for none.
+        first_step: The first one that is trained, from 1.
+        last_step: The last one.
+        settled: The first one that runs as the later ones do (after a synchronous warm-up).
+    """
+
+    def __init__(
+        self,
+        events: Events,
+        folder: Path,
+        rank: int,
+        *,
+        trace_steps: int,
+        first_step: int,
+        last_step: int,
+        settled: int,
+    ) -> None:
+        self.events = events
+        self._folder = folder
+        self._rank = rank
+        count = min(trace_steps, last_step - first_step + 1)
+        begin = max(first_step + _SETTLING, settled + 1)
+        self._begin = min(begin, last_step - count + 1)
+        self._end = self._begin + count - 1
+        self._trace: StepTrace | None = None
+
+    @contextmanager
+    def step(self, step: int, engine: Any) -> Iterator[None]:
+        """Follow an optimizer step, which is trained inside."""
+        if step == self._begin and step <= self._end:
+            self._trace = StepTrace()
+            self._trace.begin()
+        self.events.step = step
+        yield
+        # Whoever has trained a step did so with rank 0, which had prepared the folder before.
+        self.events.open()
+        if step == self._end and self._trace is not None:
+            self._trace.end()
+            stage = int(getattr(engine, "stage_id", 0))
+            self._trace.save(self._folder, rank=self._rank, stage=stage, first_step=self._begin)
+            self._trace = None
+
+    def note_memory(self, step: int) -> int:
+        """Note the most memory since the last call (without an accelerator: at this moment).
+
+        Returns:
+            Bytes of this rank.
+        """
+        from deepspeed.accelerator import get_accelerator
+
+        accelerator = get_accelerator()
+        if accelerator.device_name() == "cpu":
+            used = int(accelerator.memory_allocated())  # its peaks are those of its own readings
+        else:
+            used = int(accelerator.max_memory_allocated())
+            accelerator.reset_peak_memory_stats()
+        self.events.note("memory", step, bytes=used)
+        return used
+
+    @contextmanager
+    def saving(self, step: int, tag: str) -> Iterator[None]:
+        """Note how long the training waits for a checkpoint, which is saved inside."""
+        start = time.perf_counter()
+        yield
+        self.events.note("checkpoint", step, tag=tag, seconds=time.perf_counter() - start)

@@ -1,0 +1,88 @@
+"""Events of a rank: held back until the folder is the run's, then on disk at once."""
+
+import json
+import logging
+import warnings
+from pathlib import Path
+
+import pytest
+
+from wavemare.errors import DataError
+from wavemare.observe.events import Events, read_events
+
+
+def lines(folder: Path, rank: int) -> list[dict[str, object]]:
+    file = folder / "events" / f"rank_{rank:05d}.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_nothing_is_written_before_the_folder_is_open(tmp_path: Path) -> None:
+    events = Events(tmp_path, rank=2, clock=lambda: 5.0)
+    events.note("memory", 1, bytes=10)
+    assert list(tmp_path.iterdir()) == []
+    events.open()
+    events.note("checkpoint", 2, tag="a", seconds=0.5)
+    events.open()
+    assert lines(tmp_path, 2) == [
+        {"step": 1, "time": 5.0, "kind": "memory", "bytes": 10},
+        {"step": 2, "time": 5.0, "kind": "checkpoint", "tag": "a", "seconds": 0.5},
+    ]
+
+
+def test_a_rank_with_nothing_to_say_leaves_no_file(tmp_path: Path) -> None:
+    events = Events(tmp_path, rank=0)
+    events.open()
+    events.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_warnings_are_noted_and_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    events = Events(tmp_path, rank=0, clock=lambda: 1.0)
+    shown: list[str] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, *rest, **named: shown.append(str(message))
+        ours = warnings.showwarning
+        events.listen()
+        events.step = 4
+        logging.getLogger("wavemare").warning("the %s is odd", "rate")
+        logging.getLogger("wavemare").info("nothing to warn of")
+        logging.getLogger("wavemare.engine").error("worse")
+        warnings.warn("old name", DeprecationWarning, stacklevel=1)
+        events.open()
+        events.close()
+        assert warnings.showwarning is ours
+        logging.getLogger("wavemare").warning("nobody listens")
+        warnings.warn("nobody listens", stacklevel=1)
+    assert shown == ["old name", "nobody listens"]
+    assert events.warnings == 3
+    found = [(e["step"], e["source"], e["text"]) for e in lines(tmp_path, 0)]
+    assert found == [
+        (4, "wavemare warning", "the rate is odd"),
+        (4, "wavemare.engine error", "worse"),
+        (4, "DeprecationWarning", "old name"),
+    ]
+
+
+def test_events_of_all_ranks_are_read_in_the_order_of_time(tmp_path: Path) -> None:
+    for rank, time in ((0, 3.0), (1, 2.0)):
+        events = Events(tmp_path, rank=rank, clock=lambda time=time: time)  # type: ignore[misc]
+        events.open()
+        events.note("memory", 7, bytes=rank)
+        events.close()
+    found = [(event["rank"], event["bytes"]) for event in read_events(tmp_path)]
+    assert found == [(1, 1), (0, 0)]
+    assert read_events(tmp_path / "elsewhere") == []
+
+
+@pytest.mark.parametrize(
+    "line", ["[]", '{"step": 1, "time": 2}', '{"step": 1, "time": 2, "kind": "party"}']
+)
+def test_a_line_that_is_no_event_is_named(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "events" / "rank_00000.jsonl"
+    file.parent.mkdir()
+    file.write_text(f"{line}\n")
+    with pytest.raises(DataError, match=r"rank_00000\.jsonl:1"):
+        read_events(tmp_path)

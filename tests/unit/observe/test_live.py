@@ -1,0 +1,34 @@
+"""What a run says of itself, from the engine's figures."""
+
+from wavemare.observe.live import live_facts, numbered
+
+
+def test_subjects_that_a_run_does_not_have_are_left_out() -> None:
+    assert live_facts({}) == {}
+    assert live_facts({}, memory_bytes=3 * 2**20, warnings=2) == {
+        "memory": "3.00 MiB on rank 0",
+        "warnings": "2",
+    }
+
+
+def test_pipeline() -> None:
+    metrics = {"bubble": 0.312, "bubble_predicted": 0.05, "staleness_1": 0.0, "staleness_0": 0.75}
+    assert live_facts(metrics) == {"pipeline": "idle 31% (5% predicted), staleness 0.75 0"}
+
+
+def test_collective() -> None:
+    metrics = {
+        "sparse_density": 0.042,
+        "sparse_bytes_up": 2**20,
+        "sparse_bytes_down": 2**21,
+        "sparse_calls_pushpull": 3,
+        "sparse_calls_dense": 1,
+    }
+    text = "density 4.20%, up 1.00 MiB, down 2.00 MiB, dense x1, pushpull x3"
+    assert live_facts(metrics) == {"collective": text}
+    assert len(f"  {'collective':<12}{text}") <= 80
+
+
+def test_numbers_are_in_the_order_of_the_stages() -> None:
+    metrics = {"staleness_10": 1.0, "staleness_9": 2.0, "staleness_mean": 3.0, "other_1": 4.0}
+    assert list(numbered(metrics, "staleness").items()) == [(9, 2.0), (10, 1.0)]

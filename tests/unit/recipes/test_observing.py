@@ -1,0 +1,64 @@
+"""Which steps are noted, and what a rank leaves of them."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from wavemare.engine.watchdog.progress import PROGRESS
+from wavemare.observe.events import Events, read_events
+from wavemare.recipes.observing import Observing
+from wavemare.report.traces import read_traces
+
+
+def train(folder: Path, *, first: int, last: int, trace_steps: int, settled: int = 0) -> None:
+    events = Events(folder, rank=0)
+    numbers = {"first_step": first, "last_step": last, "settled": settled}
+    observing = Observing(events, folder, 0, trace_steps=trace_steps, **numbers)
+    for step in range(first, last + 1):
+        with observing.step(step, SimpleNamespace(stage_id=1)), PROGRESS.doing("train_batch"):
+            pass
+    events.close()
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "trace_steps", "settled", "noted"),
+    [
+        (1, 100, 4, 0, (11, 4)),  # after the first ones, which take longer
+        (1, 100, 4, 40, (41, 4)),  # after a synchronous warm-up
+        (51, 100, 4, 40, (61, 4)),  # resumed
+        (1, 12, 4, 0, (9, 4)),  # a short run: the last ones
+        (1, 2, 4, 0, (1, 2)),  # shorter than the trace
+        (1, 30, 1, 30, (30, 1)),
+    ],
+)
+def test_the_noted_steps(
+    tmp_path: Path, first: int, last: int, trace_steps: int, settled: int, noted: tuple[int, int]
+) -> None:
+    train(tmp_path, first=first, last=last, trace_steps=trace_steps, settled=settled)
+    trace = read_traces(tmp_path)
+    assert trace is not None
+    (rank,) = trace.ranks
+    assert (rank.first_step, len(rank.steps)) == noted
+    assert rank.stage == 1
+    assert PROGRESS.follower is None
+
+
+def test_no_step_is_noted_if_none_is_asked_for(tmp_path: Path) -> None:
+    train(tmp_path, first=1, last=30, trace_steps=0)
+    assert not (tmp_path / "timeline").exists()
+
+
+def test_memory_and_checkpoints_are_events(tmp_path: Path) -> None:
+    events = Events(tmp_path, rank=0)
+    observing = Observing(events, tmp_path, 0, trace_steps=0, first_step=1, last_step=1, settled=0)
+    with observing.step(1, None):
+        pass
+    used = observing.note_memory(1)
+    with observing.saving(1, "step-000001"):
+        pass
+    events.close()
+    memory, checkpoint = read_events(tmp_path)
+    assert memory["bytes"] == used > 2**20
+    assert (checkpoint["tag"], checkpoint["step"]) == ("step-000001", 1)
+    assert checkpoint["seconds"] >= 0

@@ -1,0 +1,156 @@
+"""Pages in a headless Chromium: they work without a network, at the width of a phone and a desk."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from wavemare.pipeline.check import check
+from wavemare.pipeline.schedules import pipemare
+from wavemare.pipeline.simulate import Costs, simulate
+from wavemare.report import plan_page, read_run, run_page
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+WIDTHS = (390, 1440)
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the PATH")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
+        )
+        yield browser
+        browser.close()
+
+
+class Opened:
+    """A page and all that its browser complained of or asked for."""
+
+    def __init__(self, browser: Any, file: Path, width: int) -> None:
+        self.page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme="light")
+        self.page.set_default_timeout(200_000)  # on a machine that does other things as well
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.goto(file.as_uri())
+
+    def count(self, selector: str) -> int:
+        return int(self.page.locator(selector).count())
+
+    def check_contrast(self) -> None:
+        text, page, ticks = self.page.evaluate(
+            "[getComputedStyle(document.body).color,"
+            " getComputedStyle(document.body).backgroundColor,"
+            " getComputedStyle(document.querySelector('.xtick text')).fill]"
+        )
+        assert contrast(text, page) > 7
+        assert contrast(ticks, page) > 4.5
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory, sample: SimpleNamespace) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    runs = [
+        sample.write(folder / "one", [{**sample.metrics[0], **sample.sparse}, *sample.metrics[1:]]),
+        sample.write(folder / f"two-{'with-a-name-without-an-end-' * 4}"),
+    ]
+    file = folder / "report.html"
+    file.write_text(run_page([read_run(run) for run in runs]))
+    return file
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    plan = pipemare(4, 8, 4)
+    timeline = simulate(plan, Costs(forward_s=0.001, backward_s=0.002))
+    file = tmp_path_factory.mktemp("plan") / "plan.html"
+    file.write_text(plan_page(plan, check(plan), timeline, ["a fact"]))
+    return file
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_report_is_drawn_without_complaint_or_network(
+    browser: Any, report: Path, width: int
+) -> None:
+    opened = Opened(browser, report, width)
+    places = opened.count(".figure")
+    assert places >= 12
+    # Every figure has its axes and marks with data: lines, points or bars.
+    drawn = opened.page.evaluate(
+        "[...document.querySelectorAll('.figure')].map(f => [f.querySelectorAll('.xtick').length,"
+        " f.querySelectorAll('.scatterlayer .trace path, .barlayer .point path').length])"
+    )
+    assert len(drawn) == places
+    assert all(ticks and marks for ticks, marks in drawn), drawn
+    scroll, client = opened.page.evaluate(
+        "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+    )
+    assert scroll <= client == width
+    opened.check_contrast()
+    light = opened.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    opened.page.emulate_media(color_scheme="dark")
+    opened.page.wait_for_function(
+        "light => getComputedStyle(document.body).backgroundColor !== light", arg=light
+    )
+    opened.check_contrast()
+    assert opened.page.evaluate("window.broken") is None
+    assert opened.complaints == []
+    assert opened.requests == [report.as_uri()]
+    opened.page.close()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_timeline_of_a_plan_is_zoomed_by_drawing_a_frame(
+    browser: Any, plan: Path, width: int
+) -> None:
+    opened = Opened(browser, plan, width)
+    assert opened.count(".barlayer .point") == sum(len(r) for r in drawn_actions())
+    place = opened.page.locator(".figure")
+    span = "e => e.layout.xaxis.range[1] - e.layout.xaxis.range[0]"
+    whole = place.evaluate(span)
+    box = opened.page.locator(".figure .nsewdrag").bounding_box()
+    middle = box["y"] + box["height"] / 2
+    opened.page.mouse.move(box["x"] + box["width"] * 0.25, middle)
+    opened.page.mouse.down()
+    opened.page.mouse.move(box["x"] + box["width"] * 0.75, middle, steps=4)
+    opened.page.mouse.up()
+    shown = f"whole => Math.abs(({span})(document.querySelector('.figure')) / whole - 1) < 0.1"
+    opened.page.wait_for_function(shown, arg=whole / 2)
+    opened.page.locator(".modebar-btn[data-title='Reset axes']").click()
+    opened.page.wait_for_function(shown, arg=whole)
+    assert opened.page.evaluate("document.documentElement.scrollWidth") == width
+    assert opened.complaints == []
+    assert opened.requests == [plan.as_uri()]
+    opened.page.close()
+
+
+def drawn_actions() -> list[list[str]]:
+    """The actions that take time."""
+    timeline = simulate(pipemare(4, 8, 4), Costs(forward_s=0.001, backward_s=0.002))
+    return [[str(e.action) for e in events if e.end_s > e.start_s] for events in timeline.ranks]
+
+
+def contrast(one: str, other: str) -> float:
+    """Ratio of two colours' luminances (WCAG 2.1)."""
+
+    def luminance(colour: str) -> float:
+        parts = colour.partition("(")[2].rstrip(")").split(",")[:3]
+        linear = [
+            c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
+            for c in (float(part) / 255 for part in parts)
+        ]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)

@@ -1,0 +1,186 @@
+"""The numbers in a page are those of the files, and what is not known is said to be missing."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from wavemare.cli import app
+from wavemare.errors import ConfigError
+from wavemare.pipeline.check import check
+from wavemare.pipeline.schedules import pipemare
+from wavemare.pipeline.simulate import Costs, simulate
+from wavemare.report import plan_page, read_run, run_page
+from wavemare.report.differences import differences
+
+Figures = Callable[[str], dict[str, Any]]
+
+
+def points(figure: dict[str, Any], name: str) -> list[tuple[float, float]]:
+    (trace,) = [each for each in figure["data"] if each["name"] == name]
+    return list(zip(trace["x"], trace["y"], strict=True))
+
+
+def test_curves_are_the_lines_of_the_metrics(run_folder: Path, figures_of: Figures) -> None:
+    figures = figures_of(run_page([read_run(run_folder)]))
+    assert points(figures["Loss"], "training") == [(2, 5.5), (4, 4.25)]
+    assert points(figures["Loss"], "held out") == [(4, 4.125)]
+    assert points(figures["Loss"], "unigram cross-entropy (5)") == [(2, 5.0), (4, 5.0)]
+    assert figures["Loss"]["layout"]["yaxis"]["title"]["text"] == "loss (nats)"
+    assert points(figures["Learning rate"], "learning rate") == [(2, 0.001), (4, 0.002)]
+    assert points(figures["Gradient norm"], "gradient norm") == [(2, 2.0), (4, 1.5)]
+    assert points(figures["Speed"], "tokens/s") == [(2, 900.0), (4, 1100.0)]
+    assert points(figures["Memory over the run"], "rank 0") == [(2, 64.0)]
+    assert points(figures["Bubble: one"], "measured") == [(2, 40.0), (4, 20.0)]
+    assert points(figures["Staleness: one"], "stage 0") == [(2, 0.75), (4, 0.75)]
+
+
+def test_the_timeline_has_each_span(run_folder: Path, figures_of: Figures) -> None:
+    figure = figures_of(run_page([read_run(run_folder)]))["Steps 3 to 3: one"]
+    bars = {
+        text: (base, x)
+        for trace in figure["data"]
+        if trace["type"] == "bar"
+        for text, base, x in zip(trace["customdata"], trace["base"], trace["x"], strict=True)
+    }
+    assert len(bars) == 9 + 5
+    assert bars["1B0"] == pytest.approx((3000, 2500))
+    assert bars["the data loader"] == pytest.approx((1500, 500))
+    names = {trace["name"] for trace in figure["data"]}
+    assert {"forward", "backward", "optimizer step", "other", "step begins"} <= names
+
+
+def test_the_collective_is_shown_by_step(
+    tmp_path: Path, figures_of: Figures, sample: SimpleNamespace
+) -> None:
+    folder = sample.write(tmp_path / "run", [{**sample.metrics[0], **sample.sparse}])
+    figures = figures_of(run_page([read_run(folder)]))
+    assert points(figures["Density: run"], "mean of the ranks") == [(2, 4.0)]
+    assert points(figures["Density: run"], "union") == [(2, pytest.approx(7.0))]
+    traffic = figures["Bytes per step: run"]
+    assert [points(traffic, n) for n in ("gradients", "sent", "received")] == [
+        [(2, 4.0)],
+        [(2, 1.0)],
+        [(2, 2.0)],
+    ]
+    choices = figures["The selector's choices: run"]
+    assert points(choices, "dense") == [(2, 1)]
+    assert points(choices, "pushpull") == [(2, 3)]
+    assert points(figures["Time in the collective: run"], "predicted") == [(2, 10.0)]
+
+
+def test_tables_have_checkpoints_warnings_and_what_was_predicted(run_folder: Path) -> None:
+    html = run_page([read_run(run_folder)])
+    for cell in ("step-4 (latest)", "2026-01-02 03:04:09", "complete", "2.5s", "22.5%"):
+        assert f"<td>{cell}</td>" in html, cell
+    assert "<td>&lt;b&gt;mind&lt;/b&gt;</td>" in html
+    assert "<td>python -m &#x27;a b&#x27;</td>" in html
+    assert "at most 1, 0 (stage 0 first)" in html
+
+
+def test_text_of_a_run_cannot_become_markup(run_folder: Path) -> None:
+    html = run_page([read_run(run_folder, name="</script><img>")])
+    body = html.partition("<body>")[2].partition("<script>")[0]
+    data = html.partition('id="figures">')[2].partition("</script>")[0]
+    assert "<img>" not in html
+    assert "window.broken" not in body.replace("&lt;script&gt;window.broken", "")
+    assert json.loads(data)
+
+
+def test_missing_facts_are_said_to_be_missing(tmp_path: Path, figures_of: Figures) -> None:
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    html = run_page([read_run(folder)])
+    assert figures_of(html).keys() == {"Loss"}
+    for text in (
+        "learning rate is not recorded",
+        "gradient norm is not recorded",
+        "memory is not recorded",
+        "the run has no pipeline",
+        "the run did not use the sparse one",
+        "no steps were noted",
+        "the folder has no checkpoint",
+        "warnings are not recorded",
+        "there is no config.json",
+        "not (no summary.json)",
+    ):
+        assert text in html, text
+
+
+def test_runs_are_compared(
+    run_folder: Path, tmp_path: Path, figures_of: Figures, sample: SimpleNamespace
+) -> None:
+    other = sample.write(tmp_path / "two", [{"step": 2, "loss": 6.0}])
+    config = json.loads((other / "config.json").read_text())
+    config["configuration"]["arguments"]["max_steps"] = 9
+    config["configuration"]["deepspeed"]["zero_optimization"] = {"stage": None}
+    (other / "config.json").write_text(json.dumps(config))
+    html = run_page([read_run(run_folder), read_run(other)])
+    loss = figures_of(html)["Loss"]
+    assert points(loss, "one: training") == [(2, 5.5), (4, 4.25)]
+    assert points(loss, "two: training") == [(2, 6.0)]
+    assert "<tr><td>arguments.max_steps</td><td>4</td><td>9</td></tr>" in html
+    row = '<td>deepspeed.zero_optimization.stage</td><td><span class="none">not known</span></td>'
+    assert f"{row}<td>null</td>" in html
+    assert "<td>arguments.prompt</td>" not in html
+
+
+def test_differences() -> None:
+    configurations = [{"a": {"b": 1, "c": [1]}, "d": None}, {"a": {"b": 1, "c": [2]}, "d": None}]
+    assert differences(configurations) == [("a.c", [1], [2])]
+    assert differences([{"a": {}}, {"a": {"b": 1}}]) == [("a", {}, None), ("a.b", None, 1)]
+
+
+def test_the_command_writes_a_page_that_stands_alone(run_folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "new" / "report.html"
+    result = CliRunner().invoke(app, ["report", str(run_folder), "--output", str(file)])
+    assert result.exit_code == 0, result.output
+    html = file.read_text()
+    assert html.startswith("<!DOCTYPE html>")
+    head = html.partition("<script>")[0]
+    assert "src=" not in head
+    assert "http" not in head.replace("http-equiv", "")
+    assert len(html.encode()) < 6e6
+    assert f"{file}: {len(html.encode()) / 1e6:.1f} MB" in result.output
+
+
+def test_a_plan_is_drawn_as_it_is_simulated(figures_of: Figures) -> None:
+    plan = pipemare(2, 2, 2)
+    timeline = simulate(plan, Costs(forward_s=0.001, backward_s=0.002))
+    html = plan_page(plan, check(plan), timeline, ["bubble: 10 %"])
+    figure = figures_of(html)["Timeline"]
+    (forward,) = [trace for trace in figure["data"] if trace["name"] == "forward"]
+    expected = [
+        (f"rank {rank}", event.start_s * 1000, str(event.action))
+        for rank, events in enumerate(timeline.ranks)
+        for event in events
+        if event.action.kind.name == "FORWARD"
+    ]
+    found = list(zip(forward["y"], forward["base"], forward["customdata"], strict=True))
+    assert [each[::2] for each in found] == [each[::2] for each in expected]
+    assert [each[1] for each in found] == pytest.approx([each[1] for each in expected])
+    assert set(forward["x"]) == {1.0}
+    assert "bubble: 10 %" in html
+    assert str(plan).splitlines()[0] in html
+
+
+def test_plan_show_writes_the_same_page(tmp_path: Path) -> None:
+    file = tmp_path / "plan.html"
+    words = ["plan", "show", "--stages", "2", "--steps", "1", "--html", str(file)]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    html = file.read_text()
+    assert "<title>Plan: pipemare</title>" in html
+    assert "bubble: " in html
+
+
+def test_a_plan_that_no_browser_can_draw_is_refused(tmp_path: Path) -> None:
+    words = ["plan", "show", "--stages", "8", "--steps", "500", "--html", str(tmp_path / "x.html")]
+    with pytest.raises(ConfigError, match="at most 50000"):
+        CliRunner().invoke(app, [*words, "--text"], catch_exceptions=False)
+    assert not (tmp_path / "x.html").exists()

@@ -1,0 +1,132 @@
+"""What is read of a run folder, and what is said of one that cannot be read."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from wavemare.cli import app
+from wavemare.errors import ConfigError, DataError, WavemareError
+from wavemare.report.runs import Checkpoint, read_run
+
+
+def error_of(*words: object) -> WavemareError:
+    with pytest.raises(WavemareError) as caught:
+        CliRunner().invoke(app, ["report", *map(str, words)], catch_exceptions=False)
+    return caught.value
+
+
+def test_facts_are_those_of_the_files(run_folder: Path) -> None:
+    run = read_run(run_folder)
+    assert run.name == "one"
+    assert run.series("loss") == [(2, 5.5), (4, 4.25)]
+    assert run.series("held_out_loss") == [(4, 4.125)]
+    assert run.series("sparse_density") == []
+    assert run.layout == {
+        "stages": 2,
+        "schedule": "pipemare",
+        "train_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+    }
+    saved = "2026-01-02T03:04:09.123+00:00"
+    size = 5 + (run_folder / "checkpoints/step-4/wavemare.json").stat().st_size
+    assert run.checkpoints == [Checkpoint("step-4", saved, size, complete=True, latest=True)]
+    assert [event["kind"] for event in run.events] == ["memory", "warning", "checkpoint"]
+    assert run.trace is not None
+
+
+def test_a_checkpoint_that_lost_a_file_is_not_complete(run_folder: Path) -> None:
+    (run_folder / "checkpoints/step-4/weights.pt").write_bytes(b"1234")
+    (checkpoint,) = read_run(run_folder).checkpoints
+    assert not checkpoint.complete
+
+
+def test_a_run_that_goes_on_is_read(run_folder: Path) -> None:
+    (run_folder / "summary.json").unlink()
+    with (run_folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')  # being written
+    run = read_run(run_folder)
+    assert run.summary is None
+    assert run.series("loss")[-1] == (4, 4.25)
+
+
+def test_a_wrong_name_is_answered_with_the_nearest_run(run_folder: Path) -> None:
+    error = error_of(run_folder.parent / "oen", "--output", "x.html")
+    assert isinstance(error, ConfigError)
+    assert error.reason == "there is no such folder"
+    assert error.remedy == "Did you mean 'one'?"
+
+
+def test_the_folder_above_runs_is_answered_with_the_runs_in_it(run_folder: Path) -> None:
+    error = error_of(run_folder.parent, "--output", "x.html")
+    assert "it has none of config.json, metrics.jsonl, summary.json" in error.reason
+    assert error.remedy == f"Name a run in it: {run_folder}"
+
+
+def test_a_file_is_no_run(run_folder: Path) -> None:
+    error = error_of(run_folder / "config.json", "--output", "x.html")
+    assert error.reason == "this is a file"
+
+
+def test_a_folder_of_something_else_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    error = error_of(tmp_path, "--output", "x.html")
+    assert error.remedy == "Name the folder that the training had as --output"
+
+
+def test_a_run_that_stands_twice_is_refused(run_folder: Path) -> None:
+    error = error_of(run_folder, f"{run_folder}/../one", "--output", "x.html")
+    assert error.reason == "this run stands twice"
+
+
+DAMAGES = [
+    ("config.json", b'{"configuration": ', "not JSON at line 1"),
+    ("config.json", b"[1, 2]", "it is not a JSON object"),
+    ("config.json", b'{"a": 1, "a": 2}', "the key 'a' stands twice"),
+    ("summary.json", b"\xff\xfe", "this is no text"),
+    ("metrics.jsonl", b"nonsense\n", "this line of metrics is not a JSON object with a step"),
+    ("metrics.jsonl", b'{"step": 1, "loss": "low"}\n', "in step 1 this metric is not a number"),
+    ("metrics.jsonl", b"\xff\n", "these metrics cannot be read (no text)"),
+    ("events/rank_00000.jsonl", b'{"step": 1}\n', "this line of events is not"),
+    ("events/rank_one.jsonl", b"", "no rank has a file of this name"),
+    ("timeline/rank_00001.json", b"{}", "it is not what a rank noted"),
+    ("timeline/rank_00001.json", b"{", "not JSON at line 1"),
+    ("checkpoints/step-4/wavemare.json", b"?", "not JSON at line 1"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "reason"), DAMAGES)
+def test_a_damaged_file_is_named(run_folder: Path, name: str, content: bytes, reason: str) -> None:
+    (run_folder / name).write_bytes(content)
+    error = error_of(run_folder, "--output", "x.html")
+    assert isinstance(error, DataError)
+    assert reason in error.reason
+    assert Path(name).name in f"{error.key} {error.value}"
+    assert error.remedy
+
+
+SPOILT = [
+    {"format": 2},
+    {"steps": [[1.0]]},
+    {"steps": [["now", "then"]]},
+    {"spans": [["0F0", 1.0, 2.0]]},
+    {"rank": "zero"},
+    {"more": 1},
+]
+
+
+@pytest.mark.parametrize("change", SPOILT, ids=str)
+def test_a_spoilt_timeline_is_named(run_folder: Path, change: dict[str, object]) -> None:
+    file = run_folder / "timeline" / "rank_00000.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(DataError) as caught:
+        read_run(run_folder)
+    assert str(file) in str(caught.value)
+
+
+def test_an_output_that_cannot_be_written_is_refused(run_folder: Path) -> None:
+    error = error_of(run_folder, "--output", run_folder)
+    assert (error.key, error.reason) == ("--output", "this is a folder")
+    error = error_of(run_folder, "--output", run_folder / "config.json" / "x.html")
+    assert isinstance(error, ConfigError)

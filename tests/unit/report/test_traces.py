@@ -1,0 +1,72 @@
+"""Bubbles of noted steps, against numbers worked out by hand."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from wavemare.pipeline.action import Kind
+from wavemare.report.traces import category, read_traces
+
+
+def test_the_measured_bubble_is_that_of_the_spans(run_folder: Path) -> None:
+    trace = read_traces(run_folder)
+    assert trace is not None
+    # The step of rank 0 ends at 10: half of its optimizer step does not count.
+    assert [rank.busy for rank in trace.ranks] == pytest.approx([(1 + 1 + 1.5 + 1.5 + 0.5) / 10, 1])
+    assert trace.bubble == pytest.approx((0.45 + 0) / 2)
+    assert trace.ranks[0].spans[0].start_s == 0
+    assert trace.ranks[1].steps[0] == pytest.approx((2, 10))
+
+
+def test_times_are_medians_by_stage(run_folder: Path) -> None:
+    trace = read_traces(run_folder)
+    assert trace is not None
+    assert trace.seconds(Kind.BACKWARD) == pytest.approx({0: 1.5, 1: 2.5})
+    assert trace.seconds(Kind.LOAD) == {}
+
+
+def test_the_predicted_bubble_of_1f1b_is_the_plan_with_the_measured_times(
+    run_folder: Path,
+) -> None:
+    trace = read_traces(run_folder)
+    assert trace is not None
+    # By hand, with F = 1, 1; B = 1.5, 2.5; S = 1, 1: stage 1 goes F0 1-2, B0 2-4.5, F1 4.5-5.5,
+    # B1 5.5-8, S 8-9; stage 0 gets its last gradient at 8, and ends at 8 + 1.5 + 1 = 10.5.
+    busy = (2 * 1 + 2 * 1.5 + 1) + (2 * 1 + 2 * 2.5 + 1)
+    assert trace.predicted_bubble("1f1b", 2, 2) == pytest.approx(1 - busy / (2 * 10.5))
+
+
+def test_the_predicted_bubble_of_pipemare_is_what_unevenness_leaves(run_folder: Path) -> None:
+    trace = read_traces(run_folder)
+    assert trace is not None
+    # A step takes stage 1 8 s, which never waits, and stage 0 6 s.
+    assert trace.predicted_bubble("pipemare", 2, 2) == pytest.approx((1 - 6 / 8) / 2, abs=0.05)
+    assert trace.predicted_bubble("dualpipev", 2, 2) is None
+    assert trace.predicted_bubble("1f1b", 3, 2) is None
+
+
+def test_categories() -> None:
+    texts = ["2F5@1", "0B3/1", "0S3", "1SA2", "1RG2", "0L1", "evaluation", "Pair 0B3 0F5"]
+    found = ["forward", "backward", "step", "message", "message", "other", "other", "backward"]
+    assert [category(text) for text in texts] == found
+
+
+def test_parts_of_before_a_resume_with_fewer_ranks_are_passed_over(run_folder: Path) -> None:
+    one = run_folder / "timeline" / "rank_00001.json"
+    content = json.loads(one.read_text())
+    one.write_text(json.dumps({**content, "first_step": 2, "steps": [[1.0, 2.0]]}))
+    trace = read_traces(run_folder)
+    assert trace is not None
+    assert [rank.rank for rank in trace.ranks] == [0]
+    one.write_text(json.dumps(content))
+    trace = read_traces(run_folder, world_size=1)
+    assert trace is not None
+    assert [rank.rank for rank in trace.ranks] == [0]
+
+
+def test_without_a_whole_step_there_is_no_trace(run_folder: Path) -> None:
+    for file in (run_folder / "timeline").glob("*.json"):
+        file.write_text(json.dumps({**json.loads(file.read_text()), "steps": []}))
+    assert read_traces(run_folder) is None
+    assert read_traces(run_folder.parent) is None
