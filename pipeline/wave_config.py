@@ -37,4 +37,4 @@ class WaveletConfig(Section):
     """Whether each segment goes through ``torch.compile``."""
 
     warmup_steps: int = Field(default=0, ge=0)
-    """With ``async``, so many first optimizer steps are synchronous."""
+    """With ``async`` and ``replica``, so many first optimizer steps are synchronous."""

@@ -42,9 +42,12 @@ class Section(BaseModel):
     """A frozen part of the configuration that refuses unknown keys.
 
     A model lives beside the class that it configures; ``wavemare.engine.config`` assembles them.
+    The docstring below a field is its description.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
+    )
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], path: str = "wavemare") -> Self:
