@@ -13,6 +13,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from wavemare.engine.config import check_batch_sizes, check_config
+from wavemare.parallel.planner.cluster_file import parse_cluster
 from wavemare.pipeline.staleness import max_staleness, mean_delay
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,6 +98,12 @@ def test_the_site_is_built_without_a_warning(tmp_path):
             r"<(?:script|link|img)[^>]*(?:src|href)=\"(https?:[^\"]*)", page.read_text()
         )
         assert loaded == [], page
+
+
+def test_the_cluster_of_the_planner_page_is_read():
+    (block,) = blocks(ROOT / "docs" / "planner.md", "json")
+    cluster = parse_cluster(json.loads(block))
+    assert [device.type for device in cluster.devices] == ["new"] * 4 + ["T4"] * 4
 
 
 def anchor(heading):
