@@ -190,6 +190,8 @@ def run(case: dict[str, str], names: dict[str, Any]) -> dict[str, Any]:
     prelude = {made.__name__: made for made in PRELUDES}[case["prelude"]]
     names = {**names, **prelude(), "__name__": "documentation"}
     exec(compile(case["text"], case["name"], "exec"), names)
+    if isinstance(names.get("comm"), SparseComm):
+        names["comm"].close()
     return names
 
 
@@ -201,7 +203,4 @@ if __name__ == "__main__":
     for case in cases:
         print(f"running {case['name']}", flush=True)
         left[case["page"]] = run(case, left.get(case["page"], {}))
-    for names in left.values():
-        if isinstance(names.get("comm"), SparseComm):
-            names["comm"].close()
     leave([case["name"] for case in cases])
