@@ -7,6 +7,7 @@ are taken from top to bottom.
 import json
 import os
 import re
+import socket
 import sys
 import tomllib
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from wavemare.data import train_tokenizer
 ROOT = Path(__file__).resolve().parents[2]
 RULES = tomllib.loads(Path(__file__).with_name("documentation.toml").read_text())
 FENCE = re.compile(
-    r"^```([\w{}]+)?(?: title=\"(.*)\")?([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL
+    r"^```([\w{}]+)?(?: title=\"([^\"\n]*)\")?([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL
 )
 GPT = {"model_type": "gpt2", "n_layer": 8, "n_embd": 16, "n_head": 2, "n_positions": 64}
 BERT = {
@@ -64,8 +65,11 @@ BLOCKS = list(read_blocks())
 TUTORIALS = sorted({block.page for block in BLOCKS if block.title})
 REST = [block for block in BLOCKS if block.page not in TUTORIALS]
 # The tables of results name the command of each row.
-RESULTS = [page.read_text() for page in sorted((ROOT / "docs" / "results").glob("*.md"))]
-INLINE = re.findall(r"(?<!`)`(wavemare (?:train|bench|simulate) [^`]+)`", "\n".join(RESULTS))
+MEASURED = [ROOT / "docs" / "performance.md", *sorted((ROOT / "docs" / "results").glob("*.md"))]
+INLINE = re.findall(
+    r"(?<!`)`(wavemare (?:train|bench|simulate) [^`]+)`",
+    "\n".join(page.read_text() for page in MEASURED),
+)
 COMMANDS = sorted(
     {" ".join(line.split()) for line in INLINE}
     | {line for block in REST if block.language == "bash" for line in block.commands()}
@@ -157,6 +161,10 @@ def shell(command, monkeypatch):
     }
 
     def run(lines):
+        with socket.socket() as listener:  # other tests may hold the launchers' default port
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        lines = re.sub(r"^(deepspeed|torchrun) ", rf"\1 --master_port {port} ", lines, flags=re.M)
         words = ("/bin/bash", "-euo", "pipefail", "-c", lines)
         ended = command(*words, timeout=800, environment=environment).check()
         assert "Traceback" not in ended.output
