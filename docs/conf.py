@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The site of the documentation: ``make docs`` builds it into build/docs; warnings are errors."""
 
 project = "wavemare"

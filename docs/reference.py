@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write the tables of keys in configuration.md from the models of the configuration.
 
 ``make reference`` replaces what stands below each comment ``<!-- keys of NAME -->``, up to the next

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every command and program of README and docs is run; `documentation.toml` says how, or why not.
 
 Pages whose blocks have titles are tutorials: blocks are files, changes of files and commands, and

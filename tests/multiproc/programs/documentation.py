@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs and configurations of the documentation, with the names that they take for granted.
 
 Gets a JSON file of cases: each has a `text`, its `prelude` and, on failure, the `name` to tell.
