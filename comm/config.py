@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The keys of ``wavemare.sparse_collective``; this file imports no torch."""
 
 from __future__ import annotations

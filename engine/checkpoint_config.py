@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configuration of saving and loading: the ``"wavemare": {"checkpoint": ...}`` section."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configuration of the guards against wrong numbers: the section ``"wavemare": {"guard": ...}``."""
 
 from __future__ import annotations

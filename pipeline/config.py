@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configuration of the pipeline: the ``"wavemare": {"pipeline": ...}`` section."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configuration of waves: the ``"wavemare": {"wavelet": ...}`` section."""
 
 from __future__ import annotations

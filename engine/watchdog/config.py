@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The section ``watchdog``: when silence counts as failure."""
 
 from __future__ import annotations

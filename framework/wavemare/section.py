@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Base of the pydantic models that make up the ``"wavemare"`` section of the JSON configuration."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The documentation holds: its configurations pass, its keys and tests exist, its links lead on."""
 
 import json
