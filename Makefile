@@ -1,7 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
 # make train   sets everything up and runs the main job
 # make test    sets everything up and passes the tests
 # make test-all, test-openmpi, test-hosts, test-gpu   the long ones, those of another MPI, of several
 #              hosts, of a GPU
+# make docs    builds the site of the documentation into build/docs; make reference writes the tables
+#              of keys in docs/configuration.md
 # A GPU user names a torch build:  make train TORCH="torch --index-url URL-OF-THE-CUDA-BUILD"
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
@@ -16,7 +19,7 @@ ARGS   ?=
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup train test test-all test-mpi test-openmpi test-hosts test-gpu lint clean
+.PHONY: setup train test test-all test-mpi test-openmpi test-hosts test-gpu docs reference lint clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -60,6 +63,12 @@ test-hosts: $(READY)
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -s tests/gpu $(ARGS)
+
+docs: $(READY)
+	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
+
+reference: $(READY)
+	$(BIN)/python docs/reference.py
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

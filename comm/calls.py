@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives one after the other: agreed on by all ranks, run in the background, measured."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checksums of messages: a wrong bit is found before it is used."""
 
 from __future__ import annotations

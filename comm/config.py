@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The keys of ``wavemare.sparse_collective``; this file imports no torch."""
 
 from __future__ import annotations
@@ -69,26 +70,34 @@ class CompressorConfig(Section):
 
 
 class SparseCollectiveConfig(Section):
-    """How gradients are summed over the data ranks.
-
-    Attributes:
-        mode: ``off``: by DeepSpeed. ``auto``: whatever is predicted to be the fastest, bucket by
-            bucket. Or one executor by its name.
-        block: Elements per block.
-        transport: ``mpi``, ``torch`` or what the launch offers.
-        deterministic: Whether sums are made in the order of the ranks, so that they are the same
-            bit for bit whichever executor makes them.
-        hierarchical: Whether ranks of one node first sum densely among themselves.
-        staging: How an accelerator's tensors travel: ``direct``, ``pinned`` or ``auto``.
-        compressor: What each rank leaves out, and adds to its next gradient instead.
-        bucket_bytes: Largest bucket; embeddings have buckets of their own.
-    """
+    """How gradients are summed over the data ranks."""
 
     mode: Literal["off"] | Mode = "off"
+    """Who sums gradients: DeepSpeed (``off``); whatever is predicted to be the fastest for a
+    bucket (``auto``); or one way by its name, of which ``dense`` and ``packed`` need
+    ``deterministic`` to be false."""
+
     block: Annotated[int, Field(ge=1)] = 256
+    """Elements per block."""
+
     transport: Literal["auto", "mpi", "torch"] = "auto"
+    """``mpi``, ``torch`` (gloo, NCCL) or what the launch offers."""
+
     deterministic: bool = True
+    """Whether sums are made in the order of the ranks, so that they are the same bit for bit
+    whichever executor makes them."""
+
     hierarchical: bool = False
+    """Whether ranks of one node first sum densely among themselves; not with the reduce-scatters
+    of ZeRO 1 and 2."""
+
     staging: Literal["auto", "direct", "pinned"] = "auto"
+    """How an accelerator's blocks reach MPI and gloo: through the host (``pinned``), ``direct`` or
+    ``auto``."""
+
     compressor: CompressorConfig | None = None
+    """What each rank leaves out, and adds to its next gradient instead; without it nothing."""
+
     bucket_bytes: Annotated[int, Field(ge=1)] = 64 << 20
+    """Largest bucket; a larger parameter is a bucket by itself, and embeddings are never in one
+    bucket with other layers."""

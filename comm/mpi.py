@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What MPI is on this machine, found out without initializing MPI here.
 
 MPI may be initialized once per process, some launchers notice it, and a broken installation

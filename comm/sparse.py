@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sparse collective: gradients travel as their non-zero blocks."""
 
 from __future__ import annotations

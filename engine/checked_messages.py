@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's messages between pipeline stages, each followed by its checksum."""
 
 from __future__ import annotations

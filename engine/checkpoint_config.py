@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configuration of saving and loading: the ``"wavemare": {"checkpoint": ...}`` section."""
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ class CheckpointConfig(Section):
     """How checkpoints are written, kept and verified."""
 
     keep: int | None = Field(default=None, ge=1)
-    """How many complete checkpoints of a folder stay when another one is complete; None for all.
+    """How many complete checkpoints of a folder stay when another one is complete; else all.
     The one that ``latest`` names always stays."""
 
     background: bool = False

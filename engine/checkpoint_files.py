@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The files of a checkpoint: how a rank writes its own, with checksums, and reads them safely.
 
 DeepSpeed hands every file to the ``checkpoint_engine`` of its engine. Ours keeps the checksum of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How ranks complete a checkpoint together: all files, the list of them, the name, ``latest``.
 
 Each rank writes its own files; when all have reported, the rank that owns the folder lists them,

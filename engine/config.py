@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The JSON configuration: DeepSpeed's, with one more section, checked before anything is built."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a stage exchanges with its neighbours, in the order of its plan."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Size and checksum of a checkpoint's file; without torch, so that lists of files are read soon."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """No optimizer step with numbers that are not finite, and word of where they came from.
 
 In a sound step one pass over the reduced gradients is all that this costs: a loss that is not

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configuration of the guards against wrong numbers: the section ``"wavemare": {"guard": ...}``."""
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _ZERO_WEIGHTS = 3
 
 
 class GuardConfig(Section):
-    """What is watched, and what follows."""
+    """Numbers that are not finite, messages and replicas that differ: what follows from them."""
 
     nonfinite: Literal["off", "stop", "skip"] = "stop"
     """What a loss, a gradient or an activation that is not finite does to an optimizer step. With

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replicas of the same weights, compared bit for bit every so many optimizer steps.
 
 A digest is the sum of a parameter's bit patterns, as 64-bit words, modulo 2**64: one pass over the

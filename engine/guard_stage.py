@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a pipeline stage's own activations and gradients tell of a number that is not finite.
 
 A stage looks at each micro-batch as it leaves: at its outputs or its loss after the forward pass,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which module made a number that is not finite: a second pass with every module watched."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The place of this process in a job, from the variables of whichever launcher started it.
 
 DeepSpeed and torch read ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and

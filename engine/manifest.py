@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The list of a checkpoint's files: damage is found by it before anything is loaded."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages between neighbouring stages: one flat buffer each, received ahead, sent in the back.
 
 A message is a header of numbers followed by tensors. What one stage has to tell another (the loss,

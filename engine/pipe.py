@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pipeline engines: DeepSpeed's, fed with Hugging Face batches."""
 
 from __future__ import annotations

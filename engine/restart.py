@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a process knows of the attempts before it: a launcher has started it again."""
 
 from __future__ import annotations

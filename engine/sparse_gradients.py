@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients that all ranks need, reduced by the sparse collective: ZeRO 0, and bf16 pipelines."""
 
 from __future__ import annotations

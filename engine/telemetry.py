@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every stage reports of itself, on its way to the first stage with the gradients."""
 
 from __future__ import annotations

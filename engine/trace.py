@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a rank did in some optimizer steps, and its memory meanwhile, kept for a report.
 
 Whatever tells the watchdog where it stands (`wavemare.engine.watchdog.progress`) is noted, so that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configuration of the pipeline: the ``"wavemare": {"pipeline": ...}`` section."""
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class PipeMareConfig(Section):
 
     optimizer_policy: Literal["keep", "auto"] = "keep"
     """``auto`` replaces Adam and AdamW, where gradients are stale, by the optimizer that bears it
-    (see `engine.optimizer_policy`), and says what it chose and why."""
+    (SOAP), and says what it chose and why."""
 
     error_feedback: bool = False
     """Whether a stale step is made good at the next one: each update is extended by the mean

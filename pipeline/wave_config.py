@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configuration of waves: the ``"wavemare": {"wavelet": ...}`` section."""
 
 from __future__ import annotations
@@ -37,4 +38,4 @@ class WaveletConfig(Section):
     """Whether each segment goes through ``torch.compile``."""
 
     warmup_steps: int = Field(default=0, ge=0)
-    """With ``async``, so many first optimizer steps are synchronous."""
+    """With ``async`` and ``replica``, so many first optimizer steps are synchronous."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all recipes share: start-up checks, the training loop, results.
 
 A recipe says what is learnt from what; a `Job` runs it, on any engine that the JSON asks for.

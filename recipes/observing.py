@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run notes beside its metrics: some steps as they ran, memory, checkpoints, warnings."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a recipe goes on after a restart, also with another number of data-parallel ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a recipe's model as a pipeline of any length in one process: ``wavemare simulate``.
 
 Weight versions, delays and corrections are exactly those of the real pipeline, so that one machine

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A network whose messages are each followed by their checksum."""
 
 from __future__ import annotations

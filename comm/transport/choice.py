@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which transport a launch offers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where this process stands in its training, for a watchdog that asks when it no longer moves."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Errors that a user can act on: each names the key, its value, the reason and the remedy.
 
 This module imports nothing, so that every area may use it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Base of the pydantic models that make up the ``"wavemare"`` section of the JSON configuration."""
 
 from __future__ import annotations
@@ -42,9 +43,12 @@ class Section(BaseModel):
     """A frozen part of the configuration that refuses unknown keys.
 
     A model lives beside the class that it configures; ``wavemare.engine.config`` assembles them.
+    The docstring below a field is its description.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
+    )
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], path: str = "wavemare") -> Self:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each recipe, under both engines by configuration alone, from text to a model that is used."""
 
 import json

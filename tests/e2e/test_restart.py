@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks die; the job goes on from its last checkpoint by itself, as if nothing had happened."""
 
 import json

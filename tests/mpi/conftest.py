@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starting a program by the ``mpirun`` of the interpreter's MPI, or over torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks and supervisors die under ``mpirun``; the others agree, and start again what is left."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers that go wrong in pipelines: who skips, who stops, what is said, and bits that flip."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checksums of the sparse collective's messages: they change no sum, and find each wrong bit."""
 
 import json

@@ -1,23 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
 """The documentation holds: its configurations pass, its keys and tests exist, its links lead on."""
 
 import json
 import re
+import runpy
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
-from wavemare.comm.config import CompressorConfig, SparseCollectiveConfig
-from wavemare.engine.checkpoint_config import CheckpointConfig
-from wavemare.engine.config import TensorParallelConfig, check_batch_sizes, check_config
-from wavemare.engine.parallel_config import ParallelConfig
-from wavemare.engine.watchdog.config import WatchdogConfig
-from wavemare.pipeline.config import PipelineConfig
+from wavemare.engine.config import check_batch_sizes, check_config
+from wavemare.parallel.planner.cluster_file import parse_cluster
 from wavemare.pipeline.staleness import max_staleness, mean_delay
-from wavemare.pipeline.wave_config import WaveletConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+REFERENCE = SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "reference.py")))
 PIPEMARE = (ROOT / "docs" / "pipemare.md").read_text()
 
 
@@ -54,39 +56,55 @@ def test_python_is_python(page, block):
     compile(block, str(page), "exec")
 
 
-def defaults(section, prefix=""):
-    """Return the default of each key below a section, by its dotted name."""
-    found = {}
-    for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
-        if isinstance(value, BaseModel):
-            found |= defaults(value, f"{prefix}{name}.")
-        else:
-            found[prefix + name] = field.default
-    return found
+def test_the_tables_of_keys_are_those_of_the_models():
+    text = REFERENCE.PAGE.read_text()
+    assert REFERENCE.page(text) == text, "run `make reference`"
+    marked = re.findall(r"^<!-- keys of (\w+) -->$", text, re.MULTILINE)
+    assert sorted(marked) == sorted(["wavemare", *REFERENCE.SECTIONS])
 
 
-@pytest.mark.parametrize(
-    ("name", "section"),
-    [
-        ("pipeline", PipelineConfig()),
-        ("wavelet", WaveletConfig()),
-        ("tensor_parallel", TensorParallelConfig()),
-        ("parallel", ParallelConfig()),
-        ("sparse_collective", SparseCollectiveConfig(compressor=CompressorConfig())),
-        ("watchdog", WatchdogConfig()),
-        ("checkpoint", CheckpointConfig()),
-    ],
-)
-def test_every_key_is_documented_with_its_default(name, section):
-    text = (ROOT / "docs" / "configuration.md").read_text()
-    table = text.partition(f"| key in `wavemare.{name}` |")[2].partition("\n\n")[0]
-    documented = {row[0].strip("`"): row[1].strip("`") for row in rows(table)}
-    expected = defaults(section)
-    assert documented.keys() == expected.keys()
-    for key, default in expected.items():
-        if default is not None:  # else it is told in words
-            assert json.loads(documented[key]) == default, key
+def test_a_table_of_keys_by_hand():
+    class Inner(BaseModel):
+        """Inner."""
+
+        size: int = Field(ge=1, lt=9, description="How\n    ``many``.")
+
+    class Outer(BaseModel):
+        """Outer."""
+
+        mode: Literal["a", "b"] = Field("a", description="M.")
+        inner: int | Inner | None = Field(None, description="I.")
+        given: Inner = Inner(size=2)
+        names: dict[str, list[str]] | list[int] = Field({}, description="N.")
+
+    assert list(REFERENCE.keys(Outer.model_json_schema())) == [
+        ("`mode`", '`"a"`, `"b"`', '`"a"`', "M."),
+        ("`inner`", "integer or object", "none", "I."),
+        ("`inner.size`", "integer from 1 below 9", "to be given", "How `many`."),
+        ("`given.size`", "integer from 1 below 9", "to be given", "How `many`."),
+        ("`names`", "object of lists of strings by name or list of integers", "`{}`", "N."),
+    ]
+
+
+def test_the_site_is_built_without_a_warning(tmp_path):
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
+    built = subprocess.run(
+        [*command, ROOT / "docs", tmp_path], capture_output=True, text=True, check=False
+    )
+    assert (built.returncode, built.stderr) == (0, "")
+    pages = [page.with_suffix(".html") for page in PAGES if "docs" in page.parts]
+    assert all((tmp_path / page.relative_to(ROOT / "docs")).is_file() for page in pages)
+    for page in tmp_path.rglob("*.html"):  # it is read without a network
+        loaded = re.findall(
+            r"<(?:script|link|img)[^>]*(?:src|href)=\"(https?:[^\"]*)", page.read_text()
+        )
+        assert loaded == [], page
+
+
+def test_the_cluster_of_the_planner_page_is_read():
+    (block,) = blocks(ROOT / "docs" / "planner.md", "json")
+    cluster = parse_cluster(json.loads(block))
+    assert [device.type for device in cluster.devices] == ["new"] * 4 + ["T4"] * 4
 
 
 def anchor(heading):

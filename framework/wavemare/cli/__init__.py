@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ``wavemare`` command: one file per sub-command, which imports what it needs as it runs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Building, running and ending the ``deepspeed`` launcher's command."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``wavemare plan``: schedules, checked, predicted and drawn without running them; layouts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``wavemare plan show`` does: makes or reads a plan, checks it, predicts it, draws it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``wavemare report``: a run or a comparison of runs as one HTML file."""
 
 from __future__ import annotations

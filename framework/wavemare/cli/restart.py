@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starting a job again after its ranks have died, on the hosts that are left."""
 
 from __future__ import annotations

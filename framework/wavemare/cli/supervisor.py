@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process of ``mpirun`` that starts one rank, watches it, and agrees with others what follows.
 
 An MPI process cannot leave its job and join it again, but it can outlive what it has started. So

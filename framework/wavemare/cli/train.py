@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``wavemare train``: a recipe as ranks, on this host or those of a hostfile."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank as the child of a process that outlives it, and that it does not outlive."""
 
 from __future__ import annotations

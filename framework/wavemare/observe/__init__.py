@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run leaves behind and what it shows while it runs."""
 
 from wavemare.observe.events import Events, read_events

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What happens to a rank beside its metrics: memory, checkpoints, warnings; one file for each."""
 
 from __future__ import annotations

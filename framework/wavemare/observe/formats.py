@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers, sizes and durations as a person reads them."""
 
 from __future__ import annotations

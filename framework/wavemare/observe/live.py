@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run shows of itself below its progress line, in words."""
 
 from __future__ import annotations

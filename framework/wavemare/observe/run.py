@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run folder: what was asked, what was measured, a picture of it and a summary."""
 
 from __future__ import annotations

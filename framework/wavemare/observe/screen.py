@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run shows: a panel at the start, one progress line, a table at the end."""
 
 from __future__ import annotations

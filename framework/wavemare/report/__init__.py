@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run, a comparison of runs or a plan as one HTML file that needs nothing else."""
 
 from wavemare.report.gantt import plan_page

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What distinguishes configurations."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Curves and bars over the steps of runs."""
 
 from __future__ import annotations

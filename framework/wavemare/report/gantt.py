@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Timelines, measured or simulated, as figures that can be zoomed; pages of plans."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table at the top of a report: what a run was and how it ended."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A page of HTML with tables and figures, complete in one file.
 
 Figures are those of plotly, whose script is put into the page once. Colours follow the reader's

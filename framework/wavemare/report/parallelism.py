@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parts of a report on how ranks worked together: pipeline, collective, timeline."""
 
 from __future__ import annotations

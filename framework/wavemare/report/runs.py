@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run folder holds, read and checked."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parts of a report on runs, each from what the run folders hold."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks noted of some steps, on one clock; what their plan would have made of the times."""
 
 from __future__ import annotations

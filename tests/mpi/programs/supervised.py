@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that train nothing, under supervisors; one of them may come to a bad end.
 
 Usage: supervised.py FOLDER RESTARTS FAULT [VICTIM]. The supervisors start this again as ranks,

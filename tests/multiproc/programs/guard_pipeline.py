@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Wrong numbers in pipelines: one module of one stage spoils one micro-batch, or a bit flips.
 
 Arguments: folder, and a JSON object of [property, settings] by name.

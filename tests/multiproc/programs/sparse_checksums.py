@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sparse collectives whose messages carry checksums, and of which one changes on its way.
 
 Arguments: folder, and a JSON object of [mode, number of the message that changes, or null] by name.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``wavemare plan show``: what it prints and writes, what it refuses, and that it is light."""
 
 import io

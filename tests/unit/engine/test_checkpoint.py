@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Damage to a checkpoint is found before anything is loaded."""
 
 import json

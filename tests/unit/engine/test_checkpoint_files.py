@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What torch.save writes, with a checksum, from a copy, and read without running code."""
 
 import io

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The guards' section: its defaults, and keys that would have no effect."""
 
 import pytest

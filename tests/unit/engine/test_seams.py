@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # long: one contract, so that a new DeepSpeed is held against one file
 """The contract with DeepSpeed: each private seam that the engines use, by name.
 

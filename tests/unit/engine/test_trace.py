@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a rank notes of its steps, with a clock that goes by only when told."""
 
 import json

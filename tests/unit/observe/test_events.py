@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Events of a rank: held back until the folder is the run's, then on disk at once."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run says of itself, from the engine's figures."""
 
 from wavemare.observe.live import live_facts, numbered

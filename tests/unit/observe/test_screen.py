@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What rank 0 draws, on a terminal and in a pipe."""
 
 import io

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which steps are noted, and what a rank leaves of them."""
 
 from pathlib import Path

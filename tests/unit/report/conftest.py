@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run folders made by hand: their numbers are those that a report must show."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pages in a headless Chromium: they work without a network, at the width of a phone and a desk."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The numbers in a page are those of the files, and what is not known is said to be missing."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is read of a run folder, and what is said of one that cannot be read."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bubbles of noted steps, against numbers worked out by hand."""
 
 import json

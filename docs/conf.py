@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The site of the documentation: ``make docs`` builds it into build/docs; warnings are errors."""
+
+project = "wavemare"
+html_title = "wavemare"
+html_theme = "furo"
+html_copy_source = False
+html_show_copyright = False
+html_show_sphinx = False
+extensions = ["myst_parser"]
+exclude_patterns = ["cluster"]
+# Headings have the anchors that code hosts give them, so that links lead on there and here.
+myst_heading_anchors = 4
+nitpicky = True

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write the tables of keys in configuration.md from the models of the configuration.
+
+``make reference`` replaces what stands below each comment ``<!-- keys of NAME -->``, up to the next
+empty line; all else on the page is written by hand. NAME is a section, or ``wavemare`` for the list
+of sections. A test compares the page with what this file would write.
+"""
+
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from wavemare.engine.config import WavemareConfig
+
+PAGE = Path(__file__).with_name("configuration.md")
+SECTIONS = {name: field.annotation for name, field in WavemareConfig.model_fields.items()}
+_MARKED = re.compile(r"^(<!-- keys of (\w+) -->\n)(?:\S.*\n)*", re.MULTILINE)
+_BOUNDS = {
+    "minimum": "from {:g}",
+    "exclusiveMinimum": "above {:g}",
+    "maximum": "up to {:g}",
+    "exclusiveMaximum": "below {:g}",
+}
+
+
+def page(text: str) -> str:
+    """Return the page with the tables that the models say."""
+    return _MARKED.sub(lambda found: f"{found[1]}{table(found[2])}", text)
+
+
+def table(name: str) -> str:
+    """Return the table of a section's keys, or that of all sections."""
+    if name == "wavemare":
+        head = ["section of `wavemare`", "what it says"]
+        rows = [[f"`{key}`", _first_line(model)] for key, model in SECTIONS.items()]
+    else:
+        head = [f"key in `wavemare.{name}`", "values", "default", "meaning"]
+        rows = [list(row) for row in keys(SECTIONS[name].model_json_schema())]
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def keys(schema: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+    """Yield key, values, default and meaning of each key of a model's JSON schema, inner dotted."""
+
+    def walk(model: dict[str, Any], prefix: str) -> Iterator[tuple[str, str, str, str]]:
+        for key, field in model["properties"].items():
+            inner = [_resolve(one, schema) for one in (field, *field.get("anyOf", ()))]
+            models = [one for one in inner if "properties" in one]
+            if not models or field.get("anyOf"):  # a model that is always there has no value itself
+                default = json.dumps(field["default"]) if "default" in field else None
+                told = {"null": "none", None: "to be given"}.get(default, f"`{default}`")
+                meaning = _told(field["description"], f"{prefix}{key}")
+                yield f"`{prefix}{key}`", _values(field, schema), told, meaning
+            for one in models:
+                yield from walk(one, f"{prefix}{key}.")
+
+    yield from walk(schema, "")
+
+
+def _resolve(field: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    name = field.get("$ref", "").rpartition("/")[2]
+    return schema["$defs"][name] if name else field
+
+
+def _values(field: dict[str, Any], schema: dict[str, Any]) -> str:
+    """Say in words what a key takes; null, which stands for an absent key, is left out."""
+    if "anyOf" in field:
+        kinds = (_values(one, schema) for one in field["anyOf"] if one.get("type") != "null")
+        return " or ".join(dict.fromkeys(kinds))
+    if "enum" in field or "const" in field:
+        choices = field.get("enum", [field.get("const")])
+        return ", ".join(f"`{json.dumps(choice)}`" for choice in choices)
+    kind = _resolve(field, schema)["type"]
+    if kind == "array":
+        few = "non-empty " if field.get("minItems") else ""
+        kind = f"{few}list of {_plural(_values(field['items'], schema))}"
+    elif kind == "object" and isinstance(inner := field.get("additionalProperties"), dict):
+        kind = f"object of {_plural(_values(inner, schema))} by name"
+    bounds = [text.format(field[bound]) for bound, text in _BOUNDS.items() if bound in field]
+    return " ".join([kind, *bounds])
+
+
+def _plural(kind: str) -> str:
+    first, _, rest = kind.partition(" ")
+    return " ".join([f"{first}s", rest]).rstrip()
+
+
+def _told(description: str, key: str) -> str:
+    """Return a docstring as one line of Markdown."""
+    text = " ".join(description.split()).replace("``", "`")
+    if "|" in text:
+        raise ValueError(f"{key}: a bar in its description would end the cell")
+    return text
+
+
+def _first_line(model: type[BaseModel]) -> str:
+    return _told(inspect.cleandoc(model.__doc__ or "").partition("\n\n")[0], model.__name__)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))

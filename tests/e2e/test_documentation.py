@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every command and program of README and docs is run; `documentation.toml` says how, or why not.
+
+Pages whose blocks have titles are tutorials: blocks are files, changes of files and commands, and
+are taken from top to bottom.
+"""
+
+import json
+import os
+import re
+import socket
+import sys
+import tomllib
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from wavemare.data import train_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+RULES = tomllib.loads(Path(__file__).with_name("documentation.toml").read_text())
+FENCE = re.compile(
+    r"^```([\w{}]+)?(?: title=\"([^\"\n]*)\")?([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL
+)
+GPT = {"model_type": "gpt2", "n_layer": 8, "n_embd": 16, "n_head": 2, "n_positions": 64}
+BERT = {
+    "model_type": "bert",
+    "num_hidden_layers": 8,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 64,
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: str
+    language: str
+    title: str | None
+    text: str
+
+    def commands(self):
+        lines = self.text.replace("\\\n", " ").splitlines()
+        found = (re.sub(r"\s+#\s.*$", "", line).strip() for line in lines)
+        return [re.sub(r" {2,}", " ", line) for line in found if line]
+
+    @property
+    def name(self):
+        return f"{self.page}: {self.text.splitlines()[0][:60]}"
+
+
+def read_blocks():
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        for language, title, _, text in FENCE.findall(page.read_text()):
+            yield Block(str(page.relative_to(ROOT)), language, title or None, text)
+
+
+BLOCKS = list(read_blocks())
+TUTORIALS = sorted({block.page for block in BLOCKS if block.title})
+REST = [block for block in BLOCKS if block.page not in TUTORIALS]
+# The tables of results name the command of each row.
+MEASURED = [ROOT / "docs" / "performance.md", *sorted((ROOT / "docs" / "results").glob("*.md"))]
+INLINE = re.findall(
+    r"(?<!`)`(wavemare (?:train|bench|simulate) [^`]+)`",
+    "\n".join(page.read_text() for page in MEASURED),
+)
+COMMANDS = sorted(
+    {" ".join(line.split()) for line in INLINE}
+    | {line for block in REST if block.language == "bash" for line in block.commands()}
+)
+PROGRAMS = [block for block in REST if block.language in ("python", "json")]
+SHOWN = [block for block in REST if block.language in ("text", "diff")]
+
+
+def rule_of(kind, text, page=""):
+    """Return the first rule that matches; None if there is none."""
+    for rule in RULES[kind]:
+        if re.fullmatch(rule.get("page", ".*"), page) and re.search(rule["match"], text, re.M):
+            return rule
+    return None
+
+
+def is_run(rule):
+    return rule is not None and not {"skip", "by"} & rule.keys()
+
+
+def small(text):
+    """Fill in the words that make commands small."""
+    return re.sub(r"\{(\w+)\}", lambda found: RULES["small"][found[1]], text)
+
+
+def script(command, rule):
+    changed = command.replace(*rule["change"]) if "change" in rule else command
+    return small("\n".join([*rule.get("before", []), f"{changed} {rule.get('add', '')}".strip()]))
+
+
+def test_every_block_is_run_or_listed():
+    known = {"bash", "python", "json", "diff", "text", "{toctree}"}
+    assert [block.name for block in BLOCKS if block.language not in known] == []
+    missing = [line for line in COMMANDS if rule_of("command", line) is None]
+    for kind, found in (("program", PROGRAMS), ("shown", SHOWN)):
+        missing += [b.name for b in found if rule_of(kind, b.text, b.page) is None]
+    assert missing == []
+
+
+def test_every_rule_is_of_use_and_what_it_names_exists():
+    used = [(rule_of("command", line), line) for line in COMMANDS]
+    used += [(rule_of("program", block.text, block.page), block.text) for block in PROGRAMS]
+    used += [(rule_of("shown", block.text, block.page), block.text) for block in SHOWN]
+    for rule in [rule for kind in ("command", "program", "shown") for rule in RULES[kind]]:
+        texts = [text for found, text in used if found is rule]
+        assert texts, rule
+        assert any(rule.get("change", [""])[0] in text for text in texts), rule
+        assert len({"skip", "by", "prelude"} & rule.keys()) <= 1, rule
+        assert rule.get("skip", "-"), rule
+        if "by" in rule:
+            file, _, test = rule["by"].partition("::")
+            assert f"def {test}(" in (ROOT / file).read_text(), rule
+
+
+@pytest.fixture
+def place(tmp_path, text_folder):
+    """A folder with what the commands take for granted."""
+    (tmp_path / "texts").symlink_to(text_folder)
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    (tmp_path / "docs" / "results").mkdir(parents=True)
+    (tmp_path / "docs" / "results" / "configs").symlink_to(ROOT / "docs" / "results" / "configs")
+    for name, values in (("gpt", GPT), ("bert", BERT)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(values))
+    texts = [file.read_text() for file in sorted(text_folder.iterdir())]
+    (tmp_path / "book.txt").write_text("".join(texts))
+    (tmp_path / "corpus" / "part").mkdir(parents=True)
+    for folder in ("corpus", "corpus/part"):
+        rows = [json.dumps({"text": text}) for text in texts]
+        (tmp_path / folder / "rows.jsonl").write_text("\n".join(rows))
+    pyarrow.parquet.write_table(pyarrow.table({"body": texts}), tmp_path / "articles.parquet")
+    lines = [line for text in texts for line in text.splitlines()][:400]
+    rows = [f"{line}\t{'good' if n % 2 else 'bad'}\t{n % 3}" for n, line in enumerate(lines)]
+    for name in ("reviews.tsv", "texts.tsv"):
+        (tmp_path / name).write_text("\n".join(["text\tlabel\tstars", *rows]))
+    train_tokenizer(lines, 300, kind="gpt").save_pretrained(tmp_path / "my-tokenizer")
+    return tmp_path
+
+
+@pytest.fixture
+def shell(command, monkeypatch):
+    """Run lines as a person would who has activated the environment; return what they print."""
+    names = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+    environment = {
+        **dict.fromkeys(names, "1"),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "DS_ACCELERATOR": "cpu",
+        "HF_HUB_OFFLINE": "1",
+        "COLUMNS": "80",
+    }
+
+    def run(lines):
+        with socket.socket() as listener:  # other tests may hold the launchers' default port
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        lines = re.sub(r"^(deepspeed|torchrun) ", rf"\1 --master_port {port} ", lines, flags=re.M)
+        words = ("/bin/bash", "-euo", "pipefail", "-c", lines)
+        ended = command(*words, timeout=800, environment=environment).check()
+        assert "Traceback" not in ended.output
+        return ended.output
+
+    return run
+
+
+def marked(command):
+    rule = rule_of("command", command)
+    marks = [] if rule.get("fast") else [pytest.mark.slow, pytest.mark.timeout(900)]
+    return pytest.param(command, rule, id=command[:90], marks=marks)
+
+
+RUN = [line for line in COMMANDS if is_run(rule_of("command", line))]
+
+
+@pytest.mark.parametrize(("line", "rule"), [marked(line) for line in RUN])
+def test_a_command_runs(shell, request, line, rule):
+    if not rule.get("fast"):
+        request.getfixturevalue("place")
+    shell(script(line, rule))
+
+
+@pytest.mark.parametrize("page", ["docs/plans.md", "docs/planner.md"])
+def test_what_a_page_shows_is_printed(shell, page):
+    blocks = [block for block in BLOCKS if block.page == page]
+    pairs = [
+        (before, block)
+        for before, block in pairwise(blocks)
+        if (before.language, block.language) == ("bash", "text")
+    ]
+    assert pairs
+    for before, block in pairs:
+        printed = shell(before.text)
+        printed = [line.rstrip() for line in printed.splitlines()]
+        for paragraph in block.text.strip().split("\n\n"):
+            lines = paragraph.splitlines()
+            assert any(printed[n : n + len(lines)] == lines for n in range(len(printed))), printed
+
+
+def cases(ranks, slow):
+    for block in PROGRAMS:
+        rule = rule_of("program", block.text, block.page)
+        if is_run(rule) and (rule["ranks"], bool(rule.get("slow"))) == (ranks, slow):
+            text = block.text.replace(*rule["change"]) if "change" in rule else block.text
+            yield {"name": block.name, "page": block.page, "text": text, "prelude": rule["prelude"]}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "slow"),
+    [
+        (1, False),
+        (2, False),
+        *(
+            pytest.param(n, True, marks=[pytest.mark.slow, pytest.mark.timeout(900)])
+            for n in (1, 4, 8)
+        ),
+    ],
+)
+def test_programs_and_configurations_run(launch, tmp_path, ranks, slow):
+    chosen = list(cases(ranks, slow))
+    assert chosen
+    file = tmp_path / "cases.json"
+    file.write_text(json.dumps(chosen))
+    finished = launch("documentation.py", file, ranks=ranks, timeout=800 if slow else 250).check()
+    for rank in range(ranks):
+        assert finished.result(rank) == [case["name"] for case in chosen]
+
+
+def test_no_program_is_left_out():
+    run = [b.name for b in PROGRAMS if is_run(rule_of("program", b.text, b.page))]
+    groups = [(1, False), (2, False), (1, True), (4, True), (8, True)]
+    assert sorted(run) == sorted(case["name"] for group in groups for case in cases(*group))
+
+
+def apply(change, text):
+    """Apply a diff without line numbers: what it removes stands there once."""
+    lines = change.splitlines(keepends=True)
+    old = "".join(line[1:] for line in lines if line[0] in " -")
+    new = "".join(line[1:] for line in lines if line[0] in " +")
+    assert text.count(old) == 1, old
+    return text.replace(old, new)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("page", TUTORIALS)
+def test_a_tutorial_runs_from_top_to_bottom(shell, tmp_path, page):
+    for block in BLOCKS:
+        if block.page != page:
+            continue
+        if block.language == "bash":
+            shell(block.text.replace("--max_steps 40", "--max_steps 4"))
+        elif block.language == "diff":
+            file = tmp_path / block.title
+            file.write_text(apply(block.text, file.read_text()))
+        elif block.title:
+            # As many steps as a pass of the loop prints.
+            text = block.text.replace("range(1, 101)", "range(1, 11)")
+            (tmp_path / block.title).write_text(text)
