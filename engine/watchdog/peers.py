@@ -63,8 +63,10 @@ async def serve(listener: socket.socket, token: Callable[[], str], answer: Answe
     """
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # Cancelled when the loop ends; Python 3.11's streams report that as an error.
+        ended = (asyncio.CancelledError, OSError, ValueError, TimeoutError, RecursionError)
         try:
-            with suppress(OSError, ValueError, TimeoutError, RecursionError):
+            with suppress(*ended):
                 line = await asyncio.wait_for(reader.readline(), _ANSWER_S)
                 request = json.loads(line)
                 known = token()

@@ -248,6 +248,23 @@ def test_a_watchdog_starts_and_stops_200_times_without_a_trace():
     assert current() is None
 
 
+def test_one_that_ends_in_a_conversation_says_nothing_of_it():
+    program = """
+import socket, time
+from wavemare.engine.watchdog.config import WatchdogConfig
+from wavemare.engine.watchdog.watcher import Watchdog
+watchdog = Watchdog(WatchdogConfig()).start()
+caller = socket.create_connection(("127.0.0.1", watchdog._me.port))
+time.sleep(0.3)  # until it is listened to
+watchdog.stop()
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
+    for words in ("Traceback", "Warning", "Task"):
+        assert words not in ended.stderr
+
+
 class Ended:
     """Takes the place of the end of the process."""
 
