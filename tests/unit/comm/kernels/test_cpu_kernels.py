@@ -452,12 +452,12 @@ def test_kernels_let_other_threads_run():
 
 def test_kernels_work_where_no_cache_can_be_written():
     pytest.importorskip("numba")
-    from wavemare.comm.kernels.numba_kernels import _compiled
+    from wavemare.comm.compiled import compiled
 
     # numba has no place to keep functions without a file.
     names = {}
     exec("def twice(x):\n    return 2 * x", names)
-    assert _compiled(names["twice"])(21) == 42
+    assert compiled(names["twice"])(21) == 42
 
 
 USE = """
@@ -487,6 +487,7 @@ def test_kernels_of_a_cpu_are_compiled_where_numba_is_installed(monkeypatch):
     assert type(kernels_for("cpu")).__name__ == "NumbaKernels"
     kernels_for.cache_clear()
     monkeypatch.setitem(sys.modules, "numba", None)
-    monkeypatch.delitem(sys.modules, "wavemare.comm.kernels.numba_kernels")
+    for name in ("compiled", "kernels.numba_kernels"):
+        monkeypatch.delitem(sys.modules, f"wavemare.comm.{name}")
     assert type(kernels_for("cpu")) is NumpyKernels
     kernels_for.cache_clear()
