@@ -26,9 +26,9 @@ def steps_done(run):
 
 
 def figures(run):
-    """Return what was learnt: times, which `waiting` shares are made of, are of no account."""
+    """Return what was learnt: times, of which the shares `waiting` and `bubble` are made, are of no account."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    times = ("tokens_per_second", "waiting_")
+    times = ("tokens_per_second", "waiting_", "bubble")
     return [{k: v for k, v in line.items() if not k.startswith(times)} for line in lines]
 
 
