@@ -51,7 +51,7 @@ def is_rank(process):
 def killed(tmp_path):
     """Run a command, kill one of its ranks at each of some steps; return code and output."""
 
-    def run(words, folder, *, at, limit=200, victim=lambda rank: rank):
+    def run(words, folder, *, at, limit=400, victim=lambda rank: rank):
         log = tmp_path / "log"
         with log.open("w") as output:
             process = subprocess.Popen(
