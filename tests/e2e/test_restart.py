@@ -26,10 +26,13 @@ def steps_done(run):
 
 
 def figures(run):
-    """Return what was learnt: times, of which the shares `waiting` and `bubble` are made, are of no account."""
+    """Return what was learnt: not times, nor what the engine tells of its steps.
+
+    The latter has gaps in the first step after a restart, which has no step before it.
+    """
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    times = ("tokens_per_second", "waiting_", "bubble")
-    return [{k: v for k, v in line.items() if not k.startswith(times)} for line in lines]
+    told = ("tokens_per_second", "waiting_", "bubble", "staleness_", "update_gap_")
+    return [{k: v for k, v in line.items() if not k.startswith(told)} for line in lines]
 
 
 def ranks_of(process):

@@ -17,6 +17,7 @@ from common import build_gpt2, configuration, leave, token_batches, weights_dige
 
 import wavemare
 from wavemare.engine import checkpoint_files
+from wavemare.engine.file_records import checksum
 from wavemare.engine.manifest import MANIFEST
 from wavemare.errors import CheckpointError
 from wavemare.failure import run_main
@@ -167,7 +168,7 @@ def hostile(folder: Path, case: str) -> dict:
             torch.save({"module": Evil(marker), "optimizer_state_dict": Evil(marker)}, evil)
             if listed:
                 manifest = json.loads((folder / tag / MANIFEST).read_text())
-                manifest["files"][file.name] = vars(checkpoint_files.checksum(evil))
+                manifest["files"][file.name] = vars(checksum(evil))
                 (folder / tag / MANIFEST).write_text(json.dumps(manifest))
             else:  # as stock DeepSpeed leaves a folder
                 (folder / tag / MANIFEST).unlink()
