@@ -25,7 +25,7 @@ def soak(
     minutes: Annotated[float, typer.Option(help="Of each system.", min=0.5)] = 120.0,
     seed: Annotated[int, typer.Option(help="Of the faults.")] = 0,
     warmup: Annotated[
-        float, typer.Option(help="Seconds after a start in which ranks may grow.", min=0)
+        float, typer.Option(help="Seconds after a first step in which ranks may grow.", min=0)
     ] = 60.0,
     reference_steps: Annotated[
         int, typer.Option(help="Trained once more in peace, to compare the losses.", min=1)

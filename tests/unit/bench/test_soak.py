@@ -3,12 +3,13 @@
 
 import json
 import os
+from multiprocessing.shared_memory import SharedMemory
 
 import pytest
 
 from wavemare.bench.soak.faults import draw_faults
 from wavemare.bench.soak.run import SYSTEMS, configuration
-from wavemare.bench.soak.watch import Losses, Sizes
+from wavemare.bench.soak.watch import Losses, Sizes, left_behind, shared_memory_segments
 from wavemare.cli.bench_soak import _problems
 from wavemare.engine.config import check_config
 
@@ -47,10 +48,27 @@ def test_growth_is_that_of_medians_after_the_warm_up():
     sizes.samples = [{"memory_mib": m, "files": 7.0} for m in [100] * 4 + [101, 300] + [102] * 4]
     assert sizes.growth() == {"memory_mib": pytest.approx(0.02), "files": 0.0}
     sizes.sample()
+    assert len(sizes.samples) == 10  # it does not train yet
+    sizes.begin()
+    sizes.sample()
     assert sizes.samples[-1]["memory_mib"] > 1
     late = Sizes(os.getpid(), warmup_s=100)
+    late.begin()
     late.sample()
     assert late.samples == []
+
+
+def test_segments_of_a_process_that_stay_are_found():
+    sizes, segment = Sizes(os.getpid(), warmup_s=0), SharedMemory(create=True, size=100)
+    try:
+        sizes.sample()
+        assert segment.name in sizes.segments
+        assert left_behind(sizes.segments) >= {segment.name}
+    finally:
+        segment.close()
+        segment.unlink()
+    assert segment.name not in left_behind(sizes.segments)
+    assert shared_memory_segments(2**22 + 1) == set()
 
 
 def test_faults_are_drawn_again_from_their_seed():

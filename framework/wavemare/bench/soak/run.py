@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from wavemare.bench.soak.faults import Fault, Link, draw_faults, inflict
-from wavemare.bench.soak.watch import Losses, Sizes, shared_memory_segments
+from wavemare.bench.soak.watch import Losses, Sizes, left_behind
 from wavemare.errors import LaunchError
 
 __all__ = ["SYSTEMS", "Soak", "configuration"]
@@ -79,7 +79,7 @@ class Soak:
         minutes: How long.
         seed: Of the faults.
         folder: Of the run, made anew.
-        warmup_s: Seconds after a start of the ranks in which they may grow.
+        warmup_s: Seconds after the first step of started ranks in which they may grow.
         reference_steps: How many steps are trained once more, in peace, to compare the losses.
         note: Told what happens.
     """
@@ -94,6 +94,7 @@ class Soak:
     inflicted: list[Fault] = field(default_factory=list)
     _sizes: dict[int, Sizes] = field(default_factory=dict)
     _ranks: list[psutil.Process] = field(default_factory=list)
+    _lines_before: int = 0
 
     def run(self) -> dict[str, Any]:
         """Train, and return the row of the report.
@@ -101,7 +102,6 @@ class Soak:
         Raises:
             LaunchError: The job ended by itself, or did not begin or end in time.
         """
-        segments = shared_memory_segments()
         with ExitStack() as stack:
             link = None
             if (obstacle := Link.obstacle()) is None:
@@ -116,7 +116,7 @@ class Soak:
             self._train(job, losses, link)
             code = self._stop(job)
         losses.update()
-        left = shared_memory_segments() - segments
+        left = left_behind(name for sizes in self._sizes.values() for name in sizes.segments)
         expected = self._reference()
         compared = {step: loss for step, loss in expected.items() if step in losses.by_step}
         growth = [sizes.growth() for sizes in self._sizes.values()]
@@ -138,6 +138,7 @@ class Soak:
             "reference_steps": len(compared),
             "reference_differs": sum(losses.by_step[s] != loss for s, loss in compared.items()),
             "longest_watch_s": longest,
+            "watched_attempts": sum(bool(g) for g in growth) // RANKS,
             "growth": {k: max((g[k] for g in growth if g), default=None) for k in keys},
             "shared_memory_segments": len(left),
         }
@@ -179,7 +180,7 @@ class Soak:
                 raise LaunchError("soak", self.system, "the training did not begin", self._look)
             losses.update()
             time.sleep(_POLL_S)
-        self._find_ranks(job)
+        self._find_ranks(job, losses)
         started, stop = time.monotonic(), threading.Event()
         faults = draw_faults(self.minutes, RANKS, self.seed, links=link is not None)
 
@@ -202,7 +203,7 @@ class Soak:
                 losses.update()
                 if now >= next_sample:
                     next_sample = now + _SAMPLE_S
-                    self._find_ranks(job)
+                    self._find_ranks(job, losses)
                     for sizes in self._sizes.values():
                         sizes.sample()
                 time.sleep(_POLL_S)
@@ -224,7 +225,7 @@ class Soak:
     def _look(self) -> str:
         return f"Look at {self.folder / 'log'}"
 
-    def _find_ranks(self, job: subprocess.Popen[bytes]) -> None:
+    def _find_ranks(self, job: subprocess.Popen[bytes], losses: Losses) -> None:
         """Find the processes that train; those of a new attempt begin a record of their own."""
         found: dict[int, psutil.Process] = {}
         for process in psutil.Process(job.pid).children(recursive=True):
@@ -234,7 +235,11 @@ class Soak:
                     found[int(options[0].partition("=")[2])] = process
         self._ranks = [found[rank] for rank in sorted(found)] if len(found) == RANKS else []
         for process in self._ranks:
-            self._sizes.setdefault(process.pid, Sizes(process.pid, self.warmup_s))
+            if process.pid not in self._sizes:
+                self._sizes[process.pid] = Sizes(process.pid, self.warmup_s)
+                self._lines_before = losses.lines
+            elif losses.lines > self._lines_before:
+                self._sizes[process.pid].begin()
 
     def _stop(self, job: subprocess.Popen[bytes]) -> int:
         """End the training as a scheduler does, by a checkpoint; return the exit code."""

@@ -4,17 +4,18 @@
 from __future__ import annotations
 
 import json
-import os
+import math
+import re
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
-__all__ = ["Losses", "Sizes", "shared_memory_segments"]
+__all__ = ["Losses", "Sizes", "left_behind", "shared_memory_segments"]
 
 _SHARED_MEMORY = Path("/dev/shm")
 _LEAST_SAMPLES = 9
@@ -79,16 +80,25 @@ class Sizes:
 
     Args:
         pid: The process.
-        warmup_s: Seconds after its first training step that do not count.
+        warmup_s: Seconds after `begin` that do not count.
+
+    Attributes:
+        segments: Of shared memory that it has had.
     """
 
     pid: int
     warmup_s: float
     samples: list[dict[str, float]] = field(default_factory=list)
-    _since: float = field(default_factory=time.monotonic)
+    segments: set[str] = field(default_factory=set)
+    _since: float = math.inf
+
+    def begin(self) -> None:
+        """Note that it trains: how long it starts up depends on the machine."""
+        self._since = min(self._since, time.monotonic())
 
     def sample(self) -> None:
         """Look at the process, if it lives and has warmed up."""
+        self.segments |= shared_memory_segments(self.pid)
         if time.monotonic() - self._since < self.warmup_s:
             return
         try:
@@ -123,13 +133,14 @@ class Sizes:
         }
 
 
-def shared_memory_segments() -> set[str]:
-    """Return the segments of shared memory that no process uses: those left behind."""
-    if not _SHARED_MEMORY.is_dir():
-        return set()
-    segments = set(os.listdir(_SHARED_MEMORY))
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with suppress(OSError):  # the process has ended, or is another user's
-            used = maps.read_text(encoding="utf-8", errors="replace")
-            segments = {name for name in segments if f"{_SHARED_MEMORY / name}" not in used}
-    return segments
+def shared_memory_segments(pid: int) -> set[str]:
+    """Return the segments of shared memory that a process has mapped, by their names."""
+    with suppress(OSError):  # it has ended
+        maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
+        return set(re.findall(rf"{_SHARED_MEMORY}/(\S+)$", maps, re.MULTILINE))
+    return set()
+
+
+def left_behind(segments: Iterable[str]) -> set[str]:
+    """Return those of some segments that are still there."""
+    return {name for name in segments if (_SHARED_MEMORY / name).exists()}
