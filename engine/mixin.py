@@ -64,7 +64,6 @@ class EngineMixin(CheckpointMixin):
             refresh_by_stage(self)
         if sections is not None:
             self._balance = attach_balance(self, sections.balance)
-        if sections is not None:
             mode = sections.sparse_collective.mode
             staged = bool(self.pipeline_parallelism)  # type: ignore[attr-defined]
             check_checksums(sections.guard, staged=staged, sparse=mode != "off")

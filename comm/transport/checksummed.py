@@ -3,20 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from wavemare.comm.checksums import changed, checksum_of
-from wavemare.comm.transport.base import Exchange, Transport
+from wavemare.comm.transport.base import Exchange
+from wavemare.comm.transport.wrapped import WrappedTransport
 
 __all__ = ["ChecksummedTransport"]
 
 _CONTENTS = "part of a collective"
 
 
-class ChecksummedTransport(Transport):
+class ChecksummedTransport(WrappedTransport):
     """Sends a message's CRC-32 and length behind it, and compares them when it has come.
 
     All ranks of a group must use it, or none. It has no reduction of the library's own, whose
@@ -26,28 +25,10 @@ class ChecksummedTransport(Transport):
         inner: Moves the messages.
     """
 
-    def __init__(self, inner: Transport) -> None:
-        self._inner = inner
-        self.name = inner.name
-        self.rank = inner.rank
-        self.size = inner.size
-        self.timeout_s = inner.timeout_s
-        self.takes_device = inner.takes_device
-
     @property
     def message_device(self) -> torch.device:
         """Where small messages must lie."""
         return self._inner.message_device
-
-    @property
-    def world_ranks(self) -> Sequence[int]:
-        """Of each rank of the group the number that its launcher gave it."""
-        return self._inner.world_ranks
-
-    @property
-    def host(self) -> str:
-        """Name of the machine on which this rank runs."""
-        return self._inner.host
 
     def begin(self) -> _ChecksummedExchange:
         """Begin messages that are under way together."""
@@ -78,10 +59,6 @@ class ChecksummedTransport(Transport):
     def split(self, colour: int) -> ChecksummedTransport:
         """Return a transport among the ranks of one colour; all ranks must call it."""
         return ChecksummedTransport(self._inner.split(colour))
-
-    def close(self) -> None:
-        """Give back what the library holds."""
-        self._inner.close()
 
     def trailer(self, tensor: Tensor | None = None) -> Tensor:
         """Return what follows a message, (2,) int64: checksum and bytes; without one, room."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from wavemare.comm.transport.base import Exchange, Transport
+from wavemare.comm.transport.wrapped import WrappedTransport
 
 __all__ = ["StagedTransport"]
 
@@ -17,7 +18,7 @@ _CHUNK_BYTES = 4 << 20
 """Copying one chunk overlaps with sending the one before it."""
 
 
-class StagedTransport(Transport):
+class StagedTransport(WrappedTransport):
     """Copies through pinned memory of the host, in chunks; the host's own tensors pass through.
 
     Only what is sent is copied, which is packed blocks: the link to the host is often slower than
@@ -30,30 +31,16 @@ class StagedTransport(Transport):
     """
 
     def __init__(self, inner: Transport, *, stages_host: bool = False) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._stages_host = stages_host
         self._free: list[Tensor] = []
         self._copies: dict[torch.device, Any] = {}
-        self.name = inner.name
-        self.rank = inner.rank
-        self.size = inner.size
-        self.timeout_s = inner.timeout_s
         self.takes_device = True
 
     @property
     def inner(self) -> Transport:
         """The transport that moves the host's tensors."""
         return self._inner
-
-    @property
-    def world_ranks(self) -> Sequence[int]:
-        """Of each rank of the group the number that its launcher gave it."""
-        return self._inner.world_ranks
-
-    @property
-    def host(self) -> str:
-        """Name of the machine on which this rank runs."""
-        return self._inner.host
 
     def begin(self) -> _StagedExchange:
         """Begin messages that are under way together."""
@@ -91,10 +78,6 @@ class StagedTransport(Transport):
     def split(self, colour: int) -> StagedTransport:
         """Return a transport among the ranks of one colour; all ranks must call it."""
         return StagedTransport(self._inner.split(colour), stages_host=self._stages_host)
-
-    def close(self) -> None:
-        """Give back what the library holds."""
-        self._inner.close()
 
     def take(self, num_bytes: int) -> Tensor:
         """Return at least so many bytes of the host's memory that a device copies at full speed.

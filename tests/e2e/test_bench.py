@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from wavemare.bench.sparse.request import DEFAULT_SYSTEMS
-from wavemare.bench.systems import SYSTEMS
+from wavemare.bench.sparse.request import DEFAULT_SYSTEMS as SPARSE_SYSTEMS
+from wavemare.bench.systems import DEFAULT_SYSTEMS
 from wavemare.bench.trace import load_timeline
 
 TINY = [
@@ -34,7 +34,7 @@ def test_the_result_has_every_system_with_its_ratios(
     rows = {(row["system"], row["micro_batches"]): row for row in result["rows"]}
     left_out = {(row["system"], row["micro_batches"]) for row in result["skipped"]}
     assert left_out == {("deepspeed-dualpipev", 1), ("torch-1f1b", 1)}
-    assert rows.keys() | left_out == {(name, count) for name in SYSTEMS for count in (1, 4)}
+    assert rows.keys() | left_out == {(name, count) for name in DEFAULT_SYSTEMS for count in (1, 4)}
     for (name, count), row in rows.items():
         stock = rows["deepspeed-1f1b", count]["median_s"]
         assert len(row["rounds_s"]) == 2
@@ -91,7 +91,7 @@ def test_collectives_are_measured_and_checked_against_each_other(
     rows = {(row["system"], row["pattern"], row["density"]): row for row in result["rows"]}
     cases = [("random", 1.0), ("random", 0.1), ("zipf", 0.1)]
     left_out = {(row["system"], row["pattern"], row["density"]) for row in result["skipped"]}
-    expected = {(name, *case) for name in DEFAULT_SYSTEMS for case in cases}
+    expected = {(name, *case) for name in SPARSE_SYSTEMS for case in cases}
     assert rows.keys() | left_out == expected
     assert not rows.keys() & left_out
     for (name, *_), row in rows.items():

@@ -8,12 +8,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from wavemare.bench.soak.watch import shared_memory_segments
 from wavemare.cli.supervisor import verdict
 from wavemare.cli.warded import Ending
 from wavemare.comm.mpi import describe_mpi
 
 pytestmark = pytest.mark.world_size(3)
+
+SHARED_MEMORY = Path("/dev/shm")
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def supervised(mpirun, open_mpi, tmp_path):
     """Run three supervised ranks; return the job and what the ranks of each attempt told."""
 
     def run(restarts, fault, *victim, options=()):
-        before = shared_memory_segments()
+        before = set(SHARED_MEMORY.iterdir())
         job = mpirun("supervised.py", restarts, fault, *victim, ranks=3, options=options)
         attempts = {}
         for file in sorted(tmp_path.glob("attempt_*.json")):
@@ -34,11 +35,11 @@ def supervised(mpirun, open_mpi, tmp_path):
             attempts.setdefault(int(attempt), {})[int(rank)] = json.loads(file.read_text())
         ranks = [rank for attempt in attempts.values() for rank in attempt.values()]
         check_nothing_lives([pid for rank in ranks for pid in (*rank["pids"], rank["supervisor"])])
-        left = shared_memory_segments() - before
+        left = set(SHARED_MEMORY.iterdir()) - before
         if not open_mpi and fault == "supervisor":  # MPICH's mpirun leaves what a process had
-            for name in [name for name in left if name.startswith("mpich_")]:
-                (Path("/dev/shm") / name).unlink()
-                left.remove(name)
+            for file in [file for file in left if file.name.startswith("mpich_")]:
+                file.unlink()
+                left.remove(file)
         assert not left
         assert not any(rank["in_mpi"] for rank in ranks)
         for attempt in attempts.values():

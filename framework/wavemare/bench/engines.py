@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import io
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from typing import Any
 
@@ -93,18 +93,22 @@ def build_dualpipev(workload: Workload, place: Place) -> Runner:
     return EngineRunner(engine, workload, record_actions(engine, place))
 
 
-def build_pipemare(workload: Workload, place: Place, **pipemare: Any) -> Runner:
+def build_pipemare(
+    workload: Workload, place: Place, *, guard: Mapping[str, Any] | None = None, **pipemare: Any
+) -> Runner:
     """Return our asynchronous pipeline.
 
     Args:
         workload: What is trained.
         place: Where this process stands.
+        guard: Section against wrong numbers.
         pipemare: Settings of the schedule, such as ``slack=1``, which hides the latency of
             messages, or ``optimizer_policy="auto"``.
     """
     module = _module(deepspeed.PipelineModule, workload, place, parts=place.stages)
     pipeline = {"schedule": "pipemare", "stages": place.stages, "pipemare": pipemare}
-    config = {**_config(workload, place), "wavemare": {"pipeline": pipeline}}
+    section = {"pipeline": pipeline, "guard": dict(guard or {})}
+    config = {**_config(workload, place), "wavemare": section}
     return AsynchronousRunner(_initialize(wavemare.initialize, module, config), workload)
 
 

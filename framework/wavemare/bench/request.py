@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from wavemare.bench.options import Request, check_least, check_names
-from wavemare.bench.systems import SYSTEMS, System
+from wavemare.bench.systems import DEFAULT_SYSTEMS, SYSTEMS, System
 from wavemare.errors import ConfigError
 
 __all__ = ["PipelineRequest"]
@@ -42,7 +42,7 @@ class PipelineRequest(Request):
     micro_batches: tuple[int, ...] = (1, 2, 4, 8)
     rounds: int = 7
     steps_per_round: int | None = None
-    systems: tuple[str, ...] = tuple(SYSTEMS)
+    systems: tuple[str, ...] = DEFAULT_SYSTEMS
     forward_ms: float | None = None
     backward_ms: float | None = None
     layers: int = 8

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["BASELINE", "BOUND", "SYSTEMS", "System"]
+__all__ = ["BASELINE", "BOUND", "DEFAULT_SYSTEMS", "SYSTEMS", "System"]
 
 BASELINE = "deepspeed-1f1b"
 BOUND = "no-communication-bound"
@@ -34,6 +34,7 @@ class System:
         steady: Whether a step's work overlaps the next one's, so that only the rate in the middle
             of several steps means something.
         splits_backward: Whether it runs the two halves of a backward pass at different times.
+        on_request: Whether it is measured only where it is named.
     """
 
     name: str
@@ -42,6 +43,7 @@ class System:
     least: Callable[[int], int] = lambda stages: 1
     steady: bool = False
     splits_backward: bool = False
+    on_request: bool = False
 
     def obstacle(self, stages: int, micro_batches: int, *, synthetic: bool) -> str | None:
         """Return why the system cannot be measured so; None if it can.
@@ -74,7 +76,15 @@ SYSTEMS = {
         System(name="wavemare-pipemare", ideal=_without_bubble, steady=True),
         System(name="wavemare-pipemare-slack", ideal=_without_bubble, steady=True),
         System(name="wavemare-pipemare-auto", ideal=_without_bubble, steady=True),
+        *(
+            System(
+                name=f"wavemare-pipemare-{key}", ideal=_without_bubble, steady=True, on_request=True
+            )
+            for key in ("unguarded", "checksums")
+        ),
         System(name=BOUND, ideal=_without_bubble, steady=True),
     )
 }
 """All systems by name, in the order in which they are shown."""
+
+DEFAULT_SYSTEMS = tuple(name for name, system in SYSTEMS.items() if not system.on_request)

@@ -43,6 +43,8 @@ BUILDERS: dict[str, Callable[[Workload, Place], Runner]] = {
     "wavemare-pipemare": build_pipemare,
     "wavemare-pipemare-slack": partial(build_pipemare, slack=1),
     "wavemare-pipemare-auto": partial(build_pipemare, optimizer_policy="auto"),
+    "wavemare-pipemare-unguarded": partial(build_pipemare, guard={"nonfinite": "off"}),
+    "wavemare-pipemare-checksums": partial(build_pipemare, guard={"message_checksum": True}),
     BOUND: BoundRunner,
 }
 

@@ -63,7 +63,7 @@ def pipeline(
     steps_per_round: Annotated[
         int | None, typer.Option(help="Optimizer steps of a system in a round.")
     ] = None,
-    systems: Annotated[str | None, typer.Option(help="Which; by default all.")] = None,
+    systems: Annotated[str | None, typer.Option(help="Which; by default the usual.")] = None,
     json_file: JsonFile = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write the last round's timelines to this folder.")
@@ -92,7 +92,7 @@ def pipeline(
     """
     from wavemare.bench.options import parse_names, parse_numbers
     from wavemare.bench.request import PipelineRequest
-    from wavemare.bench.systems import SYSTEMS
+    from wavemare.bench.systems import DEFAULT_SYSTEMS
 
     if not synthetic and (forward_ms is not None or backward_ms is not None):
         option = "--forward-ms" if forward_ms is not None else "--backward-ms"
@@ -103,7 +103,7 @@ def pipeline(
         micro_batches=parse_numbers("--micro-batches", micro_batches),
         rounds=rounds,
         steps_per_round=steps_per_round,
-        systems=tuple(SYSTEMS) if systems is None else parse_names(systems),
+        systems=DEFAULT_SYSTEMS if systems is None else parse_names(systems),
         forward_ms=_wait(synthetic, forward_ms, _FORWARD_MS),
         backward_ms=_wait(synthetic, backward_ms, _BACKWARD_MS),
         layers=layers,

@@ -35,10 +35,18 @@ def scaling(
     For example: wavemare bench scaling --pipeline 2.json --pipeline 4.json --plot scaling.png
     """
     from wavemare.bench.scaling.picture import draw
-    from wavemare.bench.scaling.study import collective_rows, pipeline_rows, read_results
+    from wavemare.bench.scaling.study import (
+        PIPELINE_KEYS,
+        SPARSE_KEYS,
+        collective_rows,
+        pipeline_rows,
+        read_results,
+    )
 
     if transport not in ("mpi", "gloo"):
-        raise ConfigError("--transport", transport, "there is no such transport", "mpi or gloo")
+        raise ConfigError(
+            "--transport", transport, "there is no such transport", "Give mpi or gloo"
+        )
     if not pipeline and not sparse:
         remedy = "Run `wavemare bench pipeline --synthetic --json 2.json` and name 2.json"
         raise ConfigError("--pipeline", None, "there is nothing to begin with", remedy)
@@ -47,10 +55,11 @@ def scaling(
     rows: list[dict[str, Any]] = []
     calibration: dict[str, Any] = {}
     if pipeline:
-        found, calibration["pipeline"] = pipeline_rows(read_results("--pipeline", pipeline))
+        results = read_results("--pipeline", pipeline, PIPELINE_KEYS)
+        found, calibration["pipeline"] = pipeline_rows(results)
         rows += found
     if sparse:
-        results = read_results("--sparse", sparse)
+        results = read_results("--sparse", sparse, SPARSE_KEYS)
         found, calibration["collective"] = collective_rows(results, transport)
         rows += found
     _show(rows)

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -23,7 +23,7 @@ from wavemare.cli.start import (
 from wavemare.engine.job_environment import mpi_place
 from wavemare.errors import ConfigError, LaunchError
 
-__all__ = ["refuse_second_config", "refuse_second_launcher", "train"]
+__all__ = ["refuse_mpi_transport", "refuse_second_config", "refuse_second_launcher", "train"]
 
 
 def train(
@@ -61,12 +61,13 @@ def train(
     options = list(context.args)
     refuse_second_config(options)
     file = config if config is not None else chosen.config
-    load_config(file, key="--config")  # refused here, before any rank is started
+    settings = load_config(file, key="--config")  # refused here, before any rank is started
     options = ["--deepspeed_config", str(file), *options]
     place = None if print_command else mpi_place(os.environ)
     if place is not None:
         given = {"--nproc": nproc, "--hostfile": hostfile, "--launcher-args": launcher_args}
         refuse_second_launcher({"--launcher": launcher if launcher != "deepspeed" else "", **given})
+        refuse_mpi_transport(settings)
         from wavemare.cli.supervisor import supervise
 
         command = [sys.executable, "-u", "-m", chosen.module, *options]
@@ -94,6 +95,22 @@ def refuse_second_launcher(given: Mapping[str, object]) -> None:
         if value:
             reason = "mpirun has started this process, which is one rank"
             raise LaunchError(name, str(value), reason, "Leave it out, or leave out mpirun")
+
+
+def refuse_mpi_transport(config: Mapping[str, Any]) -> None:
+    """Refuse gradients over MPI: ranks are children of the processes of ``mpirun``.
+
+    Raises:
+        ConfigError: The sparse collective is to use MPI.
+    """
+    section = config.get("wavemare") or {}
+    if (section.get("sparse_collective") or {}).get("transport") == "mpi":
+        raise ConfigError(
+            "wavemare.sparse_collective.transport",
+            "mpi",
+            "under mpirun `wavemare train` starts ranks that know nothing of MPI",
+            'Set it to "auto", or run the recipe itself: mpirun -n N python -m wavemare.recipes...',
+        )
 
 
 def refuse_second_config(options: list[str]) -> None:

@@ -8,7 +8,12 @@ import pytest
 
 from wavemare.bench.scaling import collectives, pipelines
 from wavemare.bench.scaling.pipelines import StageCosts, calibrate, predict, step_s
-from wavemare.bench.scaling.study import collective_rows, pipeline_rows, read_results
+from wavemare.bench.scaling.study import (
+    PIPELINE_KEYS,
+    collective_rows,
+    pipeline_rows,
+    read_results,
+)
 from wavemare.bench.sparse.request import Case
 from wavemare.comm import cost
 from wavemare.comm.masks import Masks
@@ -121,18 +126,22 @@ def test_rows_of_collectives(monkeypatch):
     assert {row["ranks"] for row in rows if row["part"] == "size"} == {8}
 
 
-@pytest.mark.parametrize("text", ["", "[1]", '{"rows": 3}'])
+@pytest.mark.parametrize(
+    "text", ["", "[1]", '{"rows": 3}', '{"rows": []}', '{"rows": [{"ranks": 2}]}', '{"rows": [1]}']
+)
 def test_foreign_files(tmp_path, text):
     file = tmp_path / "result.json"
     file.write_text(text)
     with pytest.raises(DataError, match="--json"):
-        read_results("--pipeline", [file])
+        read_results("--pipeline", [file], PIPELINE_KEYS)
     with pytest.raises(DataError):
-        read_results("--pipeline", [tmp_path / "none.json"])
+        read_results("--pipeline", [tmp_path / "none.json"], PIPELINE_KEYS)
 
 
 def test_unlike_and_missing_results():
     with pytest.raises(DataError, match="alike"):
         collective_rows([sparse_result(2), sparse_result(4, mbit=100.0)], "mpi")
+    with pytest.raises(DataError, match="has no rates"):
+        collective_rows([sparse_result(2)], "gloo")
     with pytest.raises(DataError, match="none of the files"):
         pipeline_rows([json.loads('{"rows": []}')])

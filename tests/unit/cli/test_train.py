@@ -168,3 +168,30 @@ def test_exit_code_is_passed_on(monkeypatch: pytest.MonkeyPatch, config: Path) -
     result = CliRunner().invoke(app, ["train", "gpt", "--config", str(config)])
     assert result.exit_code == 17
     assert json.dumps(seen.command).count("wavemare.recipes.gpt.pretrain") == 1
+
+
+@pytest.fixture
+def under_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"PMI_RANK": "0", "PMI_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--nproc", "2"), ("--launcher", "mpirun"), ("--launcher-args", "-v")],
+)
+@pytest.mark.usefixtures("under_mpirun")
+def test_ranks_of_mpirun_are_not_launched_again(config: Path, option: str, value: str) -> None:
+    ended = CliRunner().invoke(app, ["train", "gpt", "--config", str(config), option, value])
+    assert isinstance(ended.exception, LaunchError)
+    assert ended.exception.key == option
+
+
+@pytest.mark.usefixtures("under_mpirun")
+def test_ranks_of_mpirun_have_no_mpi_for_gradients(config: Path) -> None:
+    content = json.loads(config.read_text())
+    content["wavemare"] = {"sparse_collective": {"mode": "auto", "transport": "mpi"}}
+    config.write_text(json.dumps(content))
+    ended = CliRunner().invoke(app, ["train", "gpt", "--config", str(config)])
+    assert isinstance(ended.exception, ConfigError)
+    assert ended.exception.key == "wavemare.sparse_collective.transport"

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,15 @@ from wavemare.bench.scaling.point import Point
 from wavemare.bench.sparse.request import Case
 from wavemare.errors import DataError
 
-__all__ = ["CASES", "COUNTS", "collective_rows", "pipeline_rows", "read_results"]
+__all__ = [
+    "CASES",
+    "COUNTS",
+    "PIPELINE_KEYS",
+    "SPARSE_KEYS",
+    "collective_rows",
+    "pipeline_rows",
+    "read_results",
+]
 
 Row = dict[str, Any]
 
@@ -30,8 +38,18 @@ _RANKS = 8
 _BASELINES = ("deepspeed-1f1b", "dense")
 
 
-def read_results(option: str, files: Iterable[Path]) -> list[Mapping[str, Any]]:
+PIPELINE_KEYS = frozenset({"stages", "micro_batches", "median_s", "ranks"})
+SPARSE_KEYS = frozenset({"ranks", "mbit", "pattern", "density", "median_s"})
+"""What each row of a result has."""
+
+
+def read_results(option: str, files: Iterable[Path], keys: Set[str]) -> list[Mapping[str, Any]]:
     """Read what other commands wrote with ``--json``.
+
+    Args:
+        option: Names them.
+        files: Of one command.
+        keys: That each of their rows has.
 
     Raises:
         DataError: A file is not there or not such a result.
@@ -43,8 +61,12 @@ def read_results(option: str, files: Iterable[Path]) -> list[Mapping[str, Any]]:
             result = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise DataError(option, str(file), str(error), remedy) from None
-        if not isinstance(result, dict) or not isinstance(result.get("rows"), list):
+        rows = result.get("rows") if isinstance(result, dict) else None
+        if not isinstance(rows, list) or not rows:
             raise DataError(option, str(file), "it has no rows", remedy)
+        if not all(isinstance(row, dict) and keys <= row.keys() for row in rows):
+            reason = f"its rows lack some of {', '.join(sorted(keys))}: it is of another command"
+            raise DataError(option, str(file), reason, remedy)
         results.append(result)
     return results
 
@@ -89,7 +111,7 @@ def collective_rows(
         transport: Whose rates, ``mpi`` or ``gloo``.
 
     Raises:
-        DataError: The results are of unlike links or sizes.
+        DataError: The results are of unlike links or sizes, or have no rates of the transport.
     """
     alike = {(r["mebibytes"], r["block"], r["rows"][0]["mbit"]) for r in results}
     if len(alike) != 1:
@@ -98,6 +120,9 @@ def collective_rows(
     (mebibytes, block, mbit) = alike.pop()
     fewest = min(results, key=lambda result: int(result["rows"][0]["ranks"]))
     known_ranks = fewest["rows"][0]["ranks"]
+    if transport not in fewest["constants"]:
+        reason = f"the result of {known_ranks} ranks has no rates of it"
+        raise DataError("--transport", transport, reason, "Measure wavemare-auto-gloo for gloo")
     known = collectives.constants_of(fewest, transport)
 
     def predicted(case: Case, counts: Sequence[int], size: float) -> list[Row]:
