@@ -24,13 +24,16 @@ _KERNEL_BYTES = 16 << 20
 _REPEATS = 3
 
 
-def calibrate(transport: Transport, block: int, device: torch.device) -> Constants:
+def calibrate(
+    transport: Transport, block: int, device: torch.device, *, everyone: Transport | None = None
+) -> Constants:
     """Measure; all ranks must call it together.
 
     Args:
         transport: To the other ranks.
         block: Elements per block.
         device: Where the buckets will be.
+        everyone: To more ranks, which measure in groups of their own and must agree with this one.
 
     Returns:
         Rank 0's view of the slowest rank's figures, the same on all ranks.
@@ -38,8 +41,11 @@ def calibrate(transport: Transport, block: int, device: torch.device) -> Constan
     exchange = _fit(_measure(transport, device, _exchange))
     dense = _fit(_measure(transport, device, _dense))
     kernels = _kernels(transport, block, device)
-    figures = torch.tensor([*exchange, *dense, *kernels], dtype=torch.float64, device=device)
-    transport.broadcast(figures)
+    everyone = everyone or transport
+    figures = torch.tensor(
+        [*exchange, *dense, *kernels], dtype=torch.float64, device=everyone.message_device
+    )
+    everyone.broadcast(figures)
     return Constants(*figures.tolist())
 
 

@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from wavemare.section import Section
 
-__all__ = ["MODES", "CompressorConfig", "Mode", "SparseCollectiveConfig"]
+__all__ = ["LOOSE_MODES", "MODES", "CompressorConfig", "Mode", "SparseCollectiveConfig"]
 
 Mode = Literal[
     "auto",
@@ -24,6 +24,8 @@ Mode = Literal[
     "sparcml",
 ]
 MODES: tuple[str, ...] = Mode.__args__  # type: ignore[attr-defined]
+LOOSE_MODES = frozenset({"dense", "packed", "sparcml"})
+"""Those that do not sum in the order of the ranks."""
 
 
 Kind = Literal["block_topk", "block_randomk", "block_threshold", "block_topk_ratio"]
@@ -74,7 +76,7 @@ class SparseCollectiveConfig(Section):
 
     mode: Literal["off"] | Mode = "off"
     """Who sums gradients: DeepSpeed (``off``); whatever is predicted to be the fastest for a
-    bucket (``auto``); or one way by its name, of which ``dense`` and ``packed`` need
+    bucket (``auto``); or one way by its name, of which ``dense``, ``packed`` and ``sparcml`` need
     ``deterministic`` to be false."""
 
     block: Annotated[int, Field(ge=1)] = 256

@@ -2,8 +2,7 @@
 """What MPI is on this machine, found out without initializing MPI here.
 
 MPI may be initialized once per process, some launchers notice it, and a broken installation
-hangs in it. So everything is asked of short-lived child processes with a time limit. This file
-imports the standard library alone.
+hangs in it. So everything is asked of short-lived child processes with a time limit.
 """
 
 from __future__ import annotations
@@ -20,6 +19,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from wavemare.errors import LaunchError
 
 __all__ = ["MpiInfo", "describe_mpi", "outside_job"]
 
@@ -109,6 +110,20 @@ class MpiInfo:
         return None in (self.flavour, self.launcher_flavour) or (
             _family(self.flavour) == _family(self.launcher_flavour)
         )
+
+    def mpirun(self) -> str:
+        """Return the path of ``mpirun``.
+
+        Raises:
+            LaunchError: There is none, or it would start processes that do not know of each other.
+        """
+        if self.launcher is None or self.flavour is None or not self.launcher_matches:
+            reason = self.problem or "there is no mpirun that belongs to the MPI of mpi4py"
+            remedy = (
+                "Install one: pip install 'wavemare[mpi]'; 'wavemare doctor' tells what is here"
+            )
+            raise LaunchError("launcher", "mpirun", reason, remedy)
+        return self.launcher
 
 
 def describe_mpi(timeout_s: float = 20.0) -> MpiInfo:

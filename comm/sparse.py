@@ -100,8 +100,15 @@ class SparseComm:
             self._hierarchy = Hierarchy.find(self._transport) if hierarchical else None
             between = self._hierarchy.between if self._hierarchy else self._transport
             if constants is None and mode == "auto" and between.size > 1:
-                constants = calibrate(between, block, torch.device(device or _present_device()))
+                constants = calibrate(
+                    between,
+                    block,
+                    torch.device(device or _present_device()),
+                    everyone=self._transport,
+                )
         except BaseException:
+            if self._hierarchy is not None:
+                self._hierarchy.close()
             self._transport.close()
             raise
         self.constants = constants or Constants()
@@ -221,6 +228,8 @@ class SparseComm:
         """
         scale = self._scale(flat)
         pieces = pieces_of(partition, flat.numel(), self.size)
+        if key is None and self.compressor is None:
+            key = f"{flat.numel()} {flat.dtype}"
         key = bucket_key(f"scatter {key}" if key else None, flat, weights, self.compressor)
         data = flat.detach()
 

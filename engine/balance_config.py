@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from wavemare.engine.config_shape import ZERO_WEIGHTS, is_enabled
 from wavemare.errors import ConfigError
 from wavemare.pipeline.config import PipelineConfig
 from wavemare.pipeline.wave_config import WaveletConfig
@@ -16,7 +17,6 @@ from wavemare.section import Section
 __all__ = ["BalanceConfig", "check_balance", "check_shares"]
 
 _KEY = "wavemare.balance"
-_ZERO_WEIGHTS = 3
 
 
 class BalanceConfig(Section):
@@ -81,12 +81,12 @@ def check_balance(
     if pipeline.stages > 1:
         reason = "all stages of all replicas pass on equally many micro-batches"
         raise ConfigError(key, balance.micro_steps, reason, f"Use {_KEY}.shares")
-    if zero_stage == _ZERO_WEIGHTS:
+    if zero_stage == ZERO_WEIGHTS:
         reason = (
             "ZeRO 3 gathers weights at each micro-step of all ranks, so some would wait for ever"
         )
         raise ConfigError(key, balance.micro_steps, reason, f"Use {_KEY}.shares, or ZeRO 0 to 2")
-    sixteen = [n for n in ("fp16", "bf16") if _enabled(config, n)]
+    sixteen = [n for n in ("fp16", "bf16") if is_enabled(config, n)]
     if sixteen and not zero_stage:
         reason = "without ZeRO DeepSpeed's 16-bit optimizers reduce at each micro-step"
         raise ConfigError(f"{sixteen[0]}.enabled", True, reason, "Use ZeRO 1 or 2")
@@ -124,8 +124,3 @@ def check_shares(balance: BalanceConfig, sizes: Mapping[str, int], data_ranks: i
             )
             remedy = f"Give numbers that sum to {wanted}, or change {size_key}, which is their mean"
             raise ConfigError(key, given, reason, remedy)
-
-
-def _enabled(config: Mapping[str, Any], name: str) -> bool:
-    section = config.get(name)
-    return isinstance(section, Mapping) and bool(section.get("enabled"))

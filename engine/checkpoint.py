@@ -277,6 +277,9 @@ def _agree(check: Callable[[], _Result]) -> _Result:
         result = check()
     except CheckpointError as error:
         refused = error
+    except (OSError, KeyError, TypeError, ValueError) as error:  # the others wait for this rank
+        reason = f"it cannot be read ({type(error).__name__}: {error})"
+        refused = CheckpointError("checkpoint", "", reason, "Resume from another one")
     parts = refused and [refused.key, str(refused.value), refused.reason, refused.remedy]
     found = [other for other in meet_by_collective(parts) if other is not None]
     if refused is not None or found:

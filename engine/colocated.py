@@ -19,11 +19,10 @@ from deepspeed import comm as dist
 from deepspeed.moe.utils import is_moe_param
 
 from wavemare.engine.checkpoint import CheckpointMixin
+from wavemare.engine.config_shape import ZERO_WEIGHTS, is_enabled, offloads
 from wavemare.errors import CheckpointError, ConfigError
 
 __all__ = ["ColocatedHeads", "check_colocated"]
-
-_ZERO_WEIGHTS = 3
 
 
 def check_colocated(config: Mapping[str, Any], zero: Mapping[str, Any]) -> None:
@@ -41,15 +40,14 @@ def check_colocated(config: Mapping[str, Any], zero: Mapping[str, Any]) -> None:
         return ConfigError(key, value, f"{reason} a head split over the data ranks", remedy)
 
     stage = zero.get("stage", 0)
-    if stage == _ZERO_WEIGHTS:
+    if stage == ZERO_WEIGHTS:
         remedy = "Use 0, 1 or 2"
         raise refuse("zero_optimization.stage", stage, "ZeRO 3 would cut", remedy)
-    if "offload_optimizer" in zero:
+    if offloads(zero):
         key = "zero_optimization.offload_optimizer"
         raise refuse(key, zero["offload_optimizer"], "its norms do not count", "Leave it out")
     for name in ("fp16", "bf16"):
-        section = config.get(name)
-        if stage == 0 and isinstance(section, Mapping) and section.get("enabled"):
+        if stage == 0 and is_enabled(config, name):
             reason = "without ZeRO DeepSpeed's 16-bit optimizers miscount"
             raise refuse(f"{name}.enabled", True, reason, 'Set "stage" to 1 or 2')
     ours = config.get("wavemare", {})

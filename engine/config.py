@@ -14,10 +14,13 @@ from wavemare.engine.checkpoint_config import CheckpointConfig, check_checkpoint
 from wavemare.engine.config_file import load_config
 from wavemare.engine.config_shape import (
     SECTION,
+    ZERO_WEIGHTS,
     check_precision,
     check_shape,
     check_zero_stage,
+    is_enabled,
     misplaced_keys,
+    section_of,
 )
 from wavemare.engine.guard_config import GuardConfig, check_guard
 from wavemare.engine.parallel_config import ParallelConfig
@@ -43,7 +46,6 @@ __all__ = [
 
 SCHEDULES = ("1f1b", "pipemare")
 
-_ZERO_WEIGHTS = 3
 
 _BATCH_KEYS = (
     "train_batch_size",
@@ -121,10 +123,7 @@ def check_config(config: Mapping[str, Any], *, world_size: int) -> WavemareConfi
     _check_schedule(config, ours.pipeline)
     if ours.tensor_parallel.size > 1:
         _check_tensor_parallel(config, ours, world_size)
-    sparse = ours.sparse_collective
-    if sparse.mode != "off":
-        compresses = sparse.compressor is not None
-        check_sparse_collective(config, zero_section(config), compresses=compresses)
+    check_sparse_collective(config, zero_section(config), ours.sparse_collective, ours.guard)
     check_wavelet(config, ours.wavelet, ours.pipeline, zero_section(config))
     check_checkpoint(config, ours.checkpoint)
     zero = zero_section(config).get("stage", 0)
@@ -154,16 +153,16 @@ def _check_tensor_parallel(
         remedy = f"Start a multiple of {ranks} processes, or change the size"
         raise ConfigError(key, size, f"{reason}{_launch_hint(world_size)}", remedy)
     for name in ("pipe_partitioned", "grad_partitioned"):
-        if stages > 1 and _section(config, "pipeline").get(name):
+        if stages > 1 and section_of(config, "pipeline").get(name):
             reason = "the stages of a split model send each other whole tensors"
             raise ConfigError(f"pipeline.{name}", True, reason, "Leave it out")
     zero = zero_section(config).get("stage", 0)
-    if zero == _ZERO_WEIGHTS:
+    if zero == ZERO_WEIGHTS:
         reason = "ZeRO 3 would cut the parts of split weights further"
         raise ConfigError("zero_optimization.stage", zero, reason, "Use 0, 1 or 2")
     # A pipeline trains bf16 with an optimizer of its own, which counts split weights of all ranks.
     for name in ("fp16",) if stages > 1 else ("fp16", "bf16"):
-        if zero == 0 and _enabled(config, name):
+        if zero == 0 and is_enabled(config, name):
             raise ConfigError(
                 f"{name}.enabled",
                 True,
@@ -171,15 +170,10 @@ def _check_tensor_parallel(
                 "when they clip",
                 'Set "stage" to 1 or 2 in zero_optimization',
             )
-    if _section(config, "tensor_parallel").get("autotp_size", 1) != 1:
+    if section_of(config, "tensor_parallel").get("autotp_size", 1) != 1:
         reason = "DeepSpeed would split the model a second time"
-        given = _section(config, "tensor_parallel")["autotp_size"]
+        given = section_of(config, "tensor_parallel")["autotp_size"]
         raise ConfigError("tensor_parallel.autotp_size", given, reason, "Use one of the two")
-
-
-def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    section = config.get(name)
-    return section if isinstance(section, Mapping) else {}
 
 
 def _check_schedule(config: Mapping[str, Any], pipeline: PipelineConfig) -> None:
@@ -214,7 +208,7 @@ def _check_schedule(config: Mapping[str, Any], pipeline: PipelineConfig) -> None
             "the newest",
             "Use another mode, or leave out pair_passes",
         )
-    if _enabled(config, "fp16"):
+    if is_enabled(config, "fp16"):
         raise ConfigError(
             "fp16.enabled",
             True,
@@ -223,7 +217,7 @@ def _check_schedule(config: Mapping[str, Any], pipeline: PipelineConfig) -> None
             'Use "bf16": {"enabled": true} or fp32, or schedule 1f1b',
         )
     for name in ("torch_autocast", "amp"):
-        if _enabled(config, name):
+        if is_enabled(config, name):
             raise ConfigError(
                 f"{name}.enabled",
                 True,
@@ -231,10 +225,6 @@ def _check_schedule(config: Mapping[str, Any], pipeline: PipelineConfig) -> None
                 "unnoticed by the weight correction and fill the memory with old versions",
                 'Use "bf16": {"enabled": true} or fp32, or schedule 1f1b',
             )
-
-
-def _enabled(config: Mapping[str, Any], name: str) -> bool:
-    return bool(_section(config, name).get("enabled"))
 
 
 def zero_section(config: Mapping[str, Any]) -> Mapping[str, Any]:

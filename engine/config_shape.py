@@ -14,10 +14,24 @@ from numbers import Real
 from typing import Any
 
 from wavemare.errors import ConfigError
+from wavemare.section import Section
 
-__all__ = ["SECTION", "check_precision", "check_shape", "check_zero_stage", "misplaced_keys"]
+__all__ = [
+    "SECTION",
+    "ZERO_WEIGHTS",
+    "check_precision",
+    "check_shape",
+    "check_zero_stage",
+    "is_enabled",
+    "misplaced_keys",
+    "offloads",
+    "refuse_idle",
+    "section_of",
+]
 
 SECTION = "wavemare"
+ZERO_WEIGHTS = 3
+"""The stage of ZeRO that parts the weights."""
 _SECTIONS = (
     "activation_checkpointing",
     "aio",
@@ -40,10 +54,49 @@ _SECTIONS = (
     "wandb",
 )
 _NAMED = ("optimizer", "scheduler")
-_OURS = ("balance", "parallel", "pipeline", "tensor_parallel")  # that options and plans change
+# Read or changed by options and plans before the whole section is checked.
+_OURS = ("balance", "parallel", "pipeline", "sparse_collective", "tensor_parallel")
 _ZERO_STAGES = (0, 1, 2, 3)
 # Of `optimizer.params`; "auto" is what the Trainer fills in.
 _NUMBERS = ("lr", "weight_decay", "eps", "momentum")
+
+
+def section_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a section; what is none is an empty one."""
+    section = config.get(name)
+    return section if isinstance(section, Mapping) else {}
+
+
+def is_enabled(config: Mapping[str, Any], name: str) -> bool:
+    """Whether a section says ``"enabled": true``, or 1, as DeepSpeed's readers take it."""
+    return bool(section_of(config, name).get("enabled"))
+
+
+def offloads(zero: Mapping[str, Any], name: str = "offload_optimizer") -> bool:
+    """Whether a section of ``zero_optimization`` moves something away; ``none`` is no device."""
+    section = section_of(zero, name)
+    return bool(section) and section.get("device") != "none"
+
+
+def refuse_idle(section: Section, key: str, mode: str) -> None:
+    """Refuse keys of a section of ours whose ``mode`` is ``off``.
+
+    Args:
+        section: It.
+        key: Its place.
+        mode: One that gives the keys an effect.
+
+    Raises:
+        ConfigError: Naming the first of them.
+    """
+    given = sorted(section.model_fields_set - {"mode"})
+    if given:
+        raise ConfigError(
+            f"{key}.{given[0]}",
+            getattr(section, given[0]),
+            f"it has no effect: {key}.mode is 'off'",
+            f'Set {key}.mode to "{mode}", or remove the key',
+        )
 
 
 def check_shape(config: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,7 +18,7 @@ from wavemare.engine.mixin import EngineMixin
 from wavemare.engine.segments import Segments
 from wavemare.engine.watchdog.progress import PROGRESS
 from wavemare.engine.wavelet import Wavelet, attach_wavelet
-from wavemare.errors import ConfigError
+from wavemare.errors import ConfigError, DataError
 
 __all__ = ["Engine"]
 
@@ -68,22 +68,25 @@ class Engine(ColocatedHeads, EngineMixin, deepspeed.DeepSpeedEngine):
             return self._train_step(PROGRESS.reading(data_iter))
 
     def _train_step(self, data_iter: Iterator[Any]) -> torch.Tensor:
+        balance = self._balance
+        own = balance.micro_steps if balance is not None and balance.uneven_steps else None
+        count = own or self.gradient_accumulation_steps()
+        # Taken at once: data that ends within a step must not leave half of one behind.
+        batches = [next(data_iter) for _ in range(count)]
         if self._wavelet is not None:
-            # Taken at once: data that ends within a step must not leave half of one behind.
-            batches = [next(data_iter) for _ in range(self.gradient_accumulation_steps())]
             return self._mean_loss(self._wavelet.train(map(self._kept, batches)))
-        if self._balance is not None and self._balance.uneven_steps:
-            return self._train_own_steps(data_iter, self._balance.micro_steps)
+        if own is not None:
+            return self._train_own_steps(batches)
         losses = []
-        for _ in range(self.gradient_accumulation_steps()):
-            losses.append(self._backward(_loss_of(self._run(next(data_iter)))))
+        for batch in batches:
+            losses.append(self._backward(_loss_of(self._run(batch))))
             self.step()
         return self._mean_loss(losses)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run DeepSpeed's forward pass."""
         PROGRESS.step = self.global_steps + 1
-        if self._guard is not None:
+        if self._guard is not None and self.module.training:
             self._guard.keep(args, kwargs)
         with PROGRESS.doing("forward"):
             return super().forward(*args, **kwargs)
@@ -129,7 +132,7 @@ class Engine(ColocatedHeads, EngineMixin, deepspeed.DeepSpeedEngine):
             super().backward(self.watched(loss))
         return loss.detach()
 
-    def _train_own_steps(self, data_iter: Iterator[Any], count: int) -> torch.Tensor:
+    def _train_own_steps(self, batches: Sequence[Any]) -> torch.Tensor:
         """Train a step of which each rank does its own number of micro-batches.
 
         They are of one size, so that a share is proportional to the number, and the division by
@@ -138,9 +141,9 @@ class Engine(ColocatedHeads, EngineMixin, deepspeed.DeepSpeedEngine):
         losses = []
         once = self.coalesce_grad_reduction() if self.zero_optimization_stage() else nullcontext()
         with once:
-            for last in range(1 - count, 1):
-                self.set_gradient_accumulation_boundary(last == 0)
-                losses.append(self._backward(_loss_of(self._run(next(data_iter)))))
+            for left, batch in zip(reversed(range(len(batches))), batches, strict=True):
+                self.set_gradient_accumulation_boundary(left == 0)
+                losses.append(self._backward(_loss_of(self._run(batch))))
         self.set_gradient_accumulation_boundary(True)
         self.step()
         self.micro_steps += self.gradient_accumulation_steps() - 1  # the same on all ranks
@@ -168,12 +171,14 @@ class Engine(ColocatedHeads, EngineMixin, deepspeed.DeepSpeedEngine):
         losses = []
         output: Any = None
         data_iter = PROGRESS.reading(data_iter)
-        with torch.no_grad(), PROGRESS.doing("evaluation"):
-            for _ in range(num_micro_batches or self.gradient_accumulation_steps()):
-                output = self._run(next(data_iter))
-                losses.append(_loss_of(output))
-            mean = self._mean_loss(losses)
-        self.train(training)
+        try:
+            with torch.no_grad(), PROGRESS.doing("evaluation"):
+                for _ in range(num_micro_batches or self.gradient_accumulation_steps()):
+                    output = self._run(next(data_iter))
+                    losses.append(_loss_of(output))
+                mean = self._mean_loss(losses)
+        finally:  # data may end too early
+            self.train(training)
         return (mean, output.logits) if return_logits else mean
 
     def drain(self) -> None:
@@ -200,7 +205,8 @@ class Engine(ColocatedHeads, EngineMixin, deepspeed.DeepSpeedEngine):
     def _training_batches(self) -> Iterator[Any]:
         if self._own_batches is None:
             if self.training_dataloader is None:
-                raise TypeError("train_batch needs an iterator: initialize had no training_data")
+                reason = "there is no iterator, and initialize had no training_data"
+                raise DataError("data_iter", None, reason, "Give one of the two")
             self._own_batches = iter(RepeatingLoader(self.training_dataloader))
         return self._own_batches
 
@@ -227,7 +233,7 @@ def _loss_of(output: Any) -> torch.Tensor:
         return output
     loss = output.loss if hasattr(output, "loss") else output[0]
     if loss is None:
-        raise TypeError("the model returned no loss: the batch has no labels")
+        raise DataError("labels", None, "the model returned no loss", "Give batches with labels")
     return loss
 
 

@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from wavemare.engine.config_shape import ZERO_WEIGHTS
 from wavemare.errors import ConfigError
 from wavemare.section import Section
 
 __all__ = ["GuardConfig", "check_checksums", "check_guard"]
 
 _KEY = "wavemare.guard"
-_ZERO_WEIGHTS = 3
 
 
 class GuardConfig(Section):
@@ -54,7 +54,7 @@ def check_guard(config: Mapping[str, Any], guard: GuardConfig, zero_stage: int) 
         reason = f"it has no effect on nonfinite {guard.nonfinite!r}"
         remedy = f'Set {_KEY}.nonfinite to "skip", or remove the key'
         raise ConfigError(f"{_KEY}.max_skips", guard.max_skips, reason, remedy)
-    if guard.replica_digest_interval and zero_stage == _ZERO_WEIGHTS:
+    if guard.replica_digest_interval and zero_stage == ZERO_WEIGHTS:
         reason = "with ZeRO 3 each weight lies on one rank alone, and no replica is there"
         given = guard.replica_digest_interval
         raise ConfigError(f"{_KEY}.replica_digest_interval", given, reason, "Leave it out")

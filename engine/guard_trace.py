@@ -77,7 +77,9 @@ def are_finite(tensors: Iterable[Tensor]) -> Tensor:
 
 def loss_of(output: Any) -> Tensor | None:
     """Return a model's loss, if its output has one: the output, ``.loss`` or the first of it."""
-    if isinstance(output, (tuple, list)) and output:
+    if not isinstance(output, Tensor) and hasattr(output, "loss"):
+        output = output.loss
+    elif isinstance(output, (tuple, list)) and output:
         output = output[0]
     loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
     return loss if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad else None

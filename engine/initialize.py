@@ -27,6 +27,7 @@ from wavemare.engine.config import (
     misplaced_keys,
     zero_section,
 )
+from wavemare.engine.config_shape import offloads
 from wavemare.engine.data_parallel import Engine
 from wavemare.engine.launch import compiled_ops_enabled
 from wavemare.engine.optimizer_policy import check_replaceable, choose_optimizer
@@ -212,7 +213,7 @@ def _without_compiled_optimizer(config: dict[str, Any], optimizer: Any) -> dict[
         optimizer is not None
         or get_accelerator().device_name() != "cpu"
         or compiled_ops_enabled()
-        or "offload_optimizer" in zero_section(config)
+        or offloads(zero_section(config))
         or str(chosen.get("type", "")).lower() not in ("adam", "adamw")
         or "torch_adam" in parameters
         or parameters.get("bias_correction") is False  # torch's has no such choice

@@ -13,12 +13,11 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
+from wavemare.engine.config_shape import ZERO_WEIGHTS
 from wavemare.errors import ConfigError
 from wavemare.pipeline.matrix_optimizer import MatrixOptimizer, Partition
 
 __all__ = ["check_matrix_optimizer", "describe_partitions", "is_added"]
-
-_ZERO_WEIGHTS = 3
 
 
 def is_added(optimizer: Any) -> bool:
@@ -44,7 +43,7 @@ def check_matrix_optimizer(engine: Any, optimizer: Any) -> None:
         return ConfigError(key, value, f"{name} {reason}", remedy)
 
     stage = engine.zero_optimization_stage()
-    if stage == _ZERO_WEIGHTS:
+    if stage == ZERO_WEIGHTS:
         reason = "steps whole matrices, which ZeRO 3 leaves on no rank"
         raise refuse("zero_optimization.stage", stage, reason, "Use 0, 1 or 2, or AdamW")
     if engine.zero_use_cpu_optimizer():

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from deepspeed import comm as dist
@@ -171,12 +171,13 @@ class EngineMixin(CheckpointMixin):
 
     def destroy(self) -> None:
         """Give back what the engine holds; all ranks should call it."""
-        if self._sparse is not None:
-            self._sparse.close()
-        if self.watchdog is not None:
-            self.watchdog.bid_farewell()
-            self.watchdog.stop()
-        super().destroy()
+        with ExitStack() as stack:  # each, though one before it fails
+            stack.callback(super().destroy)
+            if self.watchdog is not None:
+                stack.callback(self.watchdog.stop)
+                stack.callback(self.watchdog.bid_farewell)
+            if self._sparse is not None:
+                stack.callback(self._sparse.close)
 
     def rank_state(self) -> dict[str, Any]:
         """Return what this rank's next step needs beside weights, optimizer and random state."""

@@ -9,6 +9,7 @@ from typing import Any
 from wavemare.engine.config import SECTION, WavemareConfig
 from wavemare.errors import ConfigError
 from wavemare.pipeline.advice import largest_staleness
+from wavemare.pipeline.matrix_optimizer import check_betas
 
 __all__ = ["check_replaceable", "choose_optimizer"]
 
@@ -59,6 +60,7 @@ def choose_optimizer(
     if name.lower() not in ("adam", "adamw"):
         return config, f"pipemare: {name} stays, the configuration's own choice; {lag}"
     params = _for_soap(chosen.get("params") or {})
+    check_betas("optimizer.params.betas", params.get("betas", _BETAS))
     momentum = list(params.get("betas", _BETAS))
     lengthens = worst > 1 and momentum[0] < _LONG
     if lengthens:

@@ -20,7 +20,7 @@ _SLACK_S = 1.0
 def restart_count(environment: Mapping[str, str] = os.environ) -> int:
     """Return how often a launcher has started the ranks anew, 0 in the first attempt."""
     texts = (environment.get(name, "") for name in (COUNT, _TORCHRUN))
-    return max((int(text) for text in texts if text.isdigit()), default=0)
+    return max((int(text) for text in texts if text.isascii() and text.isdecimal()), default=0)
 
 
 def job_started(environment: Mapping[str, str] = os.environ) -> float:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from wavemare.engine.config_shape import is_enabled, refuse_idle
 from wavemare.errors import ConfigError
 from wavemare.pipeline.config import PipelineConfig
 from wavemare.pipeline.wave_config import WaveletConfig
@@ -35,13 +36,13 @@ def check_wavelet(
     """
     mode = wavelet.mode
     if mode == "off":
-        _refuse_idle(wavelet)
+        refuse_idle(wavelet, "wavemare.wavelet", "sync")
         return
     if pipeline.stages > 1:
         reason = f"the micro-batches of {pipeline.stages} pipeline stages are in turns already"
         raise ConfigError(_MODE, mode, reason, 'Use one stage, or mode "off"')
     for name in ("curriculum_learning", "progressive_layer_drop", "flops_profiler"):
-        if _enabled(config, name):
+        if is_enabled(config, name):
             reason = "it changes or watches whole forward passes, and waves run segments"
             raise ConfigError(
                 f"{name}.enabled", True, reason, f'Leave it out, or set {_MODE} "off"'
@@ -59,7 +60,7 @@ def check_wavelet(
         reason = f"mode {mode!r} keeps two versions of all weights, and ZeRO parts them"
         raise ConfigError("zero_optimization.stage", stage, reason, 'Use 0, or mode "sync"')
     for name in ("fp16", "bf16", "amp", "torch_autocast"):
-        if _enabled(config, name):
+        if is_enabled(config, name):
             reason = f"mode {mode!r} updates the weights that it computes with, in fp32"
             raise ConfigError(f"{name}.enabled", True, reason, 'Leave it out, or use mode "sync"')
     if mode == "replica":
@@ -77,20 +78,3 @@ def _check_linear(config: Mapping[str, Any]) -> None:
             "would drift apart here",
             'Use "SGD", with or without momentum, or mode "async"',
         )
-
-
-def _refuse_idle(wavelet: WaveletConfig) -> None:
-    given = wavelet.model_fields_set - {"mode"}
-    if given:
-        name = sorted(given)[0]
-        raise ConfigError(
-            f"wavemare.wavelet.{name}",
-            getattr(wavelet, name),
-            f"it has no effect: {_MODE} is 'off'",
-            f'Set {_MODE} to "sync", or remove the key',
-        )
-
-
-def _enabled(config: Mapping[str, Any], name: str) -> bool:
-    section = config.get(name)
-    return isinstance(section, Mapping) and bool(section.get("enabled"))

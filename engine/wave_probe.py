@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import median
+from typing import Any
 
 import torch
 from deepspeed import comm as dist
@@ -64,13 +65,15 @@ class WaveProbe:
             sum_gradient_s=of[Kind.SUM_GRADIENT],
         )
 
-    def decide(self, micro_batches: int) -> Decision:
+    def decide(self, micro_batches: int, **plan: Any) -> Decision:
         """Say whether waves would pay; all ranks must call it, and hear the same.
 
         Args:
             micro_batches: Per optimizer step.
+            plan: What the plan is made of besides, as for `predict`.
         """
-        return decide(predict(self.costs(), self._num_segments, micro_batches), micro_batches)
+        predicted = predict(self.costs(), self._num_segments, micro_batches, **plan)
+        return decide(predicted, micro_batches)
 
     def _now(self) -> float:
         if self._device.type == "cuda":

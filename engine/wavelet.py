@@ -128,7 +128,8 @@ class Wavelet:
         if self._steps == _PROBE_WARMUPS + 1:
             probe.forget()
         elif self._steps == _PROBE_WARMUPS + _PROBE_STEPS + 1:
-            decision = probe.decide(self._engine.gradient_accumulation_steps())
+            plan = {key: self._shape[key] for key in ("pair_order", "saved_bytes", "budget")}
+            decision = probe.decide(self._engine.gradient_accumulation_steps(), **plan)
             self._paired, self._probe = decision.on, None
             self._executor = self._make_executor(self._protocol.hooks())
             if dist.get_rank() == 0:

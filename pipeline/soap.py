@@ -101,16 +101,6 @@ class SOAP(MatrixOptimizer):
         }
         super().__init__(params, defaults)
 
-    def set_refresh(self, steps: int) -> None:
-        """Refresh the bases of all parameter groups every so many steps.
-
-        Raises:
-            ConfigError: The number is not positive.
-        """
-        check_number("refresh", steps, 1, whole=True)
-        for group in self.param_groups:
-            group["refresh"] = steps
-
     def is_matrix(self, group: Mapping[str, Any], shape: Shape) -> bool:
         """Return whether a tensor has two sides, one of which at least is rotated."""
         return len(shape) == SIDES and any(1 < side <= group["max_size"] for side in shape)

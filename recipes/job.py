@@ -410,15 +410,16 @@ class Job:
 
         Args:
             dataset: Items as those trained on.
-            num_samples: How many samples over all ranks, spread over the set; None for all. Those
-                that do not make a whole batch for every rank are left out.
+            num_samples: How many samples over all ranks, spread over the set; None for all. Each
+                rank gets one at least; what does not make a whole batch for every rank is left out.
         """
         from torch.utils.data import Subset
 
         from wavemare.data import evaluation_batches
 
         size, ranks = len(dataset), self.engine.data_world_size
-        if num_samples is not None and num_samples < size:
+        if num_samples is not None and max(num_samples, ranks) < size:
+            num_samples = max(num_samples, ranks)
             # Spread over the whole set, whose documents or classes may be in order.
             indices = [index * size // num_samples for index in range(num_samples)]
             dataset = Subset(dataset, indices)

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from wavemare.errors import DataError
+
 __all__ = ["MegatronParts"]
 
 _SPLIT = "969,30,1"  # Megatron's own default
@@ -28,7 +30,8 @@ class MegatronParts:
 
         self.weights = source.weights or None
         self.stores = [open_indexed(p).store(vocab_size, sequences=True) for p in source.files]
-        ranges = [split_ranges(split or _SPLIT, store.num_documents) for store in self.stores]
+        self._split = split or _SPLIT
+        ranges = [split_ranges(self._split, store.num_documents) for store in self.stores]
         self._train, self._held_out, _ = zip(*ranges, strict=True)
 
     def ends(self) -> list[tuple[Any, Any]]:
@@ -43,11 +46,18 @@ class MegatronParts:
 
         Samples have ``sequence_length`` tokens and do not overlap (Megatron's
         ``add_extra_token_to_sequence`` off): the model shifts the labels.
+
+        Raises:
+            DataError: No document is held out.
         """
         from torch.utils.data import ConcatDataset
 
         from wavemare.data import MegatronSamples, blended_samples
 
+        if not any(self._held_out):
+            reason = "by these shares no document is held out"
+            remedy = "Give the second share more, or more documents"
+            raise DataError("--split", self._split, reason, remedy)
         train = blended_samples(
             self.stores,
             self._train,

@@ -95,6 +95,14 @@ def _schedule(pipeline: PipelineConfig, micro_batches: int) -> str:
     return f"PipeMare (staleness by stage {', '.join(map(str, stale))})"
 
 
+def _kept_on_the_first_stage(pipeline: PipelineConfig, micro_batches: int) -> int:
+    if pipeline.schedule == "pipemare":
+        return 1 + ahead(0, pipeline.stages, pipeline.pipemare.slack)
+    # No micro-batch of the next step.
+    most = 2 * pipeline.stages - 1 if pipeline.pair_passes else pipeline.stages
+    return min(most, micro_batches)
+
+
 def _memory(
     shape: Any,
     num_parameters: int,
@@ -116,13 +124,8 @@ def _memory(
         layers=-(-shape.num_hidden_layers // stages),
         vocabulary=shape.vocab_size,
         bytes_per_value=bytes_per_value,
-        # The first stage holds as many micro-batches as there are stages; 1F1B, which has none
-        # of the next step, no more than a step has.
-        micro_batches=(
-            1 + ahead(0, stages, pipeline.pipemare.slack)
-            if pipeline.schedule == "pipemare"
-            else min(stages, micro_batches)
-        ),
+        micro_batches=_kept_on_the_first_stage(pipeline, micro_batches),
+        tensor_world_size=section.tensor_parallel.size,
     )
     return estimate_memory(
         -(-num_parameters // section.model_ranks),

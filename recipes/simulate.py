@@ -126,7 +126,7 @@ def _configuration(arguments: Any) -> dict[str, Any]:
     for change in arguments.set:
         _change(config, change)
     warmup = arguments.megatron.warmup_steps(arguments.max_steps)
-    return resolve_schedule(config, arguments.max_steps, warmup)
+    return resolve_schedule(load_config(config), arguments.max_steps, warmup)
 
 
 def _change(config: dict[str, Any], change: str) -> None:
@@ -136,7 +136,7 @@ def _change(config: dict[str, Any], change: str) -> None:
         raise ConfigError("--set", change, reason, "Write for example optimizer.params.lr=1e-3")
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = text
     *parents, key = path.split(".")
     place = config

@@ -45,7 +45,6 @@ class ChecksummedTransport(WrappedTransport):
         exchange = self._inner.begin()
         exchange.receive(peer, trailer)
         exchange.wait()
-        self.bytes_down += tensor.nbytes
         self.check(peer, tensor, trailer)
         return peer
 

@@ -47,7 +47,12 @@ class WavemareError(Exception):
         self.remedy = remedy
 
     def __str__(self) -> str:
-        return f"{self.key} = {_shown(self.value)}: {self.reason}. {self.advice}"
+        return f"{self.subject}: {self.reason}. {self.advice}"
+
+    @property
+    def subject(self) -> str:
+        """Key and value; of a long value its two ends."""
+        return f"{self.key} = {_shown(self.value)}"
 
     @property
     def advice(self) -> str:

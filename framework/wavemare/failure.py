@@ -210,7 +210,8 @@ def _print_error(error: WavemareError) -> None:
 
     content = Text.assemble(
         (error.key, "bold"),
-        f" = {error.value!r}\n{error.reason[:1].upper()}{error.reason[1:]}.\n",
+        f"{error.subject.removeprefix(error.key)}\n",
+        f"{error.reason[:1].upper()}{error.reason[1:].rstrip()}.\n",
         (error.advice, "green"),
         *(f"\n{note}" for note in notes),
     )

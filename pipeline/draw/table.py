@@ -15,6 +15,7 @@ from wavemare.pipeline.timeline import Timeline
 
 __all__ = ["plan_from_csv", "to_csv"]
 
+_DIGITS = 6
 _COLUMNS = ("rank", "index", "kind", "stage", "micro_batch", "version", "wave")
 _TIMES = ("start_s", "end_s")
 _COUNT = " ranks="
@@ -58,7 +59,7 @@ def plan_from_csv(text: str) -> Plan:
     """
     comment, _, table = text.partition("\n")
     header, found, count = comment.removeprefix("# ").strip().partition(_COUNT)
-    if not found or not count.isdigit():
+    if not found or not (count.isascii() and count.isdecimal() and len(count) <= _DIGITS):
         reason = "the first line does not say which plan this is"
         raise PlanError("plan", comment[:80], reason, f"Write '# plan schedule=...{_COUNT}4'")
     plan = Plan.parse(header)
@@ -80,12 +81,19 @@ def _fields(action: Action) -> list[str | int]:
 def _rows(table: str) -> Iterator[tuple[int, list[str]]]:
     """Return the lines below the names of the columns, with their numbers in the file."""
     rows: Iterable[list[str]] = csv.reader(io.StringIO(table))
-    for line, row in enumerate(rows, 2):
+    for line, row in enumerate(_readable(rows), 2):
         if line == 2 and tuple(row) != _COLUMNS:  # noqa: PLR2004
             reason = "the second line does not name the columns"
             raise PlanError("plan", ",".join(row), reason, f"Write '{','.join(_COLUMNS)}'")
         if line > 2 and row:  # noqa: PLR2004
             yield line, row
+
+
+def _readable(rows: Iterable[list[str]]) -> Iterator[list[str]]:
+    try:
+        yield from rows
+    except csv.Error as error:  # a field that is too long, for example
+        raise PlanError("plan", "...", str(error), "Write a table of actions") from None
 
 
 def _action(line: int, row: list[str]) -> tuple[int, int, Action]:

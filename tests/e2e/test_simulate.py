@@ -115,7 +115,7 @@ def test_quality_compares_systems_and_repeats_nothing(command, small_options, tm
     bench = ["wavemare", "bench", "quality", "gpt", "--steps", 8, "--stages", 4]
     bench += ["--micro-batches", 2, "--seeds", 1, "--runs", tmp_path / "runs", *words]
     bench += ["--systems", "flush,naive,auto", "--json", tmp_path / "q.json"]
-    bench += ["--picture", tmp_path / "q.png"]
+    bench += ["--plot", tmp_path / "q.png"]
     first = command(*bench).check()
     answer = json.loads((tmp_path / "q.json").read_text())
     rows = {row["system"]: row for row in answer["rows"]}

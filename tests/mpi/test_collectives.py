@@ -16,6 +16,7 @@ SHORT = (
     "side_by_side.two_communicators",
     "side_by_side.nodes",
     "side_by_side.one_node",
+    "side_by_side.unnamed",
     "side_by_side.selection",
     "side_by_side.calibrated",
     "refusals.refusals",

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from typing import Any
 from wavemare.bench.network import Laboratory
 from wavemare.bench.options import MpiRequest, Request
 from wavemare.comm.mpi import describe_mpi
+from wavemare.engine.job_environment import free_port
 from wavemare.errors import LaunchError
 
 __all__ = ["TIMEOUT_S", "exchange", "measure", "read_answer"]
@@ -86,22 +86,17 @@ def read_answer(answered: Path, code: int, ranks: int) -> dict[str, Any]:
 
 def _run_here(command: list[str], ranks: int) -> int:
     mpi = describe_mpi()
-    if mpi.launcher is None or not mpi.launcher_matches:
-        reason = mpi.problem or "there is no mpirun of the MPI that mpi4py loads"
-        raise LaunchError("mpirun", mpi.launcher, reason, "Install one: pip install mpich")
+    program = mpi.mpirun()
     options = []
     if mpi.launcher_flavour == "Open MPI":
         options = ["--oversubscribe", "--bind-to", "none", "--allow-run-as-root"]
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     environment = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(ranks),
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
     }
-    launch = [mpi.launcher, *options, "-n", str(ranks), *command]
+    launch = [program, *options, "-n", str(ranks), *command]
     return subprocess.run(launch, env=environment, check=False).returncode

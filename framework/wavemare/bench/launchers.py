@@ -13,7 +13,6 @@ from pathlib import Path
 from wavemare.bench.namespaces import KINDS, Namespaces
 from wavemare.bench.ranks import Host, RankGroup
 from wavemare.comm.mpi import describe_mpi
-from wavemare.errors import LaunchError
 
 __all__ = ["Job", "start_by_mpirun", "start_each"]
 
@@ -119,9 +118,7 @@ def start_by_mpirun(job: Job) -> RankGroup:
         LaunchError: There is no ``mpirun`` that belongs to the MPI of mpi4py.
     """
     mpi = _mpi()
-    if mpi.launcher is None or not mpi.launcher_matches:
-        reason = mpi.problem or "there is no mpirun that belongs to the MPI of mpi4py"
-        raise LaunchError("launcher", "mpirun", reason, "Install wavemare[mpi]")
+    program = mpi.mpirun()
     agent = job.folder / "agent"
     agent.write_text(_AGENT.format(folder=job.folder, kinds=" ".join(KINDS)))
     agent.chmod(0o755)
@@ -129,7 +126,7 @@ def start_by_mpirun(job: Job) -> RankGroup:
         (job.folder / f"{host.name}.pid").write_text(str(host.namespaces.pid))
     options = _open_mpi_options if mpi.launcher_flavour == "Open MPI" else _mpich_options
     outputs = _log_folder(job)
-    words = [*job.head.enter(), mpi.launcher, "-n", str(job.ranks), *options(job, agent)]
+    words = [*job.head.enter(), program, "-n", str(job.ranks), *options(job, agent)]
     words += _rank_words(job, outputs)
     return _group(job, [_start(words, _environment(job), outputs / _LAUNCHER_LOG)], outputs)
 

@@ -104,7 +104,7 @@ def parse_numbers(option: str, text: str) -> tuple[int, ...]:
         ConfigError: There is something else; the message names the option.
     """
     words = parse_names(text)
-    if not all(word.isdigit() for word in words):
+    if not all(word.isdecimal() for word in words):
         reason = "these are no whole numbers between commas"
         raise ConfigError(option, text, reason, "Write them as in 1,2,4,8")
     return tuple(dict.fromkeys(map(int, words)))

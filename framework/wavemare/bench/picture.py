@@ -28,7 +28,9 @@ def drawing(file: Path, **layout: Any) -> Iterator[Any]:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(**layout)
-    yield axes
-    figure.tight_layout()
-    figure.savefig(file, dpi=110)
-    pyplot.close(figure)
+    try:
+        yield axes
+        figure.tight_layout()
+        figure.savefig(file, dpi=110)
+    finally:
+        pyplot.close(figure)

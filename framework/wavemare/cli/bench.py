@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +18,7 @@ from wavemare.cli.bench_shared import (
     Ranks,
     Rounds,
     Warmups,
+    check_picture,
     check_writable,
     leave,
     print_wide,
@@ -163,7 +163,7 @@ def sparse(
     )
     request.check()
     check_writable("--json", json_file)
-    check_writable("--plot", picture)
+    check_picture("--plot", picture)
     from wavemare.bench.launch import measure
     from wavemare.bench.sparse.show import plot, result_table
 
@@ -199,16 +199,13 @@ def _wait(synthetic: bool, given: float | None, default: float) -> float | None:
 
 def _measure(request: PipelineRequest) -> dict[str, Any]:
     """Run the ranks and return what they measured."""
-    from wavemare.bench.launch import exchange
+    from wavemare.bench.launch import exchange, read_answer
     from wavemare.cli import launch
 
     with exchange(request) as (options, answered):
         command = launch.build_command(_WORKER, options, num_processes=request.stages)
         code = launch.run(command, launch.extra_environment())
-        if code:
-            raise typer.Exit(code)
-        result: dict[str, Any] = json.loads(answered.read_text(encoding="utf-8"))
-        return result
+        return read_answer(answered, code, request.stages)
 
 
 def _show(result: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from wavemare.cli.bench_shared import JsonFile, Rounds, save
+from wavemare.cli.bench_shared import JsonFile, Rounds, check_writable, save
 
 __all__ = ["kernels"]
 
@@ -25,6 +25,7 @@ def kernels(
     from wavemare.bench.options import check_positive
 
     check_positive({"--mib": mib, "--block": block, "--rounds": rounds})
+    check_writable("--json", json_file)
     from rich import box
     from rich.console import Console
     from rich.table import Table

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from wavemare.cli.bench_shared import JsonFile, check_writable, print_wide, save
+from wavemare.cli.bench_shared import JsonFile, check_picture, check_writable, print_wide, save
 from wavemare.errors import ConfigError, did_you_mean
 
 __all__ = ["quality"]
@@ -31,7 +31,9 @@ def quality(
         Path, typer.Option(help="Folder of the runs; those that are there are not repeated.")
     ] = Path("runs/quality"),
     json_file: JsonFile = None,
-    picture: Annotated[Path | None, typer.Option(help="Draw the curves to this file.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option("--plot", help="Draw the curves to this file.")
+    ] = None,
 ) -> None:
     """Simulate pipelines, and compare held-out losses with synchronous training at equal tokens.
 
@@ -51,7 +53,7 @@ def quality(
             remedy = did_you_mean(name, SYSTEMS)
             raise ConfigError("--systems", name, "there is no such system", remedy)
     check_writable("--json", json_file)
-    check_writable("--picture", picture)
+    check_picture("--plot", picture)
     check_writable("--runs", runs, is_folder=True)
     found = simulate_all(
         names,

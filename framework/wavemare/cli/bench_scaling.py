@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from wavemare.cli.bench_shared import JsonFile, check_writable, print_wide, save
+from wavemare.cli.bench_shared import JsonFile, check_picture, check_writable, print_wide, save
 from wavemare.errors import ConfigError
 
 __all__ = ["scaling"]
@@ -51,7 +51,7 @@ def scaling(
         remedy = "Run `wavemare bench pipeline --synthetic --json 2.json` and name 2.json"
         raise ConfigError("--pipeline", None, "there is nothing to begin with", remedy)
     check_writable("--json", json_file)
-    check_writable("--plot", plot)
+    check_picture("--plot", plot)
     rows: list[dict[str, Any]] = []
     calibration: dict[str, Any] = {}
     if pipeline:

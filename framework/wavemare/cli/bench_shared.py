@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,6 +25,7 @@ __all__ = [
     "Ranks",
     "Rounds",
     "Warmups",
+    "check_picture",
     "check_writable",
     "leave",
     "print_wide",
@@ -69,6 +70,25 @@ def check_writable(option: str, path: Path | None, *, is_folder: bool = False) -
     if not os.access(folder, os.W_OK | os.X_OK):
         reason = "there is no such folder that can be written"
         raise ConfigError(option, str(folder), reason, "Name another folder")
+
+
+def check_picture(
+    option: str, path: Path | None, *, suffixes: Sequence[str] = (".png", ".svg")
+) -> None:
+    """Check the place of a picture, as `check_writable`, and that it is named as one.
+
+    Args:
+        option: Names it.
+        path: None if the option was not given.
+        suffixes: What it can be.
+
+    Raises:
+        ConfigError: Nothing can be written there, or no picture.
+    """
+    check_writable(option, path)
+    if path is not None and path.suffix not in suffixes:
+        reason = f"this picture's name ends in {' or '.join(suffixes)}"
+        raise ConfigError(option, str(path), reason, f"Name it {path.stem}.png")
 
 
 def print_wide(table: Table, width: int) -> None:

@@ -15,6 +15,7 @@ from wavemare.cli.bench_shared import (
     Ranks,
     Rounds,
     Warmups,
+    check_picture,
     check_writable,
     leave,
     print_wide,
@@ -96,7 +97,7 @@ def training(
     )
     request.check()
     check_writable("--json", json_file)
-    check_writable("--plot", picture)
+    check_picture("--plot", picture)
     from wavemare.bench.launch import measure
     from wavemare.bench.training.show import plot, result_table
 

@@ -9,7 +9,15 @@ from typing import Annotated
 
 import typer
 
-from wavemare.cli.bench_shared import JsonFile, Rounds, Warmups, check_writable, leave, print_wide
+from wavemare.cli.bench_shared import (
+    JsonFile,
+    Rounds,
+    Warmups,
+    check_picture,
+    check_writable,
+    leave,
+    print_wide,
+)
 
 __all__ = ["wave"]
 
@@ -78,10 +86,10 @@ def wave(
     )
     request.check()
     check_writable("--json", json_file)
-    check_writable("--plot", picture)
+    check_picture("--plot", picture)
     check_writable("--trace", trace)
-    check_writable("--timeline", timeline)
-    check_writable("--memory", memory)
+    check_picture("--timeline", timeline, suffixes=[".png"])
+    check_picture("--memory", memory)
     from rich.console import Console
 
     from wavemare.bench.wave.launch import measure

@@ -9,7 +9,15 @@ from typing import Annotated
 
 import typer
 
-from wavemare.cli.bench_shared import JsonFile, Rounds, Warmups, check_writable, leave, print_wide
+from wavemare.cli.bench_shared import (
+    JsonFile,
+    Rounds,
+    Warmups,
+    check_picture,
+    check_writable,
+    leave,
+    print_wide,
+)
 
 __all__ = ["whale"]
 
@@ -89,7 +97,7 @@ def whale(
     )
     request.check()
     check_writable("--json", json_file)
-    check_writable("--plot", picture)
+    check_picture("--plot", picture)
     from wavemare.bench.whale.launch import measure
     from wavemare.bench.whale.show import plot, result_table
 

@@ -126,17 +126,12 @@ class Job:
         from wavemare.comm.mpi import describe_mpi
 
         mpi = describe_mpi()
-        if mpi.launcher is None or mpi.flavour is None or not mpi.launcher_matches:
-            reason = mpi.problem or "there is no mpirun that belongs to the MPI of mpi4py"
-            remedy = (
-                "Install one: pip install 'wavemare[mpi]'; 'wavemare doctor' tells what is here"
-            )
-            raise LaunchError("launcher", "mpirun", reason, remedy)
+        program = mpi.mpirun()
         open_mpi = mpi.launcher_flavour == "Open MPI"
         count = self._processes_per_host()
         places = {host.name: count or host.slots for host in self.hosts}
         total = sum(places.values()) if places else count
-        words = [mpi.launcher, "-n", str(total)]
+        words = [program, "-n", str(total)]
         if places:
             listed = ",".join(f"{name}:{number}" for name, number in places.items())
             words += ["--host" if open_mpi else "-hosts", listed]

@@ -21,7 +21,7 @@ app.command()(search)
 _Schedule = Annotated[
     str | None,
     typer.Option(
-        help="A pipeline: 1f1b, pipemare or inference. Waves on one rank: tick-tock, "
+        help="A pipeline: 1f1b, 1f1b-paired, pipemare or inference. Waves on one rank: tick-tock, "
         "accumulation or in-phase.",
         show_default=DEFAULTS["--schedule"],
     ),

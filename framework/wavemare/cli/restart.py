@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import subprocess
 import sys
@@ -107,14 +108,15 @@ def _answers_by_ssh(host: Host) -> bool:
             capture_output=True,
             check=False,
         )
-    except subprocess.TimeoutExpired:
+    except (subprocess.TimeoutExpired, OSError):  # the latter: there is no ssh here
         return False
     return done.returncode == 0
 
 
 def _hostfile(hosts: Sequence[Host]) -> Path:
-    """Write the hosts that are left where DeepSpeed finds them; it stays for the job's life."""
+    """Write the hosts that are left where DeepSpeed finds them, until this process ends."""
     file, name = tempfile.mkstemp(prefix="wavemare-hosts-")
+    atexit.register(Path(name).unlink, missing_ok=True)
     with os.fdopen(file, "w", encoding="utf-8") as lines:
         lines.writelines(f"{host.name} slots={host.slots}\n" for host in hosts)
     return Path(name)

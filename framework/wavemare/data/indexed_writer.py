@@ -29,6 +29,7 @@ from wavemare.data.megatron import (
     data_file,
     index_file,
 )
+from wavemare.data.specs import check_prefix
 from wavemare.errors import DataError
 
 __all__ = [
@@ -224,15 +225,19 @@ def claimed(prefix: Path) -> Iterator[None]:
     """Keep other processes from writing a target.
 
     Raises:
-        DataError: Another one does.
+        DataError: Another one does, or no file can be made there.
     """
-    prefix.parent.mkdir(parents=True, exist_ok=True)
+    check_prefix("--output", prefix)
     lock = FileLock(partial_file(prefix, "lock"))
     try:
+        prefix.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout:
         reason = "another process builds it"
         raise DataError("--output", str(prefix), reason, "Wait for it, or choose another") from None
+    except OSError as error:
+        reason = f"nothing can be written there ({error.strerror})"
+        raise DataError("--output", str(prefix), reason, "Name another place") from None
     try:
         yield
     finally:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wavemare.data.specs import check_prefix
 from wavemare.data.tokens import TokenStore
 from wavemare.errors import DataError
 
@@ -111,6 +112,7 @@ def open_indexed(prefix: str | Path) -> IndexedData:
             message says what was found and what was expected.
     """
     prefix = Path(os.path.expanduser(prefix))
+    check_prefix("--data", prefix)
     index_path, data_path = index_file(prefix), data_file(prefix)
     for path in (index_path, data_path):
         if not path.is_file():

@@ -14,7 +14,7 @@ from pathlib import Path
 from wavemare.data import default_corpus
 from wavemare.errors import DataError
 
-__all__ = ["EXTENSIONS", "Kind", "Source", "resolve"]
+__all__ = ["EXTENSIONS", "Kind", "Source", "check_prefix", "resolve"]
 
 
 class Kind(StrEnum):
@@ -154,7 +154,19 @@ def _with_extension(prefix: Path, extension: str) -> Path:
     return prefix.with_name(prefix.name + extension)
 
 
+def check_prefix(option: str, prefix: Path) -> None:
+    """Refuse a prefix that names a folder alone.
+
+    Raises:
+        DataError: It has no name for the two files.
+    """
+    if not prefix.name:
+        reason = "it names a folder, not the files in it"
+        raise DataError(option, str(prefix), reason, "Give FOLDER/NAME, without .bin and .idx")
+
+
 def _megatron(spec: str, prefix: Path) -> Source:
+    check_prefix("--data", prefix)
     for extension in _MEGATRON_EXTENSIONS:
         file = _with_extension(prefix, extension)
         if not file.is_file():

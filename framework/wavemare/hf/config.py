@@ -71,7 +71,12 @@ class DifferencesError(ConfigError):
         )
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.reason}{self.advice}"
+        return f"{self.subject}: {self.reason}{self.advice}"
+
+    @property
+    def subject(self) -> str:
+        """The key; the values stand in the table."""
+        return self.key
 
 
 class TrainerConfig(HfTrainerDeepSpeedConfig):
@@ -186,6 +191,8 @@ class TrainerConfig(HfTrainerDeepSpeedConfig):
             return
         tensor = self.section.get("tensor_parallel")
         size = tensor.get("size", 1) if isinstance(tensor, Mapping) else 1
+        if type(size) is not int or size < 1:
+            size = 1  # the configuration's own check refuses it by its name
         values: dict[str, Callable[[], Any]] = {
             "pipeline.stages": lambda: max(self._world_size // size, 1),
             "pipeline.dynamic_shape": lambda: True,

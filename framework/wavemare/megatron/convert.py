@@ -33,6 +33,7 @@ from wavemare.megatron.weights import (
     Shape,
     from_transformers,
     merge,
+    needed,
     pad_vocabulary,
     size_of,
     split,
@@ -212,7 +213,7 @@ def _read_megatron(folder: Path, options: Options) -> _Source:
     check_arguments(checkpoint.arguments, size["hidden_size"], len(shares))
     heads = int(checkpoint.arguments.get("num_attention_heads") or 0)
     family = "megatron-bert" if "lm_head.dense.weight" in shares[0] else "gpt2"
-    padded = sum(len(share[EMBEDDING]) for share in shares)
+    padded = sum(len(needed(share, EMBEDDING)) for share in shares)
     rough = Shape(family, size["num_layers"], heads or len(shares), padded)
     whole = merge(shares, rough, checkpoint.version)
     config = config_of(

@@ -103,7 +103,7 @@ def save_pretrained(
     if state is not None:
         try:
             _write(saver, state, Path(folder), tokenizer)
-        except (OSError, RuntimeError, ValueError) as error:
+        except Exception as error:  # also safetensors' own; the others wait for this rank
             failure = error
     _agree(failure, folder)
 

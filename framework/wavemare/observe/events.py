@@ -19,7 +19,12 @@ __all__ = ["FOLDER", "KINDS", "Events", "read_events"]
 
 FOLDER = "events"
 """Of the run folder; it has a file ``rank_NNNNN.jsonl`` for each rank that had something to say."""
-KINDS = ("memory", "checkpoint", "warning")
+KINDS = {
+    "memory": {"bytes"},
+    "checkpoint": {"tag", "seconds"},
+    "warning": {"text", "source"},
+}
+"""What there is, with the values that belong to it."""
 _LOGGERS = ("wavemare", "DeepSpeed")
 _MOST_HELD = 1000
 
@@ -149,5 +154,7 @@ def _is_event(line: object) -> bool:
         isinstance(line, dict)
         and isinstance(line.get("step"), int)
         and isinstance(line.get("time"), int | float)
-        and line.get("kind") in KINDS
+        and isinstance(line.get("kind"), str)
+        and line["kind"] in KINDS
+        and KINDS[line["kind"]] <= line.keys()
     )

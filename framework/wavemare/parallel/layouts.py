@@ -17,6 +17,8 @@ __all__ = ["layout_stages", "unrolled"]
 
 _KEY = "stages"
 _TOKENS = re.compile(r"[EtmL|()]|\*\d+")
+_MOST_LETTERS = 100_000
+_MOST_DIGITS = 10
 
 
 def unrolled(layout: str) -> list[str]:
@@ -46,6 +48,10 @@ def unrolled(layout: str) -> list[str]:
         elif token.startswith("*"):
             if not last:
                 raise _refuse(layout, f"{token} repeats nothing", "Put a letter before it")
+            # The number may have thousands of digits.
+            if len(token) > _MOST_DIGITS or len(done) + len(last) * int(token[1:]) > _MOST_LETTERS:
+                reason = f"the repetition gives more than {_MOST_LETTERS} letters"
+                raise _refuse(layout, reason, "Repeat less")
             levels[-1] = (done + last * int(token[1:]), "")
         else:
             levels[-1] = (done + last, token)

@@ -22,6 +22,7 @@ from wavemare.parallel.regions import Region
 __all__ = ["annotate", "matches"]
 
 _RANGE = re.compile(r"(\d+)-(\d+)")
+_MOST_DIGITS = 5
 
 
 def annotate(model: Any, layout: Mapping[str, Any] | ParallelPlan, *, key: str = "mapping") -> Any:
@@ -183,14 +184,19 @@ def matches(model: nn.Module, chain: NamedChain | None, pattern: str, key: str) 
             reason = "no module's whole name matches it"
             raise PlanError(key, pattern, reason, f"Names are such as {names[-1]!r}")
         return found
-    return [name for single in _expanded(pattern) for name in _ending(names, chain, single, key)]
+    return [
+        name for single in _expanded(pattern, key) for name in _ending(names, chain, single, key)
+    ]
 
 
-def _expanded(pattern: str) -> list[str]:
+def _expanded(pattern: str, key: str) -> list[str]:
     """Return the patterns of a pattern with ranges, one for each number in them."""
     parts: list[Sequence[str]] = []
     for part in pattern.split("."):
         bounds = _RANGE.fullmatch(part)
+        if bounds and max(map(len, bounds.groups())) > _MOST_DIGITS:
+            reason = f"the range {part} goes beyond {_MOST_DIGITS} digits"
+            raise PlanError(key, pattern, reason, "Name blocks that the model has")
         numbers = range(int(bounds[1]), int(bounds[2]) + 1) if bounds else None
         parts.append([str(number) for number in numbers] if numbers is not None else [part])
     return [".".join(single) for single in product(*parts)]

@@ -49,6 +49,10 @@ def _add_bubble(page: Page, run: RunFacts) -> None:
         page.missing("bubble against the plan's", "no steps were noted (--trace_steps)")
         return
     layout = run.layout
+    if "gradient_accumulation_steps" not in layout:
+        reason = "the configuration does not say how many micro-batches a step has"
+        page.missing("bubble against the plan's", reason)
+        return
     plan = run.trace.predicted_bubble(
         str(layout["schedule"]), int(layout["stages"]), int(layout["gradient_accumulation_steps"])
     )

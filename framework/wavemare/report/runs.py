@@ -18,6 +18,7 @@ from wavemare.report.traces import Trace, read_traces
 __all__ = ["Checkpoint", "RunFacts", "read_run"]
 
 _FILES = ("config.json", "metrics.jsonl", "summary.json")
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _MOST_TEXT = 20_000
 
 
@@ -83,15 +84,26 @@ class RunFacts:
 
     @property
     def pipemare(self) -> Mapping[str, Any]:
-        """The section ``wavemare.pipeline.pipemare`` with its defaults."""
-        pipeline = _section(_section(self.configuration, "wavemare"), "pipeline")
-        return _section(pipeline, "pipemare")
+        """The section ``wavemare.pipeline.pipemare``, of a recipe with its defaults."""
+        return _section(self._pipeline, "pipemare")
+
+    @property
+    def _pipeline(self) -> Mapping[str, Any]:
+        own = _section(self.configuration, "wavemare")
+        return _section(own or _section(self._deepspeed, "wavemare"), "pipeline")
+
+    @property
+    def _deepspeed(self) -> Mapping[str, Any]:
+        """The configuration as it was given, which a training loop of one's own may have alone."""
+        return _section(self.configuration, "deepspeed")
 
     @property
     def layout(self) -> dict[str, Any]:
         """Stages, schedule and batch as the summary has them, else as the configuration says."""
-        batch = dict(_section(self.configuration, "batch"))
-        pipeline = _section(_section(self.configuration, "wavemare"), "pipeline")
+        given = {key: self._deepspeed.get(key) for key in _BATCH}
+        numbers = {key: value for key, value in given.items() if type(value) is int}
+        batch = {**numbers, **_section(self.configuration, "batch")}
+        pipeline = self._pipeline
         stages = pipeline.get("stages", 1)
         known = {
             "stages": stages,

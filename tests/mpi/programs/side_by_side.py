@@ -116,7 +116,8 @@ def nodes(world, checks, sizes):
                 transport=world.kind,
                 mode=mode,
                 hierarchical=True,
-                constants=Constants(),
+                # Those of "auto" are measured by the ranks of each place among themselves.
+                constants=None if mode == "auto" else Constants(),
                 timeout_s=60,
             ) as comm:
                 for pattern, numel in (("tenth", 9000), ("negative zeros", 4096), ("dense", 300)):
@@ -146,6 +147,24 @@ def one_node(world, checks, sizes):
         flat = everyone[comm.rank].clone()
         comm.allreduce_(flat)
         checks(same_bits(flat, ordered_sum(everyone, 1 / comm.size)), "one node")
+
+
+def unnamed(world, checks, sizes):
+    """Buckets without a key: a scatter has a history of its own, whatever reductions had."""
+    constants = Constants(exchange_s=1e-10, message_s=1e-6, mask_s=1e-9, plan_s=1e-7)
+    with SparseComm(
+        transport=world.kind, constants=constants, deterministic=False, timeout_s=60
+    ) as comm:
+        numel = 256 * comm.size
+        for _ in range(8):  # until it goes without looking
+            flat = torch.full((numel,), float(comm.rank + 1))
+            comm.allreduce_(flat)
+        mean = (comm.size + 1) / 2
+        checks(bool((flat == mean).all()), "unnamed", "reduced")
+        flat = torch.full((numel,), float(comm.rank + 1))
+        comm.reduce_scatter_(flat, [256 * rank for rank in range(comm.size + 1)])
+        own = flat[256 * comm.rank : 256 * (comm.rank + 1)]
+        checks(bool((own == mean).all()), "unnamed", "scattered")
 
 
 def selection(world, checks, sizes):

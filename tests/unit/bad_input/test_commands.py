@@ -142,6 +142,24 @@ COMMANDS = [
     pytest.param(
         ["bench", "sparse", "--densities", "nan"], "--densities = [nan]", "0 to 1", id="densities"
     ),
+    pytest.param(
+        ["bench", "sparse", "--plot", "cost.txt"], "--plot = 'cost.txt'", ".png or .svg", id="plot"
+    ),
+    pytest.param(
+        ["bench", "kernels", "--json", "."], "--json = '.'", "a folder of that name", id="kernels"
+    ),
+    pytest.param(
+        ["simulate", "gpt", "--set", "scheduler=WarmupLR"],
+        "scheduler = 'WarmupLR'",
+        "not a mapping",
+        id="a scheduler's name alone",
+    ),
+    pytest.param(
+        ["simulate", "gpt", "--set", "scheduler.params=" + "[" * 100_000],
+        "scheduler.params = '[[[",
+        "not a mapping",
+        id="100,000 brackets",
+    ),
     pytest.param(["bench", "sparse", "--mib", "-1"], "--mib = -1.0", "more than 0", id="a size"),
     pytest.param(
         ["data", "inspect", "nosuch"],

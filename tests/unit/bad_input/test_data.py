@@ -35,6 +35,7 @@ NAMES = [
     pytest.param("nan a 2 b", "weights are 0 or more", "0.3 A 0.7 B", id="a weight of nan"),
     pytest.param("0 a 0 b", "one is above", "0.3 A 0.7 B", id="no weight above 0"),
     pytest.param("0.3 a 0.7 b", "a.bin does not exist", "side by side", id="a blend of nothing"),
+    pytest.param("0.3 . 0.7 b", "names a folder", "FOLDER/NAME", id="a folder in a blend"),
 ]
 
 

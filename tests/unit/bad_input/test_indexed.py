@@ -127,6 +127,11 @@ def test_bytes_behind_the_index(refused, data):
     refused(lambda: open_indexed(prefix), DataError, "--data", "85 bytes where")
 
 
+@pytest.mark.parametrize("prefix", ["", ".", "/"])
+def test_a_prefix_without_a_name(refused, prefix):
+    refused(lambda: open_indexed(prefix), DataError, "--data", "names a folder", "FOLDER/NAME")
+
+
 def test_an_index_alone(refused, write):
     prefix = write("corpus.idx", index()).with_suffix("")
     refused(lambda: open_indexed(prefix), DataError, "--data", "corpus.bin does not exist")

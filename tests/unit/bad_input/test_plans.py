@@ -8,6 +8,7 @@ import pytest
 
 import wavemare
 from wavemare.errors import ModelError, PlanError
+from wavemare.parallel.layouts import unrolled
 from wavemare.parallel.plan import ParallelPlan
 from wavemare.parallel.planner.cluster_file import parse_cluster, read_cluster
 from wavemare.pipeline.check import check
@@ -116,6 +117,13 @@ LAYOUTS = [
         id="seconds beyond a float",
     ),
 ]
+
+
+@pytest.mark.parametrize(
+    "text", ["Et*9999999999L", "Et*" + "9" * 5000 + "L", "(" * 3 + "t" + "*9999)" * 3]
+)
+def test_a_layout_of_too_many_letters(refused, text):
+    refused(lambda: unrolled(text), PlanError, "stages", "more than 100000 letters")
 
 
 @pytest.mark.parametrize(("text", "key", "said"), LAYOUTS)

@@ -119,6 +119,7 @@ HOSTFILES = [
     pytest.param("node0 slots=2 max_slots=4\n", "is passed over", id="Open MPI's form"),
     pytest.param("a slots=1\nb slots=1\na slots=1\n", "stands in line 1 too", id="a host twice"),
     pytest.param(b"\xff\xfe slots=x\n", "line 1", id="no text"),
+    pytest.param("a slots=" + "9" * 5000, "is not a host with its slots", id="5,000 digits"),
 ]
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wavemare.data.indexed_merge import merge_indexed
-from wavemare.data.indexed_writer import IndexedWriter
+from wavemare.data.indexed_writer import IndexedWriter, claimed
 from wavemare.data.megatron import open_indexed, read_indexed
 from wavemare.errors import DataError
 
@@ -216,3 +216,11 @@ def test_megatron_core_merges_alike(tmp_path: Path, megatron: Any) -> None:
     builder.finalize(str(tmp_path / "theirs.idx"))
     merge_indexed([tmp_path / "a", tmp_path / "b"], tmp_path / "ours")
     assert files(tmp_path / "ours") == files(tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("prefix", ["/proc/nosuch/x", "{folder}/file/x", ".", "/"])
+def test_a_place_where_nothing_can_be_written(tmp_path: Path, prefix: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError) as caught, claimed(Path(prefix.format(folder=tmp_path))):
+        pass
+    assert caught.value.key == "--output"

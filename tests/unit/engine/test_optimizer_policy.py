@@ -104,3 +104,10 @@ def test_there_must_be_an_optimizer_to_choose_for():
     check_replaceable(ours, None)
     with pytest.raises(ConfigError, match="given to initialize"):
         check_replaceable(ours, lambda parameters: None)
+
+
+@pytest.mark.parametrize("betas", [0.9, [], ["0.9", "0.95"], [0.9, 2]])
+def test_betas_that_are_no_pair_are_named(betas):
+    with pytest.raises(ConfigError) as caught:
+        choose_optimizer(config("AdamW", {"betas": betas}), stages=8, micro_batches=2)
+    assert caught.value.key == "optimizer.params.betas"

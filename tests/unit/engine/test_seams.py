@@ -22,6 +22,7 @@ from deepspeed.runtime.pipe.engine import BF16_Optimizer as PipelineBF16Optimize
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import groups
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 import wavemare
@@ -123,6 +124,31 @@ def test_checkpoint_methods_keep_deepspeeds_parameters(method, parameters):
 )
 def test_the_pipeline_engine_has_the_seam(seam):
     assert hasattr(deepspeed.PipelineEngine, seam)
+
+
+@pytest.mark.parametrize(
+    "seam",
+    [
+        "_partition_layers",
+        "_set_bounds",
+        "_build",
+        "_synchronize_tied_weights",
+    ],
+)
+def test_the_pipeline_module_has_the_seam(seam):
+    assert hasattr(PipelineModule, seam)
+
+
+@pytest.mark.parametrize("attribute", ["_layer_specs", "_local_start", "_local_stop"])
+def test_the_pipeline_module_keeps_its_layers_in_the_attribute(attribute):
+    assert f"self.{attribute}" in inspect.getsource(PipelineModule)
+
+
+@pytest.mark.parametrize(
+    "seam", ["_get_expert_parallel_group_dict", "_create_expert_and_data_parallel"]
+)
+def test_groups_of_replicated_parts_have_the_seam(seam):
+    assert callable(getattr(groups, seam))
 
 
 def test_micro_batches_are_fetched_through_next_batch():

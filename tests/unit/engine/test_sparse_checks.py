@@ -4,7 +4,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from wavemare.comm.config import SparseCollectiveConfig
+from wavemare.comm.config import LOOSE_MODES, SparseCollectiveConfig
+from wavemare.comm.executors import EXECUTOR_TYPES
 from wavemare.engine.config import WavemareConfig, check_config
 from wavemare.engine.sparse_attach import attach_sparse_gradients
 from wavemare.errors import ConfigError
@@ -39,6 +40,39 @@ def test_what_it_cannot_go_with_is_refused_by_name(key):
     check_config({**REFUSED[key], **sections("off")}, world_size=2)
 
 
+OURS = {
+    "compressor": ({"mode": "off", **COMPRESSOR}, {}, "it has no effect"),
+    "block": ({"block": 64}, {}, "mode is 'off'"),
+    "hierarchical": (
+        {"mode": "auto", "hierarchical": True},
+        {"zero_optimization": {"stage": 1}},
+        "no effect on the reduce-scatters of ZeRO 1",
+    ),
+    "mode": ({"mode": "sparcml"}, {}, "does not sum in the order of the ranks"),
+}
+
+
+@pytest.mark.parametrize("key", OURS)
+def test_what_has_no_effect_or_contradicts_itself_is_named(key):
+    section, rest, reason = OURS[key]
+    with pytest.raises(ConfigError, match=reason) as caught:
+        check_config({**rest, "wavemare": {"sparse_collective": section}}, world_size=2)
+    assert caught.value.key == f"wavemare.sparse_collective.{key}"
+
+
+def test_the_loose_modes_are_those_of_the_executors():
+    loose = {name for name, kind in EXECUTOR_TYPES.items() if not kind.deterministic}
+    assert loose == LOOSE_MODES
+
+
+def test_a_skipped_step_would_lose_what_a_compressor_has_sent():
+    ours = sections(**COMPRESSOR)["wavemare"]
+    with pytest.raises(ConfigError) as caught:
+        check_config({"wavemare": {**ours, "guard": {"nonfinite": "skip"}}}, world_size=2)
+    assert caught.value.key == "wavemare.guard.nonfinite"
+    check_config({"wavemare": {**ours, "guard": {"nonfinite": "stop"}}}, world_size=2)
+
+
 @pytest.mark.parametrize(
     "allowed",
     [
@@ -53,7 +87,7 @@ def test_what_changes_nothing_about_reductions_is_let_through(allowed):
     check_config({**allowed, **sections()}, world_size=2)
 
 
-@pytest.mark.parametrize("scale", [{}, {"loss_scale": 0}, {"loss_scale": 128}])
+@pytest.mark.parametrize("scale", [{}, {"loss_scale": 0}, {"loss_scale": 128}, {"enabled": 1}])
 def test_residuals_cannot_go_with_steps_that_overflow(scale):
     config = {"fp16": {"enabled": True, **scale}}
     with pytest.raises(ConfigError) as caught:

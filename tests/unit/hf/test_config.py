@@ -29,6 +29,20 @@ class Model:
     config = None
 
 
+@pytest.mark.parametrize("size", [0, "2", -1, None])
+def test_a_size_that_is_none_is_named(tmp_path, size):
+    section = {"tensor_parallel": {"size": size}, "pipeline": {"stages": "auto"}}
+
+    def read():
+        config = TrainerConfig({**ZERO, "wavemare": section}, world_size=2)
+        config.trainer_config_process(arguments(tmp_path))
+        config.trainer_config_finalize(arguments(tmp_path), Model(), 10)
+
+    with pytest.raises(ConfigError) as caught:
+        read()
+    assert caught.value.key == "wavemare.tensor_parallel.size"
+
+
 def test_every_auto_key_is_filled(tmp_path):
     section = {
         "pipeline": {

@@ -114,6 +114,11 @@ def test_the_layout_of_the_documentation_of_megatron():
     assert len(stages) == 32
 
 
+def test_a_range_may_not_be_of_any_length():
+    with pytest.raises(PlanError, match="the range 0-99999999999 goes beyond 5 digits"):
+        wavemare.annotate(gpt2(), {"split": {"size": 2, "modules": ["layers.0-99999999999"]}})
+
+
 @pytest.mark.parametrize(
     ("layout", "message"),
     [

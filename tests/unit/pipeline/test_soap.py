@@ -390,15 +390,6 @@ def test_the_periods_of_four_stages():
     assert refresh_of(0, 8, base=1) == 1
 
 
-def test_set_refresh_holds_for_all_groups():
-    parameters = [torch.nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
-    soap = SOAP([{"params": [p]} for p in parameters])
-    soap.set_refresh(3)
-    assert [group["refresh"] for group in soap.param_groups] == [3, 3]
-    with pytest.raises(ConfigError, match="refresh"):
-        soap.set_refresh(0)
-
-
 @pytest.mark.parametrize(
     ("key", "value"),
     [

@@ -37,6 +37,26 @@ def test_facts_are_those_of_the_files(run_folder: Path) -> None:
     assert run.trace is not None
 
 
+def test_a_loop_of_ones_own_writes_the_configuration_as_it_was_given(run_folder: Path) -> None:
+    given = {"gradient_accumulation_steps": 2, "train_batch_size": "auto"}
+    section = {"pipeline": {"stages": 2, "schedule": "pipemare", "pipemare": {"slack": 1}}}
+    config = {"configuration": {"deepspeed": {**given, "wavemare": section}}}
+    (run_folder / "config.json").write_text(json.dumps(config))
+    run = read_run(run_folder)
+    assert run.layout == {"stages": 2, "schedule": "pipemare", "gradient_accumulation_steps": 2}
+    assert run.pipemare == {"slack": 1}
+
+
+def test_bubbles_are_reported_without_a_number_of_micro_batches(run_folder: Path) -> None:
+    section = {"pipeline": {"stages": 2, "schedule": "pipemare"}}
+    config = {"configuration": {"deepspeed": {"wavemare": section}}}
+    (run_folder / "config.json").write_text(json.dumps(config))
+    page = run_folder.parent / "x.html"
+    answer = CliRunner().invoke(app, ["report", str(run_folder), "--output", str(page)])
+    assert answer.exit_code == 0, answer.output
+    assert "does not say how many micro-batches" in page.read_text()
+
+
 def test_a_checkpoint_that_lost_a_file_is_not_complete(run_folder: Path) -> None:
     (run_folder / "checkpoints/step-4/weights.pt").write_bytes(b"1234")
     (checkpoint,) = read_run(run_folder).checkpoints
@@ -90,6 +110,12 @@ DAMAGES = [
     ("metrics.jsonl", b'{"step": 1, "loss": "low"}\n', "in step 1 this metric is not a number"),
     ("metrics.jsonl", b"\xff\n", "these metrics cannot be read (no text)"),
     ("events/rank_00000.jsonl", b'{"step": 1}\n', "this line of events is not"),
+    (
+        "events/rank_00000.jsonl",
+        b'{"step": 1, "time": 1, "kind": "memory"}\n',
+        "this line of events",
+    ),
+    ("events/rank_00000.jsonl", b'{"step": 1, "time": 1, "kind": []}\n', "this line of events"),
     ("events/rank_one.jsonl", b"", "no rank has a file of this name"),
     ("timeline/rank_00001.json", b"{}", "it is not what a rank noted"),
     ("timeline/rank_00001.json", b"{", "not JSON at line 1"),

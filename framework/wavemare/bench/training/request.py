@@ -22,13 +22,14 @@ SYSTEMS = (
     "wavemare-ddp",
     "wavemare-auto",
     "wavemare-auto-gloo",
+    "wavemare-auto-checksums",
     "wavemare-auto-zero1",
     "wavemare-pushpull",
     "wavemare-topk",
     BOUND,
 )
 """All there are. Those of wavemare without a suffix go over MPI."""
-DEFAULT_SYSTEMS = SYSTEMS
+DEFAULT_SYSTEMS = tuple(name for name in SYSTEMS if name != "wavemare-auto-checksums")
 QUALITY_SYSTEMS = (BASELINE, "wavemare-auto", "wavemare-topk")
 """What is trained with ``--quality-steps`` if nothing is named."""
 _LEAST_RANKS = 2

@@ -137,7 +137,8 @@ def build_system(name: str, request: TrainingRequest, task: Task) -> System:
     }
     if name.startswith("wavemare"):
         initialize = wavemare.initialize
-        config["wavemare"] = {"sparse_collective": _section(name, request)}
+        guard = {"message_checksum": name.endswith("-checksums")}
+        config["wavemare"] = {"sparse_collective": _section(name, request), "guard": guard}
     elif name == "deepspeed-sparse":
         optimizer.register_step_pre_hook(_make_dense)
     else:

@@ -19,7 +19,7 @@ from wavemare.cli.checks.network import within
 
 __all__ = ["Host", "check_hostfile", "is_this_host_alone", "parse_hostfile", "read_hostfile"]
 
-_ENTRY = re.compile(r"^(\S+)\s+slots=(\d+)(?P<rest>.*)$")
+_ENTRY = re.compile(r"^(\S+)\s+slots=(\d{1,9})(?!\d)(?P<rest>.*)$")
 _REMEDY = "Write 'HOST slots=N', N being the number of ranks on that host"
 _SSH_PORT = 22
 _ANSWER_SECONDS = 1.0
@@ -104,7 +104,7 @@ def parse_hostfile(text: str) -> tuple[list[Host], list[Finding]]:
             continue
         match = _ENTRY.match(entry)
         if match is None:
-            problem(number, f"{entry!r} is not a host with its slots")
+            problem(number, f"{entry[:80]!r} is not a host with its slots")
         elif match["rest"] and not match["rest"].lstrip().startswith("#"):
             problem(number, f"{match['rest'].strip()!r} is passed over by deepspeed", "Remove it")
         elif int(match[2]) == 0:
@@ -144,7 +144,7 @@ def check_host(host: Host) -> Finding:
     except Late:
         value = f"looking it up takes longer than {_LOOKUP_SECONDS:g} s"
         return Finding(check, "fail", value, f"Add {name} to /etc/hosts")
-    except OSError:
+    except (OSError, UnicodeError):  # the latter: an empty label, or one of over 63 characters
         remedy = f"Mend line {host.line} of the hostfile, or add {name} to /etc/hosts"
         return Finding(check, "fail", "its name does not resolve", remedy)
     try:

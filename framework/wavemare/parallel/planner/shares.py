@@ -6,21 +6,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 
-__all__ = ["balanced_shares", "divisors", "linear", "micro_steps", "share_bound"]
+__all__ = ["balanced_shares", "divisors"]
 
 Finish = Callable[[int, int], float]
 """From a device and a number of samples to the time at which it is done with them."""
-
-
-def linear(speeds: Sequence[float], fixed_s: Sequence[float] | None = None) -> Finish:
-    """Return the finish times of devices that take ``fixed_s + samples / speed``.
-
-    Args:
-        speeds: Samples per second of each device.
-        fixed_s: What a device needs however few its samples are; 0 if omitted.
-    """
-    fixed = fixed_s or [0.0] * len(speeds)
-    return lambda device, samples: fixed[device] + samples / speeds[device]
 
 
 def balanced_shares(
@@ -68,33 +57,6 @@ def balanced_shares(
         else:
             heapq.heappop(heap)
     return tuple(shares)
-
-
-def micro_steps(
-    samples: int, finish: Finish, caps: Sequence[int], *, quantum: int = 1
-) -> tuple[int, tuple[int, ...]] | None:
-    """Return the fewest micro-steps whose shares fit into memory as the speeds want them.
-
-    Where a share is above its cap, the samples are cut into micro-steps rather than moved to a
-    slower device.
-
-    Returns:
-        The number of micro-steps and the shares in each; None where no number will do.
-    """
-    for count in divisors(samples):
-        fitting = balanced_shares(samples // count, finish, caps, quantum=quantum)
-        free = balanced_shares(samples // count, finish, [samples] * len(caps), quantum=quantum)
-        if fitting is not None and fitting == free:
-            return count, fitting
-    return None
-
-
-def share_bound(speeds: Sequence[float]) -> float:
-    """Return how many times as fast as equal shares the best ones can be: mean over least speed.
-
-    With as many devices of a type as of another that is rho times as fast it is ``(1 + rho) / 2``.
-    """
-    return sum(speeds) / (len(speeds) * min(speeds))
 
 
 def divisors(number: int) -> list[int]:

@@ -24,7 +24,7 @@ def test_defaults_are_valid_and_travel_as_json() -> None:
     ):
         request.check()
         assert TrainingRequest.from_json(request.to_json()) == request
-    assert set(QUALITY_SYSTEMS) < set(DEFAULT_SYSTEMS) == set(SYSTEMS)
+    assert set(QUALITY_SYSTEMS) < set(DEFAULT_SYSTEMS) < set(SYSTEMS)
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,14 @@ import random
 
 import pytest
 
-from wavemare.parallel.planner.shares import (
-    balanced_shares,
-    divisors,
-    linear,
-    micro_steps,
-    share_bound,
-)
+from wavemare.bench.whale.bounds import share_gain
+from wavemare.parallel.planner.shares import balanced_shares, divisors
+
+
+def linear(speeds, fixed_s=None):
+    """Return the finish times of devices that take ``fixed_s + samples / speed``."""
+    fixed = fixed_s or [0.0] * len(speeds)
+    return lambda device, samples: fixed[device] + samples / speeds[device]
 
 
 def enumerate_shares(samples, caps, least):
@@ -74,8 +75,9 @@ def test_golden_shares_of_8_fast_and_8_slow_devices(slow, expected, gain, bound)
     assert (shares[0], shares[-1]) == expected
     found = (32 / slow) / latest(shares, speeds, [0.0] * 16)
     assert found == pytest.approx(gain, abs=5e-4)
-    assert share_bound(speeds) == pytest.approx(bound, abs=5e-4)
-    assert found <= share_bound(speeds)
+    most = share_gain([1 / speed for speed in speeds])
+    assert most == pytest.approx(bound, abs=5e-4)
+    assert found <= most
 
 
 def test_golden_micro_steps_instead_of_moved_load():
@@ -83,12 +85,8 @@ def test_golden_micro_steps_instead_of_moved_load():
     caps = [36] * 8 + [32] * 8
     moved = balanced_shares(512, finish, caps)
     assert (moved[0], moved[-1]) == (36, 28)
-    count, shares = micro_steps(512, finish, caps)
-    assert (count, shares[0], shares[-1]) == (2, 20, 12)
-
-
-def test_micro_steps_that_never_fit():
-    assert micro_steps(8, linear([1.0, 1.0]), [0, 0]) is None
+    shares = balanced_shares(512 // 2, finish, caps)
+    assert (shares[0], shares[-1]) == (20, 12)
 
 
 def test_divisors():

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``train_batch`` and ``eval_batch`` where data ends too early or lacks something; two replicas."""
+
+import pytest
+
+
+@pytest.mark.world_size(2)
+def test_data_that_ends_too_early_leaves_nothing_behind(launch):
+    finished = launch("train_batch.py").check()
+    for rank in range(2):
+        found = finished.result(rank)
+        whole, cut = found["digests"]
+        assert whole == cut
+        assert found["evaluation"] == {
+            "ended": True,
+            "training": True,
+            "kept of evaluations": 0,
+            "kept of training": 1,
+        }
+        assert found["refusals"] == [
+            "data_iter: there is no iterator, and initialize had no training_data",
+            "labels: the model returned no loss",
+        ]
