@@ -44,7 +44,7 @@ class SparseComm:
 
     Args:
         group: An MPI communicator, a torch process group, a `Transport` (which then is used by
-            nobody else, and closed with this), or None for all ranks.
+            nobody else, as it is, and closed with this), or None for all ranks.
         block: Elements per block; 64 to 4096 are useful.
         mode: ``auto`` or the name of an executor.
         average: Whether results are means rather than sums.

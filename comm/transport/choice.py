@@ -34,8 +34,8 @@ def open_transport(
     """Open a transport; all ranks of the group must call this together.
 
     Args:
-        group: A `Transport` (returned as it is), an MPI communicator, a torch process group, or
-            None for all ranks.
+        group: A `Transport` (returned as it is, whatever the rest says), an MPI communicator, a
+            torch process group, or None for all ranks.
         choice: ``mpi`` or ``torch``; ``auto`` takes torch where its backend is NCCL, MPI where an
             MPI launcher started the ranks and all of them take part, else torch.
         staging: How an accelerator's tensors travel over MPI and gloo: ``pinned`` copies packed
@@ -55,7 +55,13 @@ def open_transport(
             raise _mismatch(choice, "an MPI communicator")
         return _staged(_open_mpi(group, staging, timeout_s), staging, checksums)
     if choice == "mpi" or (choice == "auto" and _has_all_ranks(group) and _mpi_serves()):
-        return _staged(_open_mpi(_same_ranks(group), staging, timeout_s), staging, checksums)
+        communicator, is_ours = _same_ranks(group)
+        try:
+            inner = _open_mpi(communicator, staging, timeout_s)  # has one of its own
+        finally:
+            if is_ours:
+                communicator.Free()
+        return _staged(inner, staging, checksums)
     if not dist.is_initialized():
         raise CommError(
             "transport",
@@ -91,13 +97,16 @@ def _is_mpi_communicator(group: Any) -> bool:
     return module is not None and isinstance(group, module.Comm)
 
 
-def _same_ranks(group: Any) -> Any:
-    """Return the communicator of the ranks of a process group; all ranks there are must call it."""
+def _same_ranks(group: Any) -> tuple[Any, bool]:
+    """Return a communicator of the ranks of a process group, and whether it was made for that.
+
+    All ranks of the group must call it.
+    """
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
     if not dist.is_initialized():
-        return world
+        return world, False
     if (dist.get_rank(), dist.get_world_size()) != (world.Get_rank(), world.Get_size()):
         raise CommError(
             "transport",
@@ -107,9 +116,9 @@ def _same_ranks(group: Any) -> Any:
             "Start all ranks with one mpirun, or use transport torch",
         )
     if group is None or group is dist.group.WORLD:
-        return world
+        return world, False
     members = dist.get_process_group_ranks(group)
-    return world.Split(min(members), members.index(dist.get_rank()))
+    return world.Split(min(members), members.index(dist.get_rank())), True
 
 
 def _open_mpi(communicator: Any, staging: Staging, timeout_s: float) -> Transport:

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from wavemare.engine import checkpoint
 from wavemare.engine import manifest as lists
 from wavemare.engine.checkpoint_checks import _check_topology
 from wavemare.engine.checkpoint_config import CheckpointConfig, check_checkpoint
@@ -238,3 +239,16 @@ def test_two_writers_in_the_background_are_refused():
     with pytest.raises(ConfigError, match=r"checkpoint\.writer"):
         check_checkpoint({"checkpoint": {"writer": {"type": "fast"}}}, ours)
     check_checkpoint({"checkpoint": {"writer": {"type": "fast"}}}, CheckpointConfig())
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), KeyError("topology")])
+def test_what_one_rank_cannot_read_all_refuse(monkeypatch, error):
+    met = []
+    monkeypatch.setattr(checkpoint, "meet_by_collective", lambda value: met.append(value) or met)
+
+    def check():
+        raise error
+
+    with pytest.raises(CheckpointError, match=f"cannot be read \\({type(error).__name__}"):
+        checkpoint._agree(check)
+    assert len(met) == 1

@@ -2,6 +2,7 @@
 """The second pass names the module that makes a number that is not finite, and changes nothing."""
 
 import math
+from collections import namedtuple
 
 import pytest
 import torch
@@ -168,3 +169,6 @@ def test_loss_of_what_models_return():
     assert loss_of((loss, torch.ones(2))) is loss
     assert loss_of(torch.ones(3, requires_grad=True)) is None
     assert loss_of(None) is None
+    # As `train_batch` takes it: by its name, wherever it stands.
+    named = namedtuple("Output", ["logits", "loss"])(torch.ones(2), loss)
+    assert loss_of(named) is loss

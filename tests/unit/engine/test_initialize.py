@@ -36,6 +36,11 @@ def test_torch_steps_with_the_defaults_of_the_optimizer_that_it_replaces(kind):
         assert group[name] == fused[name].default, name
 
 
+def test_nothing_is_offloaded_to_no_device():
+    config = {**adam(), "zero_optimization": {"offload_optimizer": {"device": "none"}}}
+    assert _without_compiled_optimizer(config, None)["optimizer"]["params"]["torch_adam"] is True
+
+
 @pytest.mark.parametrize(
     "config",
     [
