@@ -19,6 +19,11 @@ from typing import Any
 
 import psutil
 import pytest
+from hypothesis import settings
+
+# No example has a time limit: other programs may have the cores.
+settings.register_profile("suite", deadline=None)
+settings.load_profile("suite")
 
 PROGRAMS = Path(__file__).parent / "multiproc" / "programs"
 

@@ -58,7 +58,7 @@ def check(ids, rows):
 
 
 @every_dtype
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     ids=st.lists(st.integers(-2, 3) | st.integers(-(2**63), 2**63 - 1), max_size=40),
     width=st.integers(0, 5),

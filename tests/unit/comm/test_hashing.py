@@ -16,7 +16,7 @@ from wavemare.errors import ConfigError
 INT64 = st.integers(-(2**63), 2**63 - 1)
 # Few values, so that many are alike, and the whole range with both of its ends.
 IDS = st.lists(st.integers(-3, 5) | INT64 | st.sampled_from([2**63 - 1, -(2**63)]), max_size=80)
-both = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+both = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(params=["numba", "numpy"])

@@ -54,7 +54,7 @@ class Twin:
         ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=12),
     wanted=st.none() | st.integers(1, 60),

@@ -67,7 +67,7 @@ DOCUMENTS = st.lists(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(documents=DOCUMENTS, dtype=st.sampled_from(["u1", "i1", "i2", "i4", "i8", "u2"]))
 def test_the_reader_returns_what_was_written(
     tmp_path_factory: pytest.TempPathFactory, documents: Documents, dtype: str
@@ -82,7 +82,7 @@ def test_the_reader_returns_what_was_written(
     assert data.tokens.dtype == np.dtype(dtype)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(parts=st.lists(DOCUMENTS, min_size=1, max_size=4), modes=st.booleans())
 def test_merging_is_writing_one_after_another(
     tmp_path_factory: pytest.TempPathFactory, parts: list[Documents], modes: bool

@@ -64,7 +64,7 @@ def blank_line_tokenizer() -> PreTrainedTokenizerFast:
     return train_tokenizer(blanks * 9, 300, kind="gpt")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.text(alphabet="ab \n\n\t", max_size=60), min_size=1, max_size=4))
 def test_long_documents_are_cut_without_a_trace(
     blank_line_tokenizer: PreTrainedTokenizerFast, texts: list[str]

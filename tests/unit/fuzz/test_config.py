@@ -23,12 +23,11 @@ from wavemare.json_text import parse_json
 SUPPRESSED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 FAST = settings(
     max_examples=40,
-    deadline=None,
     derandomize=True,
     database=None,
     suppress_health_check=SUPPRESSED,
 )
-SLOW = settings(max_examples=1_500, deadline=None, database=None, suppress_health_check=SUPPRESSED)
+SLOW = settings(max_examples=1_500, database=None, suppress_health_check=SUPPRESSED)
 
 VALID = {
     "train_batch_size": 16,

@@ -16,12 +16,11 @@ HEADER = struct.Struct("<9sQBQQ")
 SUPPRESSED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 FAST = settings(
     max_examples=80,
-    deadline=None,
     derandomize=True,
     database=None,
     suppress_health_check=SUPPRESSED,
 )
-SLOW = settings(max_examples=3_000, deadline=None, database=None, suppress_health_check=SUPPRESSED)
+SLOW = settings(max_examples=3_000, database=None, suppress_health_check=SUPPRESSED)
 MOST_BYTES = 8 << 20  # of memory, for files of a few hundred bytes
 
 EXTREMES = [0, 1, 2, 127, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63 - 1, 2**63, 2**64 - 1]

@@ -20,12 +20,11 @@ from wavemare.pipeline.schedules import build_plan
 SUPPRESSED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 FAST = settings(
     max_examples=50,
-    deadline=None,
     derandomize=True,
     database=None,
     suppress_health_check=SUPPRESSED,
 )
-SLOW = settings(max_examples=2_000, deadline=None, database=None, suppress_health_check=SUPPRESSED)
+SLOW = settings(max_examples=2_000, database=None, suppress_health_check=SUPPRESSED)
 NUMBERS = st.sampled_from(["0", "1", "2", "3", "-1", "9" * 18, "9" * 19, "1.5", "x", "²", ""])
 PIECES = [
     "0F0",

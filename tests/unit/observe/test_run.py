@@ -67,7 +67,7 @@ def test_numpy_scalars_are_numbers(tmp_path: Path) -> None:
     assert read_metrics(run.metrics_file) == [{"step": 1, "loss": 0.5}]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(last=st.integers(0, 12), resumed=st.integers(-1, 12))
 def test_resumed_run_has_each_step_once(
     tmp_path_factory: pytest.TempPathFactory, last: int, resumed: int

@@ -19,7 +19,7 @@ from wavemare.pipeline.simulate import Costs, simulate
 from wavemare.pipeline.utilisation import steady_utilisation, steady_window
 from wavemare.pipeline.wave import accumulation, in_phase, tick_tock
 
-many = settings(max_examples=50, deadline=None)
+many = settings(max_examples=50)
 stages = st.integers(1, 16)
 sizes = st.integers(1, 64)
 counts = st.integers(1, 4)

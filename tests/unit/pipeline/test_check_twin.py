@@ -206,7 +206,7 @@ def damaged(plan, data):
     return replace(plan, ranks=tuple(ranks))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(plan=small_plans, changes=st.integers(0, 2), data=st.data())
 def test_the_check_agrees_with_its_twin(plan, changes, data):
     for _ in range(changes):
@@ -280,7 +280,7 @@ plans_of_waves = st.one_of(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(plan=plans_of_waves, changes=st.integers(0, 2), data=st.data())
 def test_the_check_of_waves_agrees_with_its_twin(plan, changes, data):
     for _ in range(changes):

@@ -75,7 +75,7 @@ plans = st.one_of(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(plan=plans, data=st.data())
 def test_times_are_the_earliest_possible(plan, data):
     kinds = [Kind.LOAD, Kind.FORWARD, Kind.BACKWARD, Kind.REDUCE, Kind.STEP]

@@ -28,7 +28,7 @@ def computed(actions):
     return [(a.kind, a.micro_batch) for a in actions if a.kind in {Kind.FORWARD, Kind.BACKWARD}]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     num_stages=st.integers(1, 16),
     micro_batches=st.integers(1, 64),
@@ -105,7 +105,7 @@ def shifted(actions, micro_batches, versions):
     ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     num_stages=st.integers(1, 8),
     micro_batches=st.integers(1, 8),
@@ -136,7 +136,7 @@ def test_a_rewound_stream_is_a_new_one(
         assert got == shifted(fresh.window(stop), first, before)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     num_stages=st.integers(2, 8),
     micro_batches=st.integers(1, 8),

@@ -91,7 +91,7 @@ def test_communication_depends_on_the_neighbours():
     assert around(2, 3) == "2RA5@2/1 2L5@2/1 2F5@2/1 2B5@3/1 2SG5@3/1 2S5@3"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(num_stages=st.integers(2, 16), micro_batches=st.integers(1, 32), data=st.data())
 def test_deferred_sends_keep_everything_else_in_order(num_stages, micro_batches, data):
     stage = data.draw(st.integers(0, num_stages - 1))
@@ -139,7 +139,6 @@ sizes = st.tuples(st.integers(1, 7), st.integers(1, 12), st.integers(1, 3))
 
 
 @given(sizes)
-@settings(deadline=None)
 def test_paired_plans_end_with_slots_and_forward_twice_as_far(size):
     num_stages, micro_batches, _ = size
     report = check(paired_one_f_one_b(*size))

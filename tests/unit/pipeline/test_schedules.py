@@ -29,7 +29,7 @@ stages = st.integers(1, 16)
 sizes = st.integers(1, 64)
 counts = st.integers(1, 4)
 # The oracles are slow for the largest plans; hypothesis draws them seldom.
-many = settings(max_examples=50, deadline=None)
+many = settings(max_examples=50)
 
 
 def passes(actions):

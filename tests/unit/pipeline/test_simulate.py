@@ -16,7 +16,7 @@ from wavemare.pipeline.utilisation import bubble, steady_utilisation, utilisatio
 
 # Multiples of 1/8 are summed exactly.
 seconds = st.integers(1, 40).map(lambda number: number / 8)
-some = settings(max_examples=50, deadline=None)
+some = settings(max_examples=50)
 
 
 @some

@@ -24,7 +24,7 @@ from wavemare.pipeline.wave import (
 from wavemare.pipeline.wave_groups import group_segments
 from wavemare.pipeline.wave_memory import live_bytes
 
-some = settings(max_examples=100, deadline=None)
+some = settings(max_examples=100)
 
 
 @st.composite

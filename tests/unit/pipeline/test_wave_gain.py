@@ -23,7 +23,7 @@ from wavemare.pipeline.utilisation import utilisation
 from wavemare.pipeline.wave import accumulation, in_phase, tick_tock
 from wavemare.pipeline.wave_gain import decide, predict, step_time, sums_of
 
-some = settings(max_examples=100, deadline=None)
+some = settings(max_examples=100)
 LAYERS = 32
 
 

@@ -23,7 +23,7 @@ from wavemare.pipeline.wave_memory import (
     tick_tock_peak,
 )
 
-some = settings(max_examples=100, deadline=None)
+some = settings(max_examples=100)
 bodies = st.lists(st.integers(0, 100), min_size=1, max_size=12)
 
 TOKENS, WIDTH = 512, 128

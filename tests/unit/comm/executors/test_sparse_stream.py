@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from wavemare.comm.executors import pairs as pairs_module
@@ -34,7 +34,6 @@ def as_tensors(numbers, dtype=torch.float32):
 
 @pytest.mark.usefixtures("way")
 def test_merged_pairs_are_those_of_a_dictionary():
-    @settings(deadline=None)
     @given(pairs, pairs)
     def check(a, b):
         ids, values = merge_pairs(*as_tensors(a), *as_tensors(b))
@@ -54,7 +53,6 @@ def test_whole_numbers_wrap_around():
     assert values.dtype == torch.int32
 
 
-@settings(deadline=None)
 @given(vectors, vectors, st.sampled_from([1, 3, 24]), st.sampled_from([1, 3, 24]))
 def test_sums_do_not_depend_on_which_of_the_two_is_dense(left, right, some, more):
     a, b = torch.tensor(left), torch.tensor(right)

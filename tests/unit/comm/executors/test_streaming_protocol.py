@@ -103,7 +103,7 @@ def sequences(lanes, masks):
     ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(networks())
 def test_all_ranks_get_the_ordered_sum_and_every_message_is_received(network):
     wanted = np.zeros(network.lanes.num_blocks, dtype=np.float32)
@@ -114,7 +114,7 @@ def test_all_ranks_get_the_ordered_sum_and_every_message_is_received(network):
     assert network.done
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(networks())
 def test_what_is_sent_is_what_the_masks_say(network):
     lanes, masks = network.lanes, network.values != 0
@@ -137,7 +137,7 @@ def test_what_is_sent_is_what_the_masks_say(network):
         assert counters.empty_messages == sum(t % lanes.patience == 0 for t in silent)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(networks())
 def test_no_more_replies_of_a_slot_are_under_way_than_patience(network):
     network.run()

@@ -172,7 +172,7 @@ def test_mask_with_ragged_tails_and_unaligned_starts(kernels, dtype, block):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     dtype=st.sampled_from(DTYPES),
     numel=st.integers(0, 900),
@@ -237,7 +237,7 @@ def test_elements_may_lie_at_odd_addresses(kernels, dtype):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     dtype=st.sampled_from(DTYPES),
     numel=st.integers(0, 900),
@@ -276,7 +276,7 @@ def test_gather_and_scatter_copy_blocks(name, dtype, numel, block, density, orde
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     dtype=st.sampled_from(DTYPES),
     ranks=st.integers(1, 5),
