@@ -48,7 +48,8 @@ class Prediction:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            check_seconds(f"predicted.{field.name}", getattr(self, field.name))
+            value, several = getattr(self, field.name), field.type != "float"
+            check_seconds(f"predicted.{field.name}", value, several=several)
 
 
 @dataclass(frozen=True, kw_only=True)

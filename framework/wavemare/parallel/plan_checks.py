@@ -45,12 +45,20 @@ def check_plan(plan: ParallelPlan) -> None:
         raise _refuse(plan, "colocated", reason, "Give patterns of modules")
 
 
-def check_seconds(key: str, value: Any) -> None:
+def check_seconds(key: str, value: Any, *, several: bool) -> None:
     """Check a predicted number, or a tuple of them.
+
+    Args:
+        key: Its place.
+        value: It.
+        several: Whether it must be a tuple.
 
     Raises:
         PlanError: One of them is negative or not finite, or no number.
     """
+    if isinstance(value, tuple) != several:
+        reason = "it is no list of numbers" if several else "it is a list"
+        raise PlanError(key, value, reason, "Make the plan again")
     for number in value if isinstance(value, tuple) else (value,):
         is_number = isinstance(number, int | float) and not isinstance(number, bool)
         if not is_number or not 0 <= number <= _LARGEST:

@@ -105,6 +105,18 @@ LAYOUTS = [
     pytest.param(layout(colocated=[3]), "colocated", "patterns of modules", id="a number's name"),
     pytest.param(layout(predicted=3), "predicted", "no mapping", id="a number predicted"),
     pytest.param(
+        layout(predicted={**SECONDS, "tokens_per_s": []}),
+        "predicted.tokens_per_s",
+        "it is a list",
+        id="a list of speeds",
+    ),
+    pytest.param(
+        layout(predicted={**SECONDS, "stage_s": 1.0}),
+        "predicted.stage_s",
+        "no list of numbers",
+        id="a single stage",
+    ),
+    pytest.param(
         layout(predicted={**SECONDS, "step_s": -1}),
         "predicted.step_s",
         "at least 0",
