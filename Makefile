@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # make train   sets everything up and runs the main job
-# make test    sets everything up and passes the tests
-# make test-all, test-openmpi, test-hosts, test-gpu   the long ones, those of another MPI, of several
-#              hosts, of a GPU
+# make test    sets everything up and passes the tests: what takes some ten minutes
+# make test-ci, test-all   all but the slow proofs (what CI runs), and all
+# make test-openmpi, test-hosts, test-gpu   those of another MPI, of several hosts, of a GPU
 # make docs    builds the site of the documentation into build/docs; make reference writes the tables
 #              of keys in docs/configuration.md
 # A GPU user names a torch build:  make train TORCH="torch --index-url URL-OF-THE-CUDA-BUILD"
@@ -19,7 +19,7 @@ ARGS   ?=
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup train test test-all test-mpi test-openmpi test-hosts test-gpu docs reference lint clean
+.PHONY: setup train test test-ci test-all test-mpi test-openmpi test-hosts test-gpu docs reference lint clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -42,12 +42,20 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# Of what several ranks must do, a proof of each engine.
+CORE := $(addprefix tests/multiproc/test_,annotations.py initialize.py pipemare_equality.py resume.py \
+        sparse_engine.py stock_equality.py train_batch.py wavelet.py)
+
 # Unit tests share the cores; the others start processes that use them.
 test: lint
-	$(BIN)/python -m pytest -n 2 -m 'not slow' tests/unit
-	$(BIN)/python -m pytest -m 'not slow' tests/multiproc tests/mpi tests/e2e $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m 'not slow and not long' tests/unit
+	$(BIN)/python -m pytest -m 'not slow' $(CORE) $(ARGS)
 
-test-all: test
+test-ci: test
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m long tests/unit
+	$(BIN)/python -m pytest -m 'not slow' $(CORE:%=--ignore=%) tests/multiproc tests/mpi tests/e2e $(ARGS)
+
+test-all: test-ci
 	$(BIN)/python -m pytest -m slow tests/unit tests/multiproc tests/mpi tests/e2e $(ARGS)
 
 test-mpi: $(READY)

@@ -94,6 +94,7 @@ def means(rate):
     }
 
 
+@pytest.mark.long
 def test_sgd_with_delays_of_15_to_1_steps_loses_what_another_simulation_says():
     found = means(0.04)
     for name, loss in EXPECTED.items():
@@ -109,6 +110,7 @@ def test_at_a_high_rate_the_corrections_keep_their_order():
     assert found["sync"] < min(found["t1"], found["t1+t2"])
 
 
+@pytest.mark.long
 def test_a_turned_basis_and_error_feedback_bear_delays_of_7_to_0_steps():
     adams, soaps = (
         [

@@ -19,7 +19,10 @@ from wavemare.report import plan_page, read_run, run_page
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 WIDTHS = (390, 1440)
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the PATH")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the PATH"),
+]
 
 
 @pytest.fixture(scope="module")

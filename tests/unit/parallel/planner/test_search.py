@@ -100,7 +100,11 @@ def random_cluster(draw):
 
 
 @pytest.mark.parametrize(
-    "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 10))]
+    "part",
+    [
+        pytest.param(part, marks=pytest.mark.slow if part else pytest.mark.long)
+        for part in range(10)
+    ],
 )
 def test_500_random_clusters_fit_and_never_fall_below_the_equal_plan(part):
     found_some = refused = gains = 0
@@ -146,6 +150,7 @@ def check_units(cluster, chosen):
         assert len({(device.type, device.node) for device in unit}) == 1
 
 
+@pytest.mark.long
 def test_64_devices_of_3_types_and_100_layers_in_10_seconds():
     config = gpt2(2048, 96, 16, 50257)
     started = time.process_time()
