@@ -47,6 +47,11 @@ def test_growth_is_that_of_medians_after_the_warm_up():
     assert sizes.growth() == {}
     sizes.samples = [{"memory_mib": m, "files": 7.0} for m in [100] * 4 + [101, 300] + [102] * 4]
     assert sizes.growth() == {"memory_mib": pytest.approx(0.02), "files": 0.0}
+    # A save under way now and then is no leak; a thread that stays is.
+    for threads, growth in (([5, 5, 5, 5, 6, 5, 6, 6, 5, 6], 0.0), ([5] * 5 + [6] * 5, 0.2)):
+        leaky = Sizes(os.getpid(), warmup_s=0)
+        leaky.samples = [{"threads": float(number), "children": 0.0} for number in threads]
+        assert leaky.growth() == {"threads": pytest.approx(growth), "children": 0.0}
     sizes.sample()
     assert len(sizes.samples) == 10  # it does not train yet
     sizes.begin()

@@ -117,19 +117,22 @@ class Sizes:
     def growth(self) -> dict[str, float]:
         """Return by how much the last third of the samples exceeds the first one, relatively.
 
-        Medians are compared, as a background save holds a copy of the weights for a moment. Empty
-        if there are too few samples.
+        Of memory the medians are compared, as a background save holds a copy of the weights for a
+        moment; of what is counted the least, as that save is a thread with open files. Empty if
+        there are too few samples.
         """
         third = len(self.samples) // 3
         if len(self.samples) < _LEAST_SAMPLES:
             return {}
         first, last = self.samples[:third], self.samples[-third:]
 
-        def median(samples: Sequence[dict[str, float]], key: str) -> float:
-            return statistics.median(sample[key] for sample in samples)
+        def typical(samples: Sequence[dict[str, float]], key: str) -> float:
+            of = statistics.median if key == "memory_mib" else min
+            return of(sample[key] for sample in samples)
 
         return {
-            key: median(last, key) / max(median(first, key), 1.0) - 1 for key in self.samples[0]
+            key: (typical(last, key) - typical(first, key)) / max(typical(first, key), 1.0)
+            for key in self.samples[0]
         }
 
 
