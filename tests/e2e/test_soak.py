@@ -6,7 +6,6 @@ import json
 import pytest
 
 
-@pytest.mark.slow
 @pytest.mark.world_size(2)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("system", ["pipemare", "sparse"])
