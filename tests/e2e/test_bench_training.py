@@ -22,6 +22,7 @@ def test_every_system_is_measured_beside_dense_deepspeed(
     command: Callable[..., Any], tmp_path: Path
 ) -> None:
     options = ["--rounds", 2, "--steps-per-round", 2, "--json", "result.json", "--plot", "a.png"]
+    options += ["--systems", ",".join(SYSTEMS)]
     ended = command("wavemare", "bench", "training", *TINY, *options).check()
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["command"].startswith("wavemare bench training --vocabulary 4000 ")
