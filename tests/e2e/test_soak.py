@@ -7,12 +7,13 @@ import pytest
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("system", ["pipemare", "sparse"])
 def test_training_survives_pauses_deaths_and_a_slow_link(command, tmp_path, system):
     options = ["--systems", system, "--minutes", 1.2, "--warmup", 10, "--limit", 0.05]
+    options += ["--reference-steps", 120]
     answer = tmp_path / "soak.json"
-    command("wavemare", "bench", "soak", *options, "--json", answer, timeout=550).check()
+    command("wavemare", "bench", "soak", *options, "--json", answer, timeout=1100).check()
     (row,) = json.loads(answer.read_text())["rows"]
     assert row["faults"]["kill"] == 1
     assert row["faults"]["pause"] >= 1
