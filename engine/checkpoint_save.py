@@ -177,7 +177,7 @@ class BackgroundSave:
 def _give_back_memory() -> None:
     """Let the C library return what the copies have left free between what still lives.
 
-    Under faults a process otherwise keeps a few more of such holes with each unlucky save.
+    Otherwise a process keeps more of such holes now and then (docs/results/soak.md).
     """
     with suppress(AttributeError, OSError):  # not glibc's
         ctypes.CDLL(None).malloc_trim(0)
