@@ -120,7 +120,7 @@ class NumericsGuard:
         self._records: deque[_Record] = deque(maxlen=None if steps == 1 else steps * count)
         self._faults: list[tuple[int, Fault]] = []
         self.before_verdict: Callable[[], None] = lambda: None
-        self._others = True
+        self._others = self._reads = True
         self._end: float = math.inf
         self._skips = 0
 
@@ -151,14 +151,18 @@ class NumericsGuard:
         """
         self._faults.append((number, fault))
 
-    def expect(self, end: int, others: float) -> None:
+    def expect(self, end: int, norm: float | None) -> None:
         """Say what an asynchronous stage's next step is made of.
 
         Args:
             end: Number of the first micro-batch after it.
-            others: Squared gradient norm of this and the later stages.
+            norm: Squared gradient norm of this and the later stages, for which gradients need not
+                be read again; None if it is not known.
         """
-        self._end, self._others = end, math.isfinite(others)
+        self._end = end
+        self._others = norm is None or math.isfinite(norm)
+        # Of weights that are not split, one of the ranks that split the rest counts for all.
+        self._reads = norm is None or self._slices > 1
 
     # --- the verdict ------------------------------------------------------------------------------
 
@@ -178,13 +182,13 @@ class NumericsGuard:
         if not self._lag:
             self._records.clear()
         self._faults = [(number, fault) for number, fault in self._faults if number >= self._end]
-        self._others = True
+        self._others = self._reads = True
         return sound
 
     def _agreed(self, bad: bool) -> bool:
         """Return whether any rank that takes part in the step has seen something bad."""
         engine = self._engine
-        finite = are_finite(gradients_of(engine))
+        finite = are_finite(gradients_of(engine) if self._reads else [])
         groups = self._groups()
         if not groups:
             return bad or not bool(finite)

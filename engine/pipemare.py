@@ -415,8 +415,8 @@ class PipeMareEngine(PipelineEngine):
     def _step(self) -> None:
         norms = self._norms
         if self._guard is not None:
-            told = norms.from_here if self._clip and self.pipemare.clipping == "global" else 0.0
-            self._guard.expect(self._first + self.micro_batches, told)
+            norm = norms.from_here if self._clip else None
+            self._guard.expect(self._first + self.micro_batches, norm)
         if self._clip and self.pipemare.clipping == "stage":
             self._stage_optimizer.clip(norms.own, norms.own / norms.share)
         elif self._clip:

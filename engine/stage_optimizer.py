@@ -112,7 +112,10 @@ class StageOptimizer:
         self._mean_staleness = mean
 
     def norm_squared(self) -> float:
-        """Return the squared norm of the stage's gradients, over all its ranks' shares."""
+        """Return the squared norm of the stage's gradients, over all its ranks' shares.
+
+        It is not finite if any of them is not.
+        """
         optimizer = self._optimizer
         if isinstance(optimizer, DeepSpeedZeroOptimizer):
             return float(optimizer.scaled_global_norm()) ** 2

@@ -41,6 +41,19 @@ CASES = {
             for name, settings in (("1f1b", {}), ("pipemare", {"section": {}}))
             if name == "1f1b" or t in HEARD
         },
+        **{
+            f"stop clipping {stage}": [
+                "stop",
+                {
+                    "trouble": [1, "weight", 5],
+                    "micro_batches": 2,
+                    "section": {},
+                    "gradient_clipping": 0.5,
+                    "zero_optimization": {"stage": stage},
+                },
+            ]
+            for stage in (0, 1)
+        },
         "unnoticed": ["flip", {"sender": 0, "message": 6, "checksum": False}],
         "clean": ["flip", {"sender": 0, "message": -1, "checksum": False}],
         **{
@@ -138,6 +151,17 @@ def test_each_asynchronous_stage_stops_before_it_steps(found, trouble):
         assert f"on rank {rank} (stage {rank}), micro-batch 2: the {seen}" in ours["error"]
         assert ("came from a neighbouring stage" in ours["error"]) == (rank != stage)
     assert f"of module '{4 * stage + 2}'" in results[stage]["error"]
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_clipping_tells_earlier_stages_of_a_gradient_that_leaves_no_other_trace(found, zero):
+    first, second = found(f"stop clipping {zero}")
+    for ours in (first, second):
+        assert ours["type"] == "NumericsError"
+        assert ours["at"] == 2
+        assert ours["finite"]
+    assert "of which it knows the norm alone" in first["error"]
+    assert "the gradient of module '4' (of its parameter '4.weight')" in second["error"]
 
 
 def test_a_stage_that_stops_alone_is_followed_at_once(launch):

@@ -82,9 +82,8 @@ def _show(rows: list[dict[str, Any]]) -> None:
             continue
         other = measured.get(_key(row))
         off = f"{row['median_s'] / other['median_s'] - 1:+.1%}" if other is not None else ""
-        case = {"compute": "compute_s", "size": "mebibytes"}.get(row["part"])
         table.add_row(
-            f"{row['part']} {row[case]:g}" if case else _case(row),
+            _case(row),
             row["system"],
             str(row.get("stages", row.get("ranks"))),
             *_columns(row),
@@ -100,7 +99,10 @@ def _columns(row: dict[str, Any]) -> tuple[str, str]:
 
 
 def _case(row: dict[str, Any]) -> str:
-    return f"{row['pattern']} {row['density']:g}" if "pattern" in row else str(row["part"])
+    if row["part"] == "compute":
+        return f"{1e3 * row['compute_s']:g} ms of compute"
+    case = f"{row['pattern']} {row['density']:g}" if "pattern" in row else str(row["part"])
+    return f"{case}, {row['mebibytes']} MiB" if row["part"] == "size" else case
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:

@@ -5,8 +5,10 @@ Arguments: folder, and a JSON object of [property, settings] by name.
 """
 
 import hashlib
+import itertools
 import json
 import logging
+import math
 import os
 import sys
 from functools import partial
@@ -59,12 +61,21 @@ class Spoil(torch.nn.Module):
         return x * float("nan") if self.what == "activation" else Infinite.apply(x)
 
 
+def spoil_weight(weight, call):
+    """Make a weight's own gradient infinite in one backward pass, and nothing else."""
+    calls = itertools.count()
+    weight.register_hook(lambda gradient: gradient * math.inf if next(calls) == call else None)
+
+
 def build_layers(num_stages, stage, what, call):
     torch.manual_seed(7)
     layers = []
     for index in range(num_stages):
         bad = what if index == stage else None
-        layers += [torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), Spoil(bad, call)]
+        layers += [torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh()]
+        layers.append(Spoil(bad if bad != "weight" else None, call))
+        if bad == "weight":
+            spoil_weight(layers[-3].weight, call)
         layers.append(torch.nn.LayerNorm(WIDTH))
     return layers
 
