@@ -178,7 +178,7 @@ def _run(command: list[str], run: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
-        reason = f"it ended with {done.returncode}: {''.join(last)}"
+        reason = f"it ended with {done.returncode}: {''.join(last).rstrip('.?')}"
         raise LaunchError("wavemare simulate", run.name, reason, "Run it by itself")
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from wavemare.cli.bench_shared import JsonFile, check_picture, check_writable, print_wide, save
+from wavemare.cli.recipes import find_recipe
 from wavemare.errors import ConfigError, did_you_mean
 
 __all__ = ["quality"]
@@ -45,6 +46,7 @@ def quality(
     from wavemare.bench.options import check_positive
     from wavemare.bench.quality import SYSTEMS, draw, simulate_all, to_row
 
+    find_recipe(recipe)
     counts = {"--stages": stages, "--micro-batches": micro_batches, "--steps": steps}
     check_positive({**counts, "--seeds": seeds, "--jobs": jobs})
     names = list(SYSTEMS) if systems == "all" else [name.strip() for name in systems.split(",")]

@@ -146,6 +146,12 @@ COMMANDS = [
         ["bench", "sparse", "--plot", "cost.txt"], "--plot = 'cost.txt'", ".png or .svg", id="plot"
     ),
     pytest.param(
+        ["bench", "quality", "--data", "texts"],
+        "RECIPE = '--data'",
+        "no such recipe",
+        id="no recipe",
+    ),
+    pytest.param(
         ["bench", "kernels", "--json", "."], "--json = '.'", "a folder of that name", id="kernels"
     ),
     pytest.param(
