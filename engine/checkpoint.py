@@ -170,9 +170,11 @@ class CheckpointMixin:
         if universal:
             check_universal(load_dir, engine)
         else:
-            tag, manifest = _agree(lambda: _find(Path(load_dir), tag, engine, whole=whole))
+            folder = Path(load_dir)
+            tag, manifest = _agree(folder, lambda: _find(folder, tag, engine, whole=whole))
         if manifest is not None and self.checkpoint_settings.verify == "checksums":
-            _agree(lambda: _verify(Path(load_dir) / str(tag), manifest, engine))
+            folder = Path(load_dir) / str(tag)
+            _agree(folder, lambda: _verify(folder, manifest, engine))
         with safe_loading(load_dir):
             result = super().load_checkpoint(  # type: ignore[misc]
                 load_dir,
@@ -270,8 +272,8 @@ def _universal_information(engine: Any) -> dict[str, Any]:
     return {UNIVERSAL_CHECKPOINT_INFO: information}
 
 
-def _agree(check: Callable[[], _Result]) -> _Result:
-    """Check something on every rank; what one refuses, all refuse with its error."""
+def _agree(folder: Path, check: Callable[[], _Result]) -> _Result:
+    """Check a folder on every rank; what one refuses, all refuse with its error."""
     refused, result = None, None
     try:
         result = check()
@@ -279,7 +281,7 @@ def _agree(check: Callable[[], _Result]) -> _Result:
         refused = error
     except (OSError, KeyError, TypeError, ValueError) as error:  # the others wait for this rank
         reason = f"it cannot be read ({type(error).__name__}: {error})"
-        refused = CheckpointError("checkpoint", "", reason, "Resume from another one")
+        refused = CheckpointError("checkpoint", str(folder), reason, "Resume from another one")
     parts = refused and [refused.key, str(refused.value), refused.reason, refused.remedy]
     found = [other for other in meet_by_collective(parts) if other is not None]
     if refused is not None or found:

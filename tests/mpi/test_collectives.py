@@ -87,6 +87,12 @@ def test_a_world_of_one(found, kind, name):
     _check(*found(kind, 1, "1", SMALL_WORLD), name)
 
 
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+def test_a_split_transport_gives_back_all_that_it_had(found):
+    _check(*found("mpi", 2, "2", ["side_by_side.in_turn"]), "side_by_side.in_turn")
+
+
 def _check(ranks, output, name):
     for rank, result in enumerate(ranks):
         assert name in result, f"rank {rank} did not get to it: {output}"

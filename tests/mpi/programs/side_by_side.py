@@ -42,6 +42,19 @@ def handles(world, checks, sizes):
         pending.clear()
 
 
+def in_turn(world, checks, sizes):
+    """More transports, one after the other, than MPICH has room for at a time (2,048)."""
+    whole = open_transport(choice=world.kind, timeout_s=60)
+    for _ in range(2_200):
+        whole.split(world.rank % 2).close()
+    part = whole.split(0)
+    total = torch.full((8,), float(world.rank))
+    part.all_reduce(total)
+    checks(total.eq(sum(range(world.size))).all(), "the last one works")
+    part.close()
+    whole.close()
+
+
 def counters(world, checks, sizes):
     """A transport counts the bytes of its own messages."""
     transport = open_transport(choice=world.kind, staging="direct", timeout_s=60)

@@ -3,6 +3,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -249,6 +250,7 @@ def test_what_one_rank_cannot_read_all_refuse(monkeypatch, error):
     def check():
         raise error
 
-    with pytest.raises(CheckpointError, match=f"cannot be read \\({type(error).__name__}"):
-        checkpoint._agree(check)
+    told = f"checkpoint = 'run/step_2': it cannot be read \\({type(error).__name__}"
+    with pytest.raises(CheckpointError, match=told):
+        checkpoint._agree(Path("run/step_2"), check)
     assert len(met) == 1
