@@ -16,6 +16,8 @@ __all__ = ["check_replaceable", "choose_optimizer"]
 _BETAS = (0.9, 0.95)  # SOAP's own defaults
 _LONG = 0.95
 _KEY = f"{SECTION}.pipeline.pipemare.optimizer_policy"
+# What chooses between implementations of Adam, and what SOAP has none of.
+_IMPLEMENTATION = ("torch_adam", "adam_w_mode", "fused", "foreach", "bias_correction", "amsgrad")
 
 
 def choose_optimizer(
@@ -25,7 +27,7 @@ def choose_optimizer(
 
     AdamW's steps, taken along the axes of the weights, suffer from old gradients far more than the
     same steps along the axes of the curvature (arXiv 2602.03515). So where gradients are stale,
-    Adam and AdamW become `SOAP`, which is AdamW in these axes and takes the same settings, and each
+    Adam and AdamW become `SOAP`, which is AdamW in these axes and takes its settings, and each
     update is corrected by the next (`update_feedback`). Up to one step of staleness forward passes
     take predicted weights (`prediction`): a change repeats itself once, not several times. Where
     gradients are older, their average is at least as long as that of 0.95: the longer, the less a
@@ -59,7 +61,8 @@ def choose_optimizer(
         return config, f"pipemare: {name} stays, as no gradient is stale"
     if name.lower() not in ("adam", "adamw"):
         return config, f"pipemare: {name} stays, the configuration's own choice; {lag}"
-    params = _for_soap(chosen.get("params") or {})
+    given = chosen.get("params") or {}
+    params = {key: value for key, value in given.items() if key not in _IMPLEMENTATION}
     check_betas("optimizer.params.betas", params.get("betas", _BETAS))
     momentum = list(params.get("betas", _BETAS))
     lengthens = worst > 1 and momentum[0] < _LONG
@@ -67,8 +70,14 @@ def choose_optimizer(
         params["betas"] = [_LONG, *momentum[1:]]
     config["optimizer"] = {"type": "SOAP", "params": params}
     said = f"pipemare: SOAP in the place of {name}, with its settings: {lag}, which AdamW suffers"
+    if "betas" not in given:
+        said += f"; betas are {momentum[0]} and {momentum[1]}, as none are given"
     if lengthens:
         said += f"; beta1 is {_LONG} instead of {momentum[0]}"
+    if given.get("amsgrad"):
+        said += "; amsgrad is left out"
+    if given.get("weight_decay") and not given.get("adam_w_mode", True):
+        said += "; weight decay is decoupled, in spite of adam_w_mode"
     own = settings.model_fields_set
     if "error_feedback" not in own:
         config[SECTION] = _with(config[SECTION], {"error_feedback": True})
@@ -97,12 +106,6 @@ def check_replaceable(ours: WavemareConfig, optimizer: Any) -> None:
             "replace",
             'Name the optimizer in the configuration, or set the policy to "keep"',
         )
-
-
-def _for_soap(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return AdamW's parameters without those that choose between its implementations."""
-    implementation = ("torch_adam", "adam_w_mode", "fused", "foreach", "bias_correction", "amsgrad")
-    return {key: value for key, value in params.items() if key not in implementation}
 
 
 def _with(section: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:

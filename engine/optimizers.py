@@ -17,9 +17,10 @@ from wavemare.pipeline.matrix_optimizer import SIDES
 from wavemare.pipeline.muon import Muon
 from wavemare.pipeline.soap import SOAP, refresh_of
 
-__all__ = ["muon_groups", "refresh_by_stage", "take_optimizer"]
+__all__ = ["check_parameters", "make_muon", "muon_groups", "refresh_by_stage", "take_optimizer"]
 
 _KEY = "optimizer.params"
+_RATES = ("muon_lr", "adam_lr")
 
 
 def take_optimizer(
@@ -50,28 +51,49 @@ def take_optimizer(
     make: Callable[[Any], Any]
     if kind == "soap":
         make = partial(SOAP, **settings)
-        _check(SOAP, settings)
+        check_parameters(SOAP, settings)
     elif kind == "nadam":
         make = partial(torch.optim.NAdam, **settings)
-        _check(torch.optim.NAdam, settings)
+        check_parameters(torch.optim.NAdam, settings)
     elif kind == "muon" and is_pipeline:
-        rates = {key: settings.pop(key) for key in ("muon_lr", "adam_lr") if key in settings}
-        _check(Muon, settings, others=("muon_lr", "adam_lr"))
-        for key, rate in rates.items():
-            _check(Muon, {"lr": rate}, key=f"{_KEY}.{key}")
-
-        def make(parameters: Any) -> Muon:
-            return Muon(list(muon_groups(model, parameters, rates)), **settings)
-
+        make = make_muon(model, settings)
     else:
         return config, given
     return {key: value for key, value in config.items() if key != "optimizer"}, make
 
 
-def _check(
+def make_muon(model: nn.Module, params: Mapping[str, Any]) -> Callable[[Any], Muon]:
+    """Return what makes Muon of parameters.
+
+    Args:
+        model: The pipeline, or a stage of it.
+        params: Of the configuration; ``muon_lr`` and ``adam_lr`` go before ``lr``.
+
+    Raises:
+        ConfigError: A parameter does not exist, or its value is out of range.
+    """
+    rates = {key: params[key] for key in _RATES if key in params}
+    settings = {key: value for key, value in params.items() if key not in _RATES}
+    check_parameters(Muon, settings, others=_RATES)
+    for key, rate in rates.items():
+        check_parameters(Muon, {"lr": rate}, key=f"{_KEY}.{key}")
+    return lambda parameters: Muon(list(muon_groups(model, parameters, rates)), **settings)
+
+
+def check_parameters(
     kind: Any, settings: Mapping[str, Any], *, others: tuple[str, ...] = (), key: str = ""
 ) -> None:
-    """Refuse settings with which no optimizer can be made, before there are weights."""
+    """Refuse parameters with which no optimizer can be made, before there are weights.
+
+    Args:
+        kind: Class of the optimizer.
+        settings: The configuration's ``params``.
+        others: Names beside those of the class.
+        key: Of all of it, if it is not ``optimizer.params``.
+
+    Raises:
+        ConfigError: A parameter does not exist, or its value is out of range.
+    """
     names = [*list(inspect.signature(kind).parameters)[1:], *others]
     for name, value in settings.items():
         if name not in names:

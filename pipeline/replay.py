@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """An asynchronous pipeline replayed in one process, weight version by weight version.
 
-`Replay` says what a pipeline of many ranks has to compute. It shares no arithmetic with the engine:
-old weights come from a plain history of copies, and PipeMare's estimate from its formula.
+`Replay` says what a pipeline of many ranks has to compute. It shares no weights' arithmetic with
+the engine: old weights come from a plain history of copies, and PipeMare's estimate from its
+formula. Factors of the learning rate and of the decay are the engine's, which have tests of theirs.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from wavemare.errors import PlanError
 from wavemare.pipeline.order import ahead
 from wavemare.pipeline.schedules import drain_boundary
+from wavemare.pipeline.soap import SOAP
 from wavemare.pipeline.staleness import (
     ema_decay,
     ema_decay_from,
@@ -300,6 +302,7 @@ class _Stage:
         self._history: deque[Weights] = deque([self._copy()], maxlen=oldest + 2)
         self._error_feedback = error_feedback
         self._update: Weights | None = None
+        self._updates = 0
         self._deltas = [torch.zeros_like(w) for w in map(_wide, self._history[-1])]
 
     def correction_bytes(self) -> int:
@@ -364,7 +367,11 @@ class _Stage:
         if self._update is not None:
             for p, new, old in zip(self.parameters, update, self._update, strict=True):
                 p.data.add_(min(staleness, staleness**0.5) * (new - old))
-        self._update = update
+        # SOAP's first gradient makes its bases and no step, of which the next were a change.
+        looks = isinstance(self._optimizer, SOAP) and any(p.ndim > 1 for p in self.parameters)
+        if self._updates or not looks:
+            self._update = update
+        self._updates += 1
 
     @staticmethod
     def _step(optimizer: Optimizer, factor: float) -> None:

@@ -56,10 +56,22 @@ class UpdateFeedback:
             torch.sub(parameter, update, out=update)
             previous = optimizer.state[parameter].get(_KEY)
             # The optimizer's first update is no change of another one.
+            if previous is None and _has_only_looked(optimizer):
+                continue
             if previous is not None and extent:
                 parameter.add_(update, alpha=extent).sub_(previous, alpha=extent)
             optimizer.state[parameter][_KEY] = update
         self._former = []
+
+
+def _has_only_looked(optimizer: Any) -> bool:
+    """Whether the optimizer has taken no step of some tensor: SOAP begins with a look at its axes.
+
+    An update after that would count as a change of nothing, and be made twice.
+    """
+    states = [optimizer.state[p] for p in _stepped(optimizer)]
+    cut = [part for state in states for part in state.get("tensors", {}).values()]  # by ZeRO
+    return any("step" in state and not state["step"] for state in (*states, *cut))
 
 
 def _stepped(optimizer: Any) -> list[Tensor]:

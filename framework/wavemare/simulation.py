@@ -17,14 +17,13 @@ from transformers import PreTrainedModel
 
 from wavemare.engine.config import WavemareConfig, check_batch_sizes, check_config, load_config
 from wavemare.engine.optimizer_policy import choose_optimizer
-from wavemare.engine.optimizers import muon_groups, take_optimizer
+from wavemare.engine.optimizers import check_parameters, make_muon, take_optimizer
 from wavemare.errors import ConfigError, did_you_mean
 from wavemare.models.batches import split_batch
 from wavemare.models.convert import cut_chain
 from wavemare.models.families import family_of
 from wavemare.models.ties import give_own_weights, tied_weights
 from wavemare.pipeline.config import PipelineConfig
-from wavemare.pipeline.muon import Muon
 from wavemare.pipeline.order import ahead
 from wavemare.pipeline.replay import Replay
 from wavemare.pipeline.soap import SOAP, refresh_of
@@ -105,7 +104,7 @@ class SimulatedPipeline:
             self._optimizers.append(makers[stage](parameters))
             return self._optimizers[-1]
 
-        self._feeds_back = settings.error_feedback
+        self._feeds_back, self._slack = settings.error_feedback, settings.slack
         # DeepSpeed's pipelines clip at 1 where nothing is said, its other engines do not.
         return Replay(
             self.stages,
@@ -180,11 +179,16 @@ class SimulatedPipeline:
             for tensor in state.values()
             if isinstance(tensor, Tensor)
         )
-        feedback = weights if self._feeds_back else 0
         return {
-            "optimizer": (states + feedback) / weights,
+            "optimizer": (states + self._feedback_bytes()) / weights,
             "correction": sum(self.replay.correction_bytes()) / weights,
         }
+
+    def _feedback_bytes(self) -> int:
+        """Return what real stages keep of their last updates: those alone whose gradients age."""
+        count = len(self.stages)
+        stale = [m for i, m in enumerate(self.stages) if ahead(i, count, self._slack)]
+        return sum(p.nbytes for m in stale for p in m.parameters()) if self._feeds_back else 0
 
     def _pair(self, batch: Any) -> tuple[Any, Any]:
         return split_batch(batch, self.inputs) if isinstance(batch, Mapping) else batch
@@ -212,13 +216,16 @@ def _make_optimizer(
     chosen = config.get("optimizer") or {}
     _, make = take_optimizer(dict(config), module, None)
     if make is not None:
-        return partial(_with_refresh, make, stage, stages)
+        asynchronous = WavemareConfig.of(config).pipeline.schedule == "pipemare"
+        return partial(_with_refresh, make, stage, stages) if asynchronous else make
     settings = dict(chosen.get("params") or {})
     name = str(chosen.get("type", ""))
+    if name.lower() == "muon":
+        return make_muon(module, settings)
     for key in ("torch_adam", "fused", "foreach"):
         settings.pop(key, None)
-    if name.lower() == "muon":
-        return lambda parameters: Muon(list(muon_groups(module, parameters, {})), **settings)
+    if settings.get("bias_correction") is True:
+        del settings["bias_correction"]  # torch has no other way
     adam = settings.pop("adam_w_mode", True)
     kinds = {"adam": "AdamW" if adam else "Adam", "adamw": "AdamW", "sgd": "SGD"}
     kind = getattr(torch.optim, kinds.get(name.lower(), name), None)
@@ -228,6 +235,7 @@ def _make_optimizer(
         raise ConfigError("optimizer.type", name, reason, remedy)
     if kind is torch.optim.AdamW:
         settings.setdefault("weight_decay", 0.0)  # DeepSpeed's default; torch has another
+    check_parameters(kind, settings)
     return partial(kind, **settings)
 
 

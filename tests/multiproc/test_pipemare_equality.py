@@ -35,6 +35,11 @@ CHOSEN = [
     case("momentum", ("predict", True), 2, warmup_steps=5, drain_interval=7),
     case("momentum", ("exact", False), 2, error_feedback=True),
     case("momentum", ("predict", False), 1, error_feedback=True, drain_interval=9),
+    case("nadam", ("off", False), 1),
+    case("soap", ("exact", False), 1, error_feedback=True),
+    case("soap", ("predict", False), 1, error_feedback=True),
+    case("soap", ("predict", False), 2),
+    case("muon", ("exact", False), 1, error_feedback=True),
 ]
 ALL = [case(*chosen) for chosen in product(OPTIMIZERS, CORRECTIONS, SIZES)]
 

@@ -146,12 +146,36 @@ def test_the_policy_says_what_it_chose():
         ("NAdam", {"betas": [0.99, 0.999]}, torch.optim.NAdam),
         ("soap", {}, SOAP),
         ("Muon", {"momentum": 0.9}, Muon),
+        ("Muon", {"muon_lr": 0.02, "adam_lr": 0.001}, Muon),
+        ("AdamW", {"bias_correction": True}, torch.optim.AdamW),
     ],
 )
 def test_optimizers_by_their_names(kind, params, made):
     values = config(optimizer={"type": kind, "params": {"lr": 0.01, **params}})
     pipeline, _ = trained(values, steps=1)
     assert {type(optimizer) for optimizer in pipeline._optimizers} == {made}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "refreshes"), [("1f1b", [10] * 4), ("pipemare", [6, 8, 13, 40])]
+)
+def test_stages_refresh_their_bases_as_those_of_the_engines(schedule, refreshes):
+    values = config(schedule=schedule, optimizer={"type": "SOAP", "params": {"lr": 0.01}})
+    pipeline, _ = trained(values, steps=1)
+    assert [o.param_groups[0]["refresh"] for o in pipeline._optimizers] == refreshes
+
+
+def test_muon_rates_of_matrices_and_of_the_rest():
+    params = {"muon_lr": 0.02, "adam_lr": 0.001}
+    pipeline, _ = trained(config(optimizer={"type": "Muon", "params": params}), steps=1)
+    groups = [group for optimizer in pipeline._optimizers for group in optimizer.param_groups]
+    assert {(group["use_muon"], group["lr"]) for group in groups} == {(True, 0.02), (False, 0.001)}
+
+
+def test_the_last_stage_keeps_no_update():
+    pipeline, _ = trained(config(stages=2, pipemare={"error_feedback": True}), steps=1)
+    first, last = (sum(p.nbytes for p in stage.parameters()) for stage in pipeline.stages)
+    assert pipeline.memory()["optimizer"] == pytest.approx(2 + first / (first + last), abs=0.01)
 
 
 def test_muon_leaves_embeddings_and_head_to_adamw():
@@ -184,6 +208,8 @@ def test_bert_and_its_side_inputs():
         ({"optimizer": {"type": "AdamV"}}, "optimizer.type"),
         ({"scheduler": {"type": "WarmupCosinLR"}}, "scheduler.type"),
         ({"optimizer": {"type": "SOAP", "params": {"refrsh": 3}}}, "optimizer.params.refrsh"),
+        ({"optimizer": {"type": "AdamW", "params": {"beta": 3}}}, "optimizer.params.beta"),
+        ({"optimizer": {"type": "Muon", "params": {"muon_lr": -1}}}, "optimizer.params.muon_lr"),
     ],
 )
 def test_what_does_not_exist_is_named(changes, key):

@@ -15,13 +15,28 @@ from common import leave
 
 import wavemare
 from wavemare.engine import init_distributed
+from wavemare.pipeline.muon import Muon
 from wavemare.pipeline.replay import Replay
+from wavemare.pipeline.soap import SOAP
 
 STEPS, WIDTH, SIZE, ANNEAL = 50, 8, 3, 30
+
+
+def make_muon(parameters, **settings):
+    matrices = [p for p in parameters if p.ndim == 2]
+    others = [p for p in parameters if p.ndim != 2]
+    groups = [{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}]
+    return Muon(groups, **settings)
+
+
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"lr": 0.05}),
     "momentum": (torch.optim.SGD, {"lr": 0.02, "momentum": 0.9}),
     "adamw": (torch.optim.AdamW, {"lr": 0.003, "weight_decay": 0.1}),
+    "nadam": (torch.optim.NAdam, {"lr": 0.003, "betas": (0.99, 0.999)}),
+    # What the policy makes of AdamW.
+    "soap": (SOAP, {"lr": 0.003, "weight_decay": 0.1, "stage_aware": False}),
+    "muon": (make_muon, {"lr": 0.003}),
 }
 
 

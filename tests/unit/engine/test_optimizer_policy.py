@@ -106,6 +106,22 @@ def test_there_must_be_an_optimizer_to_choose_for():
         check_replaceable(ours, lambda parameters: None)
 
 
+@pytest.mark.parametrize(
+    ("kind", "params", "words"),
+    [
+        ("AdamW", {}, "betas are 0.9 and 0.95, as none are given"),
+        ("AdamW", {"amsgrad": True}, "amsgrad is left out"),
+        ("Adam", {"adam_w_mode": False, "weight_decay": 0.1}, "weight decay is decoupled"),
+    ],
+)
+def test_what_it_changes_of_the_settings_is_said(kind, params, words):
+    changed = choose_optimizer(config(kind, {"lr": 1, **params}), stages=8, micro_batches=8)[1]
+    same = {"lr": 1, "betas": [0.9, 0.95], "weight_decay": 0.1, "adam_w_mode": True}
+    kept = choose_optimizer(config(kind, same), stages=8, micro_batches=8)[1]
+    assert words in changed
+    assert words not in kept
+
+
 @pytest.mark.parametrize("betas", [0.9, [], ["0.9", "0.95"], [0.9, 2]])
 def test_betas_that_are_no_pair_are_named(betas):
     with pytest.raises(ConfigError) as caught:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+from wavemare.pipeline.soap import SOAP
 from wavemare.pipeline.update_feedback import UpdateFeedback
 
 MAKERS = {
@@ -17,18 +18,18 @@ MAKERS = {
 makers = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
 
 
-def gradients(steps):
+def gradients(steps, shape=(3,)):
     generator = torch.Generator().manual_seed(4)
-    return [torch.randn(3, generator=generator) for _ in range(steps)]
+    return [torch.randn(shape, generator=generator) for _ in range(steps)]
 
 
-def trained(make, delay, steps=6):
-    weight = Parameter(torch.ones(3))
+def trained(make, delay, steps=6, shape=(3,)):
+    weight = Parameter(torch.ones(shape))
     optimizer = make([weight])
     if delay is not None:
         UpdateFeedback(optimizer, lambda: delay)
     path = [weight.detach().clone()]
-    for gradient in gradients(steps):
+    for gradient in gradients(steps, shape):
         weight.grad = gradient
         optimizer.step()
         path.append(weight.detach().clone())
@@ -61,6 +62,18 @@ def test_a_telescoping_sum_applies_each_fresh_update_once_and_the_last_error():
     path, plain = trained(MAKERS["sgd"], 1.0), trained(MAKERS["sgd"], None)
     last, first = plain[-1] - plain[-2], plain[1] - plain[0]
     assert torch.allclose(path[-1], plain[-1] + last - first, atol=1e-5)
+
+
+@pytest.mark.parametrize("delay", [1.0, 4.0])
+def test_a_step_that_was_not_taken_is_no_update_to_go_on_from(delay):
+    # SOAP only looks at its first gradient; its first step is then as long as without feedback.
+    path, plain = (
+        trained(lambda p: SOAP(p, lr=0.1), d, steps=3, shape=(3, 4)) for d in (delay, None)
+    )
+    assert torch.equal(path[1], path[0])
+    assert torch.equal(path[2], plain[2])
+    assert not torch.equal(path[2], path[1])
+    assert not torch.equal(path[3], plain[3])
 
 
 def descended(rate, feedback, delay, steps):
