@@ -15,6 +15,8 @@ from wavemare.errors import ConfigError, did_you_mean
 
 __all__ = ["soak"]
 
+_LEAST_SHARE = 0.5
+"""Of the planned faults that must happen: those that meet no rank, as it is starting, do not."""
 _WIDTH = 110
 
 
@@ -82,6 +84,9 @@ def _nothing_shown(row: dict[str, Any]) -> list[str]:
     """Return why a soak that found nothing wrong has not looked."""
     faults = row["faults"]
     found = [f"no {kind} befell a rank" for kind in ("pause", "kill") if not faults[kind]]
+    for kind, planned in row["planned_faults"].items():
+        if faults[kind] < _LEAST_SHARE * planned:
+            found.append(f"{faults[kind]} of {planned} planned faults ({kind}) happened")
     if faults["kill"] and not row["repeated_steps"]:
         found.append("no step was trained again after a death")
     if not row["reference_steps"]:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,7 +92,9 @@ class Soak:
     reference_steps: int
     note: Callable[[str], None]
     inflicted: list[Fault] = field(default_factory=list)
+    _planned: list[Fault] = field(default_factory=list)
     _sizes: dict[int, Sizes] = field(default_factory=dict)
+    _launcher: Sizes | None = None
     _ranks: list[psutil.Process] = field(default_factory=list)
     _lines_before: int = 0
 
@@ -119,7 +121,8 @@ class Soak:
         left = left_behind(name for sizes in self._sizes.values() for name in sizes.segments)
         expected = self._reference()
         compared = {step: loss for step, loss in expected.items() if step in losses.by_step}
-        growth = [sizes.growth() for sizes in self._sizes.values()]
+        launcher = [self._launcher] if self._launcher is not None else []
+        growth = [sizes.growth() for sizes in (*self._sizes.values(), *launcher)]
         longest = max((len(s.samples) for s in self._sizes.values()), default=0) * _SAMPLE_S
         keys = ("memory_mib", "files", "threads", "children")
         return {
@@ -129,10 +132,8 @@ class Soak:
             "steps": max(losses.by_step, default=0),
             "first_loss": losses.by_step.get(1),
             "last_loss": losses.by_step.get(max(losses.by_step, default=0)),
-            "faults": {
-                kind: sum(fault.kind == kind for fault in self.inflicted)
-                for kind in ("pause", "kill", "slow link")
-            },
+            "faults": _count(self.inflicted),
+            "planned_faults": _count(self._planned),
             "repeated_steps": losses.repeated,
             "different_losses": len(losses.different),
             "reference_steps": len(compared),
@@ -182,15 +183,17 @@ class Soak:
             time.sleep(_POLL_S)
         self._find_ranks(job, losses)
         started, stop = time.monotonic(), threading.Event()
-        faults = draw_faults(self.minutes, RANKS, self.seed, links=link is not None)
+        self._planned = draw_faults(self.minutes, RANKS, self.seed, links=link is not None)
+        # It lives through all attempts, as no rank does.
+        self._launcher = Sizes(job.pid, self.warmup_s)
+        self._launcher.begin()
+        failed: list[Exception] = []
 
         def inflict_all() -> None:
-            for fault in faults:
-                if stop.wait(max(0.0, started + fault.at_s - time.monotonic())):
-                    return
-                if inflict(fault, list(self._ranks), link):
-                    self.inflicted.append(fault)
-                    self.note(f"{fault.at_s:6.0f} s: {fault.kind} {fault.seconds:.1f} s")
+            try:
+                self._inflict(started, stop, link)
+            except Exception as error:  # told below: a soak without faults shows nothing
+                failed.append(error)
 
         thread = threading.Thread(target=inflict_all)
         thread.start()
@@ -204,13 +207,24 @@ class Soak:
                 if now >= next_sample:
                     next_sample = now + _SAMPLE_S
                     self._find_ranks(job, losses)
-                    for sizes in self._sizes.values():
+                    for sizes in (*self._sizes.values(), self._launcher):
                         sizes.sample()
+                if failed:
+                    raise failed[0]
                 time.sleep(_POLL_S)
         finally:
             stop.set()
             thread.join()
         self._await_steps(job, losses)
+
+    def _inflict(self, started: float, stop: threading.Event, link: Link | None) -> None:
+        """Let what is planned befall the ranks, each at its time, until the run stops."""
+        for fault in self._planned:
+            if stop.wait(max(0.0, started + fault.at_s - time.monotonic())):
+                return
+            if inflict(fault, list(self._ranks), link):
+                self.inflicted.append(fault)
+                self.note(f"{fault.at_s:6.0f} s: {fault.kind} {fault.seconds:.1f} s")
 
     def _await_steps(self, job: subprocess.Popen[bytes], losses: Losses) -> None:
         """Wait until the ranks train again, if they have just died."""
@@ -262,6 +276,10 @@ class Soak:
         losses = Losses(run / "metrics.jsonl")
         losses.update()
         return losses.by_step
+
+
+def _count(faults: Sequence[Fault]) -> dict[str, int]:
+    return {k: sum(f.kind == k for f in faults) for k in ("pause", "kill", "slow link")}
 
 
 def _end_all(job: subprocess.Popen[bytes]) -> None:
