@@ -60,6 +60,7 @@ test-all: test-ci
 
 test-mpi: $(READY)
 	$(BIN)/python -m pytest tests/mpi tests/e2e/test_launchers.py $(ARGS)
+	$(BIN)/python -m pytest tests/e2e/test_restart.py -k supervisor $(ARGS)
 
 # The same with the other MPI, in an environment of its own.
 test-openmpi:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from wavemare.comm.masks import Masks, mask_bytes
 
@@ -44,10 +44,6 @@ class Constants:
     reduce_s: float = 3e-10
     unpack_s: float = 3e-10
     plan_s: float = 2e-8
-
-    def as_list(self) -> list[float]:
-        """Return the values in the order of the fields."""
-        return [float(getattr(self, field.name)) for field in fields(self)]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from wavemare.comm.calibration import calibrate
 from wavemare.comm.calls import Calls
 from wavemare.comm.compress import Compressor, make_compressor
 from wavemare.comm.config import CompressorConfig, Mode
-from wavemare.comm.cost import Constants
+from wavemare.comm.cost import EXECUTORS, Constants
 from wavemare.comm.executors import Scratch
 from wavemare.comm.hierarchy import Hierarchy
 from wavemare.comm.layout import Piece
@@ -32,7 +32,6 @@ from wavemare.comm.worker import Handle
 __all__ = ["SparseComm"]
 
 _AUTO = ("ordered", "pushpull", "allgather")
-_AUTO_LOOSE = ("dense", "ordered", "packed", "pushpull", "allgather")
 
 
 class SparseComm:
@@ -119,7 +118,7 @@ class SparseComm:
             block=block,
             mode=mode,
             constants=self.constants,
-            allowed=_AUTO if deterministic else _AUTO_LOOSE,
+            allowed=_AUTO if deterministic else EXECUTORS,
             compressor=compressor,
             scratch=scratch,
         )

@@ -152,9 +152,8 @@ def _universal_remedy(folder: Path, convertible: bool) -> str:
     if not convertible:
         return "go on from a model that save_pretrained exported"
     return (
-        "convert it with 'python -m "
-        f"deepspeed.checkpoint.ds_to_universal --input_folder {folder} --output_folder "
-        f"{folder}_universal' (needs ZeRO 1 or higher), write "
+        f"convert it with 'python -m wavemare.universal --input_folder {folder} "
+        f"--output_folder {folder}_universal' (needs ZeRO 1 or higher), write "
         f"'{folder.name}_universal' into the file latest_universal and set "
         '"checkpoint": {"load_universal": true}'
     )

@@ -13,6 +13,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import wraps
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -38,6 +39,10 @@ HARMLESS: list[Any] = [
     (enum_member, GETATTR),
 ]
 """Classes of DeepSpeed's whose objects stand in its files and do nothing when they are made."""
+
+_TELLING = (RuntimeError, OSError, pickle.UnpicklingError, EOFError)
+"""Errors whose text says enough without their name."""
+_LONGEST = 300
 
 _FORCE, _FORBID = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
@@ -217,42 +222,72 @@ def read_file(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
         CheckpointError: It is no such file, or holds something else.
     """
     with safe_loading(path):
-        try:
-            return torch.load(path, map_location=map_location, weights_only=True)
-        except (RuntimeError, OSError) as error:
-            reason = f"the file cannot be read ({_first_line(error)})"
-            remedy = "Resume from another checkpoint"
-            raise CheckpointError("checkpoint", str(path), reason, remedy) from error
+        return torch.load(path, map_location=map_location, weights_only=True)
 
 
 @contextmanager
 def safe_loading(path: str | os.PathLike[str]) -> Iterator[None]:
     """Have every ``torch.load`` inside, DeepSpeed's too, make nothing but harmless objects.
 
+    Args:
+        path: What an error names where ``torch.load`` was given no path.
+
     Raises:
-        CheckpointError: One of them has found something else.
+        CheckpointError: One of them cannot read its file, or has found something else.
     """
     before = {name: os.environ.pop(name, None) for name in (_FORCE, _FORBID)}
     os.environ[_FORCE] = "1"
     # Those that are known already stay known afterwards; torch would forget them.
     unknown = [kind for kind in HARMLESS if kind not in torch.serialization.get_safe_globals()]
+    load = torch.load
+    # Replaced, not caught around the block: errors of what the caller makes of a file stay its own.
+    torch.load = _naming_damage(load, path)
     try:
         with torch.serialization.safe_globals(unknown):
             yield
-    except (pickle.UnpicklingError, EOFError) as error:
+    except (pickle.UnpicklingError, EOFError) as error:  # of a load by another name
+        raise _unreadable(path, error) from error
+    finally:
+        torch.load = load
+        os.environ.pop(_FORCE)
+        os.environ.update({name: value for name, value in before.items() if value is not None})
+
+
+def _naming_damage(load: Callable[..., Any], path: str | os.PathLike[str]) -> Callable[..., Any]:
+    """Return ``torch.load`` with one error, which also survives the way out of a worker process."""
+
+    @wraps(load)
+    def reading(f: Any, *args: Any, **options: Any) -> Any:
+        try:
+            return load(f, *args, **options)
+        except (CheckpointError, MemoryError):
+            raise
+        except Exception as error:  # damaged bytes reach pickle, zip, struct and torch
+            raise _unreadable(f if isinstance(f, str | os.PathLike) else path, error) from error
+
+    return reading
+
+
+def _unreadable(path: str | os.PathLike[str], error: Exception) -> CheckpointError:
+    """Return the error for a file with something else than harmless objects, or for damage."""
+    if isinstance(error, pickle.UnpicklingError | EOFError):
         reason = f"the file cannot be read safely ({_first_line(error)})"
         remedy = (
             "Do not load it unless you wrote it; an object of your own in client_state is read "
             "after torch.serialization.add_safe_globals([its class])"
         )
-        raise CheckpointError("checkpoint", str(path), reason, remedy) from error
-    finally:
-        os.environ.pop(_FORCE)
-        os.environ.update({name: value for name, value in before.items() if value is not None})
+    else:
+        reason = f"the file cannot be read ({_first_line(error)})"
+        remedy = "Resume from another checkpoint"
+    return CheckpointError("checkpoint", str(path), reason, remedy)
 
 
 def _first_line(error: Exception) -> str:
     """Return what torch says that it has met, without its advice on how to load it anyway."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if "GLOBAL" in line or line.startswith("Unsupported")]
-    return [*telling, *lines, type(error).__name__][0].split(". Please")[0].rstrip(".")
+    text = [*telling, *lines, type(error).__name__][0].split(". Please")[0].rstrip(".")
+    if lines and not isinstance(error, _TELLING):
+        text = f"{type(error).__name__}: {text}"
+    # Of a damaged file's names it may quote thousands of characters, and control characters.
+    return "".join(c if c.isprintable() else "?" for c in text[:_LONGEST])

@@ -26,6 +26,8 @@ __all__ = [
 MANIFEST = "wavemare.json"
 FORMAT = 2
 """1 had sizes alone: ``"files": {name: bytes}``."""
+_NUMBERS = ("world_size", "data", "pipe", "model", "zero_stage")
+"""What a topology must have; ``cuts`` is compared as it stands."""
 
 
 def resolve_tag(load_dir: str | Path, tag: str | None) -> str | None:
@@ -58,8 +60,8 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         The manifest, or None if stock DeepSpeed wrote the folder.
 
     Raises:
-        CheckpointError: A file is missing, has another size than when it was written, or is one
-            that the list does not have and DeepSpeed would load.
+        CheckpointError: The list is damaged, or a file is missing, has another size than when it
+            was written, or is one that the list does not have and DeepSpeed would load.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -184,7 +186,22 @@ def _parse(path: Path) -> dict[str, Any]:
         raise ValueError("it is not a list of files any more") from None
     if number > FORMAT:
         raise ValueError(f"it has the format {number}, and this version knows 1 to {FORMAT}")
+    _check_topology(manifest.get("topology"))
     return manifest
+
+
+def _check_topology(topology: Any) -> None:
+    """Check what decides whether a run can go on from the files.
+
+    Raises:
+        ValueError: It is no topology; the text says why.
+    """
+    if not isinstance(topology, Mapping):
+        raise ValueError("it does not say by which topology the files were saved")
+    for name in _NUMBERS:
+        value = topology.get(name)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"its topology has no whole number for {name}")
 
 
 def _records(manifest: Mapping[str, Any]) -> dict[str, FileRecord]:

@@ -43,7 +43,7 @@ class EngineMixin(CheckpointMixin):
     Attributes:
         parallel_plan: The plan by which the model is laid out, with ``digest`` and ``to_json()``;
             None if the configuration alone says how.
-        watchdog: The process's, if this engine's configuration asks for one.
+        watchdog: The process's, if this engine's configuration asks for one; None once destroyed.
     """
 
     parallel_plan: Any = None
@@ -110,6 +110,12 @@ class EngineMixin(CheckpointMixin):
         with PROGRESS.doing("load_checkpoint", long=True):
             return super().load_checkpoint(*args, **kwargs)
 
+    def finish_saving(self) -> None:
+        """Wait as `CheckpointMixin.finish_saving`."""
+        waits = self._writing is not None  # else no news: an engine may be collected in any thread
+        with PROGRESS.doing("finish_saving", long=True) if waits else nullcontext():
+            super().finish_saving()
+
     def zero_allow_untested_optimizer(self) -> bool:
         """Whether ZeRO takes an optimizer that DeepSpeed does not list; ours are tested with it."""
         engine: Any = self
@@ -170,14 +176,19 @@ class EngineMixin(CheckpointMixin):
         return super().deepspeed_io(dataset, batch_size, route, **kwargs)  # type: ignore[misc]
 
     def destroy(self) -> None:
-        """Give back what the engine holds; all ranks should call it."""
-        with ExitStack() as stack:  # each, though one before it fails
+        """Give back what the engine holds; all ranks should call it.
+
+        Raises:
+            CheckpointError: What was written in the background could not be completed.
+        """
+        watchdog, self.watchdog = self.watchdog, None  # DeepSpeed's destructor comes here again
+        with ExitStack() as stack:  # each, though one before it fails; the last comes first
             stack.callback(super().destroy)
-            if self.watchdog is not None:
-                stack.callback(self.watchdog.stop)
-                stack.callback(self.watchdog.bid_farewell)
+            if watchdog is not None:
+                stack.callback(watchdog.release)
             if self._sparse is not None:
                 stack.callback(self._sparse.close)
+            stack.callback(self.finish_saving)  # while it is watched
 
     def rank_state(self) -> dict[str, Any]:
         """Return what this rank's next step needs beside weights, optimizer and random state."""

@@ -10,24 +10,19 @@ come on top, and are the same for every schedule.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
-from wavemare.errors import PlanError, did_you_mean
+from wavemare.errors import PlanError
 from wavemare.pipeline.action import Kind
 from wavemare.pipeline.plan import Plan
-from wavemare.pipeline.wave import PAIR_ORDERS
 
 __all__ = [
     "Live",
     "accumulation_peak",
-    "double_batch_peak",
     "in_phase_peak",
     "live_bytes",
     "paired_share",
     "peak",
-    "prefix_sums",
-    "tick_tock_peak",
 ]
 
 
@@ -107,11 +102,6 @@ def paired_share(plan: Plan) -> float:
     return paired / possible if possible else 0.0
 
 
-def prefix_sums(saved_bytes: Sequence[int]) -> tuple[int, ...]:
-    """Return ``P(0)`` to ``P(L)`` from what each segment below the head keeps."""
-    return tuple(accumulate(saved_bytes, initial=0))
-
-
 def accumulation_peak(saved_bytes: Sequence[int], transient: int = 0) -> int:
     """Return the peak of one wave, or of waves one after the other: ``A + t``.
 
@@ -125,28 +115,3 @@ def accumulation_peak(saved_bytes: Sequence[int], transient: int = 0) -> int:
 def in_phase_peak(saved_bytes: Sequence[int], transient: int = 0) -> int:
     """Return the peak of two waves that go forward together: ``2A + t``."""
     return 2 * sum(saved_bytes) + transient
-
-
-def double_batch_peak(saved_bytes: Sequence[int], transient: int = 0) -> int:
-    """Return the peak of one wave with micro-batches of twice the size: ``2A + 2t``."""
-    return 2 * (sum(saved_bytes) + transient)
-
-
-def tick_tock_peak(
-    saved_bytes: Sequence[int], transient: int = 0, *, pair_order: str = "bf"
-) -> int:
-    """Return the peak of tick-tock that alternates by single segments.
-
-    It is the largest ``P(L - j) + P(j)`` for the order "bf", which is ``A`` for equal segments, and
-    the largest ``P(L - j + 1) + P(j)`` for "fb", which is ``A (1 + 1/L)``.
-
-    Raises:
-        PlanError: There is no such order.
-    """
-    if pair_order not in PAIR_ORDERS:
-        reason = "there is no such order"
-        raise PlanError("pair_order", pair_order, reason, did_you_mean(pair_order, PAIR_ORDERS))
-    sums = prefix_sums(saved_bytes)
-    late = int(pair_order == "fb" and len(sums) > 1)
-    # The other wave's forward passes come up from below, these from above, in reversed order.
-    return max(a + b for a, b in zip(sums[late:], reversed(sums), strict=False)) + transient

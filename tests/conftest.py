@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +31,37 @@ settings.load_profile("suite")
 
 PROGRAMS = Path(__file__).parent / "multiproc" / "programs"
 
+# Orphans of what a test starts become this process's children, and count as left behind.
+_PR_SET_CHILD_SUBREAPER = 36
+ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+# It lives as long as this process: it must be there before the first test looks around.
+resource_tracker.ensure_running()
+
 
 @dataclass(frozen=True)
 class Finished:
-    """What a group of ranks left: exit codes and outputs by rank, and their JSON results."""
+    """What a group of ranks left: exit codes and outputs by rank, and their JSON results.
+
+    Attributes:
+        codes: Exit codes by rank.
+        outputs: What each has printed.
+        folder: Where the results are.
+        ended_by_harness: The ranks that did not end alone, but by our own SIGKILL.
+    """
 
     codes: list[int]
     outputs: list[str]
     folder: Path
+    ended_by_harness: frozenset[int] = frozenset()
 
     def result(self, rank: int) -> Any:
         return json.loads((self.folder / f"rank_{rank}.json").read_text())
 
     def check(self) -> Finished:
         report = "\n".join(
-            f"--- rank {rank}: exit code {code}\n{output[-4000:]}"
+            f"--- rank {rank}: exit code {code}"
+            f"{' (ended by the harness)' if rank in self.ended_by_harness else ''}"
+            f"\n{output[-4000:]}"
             for rank, (code, output) in enumerate(zip(self.codes, self.outputs, strict=True))
         )
         assert not any(self.codes), report
@@ -80,6 +100,7 @@ class RankServer:
             text=True,
             env=rank_environment(0, 1, 0),
         )
+        _LASTING_PROCESSES.add(self.process.pid)
 
     def ask(self, **request: Any) -> Any:
         assert self.process.stdin
@@ -99,6 +120,9 @@ class RankServer:
         assert self.process.stdin
         self.process.stdin.close()
         self.process.wait(60)
+        assert self.process.stdout
+        self.process.stdout.close()
+        _LASTING_PROCESSES.discard(self.process.pid)
 
 
 @dataclass
@@ -147,9 +171,9 @@ def launch(tmp_path: Path, rank_server: RankServer) -> Callable[..., Finished]:
             )
             for rank, log in enumerate(logs)
         ]
-        _wait(processes, timeout)
+        ended = _wait(processes, timeout)
         outputs = [log.read_text(errors="replace") for log in logs]
-        return Finished([process.returncode for process in processes], outputs, folder)
+        return Finished([process.returncode for process in processes], outputs, folder, ended)
 
     return run
 
@@ -189,17 +213,21 @@ def launch_cases(launch_once: Callable[..., list[Any]]) -> Callable[..., list[An
     return run
 
 
-def _wait(processes: Sequence[Rank], timeout: float) -> None:
-    """Wait for all; if one fails or time runs out, end the others soon."""
+def _wait(processes: Sequence[Rank], timeout: float) -> frozenset[int]:
+    """Wait for all; if one fails or time runs out, end the others soon, and return which."""
     deadline = time.monotonic() + timeout
+    killed = set()
     while any(process.poll() is None for process in processes):
         if any(process.poll() for process in processes):
             deadline = min(deadline, time.monotonic() + 15)
         if time.monotonic() > deadline:
-            for process in processes:
+            for rank, process in enumerate(processes):
                 if process.poll() is None:
+                    killed.add(rank)
                     os.killpg(process.pid, signal.SIGKILL)
         time.sleep(0.05)
+    # One that ended by itself just before the signal has a code of its own.
+    return frozenset(rank for rank in killed if processes[rank].returncode == -signal.SIGKILL)
 
 
 @pytest.fixture(autouse=True)
@@ -214,21 +242,68 @@ def no_leaked_environment() -> Iterator[None]:
     assert not leaked, f"environment variables changed: {sorted(leaked)}"
 
 
-# Of libraries and of pytest's own helpers: they live as long as the process.
-_LASTING_THREADS = ("ThreadPoolExecutor", "asyncio_", "tqdm", "execnet", "pytest_timeout", "Tqdm")
-# Our own server of ranks, and what multiprocessing starts once in a process.
-_LASTING_PROCESSES = ("rank_server", "multiprocessing.resource_tracker")
+GRACE_S = 5.0
+"""Some end a moment after what they served, orphans a moment after their parent."""
+
+
+def _check_nothing_left(find: Callable[[], list[str]], what: str) -> None:
+    deadline = time.monotonic() + GRACE_S
+    left = find()
+    if left:
+        gc.collect()  # only then: it takes long, and all is closed that nobody refers to
+    while (left := left and find()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not left, f"{what}: {left}"
+
+
+# Of pytest's own helpers and of asyncio's loops: they live as long as the process.
+_LASTING_THREADS = ("asyncio_", "tqdm", "execnet", "pytest_timeout", "Tqdm")
+_LASTING_PROCESSES: set[int] = set()
+"""Our own servers of ranks."""
+# Libraries that keep what they open when they are loaded.
+_OPENING_LIBRARIES = {"mpi4py.MPI"}
+# What others open once in a process, later: libffi's memory for callbacks, libuv's (torch's store).
+_ONCE = {"libffi": re.compile(r"(/\S*/#\d+ \(deleted\))"), "libuv": re.compile(r"(pipe:\S+) \1")}
+# What libraries open at any time. An event loop that is left open is seen by its sockets.
+_LASTING_FILES = ("/dev/urandom", "/dev/shm/", "anon_inode:[eventpoll]", "anon_inode:[eventfd]")
 
 
 @pytest.fixture(autouse=True)
-def no_leaked_threads_or_processes() -> Iterator[None]:
-    """A test must end the threads and processes that it starts."""
+def no_leaked_descriptors() -> Iterator[None]:
+    """A test must close the files, sockets and pipes that it opens in this process."""
+    before, libraries = _descriptors(), _OPENING_LIBRARIES & sys.modules.keys()
+    yield
+    if libraries == _OPENING_LIBRARIES & sys.modules.keys():
+        _check_nothing_left(lambda: _opened(before), "still open")
+
+
+def _descriptors() -> set[tuple[int, str]]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own one is closed again
+            found.add((int(name), os.readlink(f"/proc/self/fd/{name}")))
+    return found
+
+
+def _opened(before: set[tuple[int, str]]) -> list[str]:
+    found = {
+        number: target
+        for number, target in sorted(_descriptors() - before)
+        if not target.startswith(_LASTING_FILES) and "/site-packages/" not in target
+    }
+    for library, pattern in list(_ONCE.items()):
+        if pattern.fullmatch(" ".join(found.values())):
+            del _ONCE[library]
+            return []
+    return [f"descriptor {number} {target}" for number, target in found.items()]
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_threads_or_processes(no_leaked_descriptors: None) -> Iterator[None]:
+    """A test must end the threads and processes that it starts; only then are files looked at."""
     threads, children = set(threading.enumerate()), _children()
     yield
-    deadline = time.monotonic() + 5  # some end a moment after what they served
-    while (left := _left(threads, children)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not left, f"still running: {left}"
+    _check_nothing_left(lambda: _left(threads, children), "still running")
 
 
 def _children() -> set[int]:
@@ -246,11 +321,12 @@ def _left(threads: set[threading.Thread], children: set[int]) -> list[str]:
         for thread in threading.enumerate()
         if thread not in threads and not thread.name.startswith(_LASTING_THREADS)
     ]
-    for number in _children() - children:
+    for number in _children() - children - _LASTING_PROCESSES:
         with contextlib.suppress(psutil.Error):
             child = psutil.Process(number)
-            words = " ".join(child.cmdline())
-            lasts = any(name in words for name in _LASTING_PROCESSES)
-            if child.status() != psutil.STATUS_ZOMBIE and not lasts:
-                found.append(f"process {number} {words[:120]}")
+            if child.status() == psutil.STATUS_ZOMBIE:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(number, os.WNOHANG)  # an orphan has nobody else to do so
+            else:
+                found.append(f"process {number} {' '.join(child.cmdline())[:120]}")
     return found

@@ -17,9 +17,7 @@ from torch import Tensor
 from wavemare.comm.kernels import DTYPES, num_blocks
 from wavemare.comm.kernels.triton_programs import (
     copy_blocks,
-    count_blocks,
     mask_blocks,
-    number_blocks,
     sum_blocks,
 )
 
@@ -33,7 +31,6 @@ _SUMS = {torch.int32: tl.int32, torch.float64: tl.float64}
 _NARROWEST = 64
 """Columns of a tile, unless a block is smaller: fewer would be less than a cache line."""
 _TAIL_COLS = 1024
-_SCAN_BYTES = 256
 
 
 class Launch(NamedTuple):
@@ -127,27 +124,6 @@ class TritonKernels:
             BRAIN=brain,
             SCALED=scale != 1,
         )
-
-    def compact(self, bits: Tensor, num_blocks: int) -> Tensor:
-        """List the blocks of a mask, without atomics. Waits for the device to know how many.
-
-        Args:
-            bits: (ceil(num_blocks / 8),), uint8, as `mask` writes them.
-            num_blocks: Blocks of the bucket.
-
-        Returns:
-            (k,), int64, ascending, the numbers of the blocks whose bits are set.
-        """
-        assert bits.numel() == -(-num_blocks // 8)
-        grid = (-(-bits.numel() // _SCAN_BYTES),)
-        lengths = (bits.numel(), num_blocks)
-        counts = torch.zeros(grid, dtype=torch.int64, device=bits.device)
-        self._start(count_blocks, grid, (bits, counts, *lengths), BYTES=_SCAN_BYTES)
-        ends = counts.cumsum(0)
-        index = ends.new_empty(int(ends[-1]) if num_blocks else 0)
-        if index.numel():
-            self._start(number_blocks, grid, (bits, ends, index, *lengths), BYTES=_SCAN_BYTES)
-        return index
 
     def _copy(self, flat: Tensor, packed: Tensor, block: int, index: Tensor, pack: bool) -> None:
         assert index.dtype == torch.int64

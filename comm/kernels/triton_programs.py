@@ -20,7 +20,6 @@ Parameters, beside those of `BlockKernels`:
 * SUM: The type to sum in.
 * BRAIN: Whether elements are bfloat16, which come as int16.
 * SCALED: Whether the scale is not 1.
-* BYTES: Bytes of a mask per program.
 """
 
 from __future__ import annotations
@@ -35,15 +34,13 @@ import triton.language as tl
 __all__ = [
     "brain_of_float",
     "copy_blocks",
-    "count_blocks",
     "mask_blocks",
-    "number_blocks",
     "sum_blocks",
 ]
 
 # Lengths differ from step to step. Otherwise each would be compiled anew when it is 1 or a multiple
 # of 16, and no access is aligned by them.
-_LENGTHS = ("count", "whole", "rest", "size", "ranks", "blocks")
+_LENGTHS = ("count", "whole", "rest", "size", "ranks")
 _jit: Callable[[Callable[..., object]], Any] = partial(triton.jit, do_not_specialize=_LENGTHS)
 
 _INFINITY = tl.constexpr(0x7F800000)
@@ -190,38 +187,3 @@ def brain_of_float(value: tl.tensor) -> tl.tensor:
     # A carry out of the fraction of a NaN would make it another number.
     is_nan = (word & 0x7FFFFFFF) > _INFINITY
     return (tl.where(is_nan, word | 0x400000, nearest_even) >> 16).to(tl.int16)
-
-
-@_jit
-def _flags(bits: tl.tensor, size: tl.int64, blocks: tl.int64, BYTES: tl.constexpr) -> tl.tensor:
-    place = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
-    byte = tl.load(bits + place, mask=place < size, other=0).to(tl.int32)
-    flag = (byte[:, None] >> tl.arange(0, 8)[None, :]) & 1
-    number = place[:, None] * 8 + tl.arange(0, 8)[None, :]
-    return tl.reshape(tl.where(number < blocks, flag, 0), (BYTES * 8,))
-
-
-@_jit
-def count_blocks(
-    bits: tl.tensor, counts: tl.tensor, size: tl.int64, blocks: tl.int64, BYTES: tl.constexpr
-) -> None:
-    """Count the set bits of each BYTES bytes of a mask of so many blocks."""
-    flag = _flags(bits, size, blocks, BYTES)
-    tl.store(counts + tl.program_id(0), tl.sum(flag, 0).to(tl.int64))
-
-
-@_jit
-def number_blocks(
-    bits: tl.tensor,
-    ends: tl.tensor,
-    index: tl.tensor,
-    size: tl.int64,
-    blocks: tl.int64,
-    BYTES: tl.constexpr,
-) -> None:
-    """List the set bits of a mask, given the sums of `count_blocks` up to each part's end."""
-    flag = _flags(bits, size, blocks, BYTES)
-    number = tl.program_id(0).to(tl.int64) * BYTES * 8 + tl.arange(0, BYTES * 8)
-    # The first set bit of the part has rank 1.
-    start = tl.load(ends + tl.program_id(0)) - tl.sum(flag, 0) - 1
-    tl.store(index + start + tl.cumsum(flag, 0), number, mask=flag != 0)

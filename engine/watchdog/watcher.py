@@ -37,7 +37,7 @@ from wavemare.engine.watchdog.report import write_report
 from wavemare.engine.watchdog.standing import Absent, Standing, Whereabouts
 from wavemare.engine.watchdog.verdict import Verdict, judge
 
-__all__ = ["EXIT_CODE", "Watchdog", "current"]
+__all__ = ["EXIT_CODE", "Watchdog", "current", "hold"]
 
 logger = logging.getLogger("wavemare")
 
@@ -51,9 +51,11 @@ _LONGEST_TICK_S = 1.0
 _TURN_S, _LONGEST_TURN_S = 0.05, 2.0
 # For the others' reports and the one summary, before a launcher ends the rest.
 _GRACE_S = 1.0
-# After which the process ends though its report, or what it prints, is held up: a file system that
+# For telling the others; those not reached by then look for themselves.
+_TELL_S = 4.0
+# After which the process ends though something on the way fails or is held up: a file system that
 # has gone, a pipe that nobody reads.
-_LAST_S = 5.0
+_LAST_S = 10.0
 _JOIN_S = 5.0
 _PAUSE_S = 1.0
 """A tick that comes so much too late: this process has been suspended."""
@@ -69,6 +71,34 @@ _running: list[Watchdog] = []
 def current() -> Watchdog | None:
     """Return the watchdog of this process, if one is running."""
     return _running[-1] if _running else None
+
+
+def hold(config: WatchdogConfig) -> Watchdog:
+    """Return this process's watchdog, started if none runs; the last `Watchdog.release` stops it.
+
+    All engines of a process share it, with the settings of the first; a rank says in a warning
+    which of a later one's do not count.
+
+    Args:
+        config: The section ``watchdog``.
+
+    Raises:
+        OSError: There is no free port.
+    """
+    running = current()
+    if running is None or not running._thread.is_alive():
+        return Watchdog(config).start()
+    running._holders += 1
+    kept, asked = running.config.model_dump(), config.model_dump()
+    changed = [key for key in asked if asked[key] != kept[key]]
+    if changed and running._me.rank == 0:
+        logger.warning(
+            "wavemare.watchdog: %s of this engine does not count: the process's watchdog, which an "
+            "earlier engine has started, goes on with %s",
+            ", ".join(f"{key} = {asked[key]}" for key in changed),
+            ", ".join(f"{key} = {kept[key]}" for key in changed),
+        )
+    return running
 
 
 def _forget_in_child() -> None:
@@ -118,6 +148,7 @@ class Watchdog:
         self._farewells: Farewells | None = None
         self._moves_until: dict[int, float] = {}
         self._ended = False
+        self._holders = 0
         # What is under way when it ends is cancelled, such as a question of another rank.
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self._loop = self._runner.get_loop()
@@ -127,16 +158,21 @@ class Watchdog:
     # --- life -----------------------------------------------------------------------------------
 
     def start(self) -> Watchdog:
-        """Begin to watch this process alone; one watchdog runs in a process at a time."""
+        """Begin to watch this process alone, in place of one that still does (`hold` shares it)."""
         for other in list(_running):
             other.stop()
         _running.append(self)
+        self._holders = 1
         self._thread.start()
         atexit.register(self._at_exit)
         return self
 
     def meet(self) -> None:
-        """Get to know the other ranks' watchdogs; all ranks of the group call it."""
+        """Get to know the other ranks' watchdogs; all ranks of the group call it.
+
+        Also for a watchdog that is shared: whether it is can differ between ranks, as an engine
+        that is not destroyed is collected at any time.
+        """
         from torch import distributed
         from torch.distributed import distributed_c10d
 
@@ -148,22 +184,40 @@ class Watchdog:
             # Only now: where MPI starts the ranks, the variables have been set on the way here.
             self._me = replace(self._me, address=reachable_address())
         places = [f"{_KEY}/{meeting}/{n}" for n in range(world_size)]
-        told = {"token": secrets.token_hex(16), "where": asdict(self._me)}
+        told = {"token": secrets.token_hex(16), "known": self._token, "where": asdict(self._me)}
         store.set(places[rank], json.dumps(told))
         found = [json.loads(text) for text in store.multi_get(places)]  # waits for all
+        known = {each["known"] for each in found}
         self._ranks = [Whereabouts(**each["where"]) for each in found]
-        self._token = found[0]["token"]
+        # One that all know goes on: a rank that is still here would not be answered with another.
+        self._token = known.pop() if len(known) == 1 and "" not in known else found[0]["token"]
         self._farewells = Farewells(store, self._token)
 
+    def release(self, *, farewell: bool = True) -> None:
+        """Give back what `hold` has returned; the last one stops it, unless it is ending the run.
+
+        Args:
+            farewell: Whether this rank then ends in good order, as `bid_farewell` tells the others.
+        """
+        self._holders -= 1
+        if self._holders > 0 or self._ended:
+            return
+        try:
+            if farewell:
+                self.bid_farewell()
+        finally:
+            self.stop()
+
     def stop(self) -> None:
-        """Stop watching; waits for the thread."""
+        """Stop watching, whoever holds it; waits for the thread."""
         if self in _running:
             _running.remove(self)
         atexit.unregister(self._at_exit)
         self._last.cancel()
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
-            self._thread.join(_JOIN_S)
+            if self._thread is not threading.current_thread():  # which may collect an engine
+                self._thread.join(_JOIN_S)
 
     def _run(self) -> None:
         with self._runner:
@@ -176,7 +230,7 @@ class Watchdog:
             while not self._stop.is_set():
                 try:
                     await self._look()
-                except (OSError, ValueError, RuntimeError):
+                except Exception:
                     logger.exception("the watchdog could not look")  # and goes on
                 before = time.monotonic()
                 with suppress(TimeoutError):
@@ -250,13 +304,18 @@ class Watchdog:
 
     async def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         if request.get("ask") == "end" and not self._ended:
-            self._ended = True
+            self._begin_end()
             self._loop.create_task(self._follow(request))
         if request.get("ask") == "remember" and self._farewells is not None:
             self._farewells.hear(int(request["rank"]), str(request["text"]))
         return self._standing().to_json()
 
     # --- the end --------------------------------------------------------------------------------
+
+    def _begin_end(self) -> None:
+        """Go no further back: from here on the process ends, whatever fails on the way."""
+        self._last.start()
+        self._ended = True
 
     async def _end(
         self,
@@ -266,13 +325,17 @@ class Watchdog:
         summary: str,
     ) -> None:
         """End all ranks that answer, and this one."""
-        self._ended = True
+        self._begin_end()
         blameless = [each.rank for each in standings if each.rank not in verdict.suspects]
         speaker = min(blameless or [each.rank for each in standings])
         request = {"ask": "end", "summary": summary, "speaker": speaker}
         others = [self._ranks[each.rank] for each in standings if each.rank != self._me.rank]
-        answers = await ask_all(others, self._token, request)
-        deaf = {answer.of.rank for answer in answers if isinstance(answer, Absent)}
+        try:
+            answers = await asyncio.wait_for(ask_all(others, self._token, request), _TELL_S)
+            deaf = {answer.of.rank for answer in answers if isinstance(answer, Absent)}
+        except Exception as error:  # what is known is still to be told, by this rank
+            logger.warning("the watchdog could not tell the other ranks: %r", error)
+            deaf = {speaker}
         self._report(summary, speaks=speaker == self._me.rank or speaker in deaf)
         await asyncio.sleep(_GRACE_S)
         self._release(absent)
@@ -285,7 +348,6 @@ class Watchdog:
         self._leave(EXIT_CODE)
 
     def _report(self, summary: str, *, speaks: bool) -> None:
-        self._last.start()
         headline = summary.splitlines()[0]
         folder = str(Path(self.config.folder).resolve())
         problem = write_report(folder, self._me, self._standing(), self.progress, headline)
@@ -305,7 +367,7 @@ class Watchdog:
         """Leave a word for those who would wonder where this rank is."""
         if self._farewells is None or len(self._ranks) == 1 or self not in _running:
             return
-        if not self._thread.is_alive():
+        if not self._thread.is_alive() or self._thread is threading.current_thread():
             return
         text = f"after step {self.progress.step}"
         if self._me.rank > 0:
@@ -322,6 +384,8 @@ class Watchdog:
             telling.cancel()
 
     def _at_exit(self) -> None:
+        if self._ended:
+            self._thread.join(_LAST_S)  # in which it ends the process: a shutdown might hang
         self.bid_farewell()
         # The interpreter takes seconds to end, in which nobody could answer at the socket.
         self.stop()

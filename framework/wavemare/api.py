@@ -18,7 +18,7 @@ from wavemare.engine.config import SECTION, WavemareConfig, check_config, zero_s
 from wavemare.engine.initialize import read_config
 from wavemare.engine.segments import Segments
 from wavemare.engine.watchdog.progress import PROGRESS
-from wavemare.engine.watchdog.watcher import Watchdog
+from wavemare.engine.watchdog.watcher import hold
 from wavemare.errors import ConfigError, PlanError
 from wavemare.failure import watch_failures
 from wavemare.parallel import TensorMesh
@@ -68,6 +68,8 @@ def initialize(
     the parameters of this rank's stage. With ``"tensor_parallel": {"size": N}`` GPT-2 or BERT is
     split over every N consecutive ranks, in place; with both, each stage is split so. A model with
     annotations (`wavemare.annotate`, `wavemare.stage`, ...) is laid out by these in their place.
+    The engines of a process share one watchdog, until the last of them is destroyed: the settings
+    of the first count, and a later one that asks for others is told so in a warning.
 
     Args:
         args: Namespace with ``deepspeed_config`` (and ``local_rank``), or None with ``config``.
@@ -96,9 +98,7 @@ def initialize(
     watch_failures()
     values = read_config(args, config, config_params)
     ours = WavemareConfig.of(values)
-    watchdog = None
-    if SECTION in values and ours.watchdog.enabled:
-        watchdog = Watchdog(ours.watchdog).start()
+    watchdog = hold(ours.watchdog) if SECTION in values and ours.watchdog.enabled else None
     try:
         with PROGRESS.doing("initialize", long=True):
             if dist_init_required is not False:
@@ -121,7 +121,7 @@ def initialize(
             )
     except BaseException:
         if watchdog is not None:
-            watchdog.stop()
+            watchdog.release(farewell=False)
         raise
     result[0].watchdog = watchdog
     return result

@@ -38,6 +38,8 @@ _STORE_SECONDS = 2.0
 _GRACE_SECONDS = 3.0
 # For peers that are failing too: they ask the store, which lives in one of the processes.
 _LINGER_SECONDS = 0.5
+# Longer than the watchdog needs, that ends this process in any case.
+_ENDING_SECONDS = 30.0
 _INTERRUPTED = 130
 _TORCH_HOOK = "torch.distributed.distributed_c10d"
 # How gloo, NCCL and TCPStore say that the other side has gone.
@@ -99,7 +101,8 @@ def _end(error: BaseException, grace_s: float) -> NoReturn:
     if isinstance(error, KeyboardInterrupt):
         _leave(_INTERRUPTED)
     if (watchdog := _watchdog()) is not None and watchdog.ending:
-        threading.Event().wait()  # it ends this process; what has failed is a consequence
+        # It ends this process; what has failed is a consequence.
+        threading.Event().wait(_ENDING_SECONDS)
     if isinstance(error, WavemareError):
         if _speaks(_claim_failure(), grace_s):
             _print_error(error)

@@ -10,9 +10,23 @@ import pytest
 PROGRAM = Path(__file__).parents[1] / "multiproc" / "programs" / "faults.py"
 TIMEOUT_S = 4.0
 LATEST_S = TIMEOUT_S + 5
+# The launcher ends what is left of the job after the reports; a loaded machine takes its time.
+ENDED_S = LATEST_S + 10
+START_S = 20.0
+"""The start's patience where the fault is a lock; the others have 60 s."""
 ENGINES = {"deepspeed": "data", "torchrun": "pipemare", "mpi4py": "1f1b"}
 
-pytestmark = [pytest.mark.slow, pytest.mark.world_size(2)]
+pytestmark = pytest.mark.world_size(2)
+slow = pytest.mark.slow
+
+
+def cells(faults, fast=()):
+    """Return each fault under each launcher, of which all but the fast ones are slow."""
+    return [
+        pytest.param(launcher, fault, marks=() if (fault, launcher) in fast else slow)
+        for fault in faults
+        for launcher in ENGINES
+    ]
 
 
 @pytest.fixture
@@ -36,26 +50,25 @@ def reported(folder):
     return max(times) - float((folder / "when").read_text())
 
 
-@pytest.mark.parametrize("launcher", ENGINES)
-@pytest.mark.parametrize("fault", ["stop", "loader"])
+FAST = [("stop", "torchrun"), ("loader", "mpi4py")]
+
+
+@pytest.mark.parametrize(("launcher", "fault"), cells(["stop", "loader"], FAST))
 def test_a_rank_that_stands_still(run, tmp_path, launcher, fault):
-    ended, _ = run(launcher, fault)
+    ended, lasted = run(launcher, fault)
     assert ended.code != 0
     assert ended.output.count("suspect: rank 1 (") == 1, ended.output[-5000:]
     assert reported(tmp_path) <= LATEST_S
+    assert lasted <= ENDED_S, ended.output[-5000:]
 
 
-@pytest.mark.parametrize("launcher", ENGINES)
+WORDS = {"raise": "ValueError: this rank's own fault", "memory": "can't allocate memory"}
+
+
 @pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        ("kill", None),
-        ("raise", "ValueError: this rank's own fault"),
-        ("memory", "can't allocate memory"),
-        ("exit", None),
-    ],
+    ("launcher", "fault"), cells(["kill", "raise", "memory", "exit"], [("kill", "deepspeed")])
 )
-def test_a_rank_that_ends(run, tmp_path, launcher, fault, words):
+def test_a_rank_that_ends(run, tmp_path, launcher, fault):
     """A launcher may end the other before it can say a word, where it sees the end by itself.
 
     MPICH's ``mpirun`` ends all ranks where one has left with 0, and passes that on as its own code.
@@ -65,22 +78,27 @@ def test_a_rank_that_ends(run, tmp_path, launcher, fault, words):
     assert ended.code != 0 or (launcher, fault) == ("mpi4py", "exit"), ended.output[-5000:]
     assert lasted <= LATEST_S
     assert ended.output.count("suspect: ") <= 1
-    if words is not None:
-        assert ended.output.count(words) >= 1
+    if fault in WORDS:
+        assert ended.output.count(WORDS[fault]) >= 1
         assert "suspect: " not in ended.output
 
 
+@slow
 @pytest.mark.parametrize("launcher", ENGINES)
-def test_unequal_numbers_of_batches(run, launcher):
-    ended, _ = run(launcher, "batches")
-    if ENGINES[launcher] == "pipemare":
-        # The last stage reads labels only; its data ends, and so does that of the first.
-        assert ended.code != 0
-        return
+def test_unequal_numbers_of_batches(run, tmp_path, launcher):
+    """An asynchronous pipeline's last stage, whose data end, raises; the others are waited for."""
+    ended, lasted = run(launcher, "batches")
     assert ended.code != 0, ended.output[-5000:]
-    assert ended.output.count("suspect: ") == 1, ended.output[-5000:]
+    assert lasted <= ENDED_S, ended.output[-5000:]
+    if ENGINES[launcher] == "pipemare":
+        assert "error on rank 1: data_iter = " in ended.output, ended.output[-5000:]
+        assert "suspect: " not in ended.output
+    else:
+        assert ended.output.count("suspect: rank 1 (") == 1, ended.output[-5000:]
+        assert reported(tmp_path) <= LATEST_S
 
 
+@slow
 @pytest.mark.parametrize("launcher", ENGINES)
 def test_a_slow_rank(run, launcher):
     ended, _ = run(launcher, "slow")
@@ -88,6 +106,7 @@ def test_a_slow_rank(run, launcher):
     assert "watchdog" not in ended.output
 
 
+@slow
 @pytest.mark.parametrize("launcher", ENGINES)
 def test_a_stale_lock_of_an_extension_build(run, tmp_path, launcher):
     """DeepSpeed would wait for it without end."""
@@ -98,14 +117,15 @@ def test_a_stale_lock_of_an_extension_build(run, tmp_path, launcher):
         "WAVEMARE_COMPILED_OPS": "1",
         "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions"),
     }
-    started = time.time()
-    ended, _ = run(launcher, "lock", environment)
+    ended, lasted = run(launcher, "lock", environment)
     assert ended.code != 0
     assert "extensions/deepspeed_shm_comm/lock" in ended.output
     assert "remove that file" in ended.output
-    assert time.time() - started < 120
+    # From just before ``initialize``, with the start's patience.
+    assert lasted <= START_S + 15
 
 
+@slow
 @pytest.mark.parametrize("launcher", ENGINES)
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting takes root")
 def test_a_filled_disk(run, tmp_path, launcher):

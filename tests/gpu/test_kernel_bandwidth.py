@@ -62,7 +62,6 @@ def measured(kernels, dtype, density, ragged):
     out = torch.empty(rows * BLOCK, dtype=dtype, device="cuda")
     summed = RANKS * out.nbytes + out.nbytes + places.nbytes
     yield "reduce", rate(summed, lambda: kernels.reduce(packed, places, BLOCK, 0.25, out))
-    yield "compact", rate(2 * bits.nbytes + index.nbytes, lambda: kernels.compact(bits, count))
 
 
 def test_mask_reads_as_fast_as_the_device_copies():

@@ -4,7 +4,7 @@
 import pytest
 
 TIMEOUT_S = 4.0
-NOTICED_S = TIMEOUT_S + 6.0
+NOTICED_S = TIMEOUT_S + 5.0
 REST = (("mpi", 0), ("torch", 2), ("torch", 0))
 slow = pytest.mark.slow
 

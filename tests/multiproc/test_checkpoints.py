@@ -87,7 +87,7 @@ def test_a_checkpoint_of_another_topology_is_refused_naming_both(run):
         assert "zero_stage 1" in zero_1_to_3["reason"]
         assert "zero_stage 3" in zero_1_to_3["reason"]
         assert "pipe 1" in data_to_pipeline["reason"]
-        assert "ds_to_universal" in data_to_pipeline["remedy"]
+        assert "wavemare.universal" in data_to_pipeline["remedy"]
         assert "in this run ['lm_head.weight']" in to_untied["reason"]
         assert "pipemare unties heads" in to_untied["remedy"]
 

@@ -51,6 +51,17 @@ def test_the_rank_that_holds_up_the_others_is_named(launch, fault, engine, codes
 
 
 @pytest.mark.world_size(2)
+def test_an_engine_is_watched_after_another_has_been_destroyed(launch):
+    finished = launch(PROGRAM, "loader", "data", "--second", "--timeout", TIMEOUT_S)
+    assert finished.codes == [124, 124], finished.outputs
+    assert told(finished, "suspect: rank 1 (") == [0], finished.outputs
+    assert told(finished, "timeout_s = 500.0, folder = ") == [0], finished.outputs
+    assert "in the data loader" in finished.outputs[0]
+    assert len(check_in_time(finished)) == 2
+    assert not (finished.folder / "second").exists()
+
+
+@pytest.mark.world_size(2)
 def test_a_rank_whose_data_ends_early_is_named(launch):
     finished = launch(PROGRAM, "batches", "data", "--timeout", TIMEOUT_S)
     # The connection breaks when rank 1 has left, unless rank 0's patience ends before.

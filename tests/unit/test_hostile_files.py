@@ -8,6 +8,8 @@ Those are ``test_checkpoint_files.py`` in ``tests/unit/engine``, ``test_checkpoi
 import json
 import os
 import pickle
+import runpy
+import sys
 from pathlib import Path
 
 import datasets
@@ -181,3 +183,58 @@ def test_a_pipelines_layers(evil, tmp_path):
         spoil(min(step.glob("layer_*")))
         with pytest.raises(CheckpointError, match="read safely"):
             read_pipeline(tmp_path / "pipeline", model.config)
+
+
+UNIVERSAL = "wavemare.universal"
+SHARDS = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)]
+# The parent process reads the first shard and the model, its workers the second shard.
+READ_BY_UNIVERSAL = [*SHARDS, "mp_rank_00_model_states.pt"]
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """What DeepSpeed's conversion looks at in a checkpoint of two ranks with ZeRO 1."""
+    folder = tmp_path / "step-1"
+    folder.mkdir()
+    model = {
+        "module": {},
+        "iteration": 1,
+        "universal_checkpoint_info": {"universal_checkpoint_version": 0.2},
+        "param_shapes": [{"weight": torch.Size([4])}],
+    }
+    torch.save(model, folder / "mp_rank_00_model_states.pt")
+    for shard in SHARDS:
+        states = {"base_optimizer_state": {"state": {}}, "zero_stage": 1, "partition_count": [2]}
+        mappings = {"param_slice_mappings": [], "single_partition_of_fp32_groups": []}
+        torch.save({"optimizer_state_dict": {**states, **mappings}}, folder / shard)
+    return folder
+
+
+def convert(monkeypatch, folder):
+    """Run ``python -m wavemare.universal`` in this process; return how it ends."""
+    words = ["--input_folder", str(folder), "--output_folder", str(folder.parent / "universal")]
+    monkeypatch.setattr(sys, "argv", [UNIVERSAL, *words])
+    monkeypatch.delitem(sys.modules, UNIVERSAL, raising=False)
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module(UNIVERSAL, run_name="__main__")
+    return end.value.code
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("name", READ_BY_UNIVERSAL)
+def test_a_checkpoint_to_convert(evil, tmp_path, monkeypatch, capsys, shards, name):
+    for spoil in spoilers(evil, tmp_path):
+        spoil(shards / name)
+        assert convert(monkeypatch, shards) == 2
+        said = capsys.readouterr().err
+        assert f"error: checkpoint = '{shards / name}': the file cannot be read safely" in said
+        assert "Traceback" not in said
+        assert not (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize("name", READ_BY_UNIVERSAL)
+def test_a_damaged_checkpoint_to_convert(tmp_path, monkeypatch, capsys, shards, name):
+    content = (shards / name).read_bytes()
+    (shards / name).write_bytes(content[: len(content) // 2])
+    assert convert(monkeypatch, shards) == 2
+    assert f"checkpoint = '{shards / name}': the file cannot be read" in capsys.readouterr().err

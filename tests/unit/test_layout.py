@@ -6,11 +6,15 @@ import pkgutil
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterator, Mapping
 from functools import cache
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "framework" / "wavemare"
@@ -39,11 +43,18 @@ FILE_LINES, FUNCTION_LINES = 600, 80
 REASON = re.compile(r"# long: \w+")
 LICENCE = "# SPDX-License-Identifier: Apache-2.0"
 SOURCES = sorted(
-    file
-    for folder in (PACKAGE, *(ROOT / area for area in AREAS), ROOT / "tests")
-    for file in folder.rglob("*.py")
-    if not any((folder / part).is_symlink() for part in file.relative_to(folder).parts[:1])
+    [
+        *(ROOT / "docs").glob("*.py"),  # what is built lies in folders below
+        *(
+            file
+            for folder in (PACKAGE, *(ROOT / area for area in AREAS), ROOT / "tests")
+            for file in folder.rglob("*.py")
+            if not any((folder / part).is_symlink() for part in file.relative_to(folder).parts[:1])
+        ),
+    ]
 )
+# Libraries that nothing needs to declare: CUDA's wheels of torch bring triton, others do without.
+BROUGHT_ALONG = {"triton"}
 
 
 def modules() -> Iterator[tuple[str, Path]]:
@@ -142,6 +153,41 @@ def test_the_files_of_plans_know_no_tensors() -> None:
             if ours or first in {"torch", "numpy"}:
                 guilty.append(f"{file.relative_to(ROOT)}:{line} imports {imported}")
     assert guilty == []
+
+
+def undeclared(file: Path, package: str, declared: set[str]) -> Iterator[str]:
+    """Yield the libraries that a file imports and no declared distribution has."""
+    for line, imported in imports(file, package):
+        library = imported.split(".", maxsplit=1)[0]
+        if library in sys.stdlib_module_names or library in {"wavemare", *BROUGHT_ALONG}:
+            continue
+        if not declared & {canonicalize_name(name) for name in providers().get(library, ())}:
+            yield f"{file.name}:{line} imports {library}"
+
+
+@cache
+def providers() -> Mapping[str, list[str]]:
+    """Return which distributions have a library; reading all metadata takes a while."""
+    return packages_distributions()
+
+
+def test_every_library_that_is_imported_is_declared() -> None:
+    """Those too that some other dependency happens to bring, for it may cease to."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {canonicalize_name(Requirement(text).name) for text in project["dependencies"]}
+    guilty = [
+        f"{name}: {found}"
+        for name, file in MODULES.items()
+        for found in undeclared(file, package_of(name, file), declared)
+    ]
+    assert guilty == []
+
+
+def test_undeclared_libraries_are_seen(tmp_path: Path) -> None:
+    file = tmp_path / "x.py"
+    file.write_text("import os, PIL.Image\ndef f():\n    from yaml import load\nimport triton\n")
+    found = list(undeclared(file, "wavemare.comm", {"pillow"}))
+    assert found == ["x.py:3 imports yaml"]
 
 
 def test_relative_imports_are_resolved(tmp_path: Path) -> None:

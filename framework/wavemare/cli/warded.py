@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 __all__ = ["Ending", "WardedRank"]
@@ -20,6 +21,7 @@ __all__ = ["Ending", "WardedRank"]
 _SECONDS_TO_STOP = 120.0
 _SECONDS_TO_END = 10.0
 _PR_SET_PDEATHSIG = 1
+_KILLED = 128 + signal.SIGKILL
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
@@ -47,11 +49,12 @@ class WardedRank:
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        end_with_parent = partial(_end_with_parent, os.getpid())
         self._process = subprocess.Popen(
             command,
             env=dict(environment),
             start_new_session=True,
-            preexec_fn=_end_with_parent if _LIBC is not None else None,  # noqa: PLW1509
+            preexec_fn=end_with_parent if _LIBC is not None else None,  # noqa: PLW1509
         )
         self._ending: Ending | None = None
         self._given_up = False
@@ -102,7 +105,13 @@ class WardedRank:
             os.killpg(self._process.pid, signal.SIGKILL)
 
 
-def _end_with_parent() -> None:
-    """Have the kernel end the child when the thread that started it has gone, however it went."""
+def _end_with_parent(parent: int) -> None:
+    """Have the kernel end the child when the thread that started it has gone, however it went.
+
+    Args:
+        parent: The process that forked it.
+    """
     assert _LIBC is not None
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # gone before: the kernel only tells of what comes after
+        os._exit(_KILLED)

@@ -43,8 +43,8 @@ def numbered(metrics: Mapping[str, float], name: str) -> dict[int, float]:
 def _pipeline(metrics: Mapping[str, float]) -> str:
     parts = []
     if "bubble" in metrics:
-        predicted = metrics.get("bubble_predicted")
-        share = "" if predicted is None else f" ({predicted:.0%} predicted)"
+        explained = metrics.get("bubble_predicted")
+        share = "" if explained is None else f" ({explained:.0%} by unevenness)"
         parts.append(f"idle {metrics['bubble']:.0%}{share}")
     stale = numbered(metrics, "staleness")
     if stale:

@@ -11,7 +11,7 @@ from wavemare.report.figures import Series, bars, lines
 from wavemare.report.gantt import gantt, gantt_height, rows_of_trace
 from wavemare.report.page import Page
 from wavemare.report.runs import RunFacts
-from wavemare.report.traces import Trace
+from wavemare.report.traces import PREDICTED, Trace
 
 __all__ = ["add_collective", "add_pipeline", "add_timeline"]
 
@@ -40,7 +40,7 @@ def _add_bubble(page: Page, run: RunFacts) -> None:
     if measured:
         series = [
             Series("measured", [(step, 100 * value) for step, value in measured], 0),
-            Series("explained by unevenness", [(s, 100 * v) for s, v in predicted], 1, "dash"),
+            Series("by unevenness", [(s, 100 * v) for s, v in predicted], 1, "dash"),
         ]
         page.figure(lines(series, "bubble (% of time)", zero=True), label="bubble over the steps")
     else:
@@ -53,16 +53,31 @@ def _add_bubble(page: Page, run: RunFacts) -> None:
         reason = "the configuration does not say how many micro-batches a step has"
         page.missing("bubble against the plan's", reason)
         return
-    plan = run.trace.predicted_bubble(
-        str(layout["schedule"]), int(layout["stages"]), int(layout["gradient_accumulation_steps"])
-    )
-    page.table(
-        ("noted steps", "bubble"),
-        [
-            ("measured", _percent(run.trace.bubble)),
-            ("predicted by the plan, from the measured times of passes and steps", _percent(plan)),
-        ],
-    )
+    rows = [("measured", f"{run.trace.bubble:.1%}")]
+    plan: float | None = None
+    why = _unpredictable(run, run.trace)
+    if why is None:
+        plan = run.trace.predicted_bubble(
+            str(layout["schedule"]),
+            int(layout["stages"]),
+            int(layout["gradient_accumulation_steps"]),
+            slack=_slack(run),
+        )
+    if plan is not None:
+        label = "predicted by the plan, from the measured times of passes and steps"
+        rows.append((label, f"{plan:.1%}"))
+    page.table(("noted steps", "bubble"), rows)
+    if plan is None:
+        unknown = "passes or optimizer steps of a stage were not noted, or took no time"
+        page.missing("bubble of the plan", why or unknown)
+
+
+def _unpredictable(run: RunFacts, trace: Trace) -> str | None:
+    """Return why no plan that is predicted is the run's; None if one is."""
+    if run.has_pairs or trace.has_pairs:
+        return "the passes ran in pairs (pair_passes), of which single passes' times say nothing"
+    schedule = str(run.layout["schedule"])
+    return None if schedule in PREDICTED else f"the schedule {schedule!r} is not predicted"
 
 
 def _add_staleness(page: Page, run: RunFacts) -> None:
@@ -182,8 +197,7 @@ def _planned(run: RunFacts) -> str:
     """Return what the plan says of the staleness."""
     layout = run.layout
     stages, size = int(layout["stages"]), int(layout.get("gradient_accumulation_steps", 1))
-    slack = int(run.pipemare.get("slack", 0))
-    most = [str(max_staleness(stage, stages, size, slack)) for stage in range(stages)]
+    most = [str(max_staleness(stage, stages, size, _slack(run))) for stage in range(stages)]
     return f"By the plan a micro-batch's is at most {', '.join(most)} (stage 0 first)."
 
 
@@ -191,5 +205,5 @@ def _scaled(points: Sequence[tuple[int, float]], factor: float) -> list[tuple[fl
     return [(step, value * factor) for step, value in points]
 
 
-def _percent(share: float | None) -> str | None:
-    return None if share is None else f"{share:.1%}"
+def _slack(run: RunFacts) -> int:
+    return int(run.pipemare.get("slack", 0))

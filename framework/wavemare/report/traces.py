@@ -14,7 +14,10 @@ from wavemare.errors import DataError, PlanError
 from wavemare.json_text import parse_json
 from wavemare.pipeline.action import COLLECTIVES, COMPUTE, RECEIVES, SENDS, Action, Kind
 
-__all__ = ["RankTrace", "Span", "Trace", "category", "read_traces"]
+__all__ = ["PREDICTED", "RankTrace", "Span", "Trace", "category", "read_traces"]
+
+PREDICTED = ("1f1b", "pipemare")
+"""Schedules of which `Trace.predicted_bubble` knows the plan."""
 
 _KEYS = {"format", "rank", "stage", "first_step", "device", "steps", "spans"}
 _PAIR = "Pair "
@@ -87,7 +90,14 @@ class Trace:
                     found[action.stage].append(span.end_s - span.start_s)
         return {stage: median(times) for stage, times in sorted(found.items())}
 
-    def predicted_bubble(self, schedule: str, num_stages: int, micro_batches: int) -> float | None:
+    @property
+    def has_pairs(self) -> bool:
+        """Whether passes ran in pairs."""
+        return any(span.text.startswith(_PAIR) for rank in self.ranks for span in rank.spans)
+
+    def predicted_bubble(
+        self, schedule: str, num_stages: int, micro_batches: int, *, slack: int = 0
+    ) -> float | None:
         """Return the bubble of the plan with the measured times of passes and optimizer steps.
 
         Messages take no time in it. An asynchronous plan is taken in its steady state.
@@ -96,27 +106,38 @@ class Trace:
             schedule: ``1f1b`` or ``pipemare``.
             num_stages: Length of the pipeline.
             micro_batches: Per optimizer step.
+            slack: See `wavemare.pipeline.order.ahead`; of ``pipemare`` alone.
 
         Returns:
-            0 to 1; None where passes of a stage were not noted, or for another schedule.
+            0 to 1; None where passes of a stage were not noted or ran in pairs, or for another
+            schedule.
         """
         from wavemare.pipeline import schedules
         from wavemare.pipeline.simulate import Costs, simulate
-        from wavemare.pipeline.utilisation import bubble, steady_utilisation
+        from wavemare.pipeline.utilisation import bubble
 
         stages = range(num_stages)
         times = [self.seconds(kind) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.STEP)]
-        if schedule not in ("1f1b", "pipemare") or any(set(each) != set(stages) for each in times):
+        if schedule not in PREDICTED or any(set(each) != set(stages) for each in times):
+            return None
+        if self.has_pairs:  # the passes that ran alone are not those that the plan would need
             return None
         forward, backward, step = (tuple(each[stage] for stage in stages) for each in times)
         costs = Costs(forward_s=forward, backward_s=backward, step_s=step)
         if schedule == "1f1b":
             return bubble(simulate(schedules.one_f_one_b(num_stages, micro_batches), costs))
-        steps = 4 + 2 * num_stages // micro_batches
-        busy = steady_utilisation(
-            simulate(schedules.pipemare(num_stages, micro_batches, steps), costs)
+        # Fill and drain take both plans the same time; what a stage has forwarded ahead is used up
+        # in the steps that both have.
+        steps = 8 + 4 * num_stages * (1 + slack) // micro_batches
+        short, long = (
+            simulate(schedules.pipemare(num_stages, micro_batches, count, slack=slack), costs)
+            for count in (steps, 2 * steps)
         )
-        return None if busy is None else 1 - sum(busy) / len(busy)
+        step_s = (long.makespan_s - short.makespan_s) / steps
+        if step_s <= 0:
+            return None
+        work = [micro_batches * (forward[s] + backward[s]) + step[s] for s in stages]
+        return max(0.0, 1 - sum(work) / num_stages / step_s)  # rounding must not show as -0.0 %
 
 
 def category(text: str) -> str:

@@ -3,6 +3,7 @@
 
 import threading
 import time
+from dataclasses import astuple
 
 import torch
 from inputs import buckets
@@ -209,7 +210,7 @@ def selection(world, checks, sizes):
 def calibrated(world, checks, sizes):
     """Constants that are measured are positive and the same on all ranks."""
     with SparseComm(transport=world.kind, timeout_s=60) as comm:
-        told = world.gather(comm.constants.as_list())
+        told = world.gather(list(astuple(comm.constants)))
         checks(all(one == told[0] for one in told), "constants", told)
         checks(all(0 < value < 1 for value in told[0]) or comm.size == 1, "sane", told[0])
         everyone = buckets("tenth", comm.size, 5000, 256, torch.float32)

@@ -8,7 +8,8 @@ Arguments: result folder, work folder, ``foreground`` or ``background``, then ``
 saving; a shell kills this process) or ``at COUNT`` (the process kills itself before it changes the
 file system for that time), and the rank that this is for, or -1 for all. The work folder has the
 checkpoints, ``steps``, where the digest of the weights after each step is kept by the first run
-that gets there, and ``journal``, lines of ``begun STEP`` and ``saved STEP``.
+that gets there, and ``journal``, lines of ``begun STEP`` and ``saved STEP``. The result folder gets
+``resumed_RANK`` when all ranks have resumed.
 """
 
 import itertools
@@ -93,6 +94,8 @@ def main(work: Path, how: str, kind: str, number: str, victim: str) -> None:
     (work / "steps").mkdir(exist_ok=True)
     first = resume(work, engine)
     torch.distributed.barrier()
+    # All ranks have done so before the barrier behind which the kill is prepared.
+    Path(sys.argv[1], f"resumed_{rank}").touch()
     if rank == 0:
         note(work, f"saved {first}")
     if first:

@@ -22,6 +22,8 @@ from wavemare.comm import SparseComm
 from wavemare.engine import init_distributed
 from wavemare.engine.config import SECTION
 from wavemare.engine.optimizers import take_optimizer
+from wavemare.engine.trace import StepTrace
+from wavemare.report import read_run
 
 LENGTH, VOCABULARY = 16, 64
 DS = {
@@ -107,6 +109,28 @@ def engine() -> dict[str, Any]:
     return {"engine": built, "steps": 2, "batches": batches()}
 
 
+def observed() -> dict[str, Any]:
+    rank = torch.distributed.get_rank()
+    names = {"rank": rank, "stage": rank, "options": {"steps": 15}, "config": PIPELINE}
+    return {**engine(), **names, "steps": 15}
+
+
+def check_observed(folder: Path) -> None:
+    """Read what a program has noted as a report would."""
+    torch.distributed.barrier()
+    facts = read_run(folder)
+    assert len(facts.metrics) == 15
+    assert facts.layout["stages"] == 2
+    assert facts.trace is not None
+    assert [(r.rank, r.first_step, len(r.steps)) for r in facts.trace.ranks] == [
+        (0, 11, 4),
+        (1, 11, 4),
+    ]
+    sizes = facts.layout["stages"], DS["gradient_accumulation_steps"]
+    assert facts.trace.predicted_bubble("pipemare", *sizes) is not None
+    assert facts.summary is not None
+
+
 def model() -> dict[str, Any]:
     init_distributed()
     return {"wavemare": wavemare, "model": gpt2(), "torch": torch}
@@ -176,7 +200,7 @@ def write(name: str, values: Any) -> None:
     torch.distributed.barrier()
 
 
-PRELUDES = (nothing, training, engine, model, simulation, sums, shares)
+PRELUDES = (nothing, training, engine, observed, model, simulation, sums, shares)
 PRELUDES += (cluster, megatron, grid, texts)
 CHECKS = (train_config, make_optimizer, load_json)
 
@@ -193,6 +217,8 @@ def run(case: dict[str, str], names: dict[str, Any]) -> dict[str, Any]:
     exec(compile(case["text"], case["name"], "exec"), names)
     if isinstance(names.get("comm"), SparseComm):
         names["comm"].close()
+    if isinstance(names.get("trace"), StepTrace):
+        check_observed(names["run"].folder)
     return names
 
 

@@ -22,14 +22,19 @@ parser.add_argument("fault")
 parser.add_argument("engine")
 parser.add_argument("--rank", type=int, default=1)
 parser.add_argument("--timeout", type=float, default=4.0)
+parser.add_argument("--second", action="store_true", help="an engine that ends before training")
 parser.add_argument("--local_rank", type=int)
 options = parser.parse_args()
 
 
-def fail():
-    """Do what goes wrong on the rank of the fault."""
+def tell_when():
     options.folder.mkdir(exist_ok=True, parents=True)
     (options.folder / "when").write_text(str(time.time()))
+
+
+def fail():
+    """Do what goes wrong on the rank of the fault."""
+    tell_when()
     match options.fault:
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -56,6 +61,7 @@ def batches(engine, rank):
             time.sleep(0.05)
         if rank == options.rank and number >= AT * MICRO_STEPS:
             if options.fault == "batches":
+                tell_when()
                 return
             if options.fault == "slow":
                 time.sleep(0.7 * options.timeout)
@@ -85,8 +91,16 @@ def main():
     model = build_gpt2()
     if options.engine != "data":
         model.config.tie_word_embeddings = False
+    if options.fault == "lock":
+        tell_when()  # each rank: the last one counts
     engine, *_ = wavemare.initialize(model=model, config=config)
     rank = torch.distributed.get_rank()
+    if options.second:
+        watchdog = {"timeout_s": 500.0, "folder": str(options.folder / "second")}
+        config = configuration(1, wavemare={"watchdog": section["watchdog"] | watchdog})
+        other, *_ = wavemare.initialize(model=build_gpt2(), config=config)
+        other.train_batch(batches(other, -1))
+        other.destroy()
     data = batches(engine, rank)
     for step in range(1000 if options.fault == "cut" else STEPS):
         try:

@@ -12,6 +12,7 @@ from wavemare.engine.manifest import read_manifest, resolve_tag
 from wavemare.errors import CheckpointError, ModelError
 from wavemare.megatron.convert import convert
 from wavemare.megatron.files import read_checkpoint
+from wavemare.recipes.restart import needs_conversion
 
 
 def saved(content):
@@ -158,16 +159,27 @@ def test_a_folder_to_convert(refused, folder, tmp_path, files, expected):
     assert [path.name for path in tmp_path.iterdir()] == ["given"]  # nothing is left behind
 
 
+TOPOLOGY = {"world_size": 2, "data": 1, "pipe": 2, "model": 1, "zero_stage": 1}
+
+
+def listed(**changed):
+    """The list of a checkpoint with one file of one byte."""
+    return json.dumps({"topology": {**TOPOLOGY, **changed}, "files": {"x.pt": 1}})
+
+
 OURS = [
     pytest.param({"wavemare.json": ""}, id="an empty list"),
     pytest.param({"wavemare.json": "[]"}, id="no mapping"),
     pytest.param({"wavemare.json": '{"format": 99, "files": {}}'}, id="a later format"),
     pytest.param({"wavemare.json": '{"files": []}'}, id="no names"),
     pytest.param({"wavemare.json": '{"files": {"x.pt": "1"}}'}, id="a size in quotes"),
-    pytest.param({"wavemare.json": '{"files": {"x.pt": 1}}'}, id="a file is missing"),
-    pytest.param({"wavemare.json": '{"files": {"x.pt": 1}}', "x.pt": b"12"}, id="a byte too many"),
+    pytest.param({"wavemare.json": listed()}, id="a file is missing"),
+    pytest.param({"wavemare.json": listed(), "x.pt": b"12"}, id="a byte too many"),
     pytest.param({"wavemare.json": "[" * 50_000}, id="50,000 brackets"),
     pytest.param({"wavemare.json": b"\xff\xfe"}, id="no text"),
+    pytest.param({"wavemare.json": '{"files": {"x.pt": 1}}', "x.pt": b"1"}, id="no topology"),
+    pytest.param({"wavemare.json": listed(pipe="2"), "x.pt": b"1"}, id="stages in quotes"),
+    pytest.param({"wavemare.json": listed(zero_stage=True), "x.pt": b"1"}, id="a truth for ZeRO"),
 ]
 
 
@@ -175,6 +187,18 @@ OURS = [
 def test_a_list_of_files(refused, folder, files):
     given = folder(files)
     refused(lambda: read_manifest(given), CheckpointError, "checkpoint", str(given))
+
+
+def test_a_list_that_is_whole(folder):
+    given = folder({"wavemare.json": listed(), "x.pt": b"1"})
+    assert read_manifest(given)["topology"] == TOPOLOGY
+
+
+@pytest.mark.parametrize("topology", [None, [], {}, {**TOPOLOGY, "data": None}])
+def test_a_topology_that_a_restart_cannot_use(refused, folder, topology):
+    content = json.dumps({"topology": topology, "files": {}})
+    given = folder({"latest": "one", "one/wavemare.json": content})
+    refused(lambda: needs_conversion(given, 2, 1), CheckpointError, "checkpoint", "topology")
 
 
 TAGS = [

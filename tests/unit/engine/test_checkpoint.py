@@ -121,7 +121,7 @@ def test_another_topology_is_refused_naming_both(checkpoints, key):
         _check_topology(checkpoints / "step-2", TOPOLOGY, current)
     assert f"{key} {TOPOLOGY[key]}" in caught.value.reason
     assert f"{key} 99" in caught.value.reason
-    assert "ds_to_universal" in caught.value.remedy
+    assert "-m wavemare.universal --input_folder" in caught.value.remedy
 
 
 def make(folder, tag, saved, sizes=(8,)):

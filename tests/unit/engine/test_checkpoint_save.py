@@ -17,6 +17,8 @@ from wavemare.engine.checkpoint_save import BackgroundSave, Save, StoreMeeting
 from wavemare.engine.manifest import MANIFEST, read_manifest, verify_contents
 from wavemare.errors import CheckpointError
 
+TOPOLOGY = {"world_size": 1, "data": 1, "pipe": 1, "model": 1, "zero_stage": 1, "cuts": None}
+
 
 def prepare(folder, tag, rank=0, *, meet=lambda value: [value], keep=None, background=True, **more):
     """Return a save with one file of this rank taken."""
@@ -29,7 +31,9 @@ def prepare(folder, tag, rank=0, *, meet=lambda value: [value], keep=None, backg
         folder=folder,
         tag=tag,
         partial=partial,
-        manifest={"format": 2, "saved": f"2026-11-22T{tag}"} if rank == 0 else None,
+        manifest=(
+            {"format": 2, "saved": f"2026-11-22T{tag}", "topology": TOPOLOGY} if rank == 0 else None
+        ),
         save_latest=more.get("save_latest", True),
         keep=keep,
         meet=meet,

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from wavemare.engine.mixin import EngineMixin
+from wavemare.engine.watchdog.progress import PROGRESS
 from wavemare.errors import CheckpointError
 
 
@@ -17,26 +18,24 @@ class Stock:
 
 
 class Engine(EngineMixin, Stock):
-    def __init__(self, failing):
+    def __init__(self, failing=()):
         self.done, self.failing = [], failing
+        self.places = []
+        self._writing = SimpleNamespace(wait=lambda: self.do("saving"))
         self._sparse = SimpleNamespace(close=lambda: self.do("sparse"))
-        self.watchdog = SimpleNamespace(
-            stop=lambda: self.do("stop"), bid_farewell=lambda: self.do("farewell")
-        )
+        self.watchdog = SimpleNamespace(release=lambda: self.do("release"))
 
     def do(self, name):
         self.done.append(name)
+        self.places.append(PROGRESS.place)
         if name in self.failing:
             raise CheckpointError("checkpoint", name, "cannot be written", "Free space")
 
-    def finish_saving(self):
-        self.do("saving")
+
+ALL = ["saving", "sparse", "release", "deepspeed"]
 
 
-ALL = ["sparse", "farewell", "stop", "saving", "deepspeed"]
-
-
-@pytest.mark.parametrize("failing", [[], *([name] for name in ALL[:4]), ["farewell", "saving"]])
+@pytest.mark.parametrize("failing", [[], *([name] for name in ALL[:3]), ["saving", "release"]])
 def test_all_is_given_back_though_a_part_fails(failing):
     engine = Engine(failing)
     if failing:
@@ -46,3 +45,37 @@ def test_all_is_given_back_though_a_part_fails(failing):
     else:
         engine.destroy()
     assert engine.done == ALL
+
+
+def test_the_watchdog_is_given_back_once():
+    """DeepSpeed's destructor destroys what has been destroyed again; others may hold it."""
+    engine = Engine()
+    engine.destroy()
+    engine.destroy()
+    assert engine.done.count("release") == 1
+    assert engine.done.count("saving") == 1
+
+
+def test_saving_is_watched_to_its_end():
+    engine = Engine()
+    PROGRESS.end_step()  # before which everything may take long
+    engine.destroy()
+    saving, sparse, _ = engine.places
+    assert str(saving) == "finish_saving"
+    assert saving.long
+    assert not saving.outside
+    assert sparse.outside
+
+
+def test_saving_within_a_call_leaves_that_calls_place():
+    engine = Engine()
+    with PROGRESS.doing("save_checkpoint", long=True):
+        place = PROGRESS.place
+        engine.finish_saving()
+        assert str(PROGRESS.place) == str(place)
+        assert PROGRESS.place.long
+        place = PROGRESS.place
+        engine.finish_saving()  # nothing is written
+        assert PROGRESS.place is place
+    assert str(engine.places[0]) == "finish_saving"
+    assert PROGRESS.place.outside

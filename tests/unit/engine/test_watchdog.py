@@ -382,6 +382,88 @@ def test_a_report_that_never_gets_written_does_not_keep_the_run_alive(tmp_path, 
         watchdog.stop()
 
 
+class Broken(Exception):
+    """Nothing that anybody expects."""
+
+
+def test_the_run_ends_with_its_report_though_the_others_cannot_be_told(
+    tmp_path, monkeypatch, capfd
+):
+    async def ask_all(ranks, token, request):
+        if request["ask"] == "end":
+            raise Broken
+        return []
+
+    monkeypatch.setattr("wavemare.engine.watchdog.watcher.ask_all", ask_all)
+    progress, left, forced = Progress(), Ended(), Ended()
+    config = WatchdogConfig(timeout_s=0.1, start_timeout_s=0.1, folder=str(tmp_path))
+    watchdog = Watchdog(config, progress, left, forced).start()
+    with progress.doing("backward"):
+        assert left.event.wait(30)
+    watchdog.stop()
+    assert left.codes == [EXIT_CODE]
+    assert not forced.codes
+    assert "suspect: rank 0" in capfd.readouterr().err
+    assert (tmp_path / "rank_00000.txt").exists()
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["its own end", "told by another"])
+def test_one_that_has_begun_to_end_ends_whatever_fails(tmp_path, monkeypatch, told):
+    def fails(*_):
+        raise Broken
+
+    monkeypatch.setattr("wavemare.engine.watchdog.watcher._LAST_S", 0.2)
+    monkeypatch.setattr("wavemare.engine.watchdog.watcher.write_report", fails)
+    progress, left, forced = Progress(), Ended(), Ended()
+    config = WatchdogConfig(timeout_s=0.1, start_timeout_s=0.1, folder=str(tmp_path))
+    watchdog = Watchdog(config, progress, left, forced).start()
+    if told:
+        watchdog._token = "secret"
+        asyncio.run(ask(watchdog._me, "secret", {"ask": "end"}))  # without its summary, too
+        assert forced.event.wait(30)
+    else:
+        with progress.doing("backward"):
+            assert forced.event.wait(30)
+    assert watchdog.ending
+    assert watchdog._thread.is_alive()
+    watchdog.stop()
+    assert forced.codes == [EXIT_CODE]
+    assert not left.codes
+
+
+def test_an_engine_that_is_destroyed_does_not_keep_the_run_from_ending(tmp_path):
+    """As by a script that cleans up when a peer has gone, which the watchdog has ended."""
+    left = Ended()
+    config = WatchdogConfig(folder=str(tmp_path))
+    watchdog = Watchdog(config, Progress(), left).start()
+    watchdog._token = "secret"
+    asyncio.run(ask(watchdog._me, "secret", {"ask": "end", "summary": "stuck", "speaker": 5}))
+    watchdog.release()
+    assert current() is watchdog
+    assert left.event.wait(30)
+    watchdog.stop()
+    assert left.codes == [EXIT_CODE]
+
+
+def test_a_look_that_fails_is_not_the_last(tmp_path, monkeypatch):
+    tries = []
+
+    def fails_at_first(*_):
+        tries.append(1)
+        if len(tries) == 1:
+            raise Broken
+        return judge(*_)
+
+    monkeypatch.setattr("wavemare.engine.watchdog.watcher.judge", fails_at_first)
+    progress, left = Progress(), Ended()
+    config = WatchdogConfig(timeout_s=0.1, start_timeout_s=0.1, folder=str(tmp_path))
+    watchdog = Watchdog(config, progress, left).start()
+    with progress.doing("backward"):
+        assert left.event.wait(30)
+    watchdog.stop()
+    assert left.codes == [EXIT_CODE]
+
+
 def test_a_forked_child_does_not_answer_for_its_parent():
     """Workers of a data loader outlive a rank that is killed."""
     watchdog = Watchdog(WatchdogConfig()).start()

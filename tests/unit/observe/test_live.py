@@ -14,7 +14,7 @@ def test_subjects_that_a_run_does_not_have_are_left_out() -> None:
 
 def test_pipeline() -> None:
     metrics = {"bubble": 0.312, "bubble_predicted": 0.05, "staleness_1": 0.0, "staleness_0": 0.75}
-    assert live_facts(metrics) == {"pipeline": "idle 31% (5% predicted), staleness 0.75 0"}
+    assert live_facts(metrics) == {"pipeline": "idle 31% (5% by unevenness), staleness 0.75 0"}
 
 
 def test_collective() -> None:

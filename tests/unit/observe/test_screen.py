@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
+from wavemare.observe.live import live_facts
 from wavemare.observe.screen import Screen
 from wavemare.observe.speed import Speed
 
@@ -87,6 +88,22 @@ def test_terminal_is_readable_at_80_columns(clock: Clock, draw: Callable[..., st
     lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "", text).splitlines()
     assert max(map(len, lines)) == 80
     assert lines[-1].endswith("…")
+
+
+def test_what_unevenness_explains_is_named_as_in_the_report(
+    clock: Clock, draw: Callable[..., str]
+) -> None:
+    metrics = {"bubble": 0.41, "bubble_predicted": 0.32}
+    metrics |= {f"staleness_{stage}": (3 - stage) / 8 for stage in range(4)}
+
+    def use(screen: Screen) -> None:
+        with screen.progress(10) as progress:
+            progress.step(1, tokens=1, loss=1.0, facts=live_facts(metrics))
+
+    text = draw(use, terminal=True)
+    final = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "", text).splitlines()[-1]
+    # All of it, in 80 columns.
+    assert final == "  pipeline    idle 41% (32% by unevenness), staleness 0.375 0.25 0.125 0"
 
 
 def test_line_held_back_is_printed_when_the_run_breaks(

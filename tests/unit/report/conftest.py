@@ -83,6 +83,7 @@ def write_run(folder: Path, metrics: list[dict[str, Any]] = METRICS) -> Path:
     manifest = {
         "format": 2,
         "saved": "2026-01-02T03:04:09.123+00:00",
+        "topology": {"world_size": 2, "data": 1, "pipe": 2, "model": 1, "zero_stage": 1},
         "files": {"weights.pt": {"bytes": 5, "xxh3": ""}},
     }
     (folder / "checkpoints" / "step-4" / "wavemare.json").write_text(json.dumps(manifest))

@@ -30,7 +30,12 @@ def browser() -> Iterator[Any]:
     sync_api = pytest.importorskip("playwright.sync_api")
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
+            executable_path=CHROMIUM,
+            # The last ones keep it from asking the network, of which there may be none.
+            args=[
+                *("--no-sandbox", "--disable-gpu", "--disable-background-networking"),
+                *("--disable-component-update", "--disable-sync"),
+            ],
         )
         yield browser
         browser.close()

@@ -17,6 +17,7 @@ from wavemare.pipeline.schedules import pipemare
 from wavemare.pipeline.simulate import Costs, simulate
 from wavemare.report import plan_page, read_run, run_page
 from wavemare.report.differences import differences
+from wavemare.report.traces import Trace
 
 Figures = Callable[[str], dict[str, Any]]
 
@@ -36,7 +37,13 @@ def test_curves_are_the_lines_of_the_metrics(run_folder: Path, figures_of: Figur
     assert points(figures["Gradient norm"], "gradient norm") == [(2, 2.0), (4, 1.5)]
     assert points(figures["Speed"], "tokens/s") == [(2, 900.0), (4, 1100.0)]
     assert points(figures["Memory over the run"], "rank 0") == [(2, 64.0)]
+    # At the end of each span, in ms; spans of rank 0 end in the order in which they begin.
+    used = points(figures["Memory over these steps: one"], "rank 0")
+    ends = (1000, 1500, 2000, 3000, 5500, 7000, 8000, 9500, 10500)
+    assert used == list(zip(ends, range(10, 19), strict=True))
+    assert points(figures["Memory over these steps: one"], "rank 1")[0] == (3000, 11)
     assert points(figures["Bubble: one"], "measured") == [(2, 40.0), (4, 20.0)]
+    assert points(figures["Bubble: one"], "by unevenness") == [(2, 10.0), (4, 5.0)]
     assert points(figures["Staleness: one"], "stage 0") == [(2, 0.75), (4, 0.75)]
 
 
@@ -81,6 +88,52 @@ def test_tables_have_checkpoints_warnings_and_what_was_predicted(run_folder: Pat
     assert "<td>&lt;b&gt;mind&lt;/b&gt;</td>" in html
     assert "<td>python -m &#x27;a b&#x27;</td>" in html
     assert "at most 1, 0 (stage 0 first)" in html
+
+
+def configured(folder: Path, **pipeline: Any) -> str:
+    """Return the page of a run whose pipeline was configured otherwise."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config["configuration"]["wavemare"]["pipeline"].update(pipeline)
+    file.write_text(json.dumps(config))
+    return run_page([read_run(folder)])
+
+
+def test_the_plan_is_that_of_the_run(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def predicted(*plan: Any, slack: int) -> float:
+        asked.append((*plan[1:], slack))
+        return 0.123
+
+    monkeypatch.setattr(Trace, "predicted_bubble", predicted)
+    html = configured(run_folder, pipemare={"slack": 3})
+    assert asked == [("pipemare", 2, 2, 3)]
+    assert "from the measured times of passes and steps</td><td>12.3%</td>" in html
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "reason"),
+    [
+        ({"pair_passes": True}, "the passes ran in pairs"),
+        ({"schedule": "other"}, "the schedule &#x27;other&#x27; is not predicted"),
+        ({"stages": 3}, "passes or optimizer steps of a stage were not noted"),
+    ],
+)
+def test_a_plan_that_is_not_predicted_is_missing(
+    run_folder: Path, pipeline: dict[str, Any], reason: str
+) -> None:
+    html = configured(run_folder, **pipeline)
+    assert f'<p class="missing"><b>bubble of the plan:</b> {reason}' in html
+    assert "predicted by the plan" not in html
+    assert "<td>22.5%</td>" in html  # measured
+
+
+def test_pairs_in_the_trace_are_enough(run_folder: Path) -> None:
+    file = run_folder / "timeline" / "rank_00000.json"
+    file.write_text(file.read_text().replace('"0B1"', '"Pair 0B1 0F2"'))
+    html = run_page([read_run(run_folder)])
+    assert "bubble of the plan:</b> the passes ran in pairs" in html
 
 
 def test_text_of_a_run_cannot_become_markup(run_folder: Path) -> None:

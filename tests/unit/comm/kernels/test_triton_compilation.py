@@ -47,17 +47,6 @@ def launches(kernel, dtype, block, numel, offset=0):
     return kept
 
 
-def compact_launches():
-    kept = []
-
-    def start(launch):
-        kept.append(launch)
-        launch.arguments[1].fill_(1)  # The counts: there is something to list.
-
-    TritonKernels(start=start).compact(torch.ones(1000, dtype=torch.uint8), 8000)
-    return kept
-
-
 def compiled(launch, capability):
     """Compile what a launch on such a GPU would compile: with Triton's own binder."""
     program = launch.program
@@ -93,16 +82,6 @@ def test_kernels_compile_for_each_architecture(kernel, capability):
         binary = compiled(launch, capability)
         assert binary.asm["cubin"][:4] == b"\x7fELF"
         assert f".target sm_{capability}" in binary.asm["ptx"]
-        assert "atom." not in binary.asm["ptx"]
-        assert "red.global" not in binary.asm["ptx"]
-
-
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_compaction_compiles_without_atomics(capability):
-    first, second = compact_launches()
-    for launch in (first, second):
-        binary = compiled(launch, capability)
-        assert binary.asm["cubin"][:4] == b"\x7fELF"
         assert "atom." not in binary.asm["ptx"]
         assert "red.global" not in binary.asm["ptx"]
 

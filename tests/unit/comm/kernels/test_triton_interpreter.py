@@ -29,7 +29,6 @@ FEWEST_CASES = {
     "reduce_known_sums": 13,
     "reduce_rounds_16_bits_to_nearest_even": 8,
     "bfloat16_of_any_float32": 5,
-    "compact": 28,
     "more_than_two_to_the_31_elements": 0,
     "random_buckets": 40,
 }

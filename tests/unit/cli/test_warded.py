@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank does not outlive the process that started it, however early that one goes."""
+
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+
+from wavemare.cli.warded import WardedRank, _end_with_parent
+
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="asks the kernel of Linux"
+)
+
+
+def test_a_rank_whose_parent_has_gone_before_it_could_ask_ends_at_once():
+    # Its parent is this process, not the one that is named: as after that one's end.
+    for parent, code in ((os.getppid(), 137), (os.getpid(), 0)):
+        process = subprocess.run(
+            ["true"],
+            preexec_fn=partial(_end_with_parent, parent),
+            check=False,
+            timeout=60,
+        )
+        assert process.returncode == code
+
+
+def test_a_rank_ends_with_its_supervisor():
+    program = """
+import os, sys
+from wavemare.cli.warded import WardedRank
+rank = WardedRank(["sleep", "1000"], os.environ)
+print(rank._process.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )  # returns when the rank, too, has closed its output
+    assert ended.returncode == -signal.SIGKILL
+    assert int(ended.stdout) > 0
+
+
+def test_a_rank_runs_to_its_end():
+    with WardedRank([sys.executable, "-c", "raise SystemExit(7)"], os.environ) as rank:
+        rank._process.wait(60)
+        assert rank.poll().code == 7

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever has happened to a file of a checkpoint: what it holds, or a `CheckpointError`."""
+
+import io
+from collections import OrderedDict
+
+import pytest
+import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from wavemare.engine.checkpoint_files import read_file, safe_loading
+from wavemare.errors import CheckpointError
+
+pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+
+SUPPRESSED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+FAST = settings(
+    max_examples=50,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=SUPPRESSED,
+)
+SLOW = settings(max_examples=2_000, database=None, deadline=None, suppress_health_check=SUPPRESSED)
+LONGEST_MESSAGE = 1500
+
+
+def saved(zipped):
+    """The bytes of a small file with all kinds of things that DeepSpeed's have."""
+    content = {
+        "module": OrderedDict(weight=torch.arange(6.0).view(2, 3).t(), empty=torch.zeros(0)),
+        "leaf": torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16)),
+        "scaler": LossScaler(8.0),
+        "zero_stage": ZeroStageEnum.gradients,
+        "others": [None, True, -1, 2**40, 0.5, "caf\u00e9", (1, 2), {3}, b"bytes"],
+    }
+    file = io.BytesIO()
+    torch.save(content, file, _use_new_zipfile_serialization=zipped)
+    return file.getvalue()
+
+
+FILES = {"zip": saved(zipped=True), "legacy": saved(zipped=False)}
+
+
+@st.composite
+def damaged(draw, content):
+    """A file after flips of bits, cuts, insertions and zeroed ranges."""
+    for _ in range(draw(st.integers(1, 3))):
+        place = draw(st.integers(0, max(len(content) - 1, 0)))
+        kind = draw(st.sampled_from(["flip", "byte", "cut", "insert", "delete", "zero"]))
+        before, after = content[:place], content[place:]
+        if kind == "flip":
+            flipped = bytes([after[0] ^ (1 << draw(st.integers(0, 7)))]) if after else b""
+            content = before + flipped + after[1:]
+        elif kind == "byte":
+            content = before + draw(st.binary(min_size=1, max_size=1)) + after[1:]
+        elif kind == "cut":
+            content = before
+        elif kind == "insert":
+            content = before + draw(st.binary(min_size=1, max_size=8)) + after
+        else:
+            length = draw(st.integers(1, 64))
+            content = before + bytes(length if kind == "zero" else 0) + after[length:]
+    return content
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "states.pt"
+
+
+def examine(file, content):
+    """Read a file; return whether it could be. Any other error than ours is a finding."""
+    file.write_bytes(content)
+    try:
+        read_file(file)
+    except CheckpointError as error:
+        assert_readable(error, file)
+        return False
+    return True
+
+
+def assert_readable(error, file):
+    assert error.key == "checkpoint"
+    assert error.value == str(file)
+    assert error.reason.startswith("the file cannot be read")
+    assert error.remedy
+    assert str(error).isprintable()
+    assert len(str(error)) < LONGEST_MESSAGE
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_what_is_whole_is_read(file, kind):
+    assert examine(file, FILES[kind])
+
+
+@FAST
+@given(damaged(FILES["zip"]))
+def test_damaged_archives(file, content):
+    examine(file, content)
+
+
+@FAST
+@given(damaged(FILES["legacy"]))
+def test_damaged_files_of_the_older_format(file, content):
+    examine(file, content)
+
+
+@FAST
+@given(st.binary(max_size=40).map(lambda tail: b"\x80\x02" + tail))
+def test_any_pickle(file, content):
+    examine(file, content)
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_the_ends_of_a_file_cut_short(file, kind):
+    whole = FILES[kind]
+    assert not any(examine(file, whole[:size]) for size in range(0, len(whole), 101))
+
+
+RAISED = [
+    UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
+    ValueError("no value"),
+    KeyError(3),
+    IndexError("pop from empty list"),
+    TypeError("no type"),
+    AssertionError(),
+    AttributeError("no attribute"),
+    RecursionError("too deep"),
+    OSError(5, "Input/output error"),
+]
+
+
+@pytest.mark.parametrize("error", RAISED, ids=lambda error: type(error).__name__)
+def test_every_error_of_a_load_past_our_engine_names_its_file(file, monkeypatch, error):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(torch, "load", fail)
+    with pytest.raises(CheckpointError) as caught, safe_loading(file.parent):
+        torch.load(str(file), weights_only=False)  # as DeepSpeed does for a universal checkpoint
+    assert caught.value.value == str(file)
+    assert caught.value.__cause__ is error
+    with pytest.raises(CheckpointError) as caught, safe_loading(file.parent):
+        torch.load(io.BytesIO(), weights_only=False)
+    assert caught.value.value == str(file.parent)
+    assert torch.load is fail
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt, SystemExit])
+def test_what_is_no_damage_stays_what_it_is(file, monkeypatch, error):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(torch, "load", fail)
+    with pytest.raises(error):
+        read_file(file)
+
+
+def test_what_is_done_with_a_file_keeps_its_own_errors(file):
+    file.write_bytes(FILES["zip"])
+    with pytest.raises(KeyError), safe_loading(file):
+        torch.load(file, weights_only=False)["optimizer"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FILES)
+@SLOW
+@given(data=st.data())
+def test_many_damaged_files(file, kind, data):
+    examine(file, data.draw(damaged(FILES[kind])))
