@@ -182,8 +182,7 @@ def megatron() -> dict[str, Any]:
 
 
 def grid() -> dict[str, Any]:
-    names = {"pipeline": {"stages": 2}, "tensor_parallel": {"size": 2}}
-    write("ds.json", {**DS, SECTION: names})
+    write("ds.json", DS)
     return model()
 
 
