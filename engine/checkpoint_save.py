@@ -161,6 +161,11 @@ class BackgroundSave:
         """Whether it has ended with an error, which `wait` raises."""
         return self._error is not None
 
+    def fails_within(self, seconds: float) -> bool:
+        """Wait so long at most; return whether it has ended with an error."""
+        self._thread.join(seconds)
+        return self.has_failed
+
     def wait(self) -> None:
         """Wait until it has ended.
 

@@ -88,11 +88,17 @@ class EngineMixin(CheckpointMixin):
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
         """Step as DeepSpeed's method of that name; a guard may find that the step must not be."""
         engine: Any = self
-        if self._replicas is not None:
-            self._replicas.begin_step()
-        sound = self._guard is None or self._guard.judge()
-        with nullcontext() if sound else skipping(engine.optimizer):
-            super()._take_model_step(*args, **kwargs)
+        try:
+            if self._replicas is not None:
+                self._replicas.begin_step()
+            sound = self._guard is None or self._guard.judge()
+            with nullcontext() if sound else skipping(engine.optimizer):
+                super()._take_model_step(*args, **kwargs)
+        except RuntimeError:
+            # Another rank that is lost may have left for the save that failed here as well.
+            if self._writing is not None and self._writing.fails_within(2.0):
+                self.finish_saving()
+            raise
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         if callable(client_optimizer) and not isinstance(client_optimizer, Optimizer):
