@@ -262,8 +262,6 @@ def _check_nothing_left(find: Callable[[], list[str]], what: str) -> None:
 _LASTING_THREADS = ("asyncio_", "tqdm", "execnet", "pytest_timeout", "Tqdm")
 _LASTING_PROCESSES: set[int] = set()
 """Our own servers of ranks."""
-# Libraries that keep what they open when they are loaded.
-_OPENING_LIBRARIES = {"mpi4py.MPI"}
 # What others open once in a process, later: libffi's memory for callbacks, libuv's (torch's store).
 _ONCE = {"libffi": re.compile(r"(/\S*/#\d+ \(deleted\))"), "libuv": re.compile(r"(pipe:\S+) \1")}
 # What libraries open at any time. An event loop that is left open is seen by its sockets.
@@ -273,13 +271,14 @@ _LASTING_FILES = ("/dev/urandom", "/dev/shm/", "anon_inode:[eventpoll]", "anon_i
 @pytest.fixture(autouse=True)
 def no_leaked_descriptors(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test must close the files, sockets and pipes that it opens in this process."""
-    before, libraries = _descriptors(), _OPENING_LIBRARIES & sys.modules.keys()
+    before = _descriptors()
     yield
+    # Failures would end the process that runs the tests, as they must end one with MPI.
+    assert _is_loose(request) or "mpi4py.MPI" not in sys.modules, "MPI is loaded"
     if _is_loose(request) or any(folder in request.path.parents for folder in _OPEN):
         return
     request.node.funcargs.clear()  # pytest would hold the fixtures' values for a moment more
-    if libraries == _OPENING_LIBRARIES & sys.modules.keys():
-        _check_nothing_left(lambda: _opened(before), "still open")
+    _check_nothing_left(lambda: _opened(before), "still open")
 
 
 def _is_loose(request: pytest.FixtureRequest) -> bool:

@@ -149,6 +149,7 @@ class Watchdog:
         self._moves_until: dict[int, float] = {}
         self._ended = False
         self._holders = 0
+        self._seen = time.monotonic()
         # What is under way when it ends is cancelled, such as a question of another rank.
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self._loop = self._runner.get_loop()
@@ -163,6 +164,7 @@ class Watchdog:
             other.stop()
         _running.append(self)
         self._holders = 1
+        self._seen = time.monotonic()
         self._thread.start()
         atexit.register(self._at_exit)
         return self
@@ -228,17 +230,17 @@ class Watchdog:
         tick = min(self.config.timeout_s / _TICKS, _LONGEST_TICK_S)
         try:
             while not self._stop.is_set():
+                late = time.monotonic() - self._seen - tick
+                if late > _PAUSE_S:
+                    # With all its ranks, perhaps: schedulers do so, and a machine's host.
+                    self.progress.pardon(late)
                 try:
                     await self._look()
                 except Exception:
                     logger.exception("the watchdog could not look")  # and goes on
-                before = time.monotonic()
+                self._seen = time.monotonic()
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._stop.wait(), tick)
-                late = time.monotonic() - before - tick
-                if late > _PAUSE_S:
-                    # With all its ranks, perhaps: schedulers do so, and a machine's host.
-                    self.progress.pardon(late)
         finally:
             server.close()
             await server.wait_closed()

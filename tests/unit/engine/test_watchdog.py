@@ -16,6 +16,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from wavemare.engine.watchdog import watcher
 from wavemare.engine.watchdog.config import WatchdogConfig
 from wavemare.engine.watchdog.farewell import Farewells
 from wavemare.engine.watchdog.peers import ask, listening_socket, reachable_address, serve
@@ -322,6 +323,21 @@ def test_a_job_that_was_suspended_goes_on(tmp_path):
         _, errors = process.communicate(b"\n", timeout=60)
     assert process.returncode == 0
     assert b"watchdog" not in errors
+
+
+def test_a_process_suspended_before_the_first_look_goes_on(tmp_path, monkeypatch):
+    async def serve_late(*arguments):
+        time.sleep(3)  # as a process that gets no time at all
+        return await serve(*arguments)
+
+    monkeypatch.setattr(watcher, "serve", serve_late)
+    ended, progress = Ended(), Progress()
+    config = WatchdogConfig(timeout_s=2, start_timeout_s=2, folder=str(tmp_path))
+    with progress.doing("backward"):
+        watchdog = Watchdog(config, progress, ended).start()
+        assert not ended.event.wait(4)
+        assert ended.event.wait(20)  # it was pardoned once
+    watchdog.stop()
 
 
 def silent_rank(tmp_path):
