@@ -331,6 +331,7 @@ def test_a_process_suspended_before_the_first_look_goes_on(tmp_path, monkeypatch
         return await serve(*arguments)
 
     monkeypatch.setattr(watcher, "serve", serve_late)
+    monkeypatch.setattr(watcher, "_GRACE_S", 0.0)
     ended, progress = Ended(), Progress()
     config = WatchdogConfig(timeout_s=2, start_timeout_s=2, folder=str(tmp_path))
     with progress.doing("backward"):
