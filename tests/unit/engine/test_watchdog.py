@@ -335,7 +335,7 @@ def test_a_process_suspended_before_the_first_look_goes_on(tmp_path, monkeypatch
     ended, progress = Ended(), Progress()
     config = WatchdogConfig(timeout_s=2, start_timeout_s=2, folder=str(tmp_path))
     with progress.doing("backward"):
-        watchdog = Watchdog(config, progress, ended).start()
+        watchdog = Watchdog(config, progress, ended, ended).start()
         assert not ended.event.wait(4)
         assert ended.event.wait(20)  # it was pardoned once
     watchdog.stop()
