@@ -20,7 +20,13 @@ from wavemare.engine.recorder import Recorder as EngineRecorder
 from wavemare.pipeline.action import Kind
 from wavemare.pipeline.timeline import Event
 
-__all__ = ["build_dualpipev", "build_one_f_one_b", "build_pipemare", "record_actions"]
+__all__ = [
+    "build_dualpipev",
+    "build_one_f_one_b",
+    "build_pipemare",
+    "build_soap",
+    "record_actions",
+]
 
 _KINDS = {
     schedule.LoadMicroBatch: Kind.LOAD,
@@ -81,6 +87,15 @@ def build_one_f_one_b(workload: Workload, place: Place) -> Runner:
     """Return stock DeepSpeed's pipeline."""
     module = _module(deepspeed.PipelineModule, workload, place, parts=place.stages)
     engine = _initialize(deepspeed.initialize, module, _config(workload, place))
+    return EngineRunner(engine, workload, record_actions(engine, place))
+
+
+def build_soap(workload: Workload, place: Place) -> Runner:
+    """Return 1F1B with SOAP: ours, as stock DeepSpeed has no such optimizer."""
+    module = _module(deepspeed.PipelineModule, workload, place, parts=place.stages)
+    config = _config(workload, place) | {"optimizer": {"type": "SOAP", "params": ADAMW}}
+    config["wavemare"] = {"pipeline": {"schedule": "1f1b", "stages": place.stages}}
+    engine = _initialize(wavemare.initialize, module, config)
     return EngineRunner(engine, workload, record_actions(engine, place))
 
 

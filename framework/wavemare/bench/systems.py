@@ -82,6 +82,7 @@ SYSTEMS = {
             )
             for key in ("unguarded", "checksums")
         ),
+        System(name="wavemare-1f1b-soap", ideal=None, on_request=True),
         System(name=BOUND, ideal=_without_bubble, steady=True),
     )
 }

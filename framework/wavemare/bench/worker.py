@@ -19,7 +19,12 @@ from typing import Any
 import torch
 
 from wavemare.bench.answer import answer
-from wavemare.bench.engines import build_dualpipev, build_one_f_one_b, build_pipemare
+from wavemare.bench.engines import (
+    build_dualpipev,
+    build_one_f_one_b,
+    build_pipemare,
+    build_soap,
+)
 from wavemare.bench.report import Sample, build_rows, skipped
 from wavemare.bench.request import PipelineRequest
 from wavemare.bench.rounds import Key, Round, run_rounds
@@ -45,6 +50,7 @@ BUILDERS: dict[str, Callable[[Workload, Place], Runner]] = {
     "wavemare-pipemare-auto": partial(build_pipemare, optimizer_policy="auto"),
     "wavemare-pipemare-unguarded": partial(build_pipemare, guard={"nonfinite": "off"}),
     "wavemare-pipemare-checksums": partial(build_pipemare, guard={"message_checksum": True}),
+    "wavemare-1f1b-soap": build_soap,
     BOUND: BoundRunner,
 }
 

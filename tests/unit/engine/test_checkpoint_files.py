@@ -8,6 +8,7 @@ import pickle
 from collections import OrderedDict
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import xxhash
@@ -92,6 +93,19 @@ def test_a_snapshot_is_written_as_the_original_would_have_been():
 def test_a_snapshot_of_what_cannot_be_pickled_fails_at_once():
     with pytest.raises((AttributeError, pickle.PicklingError)):
         Snapshot({"function": lambda: None})
+
+
+def test_the_memory_of_a_snapshot_goes_back_to_the_system():
+    """Also where something that stays was allocated while the copies lived."""
+    state = [torch.zeros(2**14) for _ in range(1024)]  # 64 KiB each: of the heap, not mapped
+    process = psutil.Process()
+    before = process.memory_info().rss
+    snapshot = Snapshot(state)
+    stays = [torch.zeros(2**14) for _ in range(16)]
+    assert process.memory_info().rss - before > 64 * 2**20
+    del snapshot
+    assert process.memory_info().rss - before < 8 * 2**20
+    assert all(tensor.sum() == 0 for tensor in stays)
 
 
 def test_bytes_are_counted_once_per_storage():
