@@ -30,7 +30,7 @@ from wavemare.engine.config import (
 from wavemare.engine.config_shape import offloads
 from wavemare.engine.data_parallel import Engine
 from wavemare.engine.launch import compiled_ops_enabled
-from wavemare.engine.optimizer_policy import check_replaceable, choose_optimizer
+from wavemare.engine.optimizer_policy import advise, check_replaceable
 from wavemare.engine.optimizers import take_optimizer
 from wavemare.engine.paired import PairedPipelineEngine
 from wavemare.engine.pipe import DualPipeVEngine, PipelineEngine
@@ -38,7 +38,6 @@ from wavemare.engine.pipemare import PipeMareEngine
 from wavemare.engine.segments import Segments
 from wavemare.engine.stage_passes import check_pair_passes
 from wavemare.errors import ConfigError
-from wavemare.pipeline.advice import staleness_warning
 
 __all__ = ["ENGINES", "build_engine", "read_config"]
 
@@ -156,19 +155,16 @@ def _check(config: dict[str, Any], model: Any, mpu: Any, mesh_param: Any) -> Wav
     # DeepSpeed would complete them itself, with one micro-batch per step.
     config.update({k: n for k, n in sizes.items() if asynchronous or config.get(k) == "auto"})
     if asynchronous:
-        return _choose(config, ours, length, sizes["gradient_accumulation_steps"])
+        return _choose(config, length, sizes["gradient_accumulation_steps"])
     return ours
 
 
-def _choose(
-    config: dict[str, Any], ours: WavemareConfig, stages: int, micro_batches: int
-) -> WavemareConfig:
+def _choose(config: dict[str, Any], stages: int, micro_batches: int) -> WavemareConfig:
     """Put the policy's optimizer into a configuration; say so, and how stale gradients are."""
-    chosen, said = choose_optimizer(config, stages=stages, micro_batches=micro_batches)
+    chosen, told = advise(config, stages=stages, micro_batches=micro_batches)
     config.update(chosen)
     if dist.get_rank() == 0:
-        warning = staleness_warning(stages, micro_batches, ours.pipeline.pipemare.slack)
-        for line in filter(None, (warning, said)):
+        for line in told:
             logger.warning(line)
     return WavemareConfig.of(config)
 

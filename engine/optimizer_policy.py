@@ -8,16 +8,41 @@ from typing import Any
 
 from wavemare.engine.config import SECTION, WavemareConfig
 from wavemare.errors import ConfigError
-from wavemare.pipeline.advice import largest_staleness
+from wavemare.pipeline.advice import largest_staleness, staleness_warning
 from wavemare.pipeline.matrix_optimizer import check_betas
 
-__all__ = ["check_replaceable", "choose_optimizer"]
+__all__ = ["advise", "check_replaceable", "choose_optimizer"]
 
 _BETAS = (0.9, 0.95)  # SOAP's own defaults
 _LONG = 0.95
 _KEY = f"{SECTION}.pipeline.pipemare.optimizer_policy"
 # What chooses between implementations of Adam, and what SOAP has none of.
 _IMPLEMENTATION = ("torch_adam", "adam_w_mode", "fused", "foreach", "bias_correction", "amsgrad")
+
+
+def advise(
+    config: Mapping[str, Any], *, stages: int, micro_batches: int
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the configuration that a pipeline starts with, and what its user is told at the start.
+
+    Args:
+        config: The whole configuration; it is not changed.
+        stages: Length of the pipeline.
+        micro_batches: Micro-batches per optimizer step.
+
+    Returns:
+        The configuration of `choose_optimizer`, and messages: how stale gradients are, if
+        micro-batches do not bound it to one step, and what the policy chose, if it was asked. None
+        of a synchronous pipeline.
+
+    Raises:
+        ConfigError: See `choose_optimizer`.
+    """
+    pipeline = WavemareConfig.of(config).pipeline
+    chosen, said = choose_optimizer(config, stages=stages, micro_batches=micro_batches)
+    stale = pipeline.schedule == "pipemare"
+    warning = staleness_warning(stages, micro_batches, pipeline.pipemare.slack) if stale else None
+    return chosen, tuple(filter(None, (warning, said)))
 
 
 def choose_optimizer(

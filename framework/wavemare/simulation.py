@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from wavemare.engine.config import WavemareConfig, check_batch_sizes, check_config, load_config
-from wavemare.engine.optimizer_policy import choose_optimizer
+from wavemare.engine.optimizer_policy import advise
 from wavemare.engine.optimizers import check_parameters, make_muon, take_optimizer
 from wavemare.errors import ConfigError, did_you_mean
 from wavemare.models.batches import split_batch
@@ -53,7 +53,9 @@ class SimulatedPipeline:
         stages: From carry to carry.
         micro_batches: Per optimizer step.
         micro_batch_size: In samples.
-        advice: What ``optimizer_policy`` has chosen and why; None if it was not asked.
+        advice: What the engine tells at its start, one message a line: how stale gradients are, if
+            micro-batches do not bound that to one step, and what ``optimizer_policy`` chose and
+            why, if it was asked. None if there is nothing to tell.
 
     Raises:
         ConfigError: A key or value that cannot work.
@@ -67,9 +69,10 @@ class SimulatedPipeline:
         sizes = check_batch_sizes(values, data_world_size=1)
         self.micro_batches = sizes["gradient_accumulation_steps"]
         self.micro_batch_size = sizes["train_micro_batch_size_per_gpu"]
-        values, self.advice = choose_optimizer(
-            values, stages=pipeline.stages, micro_batches=self.micro_batches
-        )
+        values, told = advise(values, stages=pipeline.stages, micro_batches=self.micro_batches)
+        if told and delays != "pipeline":
+            told = (f"delays are of {delays}; what follows holds for the real pipeline's:", *told)
+        self.advice = "\n".join(told) or None
         pipeline = WavemareConfig.of(values).pipeline
         self._cut(model, pipeline)
         self._optimizers: list[Optimizer] = []

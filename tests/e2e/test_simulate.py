@@ -69,7 +69,11 @@ def test_options_change_the_configuration(command, small_options, json_file, tmp
     options = {"max_steps": 2, "eval_interval": 2, "save_interval": None, "micro_batches": 2}
     words = small_options("bert", tmp_path / "out", stages=4, **options)
     changes = ["--set", "optimizer.type=SGD", "optimizer.params.lr=0.25"]
-    command("wavemare", "simulate", "bert", "--config", json_file, *words, *changes).check()
+    changes += ["wavemare.pipeline.pipemare.optimizer_policy=auto"]
+    ended = command("wavemare", "simulate", "bert", "--config", json_file, *words, *changes).check()
+    # What the engine tells at its start.
+    for said in ("2 micro-batches per optimizer step on 4 stages", "with 3 or more", "SGD stays"):
+        assert ended.output.count(said) == 1, said
     config = json.loads((tmp_path / "out" / "config.json").read_text())["configuration"][
         "deepspeed"
     ]

@@ -14,11 +14,12 @@ SYNCHRONOUS = [
     "bert_varied",
 ]
 ASYNCHRONOUS = ["gpt2_pipemare", "bert_pipemare"]
+STALE = ["stale_auto", "stale_absent"]
 
 
 @pytest.fixture
 def results(launch_once):
-    return launch_once("hf_pipeline.py", *SYNCHRONOUS, *ASYNCHRONOUS, "begun", "refusals")
+    return launch_once("hf_pipeline.py", *SYNCHRONOUS, *ASYNCHRONOUS, *STALE, "begun", "refusals")
 
 
 ENGINES = {"1f1b": "PipelineEngine", "pipemare": "PipeMareEngine", "wavelet": "Engine"}
@@ -40,6 +41,17 @@ def test_an_asynchronous_pipeline_begins_alike_and_is_stale(results, case):
         assert result["losses"][0] == pytest.approx(result["expected"][0], rel=2e-5)
         assert result["losses"] != pytest.approx(result["expected"], rel=1e-3)
         assert result["losses"] == results[0][case]["losses"]
+
+
+@pytest.mark.parametrize("case", STALE)
+def test_micro_batches_are_the_arguments_and_the_first_rank_warns_of_staleness(results, case):
+    first, second = (found[case] for found in results)
+    assert first["micro_batches"] == second["micro_batches"] == 2
+    (told,) = first["told"]
+    assert told.startswith("pipemare: 2 micro-batches per optimizer step on 2 stages")
+    assert "up to 2 steps old (2.00 in the mean)" in told
+    assert "with 4 or more (gradient_accumulation_steps" in told
+    assert second["told"] == []
 
 
 @pytest.mark.parametrize("case", [*SYNCHRONOUS, *ASYNCHRONOUS])

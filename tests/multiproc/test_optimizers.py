@@ -174,6 +174,60 @@ def test_resumed_runs_equal_uninterrupted_ones_and_universal_ones_are_refused(la
     assert "universal_checkpoint_info state is missing" in done.stderr
 
 
+FED = {"error_feedback": True, "discrepancy_correction": {"mode": "predict"}}
+REPLICAS = {"engine": "pipemare", "zero": 1, "stages": 2, "pipemare": FED}
+# One start of four ranks for all: two stages of two replicas.
+GRID = [
+    {**REPLICAS, "type": "SOAP", "folder": "soap", "save": 4},
+    {**REPLICAS, "type": "SOAP", "folder": "soap", "resume": 4},
+    {**REPLICAS, "type": "AdamW", "bf16": True, "folder": "adamw", "save": 4},
+    {**REPLICAS, "type": "AdamW", "bf16": True, "folder": "adamw", "resume": 4},
+    {**REPLICAS, "type": "SOAP", "pipemare": {}},
+    # With slack two stages are as stale as five without.
+    {
+        **REPLICAS,
+        "type": "AdamW",
+        "pipemare": {"optimizer_policy": "auto", "slack": 3},
+        "steps": 1,
+    },
+]
+
+
+@pytest.fixture
+def grid(launch_once):
+    return launch_once("optimizers.py", json.dumps(GRID), ranks=4)
+
+
+@pytest.mark.world_size(4)
+def test_replicas_of_stages_with_feedback_and_prediction_resume_to_the_bit(grid):
+    for results in grid:
+        for whole, resumed in (results[0:2], results[2:4]):
+            assert len(resumed["losses"]) == 4
+            assert resumed["losses"] == whole["losses"][4:]
+            assert resumed["digest"] == whole["digest"]
+            assert whole["wrapper"] == "DeepSpeedZeroOptimizer"
+    for place in range(4):  # replicas agree, though their data do not, and stages are two
+        digests = [results[place]["digest"] for results in grid]
+        assert digests[0] == digests[1] != digests[2] == digests[3]
+    fed, plain = grid[0][0], grid[0][4]
+    assert fed["losses"] != plain["losses"]  # the settings are at work
+
+
+@pytest.mark.world_size(4)
+def test_the_first_rank_alone_tells_how_stale_gradients_are_and_what_the_policy_chose(grid):
+    assert grid[0][5]["told"] == [
+        "pipemare: 2 micro-batches per optimizer step on 2 stages make the first stage's gradients "
+        "up to 2 steps old (2.00 in the mean); with 4 or more (gradient_accumulation_steps, or a "
+        "smaller train_micro_batch_size_per_gpu) none is older than 1",
+        "pipemare: SOAP in the place of AdamW, with its settings: gradients are up to 2 steps old "
+        "on the first of 2 stages (2.00 mean), which AdamW suffers; betas are 0.9 and 0.95, as "
+        "none are given; beta1 is 0.95 instead of 0.9; error_feedback is on",
+    ]
+    assert [results[5]["told"] for results in grid[1:]] == [[], [], []]
+    assert all(results[5]["kind"].endswith(".SOAP") for results in grid)
+    assert all(result["told"] == [] for results in grid for result in results[:5])
+
+
 def test_what_cannot_work_is_refused_by_name(launch):
     base = {"engine": "data", "type": "SOAP", "zero": 1, "steps": 1}
     cpu = {"offload_optimizer": {"device": "cpu"}}

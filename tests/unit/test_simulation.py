@@ -6,6 +6,7 @@ import torch
 import transformers
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
+from wavemare.engine.optimizer_policy import advise
 from wavemare.errors import ConfigError
 from wavemare.pipeline.muon import Muon
 from wavemare.pipeline.soap import SOAP
@@ -128,12 +129,42 @@ def test_each_setting_changes_what_is_learnt():
     assert trained(config())[1] == base
 
 
-def test_the_policy_says_what_it_chose():
+def test_the_policys_choice_has_its_memory():
     pipeline, _ = trained(config(pipemare={"optimizer_policy": "auto"}), steps=3)
-    assert "SOAP in the place of AdamW" in pipeline.advice
-    assert trained(config(), steps=1)[0].advice is None
     assert pipeline.memory()["optimizer"] > 3
     assert pipeline.memory()["correction"] > 0.5
+
+
+STALE = "2 micro-batches per optimizer step on 4 stages"
+CHOSEN = "SOAP in the place of AdamW"
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (config(), [STALE]),
+        (config(pipemare={"optimizer_policy": "auto"}), [STALE, CHOSEN]),
+        (config(micro_batches=3, pipemare={"optimizer_policy": "auto"}), [CHOSEN]),
+        (config(micro_batches=3, pipemare={"slack": 1}), ["3 micro-batches per optimizer step"]),
+        (config(micro_batches=3), []),
+        (config(schedule="1f1b"), []),
+    ],
+)
+def test_it_tells_what_the_engine_tells_at_its_start(values, said):
+    advice = SimulatedPipeline(gpt(), values).advice
+    lines = advice.splitlines() if advice is not None else []
+    micro_batches = values["gradient_accumulation_steps"]
+    assert lines == list(advise(values, stages=4, micro_batches=micro_batches)[1])
+    assert len(lines) == len(said)
+    for line, part in zip(lines, said, strict=True):
+        assert line.startswith("pipemare: ")
+        assert part in line
+
+
+def test_other_delays_are_not_those_that_it_tells_of():
+    first, second = SimulatedPipeline(gpt(), config(), delays="one-step").advice.splitlines()
+    assert "delays are of one-step" in first
+    assert STALE in second
 
 
 @pytest.mark.parametrize(

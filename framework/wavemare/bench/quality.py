@@ -24,7 +24,16 @@ __all__ = ["SYSTEMS", "System", "draw", "simulate_all", "to_row"]
 _PIPELINE = "wavemare.pipeline"
 _PIPEMARE = f"{_PIPELINE}.pipemare"
 _CORRECTION = f"{_PIPEMARE}.discrepancy_correction.mode"
+_FEEDBACK = f"{_PIPEMARE}.error_feedback=true"
+_SOAP = ("optimizer.type=SOAP",)
 _MUON = ("optimizer.type=Muon", "optimizer.params.adjust_lr_fn=match_rms_adamw")
+# torch's begins with half of beta1: so large a momentum_decay makes it whole from the first step.
+_NADAM = (
+    "optimizer.type=NAdam",
+    "optimizer.params.betas=[0.99,0.999]",
+    "optimizer.params.momentum_decay=1000.0",
+    "optimizer.params.decoupled_weight_decay=true",
+)
 
 
 @dataclass(frozen=True)
@@ -53,8 +62,9 @@ class System:
 
 SYSTEMS: Mapping[str, System] = {
     "flush": System(flushes=True),
-    "flush-soap": System(("optimizer.type=SOAP",), flushes=True, baseline="flush-soap"),
+    "flush-soap": System(_SOAP, flushes=True, baseline="flush-soap"),
     "flush-muon": System(_MUON, flushes=True, baseline="flush-muon"),
+    "flush-nadam": System(_NADAM, flushes=True, baseline="flush-nadam"),
     "naive": System(),
     "t1": System(anneal=0.25),
     "t2": System(correction="ema"),
@@ -63,20 +73,12 @@ SYSTEMS: Mapping[str, System] = {
     "stashing": System(correction="exact"),
     "2bw": System(correction="exact", delays="one-step"),
     "prediction": System(correction="predict"),
-    "nadam": System(
-        (
-            "optimizer.type=NAdam",
-            "optimizer.params.betas=[0.99,0.999]",
-            "optimizer.params.momentum_decay=0.0",
-            "optimizer.params.decoupled_weight_decay=true",
-        )
-    ),
-    "feedback": System((f"{_PIPEMARE}.error_feedback=true",)),
-    "soap": System(("optimizer.type=SOAP",), correction="auto", baseline="flush-soap"),
+    "nadam": System(_NADAM, baseline="flush-nadam"),
+    "feedback": System((_FEEDBACK,)),
+    "soap": System(_SOAP, correction="auto", baseline="flush-soap"),
+    "soap+feedback": System((*_SOAP, _FEEDBACK), correction="auto", baseline="flush-soap"),
     "muon": System(_MUON, correction="auto", baseline="flush-muon"),
-    "muon+feedback": System(
-        (*_MUON, f"{_PIPEMARE}.error_feedback=true"), correction="auto", baseline="flush-muon"
-    ),
+    "muon+feedback": System((*_MUON, _FEEDBACK), correction="auto", baseline="flush-muon"),
     "auto": System((f"{_PIPEMARE}.optimizer_policy=auto",), correction=None, baseline="flush-soap"),
 }
 """By name. ``flush`` is any synchronous schedule; ``naive`` PACI; ``stashing`` PipeDream; ``2bw``
@@ -87,7 +89,7 @@ PipeDream-2BW; ``prediction`` PipeOptim; ``auto`` what the policy makes of AdamW
 _COLOURS = [
     *("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink"),
     *("tab:gray", "tab:olive", "tab:cyan", "black", "gold", "navy", "lime", "darkred", "teal"),
-    *("magenta", "peru"),
+    *("magenta", "peru", "slateblue"),
 ]
 
 

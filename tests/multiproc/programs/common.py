@@ -3,8 +3,10 @@
 
 import hashlib
 import json
+import logging
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,24 @@ def weights_digest(engine: Any) -> str:
         with deepspeed.zero.GatheredParameters([parameter], enabled=gathered):
             digest.update(parameter.detach().float().numpy().tobytes())
     return digest.hexdigest()
+
+
+@contextmanager
+def warnings_told(start: str) -> Iterator[list[str]]:
+    """Collect what begins so of the things that this rank warns of."""
+    lines: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.getMessage().startswith(start):
+                lines.append(record.getMessage())
+
+    handler, logger = Kept(logging.WARNING), logging.getLogger("wavemare")
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
 
 
 def leave(result: Any, part: bool = True) -> None:

@@ -3,10 +3,12 @@
 
 import sys
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
-from common import leave
+from common import leave, warnings_told
+from deepspeed.accelerator import get_accelerator
 from hf_common import MODELS, Rows, arguments, file_digest, json_file, losses, pad, plain_model
 from torch.nn.functional import cross_entropy
 
@@ -150,6 +152,17 @@ def _eval_loss(kind: str, model: Any, trainer: Any, smoothing: float) -> float:
     return sum(means) / len(means)
 
 
+def stale(**config: Any) -> dict[str, Any]:
+    """The arguments' two micro-batches, where four would bound the staleness."""
+    section = {**SECTIONS["pipemare"]["pipeline"], "pipemare": {"slack": 3}}
+    trainer = trainer_of(
+        "gpt2", f"stale{len(config)}", {"pipeline": section}, max_steps=1, config=config
+    )
+    with warnings_told("pipemare: ") as told:
+        trainer.train()
+    return {"told": told, "micro_batches": trainer.deepspeed.gradient_accumulation_steps()}
+
+
 VARIED: dict[str, Any] = {
     "data_collator": pad,
     "config": {"wavemare": {"pipeline": {"stages": 2, "inputs": "auto", "dynamic_shape": "auto"}}},
@@ -181,11 +194,14 @@ def refusals() -> dict[str, str]:
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             return super().compute_loss(*args, **kwargs)
 
+    # Some CPUs do train in fp16.
+    with mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=False):
+        half = message(SECTIONS["1f1b"], fp16=True)
     return {
         "own loss": message(SECTIONS["1f1b"], Own),
         "smoothed waves": message(SECTIONS["wavelet"], label_smoothing_factor=0.1),
         "batch size": message(SECTIONS["1f1b"], auto_find_batch_size=True),
-        "half": message(SECTIONS["1f1b"], fp16=True),
+        "half": half,
     }
 
 
@@ -200,6 +216,8 @@ CASES = {
     "gpt2_varied": lambda: varied("gpt2"),
     "bert_varied": lambda: varied("bert"),
     "begun": begun,
+    "stale_auto": stale,
+    "stale_absent": lambda: stale(gradient_accumulation_steps=None, train_batch_size=None),
     "refusals": refusals,
 }
 

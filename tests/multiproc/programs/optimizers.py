@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train SOAP, Muon and NAdam under ZeRO 0 and 1, in fp32 and bf16; leave weights and losses.
+"""Train with each optimizer under ZeRO 0 and 1, in fp32 and bf16; leave weights and losses.
 
 Arguments: result folder, a JSON list of cases: ``engine`` (data, 1f1b or pipemare), ``type``,
-``zero``, ``bf16``, ``stages``, ``alike`` (whether data ranks have the same data), what else `build`
-reads, and ``save`` or ``resume`` after so many steps, with a ``folder``.
+``zero``, ``bf16``, ``stages``, ``pipemare`` (its section), ``alike`` (whether data ranks have the
+same data), what else `build` reads, and ``save`` or ``resume`` after so many steps, with a
+``folder``.
 """
 
 import json
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import deepspeed
 import torch
-from common import leave, weights_digest
+from common import leave, warnings_told, weights_digest
 
 import wavemare
 from wavemare.errors import WavemareError
@@ -23,8 +24,9 @@ from wavemare.pipeline.matrix_optimizer import MatrixOptimizer
 WIDTH, WORDS, MICRO, LENGTH, ACCUMULATION, STEPS = 12, 23, 4, 8, 2, 8
 PARAMS = {
     "SOAP": {"lr": 0.02, "weight_decay": 0.1, "refresh": 3, "max_size": 16},
-    "NAdam": {"lr": 0.02, "betas": [0.99, 0.999], "momentum_decay": 0, "weight_decay": 0.1},
+    "NAdam": {"lr": 0.02, "betas": [0.99, 0.999], "momentum_decay": 1000, "weight_decay": 0.1},
     "Muon": {"lr": 0.05, "adam_lr": 0.01, "weight_decay": 0.1},
+    "AdamW": {"lr": 0.02, "weight_decay": 0.1},
 }
 PARAMS["NAdam"]["decoupled_weight_decay"] = True
 
@@ -54,7 +56,9 @@ class Whole(torch.nn.Module):
 def build(case):
     kind, stages = case["type"], case.get("stages", 1)
     asynchronous = case["engine"] == "pipemare"
-    section = {"stages": stages, **({"schedule": "pipemare"} if asynchronous else {})}
+    section = {"stages": stages}
+    if asynchronous:
+        section |= {"schedule": "pipemare", "pipemare": case.get("pipemare", {})}
     params = {**PARAMS[kind], **case.get("params", {})}
     config = {
         "train_micro_batch_size_per_gpu": MICRO,
@@ -97,7 +101,8 @@ def train(case):
     engine = build(case)
     data = batches(engine, case)
     losses = []
-    folder, steps = Path(case.get("folder", ".")), case.get("steps", STEPS)
+    folder = Path(sys.argv[1], case.get("folder", "."))
+    steps = case.get("steps", STEPS)
     if "resume" in case:
         path, _ = engine.load_checkpoint(str(folder))
         assert path is not None
@@ -137,7 +142,8 @@ def train(case):
 def attempt(case):
     start = time.monotonic()
     try:
-        return train(case)
+        with warnings_told("pipemare: ") as told:
+            return {**train(case), "told": told}
     except WavemareError as error:
         return {"error": type(error).__name__, "key": error.key, "message": str(error)}
     finally:

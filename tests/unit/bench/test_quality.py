@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from wavemare.bench.quality import SYSTEMS, steps_to, to_row
+from wavemare.bench.quality import _COLOURS, SYSTEMS, steps_to, to_row
 
 MEMORY = {"optimizer": 2.0, "correction": 0.0}
 
@@ -50,5 +50,25 @@ def test_steps_to_the_loss_of_flush_lie_on_straight_lines():
     assert steps_to([[10, 1.0]], 2.0) == 10
 
 
-def test_each_system_has_a_synchronous_baseline():
-    assert all(SYSTEMS[system.baseline].flushes for system in SYSTEMS.values())
+def optimizer(name):
+    return [text for text in SYSTEMS[name].settings if text.startswith("optimizer.")]
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_each_system_has_a_synchronous_baseline_with_its_own_optimizer(name):
+    baseline = SYSTEMS[name].baseline
+    assert SYSTEMS[baseline].flushes
+    assert SYSTEMS[baseline].baseline == baseline
+    # The policy's choice stands in no setting: it makes SOAP of AdamW.
+    assert optimizer(baseline) == optimizer("soap" if name == "auto" else name)
+
+
+def test_feedback_alone_is_added_to_an_optimizer():
+    for name in ("soap", "muon"):
+        plain, fed = SYSTEMS[name], SYSTEMS[f"{name}+feedback"]
+        assert (*plain.settings, *SYSTEMS["feedback"].settings) == fed.settings
+        assert (plain.correction, plain.baseline) == (fed.correction, fed.baseline)
+
+
+def test_each_system_has_a_colour_of_its_own():
+    assert len(set(_COLOURS)) == len(_COLOURS) >= len(SYSTEMS)
