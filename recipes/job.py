@@ -27,9 +27,9 @@ from wavemare.engine.launch import (
 from wavemare.engine.restart import restart_count
 from wavemare.errors import CheckpointError, ConfigError, DataError
 from wavemare.observe import Events, Run, Screen, live_facts, quiet_libraries
+from wavemare.observe.observing import Observing
 from wavemare.recipes.arguments import JobArguments
 from wavemare.recipes.balancing import Balancing
-from wavemare.recipes.observing import Observing
 from wavemare.recipes.panel import start_up_panel
 from wavemare.recipes.restart import (
     adapt_accumulation,

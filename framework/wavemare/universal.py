@@ -7,23 +7,39 @@ are refused.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from deepspeed.checkpoint import ds_to_universal
 
 from wavemare.engine.checkpoint_files import safe_loading
+from wavemare.errors import CheckpointError
 from wavemare.failure import run_main
 
 __all__ = ["main"]
+
+_OPTIMIZER_STATES = "_optim_states.pt"
 
 
 def main() -> None:
     """Convert a checkpoint so that any number of data-parallel ranks can load it.
 
     Raises:
-        CheckpointError: A file holds more than tensors and plain values.
+        CheckpointError: The input is no folder with optimizer states, or a file holds more than
+            tensors and plain values.
     """
     arguments = ds_to_universal.parse_arguments()
+    _check_input(Path(arguments.input_folder))
     with safe_loading(arguments.input_folder):
         ds_to_universal.main(arguments)
+
+
+def _check_input(folder: Path) -> None:
+    remedy = "Give the folder of one tag, such as checkpoints/step-000100"
+    if not folder.is_dir():
+        raise CheckpointError("--input_folder", str(folder), "there is no such folder", remedy)
+    if next(folder.glob(f"*{_OPTIMIZER_STATES}"), None) is None:
+        reason = "it has no optimizer states, so it is no checkpoint that can be converted"
+        raise CheckpointError("--input_folder", str(folder), reason, remedy)
 
 
 if __name__ == "__main__":

@@ -20,13 +20,44 @@ pytestmark = pytest.mark.world_size(2)
 slow = pytest.mark.slow
 
 
-def cells(faults, fast=()):
+FAULTS = {
+    "stop": "SIGSTOP",
+    "loader": "hangs in its data loader",
+    "kill": "SIGKILL",
+    "raise": "an exception",
+    "memory": "out of memory",
+    "exit": "`exit(0)` early",
+    "batches": "fewer batches",
+    "slow": "slow",
+    "lock": "stale lock",
+    "disk": "full disk",
+}
+"""By the program's name, how the documentation begins the row of each."""
+FAST = {("stop", "torchrun"), ("loader", "mpi4py"), ("kill", "deepspeed")}
+
+
+def cells(*faults):
     """Return each fault under each launcher, of which all but the fast ones are slow."""
-    return [
-        pytest.param(launcher, fault, marks=() if (fault, launcher) in fast else slow)
-        for fault in faults
-        for launcher in ENGINES
-    ]
+    return pytest.mark.parametrize(
+        ("launcher", "fault"),
+        [
+            pytest.param(launcher, fault, marks=() if (fault, launcher) in FAST else slow)
+            for fault in faults
+            for launcher in ENGINES
+        ],
+    )
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
+
+
+def test_the_page_lists_what_runs_where():
+    rows = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines()]
+    listed = {row[0]: row[1:4] for row in rows if len(row) == 5}
+    assert listed["fault"] == ["`deepspeed`", "`torchrun`", "`mpirun`"]
+    for fault, name in FAULTS.items():
+        expected = ["CI" if (fault, launcher) in FAST else "slow" for launcher in ENGINES]
+        assert [cells for begin, cells in listed.items() if begin.startswith(name)] == [expected]
 
 
 @pytest.fixture
@@ -50,10 +81,7 @@ def reported(folder):
     return max(times) - float((folder / "when").read_text())
 
 
-FAST = [("stop", "torchrun"), ("loader", "mpi4py")]
-
-
-@pytest.mark.parametrize(("launcher", "fault"), cells(["stop", "loader"], FAST))
+@cells("stop", "loader")
 def test_a_rank_that_stands_still(run, tmp_path, launcher, fault):
     ended, lasted = run(launcher, fault)
     assert ended.code != 0
@@ -65,9 +93,7 @@ def test_a_rank_that_stands_still(run, tmp_path, launcher, fault):
 WORDS = {"raise": "ValueError: this rank's own fault", "memory": "can't allocate memory"}
 
 
-@pytest.mark.parametrize(
-    ("launcher", "fault"), cells(["kill", "raise", "memory", "exit"], [("kill", "deepspeed")])
-)
+@cells("kill", "raise", "memory", "exit")
 def test_a_rank_that_ends(run, tmp_path, launcher, fault):
     """A launcher may end the other before it can say a word, where it sees the end by itself.
 
@@ -83,11 +109,10 @@ def test_a_rank_that_ends(run, tmp_path, launcher, fault):
         assert "suspect: " not in ended.output
 
 
-@slow
-@pytest.mark.parametrize("launcher", ENGINES)
-def test_unequal_numbers_of_batches(run, tmp_path, launcher):
+@cells("batches")
+def test_unequal_numbers_of_batches(run, tmp_path, launcher, fault):
     """An asynchronous pipeline's last stage, whose data end, raises; the others are waited for."""
-    ended, lasted = run(launcher, "batches")
+    ended, lasted = run(launcher, fault)
     assert ended.code != 0, ended.output[-5000:]
     assert lasted <= ENDED_S, ended.output[-5000:]
     if ENGINES[launcher] == "pipemare":
@@ -98,17 +123,15 @@ def test_unequal_numbers_of_batches(run, tmp_path, launcher):
         assert reported(tmp_path) <= LATEST_S
 
 
-@slow
-@pytest.mark.parametrize("launcher", ENGINES)
-def test_a_slow_rank(run, launcher):
-    ended, _ = run(launcher, "slow")
+@cells("slow")
+def test_a_slow_rank(run, launcher, fault):
+    ended, _ = run(launcher, fault)
     ended.check()
     assert "watchdog" not in ended.output
 
 
-@slow
-@pytest.mark.parametrize("launcher", ENGINES)
-def test_a_stale_lock_of_an_extension_build(run, tmp_path, launcher):
+@cells("lock")
+def test_a_stale_lock_of_an_extension_build(run, tmp_path, launcher, fault):
     """DeepSpeed would wait for it without end."""
     for extension in ("deepspeed_shm_comm", "cpu_adam"):
         (tmp_path / "extensions" / extension).mkdir(parents=True)
@@ -117,27 +140,46 @@ def test_a_stale_lock_of_an_extension_build(run, tmp_path, launcher):
         "WAVEMARE_COMPILED_OPS": "1",
         "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions"),
     }
-    ended, lasted = run(launcher, "lock", environment)
+    ended, lasted = run(launcher, fault, environment)
     assert ended.code != 0
     assert "extensions/deepspeed_shm_comm/lock" in ended.output
     assert "remove that file" in ended.output
     # From just before ``initialize``, with the start's patience.
+    assert reported(tmp_path) <= START_S + 5
     assert lasted <= START_S + 15
 
 
-@slow
-@pytest.mark.parametrize("launcher", ENGINES)
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting takes root")
-def test_a_filled_disk(run, tmp_path, launcher):
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 64 KiB in the test's folder."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting takes root")
     disk = tmp_path / "full"
     disk.mkdir()
-    mounted = os.system(f"mount -t tmpfs -o size=64k tmpfs {disk}")
-    if mounted != 0:
+    if os.system(f"mount -t tmpfs -o size=64k tmpfs {disk}") != 0:
         pytest.skip("tmpfs cannot be mounted here")
-    try:
-        ended, lasted = run(launcher, "disk")
-    finally:
-        assert os.system(f"umount {disk}") == 0
+    yield disk
+    assert os.system(f"umount {disk}") == 0
+
+
+@cells("disk")
+def test_a_filled_disk(run, small_disk, launcher, fault):
+    ended, lasted = run(launcher, fault)
     assert ended.code != 0
     assert "are free there" in ended.output, ended.output[-5000:]
     assert lasted <= LATEST_S
+
+
+@slow
+def test_a_full_disk_ends_what_a_run_notes_and_the_next_checkpoint(
+    small_disk, recipe, recipe_config, small_options
+):
+    (small_disk / "filler").write_bytes(bytes(48 << 10))  # a page or two are left
+    options = small_options("gpt", small_disk / "run", max_steps=12, save_interval=12)
+    ended = recipe(
+        "gpt/pretrain", *options, "--deepspeed_config", recipe_config("gpt/pretrain", "zero")
+    )
+    assert ended.code == 2, ended.output[-5000:]
+    assert "step 12/12" in ended.output
+    assert 1 <= ended.output.count("cannot be written (No space left on device)") <= 2  # by rank
+    assert "are free there" in ended.output, ended.output[-5000:]

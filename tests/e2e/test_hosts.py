@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two hosts with sshd: every way to start ranks on both, their failures, and the GPT recipe.
+"""Two hosts: every way to start ranks on both, their failures, a cut link, and the GPT recipe.
 
-The hosts are Linux namespaces on this machine (`wavemare.bench.network`), which takes root and the
-Debian packages openssh-server, openssh-client and pdsh. One command runs it all: make test-hosts.
+The hosts are Linux namespaces on this machine (`wavemare.bench.network`), which takes root; most
+tests log in there by ssh (the Debian packages openssh-server, openssh-client and pdsh). One command
+runs it all: make test-hosts.
 """
 
 import json
@@ -24,6 +25,11 @@ from wavemare.comm.mpi import describe_mpi
 BIN = Path(sys.executable).parent
 PROGRAMS = Path(__file__).parent / "programs"
 FAULT = "ValueError: this rank's own fault"
+FAULTS = PROGRAMS.parents[1] / "multiproc" / "programs" / "faults.py"
+TIMEOUT_S = 4.0
+LATEST_S = TIMEOUT_S + 5
+# ssh gives up after 9 s, and a launcher waits for it.
+ENDED_S = LATEST_S + 15
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 SERVER = """
 HostKey {folder}/host_key
@@ -43,6 +49,8 @@ Host node*
   StrictHostKeyChecking no
   UserKnownHostsFile /dev/null
   LogLevel ERROR
+  ServerAliveInterval 3
+  ServerAliveCountMax 3
 """
 # Files are common to all hosts; this one is put over the machine's own, for a host alone.
 SET_UP = """
@@ -63,12 +71,49 @@ def obstacle():
     return Laboratory.obstacle()
 
 
-REASON = obstacle()
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
-]
+OBSTACLE, REASON = Laboratory.obstacle(), obstacle()
+BY_SSH = (pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=str(REASON)))
+pytestmark = pytest.mark.timeout(900)
+
+
+def over_ssh(test):
+    """Mark a test that logs in to the hosts."""
+    for mark in BY_SSH:
+        test = mark(test)
+    return test
+
+
+def start(laboratory, host, folder, *words, output=subprocess.PIPE):
+    """Start a command of this environment on a host, in a folder."""
+    chain = [*laboratory.enter(host), "sh", "-c", 'cd "$0" && exec "$@"', str(folder)]
+    return subprocess.Popen(
+        [*chain, str(BIN / words[0]), *map(str, words[1:])],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={
+            **os.environ,
+            "PATH": f"{BIN}:{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cpu",
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        },
+        start_new_session=True,
+    )
+
+
+def interrupt(process):
+    """Send what Ctrl-C sends to a command that was started on a host."""
+    (command,) = psutil.Process(process.pid).children()  # of nsenter
+    command.send_signal(signal.SIGINT)
+
+
+def ranks(laboratory, host):
+    """Return the numbers of processes on a host that run a script of the tests."""
+    words = [*laboratory.enter(host), "pgrep", "-f", "^[^ ]*python.*/programs/script.py"]
+    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.split()
 
 
 class Cluster:
@@ -91,40 +136,15 @@ class Cluster:
             words = [*laboratory.enter(host), "sh", "-ec", SET_UP, "sh", str(folder), SSHD]
             subprocess.run(words, check=True)
 
-    def start(self, folder, *words):
-        """Start a command of this environment on node0, in a folder."""
-        chain = [*self.laboratory.enter(0), "sh", "-c", 'cd "$0" && exec "$@"', str(folder)]
-        return subprocess.Popen(
-            [*chain, str(BIN / words[0]), *map(str, words[1:])],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={
-                **os.environ,
-                "PATH": f"{BIN}:{os.environ['PATH']}",
-                "OMP_NUM_THREADS": "1",
-                "DS_ACCELERATOR": "cpu",
-                "OMPI_ALLOW_RUN_AS_ROOT": "1",
-                "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            },
-            start_new_session=True,
-        )
-
     def run(self, folder, *words, timeout=400):
         """Run a command to its end; return its exit code and output."""
-        process = self.start(folder, *words)
+        process = start(self.laboratory, 0, folder, *words)
         try:
             output, _ = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             end_job(process, [signal.SIGINT])
             pytest.fail(f"it takes longer than {timeout} s: {process.communicate()[0][-4000:]}")
         return process.returncode, output
-
-    def ranks(self, host):
-        """The numbers of processes on a host that run a script of the tests."""
-        words = [*self.laboratory.enter(host), "pgrep", "-f", "^[^ ]*python.*/programs/script.py"]
-        return subprocess.run(words, capture_output=True, text=True, check=False).stdout.split()
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +179,7 @@ def words_of(launcher, cluster):
 LAUNCHERS = ["pdsh", "mpich", "openmpi", "launch", "launch-mpirun"]
 
 
+@over_ssh
 def test_doctor_sees_all_hosts(cluster, tmp_path):
     code, output = cluster.run(
         tmp_path, "wavemare", "doctor", "--json", "--hostfile", cluster.hostfile
@@ -172,6 +193,7 @@ def test_doctor_sees_all_hosts(cluster, tmp_path):
     assert code == any(row["status"] == "fail" for row in rows.values())
 
 
+@over_ssh
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_script_runs_on_both_hosts(cluster, tmp_path, launcher):
@@ -185,6 +207,7 @@ def test_a_script_runs_on_both_hosts(cluster, tmp_path, launcher):
     }
 
 
+@over_ssh
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("end", ["raise", "kill"])
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -202,30 +225,32 @@ def test_a_failure_on_another_host_is_no_success(cluster, tmp_path, launcher, en
         assert "BAD TERMINATION" in output
     elif end == "kill" and "mpi" in launcher:
         assert "EXIT CODE: 9" in output or "signal 9" in output
-    assert cluster.ranks(0) == cluster.ranks(1) == []
+    assert ranks(cluster.laboratory, 0) == ranks(cluster.laboratory, 1) == []
 
 
+@over_ssh
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("launcher", ["launch", "launch-mpirun"])
 def test_ctrl_c_ends_the_ranks_on_both_hosts(cluster, tmp_path, launcher):
     words = words_of(launcher, cluster)
-    process = cluster.start(tmp_path, *words, PROGRAMS / "script.py", tmp_path, "wait")
+    laboratory = cluster.laboratory
+    process = start(laboratory, 0, tmp_path, *words, PROGRAMS / "script.py", tmp_path, "wait")
     deadline = time.monotonic() + 300
     while len(list(tmp_path.glob("rank_*.pid"))) < 2:
         assert process.poll() is None, process.communicate()[0][-4000:]
         assert time.monotonic() < deadline
         time.sleep(0.2)
-    assert all(map(cluster.ranks, (0, 1)))
-    (wrapper,) = psutil.Process(process.pid).children()  # of nsenter
-    wrapper.send_signal(signal.SIGINT)
+    assert all(ranks(laboratory, host) for host in (0, 1))
+    interrupt(process)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output[-4000:]
     deadline = time.monotonic() + 20
-    while any(map(cluster.ranks, (0, 1))):
+    while any(ranks(laboratory, host) for host in (0, 1)):
         assert time.monotonic() < deadline
         time.sleep(0.2)
 
 
+@over_ssh
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("launcher", ["deepspeed", "mpirun"])
 @pytest.mark.parametrize("engine", ["pipemare", "sparse"])
@@ -256,3 +281,74 @@ def test_the_gpt_recipe_trains_on_both_hosts(
 def losses(run):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if "loss" in line]
+
+
+CODES = '"$@"; code=$?; echo $code >"$0/code_$PMI_RANK"; exit $code'
+ENGINES = {"torchrun": "pipemare", "mpirun": "1f1b", "pdsh": "data", "launch": "data"}
+
+
+def start_to_cut(launcher, laboratory, folder, log):
+    """Start the program whose ranks lose each other; return the launcher's processes."""
+    program = [FAULTS, folder, "cut", ENGINES[launcher], "--timeout", TIMEOUT_S]
+    if launcher == "torchrun":
+        meeting = ["--nnodes", 2, "--master-addr", "10.77.0.1", "--master-port", 29500]
+        words = [["torchrun", *meeting, "--node-rank", n, *program] for n in (0, 1)]
+        return [start(laboratory, n, folder, *words[n], output=log) for n in (0, 1)]
+    (folder / "cluster").mkdir()
+    cluster = Cluster(laboratory, folder / "cluster")
+    if launcher == "mpirun":
+        needs_mpi("MPICH")
+        words = ["mpirun", "-launcher", "ssh", "-hosts", "node0:1,node1:1", "-n", 2]
+        words += ["sh", "-c", CODES, folder, sys.executable, "-m", "mpi4py", *program]
+    else:
+        words = [*words_of(launcher, cluster), *program]
+    return [start(laboratory, 0, folder, *words, output=log)]
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param(
+            "torchrun", marks=pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
+        ),
+        *(pytest.param(launcher, marks=BY_SSH) for launcher in ("mpirun", "pdsh", "launch")),
+    ],
+)
+def test_a_cut_link_ends_the_ranks_on_both_sides(tmp_path, launcher):
+    """node0 prints a summary in time; that of node1 is lost unless a launcher runs there as well.
+
+    MPICH's ``mpirun`` waits for the host that it cannot reach, when its ranks have ended: Ctrl-C.
+    """
+    log = tmp_path / "log"
+    with Laboratory(2) as laboratory, log.open("w") as output:
+        processes = start_to_cut(launcher, laboratory, tmp_path, output)
+        deadline = time.monotonic() + 300
+        while not (tmp_path / "when").exists():
+            assert not any(process.poll() for process in processes), log.read_text()[-4000:]
+            assert time.monotonic() < deadline, log.read_text()[-4000:]
+            time.sleep(0.05)
+        laboratory.unplug(1)
+        when = time.time()
+
+        def wait_for(condition, limit):
+            while not condition():
+                assert time.time() - when <= limit, log.read_text()[-5000:]
+                time.sleep(0.05)
+            return time.time() - when
+
+        printed = wait_for(lambda: "suspect: rank 1 (node1" in log.read_text(), LATEST_S)
+        if launcher == "mpirun":
+            files = [tmp_path / f"code_{rank}" for rank in (0, 1)]
+            wait_for(lambda: all(f.exists() and f.read_text() == "124\n" for f in files), ENDED_S)
+            interrupt(processes[0])
+        ended = wait_for(lambda: all(each.poll() is not None for each in processes), ENDED_S)
+    codes = [process.returncode for process in processes]
+    print(f"{launcher}: printed after {printed:.1f} s, ended after {ended:.1f} s with {codes}")
+    assert all(codes), codes
+    reports = [report.stat().st_mtime for report in (tmp_path / "watchdog").glob("rank_*.txt")]
+    assert len(reports) == 2
+    assert max(reports) - when <= LATEST_S
+    assert "does not answer" in log.read_text()
+    if launcher == "torchrun":
+        assert "suspect: rank 0 (node0" in log.read_text()

@@ -238,3 +238,16 @@ def test_a_damaged_checkpoint_to_convert(tmp_path, monkeypatch, capsys, shards, 
     (shards / name).write_bytes(content[: len(content) // 2])
     assert convert(monkeypatch, shards) == 2
     assert f"checkpoint = '{shards / name}': the file cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["missing", "file", "parent", "empty"])
+def test_a_checkpoint_to_convert_that_is_none(tmp_path, monkeypatch, capsys, shards, kind):
+    """The folder above the tags is a likely mistake."""
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    given = shards.parent if kind == "parent" else tmp_path / kind
+    assert convert(monkeypatch, given) == 2
+    said = capsys.readouterr().err
+    reason = "it has no optimizer states" if given.is_dir() else "there is no such folder"
+    assert f"error: --input_folder = '{given}': {reason}" in said
+    assert "Traceback" not in said

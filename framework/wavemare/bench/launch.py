@@ -19,8 +19,10 @@ from wavemare.comm.mpi import describe_mpi
 from wavemare.engine.job_environment import free_port
 from wavemare.errors import LaunchError
 
-__all__ = ["TIMEOUT_S", "exchange", "measure", "read_answer"]
+__all__ = ["RANK_ENVIRONMENT", "TIMEOUT_S", "exchange", "measure", "read_answer"]
 
+RANK_ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+"""Of ranks that share cores."""
 TIMEOUT_S = 4 * 3600.0
 """How long ranks may measure."""
 
@@ -61,7 +63,7 @@ def measure(request: MpiRequest, worker: str) -> dict[str, Any]:
                     command,
                     launcher="mpirun",
                     timeout_s=TIMEOUT_S,
-                    environment={"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+                    environment=RANK_ENVIRONMENT,
                 )
         return read_answer(answered, code, request.ranks)
 
@@ -95,8 +97,7 @@ def _run_here(command: list[str], ranks: int) -> int:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(ranks),
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
+        **RANK_ENVIRONMENT,
     }
     launch = [program, *options, "-n", str(ranks), *command]
     return subprocess.run(launch, env=environment, check=False).returncode

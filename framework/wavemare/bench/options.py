@@ -75,6 +75,17 @@ def check_least(least: int, values: Mapping[str, int]) -> None:
             raise ConfigError(option, value, "it is too small", f"Give {least} or more")
 
 
+def check_heads(hidden: int, heads: int) -> None:
+    """Check that the heads of a block share its width.
+
+    Raises:
+        ConfigError: They cannot do so equally.
+    """
+    if hidden % heads:
+        reason = f"{heads} heads cannot share it equally"
+        raise ConfigError("--hidden", hidden, reason, "Give a multiple of --heads")
+
+
 def check_names(
     option: str, names: Sequence[str], valid: Collection[str], kind: str = "system"
 ) -> None:

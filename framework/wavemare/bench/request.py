@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from wavemare.bench.options import Request, check_least, check_names
+from wavemare.bench.options import Request, check_heads, check_least, check_names
 from wavemare.bench.systems import DEFAULT_SYSTEMS, SYSTEMS, System
 from wavemare.errors import ConfigError
 
@@ -100,9 +100,7 @@ class PipelineRequest(Request):
         if self.steps_per_round is not None and self.steps_per_round < 1:
             reason = "a round has at least one step"
             raise ConfigError("--steps-per-round", self.steps_per_round, reason, "Give 1 or more")
-        if self.hidden % self.heads:
-            reason = f"the {self.heads} heads cannot share it evenly"
-            raise ConfigError("--hidden", self.hidden, reason, "Give a multiple of --heads")
+        check_heads(self.hidden, self.heads)
         most_parts = max(SYSTEMS[name].parts_per_stage for name in self.systems) * self.stages
         if not self.synthetic and self.layers < most_parts:
             raise ConfigError(

@@ -3,13 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich import box
 from rich.table import Table
 
-__all__ = ["NOTHING", "cell", "new_table", "result_table", "skipped_lines"]
+__all__ = [
+    "NOTHING",
+    "add_numbers",
+    "cell",
+    "new_table",
+    "result_table",
+    "skipped_lines",
+    "with_ends",
+]
 
 NOTHING = "-"
 """Stands for a value that there is not."""
@@ -38,6 +46,20 @@ def new_table(title: str) -> Table:
     )
 
 
+def add_numbers(table: Table, headings: Iterable[str]) -> None:
+    """Add columns whose cells stand at the right."""
+    for heading in headings:
+        table.add_column(heading, justify="right")
+
+
+def with_ends(
+    rows: Sequence[Mapping[str, Any]], group: Callable[[Mapping[str, Any]], object]
+) -> Iterator[tuple[Mapping[str, Any], bool]]:
+    """Yield each row, and whether the one after it is of another group."""
+    for row, following in zip(rows, [*rows[1:], rows[-1]] if rows else [], strict=True):
+        yield row, group(row) != group(following)
+
+
 def cell(value: float | None, form: str, factor: float = 1.0) -> str:
     """Return the text of a value, scaled; `NOTHING` if it is None."""
     return NOTHING if value is None else format(factor * value, form)
@@ -58,12 +80,9 @@ def result_table(result: Mapping[str, Any]) -> Table:
     table = new_table(_title(result))
     table.add_column("M", justify="right")
     table.add_column("system", no_wrap=True)
-    for heading in shown:
-        table.add_column(heading, justify="right")
-    for index, row in enumerate(rows):
+    add_numbers(table, shown)
+    for row, ends in with_ends(rows, lambda row: row["micro_batches"]):
         cells = [cell(row.get(key), form, factor) for key, form, factor in shown.values()]
-        following = rows[index + 1] if index + 1 < len(rows) else None
-        ends = following is not None and following["micro_batches"] != row["micro_batches"]
         table.add_row(str(row["micro_batches"]), row["system"], *cells, end_section=ends)
     return table
 

@@ -135,13 +135,17 @@ class _BackwardClock:
     end: float = 0.0
 
 
-class _BeginBackward(torch.autograd.Function):
-    """Stands behind the layer, so that its backward pass begins here."""
+class _Clocked(torch.autograd.Function):
+    """Passes values on, and in the backward pass gradients."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, clock: _BackwardClock) -> Tensor:
         ctx.clock = clock
         return values.view_as(values)
+
+
+class _BeginBackward(_Clocked):
+    """Stands behind the layer, so that its backward pass begins here."""
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
@@ -149,13 +153,8 @@ class _BeginBackward(torch.autograd.Function):
         return gradients[0], None
 
 
-class _WaitBackward(torch.autograd.Function):
+class _WaitBackward(_Clocked):
     """Stands before the layer, so that its backward pass ends here, after the layer's own."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, clock: _BackwardClock) -> Tensor:
-        ctx.clock = clock
-        return values.view_as(values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:

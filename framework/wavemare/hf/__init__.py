@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Hugging Face Trainer with our engines: ``from wavemare.hf import Trainer``."""
 
+from wavemare.hf.recording import RecordingCallback
 from wavemare.hf.trainer import Trainer
 
-__all__ = ["Trainer"]
+__all__ = ["RecordingCallback", "Trainer"]

@@ -8,11 +8,12 @@ import logging
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from wavemare.errors import DataError
+from wavemare.observe.lines import Lines
 from wavemare.observe.run import json_lines
 
 __all__ = ["FOLDER", "KINDS", "Events", "read_events"]
@@ -33,7 +34,8 @@ class Events:
     """The events of one rank, one JSON object per line.
 
     Nothing is written before `open`: until rank 0 has moved an older run aside, the folder is that
-    run's. What is noted before is held back, the latest thousand of it.
+    run's. What is noted before is held back, the latest thousand of it. Where it cannot be written,
+    it is left out (`Lines`).
 
     Args:
         folder: The run's.
@@ -46,10 +48,9 @@ class Events:
     """
 
     def __init__(self, folder: Path, *, rank: int, clock: Callable[[], float] = time.time) -> None:
-        self._file = Path(folder) / FOLDER / f"rank_{rank:05d}.jsonl"
+        self._lines = Lines(Path(folder) / FOLDER / f"rank_{rank:05d}.jsonl", Path(folder))
         self._clock = clock
         self._held: deque[str] | None = deque(maxlen=_MOST_HELD)
-        self._stream: TextIO | None = None
         self._handler = _Handler(self._hear)
         self._show: Callable[..., Any] | None = None
         self.step = 0
@@ -68,22 +69,13 @@ class Events:
         if self._held is not None:
             self._held.append(line)
         else:
-            self._write(line)
+            self._lines.add(line)
 
     def open(self) -> None:
         """Write what was held back, and from now on at once; a further call does nothing."""
         if self._held is not None:
             held, self._held = self._held, None
-            self._write("".join(held))
-
-    def _write(self, lines: str) -> None:
-        if not lines:
-            return
-        if self._stream is None:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            self._stream = self._file.open("a", encoding="utf-8")
-        self._stream.write(lines)
-        self._stream.flush()
+            self._lines.add("".join(held))
 
     def listen(self) -> None:
         """Note warnings from now on, which are shown as ever."""
@@ -98,9 +90,7 @@ class Events:
             logging.getLogger(name).removeHandler(self._handler)
         if warnings.showwarning == self._warned and self._show is not None:
             warnings.showwarning = self._show
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
+        self._lines.close()
 
     def _warned(
         self, message: Any, category: type[Warning], filename: str, *rest: Any, **named: Any
@@ -124,6 +114,18 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Pass on a record: its text, and its logger's name with the level."""
         self._hear(record.getMessage(), f"{record.name} {record.levelname.lower()}")
+        # Python shows by itself what no handler takes, and so nothing as soon as this one is there.
+        handlers = list(_handlers_of(logging.getLogger(record.name)))
+        alone = all(isinstance(handler, _Handler) for handler in handlers)
+        if alone and handlers[0] is self and logging.lastResort is not None:
+            logging.lastResort.handle(record)
+
+
+def _handlers_of(logger: logging.Logger | None) -> Iterator[logging.Handler]:
+    """Yield the handlers that a logger's records come to."""
+    while logger is not None:
+        yield from logger.handlers
+        logger = logger.parent if logger.propagate else None
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:

@@ -13,10 +13,11 @@ from datetime import UTC, datetime
 from importlib import metadata
 from itertools import count
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from wavemare.errors import ConfigError, DataError
 from wavemare.files import atomic_write_bytes, atomic_write_text
+from wavemare.observe.lines import Lines
 
 __all__ = ["Run", "json_lines", "read_metrics"]
 
@@ -40,7 +41,7 @@ class Run:
     def __init__(self, folder: Path, *, rank: int) -> None:
         self.folder = Path(folder)
         self._writes = rank == 0
-        self._metrics: TextIO | None = None
+        self._metrics = Lines(self.metrics_file, self.folder)
         if self._writes:
             _make_writable(self.folder)
 
@@ -84,17 +85,16 @@ class Run:
     def log(self, step: int, **metrics: float | None) -> None:
         """Append one line to ``metrics.jsonl``, complete on disk when the call returns.
 
+        If the disk is full, the file ends with the line before, and a warning says so (`Lines`).
+
         Args:
             step: Optimizer steps done when the values were measured.
             metrics: Numbers. Those that are not finite become null: JSON has no word for them.
         """
         if not self._writes:
             return
-        if self._metrics is None:
-            self._metrics = self.metrics_file.open("a", encoding="utf-8")
         line = {"step": step, **{name: _plain(value) for name, value in metrics.items()}}
-        self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
-        self._metrics.flush()
+        self._metrics.add(json.dumps(line, allow_nan=False) + "\n")
 
     def truncate_after(self, step: int) -> None:
         """Cut off the lines after a step, as a run that resumes there will write them again.
@@ -144,9 +144,7 @@ class Run:
 
     def close(self) -> None:
         """Close ``metrics.jsonl``; a later `log` opens it again."""
-        if self._metrics is not None:
-            self._metrics.close()
-            self._metrics = None
+        self._metrics.close()
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:

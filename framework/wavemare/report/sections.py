@@ -89,7 +89,10 @@ def _curves(
 
 def _add_learning(page: Page, runs: Sequence[RunFacts]) -> None:
     page.section("Learning")
-    page.heading("Loss", "Mean of the steps since the last logged one; metrics.jsonl.")
+    about = (
+        "As it was logged: by recipes the mean of the steps since the line before; metrics.jsonl."
+    )
+    page.heading("Loss", about)
     results = runs[0].summary.get("results", {}) if runs[0].summary is not None else {}
     levels = {
         name: float(value)
@@ -117,7 +120,8 @@ def _add_speed(page: Page, runs: Sequence[RunFacts]) -> None:
     page.section("Speed")
     page.text("Tokens per second of all ranks, over the last 20 steps; metrics.jsonl.")
     speed = {"tokens_per_second": ("tokens/s", "solid")}
-    _curves(page, runs, speed, "tokens per second", "no step has been logged", zero=True)
+    why = "no step has been logged, or the tokens of a step were not given"
+    _curves(page, runs, speed, "tokens per second", why, zero=True)
 
 
 def _add_memory(page: Page, runs: Sequence[RunFacts]) -> None:

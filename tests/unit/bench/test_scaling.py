@@ -6,7 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from wavemare.bench.scaling import collectives, pipelines
+from wavemare.bench.picture import drawing
+from wavemare.bench.scaling import collectives, picture, pipelines
 from wavemare.bench.scaling.pipelines import StageCosts, calibrate, predict, step_s
 from wavemare.bench.scaling.study import (
     PIPELINE_KEYS,
@@ -124,6 +125,35 @@ def test_rows_of_collectives(monkeypatch):
         ("wavemare-auto", 4, False, 4.0),
     }
     assert {row["ranks"] for row in rows if row["part"] == "size"} == {8}
+
+
+def test_densities_are_predicted_and_drawn_beside_what_was_measured(monkeypatch, tmp_path):
+    monkeypatch.setattr("wavemare.bench.scaling.study.COUNTS", (2, 4))
+    monkeypatch.setattr("wavemare.bench.scaling.study._MEBIBYTES", (1,))
+    result = sparse_result(2)
+    for row in result["rows"]:
+        row |= {"pattern": "random", "density": 0.5}
+    rows, _ = collective_rows([result], "mpi")
+    dense = {r["ratio"] for r in rows if r["part"] == "density" and r["system"] == "dense"}
+    assert dense == {1.0}
+    shown = picture._rows_of("density", [row | {"stages": 0} for row in rows])
+    ours = [row for row in shown if row["system"] == "wavemare-auto"]
+    lines = {n: [r for r in ours if r["ranks"] == n and not r["measured"]] for n in (2, 4)}
+    for line in lines.values():
+        # From 1 % to all of the blocks, each of them once.
+        assert [row["density"] for row in line] == [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0]
+        assert [row["ratio"] for row in line] == sorted((r["ratio"] for r in line), reverse=True)
+    (point,) = [row for row in ours if row["measured"]]
+    assert (point["ranks"], point["density"], point["ratio"]) == (2, 0.5, 4.0)
+    drawn = []
+    monkeypatch.setattr(picture, "_draw_part", lambda plot, rows, part, axis: drawn.append(part))
+    picture.draw(tmp_path / "scaling.png", rows)
+    assert drawn == ["ranks", "density", "size"]
+    monkeypatch.undo()
+    with drawing(tmp_path / "density.svg") as plot:
+        picture._draw_part(plot, shown, "density", "density")
+        labels = [text.get_text() for text in plot.get_legend().get_texts()]
+    assert labels == ["wavemare-auto, 2 ranks", "wavemare-auto, 4 ranks"]
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,12 @@
 import json
 import os
 from multiprocessing.shared_memory import SharedMemory
+from types import SimpleNamespace
 
 import pytest
 
 from wavemare.bench.soak.faults import draw_faults
-from wavemare.bench.soak.run import SYSTEMS, configuration
+from wavemare.bench.soak.run import SYSTEMS, Soak, configuration
 from wavemare.bench.soak.watch import Losses, Sizes, left_behind, shared_memory_segments
 from wavemare.cli.bench_soak import _problems
 from wavemare.engine.config import check_config
@@ -89,6 +90,27 @@ def test_faults_are_drawn_again_from_their_seed():
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_the_configurations_can_be_run(system):
     check_config(configuration(system), world_size=2)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_fault_that_cannot_be_inflicted_fails_the_soak(tmp_path, monkeypatch, late):
+    """Also in the last moment, when nobody looks any more."""
+    soak = Soak("sparse", 0.01, 0, tmp_path, 0.0, 1, lambda _: None)
+
+    def inflict(started, stop, link):
+        assert not late or stop.wait(10)
+        raise OSError("tc is not there")
+
+    def lasting(*_):
+        pytest.fail("the soak goes on")
+
+    monkeypatch.setattr(soak, "_inflict", inflict)
+    monkeypatch.setattr(soak, "_find_ranks", lambda *_: None)
+    monkeypatch.setattr(soak, "_await_steps", lasting)
+    job = SimpleNamespace(pid=os.getpid(), poll=lambda: None)
+    losses = SimpleNamespace(by_step={1: 5.0}, update=lambda: None)
+    with pytest.raises(OSError, match="tc is not there"):
+        soak._train(job, losses, None)
 
 
 GOOD = {

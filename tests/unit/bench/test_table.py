@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.console import Console
 
-from wavemare.bench.table import result_table, skipped_lines
+from wavemare.bench.table import result_table, skipped_lines, with_ends
 
 ROW = {
     "system": "no-communication-bound",
@@ -60,3 +60,10 @@ def test_columns_that_no_row_fills_are_left_out() -> None:
 def test_skipped_systems_are_told() -> None:
     entry = {"system": "torch-1f1b", "stages": 2, "micro_batches": 1, "reason": "too few"}
     assert skipped_lines({"skipped": [entry]}) == ["torch-1f1b at M=1 is left out: too few"]
+
+
+def test_a_group_ends_where_the_next_row_is_of_another() -> None:
+    rows = [{"group": 1}, {"group": 1}, {"group": 2}]
+    found = [ends for _, ends in with_ends(rows, lambda row: row["group"])]
+    assert found == [False, True, False]  # nothing ends behind the last one
+    assert list(with_ends([], lambda row: row)) == []

@@ -67,6 +67,29 @@ def test_warnings_are_noted_and_shown(
     ]
 
 
+def test_a_warning_that_only_python_would_show_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python has a last resort for loggers without a handler; a listener is one."""
+    logger = logging.getLogger("wavemare")
+    monkeypatch.setattr(logger, "propagate", False)  # the root logger has pytest's handlers
+    first, second = Events(tmp_path, rank=0), Events(tmp_path, rank=1)
+    first.listen()
+    second.listen()
+    logger.warning("odd")
+    logging.getLogger("wavemare.engine").error("worse")
+    logger.info("nothing")
+    assert capsys.readouterr().err == "odd\nworse\n"
+    handler = logging.NullHandler()
+    logger.addHandler(handler)
+    logger.warning("its own way")
+    logger.removeHandler(handler)
+    first.close()
+    second.close()
+    assert capsys.readouterr().err == ""
+    assert first.warnings == second.warnings == 3
+
+
 def test_events_of_all_ranks_are_read_in_the_order_of_time(tmp_path: Path) -> None:
     for rank, time in ((0, 3.0), (1, 2.0)):
         events = Events(tmp_path, rank=rank, clock=lambda time=time: time)  # type: ignore[misc]

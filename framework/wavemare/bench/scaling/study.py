@@ -31,6 +31,8 @@ COUNTS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 CASES = tuple(
     Case(*case) for case in (("random", 0.1), ("random", 0.01), ("zipf", 0.1), ("zipf", 0.01))
 )
+_DENSITIES = (0.02, 0.05, 0.2, 0.5, 1.0)
+"""Of random blocks, beside those of `CASES`."""
 _COMPUTE_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 _STAGES = 8
 _MEBIBYTES = (1, 4, 16, 64, 256, 1024)
@@ -104,7 +106,7 @@ def pipeline_rows(results: Sequence[Mapping[str, Any]]) -> tuple[list[Row], Mapp
 def collective_rows(
     results: Sequence[Mapping[str, Any]], transport: str
 ) -> tuple[list[Row], Mapping[str, Any]]:
-    """Return rows over ranks and over the size of the gradient, and the calibrated rates.
+    """Return rows over ranks, density and the size of the gradient, and the calibrated rates.
 
     Args:
         results: Of ``bench sparse``, with links of one rate and gradients of one size.
@@ -125,7 +127,7 @@ def collective_rows(
         raise DataError("--transport", transport, reason, "Measure wavemare-auto-gloo for gloo")
     known = collectives.constants_of(fewest, transport)
 
-    def predicted(case: Case, counts: Sequence[int], size: float) -> list[Row]:
+    def predicted(part: str, case: Case, counts: Sequence[int], size: float) -> list[Row]:
         points, chosen = collectives.curves(
             case,
             counts,
@@ -134,21 +136,25 @@ def collective_rows(
             num_blocks=round(size * 2**20 / 4 / block),
             block=block,
         )
-        name = "ranks" if len(counts) > 1 else "size"
         parameters = {"pattern": case.pattern, "density": case.density, "mebibytes": size}
-        rows = _rows(name, "ranks", points, measured=False, **parameters)
+        rows = _rows(part, "ranks", points, measured=False, **parameters)
         for row in rows:
             row["executor"] = chosen[row["ranks"]] if row["system"] != "dense" else None
         return rows
 
-    rows: list[Row] = []
-    for case in CASES:
+    def over_ranks(part: str, case: Case) -> list[Row]:
         parameters = {"pattern": case.pattern, "density": case.density, "mebibytes": mebibytes}
         points = collectives.measured(results, case)
-        rows += _rows("ranks", "ranks", points, measured=True, calibrated=known_ranks, **parameters)
-        rows += predicted(case, COUNTS, mebibytes)
+        rows = _rows(part, "ranks", points, measured=True, calibrated=known_ranks, **parameters)
+        return rows + predicted(part, case, COUNTS, mebibytes)
+
+    rows: list[Row] = []
+    for case in CASES:
+        rows += over_ranks("ranks", case)
         for size in _MEBIBYTES:
-            rows += predicted(case, [_RANKS], size)
+            rows += predicted("size", case, [_RANKS], size)
+    for density in _DENSITIES:
+        rows += over_ranks("density", Case("random", density))
     rates = {"ranks": known_ranks, "mbit": mbit, "transport": transport, **asdict(known)}
     return _with_ratios(rows, "ranks"), rates
 

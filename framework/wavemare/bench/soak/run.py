@@ -215,6 +215,8 @@ class Soak:
         finally:
             stop.set()
             thread.join()
+        if failed:  # since the last look
+            raise failed[0]
         self._await_steps(job, losses)
 
     def _inflict(self, started: float, stop: threading.Event, link: Link | None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from wavemare.bench.picture import drawing
-from wavemare.bench.table import NOTHING, cell, new_table
+from wavemare.bench.table import NOTHING, add_numbers, cell, new_table, with_ends
 
 __all__ = ["plot", "result_table"]
 
@@ -30,14 +30,10 @@ def result_table(result: Mapping[str, Any]) -> Table:
         f"{rows[0]['ranks']} ranks over {where}, {result['mebibytes']:g} MiB float32, "
         f"blocks of {result['block']}"
     )
-    for heading in ("pattern", "density", "union"):
-        table.add_column(heading, justify="right")
+    add_numbers(table, ("pattern", "density", "union"))
     table.add_column("system", no_wrap=True)
-    for heading in ("ms", "ratio", "model", "MiB up", "used"):
-        table.add_column(heading, justify="right")
-    for index, row in enumerate(rows):
-        following = rows[index + 1] if index + 1 < len(rows) else row
-        ends = (row["pattern"], row["density"]) != (following["pattern"], following["density"])
+    add_numbers(table, ("ms", "ratio", "model", "MiB up", "used"))
+    for row, ends in with_ends(rows, lambda row: (row["pattern"], row["density"])):
         table.add_row(
             row["pattern"],
             f"{row['density']:g}",

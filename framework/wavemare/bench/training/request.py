@@ -5,7 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wavemare.bench.options import MpiRequest, check_least, check_names, check_positive
+from wavemare.bench.options import (
+    MpiRequest,
+    check_heads,
+    check_least,
+    check_names,
+    check_positive,
+)
 from wavemare.errors import ConfigError
 
 __all__ = ["BASELINE", "BOUND", "DEFAULT_SYSTEMS", "QUALITY_SYSTEMS", "SYSTEMS", "TrainingRequest"]
@@ -96,9 +102,7 @@ class TrainingRequest(MpiRequest):
         check_least(0, self.options("warmups", "compressor_warmup", "seed"))
         if self.ratio > 1:
             raise ConfigError("--ratio", self.ratio, "it is a share", "Give 1 or less")
-        if self.hidden % self.heads:
-            reason = f"{self.heads} heads cannot share it equally"
-            raise ConfigError("--hidden", self.hidden, reason, "Give a multiple of --heads")
+        check_heads(self.hidden, self.heads)
         check_names("--systems", self.systems, SYSTEMS)
         if self.quality_steps is not None:
             self._check_quality()

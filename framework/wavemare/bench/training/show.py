@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from wavemare.bench.picture import drawing
-from wavemare.bench.table import NOTHING, cell, new_table
+from wavemare.bench.table import NOTHING, add_numbers, cell, new_table
 
 __all__ = ["plot", "result_table"]
 
@@ -31,8 +31,8 @@ def result_table(result: Mapping[str, Any]) -> Table:
     table.add_column("system", no_wrap=True)
     if "quality" in result:
         return _fill_quality(table, result["quality"])
-    for heading in ("ms", "ratio", "comm ms", "ratio", "MiB up", "density", "union", "used"):
-        table.add_column(heading, justify="right")
+    headings = ("ms", "ratio", "comm ms", "ratio", "MiB up", "density", "union", "used")
+    add_numbers(table, headings)
     for row in result["rows"]:
         up = row["bytes_up"] if row["link_bytes_up"] is None else row["link_bytes_up"]
         table.add_row(
@@ -64,8 +64,7 @@ def plot(result: Mapping[str, Any], file: Path) -> None:
 
 
 def _fill_quality(table: Table, rows: list[Mapping[str, Any]]) -> Table:
-    for heading in ("held-out loss", "gap %", "same losses", "MiB up"):
-        table.add_column(heading, justify="right")
+    add_numbers(table, ("held-out loss", "gap %", "same losses", "MiB up"))
     for row in rows:
         table.add_row(
             row["system"],

@@ -38,6 +38,6 @@ def measure(request: WaveRequest) -> dict[str, Any]:
             code = laboratory.run_ranks(
                 [sys.executable, "-m", _WORKER, *options],
                 timeout_s=launch.TIMEOUT_S,
-                environment={"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+                environment=launch.RANK_ENVIRONMENT,
             )
             return launch.read_answer(answered, code, request.ranks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wavemare.bench.options import MpiRequest, check_least
+from wavemare.bench.options import MpiRequest, check_heads, check_least
 from wavemare.errors import ConfigError
 
 __all__ = ["BASELINE", "SYSTEMS", "WaveRequest"]
@@ -93,6 +93,4 @@ class WaveRequest(MpiRequest):
         if self.heads % self.ranks:
             reason = f"{self.ranks} ranks cannot share them equally"
             raise ConfigError("--heads", self.heads, reason, "Give a multiple of --ranks")
-        if self.hidden % self.heads:
-            reason = f"{self.heads} heads cannot share it equally"
-            raise ConfigError("--hidden", self.hidden, reason, "Give a multiple of --heads")
+        check_heads(self.hidden, self.heads)

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from wavemare.bench.picture import drawing
-from wavemare.bench.table import cell, new_table
+from wavemare.bench.table import add_numbers, cell, new_table, with_ends
 from wavemare.bench.wave.live import Moment
 from wavemare.bench.wave.request import SYSTEMS
 
@@ -26,19 +26,16 @@ def result_table(result: Mapping[str, Any]) -> Table:
     Args:
         result: As it is written to the file.
     """
-    request, rows = result["request"], result["rows"]
+    request = result["request"]
     table = new_table(
         f"{request['ranks']} ranks, {request['micro_batches']} micro-batches of "
         f"{request['batch']} x {request['sequence']}: GPT, {request['layers']} layers of "
         f"{request['hidden']}, split by tensors"
     )
-    for heading in ("exposed", "measured", "Mbit/s"):
-        table.add_column(heading, justify="right")
+    add_numbers(table, ("exposed", "measured", "Mbit/s"))
     table.add_column("system", no_wrap=True)
-    for heading in ("ms", "ratio", "model", "waiting"):
-        table.add_column(heading, justify="right")
-    for index, row in enumerate(rows):
-        following = rows[index + 1] if index + 1 < len(rows) else row
+    add_numbers(table, ("ms", "ratio", "model", "waiting"))
+    for row, ends in with_ends(result["rows"], lambda row: row["exposed"]):
         table.add_row(
             f"{row['exposed']:.0%}",
             f"{row['measured_exposed']:.1%}",
@@ -48,7 +45,7 @@ def result_table(result: Mapping[str, Any]) -> Table:
             f"{row['ratio']:.3f}",
             f"{row['model']:.3f}",
             f"{row['waiting']:.1%}",
-            end_section=row["exposed"] != following["exposed"],
+            end_section=ends,
         )
     return table
 
@@ -61,8 +58,7 @@ def memory_table(result: Mapping[str, Any]) -> Table:
     """
     table = new_table("bytes that autograd keeps, and gradients")
     table.add_column("system", no_wrap=True)
-    for heading in ("peak MiB", "of accumulation", "of in-phase", "bitwise"):
-        table.add_column(heading, justify="right")
+    add_numbers(table, ("peak MiB", "of accumulation", "of in-phase", "bitwise"))
     for row in result["memory"]:
         table.add_row(
             row["system"],

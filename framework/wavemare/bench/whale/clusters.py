@@ -72,8 +72,7 @@ class Place:
                     ranks_per_host=per_host,
                     timeout_s=launch.TIMEOUT_S,
                     environment={
-                        "DS_ACCELERATOR": "cpu",
-                        "OMP_NUM_THREADS": "1",
+                        **launch.RANK_ENVIRONMENT,
                         "MASTER_ADDR": f"node{order[0] // per_host}",
                         ORDER: ",".join(map(str, order)),
                     },

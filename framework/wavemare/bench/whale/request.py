@@ -7,7 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from wavemare.bench.options import MpiRequest, Request, check_least, check_names, check_positive
+from wavemare.bench.options import (
+    MpiRequest,
+    Request,
+    check_heads,
+    check_least,
+    check_names,
+    check_positive,
+)
 from wavemare.errors import ConfigError
 
 __all__ = [
@@ -154,9 +161,7 @@ class WhaleRequest(Size):
             raise ConfigError("--factor", self.factor, reason, "Give 1 or more")
         if not 0 < self.load <= 1:
             raise ConfigError("--load", self.load, "it is no part of the cores", "Give up to 1")
-        if self.hidden % self.heads:
-            reason = f"{self.heads} heads cannot share it equally"
-            raise ConfigError("--hidden", self.hidden, reason, "Give a multiple of --heads")
+        check_heads(self.hidden, self.heads)
 
     def cluster_jobs(self, cores: int) -> Iterator[tuple[str, WhaleJob]]:
         """Yield the clusters for `CHOICE`, each with a job of its devices.

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from wavemare.bench.picture import drawing
-from wavemare.bench.table import cell, new_table
+from wavemare.bench.table import add_numbers, cell, new_table, with_ends
 from wavemare.bench.whale.request import CHOICE, PLANNED, SHARES
 
 __all__ = ["plot", "result_table"]
@@ -30,10 +30,8 @@ def result_table(result: Mapping[str, Any]) -> Table:
     for heading in ("part", "devices", "system"):
         table.add_column(heading, no_wrap=True)
     table.add_column("shares or cuts")
-    for heading in ("ms", "predicted", "ratio", "ideal", "of it"):
-        table.add_column(heading, justify="right")
-    rows = result["rows"]
-    for row, following in zip(rows, [*rows[1:], None], strict=True):
+    add_numbers(table, ("ms", "predicted", "ratio", "ideal", "of it"))
+    for row, ends in with_ends(result["rows"], _group):
         table.add_row(
             _kind(row),
             " ".join(f"{share:.2f}" for share in row["devices"]),
@@ -44,7 +42,7 @@ def result_table(result: Mapping[str, Any]) -> Table:
             f"{row['ratio']:.3f}",
             f"{row['ideal']:.3f}",
             f"{row['bound_fraction']:.1%}",
-            end_section=following is not None and _group(row) != _group(following),
+            end_section=ends,
         )
     return table
 

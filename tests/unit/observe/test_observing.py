@@ -1,15 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which steps are noted, and what a rank leaves of them."""
+"""Noting steps is no reason for a training to end, and ends with the step that fails."""
 
+import errno
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from wavemare.engine.trace import StepTrace
 from wavemare.engine.watchdog.progress import PROGRESS
 from wavemare.observe.events import Events, read_events
-from wavemare.recipes.observing import Observing
+from wavemare.observe.observing import Observing
 from wavemare.report.traces import read_traces
+
+STEPS = {"first_step": 1, "last_step": 3, "settled": 0}
+
+
+def test_a_step_that_raises_is_followed_no_longer(tmp_path: Path) -> None:
+    observing = Observing(Events(tmp_path, rank=0), tmp_path, 0, trace_steps=3, **STEPS)
+    with observing.step(1, None):
+        assert PROGRESS.follower is not None
+    with pytest.raises(ValueError, match="bad batch"), observing.step(2, None):
+        raise ValueError("bad batch")
+    assert PROGRESS.follower is None
+    with observing.step(3, None):
+        pass
+    observing.events.close()
+    assert not (tmp_path / "timeline").exists()
+
+
+def test_a_trace_that_cannot_be_written_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def save(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "timeline"))
+
+    monkeypatch.setattr(StepTrace, "save", save)
+    observing = Observing(Events(tmp_path, rank=0), tmp_path, 0, trace_steps=3, **STEPS)
+    for step in (1, 2, 3):
+        with observing.step(step, SimpleNamespace(stage_id=0)), PROGRESS.doing("train_batch"):
+            pass
+    observing.events.close()
+    assert PROGRESS.follower is None
+    (warning,) = [r.getMessage() for r in caplog.records if r.name == "wavemare"]
+    assert f"{tmp_path / 'timeline'} cannot be written (No space left on device)" in warning
 
 
 def train(folder: Path, *, first: int, last: int, trace_steps: int, settled: int = 0) -> None:

@@ -11,11 +11,14 @@ from typing import Any
 
 from wavemare.engine.trace import StepTrace
 from wavemare.observe.events import Events
+from wavemare.observe.lines import go_without
 
 __all__ = ["Observing"]
 
 _SETTLING = 10
 """Steps before the noted ones: the first ones take longer."""
+_STEP = "train_batch"
+"""How engines that train whole steps tell of one, and how a report knows it."""
 
 
 class Observing:
@@ -58,13 +61,36 @@ class Observing:
             self._trace = StepTrace()
             self._trace.begin()
         self.events.step = step
-        yield
+        try:
+            if self._trace is None:
+                yield
+            else:
+                with _whole_step(self._trace):
+                    yield
+        except BaseException:
+            self.drop()  # whoever catches it may train on, and would be followed for ever
+            raise
         # Whoever has trained a step did so with rank 0, which had prepared the folder before.
         self.events.open()
-        if step == self._end and self._trace is not None:
+        if step == self._end:
+            self.end(engine)
+
+    def end(self, engine: Any) -> None:
+        """Write the steps that are being noted, if any are, and note no more."""
+        if self._trace is None:
+            return
+        trace, self._trace = self._trace, None
+        trace.end()
+        stage = int(getattr(engine, "stage_id", 0))
+        try:
+            trace.save(self._folder, rank=self._rank, stage=stage, first_step=self._begin)
+        except OSError as error:
+            go_without(self._folder, error)
+
+    def drop(self) -> None:
+        """Forget the steps that are being noted, and note no more."""
+        if self._trace is not None:
             self._trace.end()
-            stage = int(getattr(engine, "stage_id", 0))
-            self._trace.save(self._folder, rank=self._rank, stage=stage, first_step=self._begin)
             self._trace = None
 
     def note_memory(self, step: int) -> int:
@@ -90,3 +116,14 @@ class Observing:
         start = time.perf_counter()
         yield
         self.events.note("checkpoint", step, tag=tag, seconds=time.perf_counter() - start)
+
+
+@contextmanager
+def _whole_step(trace: StepTrace) -> Iterator[None]:
+    """Note what is done inside as a step, unless the engine tells of one itself."""
+    before = len(trace.spans)
+    trace.enter(_STEP)
+    yield
+    trace.leave()
+    if any(what == _STEP for what, *_ in trace.spans[before:-1]):
+        trace.spans.pop()  # of the loop around the engine's own

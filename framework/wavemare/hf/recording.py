@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The run folder of a Hugging Face Trainer's run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from wavemare.observe.recording import Recording
+
+__all__ = ["RecordingCallback"]
+
+_LEARNING = ("loss", "learning_rate", "grad_norm")
+_EVALUATED = "eval_"
+
+
+class RecordingCallback(TrainerCallback):
+    """Writes what ``wavemare report`` reads of a Trainer, to which it is added.
+
+    ``trainer.add_callback(RecordingCallback(trainer, "runs/mine"))`` serves `wavemare.hf.Trainer`
+    and transformers' own. Losses and rates are those that the Trainer logs, every
+    ``logging_steps``; the speed needs ``include_num_input_tokens_seen``.
+
+    Args:
+        trainer: Which is followed.
+        folder: The run's, which holds nothing else: not ``output_dir``.
+        trace_steps: How many steps of our engines are noted action by action; 0 for none.
+    """
+
+    def __init__(self, trainer: Any, folder: str | Path, *, trace_steps: int = 4) -> None:
+        self._trainer = trainer
+        self._folder = folder
+        self._trace_steps = trace_steps
+        self._recording: Recording | None = None
+        self._running = False
+        self._step = ExitStack()
+        self._tokens = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Prepare the folder; the engine is built and has loaded its checkpoint."""
+        if self._running and self._recording is not None:  # an exception had ended it
+            self._recording.end(finished=False)
+        self._recording, self._running, self._step = None, False, ExitStack()
+        if state.global_step >= state.max_steps:
+            return
+        self._tokens = state.num_input_tokens_seen
+        self._recording = Recording(
+            self._folder,
+            self._trainer.deepspeed,
+            steps=state.max_steps,
+            done=state.global_step,
+            arguments=args.to_sanitized_dict(),
+            trace_steps=self._trace_steps,
+        )
+        self._recording.begin()
+        self._running = True
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Follow the step."""
+        if self._recording is not None:
+            self._step.enter_context(self._recording.step(state.global_step + 1))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note its tokens, which the Trainer counts if it is asked to."""
+        if self._recording is not None:
+            self._recording.tokens = state.num_input_tokens_seen - self._tokens
+            self._tokens = state.num_input_tokens_seen
+            self._step.close()
+
+    def on_log(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        logs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write a line of what the Trainer logs of training; keep what it says of all of it."""
+        if self._recording is None or logs is None:
+            return
+        if "loss" in logs:
+            known = {name: float(logs[name]) for name in _LEARNING if logs.get(name) is not None}
+            self._recording.log(state.global_step, **known)
+        if "train_loss" in logs:
+            self._recording.results.update(logs)
+
+    def on_evaluate(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        metrics: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write a line of what was measured on held-out data, also after the training."""
+        if self._recording is None:
+            return
+        found = {
+            name.removeprefix(_EVALUATED): float(value)
+            for name, value in (metrics or {}).items()
+            if name.startswith(_EVALUATED) and isinstance(value, int | float)
+        }
+        if "loss" in found:
+            found["held_out_loss"] = found.pop("loss")
+        self._recording.run.log(state.global_step, **found)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write the summary."""
+        if self._running and self._recording is not None:
+            self._recording.end(finished=True)
+            self._running = False
