@@ -200,7 +200,7 @@ def _encoded(
                 done, future = waiting.popleft()
                 yield done, future.result()
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
 
 
 def _batches(documents: Sequence[Document], first: int) -> Iterator[tuple[int, list[str]]]:
