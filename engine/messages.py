@@ -8,6 +8,7 @@ are sent anyway, so that no rank waits for anything else.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -173,8 +174,13 @@ def _checksum(layout: Layout, message: Tensor) -> int:
     return checksum([contents[: place.start], contents[place.stop :]])
 
 
+_left_behind: list[deque[tuple[Tensor, Any]]] = []
+"""What was under way when its `Outbox` went: gloo drops a message that nobody holds, and the
+receiver, which may be behind, would wait for it for ever. At most ``slots`` of each."""
+
+
 class Outbox:
-    """Sends to one rank without waiting.
+    """Sends to one rank without waiting; what is under way arrives also if the outbox goes.
 
     Args:
         rank: The receiver's global rank.
@@ -187,6 +193,7 @@ class Outbox:
         self._group = group
         self._slots = slots
         self._under_way: deque[tuple[Tensor, Any]] = deque()
+        weakref.finalize(self, _leave_behind, self._under_way).atexit = False
 
     def send(self, message: Tensor) -> None:
         """Send a message, which must not be changed any more."""
@@ -199,6 +206,11 @@ class Outbox:
         """Wait until all messages have gone."""
         while self._under_way:
             self._under_way.popleft()[1].wait()
+
+
+def _leave_behind(under_way: deque[tuple[Tensor, Any]]) -> None:
+    if under_way:
+        _left_behind.append(under_way)
 
 
 class Inbox:

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank that sends and forgets, and one that receives late."""
+
+import gc
+import time
+
+import torch
+from common import leave
+from torch import distributed
+
+from wavemare.engine import init_distributed
+from wavemare.engine.messages import Inbox, Outbox
+
+BYTES = 2**26  # more than sockets hold
+
+if __name__ == "__main__":
+    init_distributed()
+    rank = distributed.get_rank()
+    group = distributed.new_group([0, 1])
+    result = None
+    if rank == 0:
+        Outbox(1, group, 2).send(torch.full((BYTES,), 7, dtype=torch.uint8))
+        gc.collect()
+    else:
+        time.sleep(1)
+        inbox = Inbox(0, group, torch.device("cpu"))
+        inbox.post(BYTES)
+        result = bool((inbox.take() == 7).all())
+    distributed.barrier()
+    leave(result)
