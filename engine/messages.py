@@ -8,10 +8,14 @@ are sent anyway, so that no rank waits for anything else.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -34,6 +38,7 @@ __all__ = [
 
 _ALIGNMENT = 64  # bytes; a view of another type must begin at a multiple of its size
 _NUMBER = 8  # bytes of a float64
+_EXIT_S = 60.0  # for what is under way when the process ends
 _DTYPES = (
     torch.float32,
     torch.bfloat16,
@@ -178,9 +183,14 @@ _left_behind: list[deque[tuple[Tensor, Any]]] = []
 """What was under way when its `Outbox` went: gloo drops a message that nobody holds, and the
 receiver, which may be behind, would wait for it for ever. At most ``slots`` of each."""
 
+_outboxes: weakref.WeakSet[Outbox] = weakref.WeakSet()
+
 
 class Outbox:
-    """Sends to one rank without waiting; what is under way arrives also if the outbox goes.
+    """Sends to one rank without waiting.
+
+    What is under way arrives also if the outbox goes, or the process by the interpreter's end,
+    which waits for it up to a minute.
 
     Args:
         rank: The receiver's global rank.
@@ -193,6 +203,7 @@ class Outbox:
         self._group = group
         self._slots = slots
         self._under_way: deque[tuple[Tensor, Any]] = deque()
+        _outboxes.add(self)
         weakref.finalize(self, _leave_behind, self._under_way).atexit = False
 
     def send(self, message: Tensor) -> None:
@@ -211,6 +222,16 @@ class Outbox:
 def _leave_behind(under_way: deque[tuple[Tensor, Any]]) -> None:
     if under_way:
         _left_behind.append(under_way)
+
+
+@atexit.register
+def _flush_at_exit() -> None:
+    """Give receivers that are behind the time to take what was sent, unless they have gone."""
+    until = time.monotonic() + _EXIT_S
+    for under_way in [*_left_behind, *(outbox._under_way for outbox in _outboxes)]:
+        with contextlib.suppress(RuntimeError):  # the receiver has gone, or does not take it
+            for _, work in under_way:
+                work.wait(timedelta(seconds=max(until - time.monotonic(), 0.001)))
 
 
 class Inbox:

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between stages whose sender has gone on."""
 
+import pytest
 
-def test_what_a_dropped_outbox_has_sent_arrives(launch):
-    """As at the end of an engine on a stage that is ahead of its neighbour."""
-    finished = launch("messages.py", timeout=60).check()
+
+@pytest.mark.parametrize("then", ["go on", "end"])
+def test_what_a_stage_has_sent_arrives_whatever_it_does_next(launch, then):
+    """As at the end of an engine, or of a process, on a stage that is ahead of its neighbour."""
+    finished = launch("messages.py", then, timeout=60).check()
     assert finished.result(1) is True

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank that sends and forgets, and one that receives late."""
+"""A rank that sends and goes on or ends, and one that receives late."""
 
 import gc
+import sys
 import time
 
 import torch
@@ -17,14 +18,16 @@ if __name__ == "__main__":
     init_distributed()
     rank = distributed.get_rank()
     group = distributed.new_group([0, 1])
-    result = None
+    result, ends = None, sys.argv[2:] == ["end"]
     if rank == 0:
-        Outbox(1, group, 2).send(torch.full((BYTES,), 7, dtype=torch.uint8))
-        gc.collect()
+        outbox = Outbox(1, group, 2)
+        outbox.send(torch.full((BYTES,), 7, dtype=torch.uint8))
+        if not ends:
+            del outbox
+            gc.collect()
     else:
         time.sleep(1)
         inbox = Inbox(0, group, torch.device("cpu"))
         inbox.post(BYTES)
         result = bool((inbox.take() == 7).all())
-    distributed.barrier()
-    leave(result)
+    leave(result, part=not ends)
