@@ -180,7 +180,7 @@ class BackgroundSave:
 
 
 def _give_back_memory() -> None:
-    """Let the C library return what the copies have left free between what still lives.
+    """Let the C library return what pickling has left free between what still lives.
 
     Otherwise a process keeps more of such holes now and then (docs/results/soak.md).
     """

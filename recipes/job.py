@@ -27,6 +27,7 @@ from wavemare.engine.launch import (
 from wavemare.engine.restart import restart_count
 from wavemare.errors import CheckpointError, ConfigError, DataError
 from wavemare.observe import Events, Run, Screen, live_facts, quiet_libraries
+from wavemare.observe.engine_facts import EngineFacts
 from wavemare.observe.observing import Observing
 from wavemare.recipes.arguments import JobArguments
 from wavemare.recipes.balancing import Balancing
@@ -85,7 +86,6 @@ class Job:
                 "the ranks of a recipe read equally many micro-batches",
                 f"Use {SECTION}.balance.shares",
             )
-        self.stages = self.section.pipeline.stages
         replicas = self.world_size // self.section.model_ranks
         if restart_count():
             adapt_accumulation(self.config, replicas)
@@ -140,7 +140,7 @@ class Job:
     @property
     def checkpoints(self) -> Path:
         """Folder of the checkpoints."""
-        return self.run.folder / "checkpoints"
+        return self.run.checkpoints
 
     @property
     def exported(self) -> Path:
@@ -187,7 +187,7 @@ class Job:
         from wavemare.models import tied_weights
 
         self.sequence_length = sequence_length
-        unties = self.stages > 1 and self.section.pipeline.unties
+        unties = self.section.pipeline.stages > 1 and self.section.pipeline.unties
         copies = sum(t.num_parameters for t in tied_weights(model)) if unties else 0
         self.num_parameters = sum(p.numel() for p in model.parameters()) + copies
         panel = start_up_panel(
@@ -207,25 +207,14 @@ class Job:
         if plan is not None:
             self.note(str(plan))
         self.engine, *_ = wavemare.initialize(model=model, config=self.config)
+        self.engine_facts = EngineFacts(self.engine)
+        self.batch = self.engine_facts.batch  # annotations may have decided it
         if plan is None and self.engine.parallel_plan is not None:
             self.note(str(self.engine.parallel_plan))
         # Dropout must differ between ranks, which hold other samples or other layers, unless they
         # share layers.
-        place = self.rank // self._splits()
+        place = self.rank // self.engine_facts.tensor_parallel
         torch.manual_seed(self.arguments.seed + 1 + place)
-
-    def _splits(self) -> int:
-        """Take over what annotations have decided; return how many ranks share every layer."""
-        plan = self.engine.parallel_plan
-        if plan is None:
-            return self.section.tensor_parallel.size
-        self.stages = plan.stages
-        self.batch = {
-            "train_batch_size": plan.global_batch,
-            "train_micro_batch_size_per_gpu": plan.micro_batch,
-            "gradient_accumulation_steps": plan.micro_steps,
-        }
-        return int(plan.tensor_parallel)
 
     @property
     def num_samples(self) -> int:
@@ -284,17 +273,14 @@ class Job:
 
     def _open_run(self) -> None:
         """Prepare the run folder: an older run that is not resumed moves aside, whole."""
-        if self.arguments.resume:
-            self.run.truncate_after(self.first_step)
-        elif self.checkpoints.exists() or self.run.metrics_file.exists():
-            older = self.run.set_aside()
+        older = self.run.begin(done=self.first_step if self.arguments.resume else None)
+        if older is not None:
             self.note(f"the older run is now {older}")
         self.run.write_config(
             {
                 "arguments": asdict(self.arguments),
                 "deepspeed": self.config,
-                "batch": self.batch,
-                SECTION: self.section.model_dump(mode="json"),
+                **self.engine_facts.configuration(),
             },
             world_size=self.world_size,
         )
@@ -326,7 +312,7 @@ class Job:
         observing = self._observe()
         with interruption, bar as progress:
             for step in range(self.first_step + 1, arguments.max_steps + 1):
-                rate = engine.optimizer.param_groups[0]["lr"]  # the next one after the step
+                rate = self.engine_facts.learning_rate  # the next one after the step
                 with observing.step(step, engine):
                     losses.append(engine.train_batch(loader))
                 if step < arguments.max_steps and interruption.stops_after(step):
@@ -337,12 +323,11 @@ class Job:
                     # Reading a loss waits for the device: not every step.
                     loss = float(sum(losses) / len(losses))
                     losses.clear()
-                    self._log(step, loss, rate, progress.tokens_per_second)
-                    memory = observing.note_memory(step)
+                    figures = self.engine_facts.line(rate, progress.tokens_per_second)
+                    self.run.log(step, loss=loss, **figures)
+                    memory, warnings = observing.note_memory(step), self.events.warnings
                     facts = live_facts(
-                        engine.step_metrics(),
-                        memory_bytes=memory,
-                        warnings=self.events.warnings,
+                        engine.step_metrics(), memory_bytes=memory, warnings=warnings
                     )
                 if loss is not None or shown is None:
                     shown = loss if loss is not None else float(losses[-1])
@@ -369,8 +354,6 @@ class Job:
             self.tokens_per_second = tokens * steps / (self.seconds - evaluating)
 
     def _observe(self) -> Observing:
-        warmup = self.section.pipeline.pipemare.warmup_steps
-        asynchronous = self.stages > 1 and self.section.pipeline.schedule == "pipemare"
         return Observing(
             self.events,
             self.run.folder,
@@ -378,28 +361,16 @@ class Job:
             trace_steps=self.arguments.trace_steps,
             first_step=self.first_step + 1,
             last_step=self.arguments.max_steps,
-            settled=warmup + self.stages if asynchronous else 0,
+            settled=self.engine_facts.settled,
         )
 
     def _stop(self, step: int) -> NoReturn:
         """Write what an early stop leaves beside its checkpoint, and end the process."""
         results = {"stopped_after": step, "training seconds": round(self.seconds)}
-        self.run.summary({"results": results, "layout": self._layout()})
+        self.run.summary({"results": results, "layout": self.engine_facts.layout()})
         self.note(f"stopped by SIGTERM after step {step}; resume with --resume")
         self._part()
         raise SystemExit(0)
-
-    def _log(self, step: int, loss: float, rate: float, tokens_per_second: float | None) -> None:
-        norm = self.engine.get_global_grad_norm()
-        self.run.log(
-            step,
-            loss=loss,
-            learning_rate=rate,
-            grad_norm=None if norm is None else float(norm),
-            tokens_per_second=tokens_per_second,
-            samples=self.engine.global_samples,
-            **self.engine.step_metrics(),
-        )
 
     def _save(self, loader: Any, step: int) -> None:
         state = {"loader": loader.state_dict()}
@@ -470,7 +441,7 @@ class Job:
             "training seconds": round(self.seconds),
             "tokens per second": round(self.tokens_per_second or 0),
         }
-        self.run.summary({"results": figures, "layout": self._layout()})
+        self.run.summary({"results": figures, "layout": self.engine_facts.layout()})
         if self.rank == 0:
             self.note(f"\n{use()}\n")
         rows = [(name, f"{v:.4f}" if isinstance(v, float) else v) for name, v in figures.items()]
@@ -486,15 +457,6 @@ class Job:
         self.events.close()
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()  # its threads must not outlive the interpreter
-
-    def _layout(self) -> dict[str, object]:
-        return {
-            "processes": self.world_size,
-            "stages": self.stages,
-            "schedule": self.section.pipeline.schedule if self.stages > 1 else "data parallel",
-            "zero_stage": int(self.engine.zero_optimization_stage()),
-            **self.batch,
-        }
 
 
 def resolve_schedule(config: dict[str, Any], steps: int, warmup: int) -> dict[str, Any]:

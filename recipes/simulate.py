@@ -176,8 +176,9 @@ class Simulation:
         self._text = text
         self._screen = Screen(rank=0)
         self._run = Run(Path(arguments.output), rank=0)
-        if self._run.metrics_file.exists():
-            self._screen.note(f"the older run is now {self._run.set_aside()}")
+        older = self._run.begin(done=None)
+        if older is not None:
+            self._screen.note(f"the older run is now {older}")
         self._run.write_config({"arguments": asdict(arguments), "deepspeed": config}, world_size=1)
 
     def run(self, train: Any, held_out: Any) -> None:

@@ -215,6 +215,26 @@ def launch_cases(launch_once: Callable[..., list[Any]]) -> Callable[..., list[An
     return run
 
 
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Mount a file system of so many KiB in the test's folder."""
+    mounted: list[Path] = []
+
+    def mount(kib: int, name: str = "disk") -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        words = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(folder)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"needs root, to mount a small file system: {done.stderr.strip()}")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
 def _wait(processes: Sequence[Rank], timeout: float) -> frozenset[int]:
     """Wait for all; if one fails or time runs out, end the others soon, and return which."""
     deadline = time.monotonic() + timeout

@@ -163,7 +163,7 @@ def words_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
         if "mpi" in launcher:
             mpi = describe_mpi()
             if mpi.launcher is None or mpi.flavour is None or not mpi.launcher_matches:
-                pytest.skip(f"no MPI with its mpirun: {mpi.problem or mpi}")
+                pytest.skip(f"needs MPI and its mpirun (the extra 'mpi'): {mpi.problem or mpi}")
             if mpi.flavour == "Open MPI" and found[0] == "mpirun":
                 found = ["mpirun", "--oversubscribe", *found[1:]]
         return found

@@ -5,9 +5,11 @@ Pages whose blocks have titles are tutorials: blocks are files, changes of files
 are taken from top to bottom.
 """
 
+import importlib
 import json
 import os
 import re
+import shlex
 import socket
 import sys
 import tomllib
@@ -18,8 +20,13 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+import typer
+from typer.core import TyperGroup
 
+from wavemare.cli import app
+from wavemare.cli.recipes import find_recipe
 from wavemare.data import train_tokenizer
+from wavemare.recipes.arguments import parse_arguments
 from wavemare.report import read_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -146,6 +153,27 @@ def test_the_page_of_performance_names_the_commands_of_its_data():
         "torchrun --nproc-per-node 2 -m wavemare.bench.checkpoints FOLDER",
         "wavemare bench pipeline",
     ]
+
+
+OURS = [line for line in COMMANDS if re.match(r"wavemare .", line) and ">" not in line]
+
+
+@pytest.mark.parametrize("line", [pytest.param(line, id=line[:90]) for line in OURS])
+def test_a_command_has_options_that_exist(line, monkeypatch):
+    """Those of the slow commands too; what values mean to each other is seen when they run."""
+    command, words = typer.main.get_command(app), shlex.split(line)[1:]
+    while isinstance(command, TyperGroup):
+        name, *words = words
+        command = command.commands[name]
+    context = command.make_context(name, words)
+    if name in ("train", "simulate"):
+        recipe = find_recipe(context.params["recipe"])
+        own = name == "train"
+        module = importlib.import_module(recipe.module if own else "wavemare.recipes.simulate")
+        of = recipe.task if own else recipe.area
+        kind = getattr(module, f"{of.capitalize()}Arguments")
+        monkeypatch.setattr(sys, "argv", [name, "--deepspeed_config", "x.json", *context.args])
+        parse_arguments(kind)
 
 
 @pytest.fixture

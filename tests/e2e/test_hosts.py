@@ -156,9 +156,9 @@ def cluster(tmp_path_factory):
 def needs_mpi(flavour=None):
     mpi = describe_mpi()
     if mpi.launcher is None or mpi.flavour is None or not mpi.launcher_matches:
-        pytest.skip(f"no MPI with its mpirun: {mpi.problem or mpi}")
+        pytest.skip(f"needs MPI and its mpirun (the extra 'mpi'): {mpi.problem or mpi}")
     if flavour not in (None, mpi.flavour):
-        pytest.skip(f"the MPI here is {mpi.flavour}")
+        pytest.skip(f"needs {flavour}; the MPI here is {mpi.flavour}")
 
 
 def words_of(launcher, cluster):

@@ -60,9 +60,11 @@ def write_texts(folder):
 def examples(tmp_path):
     """A folder with what the page's commands need; transformers' scripts have one line more."""
     if EXAMPLES is None:
-        pytest.skip("WAVEMARE_TRANSFORMERS_EXAMPLES names no folder of transformers' examples")
+        pytest.skip(
+            "needs a clone of transformers; WAVEMARE_TRANSFORMERS_EXAMPLES names its examples"
+        )
     if importlib.util.find_spec("evaluate") is None:
-        pytest.skip("transformers' examples need the package evaluate")
+        pytest.skip("transformers' examples need the package evaluate (pip install evaluate)")
     for name in SCRIPTS:
         (source,) = Path(EXAMPLES).rglob(name)
         first, _, rest = source.read_text().partition("\n")

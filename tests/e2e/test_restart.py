@@ -190,7 +190,7 @@ def test_a_lost_supervisor_leaves_a_smaller_job(
     words = ["wavemare", "train", "gpt", "--config", recipe_config("gpt/pretrain", "zero")]
     found = words_of("mpirun")
     if "--oversubscribe" not in found:
-        pytest.skip("ULFM is Open MPI's")
+        pytest.skip("needs the ULFM of Open MPI (make test-openmpi)")
     mpirun = [found[0], "--with-ft", "ulfm", *found[1:-1], BIN / words[0], *words[1:]]
     parted = tmp_path / "parted"
     options = [*mpirun, "--max-restarts", 1, *small_options("gpt", parted, **OPTIONS)]

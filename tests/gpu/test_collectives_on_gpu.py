@@ -4,7 +4,9 @@
 import pytest
 import torch
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs an NVIDIA GPU (make test-gpu)"
+)
 
 MODES = ["ordered", "pushpull", "allgather"]
 

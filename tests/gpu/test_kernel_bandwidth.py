@@ -9,7 +9,9 @@ from statistics import median
 import pytest
 import torch
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs an NVIDIA GPU (make test-gpu)"
+)
 
 MEGABYTES = 400
 BLOCK = 256

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs an NVIDIA GPU (make test-gpu)"
+)
 
 UNIT_TESTS = Path(__file__).parents[1] / "unit"
 PROGRAM = UNIT_TESTS / "comm" / "kernels" / "programs" / "triton_cases.py"

@@ -104,7 +104,7 @@ def _run_by_mpirun(
 ) -> tuple[int, str]:
     info = mpi()
     if info.launcher is None or info.flavour is None or not info.launcher_matches:
-        pytest.skip(f"no MPI with its mpirun: {info.problem or info}")
+        pytest.skip(f"needs MPI and its mpirun (the extra 'mpi'): {info.problem or info}")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     if info.flavour == "Open MPI":
         options = [*options, "--oversubscribe", "--bind-to", "none"]

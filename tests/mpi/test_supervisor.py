@@ -100,7 +100,7 @@ def test_the_last_attempt_is_what_all_leave_with(supervised, restarts, fault, co
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_lost_supervisor_leaves_fewer_ranks(supervised, open_mpi, victim):
     if not open_mpi:
-        pytest.skip("ULFM is Open MPI's")
+        pytest.skip("needs the ULFM of Open MPI (make test-openmpi)")
     job, attempts = supervised(1, "supervisor", victim, options=["--with-ft", "ulfm"])
     job.check()
     assert [len(attempt) for attempt in attempts] == [3, 2]
@@ -112,7 +112,7 @@ def test_a_lost_supervisor_leaves_fewer_ranks(supervised, open_mpi, victim):
 
 def test_without_restarts_a_lost_supervisor_ends_all(supervised, open_mpi):
     if not open_mpi:
-        pytest.skip("ULFM is Open MPI's")
+        pytest.skip("needs the ULFM of Open MPI (make test-openmpi)")
     job, attempts = supervised(0, "supervisor", options=["--with-ft", "ulfm"])
     assert job.code == 137
     assert len(attempts) == 1

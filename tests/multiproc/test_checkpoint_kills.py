@@ -56,8 +56,9 @@ def test_six_kills_leave_the_last_complete_checkpoint(launch, tmp_path):
 def check_saved(work, kills):
     saved = [line for line in (work / "journal").read_text().split("\n") if "saved" in line]
     assert len(saved) > kills  # each attempt notes what it found, and some have saved more
-    for folder in (work / "checkpoints").glob(f"*/{MANIFEST}"):
-        assert folder.parent.name in complete_tags(work / "checkpoints")
+    listed = {path.parent.name for path in (work / "checkpoints").glob(f"*/{MANIFEST}")}
+    assert listed
+    assert listed == set(complete_tags(work / "checkpoints"))
 
 
 @pytest.mark.world_size(2)

@@ -64,9 +64,14 @@ def test_what_a_test_leaves_is_found(tmp_path):
     (tmp_path / "conftest.py").write_text(source.replace("GRACE_S = 5.0", "GRACE_S = 2.0"))
     (tmp_path / "test_leaks.py").write_text(LEAKS)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rE", tmp_path]
-    environment = {**os.environ, "COLUMNS": "500"}
     ended = subprocess.run(
-        command, check=False, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
+        command,
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, "COLUMNS": "500"},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=200,
     )
     found = [line for line in ended.stdout.splitlines() if line.startswith("ERROR ")]
     assert "5 passed, 4 errors" in ended.stdout, ended.stdout

@@ -111,7 +111,7 @@ def test_ranks_have_torchruns_variables_and_none_of_another_job(tmp_path, pair, 
 @pytest.mark.parametrize("library", ["gloo", "mpi"])
 def test_what_ranks_exchange_goes_over_the_links_at_their_speed(tmp_path, library):
     if library == "mpi" and describe_mpi().flavour is None:
-        pytest.skip("no MPI is installed")
+        pytest.skip("needs MPI (the extra 'mpi')")
     launcher = "mpirun" if library == "mpi" else "torch"
     rates = (200.0, None) if library == "mpi" else (200.0,)  # importing torch takes its time
     command = [*EXCHANGE, str(tmp_path), library]
@@ -139,7 +139,7 @@ def test_what_ranks_exchange_goes_over_the_links_at_their_speed(tmp_path, librar
 @pytest.mark.parametrize("way", ["gather", "scatter"])
 def test_one_host_with_many_peers_has_its_links_speed_and_no_more(tmp_path, way):
     if describe_mpi().flavour is None:
-        pytest.skip("no MPI is installed")
+        pytest.skip("needs MPI (the extra 'mpi')")
     command = [*EXCHANGE, str(tmp_path), f"mpi_{way}"]
     with Laboratory(3, 800.0) as laboratory:
         code = laboratory.run_ranks(command, timeout_s=60, launcher="mpirun", logs=tmp_path)

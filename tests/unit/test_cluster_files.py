@@ -23,6 +23,7 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text()
 COMPOSE = yaml.safe_load((CLUSTER / "compose.yaml").read_text())
 BATCH_SCRIPTS = sorted(CLUSTER.glob("*.sbatch"))
 BIN = Path(sys.executable).parent
+NO_VALIDATOR = "kubernetes-validate is not installed (the extra 'cluster')"
 
 
 def tool(name, package):
@@ -153,7 +154,7 @@ def test_a_broken_mpijob_is_caught(path, value, problem):
 
 @pytest.mark.parametrize("name", ["mpijob.yaml", "torchrun-job.yaml"])
 def test_kubernetes_takes_the_other_documents(name):
-    validator = pytest.importorskip("kubernetes_validate")
+    validator = pytest.importorskip("kubernetes_validate", reason=NO_VALIDATOR)
     for document in documents(name):
         if document["kind"] != "MPIJob":
             validator.validate(document, "1.28", strict=True)
@@ -161,7 +162,7 @@ def test_kubernetes_takes_the_other_documents(name):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_kubernetes_takes_the_pods(name):
-    validator = pytest.importorskip("kubernetes_validate")
+    validator = pytest.importorskip("kubernetes_validate", reason=NO_VALIDATOR)
     pod = {
         "apiVersion": "v1",
         "kind": "Pod",

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from wavemare.observe.recording import Recording
 
@@ -23,7 +25,8 @@ class RecordingCallback(TrainerCallback):
 
     ``trainer.add_callback(RecordingCallback(trainer, "runs/mine"))`` serves `wavemare.hf.Trainer`
     and transformers' own. Losses and rates are those that the Trainer logs, every
-    ``logging_steps``; the speed needs ``include_num_input_tokens_seen``.
+    ``logging_steps``; the speed needs ``include_num_input_tokens_seen``. Checkpoints are those in
+    ``output_dir``.
 
     Args:
         trainer: Which is followed.
@@ -39,6 +42,7 @@ class RecordingCallback(TrainerCallback):
         self._running = False
         self._step = ExitStack()
         self._tokens = 0
+        self._called = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Prepare the folder; the engine is built and has loaded its checkpoint."""
@@ -55,6 +59,7 @@ class RecordingCallback(TrainerCallback):
             done=state.global_step,
             arguments=args.to_sanitized_dict(),
             trace_steps=self._trace_steps,
+            checkpoints=args.output_dir,
         )
         self._recording.begin()
         self._running = True
@@ -70,6 +75,7 @@ class RecordingCallback(TrainerCallback):
             self._recording.tokens = state.num_input_tokens_seen - self._tokens
             self._tokens = state.num_input_tokens_seen
             self._step.close()
+        self._called = time.perf_counter()
 
     def on_log(
         self,
@@ -87,6 +93,7 @@ class RecordingCallback(TrainerCallback):
             self._recording.log(state.global_step, **known)
         if "train_loss" in logs:
             self._recording.results.update(logs)
+        self._called = time.perf_counter()
 
     def on_evaluate(
         self,
@@ -107,6 +114,13 @@ class RecordingCallback(TrainerCallback):
         if "loss" in found:
             found["held_out_loss"] = found.pop("loss")
         self._recording.run.log(state.global_step, **found)
+        self._called = time.perf_counter()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note how long the training waited; the Trainer saves after all else that a step has."""
+        if self._recording is not None:
+            step, tag = state.global_step, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            self._recording.saved(step, tag, seconds=time.perf_counter() - self._called)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the summary."""

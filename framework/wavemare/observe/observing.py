@@ -115,7 +115,11 @@ class Observing:
         """Note how long the training waits for a checkpoint, which is saved inside."""
         start = time.perf_counter()
         yield
-        self.events.note("checkpoint", step, tag=tag, seconds=time.perf_counter() - start)
+        self.saved(step, tag, seconds=time.perf_counter() - start)
+
+    def saved(self, step: int, tag: str, *, seconds: float) -> None:
+        """Note how long the training has waited for a checkpoint."""
+        self.events.note("checkpoint", step, tag=tag, seconds=seconds)
 
 
 @contextmanager

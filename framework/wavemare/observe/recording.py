@@ -10,9 +10,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from wavemare.engine.config_shape import SECTION
 from wavemare.engine.launch import environment_rank, environment_world_size
 from wavemare.errors import ConfigError
+from wavemare.observe.engine_facts import EngineFacts
 from wavemare.observe.events import Events
 from wavemare.observe.observing import Observing
 from wavemare.observe.run import Run
@@ -38,6 +38,7 @@ class Recording:
         arguments: Options of the script, for ``config.json``.
         tokens: Of an optimizer step over all ranks, for the speed; None if they are not known.
         trace_steps: How many steps are noted action by action; 0 for none.
+        checkpoints: Folder of the checkpoints, if it is not ``checkpoints`` in the run's.
 
     Attributes:
         run: The folder; its `Run.log` takes what is measured between steps, such as
@@ -59,6 +60,7 @@ class Recording:
         arguments: Mapping[str, Any] | None = None,
         tokens: int | None = None,
         trace_steps: int = 4,
+        checkpoints: str | Path | None = None,
     ) -> None:
         done = int(getattr(engine, "global_steps", 0)) if done is None else done
         if steps <= done:
@@ -66,9 +68,11 @@ class Recording:
         self.tokens = tokens
         self.results: dict[str, Any] = {}
         self._engine = engine
+        self._facts = EngineFacts(engine)
         self._done = self._step = done
         self._rate: float | None = None
         self._arguments = dict(arguments or {})
+        self._checkpoints = None if checkpoints is None else Path(checkpoints).resolve()
         rank = environment_rank()
         self.run = Run(Path(folder), rank=rank)
         self._events = Events(self.run.folder, rank=rank)
@@ -77,24 +81,11 @@ class Recording:
             self._events,
             self.run.folder,
             rank,
-            trace_steps=trace_steps if self._ours is not None else 0,
+            trace_steps=trace_steps if self._facts.section is not None else 0,
             first_step=done + 1,
             last_step=steps,
-            settled=self._settled(),
+            settled=self._facts.settled,
         )
-
-    @property
-    def _ours(self) -> Any:
-        """The checked section of the engine's configuration; None if the engine is not ours."""
-        return getattr(self._engine, "_sections", None)
-
-    @property
-    def _stages(self) -> int:
-        return int(getattr(self._engine, "num_stages", 1))
-
-    def _settled(self) -> int:
-        asynchronous = self._stages > 1 and self._ours.pipeline.schedule == "pipemare"
-        return self._ours.pipeline.pipemare.warmup_steps + self._stages if asynchronous else 0
 
     def __enter__(self) -> Self:
         """See `begin`."""
@@ -112,10 +103,7 @@ class Recording:
 
     def begin(self) -> None:
         """Prepare the folder, and listen to warnings from now on; ``with`` does it."""
-        if self._done:
-            self.run.truncate_after(self._done)
-        elif self.run.metrics_file.exists():
-            self.run.set_aside()
+        self.run.begin(done=self._done or None)
         self.run.write_config(self._configuration(), world_size=environment_world_size())
         self._events.listen()
         self._speed.start(self._done)
@@ -131,7 +119,7 @@ class Recording:
             self._observing.end(self._engine)  # a loop may have ended before its last step
             seconds = time.perf_counter() - self._started
             results = {"steps": self._step, "training seconds": round(seconds, 3), **self.results}
-            self.run.summary({"results": results, "layout": self._layout()})
+            self.run.summary({"results": results, "layout": self._facts.layout()})
         self._observing.drop()
         self.run.close()
         self._events.close()
@@ -143,8 +131,7 @@ class Recording:
         Args:
             step: Its number, from 1.
         """
-        groups = getattr(getattr(self._engine, "optimizer", None), "param_groups", None)
-        self._rate = float(groups[0]["lr"]) if groups else None  # the next one after the step
+        self._rate = self._facts.learning_rate  # the next one after the step
         with self._observing.step(step, self._engine):
             yield
         self._step = step
@@ -162,13 +149,12 @@ class Recording:
                 ``tokens_per_second`` and those of ``step_metrics``.
         """
         given = {name: value for name, value in metrics.items() if value is not None}
-        self.run.log(step, **{**self._told(), **given})
+        speed = self._speed.tokens_per_second if self.tokens else None
+        self.run.log(step, **{**self._facts.line(self._rate, speed), **given})
         self._observing.note_memory(step)
 
     def saving(self, step: int, tag: str) -> AbstractContextManager[None]:
         """Note how long the training waits for a checkpoint, which is saved inside.
-
-        The report looks for checkpoints in the folder ``checkpoints`` of the run's.
 
         Args:
             step: Optimizer steps done.
@@ -176,44 +162,20 @@ class Recording:
         """
         return self._observing.saving(step, tag)
 
-    def _told(self) -> dict[str, Any]:
-        speed = self._speed.tokens_per_second if self.tokens else None
-        told: dict[str, Any] = {"learning_rate": self._rate, "tokens_per_second": speed}
-        if self._engine is not None:
-            norm = self._engine.get_global_grad_norm()
-            told["grad_norm"] = None if norm is None else float(norm)
-            told["samples"] = self._engine.global_samples
-        if self._ours is not None:
-            told.update(self._engine.step_metrics())
-        return told
+    def saved(self, step: int, tag: str, *, seconds: float) -> None:
+        """Note a checkpoint that was not saved inside of `saving`.
+
+        Args:
+            step: Optimizer steps done.
+            tag: The checkpoint's.
+            seconds: How long the training waited for it.
+        """
+        self._observing.saved(step, tag, seconds=seconds)
 
     def _configuration(self) -> dict[str, Any]:
         known: dict[str, Any] = {"arguments": self._arguments}
-        if self._engine is None:
-            return known
-        known |= {"deepspeed": self._engine.config, "batch": self._batch()}
-        if self._ours is not None:
-            section = self._ours.model_dump(mode="json")
-            section["pipeline"]["stages"] = self._stages  # a PipelineModule may bring its own
-            known[SECTION] = section
-        return known
-
-    def _batch(self) -> dict[str, int]:
-        return {
-            "train_batch_size": self._engine.train_batch_size(),
-            "train_micro_batch_size_per_gpu": self._engine.train_micro_batch_size_per_gpu(),
-            "gradient_accumulation_steps": self._engine.gradient_accumulation_steps(),
-        }
-
-    def _layout(self) -> dict[str, object]:
-        layout: dict[str, object] = {"processes": environment_world_size()}
-        if self._engine is None:
-            return layout
-        schedule = self._ours.pipeline.schedule if self._ours is not None else "1f1b"
-        return {
-            **layout,
-            "stages": self._stages,
-            "schedule": schedule if self._stages > 1 else "data parallel",
-            "zero_stage": int(self._engine.zero_optimization_stage()),
-            **self._batch(),
-        }
+        if self._engine is not None:
+            known["deepspeed"] = self._engine.config
+        if self._checkpoints is not None:
+            known["checkpoints"] = str(self._checkpoints)
+        return known | self._facts.configuration()

@@ -50,6 +50,27 @@ class Run:
         """One JSON object per line, in the order of the steps."""
         return self.folder / "metrics.jsonl"
 
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints, unless the run says that they are elsewhere."""
+        return self.folder / "checkpoints"
+
+    def begin(self, *, done: int | None) -> Path | None:
+        """Make the folder ready: an older run that does not go on moves aside, whole.
+
+        Args:
+            done: Optimizer steps of the run that goes on, whose lines after them are cut off; None
+                if a new one begins.
+
+        Returns:
+            The older run's new name; None if there was none, and on ranks that do not write.
+        """
+        if done is not None:
+            self.truncate_after(done)
+        elif self.checkpoints.exists() or self.metrics_file.exists():
+            return self.set_aside()
+        return None
+
     def set_aside(self) -> Path | None:
         """Rename an older run's folder to ``NAME.1`` (or the next free number) and begin anew.
 

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ __all__ = ["Checkpoint", "RunFacts", "read_run"]
 
 _FILES = ("config.json", "metrics.jsonl", "summary.json")
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_TRAINER, _TRAINER_STATE = "checkpoint-", "trainer_state.json"
+"""Folders of a Hugging Face Trainer's checkpoints, and the file that it writes last into them."""
 _MOST_TEXT = 20_000
 
 
@@ -28,9 +32,10 @@ class Checkpoint:
 
     Args:
         tag: Name of its folder.
-        saved: When, as its list of files says; empty if it does not.
+        saved: When, as its list of files says; empty if it does not. A Trainer, which makes no
+            such list: when its last file was written.
         bytes: Of all its files.
-        complete: Whether all files are there, by size.
+        complete: Whether all files are there, by size; of a Trainer's, whether its last file is.
         latest: Whether it is the one to resume from.
     """
 
@@ -53,7 +58,7 @@ class RunFacts:
         summary: Content of ``summary.json``; None if the run has not ended.
         events: See `read_events`.
         trace: What the ranks did in some steps; None if it was not noted.
-        checkpoints: In the order of their tags.
+        checkpoints: In the order of their tags; a Trainer's in that of their steps.
         reports: The watchdog's, text by file name.
     """
 
@@ -141,7 +146,7 @@ def read_run(folder: Path, *, name: str | None = None) -> RunFacts:
         summary=_read_json(folder / "summary.json"),
         events=read_events(folder),
         trace=read_traces(folder, world_size=world_size if type(world_size) is int else None),
-        checkpoints=_checkpoints(folder / "checkpoints"),
+        checkpoints=_checkpoints(_checkpoint_folder(folder, config)),
         reports={
             file.name: file.read_text(encoding="utf-8", errors="replace")[:_MOST_TEXT]
             for file in sorted((folder / "watchdog").glob("rank_*.txt"))
@@ -217,22 +222,56 @@ def _checked(file: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def _checkpoint_folder(folder: Path, config: Mapping[str, Any]) -> Path:
+    elsewhere = _section(config, "configuration").get("checkpoints")
+    return Path(elsewhere) if isinstance(elsewhere, str) else folder / "checkpoints"
+
+
 def _checkpoints(folder: Path) -> list[Checkpoint]:
-    complete = set(complete_tags(folder)) if folder.is_dir() else set()
+    if not folder.is_dir():
+        return []
+    complete = set(complete_tags(folder))
     latest = folder / "latest"
     newest = (
         latest.read_text(encoding="utf-8", errors="replace").strip() if latest.is_file() else ""
     )
     found = []
     for path in sorted(folder.glob(f"*/{MANIFEST}")):
-        if path.parent.name.startswith("."):
-            continue
-        content = _read_json(path) or {}
-        sizes = [file.stat().st_size for file in path.parent.rglob("*") if file.is_file()]
         tag = path.parent.name
-        saved = str(content.get("saved", ""))
-        found.append(Checkpoint(tag, saved, sum(sizes), tag in complete, tag == newest))
+        if tag.startswith("."):
+            continue
+        saved = str((_read_json(path) or {}).get("saved", ""))
+        with suppress(FileNotFoundError):  # a run that goes on may remove it meanwhile
+            size = _size(path.parent)
+            found.append(Checkpoint(tag, saved, size, tag in complete, tag == newest))
+    return found + _of_trainer(folder)
+
+
+def _of_trainer(folder: Path) -> list[Checkpoint]:
+    """Return the checkpoints of a Hugging Face Trainer, which goes on from the highest step."""
+    steps = {
+        int(path.name.removeprefix(_TRAINER)): path
+        for path in folder.glob(f"{_TRAINER}*")
+        if path.is_dir() and path.name.removeprefix(_TRAINER).isdecimal()
+    }
+    found = []
+    for step, path in sorted(steps.items()):
+        # An engine of ours saves into a folder of this one, with a list of its files.
+        lists = {each.parent.name for each in path.glob(f"*/{MANIFEST}")}
+        complete, saved = lists <= set(complete_tags(path)), ""
+        try:
+            written = (path / _TRAINER_STATE).stat().st_mtime
+        except FileNotFoundError:
+            complete = False
+        else:
+            saved = datetime.fromtimestamp(written, UTC).isoformat()
+        with suppress(FileNotFoundError):
+            found.append(Checkpoint(path.name, saved, _size(path), complete, step == max(steps)))
     return found
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def _section(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -169,7 +169,10 @@ def _add_checkpoints(page: Page, runs: Sequence[RunFacts]) -> None:
                 )
             )
     if rows:
-        page.text("What checkpoints/ holds, and how long the training waited for each; events/.")
+        page.text(
+            "What is saved, and how long the training waited for each; checkpoints/ or a Trainer's "
+            "output_dir, and events/."
+        )
         page.table(("run", "tag", "saved (UTC)", "size", "files", "training waited"), rows)
 
 

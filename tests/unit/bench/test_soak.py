@@ -92,10 +92,11 @@ def test_the_configurations_can_be_run(system):
     check_config(configuration(system), world_size=2)
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_a_fault_that_cannot_be_inflicted_fails_the_soak(tmp_path, monkeypatch, late):
-    """Also in the last moment, when nobody looks any more."""
-    soak = Soak("sparse", 0.01, 0, tmp_path, 0.0, 1, lambda _: None)
+@pytest.mark.timeout(60)  # not as long as the soak
+@pytest.mark.parametrize(("minutes", "late"), [(60.0, False), (0.01, True)])
+def test_a_fault_that_cannot_be_inflicted_fails_the_soak(tmp_path, monkeypatch, minutes, late):
+    """At once, and also in the last moment, when nobody looks any more."""
+    soak = Soak("sparse", minutes, 0, tmp_path, 0.0, 1, lambda _: None)
 
     def inflict(started, stop, link):
         assert not late or stop.wait(10)

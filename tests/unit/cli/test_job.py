@@ -111,12 +111,13 @@ ODD = ["a b", '{"a": 1}', '{"a":1}', "$HOME `id` \\", "$HOME", "it's", "x;y", "*
 
 def test_words_and_values_reach_other_hosts_as_they_are(flavour, tmp_path):
     """DeepSpeed's own part makes one text of them, which a shell reads on each host."""
-    runners = pytest.importorskip("deepspeed.launcher.multinode_runner")
+    from deepspeed.launcher.multinode_runner import PDSHRunner
+
     made = Job(program="a b.py", options=ODD, hosts=HOSTS, hostfile=tmp_path / "hosts").command()
     start = made.index(str(tmp_path / "hosts")) + 1
     options = {"launcher_args": "", "ssh_port": None, "user_script": made[start]}
     given = defaultdict(lambda: None, options, user_args=made[start + 1 :])
-    runner = runners.PDSHRunner(type("Given", (), {"__getattr__": lambda _, n: given[n]})(), "")
+    runner = PDSHRunner(type("Given", (), {"__getattr__": lambda _, n: given[n]})(), "")
     values = {f"WAVEMARE_{n}": value for n, value in enumerate(ODD)}
     with job._environment_file({**values, "DS_ENV_FILE": "none"}) as file:
         for line in file.read_text().splitlines():

@@ -7,13 +7,7 @@ import subprocess
 import sys
 from functools import partial
 
-import pytest
-
 from wavemare.cli.warded import WardedRank, _end_with_parent
-
-pytestmark = pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="asks the kernel of Linux"
-)
 
 
 def test_a_rank_whose_parent_has_gone_before_it_could_ask_ends_at_once():

@@ -22,9 +22,7 @@ both = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @pytest.fixture(params=["numba", "numpy"])
 def way(request, monkeypatch):
     """Run a test with the compiled loops and without them."""
-    if request.param == "numba":
-        pytest.importorskip("numba")
-    else:
+    if request.param == "numpy":
         monkeypatch.setattr(hashing, "row_loops", None)
     return request.param
 

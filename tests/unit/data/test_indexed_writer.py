@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -185,7 +186,6 @@ def megatron() -> Any:
 def test_megatron_core_writes_and_reads_the_same(
     tmp_path: Path, megatron: Any, dtype: str, modes: bool
 ) -> None:
-    torch = pytest.importorskip("torch")
     draw = np.random.default_rng(3)
     shapes = [[int(n) for n in draw.integers(0, 9, size=draw.integers(1, 4))] for _ in range(20)]
     documents = [[draw.integers(0, 60000, size=n).tolist() for n in shape] for shape in shapes]

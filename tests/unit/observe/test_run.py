@@ -7,9 +7,11 @@ import os
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.image import imread
 
 from wavemare.errors import ConfigError, DataError
 from wavemare.observe.run import Run, read_metrics
@@ -61,7 +63,6 @@ def test_values_that_json_cannot_say_become_null(tmp_path: Path) -> None:
 
 
 def test_numpy_scalars_are_numbers(tmp_path: Path) -> None:
-    numpy = pytest.importorskip("numpy")
     run = Run(tmp_path, rank=0)
     run.log(1, loss=numpy.float32(0.5))
     assert read_metrics(run.metrics_file) == [{"step": 1, "loss": 0.5}]
@@ -126,13 +127,12 @@ def test_output_that_cannot_be_written_is_refused(folder: str) -> None:
 
 
 def test_curve_is_a_png_of_readme_size(tmp_path: Path) -> None:
-    matplotlib_image = pytest.importorskip("matplotlib.image")
     run = Run(tmp_path, rank=0)
     for step in range(1, 101):
         run.log(step, loss=4.0 / step)
     run.log(100, held_out_loss=0.5)
     run.curve(baselines={"unigram": 3.0})
-    image = matplotlib_image.imread(tmp_path / "loss.png")
+    image = imread(tmp_path / "loss.png")
     assert image.shape[:2] == (600, 1050)
     assert len({tuple(pixel) for pixel in image.reshape(-1, image.shape[2])[::7]}) > 10
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from playwright.sync_api import sync_playwright
 
 from wavemare.pipeline.check import check
 from wavemare.pipeline.schedules import pipemare
@@ -21,14 +22,13 @@ WIDTHS = (390, 1440)
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the PATH"),
+    pytest.mark.skipif(CHROMIUM is None, reason="needs a browser (the Debian package chromium)"),
 ]
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api")
-    with sync_api.sync_playwright() as playwright:
+    with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=CHROMIUM,
             # The last ones keep it from asking the network, of which there may be none.

@@ -2,6 +2,7 @@
 """What is read of a run folder, and what is said of one that cannot be read."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from typer.testing import CliRunner
 
 from wavemare.cli import app
 from wavemare.errors import ConfigError, DataError, WavemareError
+from wavemare.report import run_page
 from wavemare.report.runs import Checkpoint, read_run
 
 
@@ -61,6 +63,60 @@ def test_a_checkpoint_that_lost_a_file_is_not_complete(run_folder: Path) -> None
     (run_folder / "checkpoints/step-4/weights.pt").write_bytes(b"1234")
     (checkpoint,) = read_run(run_folder).checkpoints
     assert not checkpoint.complete
+
+
+def trainer_saves(folder: Path, step: int, *, ends: bool = True) -> Path:
+    """Write a checkpoint as a Trainer with an engine of ours does."""
+    checkpoint = folder / f"checkpoint-{step}"
+    inner = checkpoint / f"global_step{step}"
+    inner.mkdir(parents=True)
+    (checkpoint / "model.safetensors").write_bytes(b"123")
+    (inner / "weights.pt").write_bytes(b"12345")
+    files = {"files": {"weights.pt": {"bytes": 5, "xxh3": ""}}}
+    topology = {"world_size": 1, "data": 1, "pipe": 1, "model": 1, "zero_stage": 0}
+    manifest = {"format": 2, "saved": "", "topology": topology, **files}
+    (inner / "wavemare.json").write_text(json.dumps(manifest))
+    if ends:
+        state = checkpoint / "trainer_state.json"
+        state.write_text("{}")
+        os.utime(state, (1_700_000_000, 1_700_000_000))
+    return checkpoint
+
+
+def test_checkpoints_of_a_trainer_are_found_where_it_saves(
+    run_folder: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "trained"
+    for step in (9, 10, 100):
+        trainer_saves(output, step, ends=step != 100)
+    (output / "checkpoint-9" / "global_step9" / "weights.pt").write_bytes(b"1234")
+    (output / "checkpoint-best").mkdir()  # somebody's own
+    (output / "runs").mkdir()  # TensorBoard's
+    config = json.loads((run_folder / "config.json").read_text())
+    config["configuration"]["checkpoints"] = str(output)
+    (run_folder / "config.json").write_text(json.dumps(config))
+    short, whole, newest = read_run(run_folder).checkpoints
+    size = sum(file.stat().st_size for file in (output / "checkpoint-10").rglob("*.*"))
+    saved = "2023-11-14T22:13:20+00:00"
+    assert whole == Checkpoint("checkpoint-10", saved, size, complete=True, latest=False)
+    assert (short.tag, short.complete) == ("checkpoint-9", False)  # a file lost a byte
+    assert newest.tag == "checkpoint-100"
+    assert (newest.saved, newest.complete, newest.latest) == ("", False, True)
+    event = {"step": 10, "time": 13.0, "kind": "checkpoint", "tag": "checkpoint-10", "seconds": 7.5}
+    with (run_folder / "events" / "rank_00000.jsonl").open("a") as file:
+        file.write(json.dumps(event) + "\n")
+    html = run_page([read_run(run_folder)])
+    for cell in ("checkpoint-10", "2023-11-14 22:13:20", "7.5s", "checkpoint-100 (latest)"):
+        assert f"<td>{cell}</td>" in html, cell
+
+
+def test_checkpoints_that_are_not_on_this_machine_are_none(run_folder: Path) -> None:
+    for elsewhere in (str(run_folder / "gone"), "a\0b"):
+        config = {"configuration": {"checkpoints": elsewhere}}
+        (run_folder / "config.json").write_text(json.dumps(config))
+        assert read_run(run_folder).checkpoints == []
+    (run_folder / "config.json").write_text('{"configuration": {"checkpoints": 7}}')
+    assert len(read_run(run_folder).checkpoints) == 1
 
 
 def test_a_run_that_goes_on_is_read(run_folder: Path) -> None:

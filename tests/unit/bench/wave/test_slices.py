@@ -21,7 +21,9 @@ def slice_ns() -> int:
     return int(struct.unpack("=IIQiIQQQ", attributes.raw)[5])
 
 
-@pytest.mark.skipif(RELEASE < (6, 12), reason="the kernel knows no slices of ordinary threads")
+@pytest.mark.skipif(
+    RELEASE < (6, 12), reason="needs Linux 6.12, the first with slices of ordinary threads"
+)
 def test_a_thread_and_those_it_starts_get_short_slices() -> None:
     found = []
 

@@ -19,9 +19,7 @@ pairs = st.dictionaries(st.integers(0, 40), st.floats(-9, 9, width=32), max_size
 
 @pytest.fixture(params=["numba", "numpy"])
 def way(request, monkeypatch):
-    if request.param == "numba":
-        pytest.importorskip("numba")
-    else:
+    if request.param == "numpy":
         monkeypatch.setattr(module, "pair_loops", None)
         monkeypatch.setattr(pairs_module, "pair_loops", None)
 

@@ -27,7 +27,6 @@ GUARD = 8
 def made(name):
     if name == "numpy":
         return NumpyKernels()
-    pytest.importorskip("numba")
     from wavemare.comm.kernels.numba_kernels import NumbaKernels
 
     return NumbaKernels()
@@ -418,7 +417,6 @@ def test_buckets_of_more_than_two_to_the_31_elements(kernels):
 
 
 def test_kernels_let_other_threads_run():
-    pytest.importorskip("numba")
     from wavemare.comm.kernels.numba_kernels import _reduce
 
     # The compiled function itself, as torch would let others run on the way to it.
@@ -451,7 +449,6 @@ def test_kernels_let_other_threads_run():
 
 
 def test_kernels_work_where_no_cache_can_be_written():
-    pytest.importorskip("numba")
     from wavemare.comm.compiled import compiled
 
     # numba has no place to keep functions without a file.
@@ -482,7 +479,6 @@ def test_compiled_kernels_are_kept(tmp_path, monkeypatch):
 
 
 def test_kernels_of_a_cpu_are_compiled_where_numba_is_installed(monkeypatch):
-    pytest.importorskip("numba")
     kernels_for.cache_clear()
     assert type(kernels_for("cpu")).__name__ == "NumbaKernels"
     kernels_for.cache_clear()

@@ -6,15 +6,13 @@ from collections import Counter
 
 import pytest
 import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
 
-triton = pytest.importorskip("triton")
-
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource, make_backend  # noqa: E402
-from triton.runtime.jit import create_function_from_signature  # noqa: E402
-
-from wavemare.comm.kernels import DTYPES, num_blocks  # noqa: E402
-from wavemare.comm.kernels.triton_kernels import TritonKernels  # noqa: E402
+from wavemare.comm.kernels import DTYPES, num_blocks
+from wavemare.comm.kernels.triton_kernels import TritonKernels
 
 CAPABILITIES = (80, 90, 100)
 # Masks and copies of float16 are those of bfloat16.

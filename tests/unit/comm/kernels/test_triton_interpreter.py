@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton")
 pytestmark = pytest.mark.long
 
 PROGRAM = Path(__file__).parent / "programs" / "triton_cases.py"
