@@ -10,8 +10,6 @@ import pytest
 
 from wavemare.bench.systems import SYSTEMS
 
-pytestmark = pytest.mark.slow
-
 SYNCHRONOUS = [name for name, system in SYSTEMS.items() if not system.steady]
 
 

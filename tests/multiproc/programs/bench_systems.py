@@ -18,13 +18,16 @@ from wavemare.bench.systems import SYSTEMS
 from wavemare.bench.worker import BUILDERS
 from wavemare.bench.workload import Workload, build_workload
 from wavemare.engine import init_distributed
+from wavemare.pipeline.soap import SOAP
 
 STEPS = 3
 
 
-def plain_training(workload: Workload, parts: int, micro_batches: int) -> list[torch.nn.Module]:
+def plain_training(
+    workload: Workload, parts: int, micro_batches: int, optimizer_of: type[torch.optim.Optimizer]
+) -> list[torch.nn.Module]:
     model = torch.nn.Sequential(*workload.parts(parts))
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    optimizer = optimizer_of(model.parameters(), **ADAMW)
     for step in range(STEPS):
         for number in range(micro_batches):
             index = (step * micro_batches + number) % len(workload.batches)
@@ -60,7 +63,8 @@ def main() -> None:
                 runner.step()
             runner.settle()
             parts = stages * system.parts_per_stage
-            trained = plain_training(workload, parts, count)
+            optimizer_of = SOAP if name.endswith("-soap") else torch.optim.AdamW
+            trained = plain_training(workload, parts, count, optimizer_of)
             held = [rank] if parts == stages else [rank, parts - 1 - rank]
             expected = [weight for index in held for weight in trained[index].parameters()]
             pairs = list(zip(weights_of(runner), expected, strict=True))
