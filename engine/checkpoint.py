@@ -103,6 +103,7 @@ class CheckpointMixin:
         folder, name = Path(save_dir), PurePath(tag)
         partial = str(name.with_name(f".{name.name}.partial"))
         background = self.checkpoint_settings.background
+        meet = self._meet_in_store() if background else meet_by_collective
         zipped = getattr(engine.checkpoint_engine, "zipped", True)
         files = RankFiles(engine.global_rank, background=background, zipped=zipped)
         owner = _owns_folder(engine)
@@ -123,7 +124,7 @@ class CheckpointMixin:
             manifest=_manifest(engine) if owner else None,
             save_latest=save_latest,
             keep=self.checkpoint_settings.keep,
-            meet=self._meet_in_store() if background else meet_by_collective,
+            meet=meet,
         )
         if background:
             self._writing = BackgroundSave(save)
@@ -163,6 +164,7 @@ class CheckpointMixin:
                 changed. Or a file holds an object of another class.
         """
         engine: Any = self
+        self.settle()
         self.finish_saving()
         universal = engine.load_universal_checkpoint()
         whole = load_optimizer_states and not load_module_only
@@ -185,23 +187,33 @@ class CheckpointMixin:
                 load_module_only=load_module_only,
                 custom_load_fn=custom_load_fn,
             )
-        if manifest is not None and whole and manifest["topology"] == topology(engine):
+        own: dict[str, Any] = {}
+        if manifest is not None and manifest["topology"] == topology(engine):
             own = read_file(Path(load_dir) / str(tag) / _rank_file(engine.global_rank))
+        if own and whole:
             restore_random_state(own)
-            engine.load_rank_state(own.get("engine", {}))
+        engine.start_anew()
+        take = engine.load_rank_state if whole else engine.load_rank_weights
+        take(own.get("engine", {}))
         if result[1]:
             result[1].pop(UNIVERSAL_CHECKPOINT_INFO, None)  # for ds_to_universal, not the client
         return result
 
     def settle(self) -> None:
-        """Finish what is under way between two steps, so that the engine can be saved."""
+        """Finish what is under way between two steps, so that the engine can be saved or loaded."""
 
     def rank_state(self) -> dict[str, Any]:
         """Return what this rank's next step needs beside weights, optimizer and random state."""
         return {}
 
+    def start_anew(self) -> None:
+        """Forget what belonged to the weights that were; others have just been loaded."""
+
     def load_rank_state(self, state: dict[str, Any]) -> None:
-        """Take over a state of `rank_state`."""
+        """Take over a state of `rank_state`; it is empty where a checkpoint has none."""
+
+    def load_rank_weights(self, state: dict[str, Any]) -> None:
+        """Take over only the weights in it, where the optimizer's state is not loaded."""
 
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
         if self._writing is not None and self._writing.has_failed:

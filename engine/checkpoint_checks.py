@@ -66,6 +66,9 @@ def check_checkpoint_fits(
     """
     _check_heads(folder, manifest.get("plan"), engine.parallel_plan)
     _check_ties(folder, manifest.get("untied"), untied_weights(engine))
+    if engine.parallel_plan is not None and engine.parallel_plan.colocated:
+        # Each rank has a part in a file of its own.
+        _check_topology(folder, manifest["topology"], topology(engine), False, exactly=True)
     if whole:
         convertible = keeps_adam_alone(engine)
         _check_plan(folder, manifest.get("plan"), engine.parallel_plan, convertible)
@@ -131,9 +134,14 @@ def _check_ties(folder: Path, saved: list[str] | None, current: list[str]) -> No
 
 
 def _check_topology(
-    folder: Path, saved: dict[str, Any], current: dict[str, Any], convertible: bool = True
+    folder: Path,
+    saved: dict[str, Any],
+    current: dict[str, Any],
+    convertible: bool = True,
+    *,
+    exactly: bool = False,
 ) -> None:
-    if saved["zero_stage"] == current["zero_stage"] == 0:
+    if saved["zero_stage"] == current["zero_stage"] == 0 and not exactly:
         # Every replica holds everything, so that their number does not matter.
         free = {"world_size", "data"}
         saved = {key: value for key, value in saved.items() if key not in free}

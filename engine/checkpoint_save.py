@@ -88,8 +88,9 @@ class Save:
             if reason is None:
                 self._name_folder(reports)
                 return None
-        except OSError as error:
-            reason = f"rank {self.files.rank} could not complete it ({error.strerror or error})"
+        except Exception as error:  # the others wait for this rank's word
+            words = getattr(error, "strerror", None) or error
+            reason = f"rank {self.files.rank} could not complete it ({words})"
         shutil.rmtree(self.partial, ignore_errors=True)
         needed = sum(int(report["needed"]) for report in reports)
         return [

@@ -39,8 +39,13 @@ class StageNorms:
         shares = (counts / counts.sum()).tolist()
         self.share: float = shares[stage]
         self._later_share = sum(shares[stage:])
+        self._is_first = stage == 0
+        self.start_anew()
+
+    def start_anew(self) -> None:
+        """Forget all steps that were."""
         self.own = self._told = self.suffix = 0.0
-        self.prefix = 0.0 if stage == 0 else math.nan
+        self.prefix = 0.0 if self._is_first else math.nan
         self.exact: float | None = None
         self._stepped = False
 

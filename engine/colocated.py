@@ -140,13 +140,25 @@ class ColocatedHeads:
     def load_rank_state(self, state: dict[str, Any]) -> None:
         """Take over a state of `rank_state`."""
         super().load_rank_state(state)  # type: ignore[misc]
+        self._take_parts(state)
         engine: Any = self
-        with torch.no_grad():
-            for name, saved in state.get("heads", {}).items():
-                part = self._heads[name]
-                part.copy_(saved["part"])
-                if saved["optimizer"]:
-                    engine.optimizer.state[part] = saved["optimizer"]
+        for name, saved in state.get("heads", {}).items():
+            if saved["optimizer"]:
+                engine.optimizer.state[self._heads[name]] = saved["optimizer"]
+
+    def load_rank_weights(self, state: dict[str, Any]) -> None:
+        """Take over only this rank's parts."""
+        super().load_rank_weights(state)  # type: ignore[misc]
+        self._take_parts(state)
+        engine: Any = self
+        if self._colocates and engine.zero_optimization():
+            engine.optimizer.refresh_fp32_params()
+
+    @torch.no_grad()
+    def _take_parts(self, state: Mapping[str, Any]) -> None:
+        """Put them in place: DeepSpeed has given all ranks those of rank 0."""
+        for name, saved in state.get("heads", {}).items():
+            self._heads[name].copy_(saved["part"])
 
 
 # Their parameters are told as those of the methods that they call.

@@ -187,9 +187,20 @@ class Engine(ColocatedHeads, EngineMixin, deepspeed.DeepSpeedEngine):
             self._wavelet.drain()
 
     def settle(self) -> None:
-        """Finish what is under way between two steps, so that the engine can be saved."""
+        """Finish what is under way between two steps, so that the engine can be saved or loaded."""
         if self._wavelet is not None:
             self._wavelet.settle()
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the number of micro-batches per step; all ranks must call it."""
+        self.settle()
+        super().set_train_batch_size(train_batch_size)
+
+    def start_anew(self) -> None:
+        """Forget what belonged to the weights that were; others have just been loaded."""
+        super().start_anew()
+        if self._wavelet is not None:
+            self._wavelet.start_anew()
 
     def rank_state(self) -> dict[str, Any]:
         """Return what this rank's next step needs beside weights and optimizer."""
@@ -199,8 +210,8 @@ class Engine(ColocatedHeads, EngineMixin, deepspeed.DeepSpeedEngine):
     def load_rank_state(self, state: dict[str, Any]) -> None:
         """Take over a state of `rank_state`."""
         super().load_rank_state(state)
-        if self._wavelet is not None and "wavelet" in state:
-            self._wavelet.load_rank_state(state["wavelet"])
+        if self._wavelet is not None:
+            self._wavelet.load_rank_state(state.get("wavelet"))
 
     def _training_batches(self) -> Iterator[Any]:
         if self._own_batches is None:
@@ -249,5 +260,6 @@ def _to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, Mapping):
         return {name: _to_device(value, device) for name, value in batch.items()}
     if isinstance(batch, (tuple, list)):
-        return type(batch)(_to_device(value, device) for value in batch)
+        values = [_to_device(value, device) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
     return batch

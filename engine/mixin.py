@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -30,6 +31,8 @@ from wavemare.engine.watchdog.watcher import Watchdog
 from wavemare.errors import ConfigError
 
 __all__ = ["EngineMixin"]
+
+logger = logging.getLogger("wavemare")
 
 
 class EngineMixin(CheckpointMixin):
@@ -201,11 +204,23 @@ class EngineMixin(CheckpointMixin):
         state = self._sparse.rank_state() if self._sparse is not None else {}
         return {"sparse_collective": state} if state else {}
 
+    def start_anew(self) -> None:
+        """Forget what belonged to the weights that were; others have just been loaded."""
+        if self._sparse is not None:
+            self._sparse.start_anew()
+
     def load_rank_state(self, state: dict[str, Any]) -> None:
         """Take over a state of `rank_state`."""
         saved = state.get("sparse_collective")
-        if self._sparse is not None and saved is not None:
+        if self._sparse is None:
+            return
+        if saved is not None:
             self._sparse.load_rank_state(saved)
+        elif self._sparse.comm.compressor is not None and dist.get_rank() == 0:
+            logger.warning(
+                "sparse_collective: the checkpoint has nothing of what the compressor left out of "
+                "gradients, for these ranks; it starts with nothing waiting"
+            )
 
     @property
     def data_rank(self) -> int:

@@ -25,12 +25,12 @@ from wavemare.engine.exchange import Exchange
 from wavemare.engine.feed import Feed
 from wavemare.engine.micro_batch import MicroBatch, as_tuple, moved
 from wavemare.engine.pipe import PipelineEngine
+from wavemare.engine.pipemare_checks import check_losses, check_model
 from wavemare.engine.recorder import Recorder
 from wavemare.engine.stage_optimizer import StageOptimizer
 from wavemare.engine.stage_passes import StagePasses
 from wavemare.engine.telemetry import Telemetry
 from wavemare.engine.window import INSTRUCTIONS, Pair, Window
-from wavemare.errors import ConfigError, ModelError
 from wavemare.pipeline.action import Action, Kind
 from wavemare.pipeline.config import PipeMareConfig
 from wavemare.pipeline.corrections import make_correction
@@ -60,7 +60,7 @@ class PipeMareEngine(PipelineEngine):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.pipemare = pipemare
-        _check_model(self)
+        check_model(self)
         self._clip = max(float(self.gradient_clipping()), 0.0)
         self._norms = StageNorms(self)
         self._stage_optimizer = StageOptimizer(self, clip=self._clip, config=pipemare)
@@ -100,9 +100,7 @@ class PipeMareEngine(PipelineEngine):
             self.stage_id,
             self.num_stages,
             self.micro_batches,
-            norms=self._clip > 0 and self.pipemare.clipping == "global",
-            correct=settings.mode not in ("off", "predict"),
-            slack=self.pipemare.slack,
+            **self.pipemare.stream_options(clips=self._clip > 0),
         )
 
     # --- training -------------------------------------------------------------------------------
@@ -294,19 +292,10 @@ class PipeMareEngine(PipelineEngine):
         if self.is_last_stage():
             loss_fn = self.module.loss_fn
             loss = outputs if loss_fn is None else loss_fn(outputs, micro_batch.labels)
-            self._refuse_additional_losses()
+            check_losses(self.module)
             micro_batch.loss = self.loss = loss
         else:
             micro_batch.outputs = outputs
-
-    def _refuse_additional_losses(self) -> None:
-        if self.module.get_additional_losses() is not None:
-            raise ModelError(
-                "get_additional_losses",
-                type(self.module).__name__,
-                "the schedule pipemare carries one loss",
-                "Add them up in the loss function, or use schedule 1f1b",
-            )
 
     def _exec_send_activation(self, action: Action) -> None:
         micro_batch = self._micro_batches[action.micro_batch]
@@ -468,14 +457,13 @@ class PipeMareEngine(PipelineEngine):
         if hasattr(self, "_feed"):  # DeepSpeed's constructor calls this, too
             self._feed.use(self.data_iterator)
 
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
-        """Save as `PipelineEngine.save_checkpoint`, with one version of the weights."""
+    def settle(self) -> None:
+        """Have one version of the weights on all stages, so that it can be saved or loaded."""
         self.drain()
-        return super().save_checkpoint(*args, **kwargs)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Load as `PipelineEngine.load_checkpoint`; what was read ahead is forgotten."""
-        self.drain()
+        self.settle()
         read_ahead = self._feed.drop_put_back()
         most = ahead(0, self.num_stages, self.pipemare.slack) + self.micro_batches
         sources = torch.zeros(most, dtype=torch.int64, device=self.device)
@@ -484,6 +472,19 @@ class PipeMareEngine(PipelineEngine):
         if self.is_last_stage() and not self.is_first_stage():
             self._feed.skip(number for number in sources.tolist() if number)
         return super().load_checkpoint(*args, **kwargs)
+
+    def start_anew(self) -> None:
+        """Forget what belonged to the weights that were; others have just been loaded."""
+        super().start_anew()
+        self._norms.start_anew()
+        self._start_stream()
+
+    def destroy(self) -> None:
+        """Give back what the engine holds, as `PipelineEngine.destroy`."""
+        if hasattr(self, "_micro_batches"):  # DeepSpeed's destructor comes here, too
+            # Graphs of forward passes that are ahead would keep the engine alive.
+            self._micro_batches.clear()
+        super().destroy()
 
     def rank_state(self) -> dict[str, Any]:
         """Return what this rank's next step needs beside weights and optimizer."""
@@ -577,24 +578,3 @@ class PipeMareEngine(PipelineEngine):
         INSTRUCTIONS[Kind.RESTORE]: _measured(_exec_restore),
         Pair: _exec_pair,
     }
-
-
-def _check_model(engine: PipeMareEngine) -> None:
-    tied = engine.module.tied_comms
-    if tied:
-        raise ModelError(
-            "tied layers",
-            ", ".join(sorted(tied)),
-            "stages that share a weight must meet at each step, and asynchronous ones never do",
-            "Use LayerSpec instead of TiedLayerSpec (to_pipeline: untie=True), or schedule 1f1b",
-        )
-    splits = engine.grid.get_slice_parallel_world_size() > 1
-    if splits and not getattr(engine.module, "sends_whole", False):
-        raise ConfigError(
-            "wavemare.pipeline.schedule",
-            "pipemare",
-            "the topology has a model axis, of whose ranks it is not known which weights they all "
-            "hold and which they split",
-            "Use the axes pipe and data alone, a model split by wavemare.tensor_parallel, or "
-            "schedule 1f1b",
-        )

@@ -102,6 +102,12 @@ class SparseGradients(ABC):
             )
         self.comm.load_state_dict(state)
 
+    def start_anew(self) -> None:
+        """Forget what waits of gradients, which belongs to other weights than those now loaded."""
+        compressor = self.comm.compressor
+        if compressor is not None:
+            compressor.load_state_dict({**compressor.state_dict(), "residuals": {}})
+
     def _bucket_sizes(self) -> dict[str, int]:
         return {bucket.key: bucket.numel for bucket in self.rounds.buckets}
 

@@ -55,6 +55,10 @@ class AsyncWaves:
             if isinstance(sparse, ReplicatedGradients)
             else BackgroundReduction(engine, self._parameters)
         )
+        self.start_anew()
+
+    def start_anew(self) -> None:
+        """Begin at step 0, with nothing under way; what was is dropped."""
         self._step = 0
         self._open: int | None = None  # the micro-batch under way between two steps
         self._sent: int | None = None  # the step whose gradients are being reduced
@@ -87,6 +91,9 @@ class AsyncWaves:
         engine = self._engine
         # DeepSpeed reduces, steps and counts nothing until we say so.
         engine.set_gradient_accumulation_boundary(False)
+        if self._step == 0:
+            # Other steps may have been before, or other weights been loaded.
+            self._versions.begin()
         if self._sent is not None and self._sent <= self._step - 2:
             self._collect()
         self._advance(self._step)
@@ -134,7 +141,7 @@ class AsyncWaves:
 
     def forget(self) -> None:
         """Drop the gradients of what is under way, after an error."""
-        self._open = None
+        self._open, self._advanced = None, False
         self._engine.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ are those of plain gradient accumulation, bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -174,10 +174,11 @@ class WaveExecutor:
                 wave.wait()
 
     def abandon(self) -> None:
-        """Drop all micro-batches under way, once their collectives have ended."""
-        for wave in self._waves.values():
-            wave.wait()
-        self._waves.clear()
+        """Drop all micro-batches under way, once their collectives have ended, or failed."""
+        waves, self._waves = self._waves, {}
+        for wave in waves.values():
+            with suppress(RuntimeError):  # of a peer that is lost: what led here says more
+                wave.wait()
 
     def _forward(self, action: Action, wave: _Wave) -> None:
         inputs = cut(wave.carry)

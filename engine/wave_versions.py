@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -49,6 +50,10 @@ class Versions(ABC):
     def smooth(self) -> None:
         """Turn the gradients of a step into what its update is made of."""
 
+    @abstractmethod
+    def begin(self) -> None:
+        """Begin with the weights and the optimizer's state that are in place."""
+
     def state_dict(self) -> dict[str, Any]:
         """Return what must be kept beside the weights while no micro-batch is under way."""
         return {}
@@ -87,6 +92,9 @@ class DelayedVersions(Versions):
 
     def smooth(self) -> None:
         """Do nothing."""
+
+    def begin(self) -> None:
+        """Do nothing: the copy is made before each update."""
 
 
 class Replicas(Versions):
@@ -154,6 +162,20 @@ class Replicas(Versions):
         for parameter, new, old in zip(self.parameters, fresh, last, strict=True):
             parameter.grad = (new + old) / 2
         self._last = fresh
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Make the other replica, and its momentum, those that are in place."""
+        own, other = self._current, 1 - self._current
+        for weights, p in zip(self._weights[other], self.parameters, strict=True):
+            weights.copy_(p)
+        self._weights[own] = [p.data for p in self.parameters]
+        self._momentum[other] = {
+            p: copy.deepcopy(dict(self._optimizer.state[p]))
+            for p in self.parameters
+            if p in self._optimizer.state
+        }
+        self._last = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the other replica, its momentum, and this rank's last gradient."""

@@ -98,17 +98,30 @@ class Wavelet:
         if self._asynchronous is not None:
             self._asynchronous.drain(self._open_executor, self._num_segments)
 
+    def start_anew(self) -> None:
+        """Forget the gradients and weights of the steps that were; after `settle`."""
+        if self._asynchronous is not None:
+            self._asynchronous.start_anew()
+
     def rank_state(self) -> dict[str, Any]:
         """Return what the next step needs beside weights and optimizer; after `settle`."""
         if self._asynchronous is None:
             return {}
         return {"steps": self._steps, **self._asynchronous.state_dict()}
 
-    def load_rank_state(self, state: dict[str, Any]) -> None:
-        """Take over a state of `rank_state`."""
-        if self._asynchronous is not None:
+    def load_rank_state(self, state: dict[str, Any] | None) -> None:
+        """Take over a state of `rank_state`; None if a checkpoint has none for this rank."""
+        if self._asynchronous is None:
+            return
+        if state is not None:
             self._steps = state["steps"]
             self._asynchronous.load_state_dict(state)
+        elif dist.get_rank() == 0:
+            logger.warning(
+                "wavelet %s: the checkpoint has no waves of these ranks; they start anew from its "
+                "weights",
+                self._config.mode,
+            )
 
     def _train_synchronously(self, batches: Iterator[Any]) -> list[Tensor]:
         self._protocol.begin_step()

@@ -25,6 +25,9 @@ def test_a_split_head_trains_like_a_whole_one(launch):
             assert case["losses"] == case["expected"]
             assert case["digests"][0] == case["digests"][1]
             assert case["exported"] == 0.0
+            for loaded, stepped in case["weights alone"]:
+                assert loaded == 0.0
+                assert 0.0 < stepped < 0.02  # Adam's step of 0.01, from there
             assert "the heads ['classifier'] are split over the data ranks" in case["plain"]
             assert case["universal"].startswith("CheckpointError: checkpoint.load_universal")
         refused = result["refused"]

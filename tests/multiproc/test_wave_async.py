@@ -48,6 +48,27 @@ def test_saving_changes_nothing_and_a_resume_goes_on_bitwise(results, mode):
         assert len(set(result[f"resume {mode}"]["steps"])) == 1
 
 
+def test_replicas_begin_with_the_weights_and_momentum_that_are_there(results):
+    for result in results:
+        found = result["late replicas"]
+        assert found["losses"] == [found["expected"]] * 2
+        assert found["bare"] == found["expected bare"] != found["expected"]
+
+
+@pytest.mark.parametrize("mode", ["async", "replica"])
+def test_a_load_drops_what_was_under_way(results, mode):
+    for result in results:
+        found = result[f"back {mode}"]
+        assert found["losses"] == [found["expected"]] * 2
+
+
+def test_the_number_of_micro_batches_may_change(results):
+    for result in results:
+        found = result["resized"]
+        assert found["losses"] == found["expected"]
+        assert found["weights"] == 0.0
+
+
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_replicas_stay_half_a_step_apart(results, micro_batches):
     """``w0 - w1 = -(rate / 2) (g_first - g_last)`` in fp64: the sums telescope."""

@@ -106,6 +106,7 @@ def resumed(zero: int) -> dict[str, Any]:
     data = batches(name)
     train(engine, data, 1)
     engine.save_checkpoint(folder / "checkpoint", "one")
+    saved = weights(engine)
     taken = [next(data) for _ in range(4)]
     expected = train(engine, iter(taken), 2)
     again = start(name, True, zero, **adam)
@@ -115,7 +116,15 @@ def resumed(zero: int) -> dict[str, Any]:
     loaded = transformers.BertForSequenceClassification.from_pretrained(folder / "model")
     plain = start(name, False, zero, **adam)
     universal = start(name, True, zero, checkpoint={"load_universal": True}, **adam)
+    alone = []
+    for options in ({"load_optimizer_states": False}, {"load_module_only": True}):
+        bare = start(name, True, zero, **adam)
+        bare.load_checkpoint(folder / "checkpoint", "one", **options)
+        apart = difference(weights(bare), saved)
+        train(bare, iter(taken), 1)
+        alone.append([apart, difference(weights(bare), saved)])
     return {
+        "weights alone": alone,
         "losses": losses,
         "expected": expected,
         "digests": [weights_digest(again), weights_digest(engine)],

@@ -4,7 +4,9 @@
 Arguments: result folder.
 """
 
+import copy
 import sys
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -88,10 +90,12 @@ def delayed_loop(kind, data, micro_batches, clipping=0.0):
     parameters = list(model.parameters())
     optimizer = reference_optimizer(kind, parameters)
     former = newest = values(parameters)
-    losses = []
-    for start in range(0, len(data), micro_batches):
+    losses, stream = [], iter(data)
+    if isinstance(micro_batches, int):
+        micro_batches = [micro_batches] * (len(data) // micro_batches)
+    for count in micro_batches:
         put(parameters, former)
-        gradients, loss = mean_gradients(model, data[start : start + micro_batches], micro_batches)
+        gradients, loss = mean_gradients(model, islice(stream, count), count)
         losses.append(loss)
         put(parameters, newest)
         for parameter, gradient in zip(parameters, averaged(gradients), strict=True):
@@ -217,6 +221,79 @@ def case_replica(rank, micro_batches):
     return result
 
 
+def two_replicas(engine, data, micro_batches):
+    """Losses of the paper's rule from an engine's weights and momentum on, in two plain models."""
+    models = [build_gpt2(**QUIET), build_gpt2(**QUIET)]
+    optimizers = [reference_optimizer("sgd", list(model.parameters())) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        put(list(model.parameters()), values(engine.module.parameters()))
+        optimizer.load_state_dict(copy.deepcopy(engine.optimizer.state_dict()))
+    losses, last = [], None
+    for step in range(len(data) // micro_batches):
+        model, optimizer = models[step % 2], optimizers[step % 2]
+        chosen = data[step * micro_batches : (step + 1) * micro_batches]
+        gradients, loss = mean_gradients(model, chosen, micro_batches)
+        smooth = [(new + old) / 2 for new, old in zip(gradients, last or gradients, strict=True)]
+        last = gradients
+        for parameter, gradient in zip(model.parameters(), averaged(smooth), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss)
+    return losses
+
+
+def case_late_replicas(rank, folder):
+    """Replicas that begin with other weights than the engine was built with."""
+    data, more = batches(rank, 2 * STEPS), batches(rank + 10, 2 * STEPS)
+    synchronous = engine_of("sgd", 2, {"mode": "sync"})
+    train(synchronous, data, 2)
+    synchronous.save_checkpoint(folder, tag="synchronous")
+    warm = engine_of("sgd", 2, {"mode": "replica", "warmup_steps": STEPS})
+    train(warm, data, 2)
+    loaded = engine_of("sgd", 2, {"mode": "replica"})
+    loaded.load_checkpoint(folder, tag="synchronous")
+    expected = two_replicas(synchronous, more, 2)
+    # Weights alone: the momentum of an engine that has not trained is that of its first steps.
+    bare = engine_of("sgd", 2, {"mode": "replica"})
+    bare.load_checkpoint(folder, tag="synchronous", load_optimizer_states=False)
+    synchronous.optimizer.state.clear()
+    return {
+        "losses": [train(engine, more, 2) for engine in (warm, loaded)],
+        "expected": expected,
+        "bare": train(bare, more, 2),
+        "expected bare": two_replicas(synchronous, more, 2),
+    }
+
+
+def case_go_back(rank, folder, mode):
+    """A load into an engine that trains, at another step and at the same one."""
+    data = batches(rank, 4 * STEPS)
+    engine = engine_of("sgd", 2, {"mode": mode})
+    train(engine, data[:STEPS], 2)
+    engine.save_checkpoint(folder, tag=f"{mode} back")
+    expected = train(engine, data[STEPS : 2 * STEPS], 2)
+    other = engine_of("sgd", 2, {"mode": mode})
+    train(other, data[-STEPS:], 2)
+    losses = []
+    for each in (engine, other):
+        each.load_checkpoint(folder, tag=f"{mode} back")
+        losses.append(train(each, data[STEPS : 2 * STEPS], 2))
+    return {"losses": losses, "expected": expected}
+
+
+def case_resized(rank):
+    """Another number of micro-batches between two steps."""
+    data = batches(rank, 8)
+    engine = engine_of("sgd", 2, {"mode": "async"})
+    losses = train(engine, data[:4], 2)
+    engine.set_train_batch_size(2 * engine.train_batch_size())
+    losses += train(engine, data[4:], 4)
+    engine.drain()
+    expected, weights = delayed_loop("sgd", data, (2, 2, 4))
+    return {"losses": losses, "expected": expected, "weights": furthest(engine, weights)}
+
+
 def case_split(rank):
     """One model split over both ranks, which therefore have the same data: losses alone."""
     data = batches(0, STEPS * 2)
@@ -244,6 +321,10 @@ if __name__ == "__main__":
             "warmup": case_warmup(rank),
             "resume async": case_resume(rank, folder, "async"),
             "resume replica": case_resume(rank, folder, "replica"),
+            "late replicas": case_late_replicas(rank, folder),
+            "back async": case_go_back(rank, folder, "async"),
+            "back replica": case_go_back(rank, folder, "replica"),
+            "resized": case_resized(rank),
             "replica, 1": case_replica(rank, 1),
             "replica, 2": case_replica(rank, 2),
             "split": case_split(rank),  # the last: DeepSpeed does not forget who shares a model
