@@ -102,7 +102,20 @@ class PipelineEngine(EngineMixin, _Batches, deepspeed.PipelineEngine):
             self._messages = CheckedMessages(self.grid.stage_to_global)
         if getattr(self.module, "sends_whole", False):
             self.is_pipe_partitioned = self.is_grad_partitioned = False
-        self._stage_watch = StageWatch(self, self._guard) if self._guard is not None else None
+        self._stage_watch = self._make_stage_watch()
+
+    def _make_stage_watch(self) -> StageWatch | None:
+        # Passes in pairs go by segments, and tell nobody what goes in and comes out.
+        pairs = self._sections is not None and self._sections.pipeline.pair_passes
+        return None if self._guard is None or pairs else StageWatch(self, self._guard)
+
+    def destroy(self) -> None:
+        """Give back what the engine holds; all ranks should call it."""
+        # Graphs of the last step, whose hooks would keep the engine alive.
+        self.loss: torch.Tensor | None = None
+        self.total_loss: torch.Tensor | None = None
+        self.pipe_buffers: dict[str, Any] = {}
+        super().destroy()
 
     def _train_schedule(self) -> PlanSchedule:
         return PlanSchedule(self.micro_batches, self.num_stages, self.stage_id)
