@@ -13,7 +13,7 @@ from wavemare.comm.agreement import Header, agree, digest_of
 from wavemare.comm.reduction import Reduction
 from wavemare.comm.statistics import Statistics, Totals
 from wavemare.comm.transport import Transport
-from wavemare.comm.worker import Handle, Worker
+from wavemare.comm.worker import CollectiveThread, Handle
 from wavemare.errors import MessageError
 
 __all__ = ["Calls"]
@@ -40,7 +40,7 @@ class Calls:
         self._reduction = reduction
         self._block = block
         self._terms = terms
-        self._worker = Worker(f"wavemare-collectives-{transports[0].rank}")
+        self._worker = CollectiveThread(f"wavemare-collectives-{transports[0].rank}")
         self._count = 0
 
     def submit(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from wavemare.comm.kernels import DTYPES
+from wavemare.comm.kernels.words import sum_dtype
 from wavemare.errors import ConfigError
 
 try:
@@ -60,13 +61,9 @@ def coalesce(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     return _coalesce_sorted(ids, rows)
 
 
-def _wide(rows: Tensor) -> torch.dtype:
-    return torch.float64 if rows.dtype == torch.float64 else torch.float32
-
-
 def _coalesce_in_place(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     unique, inverse = torch.unique(ids, return_inverse=True)
-    sums = torch.zeros(len(unique), rows.shape[1], dtype=_wide(rows))
+    sums = torch.zeros(len(unique), rows.shape[1], dtype=sum_dtype(rows.dtype))
     # One part, unless parts must be converted.
     size = len(rows) if rows.dtype == sums.dtype else _CHUNK // max(1, rows.shape[1])
     parts = rows.contiguous().split(max(1, size)), inverse.split(max(1, size))
@@ -81,6 +78,6 @@ def _coalesce_sorted(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     if unique.numel() == 0 or rows.shape[1] == 0:
         return unique, rows.new_zeros(len(unique), rows.shape[1])
     # Neither scatter_add nor index_add keeps an order on GPUs; this sums each segment in a loop.
-    terms = rows.index_select(0, position).to(_wide(rows))
+    terms = rows.index_select(0, position).to(sum_dtype(rows.dtype))
     sums = torch.segment_reduce(terms, "sum", lengths=lengths, unsafe=True, initial=0.0)
     return unique, sums.to(rows.dtype)

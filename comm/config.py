@@ -28,13 +28,13 @@ LOOSE_MODES = frozenset({"dense", "packed", "sparcml"})
 """Those that do not sum in the order of the ranks."""
 
 
-Kind = Literal["block_topk", "block_randomk", "block_threshold", "block_topk_ratio"]
+CompressorKind = Literal["block_topk", "block_randomk", "block_threshold", "block_topk_ratio"]
 
 
 class CompressorConfig(Section):
     """How gradients are made sparse before they are sent."""
 
-    type: Kind = "block_topk"
+    type: CompressorKind = "block_topk"
     """Which blocks are sent: the largest, random ones, those that reach a threshold, or the
     largest beside the norm of their weights."""
 

@@ -125,10 +125,6 @@ class _ByParameter(Compressor):
             yield gradient[part], name, weights[part] if weights is not None else None
             start += numel
 
-    def residual(self, key: str) -> Tensor | None:
-        """Return what of a parameter waits."""
-        return self.inner.residual(key)
-
     def settings(self) -> dict[str, Any]:
         """Return the settings; see `Compressor.settings`."""
         return self.inner.settings()

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from wavemare.comm.kernels import DTYPES, num_blocks
+from wavemare.comm.kernels.words import sum_dtype
 from wavemare.errors import CheckpointError, ConfigError
 
 __all__ = ["Compressor", "block_norms"]
@@ -106,10 +107,6 @@ class Compressor(ABC):
         self._steps[key] = count + 1
         return chosen
 
-    def residual(self, key: str) -> Tensor | None:
-        """Return what of a bucket waits, (E,); None if nothing of it was ever kept."""
-        return self._residuals.get(key)
-
     def settings(self) -> dict[str, Any]:
         """Return all that the choice of blocks depends on, by its name in the configuration."""
         return {
@@ -190,7 +187,7 @@ def block_norms(flat: Tensor, block: int) -> Tensor:
     Returns:
         (ceil(E / block),), float32; float64 for float64.
     """
-    wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
+    wide = sum_dtype(flat.dtype)
     norms = torch.empty(num_blocks(len(flat), block), dtype=wide, device=flat.device)
     whole = len(flat) // block
     rows = flat[: whole * block].view(whole, block)

@@ -44,10 +44,6 @@ class Layout:
         """Return the place of an owner's group within `blocks`."""
         return slice(int(self.edges[owner]), int(self.edges[owner + 1]))
 
-    def owned(self, owner: int) -> int:
-        """Return the number of an owner's blocks."""
-        return int(self.edges[owner + 1] - self.edges[owner])
-
     def pushed(self, source: int, owner: int) -> Index:
         """Return the blocks that a rank sends to an owner, in the order of the message."""
         group = self.group(owner)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from wavemare.comm.cost import HALVES, Constants, Traffic, predict, traffic
 from wavemare.comm.masks import Masks
 
-__all__ = ["Plan", "Selector", "make_plan"]
+__all__ = ["ExecutorChoice", "Selector", "choose_executor"]
 
 HYSTERESIS = 0.1
 """Another executor than the last one must be predicted to be faster by this much."""
@@ -24,7 +24,7 @@ _FORGETTING = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class ExecutorChoice:
     """What would be done with a bucket, and what each way of doing it would cost.
 
     Args:
@@ -73,7 +73,7 @@ class Plan:
         return "\n".join(lines)
 
 
-def make_plan(
+def choose_executor(
     masks: Masks,
     block_bytes: int,
     constants: Constants,
@@ -82,7 +82,7 @@ def make_plan(
     last: str | None = None,
     corrections: Mapping[str, float] | None = None,
     halves: bool = False,
-) -> Plan:
+) -> ExecutorChoice:
     """Choose an executor; a pure function of what all ranks know.
 
     Args:
@@ -101,7 +101,7 @@ def make_plan(
     if last in predicted and predicted[last] <= predicted[best] * (1 + HYSTERESIS):
         best = last
     moved = traffic(masks, block_bytes, halves=halves)
-    return Plan(
+    return ExecutorChoice(
         executor=best,
         num_ranks=masks.num_ranks,
         num_blocks=masks.num_blocks,
@@ -156,7 +156,9 @@ class Selector:
         assert last in DENSE
         return last
 
-    def choose(self, key: str, masks: Masks, block_bytes: int, *, halves: bool = False) -> Plan:
+    def choose(
+        self, key: str, masks: Masks, block_bytes: int, *, halves: bool = False
+    ) -> ExecutorChoice:
         """Choose an executor for a call.
 
         Args:
@@ -166,7 +168,7 @@ class Selector:
             halves: Whether only sums at their owners are wanted.
         """
         history = self._history(key)
-        plan = make_plan(
+        choice = choose_executor(
             masks,
             block_bytes,
             self.constants,
@@ -175,9 +177,9 @@ class Selector:
             corrections=history.corrections,
             halves=halves,
         )
-        history.last = plan.executor
-        history.dense_in_a_row = history.dense_in_a_row + 1 if plan.executor in DENSE else 0
-        return plan
+        history.last = choice.executor
+        history.dense_in_a_row = history.dense_in_a_row + 1 if choice.executor in DENSE else 0
+        return choice
 
     def learn(self, key: str, executor: str, ratio: float) -> None:
         """Take note of what a call really took.

@@ -16,22 +16,20 @@ from wavemare.comm.calibration import calibrate
 from wavemare.comm.calls import Calls
 from wavemare.comm.compress import Compressor, make_compressor
 from wavemare.comm.config import CompressorConfig, Mode
-from wavemare.comm.cost import EXECUTORS, Constants
+from wavemare.comm.cost import EXECUTORS, IN_ORDER, Constants
 from wavemare.comm.executors import Scratch
 from wavemare.comm.hierarchy import Hierarchy
 from wavemare.comm.layout import Piece
 from wavemare.comm.masks import Masks
 from wavemare.comm.reduction import Reduction
 from wavemare.comm.rows import RowReducer, check_rows
-from wavemare.comm.selector import Plan, make_plan
+from wavemare.comm.selector import ExecutorChoice, choose_executor
 from wavemare.comm.statistics import Statistics
 from wavemare.comm.transport import Transport, open_transport
 from wavemare.comm.transport.choice import Choice, Staging
 from wavemare.comm.worker import Handle
 
 __all__ = ["SparseComm"]
-
-_AUTO = ("ordered", "pushpull", "allgather")
 
 
 class SparseComm:
@@ -118,7 +116,7 @@ class SparseComm:
             block=block,
             mode=mode,
             constants=self.constants,
-            allowed=_AUTO if deterministic else EXECUTORS,
+            allowed=IN_ORDER if deterministic else EXECUTORS,
             compressor=compressor,
             scratch=scratch,
         )
@@ -153,7 +151,9 @@ class SparseComm:
         """Bytes held to pack and receive blocks; they grow to what the largest call needed."""
         return self._scratch.num_bytes
 
-    def plan(self, masks: Masks | np.ndarray[Any, Any] | Tensor, itemsize: int = 4) -> Plan:
+    def plan(
+        self, masks: Masks | np.ndarray[Any, Any] | Tensor, itemsize: int = 4
+    ) -> ExecutorChoice:
         """Say what would be done with a bucket: a pure function of its masks, without history.
 
         Args:
@@ -161,12 +161,12 @@ class SparseComm:
             itemsize: Bytes of an element.
 
         Returns:
-            The plan, which prints as a table.
+            The choice, which prints as a table.
         """
         if not isinstance(masks, Masks):
             masks = Masks.of(masks.cpu().numpy() if isinstance(masks, Tensor) else masks)
         allowed = self._reduction.selector.allowed
-        return make_plan(masks, self.block * itemsize, self.constants, allowed)
+        return choose_executor(masks, self.block * itemsize, self.constants, allowed)
 
     # --- collectives ------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import torch
 from wavemare.comm.statistics import Statistics
 from wavemare.errors import CommError
 
-__all__ = ["Handle", "Worker"]
+__all__ = ["CollectiveThread", "Handle"]
 
 
 class Handle:
@@ -83,7 +83,7 @@ class Handle:
         self._callbacks.clear()
 
 
-class Worker:
+class CollectiveThread:
     """One thread that runs collectives in the order in which they were given.
 
     Messages wait in the kernel or in the library, kernels release the interpreter's lock: the main

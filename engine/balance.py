@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -58,6 +59,7 @@ class Balance:
         self._mean: Literal["samples", "tokens"] = config.mean
         self._labels: Tensor | None = None
         self._shifts = False
+        self._alone = False
 
     def share_out(self, shares: Sequence[int]) -> None:
         """Change the shares from the next micro-batch on.
@@ -118,6 +120,19 @@ class Balance:
 
         return weighted
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Weigh losses without the other ranks, for a pass that they do not make.
+
+        The weight is then the number of ranks instead of that by the share of the tokens; losses
+        over no token stay zero.
+        """
+        self._alone = True
+        try:
+            yield
+        finally:
+            self._alone = False
+
     def sampler(self, dataset: Sized, *, shuffle: bool) -> ShareSampler:
         """Return the sampler of this rank's part of a dataset."""
         parts = self.shares
@@ -135,9 +150,10 @@ class Balance:
         counted = labels[..., 1:] if shifts else labels
         own = (counted != _IGNORED).sum().to(torch.float32)
         total = own.clone()
-        started = self._now()
-        dist.all_reduce(total, group=self._group)
-        self.waited_s += self._now() - started
+        if not self._alone:
+            started = self._now()
+            dist.all_reduce(total, group=self._group)
+            self.waited_s += self._now() - started
         weight = own * self._ranks / total.clamp(min=1)
         # The mean over no token at all is not a number, and counts nothing.
         return torch.where(own > 0, loss, torch.zeros_like(loss)) * weight

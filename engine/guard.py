@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """No optimizer step with numbers that are not finite, and word of where they came from.
 
-In a sound step one pass over the reduced gradients is all that this costs: a loss that is not
-finite is made one with gradients that are not, so that whoever sums those learns of it from the
-sum. Only where ranks hold different gradients (ZeRO's shares, stages, split weights) one more
-number is summed. A step found bad costs a second pass over its micro-batches (`trace`).
+In a sound step this costs one pass over the reduced gradients, and the sum of one number over the
+ranks that step together: a loss that is not finite is made one with gradients that are not, so that
+whoever sums those learns of it. A step found bad costs a second pass over its micro-batches
+(`trace`).
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -27,6 +26,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
 from wavemare.engine.guard_config import GuardConfig
+from wavemare.engine.guard_judges import judges_of
 from wavemare.engine.guard_trace import Finding, RandomState, are_finite, loss_of, trace
 from wavemare.errors import NumericsError
 
@@ -60,12 +60,14 @@ class Fault:
     arrived: bool = False
 
     @property
-    def place(self) -> tuple[bool, bool, float, bool, int, int]:
+    def place(self) -> tuple[bool, bool, bool, float, bool, int, int]:
         """Sorts faults such that the one that explains the others is the first."""
+        # Reduced gradients tell no micro-batch, and may be bad by another replica's.
+        reduced = self.micro_batch is None
         backward = self.finding is not None and self.finding.what == "gradient"
         depth = (-1 if backward else 1) * (self.stage or 0)
         number = self.micro_batch or math.inf
-        return self.arrived, self.finding is None, number, backward, depth, self.rank
+        return reduced, self.arrived, self.finding is None, number, backward, depth, self.rank
 
     def __str__(self) -> str:
         where = f"rank {self.rank}"
@@ -109,7 +111,7 @@ class NumericsGuard:
         self._engine = engine
         self._config = config
         self._stage: int | None = engine.stage_id if engine.pipeline_parallelism else None
-        self._asynchronous = engine._sections.pipeline.schedule == "pipemare"
+        self._judges = judges_of(engine)
         staged = engine.pipeline_parallelism
         self._slices = (
             engine.grid.get_slice_parallel_world_size() if staged else engine.mp_world_size
@@ -174,7 +176,7 @@ class NumericsGuard:
         """
         self.before_verdict()
         faults = [fault for number, fault in self._faults if number < self._end]
-        if self._agreed(bool(faults) or not self._others):
+        if self._judges.agree(self._seen(bool(faults) or not self._others)):
             self._condemn(faults)
             sound = False
         else:
@@ -185,38 +187,15 @@ class NumericsGuard:
         self._others = self._reads = True
         return sound
 
-    def _agreed(self, bad: bool) -> bool:
-        """Return whether any rank that takes part in the step has seen something bad."""
-        engine = self._engine
-        finite = are_finite(gradients_of(engine) if self._reads else [])
-        groups = self._groups()
-        if not groups:
-            return bad or not bool(finite)
-        flag = (~finite | bad).float().to(engine.device)
-        for group in groups:
-            dist.all_reduce(flag, group=group)
-        return bool(flag)
-
-    def _groups(self) -> Sequence[Any]:
-        """Return the groups whose ranks hold other gradients than this one, and step together."""
-        engine = self._engine
-        slices = self._slices > 1
-        if self._asynchronous:
-            grid = engine.grid
-            parted = engine.zero_optimization() and engine.dp_world_size > 1
-            return [
-                *([grid.get_data_parallel_group()] if parted else []),
-                *([grid.get_slice_parallel_group()] if slices else []),
-            ]
-        if dist.get_world_size() == 1:
-            return []
-        alike = not (engine.pipeline_parallelism or engine.zero_optimization() or slices)
-        experts = any(map(is_moe_param, engine.module.parameters()))
-        return [] if alike and not experts else [None]
+    def _seen(self, bad: bool) -> Tensor:
+        """Return whether this rank has seen something bad, here or before; () bool."""
+        finite = are_finite(gradients_of(self._engine) if self._reads else [])
+        return (~finite | bad).to(self._engine.device)
 
     def _condemn(self, faults: list[Fault]) -> None:
         self._skips += 1
-        fault = self._first_of_all([*faults, *self._search(bool(faults))])
+        known = self._judges.gather([*faults, *self._search(bool(faults))])
+        fault = min(known, key=lambda fault: fault.place)
         step = self._engine.global_steps + 1 - self._lag
         told = f"in optimizer step {step} a number is not finite; first on {fault}"
         if self._config.nonfinite == "stop":
@@ -235,7 +214,7 @@ class NumericsGuard:
                 "Lower the learning rate or mend the data or that module, and resume from the last "
                 "checkpoint",
             )
-        if self._asynchronous or dist.get_rank() == 0:
+        if self._judges.speaks:
             logger.warning("guard: step skipped: %s", told)
 
     # --- where it came from -----------------------------------------------------------------------
@@ -284,17 +263,6 @@ class NumericsGuard:
             return ([] if loss is None else [loss]), None
 
         return trace(engine.module, run, roots)
-
-    def _first_of_all(self, faults: list[Fault]) -> Fault:
-        """Return the fault that explains the others, of all ranks that step together."""
-        engine = self._engine
-        # DeepSpeed has no group for a single rank.
-        group = engine.grid.get_data_parallel_group() if self._asynchronous else None
-        size = engine.dp_world_size if self._asynchronous else dist.get_world_size()
-        gathered: list[Any] = [faults] * size
-        if size > 1:
-            dist.all_gather_object(gathered, faults, group=group)
-        return min((f for part in gathered for f in part), key=lambda fault: fault.place)
 
 
 def attach_guard(engine: Any, config: GuardConfig) -> NumericsGuard | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -168,7 +169,10 @@ class StageWatch:
             return [output for output, _ in used], [gradient for _, gradient in used]
 
         leaves = [tensor for tensor in given if tensor.requires_grad]
-        return trace(engine.module, run, roots, leaves=leaves, backward=backward)
+        # This rank alone is here: the others do not count their tokens with it.
+        alone = engine._balance.alone() if engine._balance is not None else nullcontext()
+        with alone:
+            return trace(engine.module, run, roots, leaves=leaves, backward=backward)
 
     @staticmethod
     def _floating(inputs: Any) -> list[Tensor]:

@@ -38,6 +38,8 @@ from wavemare.engine.pipemare import PipeMareEngine
 from wavemare.engine.segments import Segments
 from wavemare.engine.stage_passes import check_pair_passes
 from wavemare.errors import ConfigError
+from wavemare.pipeline.check import check
+from wavemare.pipeline.run_plan import run_plan
 
 __all__ = ["ENGINES", "build_engine", "read_config"]
 
@@ -68,6 +70,7 @@ def build_engine(
 
     Raises:
         ConfigError: A key or value that cannot work, before the model is touched.
+        PlanError: The stages would wait for each other, or miss a pass.
     """
     ours = _check(config, arguments.get("model"), arguments.get("mpu"), arguments.get("mesh_param"))
     check_replaceable(ours, arguments.get("optimizer"))
@@ -151,11 +154,16 @@ def _check(config: dict[str, Any], model: Any, mpu: Any, mesh_param: Any) -> Wav
     length = _pipeline_length(model, ours)
     sizes = check_batch_sizes(config, data_world_size=data_ranks, stages=length)
     check_shares(ours.balance, sizes, data_ranks)
+    micro_batches = sizes["gradient_accumulation_steps"]
+    if isinstance(model, deepspeed.PipelineModule) and not isinstance(model, DualPipeVModule):
+        # Every rank checks the plans of all: all fail alike, or none.
+        clips = bool(config.get("gradient_clipping"))
+        check(run_plan(ours.pipeline, length, micro_batches, clips=clips))
     asynchronous = ours.pipeline.schedule == "pipemare"
     # DeepSpeed would complete them itself, with one micro-batch per step.
     config.update({k: n for k, n in sizes.items() if asynchronous or config.get(k) == "auto"})
     if asynchronous:
-        return _choose(config, length, sizes["gradient_accumulation_steps"])
+        return _choose(config, length, micro_batches)
     return ours
 
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveInt
 
+from wavemare.pipeline.config import Schedule
 from wavemare.section import Section
 
 __all__ = ["ParallelConfig", "PipelineNames", "SplitNames"]
@@ -18,7 +19,7 @@ class PipelineNames(Section):
     micro_batches: int | None = Field(default=None, ge=1)
     """Micro-batches of an optimizer step; ``gradient_accumulation_steps`` if omitted."""
 
-    schedule: Literal["1f1b", "pipemare"] | None = None
+    schedule: Schedule | None = None
     """``1f1b`` or ``pipemare``; that of ``wavemare.pipeline`` if omitted."""
 
 

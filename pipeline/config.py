@@ -3,13 +3,26 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field
 
 from wavemare.section import Section
 
-__all__ = ["DiscrepancyCorrection", "LrRescheduling", "PipeMareConfig", "PipelineConfig"]
+__all__ = [
+    "TRAINED",
+    "DiscrepancyCorrection",
+    "LrRescheduling",
+    "PipeMareConfig",
+    "PipelineConfig",
+    "Schedule",
+]
+
+Schedule = Literal["1f1b", "pipemare"]
+"""What pipeline engines follow; `wavemare.pipeline.schedules.SCHEDULES` has more plans to look at.
+"""
+TRAINED: tuple[str, ...] = get_args(Schedule)
+"""The same names at run time."""
 
 
 class LrRescheduling(Section):
@@ -69,6 +82,18 @@ class PipeMareConfig(Section):
     their last step) or each stage's own norm by its share, ``sqrt(parameters / all parameters)``.
     """
 
+    def stream_options(self, *, clips: bool) -> dict[str, Any]:
+        """Return settings of `wavemare.pipeline.order.Stream`.
+
+        Args:
+            clips: Whether gradients are clipped.
+        """
+        return {
+            "norms": clips and self.clipping == "global",
+            "correct": self.discrepancy_correction.mode not in ("off", "predict"),
+            "slack": self.slack,
+        }
+
 
 class PipelineConfig(Section):
     """How a Hugging Face model becomes a pipeline, and how the pipeline runs.
@@ -76,7 +101,7 @@ class PipelineConfig(Section):
     A ``PipelineModule`` that the caller built keeps its own stages and cuts.
     """
 
-    schedule: str = "1f1b"
+    schedule: Schedule = "1f1b"
     """``1f1b``, which empties the pipeline at each optimizer step, or ``pipemare``, which never
     does."""
 

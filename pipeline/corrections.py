@@ -13,7 +13,7 @@ from wavemare.pipeline.correction import (
     ExactCorrection,
     NoCorrection,
 )
-from wavemare.pipeline.prediction import Prediction
+from wavemare.pipeline.prediction import WeightPrediction
 from wavemare.pipeline.staleness import ema_decay, ema_decay_from, resolve_mode
 
 __all__ = ["make_correction"]
@@ -48,5 +48,5 @@ def make_correction(
             decay = ema_decay_from(decay_base, max_staleness)
         return EmaCorrection(parameters, decay, max_staleness)
     if resolved == "predict":
-        return Prediction(parameters)
+        return WeightPrediction(parameters)
     return NoCorrection(parameters)

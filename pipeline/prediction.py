@@ -14,10 +14,10 @@ from wavemare.errors import PlanError
 from wavemare.pipeline.correction import Correction, check_shapes
 from wavemare.pipeline.storage import size_bytes
 
-__all__ = ["Prediction"]
+__all__ = ["WeightPrediction"]
 
 
-class Prediction(Correction):
+class WeightPrediction(Correction):
     """Forwards each micro-batch with the weights that are expected at its backward pass.
 
     A micro-batch whose backward pass comes ``s`` optimizer steps later sees ``w + s * (w - w_old)``

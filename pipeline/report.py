@@ -59,18 +59,16 @@ class Report:
 
     @property
     def max_staleness(self) -> tuple[int, ...]:
-        """For each stage the highest staleness of a micro-batch."""
+        """For each stage the highest staleness of a micro-batch.
+
+        It is also how many older versions of its weights an exact correction keeps.
+        """
         return tuple(max(stage, default=0) for stage in self.staleness)
 
     @property
     def mean_staleness(self) -> tuple[float, ...]:
         """For each stage the mean staleness of the run's micro-batches."""
         return tuple(sum(stage) / len(stage) if stage else 0.0 for stage in self.staleness)
-
-    @property
-    def weight_versions(self) -> tuple[int, ...]:
-        """For each stage how many older versions of its weights an exact correction keeps."""
-        return self.max_staleness
 
     @property
     def bubble(self) -> float:
@@ -106,17 +104,11 @@ def _table(report: Report) -> list[str]:
         (str(rank), str(actions), str(idle))
         for rank, (actions, idle) in enumerate(zip(report.actions, report.idle_ticks, strict=True))
     ]
-    stages = [("stage", "peak activations", "max staleness", "mean", "old weights kept")]
+    stages = [("stage", "peak activations", "max staleness", "mean")]
     stages += [
-        (str(stage), str(peak), str(highest), f"{mean:.3f}", str(kept))
-        for stage, (peak, highest, mean, kept) in enumerate(
-            zip(
-                report.peak_activations,
-                report.max_staleness,
-                report.mean_staleness,
-                report.weight_versions,
-                strict=True,
-            )
+        (str(stage), str(peak), str(highest), f"{mean:.3f}")
+        for stage, (peak, highest, mean) in enumerate(
+            zip(report.peak_activations, report.max_staleness, report.mean_staleness, strict=True)
         )
     ]
     if len(ranks) == len(stages):

@@ -14,7 +14,6 @@ from wavemare.pipeline.order import ahead
 __all__ = [
     "EXACT_LIMIT",
     "MODES",
-    "backward_version",
     "ema_decay",
     "ema_decay_from",
     "forward_version",
@@ -22,7 +21,6 @@ __all__ = [
     "max_staleness",
     "mean_delay",
     "resolve_mode",
-    "staleness",
 ]
 
 MODES = ("off", "exact", "ema", "predict", "auto")
@@ -81,36 +79,6 @@ def forward_version(micro_batch: int, delay: int, micro_batches: int, drained: i
     """
     _check_numbers(micro_batch, delay, micro_batches)
     return max(drained, (micro_batch - delay) // micro_batches)
-
-
-def backward_version(micro_batch: int, micro_batches: int) -> int:
-    """Return the version that is the newest when a micro-batch's backward pass runs.
-
-    Args:
-        micro_batch: Counted from 0 over the whole run.
-        micro_batches: Micro-batches per optimizer step.
-
-    Raises:
-        PlanError: A number is out of range.
-    """
-    _check_numbers(micro_batch, 0, micro_batches)
-    return micro_batch // micro_batches
-
-
-def staleness(micro_batch: int, delay: int, micro_batches: int, drained: int = 0) -> int:
-    """Return how many versions behind a micro-batch's forward weights are at its backward pass.
-
-    Args:
-        micro_batch: Counted from 0 over the whole run.
-        delay: Of the stage, in micro-batches.
-        micro_batches: Micro-batches per optimizer step.
-        drained: The version at which the pipeline was last empty, before this micro-batch.
-
-    Raises:
-        PlanError: A number is out of range.
-    """
-    seen = forward_version(micro_batch, delay, micro_batches, drained)
-    return backward_version(micro_batch, micro_batches) - seen
 
 
 def lr_factor(step: int, tau: float, anneal_steps: int) -> float:

@@ -102,16 +102,15 @@ def paired_share(plan: Plan) -> float:
     return paired / possible if possible else 0.0
 
 
-def accumulation_peak(saved_bytes: Sequence[int], transient: int = 0) -> int:
-    """Return the peak of one wave, or of waves one after the other: ``A + t``.
+def accumulation_peak(saved_bytes: Sequence[int]) -> int:
+    """Return the peak of one wave, or of waves one after the other: ``A``.
 
     Args:
         saved_bytes: Of each segment below the head; the head keeps nothing beyond its own passes.
-        transient: Bytes that a segment's pass needs only while it runs.
     """
-    return sum(saved_bytes) + transient
+    return sum(saved_bytes)
 
 
-def in_phase_peak(saved_bytes: Sequence[int], transient: int = 0) -> int:
-    """Return the peak of two waves that go forward together: ``2A + t``."""
-    return 2 * sum(saved_bytes) + transient
+def in_phase_peak(saved_bytes: Sequence[int]) -> int:
+    """Return the peak of two waves that go forward together: ``2A``."""
+    return 2 * sum(saved_bytes)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wavemare.engine.config import SECTION, WavemareConfig, zero_section
+from wavemare.engine.config_shape import is_enabled
 from wavemare.errors import ConfigError, PlanError
 from wavemare.files import atomic_write_text
 from wavemare.parallel.plan import ParallelPlan
@@ -257,7 +258,7 @@ def _half(config: Mapping[str, Any]) -> torch.dtype | None:
 
     types = {"bf16": torch.bfloat16, "fp16": torch.float16}
     for name, dtype in types.items():
-        if config.get(name, {}).get("enabled"):
+        if is_enabled(config, name):
             return dtype
     return None
 

@@ -106,9 +106,8 @@ class Job:
 
     def _place_reports(self) -> None:
         """Have the watchdog write into the run folder, unless the configuration names another."""
-        section = self.config.setdefault(SECTION, {})
-        watchdog = section.setdefault("watchdog", {}) if isinstance(section, dict) else None
-        if isinstance(watchdog, dict):
+        watchdog = self.config.setdefault(SECTION, {}).setdefault("watchdog", {})
+        if isinstance(watchdog, dict):  # what else it may be is refused by its name
             watchdog.setdefault("folder", str(Path(self.arguments.output).resolve() / "watchdog"))
 
     def _check_resume(self) -> None:
@@ -384,24 +383,19 @@ class Job:
             num_samples: How many samples over all ranks, spread over the set; None for all. Each
                 rank gets one at least; what does not make a whole batch for every rank is left out.
         """
-        from torch.utils.data import Subset
-
         from wavemare.data import evaluation_batches
 
-        size, ranks = len(dataset), self.engine.data_world_size
-        if num_samples is not None and max(num_samples, ranks) < size:
-            num_samples = max(num_samples, ranks)
-            # Spread over the whole set, whose documents or classes may be in order.
-            indices = [index * size // num_samples for index in range(num_samples)]
-            dataset = Subset(dataset, indices)
-        # A small held-out set still gives every rank a batch.
-        micro = min(self.batch["train_micro_batch_size_per_gpu"], max(len(dataset) // ranks, 1))
+        ranks = self.engine.data_world_size
+        count = min(max(num_samples or len(dataset), ranks), len(dataset))
+        # Few samples still give every rank a batch.
+        micro = min(self.batch["train_micro_batch_size_per_gpu"], max(count // ranks, 1))
         return list(
             evaluation_batches(
                 dataset,
                 micro_batch_size=micro,
                 data_rank=self.engine.data_rank,
                 data_world_size=ranks,
+                limit=count,
             )
         )
 
@@ -444,8 +438,7 @@ class Job:
         self.run.summary({"results": figures, "layout": self.engine_facts.layout()})
         if self.rank == 0:
             self.note(f"\n{use()}\n")
-        rows = [(name, f"{v:.4f}" if isinstance(v, float) else v) for name, v in figures.items()]
-        self.screen.table("results", ("", ""), rows)
+        self.screen.results(figures)
         self.note(f"model: {self.exported}\ncurve: {self.run.folder / 'loss.png'}")
         self._part()
 

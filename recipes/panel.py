@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from wavemare.engine.config import WavemareConfig, zero_section
+from wavemare.engine.config_shape import is_enabled
 from wavemare.observe import MemoryEstimate, estimate_activations, estimate_memory
 from wavemare.pipeline.config import PipelineConfig
 from wavemare.pipeline.order import ahead
@@ -114,7 +115,7 @@ def _memory(
 ) -> MemoryEstimate:
     pipeline = section.pipeline
     stages, micro_batches = pipeline.stages, batch["gradient_accumulation_steps"]
-    half = any(config.get(key, {}).get("enabled") for key in ("bf16", "fp16"))
+    half = any(is_enabled(config, key) for key in ("bf16", "fp16"))
     bytes_per_value = _HALF if half else _SINGLE
     activations = estimate_activations(
         batch=batch["train_micro_batch_size_per_gpu"],

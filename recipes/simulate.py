@@ -223,14 +223,10 @@ class Simulation:
         return loss
 
     def _batches(self, held_out: Any) -> Iterator[Any]:
-        from torch.utils.data import Subset
-
         from wavemare.data import evaluation_batches
 
-        size, samples = len(held_out), self._arguments.eval_samples
-        if samples < size:
-            held_out = Subset(held_out, [index * size // samples for index in range(samples)])
-        return evaluation_batches(held_out, min(_EVALUATED_AT_ONCE, len(held_out)))
+        samples = min(self._arguments.eval_samples, len(held_out))
+        return evaluation_batches(held_out, min(_EVALUATED_AT_ONCE, samples), limit=samples)
 
     def _finish(self, loss: float, seconds: float) -> None:
         pipeline = self._pipeline
@@ -247,10 +243,7 @@ class Simulation:
             "memory": pipeline.memory(),
         }
         self._run.summary({"results": figures})
-        rows = [
-            (name, f"{v:.4f}" if isinstance(v, float) else str(v)) for name, v in figures.items()
-        ]
-        self._screen.table("results", ("", ""), rows)
+        self._screen.results(figures)
         self._run.close()
 
 

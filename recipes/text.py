@@ -27,6 +27,7 @@ class TextData:
 
     Raises:
         DataError: There is no such text, found before anything slow begins.
+        ConfigError: ``--split`` is given for text.
     """
 
     def __init__(self, arguments: JobArguments) -> None:
@@ -53,6 +54,10 @@ class TextData:
             kind: ``gpt`` or ``bert``, which decides the special tokens of a new tokenizer.
             vocab_size: Tokens of a new byte-level BPE.
             tokenizer: Hugging Face folder of the tokenizer to use instead of a new one.
+
+        Raises:
+            DataError: Data or tokenizer are damaged.
+            ConfigError: Data of tokens is given without their tokenizer.
         """
         from wavemare.data import Kind, cached_tokenizer, load_documents, load_tokenizer, tokenize
 
@@ -102,6 +107,7 @@ class TextData:
 
         Raises:
             DataError: A sequence is longer than the model, or a token id beyond it.
+            ConfigError: A blend is given, which only Megatron's GPT reads.
         """
         from wavemare.data import PackedDataset, check_fits
 
@@ -134,6 +140,9 @@ class TextData:
             vocabulary: Number of token ids that the model knows.
             num_samples: Samples of the whole training.
             seed: Of the order.
+
+        Raises:
+            DataError: As `pack`; or no document is held out.
         """
         from wavemare.data import check_fits
 

@@ -265,7 +265,7 @@ def no_leaked_environment() -> Iterator[None]:
 
 
 GRACE_S = 5.0
-"""Some end a moment after what they served, orphans a moment after their parent."""
+"""How long threads and processes may outlive what they served, and orphans their parent."""
 
 
 def _check_nothing_left(find: Callable[[], list[str]], what: str) -> None:
@@ -296,7 +296,7 @@ def no_leaked_descriptors(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test must close the files, sockets and pipes that it opens in this process."""
     before = _descriptors()
     yield
-    # Failures would end the process that runs the tests, as they must end one with MPI.
+    # Where MPI is loaded, a failure ends the whole process: here that would be pytest's.
     assert _is_loose(request) or "mpi4py.MPI" not in sys.modules, "MPI is loaded"
     if _is_loose(request) or _BY_MODULE in request.path.parents:
         return

@@ -6,26 +6,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wavemare.comm.kernels.numpy_kernels import as_words, magnitude_bits
+from wavemare.comm.kernels.words import as_words, magnitude_bits, signed_words
 
 try:
     from wavemare.comm.executors import pair_loops
 except ImportError:
     pair_loops = None  # type: ignore[assignment]
 
-__all__ = ["index_dtype", "nonzero_ids", "sum_dtype"]
-
-_SIGNED = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+__all__ = ["index_dtype", "nonzero_ids"]
 
 
 def index_dtype(numel: int) -> torch.dtype:
     """Return the type of the indices of so many elements."""
     return torch.int32 if numel <= 1 << 31 else torch.int64
-
-
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which elements are summed."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def nonzero_ids(flat: Tensor) -> Tensor:
@@ -47,7 +40,7 @@ def nonzero_ids(flat: Tensor) -> Tensor:
         ids = torch.empty(number + 1, dtype=kind)
         pair_loops.find(words, magnitude, ids.numpy())
         return ids[:number]
-    signed = flat.view(_SIGNED[flat.element_size()])
+    signed = signed_words(flat)
     if flat.dtype.is_floating_point:
-        signed = signed & torch.iinfo(signed.dtype).max
+        signed = signed & magnitude_bits(flat.dtype)
     return signed.nonzero().view(-1).to(kind)

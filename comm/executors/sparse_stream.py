@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wavemare.comm.executors.pairs import index_dtype, nonzero_ids, sum_dtype
+from wavemare.comm.executors.pairs import index_dtype, nonzero_ids
+from wavemare.comm.kernels.words import sum_dtype
 
 try:
     from wavemare.comm.executors import pair_loops

@@ -21,8 +21,8 @@ from wavemare.comm.executors.streaming_lanes import Lanes
 from wavemare.comm.executors.streaming_protocol import (
     Aggregator,
     Counters,
-    Kind,
     Message,
+    MessageKind,
     Reply,
     Worker,
 )
@@ -130,10 +130,10 @@ class _Stream:
             peer = self._call.transport.receive_any(self._frames.whole(frame))
             message = self._frames.read(frame)
             self._call.transport.bytes_down += self._frames.num_bytes(message)
-        if message.kind == Kind.UP:
+        if message.kind == MessageKind.UP:
             self._arrival = self._frames.take()
             self._contribute(peer, message, frame)
-        elif message.kind == Kind.DOWN:
+        elif message.kind == MessageKind.DOWN:
             self._store(message, frame)
         else:
             self._ended.add(peer)
@@ -204,7 +204,7 @@ class _Stream:
         """
         call, frames = self._call, self._frames
         none = np.empty(0, dtype=np.int64)
-        data = frames.write(frames.take(), Message(0, Kind.END, none, none))
+        data = frames.write(frames.take(), Message(0, MessageKind.END, none, none))
         ends = call.scratch("ends", call.size * data.numel(), data).view(call.size, -1)
         with call.phase("push"):
             exchange = call.transport.begin()

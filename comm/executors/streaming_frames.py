@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from wavemare.comm.executors.base import Scratch
-from wavemare.comm.executors.streaming_protocol import Kind, Message
+from wavemare.comm.executors.streaming_protocol import Message, MessageKind
 
 __all__ = ["Frames"]
 
@@ -78,7 +78,7 @@ class Frames:
         """Return a message that was received; a copy of its numbers."""
         slot, kind, count = self._bytes[frame, : 8 * _FIXED].view(np.int64).tolist()
         numbers = self._bytes[frame, 8 * _FIXED : 8 * (_FIXED + 2 * count)].view(np.int64).copy()
-        return Message(slot, Kind(kind), numbers[:count], numbers[count:])
+        return Message(slot, MessageKind(kind), numbers[:count], numbers[count:])
 
     def num_bytes(self, message: Message) -> int:
         """Return the bytes of a message with its blocks."""

@@ -31,12 +31,12 @@ import numpy.typing as npt
 
 from wavemare.comm.executors.streaming_lanes import Lanes
 
-__all__ = ["Aggregator", "Counters", "Kind", "Message", "Reply", "Worker"]
+__all__ = ["Aggregator", "Counters", "Message", "MessageKind", "Reply", "Worker"]
 
 Index = npt.NDArray[np.int64]
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """What a message is: from a worker, from an aggregator, or the last one of a rank."""
 
     UP = 0
@@ -56,7 +56,7 @@ class Message:
     """
 
     slot: int
-    kind: Kind
+    kind: MessageKind
     blocks: Index
     nexts: Index
 
@@ -154,7 +154,7 @@ class Worker:
         self._counters.up_blocks += blocks.size
         self._counters.up_messages += blocks.size > 0
         self._counters.empty_messages += blocks.size == 0
-        return Message(slot, Kind.UP, blocks, nexts)
+        return Message(slot, MessageKind.UP, blocks, nexts)
 
 
 class Aggregator:
@@ -202,7 +202,7 @@ class Aggregator:
         blocks, nexts = slot.blocks[live], slot.nexts[:, live].min(axis=0)
         assert (nexts > blocks).all(), "a block was sent whose turn it was not"
         reply = Reply(
-            Message(number, Kind.DOWN, blocks, nexts),
+            Message(number, MessageKind.DOWN, blocks, nexts),
             slot.sources[:, live],
             slot.answers == lanes.num_ranks,
         )

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from wavemare.comm.compiled import compiled
-from wavemare.comm.kernels.numpy_kernels import as_words, magnitude_bits
+from wavemare.comm.kernels.words import as_words, magnitude_bits
 
 __all__ = ["NumbaKernels"]
 

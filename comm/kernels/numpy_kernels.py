@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of the sparse collective on a CPU without a compiler, and how kernels see buckets.
-
-Where only the bits of elements count, buckets are seen as *words*: unsigned integers of the
-elements' size. numpy has no bfloat16, and a copy of words keeps NaN as they are.
-"""
+"""The kernels of the sparse collective on a CPU without a compiler."""
 
 from __future__ import annotations
 
@@ -13,23 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["NumpyKernels", "as_words", "magnitude_bits"]
+from wavemare.comm.kernels.words import as_words, magnitude_bits, sum_dtype
 
-_WORDS = {2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+__all__ = ["NumpyKernels"]
 
 _CHUNK = 1 << 15
 """Elements that are summed over all ranks at a time: the sums stay in the second-level cache."""
-
-
-def as_words(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """Return a tensor's memory as unsigned integers of the size of its elements."""
-    return tensor.view(_WORDS[tensor.element_size()]).numpy()
-
-
-def magnitude_bits(dtype: torch.dtype) -> int:
-    """Return those bits of an element that tell it from zero: of floats, all but the sign."""
-    bits = 8 * dtype.itemsize
-    return (1 << (bits - 1 if dtype.is_floating_point else bits)) - 1
 
 
 class NumpyKernels:
@@ -79,22 +64,19 @@ class NumpyKernels:
         blocks = packed.view(-1, block)
         results = out.view(-1, block)
         step = max(1, _CHUNK // block)
+        wide = sum_dtype(out.dtype)
         for first in range(0, len(results), step):
             result = results[first : first + step]
             # 16-bit floats are summed elsewhere, the others where the result shall be.
-            sums = (result.float() if _is_half(out) else result).numpy()
+            sums = result.to(wide).numpy()
             sums[:] = 0
             with np.errstate(all="ignore"):
                 for where in places[:, first : first + step].numpy():
                     _add(blocks, where, sums)
                 if scale != 1:
                     sums *= sums.dtype.type(scale)
-            if _is_half(out):
+            if wide != out.dtype:
                 result.copy_(torch.from_numpy(sums))
-
-
-def _is_half(tensor: Tensor) -> bool:
-    return tensor.dtype in (torch.bfloat16, torch.float16)
 
 
 def _widest(rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -120,7 +102,7 @@ def _add(blocks: Tensor, where: np.ndarray[Any, Any], sums: np.ndarray[Any, Any]
     numbers = where[present]
     in_a_row = numbers[-1] - numbers[0] == numbers.size - 1 and bool((np.diff(numbers) == 1).all())
     terms = blocks[numbers[0] : numbers[-1] + 1] if in_a_row else blocks[torch.from_numpy(numbers)]
-    values = (terms.float() if _is_half(terms) else terms).numpy()
+    values = terms.to(sum_dtype(terms.dtype)).numpy()
     if present.size == len(sums):
         sums += values
     else:

@@ -20,11 +20,10 @@ from wavemare.comm.kernels.triton_programs import (
     mask_blocks,
     sum_blocks,
 )
+from wavemare.comm.kernels.words import magnitude_bits, signed_words
 
 __all__ = ["Launch", "TritonKernels"]
 
-_WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-_BESIDE_SIGN = {2: 0x7FFF, 4: 0x7FFFFFFF, 8: 0x7FFFFFFFFFFFFFFF}
 _PAIR_BESIDE_SIGN = 0x7FFF7FFF
 _NO_SIGN = -1
 _SUMS = {torch.int32: tl.int32, torch.float64: tl.float64}
@@ -74,7 +73,7 @@ class TritonKernels:
         words = _words(flat)
         full, tail = words[: whole * block], words[whole * block :]
         tail_beside_sign = beside_sign = (
-            _BESIDE_SIGN[flat.itemsize] if flat.is_floating_point() else _NO_SIGN
+            magnitude_bits(flat.dtype) if flat.is_floating_point() else _NO_SIGN
         )
         if words.dtype == torch.int16 and block % 2 == 0 and flat.data_ptr() % 4 == 0:
             # Two elements at a time take half the instructions.
@@ -159,7 +158,7 @@ class TritonKernels:
 def _words(tensor: Tensor) -> Tensor:
     assert tensor.dtype in DTYPES
     assert tensor.is_contiguous()
-    return tensor.view(_WORDS[tensor.itemsize])
+    return signed_words(tensor)
 
 
 def _columns(block: int, limit: int) -> int:

@@ -116,7 +116,11 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return a loader of this data rank's batches; see accelerate's method of that name."""
+        """Return a loader of this data rank's batches; see accelerate's method of that name.
+
+        Raises:
+            ConfigError: The batches would be shared out in a way that stages cannot follow.
+        """
         if self.model_ranks == 1 or getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader, *args, **kwargs)
         self._check_loading()

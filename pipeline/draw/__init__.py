@@ -3,8 +3,8 @@
 
 from wavemare.pipeline.draw.cells import grid
 from wavemare.pipeline.draw.raster import png
-from wavemare.pipeline.draw.table import plan_from_csv, to_csv
+from wavemare.pipeline.draw.table import to_csv
 from wavemare.pipeline.draw.trace import chrome_trace
 from wavemare.pipeline.draw.vector import svg
 
-__all__ = ["chrome_trace", "grid", "plan_from_csv", "png", "svg", "to_csv"]
+__all__ = ["chrome_trace", "grid", "png", "svg", "to_csv"]

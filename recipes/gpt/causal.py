@@ -27,6 +27,9 @@ def learn_to_continue(
         model: A causal language model of transformers.
         sequence_length: Tokens per sample.
         prompt: Start of the text to write.
+
+    Raises:
+        ConfigError: The prompt is empty, or longer than the model takes.
     """
     config = model.config
     _check_prompt(text, prompt, longest(config))

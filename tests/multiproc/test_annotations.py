@@ -44,6 +44,7 @@ def test_three_lines_scale_a_local_model(launch):
 
 def test_plans_are_given_in_four_ways(launch):
     for result in run(launch, "given"):
+        assert len(result) == 4
         assert len({case["digest"] for case in result.values()}) == 1
         for case in result.values():
             check_training(case)

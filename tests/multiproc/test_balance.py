@@ -108,7 +108,7 @@ def results(launch_once):
 @pytest.mark.parametrize("name", EXACT)
 def test_unequal_work_is_what_one_process_computes(results, name):
     found = results[name]
-    assert found["weights"] <= 1e-6 if "gpt" in name or "tokens" in name else 2e-7
+    assert found["weights"] <= (1e-6 if "gpt" in name or "tokens" in name else 2e-7)
     assert found["losses"] <= 1e-6
 
 

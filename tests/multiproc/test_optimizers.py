@@ -108,7 +108,7 @@ def test_stages_step_their_own_matrices(launch, engine):
         assert muon["muon"] == [True, False]
         assert muon["rates"] == [0.05, 0.01]
         # The embedding's and the head's weights, biases and norms go to AdamW.
-        assert all(len(shape) == 2 for shape in muon["shapes"][0])
+        assert {len(shape) for shape in muon["shapes"][0]} == {2}
         assert [23, 12] not in muon["shapes"][0]
         assert [23, 12] in muon["shapes"][1]
     kinds = [found[0][i]["kind"].rpartition(".")[2] for i in (0, 4, 8)]
@@ -161,6 +161,7 @@ def test_resumed_runs_equal_uninterrupted_ones_and_universal_ones_are_refused(la
     for found in run(launch, cases):
         for i in range(0, 2 * len(CHECKPOINTS), 2):
             whole, resumed = found[i : i + 2]
+            assert len(resumed["losses"]) == 4, cases[i]
             assert resumed["losses"] == whole["losses"][4:], cases[i]
             assert resumed["digest"] == whole["digest"], cases[i]
         for refused in found[2 * len(CHECKPOINTS) :]:

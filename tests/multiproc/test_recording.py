@@ -71,6 +71,16 @@ def test_pipelines_tell_their_bubble_and_a_loop_its_checkpoint(runs):
     assert {event["tag"] for event in waits} == {"last"}
 
 
+@pytest.mark.parametrize("name", ["stock", "replicas", "pipeline"])
+def test_checkpoints_of_a_trainer_are_listed(runs, name):
+    found = [(each.tag, each.complete, each.latest) for each in runs[name].checkpoints]
+    assert found == [("checkpoint-12", True, False), ("checkpoint-13", True, True)]
+    assert all(each.saved and each.bytes > 100_000 for each in runs[name].checkpoints)
+    waits = [e for e in runs[name].events if e["kind"] == "checkpoint" and e["rank"] == 0]
+    assert [event["tag"] for event in waits] == ["checkpoint-12", "checkpoint-13"]
+    assert all(event["seconds"] > 0 for event in waits)
+
+
 def test_one_page_compares_them(results, tmp_path):
     folders = sorted(str(path) for path in Path(results[0]["folder"]).iterdir())
     page = tmp_path / "report.html"

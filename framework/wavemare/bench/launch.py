@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,14 @@ from wavemare.comm.mpi import describe_mpi
 from wavemare.engine.job_environment import free_port
 from wavemare.errors import LaunchError
 
-__all__ = ["RANK_ENVIRONMENT", "TIMEOUT_S", "exchange", "measure", "read_answer"]
+__all__ = ["exchange", "measure", "measure_on_hosts", "read_answer"]
 
-RANK_ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+_RANK_ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 """Of ranks that share cores."""
-TIMEOUT_S = 4 * 3600.0
+_TIMEOUT_S = 4 * 3600.0
 """How long ranks may measure."""
+_PROGRAM = (sys.executable, "-m")
+_MPI_PROGRAM = (*_PROGRAM, "mpi4py", "-m")
 
 
 @contextmanager
@@ -53,18 +55,45 @@ def measure(request: MpiRequest, worker: str) -> dict[str, Any]:
     Raises:
         LaunchError: There is no MPI here, no laboratory, or a rank failed (it has said why).
     """
+    if request.mbit is not None:
+        with Laboratory(request.ranks, request.mbit) as laboratory:
+            return measure_on_hosts(laboratory, request, worker, launcher="mpirun")
     with exchange(request) as (options, answered):
-        command = [sys.executable, "-m", "mpi4py", "-m", worker, *options]
-        if request.mbit is None:
-            code = _run_here(command, request.ranks)
-        else:
-            with Laboratory(request.ranks, request.mbit) as laboratory:
-                code = laboratory.run_ranks(
-                    command,
-                    launcher="mpirun",
-                    timeout_s=TIMEOUT_S,
-                    environment=RANK_ENVIRONMENT,
-                )
+        code = _run_here([*_MPI_PROGRAM, worker, *options], request.ranks)
+        return read_answer(answered, code, request.ranks)
+
+
+def measure_on_hosts(
+    laboratory: Laboratory,
+    request: MpiRequest,
+    worker: str,
+    *,
+    launcher: str = "torch",
+    ranks_per_host: int = 1,
+    environment: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Run ranks on the hosts of a laboratory to their end and return what they measured.
+
+    Args:
+        laboratory: Open.
+        request: What to measure.
+        worker: As for `measure`.
+        launcher: As for `Laboratory.start_ranks`, like what follows.
+        ranks_per_host: Number of processes on each host.
+        environment: Variables beside those of all ranks.
+
+    Raises:
+        LaunchError: A rank failed (it has said why).
+    """
+    program = _MPI_PROGRAM if launcher == "mpirun" else _PROGRAM
+    with exchange(request) as (options, answered):
+        code = laboratory.run_ranks(
+            [*program, worker, *options],
+            launcher=launcher,
+            ranks_per_host=ranks_per_host,
+            timeout_s=_TIMEOUT_S,
+            environment={**_RANK_ENVIRONMENT, **(environment or {})},
+        )
         return read_answer(answered, code, request.ranks)
 
 
@@ -97,7 +126,7 @@ def _run_here(command: list[str], ranks: int) -> int:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(ranks),
-        **RANK_ENVIRONMENT,
+        **_RANK_ENVIRONMENT,
     }
     launch = [program, *options, "-n", str(ranks), *command]
     return subprocess.run(launch, env=environment, check=False).returncode

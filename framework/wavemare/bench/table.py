@@ -34,9 +34,15 @@ _COLUMNS = {
 """By heading: the key in a row, the format and the factor of its value."""
 
 
-def new_table(title: str) -> Table:
-    """Return an empty table in the style of all results."""
+def new_table(title: str | None = None, *headings: str) -> Table:
+    """Return a table without rows in the style of all results.
+
+    Args:
+        title: Above it.
+        headings: Of columns whose cells stand at the left; more may be added.
+    """
     return Table(
+        *headings,
         title=title,
         title_justify="left",
         title_style="bold",

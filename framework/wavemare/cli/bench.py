@@ -13,14 +13,22 @@ from wavemare.cli.bench_kernels import kernels
 from wavemare.cli.bench_quality import quality
 from wavemare.cli.bench_scaling import scaling
 from wavemare.cli.bench_shared import (
+    Batch,
+    Heads,
+    Hidden,
     JsonFile,
+    Layers,
     Mbit,
+    Plot,
     Ranks,
     Rounds,
+    SequenceLength,
+    Vocabulary,
     Warmups,
-    check_picture,
+    check_results,
     check_writable,
     leave,
+    print_lines,
     print_wide,
     save,
 )
@@ -43,7 +51,6 @@ bench = typer.Typer(
 
 _WORKER = "wavemare.bench.worker"
 _FORWARD_MS, _BACKWARD_MS = 7.0, 13.0
-_model = partial(typer.Option, rich_help_panel="Size of the GPT")
 _waits = partial(typer.Option, rich_help_panel="Layers that wait instead")
 
 
@@ -68,12 +75,12 @@ def pipeline(
     trace: Annotated[
         Path | None, typer.Option(help="Write the last round's timelines to this folder.")
     ] = None,
-    layers: Annotated[int, _model(help="Blocks.")] = 8,
-    hidden: Annotated[int, _model(help="Width.")] = 256,
-    heads: Annotated[int, _model(help="Heads.")] = 4,
-    vocabulary: Annotated[int, _model(help="Tokens.")] = 256,
-    sequence: Annotated[int, _model(help="Tokens per sequence.")] = 128,
-    batch: Annotated[int, _model(help="Sequences per micro-batch.")] = 2,
+    layers: Layers = 8,
+    hidden: Hidden = 256,
+    heads: Heads = 4,
+    vocabulary: Vocabulary = 256,
+    sequence: SequenceLength = 128,
+    batch: Batch = 2,
     synthetic: Annotated[
         bool, _waits("--synthetic", help="Stages sleep, so that many share few cores.")
     ] = False,
@@ -93,6 +100,7 @@ def pipeline(
     from wavemare.bench.options import parse_names, parse_numbers
     from wavemare.bench.request import PipelineRequest
     from wavemare.bench.systems import DEFAULT_SYSTEMS
+    from wavemare.bench.table import result_table, skipped_lines
 
     if not synthetic and (forward_ms is not None or backward_ms is not None):
         option = "--forward-ms" if forward_ms is not None else "--backward-ms"
@@ -118,7 +126,8 @@ def pipeline(
     check_writable("--json", json_file)
     check_writable("--trace", trace, is_folder=True)
     result = _measure(request)
-    _show(result)
+    print_wide(result_table(result), 80)
+    print_lines(skipped_lines(result))
     save(json_file, result, indent=2)
 
 
@@ -136,9 +145,7 @@ def sparse(
     rounds: Rounds = 5,
     warmups: Warmups = 2,
     json_file: JsonFile = None,
-    picture: Annotated[
-        Path | None, typer.Option("--plot", help="Draw ratios over densities into this file.")
-    ] = None,
+    plot: Plot = None,
 ) -> None:
     """Measure ways to sum a sparse gradient over ranks.
 
@@ -162,14 +169,13 @@ def sparse(
         systems=DEFAULT_SYSTEMS if systems is None else parse_names(systems),
     )
     request.check()
-    check_writable("--json", json_file)
-    check_picture("--plot", picture)
+    check_results(json_file, plot)
     from wavemare.bench.launch import measure
-    from wavemare.bench.sparse.show import plot, result_table
+    from wavemare.bench.sparse.show import draw, result_table
 
     result = measure(request, "wavemare.bench.sparse.worker")
     print_wide(result_table(result), 100)
-    leave(result, json_file, picture, plot)
+    leave(result, json_file, plot, draw)
 
 
 bench.command()(training)
@@ -206,14 +212,3 @@ def _measure(request: PipelineRequest) -> dict[str, Any]:
         command = launch.build_command(_WORKER, options, num_processes=request.stages)
         code = launch.run(command, launch.extra_environment())
         return read_answer(answered, code, request.stages)
-
-
-def _show(result: dict[str, Any]) -> None:
-    from rich.console import Console
-
-    from wavemare.bench.table import result_table, skipped_lines
-
-    console = Console(highlight=False)
-    console.print(result_table(result))
-    for line in skipped_lines(result):
-        console.print(line, soft_wrap=True)

@@ -7,9 +7,11 @@ from typing import Annotated
 
 import typer
 
-from wavemare.cli.bench_shared import JsonFile, Rounds, check_writable, save
+from wavemare.cli.bench_shared import JsonFile, Rounds, check_writable, print_wide, save
 
 __all__ = ["kernels"]
+
+_WIDTH = 80
 
 
 def kernels(
@@ -26,17 +28,15 @@ def kernels(
 
     check_positive({"--mib": mib, "--block": block, "--rounds": rounds})
     check_writable("--json", json_file)
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     from wavemare.bench.kernels import measure_kernels
     from wavemare.bench.machine import describe_machine
+    from wavemare.bench.table import add_numbers, new_table
 
     rows = measure_kernels(max(int(mib * 2**20) // 4, block), block, rounds)
-    table = Table("kernel", "density", "GB/s", "of memcpy", box=box.SIMPLE_HEAD)
+    table = new_table(None, "kernel")
+    add_numbers(table, ("density", "GB/s", "of memcpy"))
     for row in rows:
         figures = (f"{row['density']:g}", f"{row['gb_s']:.1f}", f"{row['of_memcpy']:.2f}")
         table.add_row(row["kernel"], *figures)
-    Console(highlight=False).print(table)
+    print_wide(table, _WIDTH)
     save(json_file, {"machine": describe_machine(), "baseline": "memcpy", "rows": rows})

@@ -8,9 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
-from wavemare.cli.bench_shared import JsonFile, check_picture, check_writable, print_wide, save
+from wavemare.cli.bench_shared import (
+    JsonFile,
+    Plot,
+    check_results,
+    check_writable,
+    print_wide,
+    save,
+)
 from wavemare.cli.recipes import find_recipe
-from wavemare.errors import ConfigError, did_you_mean
 
 __all__ = ["quality"]
 
@@ -32,9 +38,7 @@ def quality(
         Path, typer.Option(help="Folder of the runs; those that are there are not repeated.")
     ] = Path("runs/quality"),
     json_file: JsonFile = None,
-    picture: Annotated[
-        Path | None, typer.Option("--plot", help="Draw the curves to this file.")
-    ] = None,
+    plot: Plot = None,
 ) -> None:
     """Simulate pipelines, and compare held-out losses with synchronous training at equal tokens.
 
@@ -43,19 +47,15 @@ def quality(
     wavemare bench quality gpt --stages 4 --micro-batches 4 --systems flush,auto --num-layers 4
     """
     from wavemare.bench.machine import describe_machine
-    from wavemare.bench.options import check_positive
+    from wavemare.bench.options import check_names, check_positive, parse_names
     from wavemare.bench.quality import SYSTEMS, draw, simulate_all, to_row
 
     find_recipe(recipe)
     counts = {"--stages": stages, "--micro-batches": micro_batches, "--steps": steps}
     check_positive({**counts, "--seeds": seeds, "--jobs": jobs})
-    names = list(SYSTEMS) if systems == "all" else [name.strip() for name in systems.split(",")]
-    for name in names:
-        if name not in SYSTEMS:
-            remedy = did_you_mean(name, SYSTEMS)
-            raise ConfigError("--systems", name, "there is no such system", remedy)
-    check_writable("--json", json_file)
-    check_picture("--plot", picture)
+    names = tuple(SYSTEMS) if systems == "all" else parse_names(systems)
+    check_names("--systems", names, SYSTEMS)
+    check_results(json_file, plot)
     check_writable("--runs", runs, is_folder=True)
     found = simulate_all(
         names,
@@ -72,19 +72,19 @@ def quality(
     parameters = {"stages": stages, "micro_batches": micro_batches, "steps": steps}
     rows = [to_row(name, found, **parameters) for name in names]
     _show(rows)
-    if picture is not None:
-        draw(picture, found, f"{recipe}, {stages} stages, {micro_batches} micro-batches per step")
+    if plot is not None:
+        draw(plot, found, f"{recipe}, {stages} stages, {micro_batches} micro-batches per step")
     bigram = found[0]["bigram"]
     answer = {"machine": describe_machine(), "baseline": "flush", "bigram": bigram, "rows": rows}
     save(json_file, {**answer, "runs": found}, indent=0)
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
-    from rich import box
-    from rich.table import Table
+    from wavemare.bench.table import add_numbers, new_table
 
-    columns = ("system", "held-out loss", "gap", "gap to its own", "steps to flush", "memory")
-    table = Table(*columns, box=box.SIMPLE_HEAD)
+    table = new_table(None, "system")
+    numbers = ("held-out loss", "gap", "gap to its own", "steps to flush", "memory")
+    add_numbers(table, numbers)
     for row in rows:
         reached, memory = row["steps_to_flush"], row["memory"]
         table.add_row(

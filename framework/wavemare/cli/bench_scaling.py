@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from wavemare.cli.bench_shared import JsonFile, check_picture, check_writable, print_wide, save
+from wavemare.cli.bench_shared import JsonFile, Plot, check_results, print_wide, save
 from wavemare.errors import ConfigError
 
 __all__ = ["scaling"]
@@ -26,7 +26,7 @@ def scaling(
     ] = None,
     transport: Annotated[str, typer.Option(help="Whose rates: mpi or gloo.")] = "mpi",
     json_file: JsonFile = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the curves to this file.")] = None,
+    plot: Plot = None,
 ) -> None:
     """Predict up to 1,024 stages and ranks from the shortest measured run, beside all measured.
 
@@ -34,6 +34,7 @@ def scaling(
 
     For example: wavemare bench scaling --pipeline 2.json --pipeline 4.json --plot scaling.png
     """
+    from wavemare.bench.options import check_names
     from wavemare.bench.scaling.picture import draw
     from wavemare.bench.scaling.study import (
         PIPELINE_KEYS,
@@ -43,15 +44,11 @@ def scaling(
         read_results,
     )
 
-    if transport not in ("mpi", "gloo"):
-        raise ConfigError(
-            "--transport", transport, "there is no such transport", "Give mpi or gloo"
-        )
+    check_names("--transport", [transport], ("mpi", "gloo"), "transport")
     if not pipeline and not sparse:
         remedy = "Run `wavemare bench pipeline --synthetic --json 2.json` and name 2.json"
         raise ConfigError("--pipeline", None, "there is nothing to begin with", remedy)
-    check_writable("--json", json_file)
-    check_picture("--plot", plot)
+    check_results(json_file, plot)
     rows: list[dict[str, Any]] = []
     calibration: dict[str, Any] = {}
     if pipeline:
@@ -70,12 +67,10 @@ def scaling(
 
 def _show(rows: list[dict[str, Any]]) -> None:
     """Print measured rows beside what was predicted for as many processes, and all predictions."""
-    from rich import box
-    from rich.table import Table
+    from wavemare.bench.table import add_numbers, new_table
 
-    table = Table(
-        "", "system", "processes", "ms", "ratio", "measured ms", "ratio", "off", box=box.SIMPLE_HEAD
-    )
+    table = new_table(None, "", "system")
+    add_numbers(table, ("processes", "ms", "ratio", "measured ms", "ratio", "off"))
     measured = {_key(row): row for row in rows if row["measured"]}
     for row in rows:
         if row["measured"]:

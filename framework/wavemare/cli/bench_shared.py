@@ -7,7 +7,8 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,16 +21,26 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = [
+    "Batch",
+    "Heads",
+    "Hidden",
     "JsonFile",
+    "Layers",
     "Mbit",
+    "Plot",
     "Ranks",
     "Rounds",
+    "SequenceLength",
+    "Vocabulary",
     "Warmups",
     "check_picture",
+    "check_results",
     "check_writable",
     "leave",
+    "print_lines",
     "print_wide",
     "save",
+    "size_option",
 ]
 
 Ranks = Annotated[int, typer.Option(help="Processes.")]
@@ -43,6 +54,15 @@ Mbit = Annotated[
 Rounds = Annotated[int, typer.Option(help="Timed rounds.")]
 Warmups = Annotated[int, typer.Option(help="Rounds before them.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")]
+Plot = Annotated[Path | None, typer.Option("--plot", help="Draw the result into this file.")]
+
+size_option = partial(typer.Option, rich_help_panel="Size of the model")
+Layers = Annotated[int, size_option(help="Blocks.")]
+Hidden = Annotated[int, size_option(help="Width.")]
+Heads = Annotated[int, size_option(help="Heads.")]
+Vocabulary = Annotated[int, size_option(help="Tokens.")]
+SequenceLength = Annotated[int, size_option(help="Tokens per sequence.")]
+Batch = Annotated[int, size_option(help="Sequences per micro-batch.")]
 
 
 def check_writable(option: str, path: Path | None, *, is_folder: bool = False) -> None:
@@ -91,6 +111,25 @@ def check_picture(
         raise ConfigError(option, str(path), reason, f"Name it {path.stem}.png")
 
 
+def check_results(json_file: Path | None, plot: Path | None) -> None:
+    """Check the files that `leave` writes.
+
+    Raises:
+        ConfigError: Nothing can be written there, or no picture.
+    """
+    check_writable("--json", json_file)
+    check_picture("--plot", plot)
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Print lines as they are, whatever the width of the terminal."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for line in lines:
+        console.print(line, soft_wrap=True)
+
+
 def print_wide(table: Table, width: int) -> None:
     """Print a table in at least so many columns: in fewer, its names would be cut off."""
     from rich.console import Console
@@ -109,17 +148,17 @@ def save(file: Path | None, result: Mapping[str, Any], *, indent: int = 1) -> No
 def leave(
     result: Mapping[str, Any],
     json_file: Path | None,
-    picture: Path | None,
-    plot: Callable[[Mapping[str, Any], Path], None],
+    plot: Path | None,
+    draw: Callable[[Mapping[str, Any], Path], None],
 ) -> None:
     """Write and draw a result into the files that were asked for.
 
     Args:
         result: Of a measurement.
         json_file: For the result.
-        picture: For its drawing.
-        plot: Draws it.
+        plot: For its drawing.
+        draw: Draws it.
     """
     save(json_file, result)
-    if picture is not None:
-        plot(result, picture)
+    if plot is not None:
+        draw(result, plot)

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import typer
 
 from wavemare.cli.bench_shared import JsonFile, check_writable, print_wide, save
-from wavemare.errors import ConfigError, did_you_mean
 
 __all__ = ["soak"]
 
@@ -42,13 +41,11 @@ def soak(
     shared memory was left behind, or if there was nothing to compare or to watch.
     """
     from wavemare.bench.machine import describe_machine
+    from wavemare.bench.options import check_names, parse_names
     from wavemare.bench.soak.run import SYSTEMS, Soak
 
-    names = [name.strip() for name in systems.split(",")]
-    for name in names:
-        if name not in SYSTEMS:
-            remedy = did_you_mean(name, SYSTEMS)
-            raise ConfigError("--systems", name, "there is no such system", remedy)
+    names = parse_names(systems)
+    check_names("--systems", names, SYSTEMS)
     check_writable("--json", json_file)
     check_writable("--folder", folder, is_folder=True)
     rows = []
@@ -99,10 +96,10 @@ def _nothing_shown(row: dict[str, Any]) -> list[str]:
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
-    from rich import box
-    from rich.table import Table
+    from wavemare.bench.table import add_numbers, new_table
 
-    table = Table("", *(row["system"] for row in rows), box=box.SIMPLE_HEAD)
+    table = new_table(None, "")
+    add_numbers(table, [row["system"] for row in rows])
 
     def line(name: str, texts: list[str]) -> None:
         table.add_row(name, *texts)

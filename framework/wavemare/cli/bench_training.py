@@ -4,26 +4,29 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from wavemare.cli.bench_shared import (
+    Heads,
+    Hidden,
     JsonFile,
+    Layers,
     Mbit,
+    Plot,
     Ranks,
     Rounds,
+    Vocabulary,
     Warmups,
-    check_picture,
-    check_writable,
+    check_results,
     leave,
     print_wide,
+    size_option,
 )
 
 __all__ = ["training"]
 
-_model = partial(typer.Option, rich_help_panel="Size of the BERT")
 _quality = partial(typer.Option, rich_help_panel="What is learned")
 
 
@@ -39,16 +42,14 @@ def training(
         int, typer.Option(help="Optimizer steps of a system in a round.")
     ] = 4,
     json_file: JsonFile = None,
-    picture: Annotated[
-        Path | None, typer.Option("--plot", help="Draw times or losses into this file.")
-    ] = None,
-    vocabulary: Annotated[int, _model(help="Tokens.")] = 30_522,
-    hidden: Annotated[int, _model(help="Width.")] = 256,
-    layers: Annotated[int, _model(help="Blocks.")] = 2,
-    heads: Annotated[int, _model(help="Heads.")] = 4,
-    batch: Annotated[int, _model(help="Texts per rank and step.")] = 8,
-    sequence: Annotated[int, _model(help="Tokens per text.")] = 64,
-    block: Annotated[int, _model(help="Elements per block of a gradient.")] = 256,
+    plot: Plot = None,
+    vocabulary: Vocabulary = 30_522,
+    hidden: Hidden = 256,
+    layers: Layers = 2,
+    heads: Heads = 4,
+    batch: Annotated[int, size_option(help="Texts per rank and step.")] = 8,
+    sequence: Annotated[int, size_option(help="Tokens per text.")] = 64,
+    block: Annotated[int, size_option(help="Elements per block of a gradient.")] = 256,
     data: Annotated[
         str | None, _quality(help="Table of texts and labels; by default texts are made up.")
     ] = None,
@@ -96,11 +97,10 @@ def training(
         seed=seed,
     )
     request.check()
-    check_writable("--json", json_file)
-    check_picture("--plot", picture)
+    check_results(json_file, plot)
     from wavemare.bench.launch import measure
-    from wavemare.bench.training.show import plot, result_table
+    from wavemare.bench.training.show import draw, result_table
 
     result = measure(request, "wavemare.bench.training.worker")
     print_wide(result_table(result), 110)
-    leave(result, json_file, picture, plot)
+    leave(result, json_file, plot, draw)

@@ -10,18 +10,26 @@ from typing import Annotated
 import typer
 
 from wavemare.cli.bench_shared import (
+    Batch,
+    Heads,
+    Hidden,
     JsonFile,
+    Layers,
+    Plot,
     Rounds,
+    SequenceLength,
+    Vocabulary,
     Warmups,
     check_picture,
+    check_results,
     check_writable,
     leave,
+    print_lines,
     print_wide,
 )
 
 __all__ = ["wave"]
 
-_model = partial(typer.Option, rich_help_panel="Size of the GPT")
 _step = partial(typer.Option, rich_help_panel="A tick-tock step, as files")
 
 
@@ -44,18 +52,16 @@ def wave(
         ),
     ] = 0,
     json_file: JsonFile = None,
-    picture: Annotated[
-        Path | None, typer.Option("--plot", help="Draw the ratios into this file.")
-    ] = None,
+    plot: Plot = None,
     trace: Annotated[Path | None, _step(help="Chrome trace of rank 0.")] = None,
     timeline: Annotated[Path | None, _step(help="Picture (PNG) of its first part.")] = None,
     memory: Annotated[Path | None, _step(help="Picture of the bytes that each wave keeps.")] = None,
-    layers: Annotated[int, _model(help="Blocks.")] = 2,
-    hidden: Annotated[int, _model(help="Width.")] = 768,
-    heads: Annotated[int, _model(help="Heads.")] = 8,
-    vocabulary: Annotated[int, _model(help="Tokens.")] = 1024,
-    sequence: Annotated[int, _model(help="Tokens per sequence.")] = 64,
-    batch: Annotated[int, _model(help="Sequences per micro-batch.")] = 4,
+    layers: Layers = 2,
+    hidden: Hidden = 768,
+    heads: Heads = 8,
+    vocabulary: Vocabulary = 1024,
+    sequence: SequenceLength = 64,
+    batch: Batch = 4,
 ) -> None:
     """Measure gradient accumulation, two waves in phase, Domino's halves, and tick-tock.
 
@@ -85,23 +91,18 @@ def wave(
         memory=_text(memory),
     )
     request.check()
-    check_writable("--json", json_file)
-    check_picture("--plot", picture)
+    check_results(json_file, plot)
     check_writable("--trace", trace)
     check_picture("--timeline", timeline, suffixes=[".png"])
     check_picture("--memory", memory)
-    from rich.console import Console
-
     from wavemare.bench.wave.launch import measure
-    from wavemare.bench.wave.show import memory_table, plot, remarks, result_table
+    from wavemare.bench.wave.show import draw, memory_table, remarks, result_table
 
     result = measure(request)
     print_wide(result_table(result), 100)
     print_wide(memory_table(result), 100)
-    console = Console(highlight=False)
-    for line in remarks(result):
-        console.print(line, soft_wrap=True)
-    leave(result, json_file, picture, plot)
+    print_lines(remarks(result))
+    leave(result, json_file, plot, draw)
 
 
 def _text(file: Path | None) -> str | None:

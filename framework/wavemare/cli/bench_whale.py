@@ -4,24 +4,29 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from wavemare.cli.bench_shared import (
+    Batch,
+    Heads,
+    Hidden,
     JsonFile,
+    Layers,
+    Plot,
     Rounds,
+    SequenceLength,
+    Vocabulary,
     Warmups,
-    check_picture,
-    check_writable,
+    check_results,
     leave,
     print_wide,
+    size_option,
 )
 
 __all__ = ["whale"]
 
-_model = partial(typer.Option, rich_help_panel="Size of the GPT")
 _devices = partial(typer.Option, rich_help_panel="The devices")
 
 
@@ -39,9 +44,7 @@ def whale(
         ),
     ] = 0,
     json_file: JsonFile = None,
-    picture: Annotated[
-        Path | None, typer.Option("--plot", help="Draw the ratios into this file.")
-    ] = None,
+    plot: Plot = None,
     factor: Annotated[
         float, _devices(help="How many times as fast as the slow ranks the others are.")
     ] = 2.0,
@@ -50,17 +53,17 @@ def whale(
         str, _devices(help="For the choice; hosts are made of namespaces (needs root).")
     ] = "like,unlike,hosts",
     mbit: Annotated[float, _devices(help="Speed of the hosts' links in Mbit/s.")] = 200.0,
-    layers: Annotated[int, _model(help="Blocks.")] = 12,
-    hidden: Annotated[int, _model(help="Width.")] = 128,
-    heads: Annotated[int, _model(help="Heads.")] = 4,
-    vocabulary: Annotated[int, _model(help="Tokens.")] = 32,
-    sequence: Annotated[int, _model(help="Tokens per sequence.")] = 64,
-    batch: Annotated[int, _model(help="Sequences per micro-batch.")] = 12,
+    layers: Layers = 12,
+    hidden: Hidden = 128,
+    heads: Heads = 4,
+    vocabulary: Vocabulary = 32,
+    sequence: SequenceLength = 64,
+    batch: Batch = 12,
     micro_steps: Annotated[
-        int, _model(help="Micro-batches per optimizer step where ranks share samples.")
+        int, size_option(help="Micro-batches per optimizer step where ranks share samples.")
     ] = 4,
     micro_batches: Annotated[
-        int, _model(help="Micro-batches per optimizer step of a pipeline.")
+        int, size_option(help="Micro-batches per optimizer step of a pipeline.")
     ] = 8,
 ) -> None:
     """Measure plans for unlike devices beside equal parts.
@@ -96,11 +99,10 @@ def whale(
         micro_batches=micro_batches,
     )
     request.check()
-    check_writable("--json", json_file)
-    check_picture("--plot", picture)
+    check_results(json_file, plot)
     from wavemare.bench.whale.launch import measure
-    from wavemare.bench.whale.show import plot, result_table
+    from wavemare.bench.whale.show import draw, result_table
 
     result = measure(request)
     print_wide(result_table(result), 110)
-    leave(result, json_file, picture, plot)
+    leave(result, json_file, plot, draw)

@@ -103,10 +103,11 @@ def refuse_mpi_transport(config: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: The sparse collective is to use MPI.
     """
-    section = config.get("wavemare") or {}
-    if (section.get("sparse_collective") or {}).get("transport") == "mpi":
+    from wavemare.engine.config_shape import SECTION, section_of
+
+    if section_of(section_of(config, SECTION), "sparse_collective").get("transport") == "mpi":
         raise ConfigError(
-            "wavemare.sparse_collective.transport",
+            f"{SECTION}.sparse_collective.transport",
             "mpi",
             "under mpirun `wavemare train` starts ranks that know nothing of MPI",
             'Set it to "auto", or run the recipe itself: mpirun -n N python -m wavemare.recipes...',

@@ -153,7 +153,13 @@ def split_ranges(split: str, num_documents: int) -> list[range]:
 
 
 def blend_sizes(weights: Sequence[float], num_samples: int, surplus: float = 0.0) -> list[int]:
-    """Return how many samples each data set gives, or with a surplus, has to have ready."""
+    """Return how many samples each data set gives, or with a surplus, has to have ready.
+
+    Args:
+        weights: Of the data sets, of any sum.
+        num_samples: Of the blend.
+        surplus: Share of samples more.
+    """
     shares = (np.array(weights, dtype=np.float64) / np.sum(weights)).tolist()
     return [math.ceil(math.ceil(num_samples * share) * (1 + surplus)) for share in shares]
 

@@ -129,6 +129,7 @@ class ResumableLoader(Iterator[Any]):
 
         Raises:
             CheckpointError: The position belongs to another dataset, seed or order.
+            ConfigError: It is below 0.
         """
         for key, own in self.state_dict().items():
             if key not in state:
@@ -179,8 +180,8 @@ def evaluation_batches(
         micro_batch_size: Samples per batch and rank.
         data_rank: Place of this process among those that read different data.
         data_world_size: Number of processes that read different data.
-        limit: About how many samples to read over all ranks: as many full rounds as fit in it, and
-            one at least.
+        limit: Of how many samples over all ranks to read as many full rounds as fit, and one at
+            least. They are spread over the whole set, whose documents or classes may be in order.
         collate: Makes a batch of a list of samples; torch's ``default_collate`` by default.
 
     Raises:
@@ -191,18 +192,17 @@ def evaluation_batches(
     if limit is not None and limit < 1:
         raise ConfigError("limit", limit, "nothing would be evaluated", "Give at least 1")
     stride = micro_batch_size * data_world_size
-    num_batches = len(dataset) // stride
-    if num_batches == 0:
+    if len(dataset) < stride:
         reason = f"{len(dataset)} held-out samples do not give each rank a batch ({stride} needed)"
         remedy = "Give more held-out data, a smaller micro-batch or a shorter sequence"
         raise DataError("--data", len(dataset), reason, remedy)
-    if limit is not None:
-        num_batches = min(num_batches, max(1, limit // stride))
+    size = len(dataset)
+    count = size if limit is None else min(max(limit, stride), size)
     first = data_rank * micro_batch_size
-    starts = range(first, first + num_batches * stride, stride)
+    starts = range(first, first + count // stride * stride, stride)
     make = collate or _default_collate()
     return (
-        make([_read(dataset, index, 0) for index in range(start, start + micro_batch_size)])
+        make([_read(dataset, i * size // count, 0) for i in range(start, start + micro_batch_size)])
         for start in starts
     )
 

@@ -60,15 +60,12 @@ def load_documents(
     return _load_table(source, text_column, held_out_fraction, cache_dir)
 
 
-def all_documents(
-    source: Source, *, text_column: str = "text", cache_dir: Path | None = None
-) -> tuple[Sequence[Document], str]:
+def all_documents(source: Source, *, text_column: str = "text") -> tuple[Sequence[Document], str]:
     """Open all documents of a source, none held out; each is read when it is asked for.
 
     Args:
         source: What to read.
         text_column: Column of a table that holds the text.
-        cache_dir: Where ``datasets`` keeps its Arrow files; None is its own default.
 
     Returns:
         The documents, blank ones among them, and a text that changes when they do.
@@ -85,7 +82,7 @@ def all_documents(
         return documents, content_key(document.text for document in documents)
     if source.kind is Kind.TEXT:
         return FileDocuments(source), _identity(source)
-    train_rows, held_out_rows = load_splits(source, cache_dir)
+    train_rows, held_out_rows = load_splits(source)
     if held_out_rows is not None:
         reason = "the dataset has a split to train on and one held out"
         raise DataError("INPUT", source.name, reason, "Save the split that you mean by itself")
@@ -110,7 +107,11 @@ class FileDocuments(ReadDocuments):
         return len(self._source.files)
 
     def read(self, index: int) -> Document:
-        """Return the text of a file."""
+        """Return the text of a file.
+
+        Raises:
+            DataError: It cannot be read, or is not UTF-8.
+        """
         return _read(self._source, self._base, self._source.files[index])
 
 

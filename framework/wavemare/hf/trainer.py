@@ -40,7 +40,11 @@ class Trainer(WholeSteps):
     deepspeed: Any
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Read the DeepSpeed file as ours, then create the accelerator as transformers does."""
+        """Read the DeepSpeed file as ours, then create the accelerator as transformers does.
+
+        Raises:
+            ConfigError: A key or value cannot work, or not with a Trainer.
+        """
         config = self._read_config() if self.args.deepspeed else None
         super().create_accelerator_and_postprocess()
         if not self.is_deepspeed_enabled:

@@ -257,6 +257,15 @@ def _cuts(shape: Shape) -> dict[str, Cut]:
 def split(whole: Mapping[str, Tensor], shape: Shape, parts: int, version: int) -> list[State]:
     """Share a padded model out over tensor-parallel ranks, in the order of a checkpoint version.
 
+    Args:
+        whole: Weights by Megatron's names, queries, keys and values in the newest order.
+        shape: Of the model.
+        parts: Number of ranks.
+        version: Of the checkpoint, which decides that order (see `reorder_qkv`).
+
+    Returns:
+        Each rank's weights, which share no memory with ``whole``.
+
     Raises:
         ModelError: Heads, layers or tokens cannot be divided by the number of ranks.
     """
@@ -275,17 +284,20 @@ def split(whole: Mapping[str, Tensor], shape: Shape, parts: int, version: int) -
         if cut is not Cut.WHOLE:
             pieces = weight.chunk(parts, dim=axis)
         for share, piece in zip(shares, pieces, strict=True):
-            if cut is Cut.HEADS:
-                share[name] = reorder_qkv(piece, shape.heads // parts, _NEWEST, version)
-            else:
-                share[name] = (
-                    piece.clone()
-                )  # a view would be saved with all that it shows a part of
+            heads = shape.heads // parts
+            own = reorder_qkv(piece, heads, _NEWEST, version) if cut is Cut.HEADS else piece
+            # A view would be saved with all that it shows a part of.
+            share[name] = own.clone()
     return shares
 
 
 def merge(shares: Sequence[Mapping[str, Tensor]], shape: Shape, version: int) -> State:
     """Put the shares of tensor-parallel ranks together; the inverse of `split`.
+
+    Args:
+        shares: Each rank's weights by Megatron's names.
+        shape: Of the model.
+        version: Of the checkpoint.
 
     Raises:
         ModelError: Ranks have different weights, or differ in one that all hold alike.

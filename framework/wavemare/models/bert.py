@@ -14,12 +14,13 @@ from wavemare.errors import ModelError
 from wavemare.models.carry import SideInputs, StageContext
 from wavemare.models.layers import Block, Head, PipelineLayer, TiedHead, TokenEmbedding, Wrapped
 
-__all__ = ["classification_chain", "masked_lm_chain", "masked_lm_spares"]
+__all__ = ["bidirectional_mask", "classification_chain", "masked_lm_chain", "masked_lm_spares"]
 
 
-def _bidirectional_mask(
+def bidirectional_mask(
     config: Any, hidden: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
 ) -> Any:
+    """Make the mask of padding; position ids, which separate texts in a causal one, do nothing."""
     return create_bidirectional_mask(
         config=config, inputs_embeds=hidden, attention_mask=attention_mask
     )
@@ -79,7 +80,11 @@ class Classifier(PipelineLayer):
 
 
 def masked_lm_chain(model: Any, inputs: Sequence[str]) -> list[PipelineLayer]:
-    """Return the layers of a ``BertForMaskedLM``."""
+    """Return the layers of a ``BertForMaskedLM``.
+
+    Raises:
+        ModelError: It is a decoder.
+    """
     words, rest = _encoder(model, inputs)
     head = model.cls.predictions
     if head.decoder.weight is model.bert.embeddings.word_embeddings.weight:
@@ -99,7 +104,11 @@ def masked_lm_spares(model: Any) -> Mapping[str, Tensor]:
 
 
 def classification_chain(model: Any, inputs: Sequence[str]) -> list[PipelineLayer]:
-    """Return the layers of a ``BertForSequenceClassification``."""
+    """Return the layers of a ``BertForSequenceClassification``.
+
+    Raises:
+        ModelError: It is a decoder.
+    """
     words, rest = _encoder(model, inputs)
     pooler = Pooler(inputs, model.bert.pooler)
     return [words, *rest, pooler, Classifier(inputs, model.dropout, model.classifier)]
@@ -114,7 +123,7 @@ def _encoder(model: Any, inputs: Sequence[str]) -> tuple[TokenEmbedding, list[Pi
             "Set is_decoder to false, or use a decoder such as GPT-2",
         )
     embeddings = model.bert.embeddings
-    context = StageContext(model.config, {"full_attention": _bidirectional_mask})
+    context = StageContext(model.config, {"full_attention": bidirectional_mask})
     layers = (BertLayerLayer(inputs, layer, context) for layer in model.bert.encoder.layer)
     return (
         TokenEmbedding(inputs, embeddings.word_embeddings),

@@ -96,7 +96,13 @@ class StageContext:
         return results["position ids"]
 
     def rotary(self, kind: str, hidden: Tensor, sides: SideInputs) -> Any:
-        """Return the cosine and sine tables for layers of a kind; None if the model has none."""
+        """Return the cosine and sine tables for layers of a kind; None if the model has none.
+
+        Args:
+            kind: Of the layer, as in ``config.layer_types``.
+            hidden: (batch, sequence, width), whose type and device the tables get.
+            sides: The batch entries that travel with it.
+        """
         if self._rotary is None:
             return None
         arguments = (kind,) if self._rotary_by_kind else ()

@@ -9,6 +9,7 @@ each model that this is all its forward pass does.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,21 +23,9 @@ from wavemare.models.layers import Block, Head, PipelineLayer, TiedHead, TokenEm
 __all__ = ["decoder_chain", "has_plan"]
 
 
-def _sliding_mask(
-    config: Any, hidden: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
-) -> Any:
-    return create_sliding_window_causal_mask(
-        config=config,
-        inputs_embeds=hidden,
-        attention_mask=attention_mask,
-        past_key_values=None,
-        position_ids=position_ids,
-    )
-
-
 _MASKS: Mapping[str, MaskMaker] = {
     "full_attention": causal_mask,
-    "sliding_attention": _sliding_mask,
+    "sliding_attention": partial(causal_mask, create=create_sliding_window_causal_mask),
 }
 
 

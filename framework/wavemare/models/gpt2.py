@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,10 +16,23 @@ __all__ = ["causal_mask", "gpt2_chain"]
 
 
 def causal_mask(
-    config: Any, hidden: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
+    config: Any,
+    hidden: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    *,
+    create: Callable[..., Any] = create_causal_mask,
 ) -> Any:
-    """Make the causal mask; without an attention mask, position ids that restart separate texts."""
-    return create_causal_mask(
+    """Make the causal mask; without an attention mask, position ids that restart separate texts.
+
+    Args:
+        config: The model's.
+        hidden: Embedded tokens, (batch, sequence, width), whose values do not matter.
+        attention_mask: (batch, sequence), 0 where there is padding.
+        position_ids: (batch, sequence).
+        create: Function of transformers for this mask or a narrower one.
+    """
+    return create(
         config=config,
         inputs_embeds=hidden,
         attention_mask=attention_mask,

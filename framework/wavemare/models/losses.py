@@ -42,7 +42,13 @@ class LanguageModelLoss:
 
 
 def masked_cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int) -> Tensor:
-    """Return BERT's own loss; unlike transformers' function of that purpose it does not upcast."""
+    """Return BERT's own loss; unlike transformers' function of that purpose it does not upcast.
+
+    Args:
+        logits: (batch, sequence, vocabulary).
+        labels: (batch, sequence), -100 where nothing is to be guessed.
+        vocab_size: The last dimension of the logits.
+    """
     return F.cross_entropy(logits.view(-1, vocab_size), labels.view(-1))
 
 

@@ -22,6 +22,7 @@ __all__ = ["example_batch", "example_labels", "prove", "random_state", "run_chai
 
 _TEXTS, _TOKENS, _PADDING, _WINDOW = 2, 8, 3, 4
 _ROUNDING = 1e-6
+_SMALL = 0.02  # the deviation of GPT-2's and BERT's new weights
 
 
 def run_chain(chain: Sequence[PipelineLayer], inputs: Any) -> Carry:
@@ -34,8 +35,9 @@ def run_chain(chain: Sequence[PipelineLayer], inputs: Any) -> Carry:
 def prove(model: Any, chain: Sequence[PipelineLayer], inputs: Sequence[str], loss: Loss) -> None:
     """Compare a chain's logits and loss with the model's, without and with dropout.
 
-    Neither the random state nor the model is changed. A sliding window is narrowed for the time of
-    the proof, so that a few tokens show whether it is respected.
+    Neither the random state nor the model is changed. For the time of the proof a sliding window is
+    narrowed, so that a few tokens show whether it is respected, and weights that are all zero, as
+    those of new heads may be, get other values, as behind them no difference would show.
 
     Args:
         model: The model, on one real device.
@@ -144,6 +146,7 @@ def _takes_use_cache(model: Any) -> bool:
 @contextmanager
 def _undisturbed(model: Any) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
+    zeros = [weight for weight in model.parameters() if weight.dim() > 1 and not weight.any()]
     restore_random_state = random_state(next(model.parameters()).device)
     config = model.config
     # A classification head writes its problem type into the configuration on its first loss.
@@ -156,8 +159,14 @@ def _undisturbed(model: Any) -> Iterator[None]:
         if kept.get("sliding_window") is not None:
             config.sliding_window = min(_WINDOW, kept["sliding_window"])
         with torch.no_grad():
+            for weight in zeros:
+                values = torch.linspace(-_SMALL, _SMALL, weight.numel(), device=weight.device)
+                weight.copy_(values.view_as(weight))
             yield
     finally:
+        with torch.no_grad():
+            for weight in zeros:
+                weight.zero_()
         restore_random_state()
         for name, value in kept.items():
             setattr(config, name, value)

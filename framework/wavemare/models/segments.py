@@ -21,16 +21,13 @@ __all__ = ["segments_of"]
 _WAVES = 2
 
 
-def segments_of(
-    model: Any, *, inputs: Sequence[str] | None = None, verify: bool = True
-) -> Segments:
+def segments_of(model: Any, *, inputs: Sequence[str] | None = None) -> Segments:
     """Return a model's segments: embedding, blocks, and head with loss; they run its own modules.
 
     Args:
         model: A transformers model of a kind that `to_pipeline` takes, or a module with a method
             ``wave_segments()`` that returns `Segments`.
         inputs: Batch entries that travel with the hidden states, as for `to_pipeline`.
-        verify: Whether to compare the layers' results with the model's on a small batch.
 
     Raises:
         ModelError: The model cannot be taken apart, or its parts do not compute what it computes.
@@ -45,8 +42,7 @@ def segments_of(
     chain = family.chain(model, declared)
     chain[-1] = _with_own_module(model, chain[-1])
     loss = family.loss(model)
-    if verify:
-        prove(model, chain, declared, loss)
+    prove(model, chain, declared, loss)
     first, last = _blocks(model, chain)
     for layer in chain:
         context = getattr(layer, "context", None)

@@ -76,6 +76,9 @@ class Run:
 
         Returns:
             The older run's new name; None on ranks that do not write.
+
+        Raises:
+            ConfigError: The new folder cannot be made or written.
         """
         if not self._writes:
             return None
@@ -129,18 +132,10 @@ class Run:
         kept = [line for line in read_metrics(self.metrics_file) if line["step"] <= step]
         atomic_write_text(self.metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
 
-    def curve(
-        self,
-        *,
-        train: str = "loss",
-        held_out: str = "held_out_loss",
-        baselines: Mapping[str, float] | None = None,
-    ) -> None:
-        """Draw ``loss.png`` from ``metrics.jsonl``.
+    def curve(self, *, baselines: Mapping[str, float] | None = None) -> None:
+        """Draw ``loss.png`` from ``metrics.jsonl``: ``loss`` a line, ``held_out_loss`` points.
 
         Args:
-            train: Metric drawn as a line.
-            held_out: Metric drawn as points.
             baselines: Losses to compare with, by name, drawn as horizontal lines.
         """
         if self._writes:
@@ -148,9 +143,8 @@ class Run:
             from wavemare.observe.curve import draw_loss
 
             lines = read_metrics(self.metrics_file) if self.metrics_file.exists() else []
-            picture = draw_loss(
-                _series(lines, train), _series(lines, held_out), dict(baselines or {})
-            )
+            train, held_out = _series(lines, "loss"), _series(lines, "held_out_loss")
+            picture = draw_loss(train, held_out, baselines or {})
             atomic_write_bytes(self.folder / "loss.png", picture)
 
     def summary(self, values: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console, Group
@@ -95,23 +95,20 @@ class Screen:
         if self._draws:
             self._console.print(Text(text), soft_wrap=True)
 
-    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """Draw a table, for example of the final results.
+    def results(self, figures: Mapping[str, object]) -> None:
+        """Draw the table at the end.
 
         Args:
-            title: Its heading.
-            columns: Headings of the columns; no heading is drawn if all are empty.
-            rows: Cells, as many per row as there are columns.
+            figures: By name; floating-point numbers get four digits.
         """
         if not self._draws:
             return
-        table = Table(
-            title=title, title_justify="left", title_style="bold", show_header=any(columns)
-        )
-        for column in columns:
-            table.add_column(column, overflow="fold")
-        for row in rows:
-            table.add_row(*(Text(str(cell)) for cell in row))
+        table = Table(title="results", title_justify="left", title_style="bold", show_header=False)
+        for _ in range(2):
+            table.add_column(overflow="fold")
+        for name, value in figures.items():
+            shown = f"{value:.4f}" if isinstance(value, float) else str(value)
+            table.add_row(Text(name), Text(shown))
         self._console.print(table)
 
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from wavemare.errors import PlanError, did_you_mean
-from wavemare.parallel.plan_checks import SCHEDULES
 from wavemare.parallel.regions import Region, check_nesting, combined, next_serial
+from wavemare.pipeline.config import TRAINED
 
 __all__ = [
     "PLAN",
@@ -154,8 +154,8 @@ def pipeline(
     Raises:
         PlanError: There is no such schedule, or a number is below 1.
     """
-    if schedule is not None and schedule not in SCHEDULES:
-        remedy = did_you_mean(schedule, SCHEDULES)
+    if schedule is not None and schedule not in TRAINED:
+        remedy = did_you_mean(schedule, TRAINED)
         raise PlanError("pipeline", schedule, "there is no such schedule", remedy)
     region = Region(
         kind="pipeline",

@@ -9,13 +9,13 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from wavemare.errors import PlanError, did_you_mean
+from wavemare.pipeline.config import TRAINED
 
 if TYPE_CHECKING:
     from wavemare.parallel.plan import ParallelPlan
 
-__all__ = ["SCHEDULES", "check_plan", "check_seconds"]
+__all__ = ["check_plan", "check_seconds"]
 
-SCHEDULES = ("1f1b", "pipemare")
 _ZERO_STAGES = (0, 1, 2, 3)
 _ZERO_WEIGHTS = 3
 _LARGEST = sys.float_info.max
@@ -32,8 +32,8 @@ def check_plan(plan: ParallelPlan) -> None:
     for name in ("wavelet", "recompute"):
         if not isinstance(getattr(plan, name), bool):
             raise _refuse(plan, name, "it is neither true nor false", "Give one of the two")
-    if plan.schedule not in SCHEDULES:
-        remedy = did_you_mean(str(plan.schedule), SCHEDULES)
+    if plan.schedule not in TRAINED:
+        remedy = did_you_mean(str(plan.schedule), TRAINED)
         raise _refuse(plan, "schedule", "there is no such schedule", remedy)
     _check_batch(plan)
     _check_cuts(plan)

@@ -54,13 +54,21 @@ class Regions:
 
     @property
     def replicas(self) -> Region | None:
-        """The region that says how many replicas there must be, if one does."""
+        """The region that says how many replicas there must be, if one does.
+
+        Raises:
+            PlanError: There are several numbers.
+        """
         counted = [*self.of("replica"), *self.of("pipeline")]
         return _one([r for r in counted if r.size is not None], "size", "replicas are alike")
 
     @property
     def pipeline(self) -> Region | None:
-        """The pipeline."""
+        """The pipeline, if there is one.
+
+        Raises:
+            PlanError: There are several.
+        """
         return _one(
             self.of("pipeline"), "place", "a model is one pipeline; leave out all scopes but one"
         )

@@ -163,13 +163,12 @@ def plan_page(plan: Plan, report: Report, timeline: Timeline, facts: Iterable[st
         page.text(fact)
     page.section("Check")
     page.table(
-        ("stage", "peak activations", "max staleness", "mean staleness", "old weights kept"),
+        ("stage", "peak activations", "max staleness", "mean staleness"),
         zip(
             range(report.num_stages),
             report.peak_activations,
             report.max_staleness,
             report.mean_staleness,
-            report.weight_versions,
             strict=True,
         ),
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import transformers
-from common import leave, weights_digest
+from common import leave, train_plainly, weights_digest
 from deepspeed.utils import groups
 from tensor_models import batch, build
 
@@ -39,16 +39,8 @@ def train_whole(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The model in this process, by plain PyTorch."""
     model = build(name).train()
     sgd = torch.optim.SGD(model.parameters(), lr=RATE)
-    losses, data = [], micro_batches(model)
-    for _ in range(STEPS):
-        total = 0.0
-        for _ in range(MICRO_BATCHES):
-            loss = model(**next(data)).loss / MICRO_BATCHES
-            loss.backward()
-            total += loss.item()
-        sgd.step()
-        sgd.zero_grad()
-        losses.append(total)
+    data = micro_batches(model)
+    losses, _ = train_plainly(model, sgd, data, steps=STEPS, micro_batches=MICRO_BATCHES)
     return losses, model.state_dict()
 
 

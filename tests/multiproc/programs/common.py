@@ -4,6 +4,7 @@
 import hashlib
 import json
 import logging
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,6 +65,42 @@ def token_batches(data_rank: int) -> Iterator[torch.Tensor]:
         yield torch.randint(0, VOCABULARY, (MICRO, LENGTH), generator=generator)
 
 
+def train_plainly(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterator[dict[str, Any]],
+    *,
+    steps: int,
+    micro_batches: int,
+    clip: float = math.inf,
+) -> tuple[list[float], list[float]]:
+    """Train in this process by plain PyTorch; return the losses and gradient norms of the steps."""
+    losses, norms = [], []
+    for _ in range(steps):
+        total = 0.0
+        for _ in range(micro_batches):
+            loss = model(**next(batches)).loss / micro_batches
+            loss.backward()
+            total += loss.item()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses, norms
+
+
+class InfiniteGradient(torch.autograd.Function):
+    """The identity, whose gradient is not finite."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * math.inf
+
+
 def weights_digest(engine: Any) -> str:
     digest = hashlib.sha256()
     for parameter in engine.module.parameters():
@@ -75,7 +112,7 @@ def weights_digest(engine: Any) -> str:
 
 @contextmanager
 def warnings_told(start: str) -> Iterator[list[str]]:
-    """Collect what begins so of the things that this rank warns of."""
+    """Collect this rank's warnings that begin with some words."""
     lines: list[str] = []
 
     class Kept(logging.Handler):

@@ -12,6 +12,7 @@ from common import (
     LENGTH,
     MICRO,
     VOCABULARY,
+    InfiniteGradient,
     build_gpt2,
     configuration,
     leave,
@@ -25,18 +26,6 @@ from wavemare.errors import NumericsError
 MARK = VOCABULARY - 1
 PLACE = "transformer.h.1.mlp.act"
 SPARSE = {"mode": "ordered", "transport": "torch", "block": 16}
-
-
-class Spoiled(torch.autograd.Function):
-    """The identity, whose gradient is not finite."""
-
-    @staticmethod
-    def forward(ctx, value):
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * float("inf")
 
 
 class Trouble:
@@ -61,7 +50,7 @@ class Trouble:
     def spoil(self, module, args, output):
         if self.now and self.what == "activation":
             return output * float("nan")
-        return Spoiled.apply(output) if self.now and self.what == "gradient" else None
+        return InfiniteGradient.apply(output) if self.now and self.what == "gradient" else None
 
     def spoil_loss(self, module, args, output):
         if self.now and self.what == "loss":

@@ -15,7 +15,7 @@ from functools import partial
 
 import deepspeed
 import torch
-from common import leave
+from common import InfiniteGradient, leave
 from deepspeed.runtime.pipe import p2p
 
 import wavemare
@@ -25,18 +25,6 @@ from wavemare.errors import WavemareError
 from wavemare.pipeline.replay import Replay
 
 WIDTH, SIZE = 16, 2
-
-
-class Infinite(torch.autograd.Function):
-    """The identity, whose gradient is not finite."""
-
-    @staticmethod
-    def forward(ctx, value):
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * float("inf")
 
 
 class Spoil(torch.nn.Module):
@@ -58,7 +46,7 @@ class Spoil(torch.nn.Module):
         self.seen += 1
         if key != self.key:
             return x
-        return x * float("nan") if self.what == "activation" else Infinite.apply(x)
+        return x * float("nan") if self.what == "activation" else InfiniteGradient.apply(x)
 
 
 def spoil_weight(weight, call):

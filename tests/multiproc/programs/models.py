@@ -14,7 +14,7 @@ from typing import Any
 import deepspeed
 import torch
 import transformers
-from common import leave, weights_digest
+from common import leave, train_plainly, weights_digest
 
 import wavemare
 from wavemare.engine import init_distributed
@@ -111,17 +111,10 @@ def train_whole(
     """The unsplit model under plain PyTorch: losses, gradient norms, weights."""
     model = make(name).train()
     adam = optimizer(model.parameters())
-    losses, norms, data = [], [], iter(batches(name))
-    for _ in range(STEPS):
-        total = 0.0
-        for _ in range(ACCUMULATION):
-            loss = model(**next(data)).loss / ACCUMULATION
-            loss.backward()
-            total += loss.item()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
-        adam.step()
-        adam.zero_grad()
-        losses.append(total)
+    data = iter(batches(name))
+    losses, norms = train_plainly(
+        model, adam, data, steps=STEPS, micro_batches=ACCUMULATION, clip=CLIP
+    )
     return losses, norms, model.state_dict()
 
 

@@ -19,7 +19,13 @@ ROOT = Path(sys.argv[1])
 
 
 def by_trainer(name: str, trainer_class: Any, section: dict[str, Any] | None) -> dict[str, Any]:
-    changes = {"max_steps": STEPS, "logging_steps": 2, "include_num_input_tokens_seen": "all"}
+    changes = {
+        "max_steps": STEPS,
+        "logging_steps": 2,
+        "include_num_input_tokens_seen": "all",
+        "save_strategy": "steps",
+        "save_steps": 12,
+    }
     trainer = trainer_class(
         model=plain_model("gpt2"),
         args=arguments(name, json_file(0, section), **changes),

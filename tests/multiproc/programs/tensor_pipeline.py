@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import leave, weights_digest
+from common import leave, train_plainly, weights_digest
 from deepspeed.utils import groups
 from tensor_models import batch, build
 
@@ -32,17 +32,9 @@ def train_whole(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The whole model in this process, by plain PyTorch."""
     model = build(name).train()
     adam = torch.optim.AdamW(model.parameters(), **ADAM)
-    losses, data = [], batches(name)
-    for _ in range(STEPS):
-        total = 0.0
-        for _ in range(ACCUMULATION):
-            loss = model(**next(data)).loss / ACCUMULATION
-            loss.backward()
-            total += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        adam.step()
-        adam.zero_grad()
-        losses.append(total)
+    losses, _ = train_plainly(
+        model, adam, batches(name), steps=STEPS, micro_batches=ACCUMULATION, clip=CLIP
+    )
     return losses, model.state_dict()
 
 

@@ -210,7 +210,7 @@ SECTIONS = [
     pytest.param(
         ours(pipeline={"schedule": "gpipe"}),
         "wavemare.pipeline.schedule",
-        ["no such schedule", "Did you mean 'pipemare'?"],
+        ["no such choice", "Did you mean 'pipemare'?"],
         id="a schedule that there is not",
     ),
     pytest.param(

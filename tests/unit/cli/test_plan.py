@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from wavemare.cli import app
 from wavemare.errors import ConfigError, PlanError, WavemareError
 from wavemare.pipeline.check import check
-from wavemare.pipeline.draw import grid, plan_from_csv
+from wavemare.pipeline.draw import grid, to_csv
 from wavemare.pipeline.plan import Plan
 from wavemare.pipeline.schedules import inference, one_f_one_b, pipemare
 from wavemare.pipeline.simulate import Costs, simulate
@@ -137,7 +137,7 @@ def test_output_holds_every_form(tmp_path: Path) -> None:
     assert last == f"{folder}: plan.txt, plan.csv, trace.json, plan.svg, plan.png"
     assert sorted(file.name for file in folder.iterdir()) == FILES
     assert Plan.parse((folder / "plan.txt").read_text()) == plan
-    assert plan_from_csv((folder / "plan.csv").read_text()) == plan
+    assert (folder / "plan.csv").read_text() == to_csv(plan)
     timeline = simulate(plan, Costs(0.001, 0.002, 0.0005))
     trace = json.loads((folder / "trace.json").read_text())["traceEvents"]
     end = max(e["ts"] + e["dur"] for e in trace if e["ph"] == "X")

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from wavemare.cli import app, launch
 from wavemare.cli.recipes import RECIPES, find_recipe
+from wavemare.cli.train import refuse_mpi_transport
 from wavemare.engine.config import load_config
 from wavemare.errors import ConfigError, LaunchError
 
@@ -195,3 +196,4 @@ def test_ranks_of_mpirun_have_no_mpi_for_gradients(config: Path) -> None:
     ended = CliRunner().invoke(app, ["train", "gpt", "--config", str(config)])
     assert isinstance(ended.exception, ConfigError)
     assert ended.exception.key == "wavemare.sparse_collective.transport"
+    refuse_mpi_transport({"wavemare": {"sparse_collective": "mpi"}})  # the ranks refuse the section

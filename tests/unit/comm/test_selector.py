@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from wavemare.comm.cost import EXECUTORS, HALVES, Constants, predict
 from wavemare.comm.masks import Masks
-from wavemare.comm.selector import HYSTERESIS, PATIENCE, PROBE_INTERVAL, Selector, make_plan
+from wavemare.comm.selector import HYSTERESIS, PATIENCE, PROBE_INTERVAL, Selector, choose_executor
 
 SPARSE_MODES = ("ordered", "pushpull", "allgather")
 SLOW_WIRE = Constants(message_s=1e-6, exchange_s=8e-9, plan_s=0.0)
@@ -31,9 +31,9 @@ def test_planning_needs_neither_torch_nor_mpi():
         "from wavemare.comm.cost import Constants\n"
         "from wavemare.comm.layout import deal\n"
         "from wavemare.comm.masks import Masks\n"
-        "from wavemare.comm.selector import make_plan\n"
+        "from wavemare.comm.selector import choose_executor\n"
         "masks = Masks.of(np.eye(4, dtype=bool))\n"
-        "print(make_plan(masks, 1024, Constants(), ['ordered', 'pushpull']).executor)\n"
+        "print(choose_executor(masks, 1024, Constants(), ['ordered', 'pushpull']).executor)\n"
         "deal(masks)\n"
         "assert 'mpi4py.MPI' not in sys.modules\n"
         "assert 'torch.distributed.distributed_c10d' not in sys.modules\n"
@@ -52,7 +52,7 @@ def test_planning_needs_neither_torch_nor_mpi():
 def test_the_same_masks_make_the_same_plan(density, ranks, last, factor):
     settings = {"last": last, "corrections": {"pushpull": factor}}
     one, two = (
-        make_plan(masks_of(density, ranks, 50), 1024, SLOW_WIRE, order, **settings)
+        choose_executor(masks_of(density, ranks, 50), 1024, SLOW_WIRE, order, **settings)
         for order in (SPARSE_MODES, SPARSE_MODES[::-1])
     )
     assert one.executor == two.executor
@@ -62,22 +62,25 @@ def test_the_same_masks_make_the_same_plan(density, ranks, last, factor):
 def test_equally_good_executors_are_told_apart_by_name():
     free = Constants(*(0.0,) * 9)
     for allowed in (SPARSE_MODES, SPARSE_MODES[::-1]):
-        assert make_plan(THIN, 1024, free, allowed).executor == "allgather"
+        assert choose_executor(THIN, 1024, free, allowed).executor == "allgather"
 
 
 def test_full_masks_are_dense_and_thin_ones_sparse():
-    assert make_plan(FULL, 1024, SLOW_WIRE, SPARSE_MODES).executor == "ordered"
-    assert make_plan(THIN, 1024, SLOW_WIRE, SPARSE_MODES).executor in {"pushpull", "allgather"}
+    assert choose_executor(FULL, 1024, SLOW_WIRE, SPARSE_MODES).executor == "ordered"
+    assert choose_executor(THIN, 1024, SLOW_WIRE, SPARSE_MODES).executor in {
+        "pushpull",
+        "allgather",
+    }
     # Two ranks need no owners.
-    thin = make_plan(masks_of(0.01, 2), 1024, SLOW_WIRE, SPARSE_MODES)
+    thin = choose_executor(masks_of(0.01, 2), 1024, SLOW_WIRE, SPARSE_MODES)
     assert thin.executor == "allgather"
     # Many ranks with the same blocks would all get all copies.
     same = Masks.of(np.repeat(np.random.default_rng(0).random((1, 4000)) < 0.1, 8, axis=0))
-    assert make_plan(same, 1024, SLOW_WIRE, SPARSE_MODES).executor == "pushpull"
+    assert choose_executor(same, 1024, SLOW_WIRE, SPARSE_MODES).executor == "pushpull"
 
 
 def test_a_plan_says_what_it_is_made_of():
-    plan = make_plan(THIN, 1024, SLOW_WIRE, SPARSE_MODES)
+    plan = choose_executor(THIN, 1024, SLOW_WIRE, SPARSE_MODES)
     assert plan.counts == tuple(THIN.counts)
     assert plan.density == pytest.approx(0.01, rel=0.3)
     assert plan.union_density == THIN.union_size / 4000
@@ -97,9 +100,11 @@ def test_the_last_choice_stays_unless_another_is_clearly_faster():
     within = base[best] / base[other] * (1 + HYSTERESIS)
     for factor, expected in ((0.99 * within, other), (1.01 * within, best)):
         corrections = {other: factor}
-        plan = make_plan(masks, 1024, SLOW_WIRE, EXECUTORS, last=other, corrections=corrections)
+        plan = choose_executor(
+            masks, 1024, SLOW_WIRE, EXECUTORS, last=other, corrections=corrections
+        )
         assert plan.executor == expected
-    assert make_plan(masks, 1024, SLOW_WIRE, EXECUTORS, last="unknown").executor == best
+    assert choose_executor(masks, 1024, SLOW_WIRE, EXECUTORS, last="unknown").executor == best
 
 
 def test_after_some_dense_choices_masks_are_rarely_looked_at():
@@ -193,8 +198,8 @@ def test_what_is_not_used_any_more_is_tried_again():
 
 
 def test_a_reduce_scatter_is_half_of_it():
-    whole = make_plan(THIN, 1024, SLOW_WIRE, SPARSE_MODES)
-    half = make_plan(THIN, 1024, SLOW_WIRE, HALVES, halves=True)
+    whole = choose_executor(THIN, 1024, SLOW_WIRE, SPARSE_MODES)
+    half = choose_executor(THIN, 1024, SLOW_WIRE, HALVES, halves=True)
     assert half.predicted_s.keys() == {"ordered", "pushpull"}
     for name in HALVES:
         assert half.traffic[name].up < whole.traffic[name].up
@@ -203,6 +208,6 @@ def test_a_reduce_scatter_is_half_of_it():
 
 
 def test_no_blocks_at_all():
-    plan = make_plan(Masks.of(np.zeros((3, 0), dtype=bool)), 1024, SLOW_WIRE, SPARSE_MODES)
+    plan = choose_executor(Masks.of(np.zeros((3, 0), dtype=bool)), 1024, SLOW_WIRE, SPARSE_MODES)
     assert plan.executor in SPARSE_MODES
     assert (plan.density, plan.union_density) == (0.0, 0.0)

@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 
-from wavemare.comm.worker import Worker
+from wavemare.comm.worker import CollectiveThread
 from wavemare.errors import CommError
 
 CPU = torch.device("cpu")
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def worker():
-    worker = Worker("collectives under test")
+    worker = CollectiveThread("collectives under test")
     yield worker
     worker.close()
     assert not [thread for thread in threading.enumerate() if "under test" in thread.name]
@@ -142,7 +142,7 @@ def test_results_are_given_back_with_their_handles(worker):
 
 
 def test_closing_ends_what_was_submitted():
-    worker = Worker("to be closed")
+    worker = CollectiveThread("to be closed")
     worker.submit(lambda stats: time.sleep(0.1), CPU)
     handle = worker.submit(lambda stats: "done", CPU)
     worker.close()
@@ -155,14 +155,14 @@ def test_closing_ends_what_was_submitted():
 
 def test_a_worker_without_work_has_no_thread():
     before = threading.active_count()
-    worker = Worker("idle")
+    worker = CollectiveThread("idle")
     assert threading.active_count() == before
     worker.close()
 
 
 def test_two_hundred_workers_leave_no_thread_and_no_descriptor():
     def run():
-        worker = Worker("many")
+        worker = CollectiveThread("many")
         handle = worker.submit(lambda statistics: 5, CPU)
         assert handle.wait() == 5
         worker.close()

@@ -168,12 +168,12 @@ def test_evaluation(length: int, micro: int, world: int, limit: int | None) -> N
             evaluate(0)
         return
     ranks = [evaluate(rank) for rank in range(world)]
-    rounds = length // (micro * world)
-    if limit is not None:
-        rounds = min(rounds, max(limit // (micro * world), 1))
+    read = length if limit is None else min(max(limit, micro * world), length)
+    rounds = read // (micro * world)
     assert {len(batches) for batches in ranks} == {rounds}
     seen = [i for batches in zip(*ranks, strict=True) for batch in batches for i in batch]
-    assert seen == list(range(rounds * micro * world))
+    assert seen == [length * n // read for n in range(rounds * micro * world)]
+    assert len(set(seen)) == len(seen)
 
 
 def test_evaluation_fails_before_the_first_batch_is_asked_for() -> None:

@@ -142,7 +142,7 @@ def make(folder, tag, saved, sizes=(8,)):
 def three(tmp_path):
     """Three checkpoints; the newest by time is the first by name."""
     for tag, hour in (("b", 8), ("c", 9), ("a", 10)):
-        make(tmp_path, tag, f"2026-11-22T{hour:02}:00:00.000000+00:00", (5, 9, 2, 7))
+        make(tmp_path, tag, f"2026-01-02T{hour:02}:00:00.000000+00:00", (5, 9, 2, 7))
     (tmp_path / "latest").write_text("a")
     return tmp_path
 

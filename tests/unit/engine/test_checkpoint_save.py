@@ -32,7 +32,7 @@ def prepare(folder, tag, rank=0, *, meet=lambda value: [value], keep=None, backg
         tag=tag,
         partial=partial,
         manifest=(
-            {"format": 2, "saved": f"2026-11-22T{tag}", "topology": TOPOLOGY} if rank == 0 else None
+            {"format": 2, "saved": f"2026-01-02T{tag}", "topology": TOPOLOGY} if rank == 0 else None
         ),
         save_latest=more.get("save_latest", True),
         keep=keep,

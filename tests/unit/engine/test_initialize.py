@@ -2,15 +2,19 @@
 """What happens to a configuration on its way to DeepSpeed, and what a pipeline refuses to load."""
 
 import inspect
+from types import SimpleNamespace
 
+import deepspeed
 import pytest
 import torch
 from deepspeed.ops.adam import FusedAdam
+from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 
 from wavemare.engine import PipelineEngine
 from wavemare.engine.config import zero_section
-from wavemare.engine.initialize import _data_ranks_of, _without_compiled_optimizer
-from wavemare.errors import ModelError
+from wavemare.engine.initialize import _check, _data_ranks_of, _without_compiled_optimizer
+from wavemare.errors import ModelError, PlanError
+from wavemare.pipeline.plan import Plan
 
 
 @pytest.fixture(autouse=True)
@@ -101,3 +105,52 @@ def test_a_pipeline_compares_all_inputs(engine):
     engine._check_shapes((torch.ones(2, 8), torch.ones(2, 8)))
     with pytest.raises(ModelError):
         engine._check_shapes((torch.ones(2, 8), torch.ones(2, 4)))
+
+
+def staged(kind=deepspeed.PipelineModule, stages=2):
+    """Return a model of so many stages of which nothing but its grid is there."""
+    model = object.__new__(kind)
+    torch.nn.Module.__init__(model)
+    grid = SimpleNamespace(
+        get_pipe_parallel_world_size=lambda: stages, get_slice_parallel_world_size=lambda: 1
+    )
+    model.mpu = lambda: grid
+    return model
+
+
+CIRCLE = """
+plan schedule=1f1b stages=2 micro_batches=1 steps=1 send_slots=0
+0: 0L0 0F0 0RG0 0SA0 0B0 0R0 0S0
+1: 1RA0 1L0 1F0 1B0 1SG0 1R0 1S0
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_rank_refuses_a_plan_that_cannot_run_before_the_model_is_touched(monkeypatch, rank):
+    asked = []
+
+    def circle(pipeline, *shape, clips):
+        asked.append((pipeline.schedule, *shape, clips))
+        return Plan.parse(CIRCLE)
+
+    monkeypatch.setattr("wavemare.engine.initialize.dist.get_rank", lambda: rank)
+    monkeypatch.setattr("wavemare.engine.initialize.dist.get_world_size", lambda: 2)
+    config = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 1.0,
+        "wavemare": {"pipeline": {"schedule": "pipemare", "stages": 2}},
+    }
+    _check(dict(config), staged(), None, None)
+    monkeypatch.setattr("wavemare.engine.initialize.run_plan", circle)
+    with pytest.raises(PlanError, match="wait"):
+        _check(dict(config), staged(), None, None)
+    assert asked == [("pipemare", 2, 4, True)]
+
+
+def test_the_plans_of_others_are_not_checked(monkeypatch):
+    monkeypatch.setattr("wavemare.engine.initialize.dist.get_world_size", lambda: 2)
+    monkeypatch.setattr("wavemare.engine.initialize.run_plan", None)
+    config = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}
+    _check(dict(config), staged(DualPipeVModule), None, None)
+    _check(dict(config), torch.nn.Linear(2, 2), None, None)

@@ -405,15 +405,19 @@ class Broken(Exception):
 def test_the_run_ends_with_its_report_though_the_others_cannot_be_told(
     tmp_path, monkeypatch, capfd
 ):
+    """Also where another rank, which holds nobody up, was to print it."""
+
     async def ask_all(ranks, token, request):
         if request["ask"] == "end":
             raise Broken
-        return []
+        return [standing(1).to_json()]
 
     monkeypatch.setattr("wavemare.engine.watchdog.watcher.ask_all", ask_all)
     progress, left, forced = Progress(), Ended(), Ended()
     config = WatchdogConfig(timeout_s=0.1, start_timeout_s=0.1, folder=str(tmp_path))
-    watchdog = Watchdog(config, progress, left, forced).start()
+    watchdog = Watchdog(config, progress, left, forced)
+    watchdog._ranks = [watchdog._me, RANKS[1]]
+    watchdog.start()
     with progress.doing("backward"):
         assert left.event.wait(30)
     watchdog.stop()

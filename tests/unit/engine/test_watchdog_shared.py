@@ -47,13 +47,16 @@ def test_only_the_last_engine_says_farewell(monkeypatch):
     assert words == ["farewell"]
 
 
-def test_an_engine_may_be_collected_by_the_watchdogs_own_thread():
+def test_an_engine_may_be_collected_by_the_watchdogs_own_thread(monkeypatch, caplog):
+    # Where it told the others, it would wait that long for their answers, which it reads itself.
+    monkeypatch.setattr("wavemare.engine.watchdog.watcher._GRACE_S", 60.0)
     watchdog = hold(WatchdogConfig())
     watchdog._farewells, watchdog._ranks = Farewells(None, "secret"), [watchdog._me] * 2
     watchdog._loop.call_soon_threadsafe(watchdog.release)
     watchdog._thread.join(30)
     assert not watchdog._thread.is_alive()
     assert current() is None
+    assert not caplog.records  # of an error in that thread, as in waiting for itself
 
 
 def meet_all(monkeypatch, watchdogs):

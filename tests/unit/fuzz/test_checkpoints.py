@@ -115,6 +115,10 @@ def test_any_pickle(file, content):
     examine(file, content)
 
 
+def test_a_pickle_with_a_name_of_any_length(file):
+    assert not examine(file, b"\x80\x02c\x1b[2J" + 5000 * b"x" + b"\nname\n.")
+
+
 @pytest.mark.parametrize("kind", FILES)
 def test_the_ends_of_a_file_cut_short(file, kind):
     whole = FILES[kind]

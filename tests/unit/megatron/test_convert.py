@@ -18,7 +18,8 @@ from wavemare.cli import app
 from wavemare.errors import CheckpointError, ModelError
 from wavemare.megatron.convert import Options, convert
 from wavemare.megatron.files import read_checkpoint
-from wavemare.megatron.weights import reorder_qkv
+from wavemare.megatron.models import shape_of
+from wavemare.megatron.weights import from_transformers, pad_vocabulary, reorder_qkv, split
 
 HIDDEN, HEADS, LAYERS, TOKENS = 16, 4, 4, 37
 
@@ -158,6 +159,16 @@ def test_the_shares_of_a_layer(tmp_path: Path) -> None:
     embedding = model.transformer.wte.weight
     assert torch.equal(table[:13], embedding[24:])
     assert torch.equal(table[13:], embedding[-1:].expand(11, -1))
+
+
+@pytest.mark.parametrize("version", [0, 2, 3])
+def test_a_share_is_no_view_that_would_be_saved_whole(version: int) -> None:
+    model = gpt2()
+    shape = shape_of(model.config)
+    whole = from_transformers(model.state_dict(), shape, tied=True)
+    for share in split(pad_vocabulary(whole, 40), shape, 2, version):
+        for name, weight in share.items():
+            assert weight.untyped_storage().nbytes() == weight.nbytes, name
 
 
 @pytest.mark.parametrize("version", [0, 1, 2])

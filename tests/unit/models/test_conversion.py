@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a conversion takes apart, proves and refuses."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import transformers
@@ -115,6 +117,17 @@ def test_a_forward_that_does_more_is_refused(kind, mode, make_model):
     assert "SpecialForCausalLM" in str(info.value)
     assert "Train it with one stage" in str(info.value)
     to_pipeline(model, num_stages=1, verify=False)
+
+
+def test_zeros_hide_nothing_and_are_no_fault(make_model):
+    for kind, holds in ((Scaled, False), (transformers.LlamaForCausalLM, True)):
+        model = kind(make_model("llama").config)
+        for weight in (model.lm_head.weight, model.model.layers[0].mlp.down_proj.weight):
+            nn.init.zeros_(weight)
+        state = {name: weight.clone() for name, weight in model.state_dict().items()}
+        with nullcontext() if holds else pytest.raises(ModelError, match="differ"):
+            to_pipeline(model, num_stages=1)
+        assert all(torch.equal(state[name], weight) for name, weight in model.state_dict().items())
 
 
 def test_an_ignored_sliding_window_is_refused(make_model, monkeypatch):

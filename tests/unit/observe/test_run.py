@@ -167,3 +167,18 @@ def test_an_older_run_is_set_aside_whole(tmp_path: Path) -> None:
         run.metrics_file.unlink()
     assert [line["step"] for line in read_metrics(tmp_path / "run.2" / "metrics.jsonl")] == [2]
     assert Run(tmp_path / "run", rank=1).set_aside() is None
+
+
+def test_a_run_begins_anew_or_goes_on(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", rank=0)
+    assert run.begin(done=None) is None  # there is nothing yet
+    run.checkpoints.mkdir()  # before the first line was logged
+    assert run.begin(done=None) == tmp_path / "run.1"
+    assert (tmp_path / "run.1" / "checkpoints").is_dir()
+    for step in (0, 1, 2):
+        run.log(step, loss=1.0)
+    assert Run(tmp_path / "run", rank=1).begin(done=None) is None
+    for done in (1, 0):
+        assert run.begin(done=done) is None
+        assert read_metrics(run.metrics_file)[-1]["step"] == done
+    assert run.begin(done=None) == tmp_path / "run.2"

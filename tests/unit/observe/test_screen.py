@@ -145,7 +145,7 @@ def everything(screen: Screen) -> None:
     with screen.progress(1) as progress:
         progress.step(1, tokens=1, loss=1.0)
     screen.note("a [bold]note[/bold] of 100 % of the steps")
-    screen.table("results", ["name", "value"], [["loss", 1.25]])
+    screen.results({"loss": 1.25, "steps": 7})
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -156,7 +156,19 @@ def test_other_ranks_draw_nothing(draw: Callable[..., str], terminal: bool) -> N
 def test_rank_0_draws_all_and_takes_text_literally(draw: Callable[..., str]) -> None:
     text = draw(everything)
     assert "a [bold]note[/bold] of 100 % of the steps" in text
-    for part in ("title", "model", "layers", "[2]", "batch", "32", "results", "1.25"):
+    for part in (
+        "title",
+        "model",
+        "layers",
+        "[2]",
+        "batch",
+        "32",
+        "results",
+        "loss",
+        "1.2500",
+        "steps",
+        "7",
+    ):
         assert part in text
     assert all(len(line) <= 80 for line in text.splitlines())
 

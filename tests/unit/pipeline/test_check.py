@@ -114,7 +114,7 @@ def test_1f1b_plans_are_sound(num_stages, micro_batches, num_steps):
     assert report.peak_activations == tuple(
         min(num_stages - stage, micro_batches) for stage in range(num_stages)
     )
-    assert report.max_staleness == report.weight_versions == (0,) * num_stages
+    assert report.max_staleness == (0,) * num_stages
 
 
 @many
@@ -177,9 +177,9 @@ def test_the_report_is_readable():
         "bubble: 20.0% of all ticks, in steady state 0.0% (of 4 ticks)",
         "messages: 4 activations, 4 gradients, 2 norms, 0 total norms",
         "",
-        "stage  peak activations  max staleness   mean  old weights kept  actions  idle ticks",
-        "    0                 2              1  0.250                 1       26           2",
-        "    1                 1              0  0.000                 0       26           2",
+        "stage  peak activations  max staleness   mean  actions  idle ticks",
+        "    0                 2              1  0.250       26           2",
+        "    1                 1              0  0.000       26           2",
     ]
     assert "in steady state none\n" in str(check(one_f_one_b(4, 1)))
 

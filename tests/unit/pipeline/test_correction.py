@@ -17,7 +17,7 @@ from wavemare.pipeline.correction import (
     NoCorrection,
 )
 from wavemare.pipeline.corrections import make_correction
-from wavemare.pipeline.prediction import Prediction
+from wavemare.pipeline.prediction import WeightPrediction
 from wavemare.pipeline.staleness import ema_decay
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -331,7 +331,7 @@ def test_off_changes_nothing():
         ("exact", 5, ExactCorrection),
         ("ema", 1, EmaCorrection),
         ("off", 5, NoCorrection),
-        ("predict", 3, Prediction),
+        ("predict", 3, WeightPrediction),
         ("predict", 0, NoCorrection),
     ],
 )

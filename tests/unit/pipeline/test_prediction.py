@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from wavemare.errors import CheckpointError, ModelError, PlanError
-from wavemare.pipeline.prediction import Prediction
+from wavemare.pipeline.prediction import WeightPrediction
 
 LR = 0.01
 
@@ -52,7 +52,7 @@ def test_prediction_is_what_the_optimizer_would_step_by_again(
 ):
     torch.manual_seed(2)
     weight = Parameter(torch.randn(4, 6))
-    optimizer, prediction = make([weight]), Prediction([weight])
+    optimizer, prediction = make([weight]), WeightPrediction([weight])
     for _ in range(5):
         weight.grad = torch.randn(4, 6)
         prediction.before_step()
@@ -70,7 +70,7 @@ def test_backward_passes_use_the_newest_weights():
     first = nn.Linear(3, 3, bias=False)
     norm = nn.LayerNorm(3)
     parameters = [*first.parameters(), *norm.parameters()]
-    prediction = Prediction(parameters)
+    prediction = WeightPrediction(parameters)
     prediction.before_step()
     for parameter in parameters:
         parameter.data.add_(torch.randn_like(parameter))
@@ -88,7 +88,7 @@ def test_backward_passes_use_the_newest_weights():
 
 def test_the_newest_weights_come_back_after_an_error():
     weight = Parameter(torch.zeros(2))
-    prediction = Prediction([weight])
+    prediction = WeightPrediction([weight])
     prediction.before_step()
     weight.data.add_(1.0)
     prediction.after_step()
@@ -99,7 +99,7 @@ def test_the_newest_weights_come_back_after_an_error():
 
 def test_nothing_is_predicted_without_staleness_or_before_the_first_step():
     weight = Parameter(torch.ones(2))
-    prediction = Prediction([weight])
+    prediction = WeightPrediction([weight])
     with prediction.forward(3):
         assert weight.tolist() == [1.0, 1.0]
     prediction.before_step()
@@ -115,7 +115,7 @@ def test_nothing_is_predicted_without_staleness_or_before_the_first_step():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_and_state(dtype):
     weight, other = (Parameter(torch.ones(4, dtype=dtype)) for _ in range(2))
-    prediction, resumed = Prediction([weight]), Prediction([other])
+    prediction, resumed = WeightPrediction([weight]), WeightPrediction([other])
     prediction.before_step()
     weight.data.add_(1.0)
     prediction.after_step()
@@ -132,7 +132,7 @@ def test_memory_and_state(dtype):
 
 def test_tied_parameters_are_written_once_and_overlapping_ones_refused():
     weight = Parameter(torch.zeros(4))
-    prediction = Prediction([weight, weight])
+    prediction = WeightPrediction([weight, weight])
     prediction.before_step()
     weight.data.add_(1.0)
     prediction.after_step()
@@ -140,4 +140,4 @@ def test_tied_parameters_are_written_once_and_overlapping_ones_refused():
         assert weight.tolist() == [2.0] * 4
     buffer = torch.zeros(6)
     with pytest.raises(ModelError):
-        Prediction([Parameter(buffer[:4]), Parameter(buffer[2:])])
+        WeightPrediction([Parameter(buffer[:4]), Parameter(buffer[2:])])

@@ -13,7 +13,6 @@ from wavemare.pipeline.order import ahead
 from wavemare.pipeline.schedules import drain_boundary, pipemare
 from wavemare.pipeline.staleness import (
     MODES,
-    backward_version,
     ema_decay,
     ema_decay_from,
     forward_version,
@@ -21,7 +20,6 @@ from wavemare.pipeline.staleness import (
     max_staleness,
     mean_delay,
     resolve_mode,
-    staleness,
 )
 
 
@@ -49,8 +47,7 @@ def test_versions_are_those_of_the_pipeline_played_tick_by_tick(num_stages, micr
         versions = played(stage, num_stages, micro_batches, micro_batches * 30)
         for m, (forward, backward) in enumerate(versions):
             assert forward_version(m, delay, micro_batches) == forward
-            assert backward_version(m, micro_batches) == backward
-            assert staleness(m, delay, micro_batches) == backward - forward
+            assert m // micro_batches == backward
         settled = [b - f for f, b in versions[micro_batches * 10 : micro_batches * 20]]
         assert mean_delay(stage, num_stages, micro_batches) == pytest.approx(
             sum(settled) / len(settled), abs=1e-12
@@ -70,8 +67,8 @@ def test_versions_are_those_of_the_pipeline_played_tick_by_tick(num_stages, micr
 def test_staleness_of_the_first_stage_in_a_settled_pipeline(num_stages, micro_batches, expected):
     first = 10 * micro_batches
     delay = ahead(0, num_stages)
-    found = [staleness(first + r, delay, micro_batches) for r in range(micro_batches)]
-    assert found == expected
+    seen = [forward_version(first + r, delay, micro_batches) for r in range(micro_batches)]
+    assert [10 - version for version in seen] == expected
 
 
 @given(
@@ -93,7 +90,7 @@ def test_versions_with_drains_are_those_of_the_plan(
         for m in range(first, first + micro_batches):
             for stage in range(num_stages):
                 seen = forward_version(m, ahead(stage, num_stages), micro_batches, drained)
-                expected[stage, m] = (seen, backward_version(m, micro_batches))
+                expected[stage, m] = (seen, m // micro_batches)
         if drain_boundary(step, first, micro_batches, **drains) == first + micro_batches:
             drained = step + 1
     actions = [action for rank in plan.ranks for action in rank]
@@ -143,7 +140,7 @@ def test_modes(mode, resolved):
         (lambda: mean_delay(4, 4, 1), "stage"),
         (lambda: mean_delay(-1, 4, 1), "stage"),
         (lambda: max_staleness(0, 4, 0), "micro_batches"),
-        (lambda: staleness(0, 0, 0), "micro_batches"),
+        (lambda: forward_version(0, 0, 0), "micro_batches"),
         (lambda: forward_version(-1, 0, 1), "micro_batch"),
         (lambda: forward_version(0, -1, 1), "delay"),
         (lambda: lr_factor(0, 1.0, 0), "anneal_steps"),

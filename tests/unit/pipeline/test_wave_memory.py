@@ -85,11 +85,6 @@ def test_equal_segments_keep_what_one_wave_keeps(depth):
     assert peak(in_phase(depth + 1, 4), saved) == 2 * whole
 
 
-def test_transients_come_once_for_each_wave_that_computes():
-    assert accumulation_peak([5, 5], 3) == 13
-    assert in_phase_peak([5, 5], 3) == 23
-
-
 def test_profiles_that_are_heavy_at_the_bottom_cost_more():
     assert tick_tock_peak(UNIFORM) == sum(UNIFORM)
     assert tick_tock_peak(FRONT) / sum(FRONT) == pytest.approx(1.63, abs=0.005)

@@ -13,7 +13,6 @@ from wavemare.parallel.guard import Verdict
 from wavemare.parallel.plan import ParallelPlan
 from wavemare.parallel.trial import TrialVerdict
 from wavemare.recipes.balancing import Balancing
-from wavemare.recipes.job import Job
 
 PLAN = ParallelPlan(data_parallel=2, global_batch=8, shares=(5, 3))
 STAGES = ParallelPlan(stages=2, cuts=(0, 2, 4), num_layers=4, global_batch=8, shares=(8,))
@@ -76,17 +75,6 @@ def test_what_auto_would_drop_is_refused(monkeypatch, tmp_path):
         waves.measure(LanguageModel(), {}, sequence_length=8)
     with pytest.raises(ConfigError, match="Leave out one of the two"):
         balancing(tmp_path, "auto", {"wavemare": {"parallel": {"stages": 2}}})
-
-
-def test_a_job_takes_over_what_annotations_decide():
-    split = ParallelPlan(tensor_parallel=2, global_batch=24, micro_steps=3, shares=(8,))
-    section = SimpleNamespace(tensor_parallel=SimpleNamespace(size=1))
-    job = SimpleNamespace(section=section, engine=SimpleNamespace(parallel_plan=None), batch={})
-    assert Job._splits(job) == 1
-    job.engine.parallel_plan = split
-    assert Job._splits(job) == 2
-    assert job.stages == 1
-    assert list(job.batch.values()) == [24, 8, 3]
 
 
 @pytest.mark.parametrize(

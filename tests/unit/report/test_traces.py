@@ -74,6 +74,14 @@ def test_slack_changes_what_the_plan_predicts() -> None:
         assert with_slack == pytest.approx(1 - (27 + 28) / 2 / 28)
 
 
+@pytest.mark.parametrize(("micro_batches", "slack"), [(1, 0), (1, 3), (2, 2), (2, 3)])
+def test_what_is_ahead_at_the_start_does_not_count(micro_batches: int, slack: int) -> None:
+    """Stage 0 is the slower one; until the other has used up its lead, that one sets the pace."""
+    work = (micro_batches * 6 + 3, micro_batches * 7)
+    found = made(UNEVEN).predicted_bubble("pipemare", 2, micro_batches, slack=slack)
+    assert found == pytest.approx(1 - sum(work) / 2 / work[0])
+
+
 def test_equal_stages_have_no_bubble_and_none_below_0() -> None:
     stages = [[(f"{s}F0", 0.1), (f"{s}B0", 0.7), (f"{s}S1", 0.3)] for s in range(3)]
     for micro_batches in (1, 3, 8):

@@ -12,7 +12,7 @@ import numpy as np
 from wavemare.bench.scaling.point import Point
 from wavemare.bench.sparse.gradients import active_blocks
 from wavemare.bench.sparse.request import DENSE, Case
-from wavemare.comm.cost import Constants, predict
+from wavemare.comm.cost import IN_ORDER, Constants, predict
 from wavemare.comm.masks import Masks
 
 __all__ = ["SYSTEMS", "constants_for", "constants_of", "curves", "measured"]
@@ -81,6 +81,8 @@ def curves(
 ) -> tuple[list[Point], dict[int, str]]:
     """Return what sums take by the selector's own model, and which executor it would choose.
 
+    Like the collective that is measured it chooses from those that sum in the order of the ranks.
+
     Args:
         case: Pattern and density of the gradients.
         counts: Numbers of ranks, ascending.
@@ -94,7 +96,7 @@ def curves(
     for ranks in counts:
         constants = constants_for(known, known_ranks, ranks)
         seconds = predict(Masks(bits[:ranks], num_blocks), block * _FLOAT_BYTES, constants)
-        chosen[ranks] = min(seconds, key=seconds.__getitem__)
+        chosen[ranks] = min(IN_ORDER, key=seconds.__getitem__)
         points.append(Point("dense", ranks, seconds[_LIBRARY]))
         points.append(Point("wavemare-auto", ranks, seconds[chosen[ranks]]))
     return points, chosen

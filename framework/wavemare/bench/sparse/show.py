@@ -12,7 +12,7 @@ from rich.table import Table
 from wavemare.bench.picture import drawing
 from wavemare.bench.table import NOTHING, add_numbers, cell, new_table, with_ends
 
-__all__ = ["plot", "result_table"]
+__all__ = ["draw", "result_table"]
 
 _PLOTTED = ("gloo-dense", "torch-sparse", "deepspeed-sparse")
 _MODELLED = ("wavemare-pushpull", "wavemare-allgather", "wavemare-packed")
@@ -49,7 +49,7 @@ def result_table(result: Mapping[str, Any]) -> Table:
     return table
 
 
-def plot(result: Mapping[str, Any], file: Path) -> None:
+def draw(result: Mapping[str, Any], file: Path) -> None:
     """Draw the ratio over the density, one panel for each pattern, with the model's lines.
 
     Args:

@@ -12,7 +12,7 @@ from rich.table import Table
 from wavemare.bench.picture import drawing
 from wavemare.bench.table import NOTHING, add_numbers, cell, new_table
 
-__all__ = ["plot", "result_table"]
+__all__ = ["draw", "result_table"]
 
 
 def result_table(result: Mapping[str, Any]) -> Table:
@@ -49,7 +49,7 @@ def result_table(result: Mapping[str, Any]) -> Table:
     return table
 
 
-def plot(result: Mapping[str, Any], file: Path) -> None:
+def draw(result: Mapping[str, Any], file: Path) -> None:
     """Draw the times as bars, or the held-out losses as curves.
 
     Args:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -31,13 +30,5 @@ def measure(request: WaveRequest) -> dict[str, Any]:
         return launch.measure(request, _WORKER)
     with Laboratory(request.ranks) as laboratory:
         request = replace(request, links=str(laboratory.folder))
-        with (
-            launch.exchange(request) as (options, answered),
-            links_on_demand(laboratory, laboratory.folder),
-        ):
-            code = laboratory.run_ranks(
-                [sys.executable, "-m", _WORKER, *options],
-                timeout_s=launch.TIMEOUT_S,
-                environment=launch.RANK_ENVIRONMENT,
-            )
-            return launch.read_answer(answered, code, request.ranks)
+        with links_on_demand(laboratory, laboratory.folder):
+            return launch.measure_on_hosts(laboratory, request, _WORKER)

@@ -14,7 +14,7 @@ from wavemare.bench.table import add_numbers, cell, new_table, with_ends
 from wavemare.bench.wave.live import Moment
 from wavemare.bench.wave.request import SYSTEMS
 
-__all__ = ["memory_table", "plot", "plot_memory", "remarks", "result_table"]
+__all__ = ["draw", "draw_memory", "memory_table", "remarks", "result_table"]
 
 _MIB = 2**20
 _BAR = 0.2
@@ -80,7 +80,7 @@ def remarks(result: Mapping[str, Any]) -> list[str]:
     ] + (disturbed if steps["disturbed"] else [])
 
 
-def plot(result: Mapping[str, Any], file: Path) -> None:
+def draw(result: Mapping[str, Any], file: Path) -> None:
     """Draw the ratios as bars, one group for each setting, with the model's as marks.
 
     Args:
@@ -107,7 +107,7 @@ def plot(result: Mapping[str, Any], file: Path) -> None:
         axis.legend(fontsize=8, loc="upper left")
 
 
-def plot_memory(curves: Mapping[str, Sequence[Moment]], name: str, file: Path) -> None:
+def draw_memory(curves: Mapping[str, Sequence[Moment]], name: str, file: Path) -> None:
     """Draw what a step keeps, by wave and together, with the sums of the other systems.
 
     Args:

@@ -21,7 +21,7 @@ from wavemare.bench.wave.live import LiveBytes
 from wavemare.bench.wave.record import StepRecorder, median_seconds
 from wavemare.bench.wave.report import Sample, Setting, build_result, exposed_share
 from wavemare.bench.wave.request import BASELINE, SYSTEMS, TICK_TOCK, WaveRequest
-from wavemare.bench.wave.show import plot_memory
+from wavemare.bench.wave.show import draw_memory
 from wavemare.bench.wave.slices import ask_for_short_slices
 from wavemare.bench.wave.systems import HALVES, Systems, check_gradients
 from wavemare.bench.wave.trace import save_trace
@@ -51,7 +51,7 @@ def measure(request: WaveRequest) -> dict[str, Any]:
     bitwise, kept = _examine(systems)
     if request.memory is not None and dist.get_rank() == 0:
         curves = {name: live.curve for name, live in kept.items()}
-        plot_memory(curves, TICK_TOCK, Path(request.memory))
+        draw_memory(curves, TICK_TOCK, Path(request.memory))
     bench = _Bench(request, systems, screen)
     split_loss = bench.split_loss()
     settings = bench.measure()

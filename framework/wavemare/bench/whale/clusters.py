@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -65,19 +64,16 @@ class Place:
             return {rank: started[device] for rank, device in enumerate(order)}
 
         with shares_on_demand(self.throttle, pids) as folder:
-            job = replace(job, folder=str(folder))
-            with launch.exchange(job) as (options, answered):
-                code = laboratory.run_ranks(
-                    [sys.executable, "-m", WORKER, *options],
-                    ranks_per_host=per_host,
-                    timeout_s=launch.TIMEOUT_S,
-                    environment={
-                        **launch.RANK_ENVIRONMENT,
-                        "MASTER_ADDR": f"node{order[0] // per_host}",
-                        ORDER: ",".join(map(str, order)),
-                    },
-                )
-                return launch.read_answer(answered, code, job.ranks)
+            return launch.measure_on_hosts(
+                laboratory,
+                replace(job, folder=str(folder)),
+                WORKER,
+                ranks_per_host=per_host,
+                environment={
+                    "MASTER_ADDR": f"node{order[0] // per_host}",
+                    ORDER: ",".join(map(str, order)),
+                },
+            )
 
 
 def measure_choice(request: WhaleRequest, throttle: Throttle, cores: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from wavemare.bench.picture import drawing
 from wavemare.bench.table import add_numbers, cell, new_table, with_ends
 from wavemare.bench.whale.request import CHOICE, PLANNED, SHARES
 
-__all__ = ["plot", "result_table"]
+__all__ = ["draw", "result_table"]
 
 
 def result_table(result: Mapping[str, Any]) -> Table:
@@ -47,7 +47,7 @@ def result_table(result: Mapping[str, Any]) -> Table:
     return table
 
 
-def plot(result: Mapping[str, Any], file: Path) -> None:
+def draw(result: Mapping[str, Any], file: Path) -> None:
     """Draw the ratios of planned and chosen jobs as bars, with what is possible as marks.
 
     Args:

@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-
-from wavemare.errors import PlanError
+from dataclasses import dataclass
 
 __all__ = ["BYTES", "LayerCost", "ModelCosts"]
 
@@ -82,20 +79,3 @@ class ModelCosts:
         if tensor_parallel == 1:
             return True
         return bool(self.widths) and all(width % tensor_parallel == 0 for width in self.widths)
-
-    def with_times(self, seconds: Sequence[float]) -> ModelCosts:
-        """Return the same with the whole's operations parted as measured times are.
-
-        Args:
-            seconds: For each layer, as `wavemare.models.timing.layer_times` measures them.
-
-        Raises:
-            PlanError: There are times for another number of layers, or they are no times.
-        """
-        if len(seconds) != len(self.layers) or min(seconds) < 0 or not sum(seconds) > 0:
-            reason = f"they are not the times of {len(self.layers)} layers"
-            raise PlanError("seconds", list(seconds), reason, "Measure each layer of the chain")
-        scale = sum(layer.flops for layer in self.layers) / sum(seconds)
-        parts = zip(self.layers, seconds, strict=True)
-        timed = tuple(replace(layer, flops=spent * scale) for layer, spent in parts)
-        return replace(self, layers=timed)

@@ -26,7 +26,14 @@ _GRADIENTS, _WEIGHTS = 2, 3
 
 
 def ring_s(link: Link, size: float, ranks: int, passes: int = 2) -> float:
-    """Return the time of a ring all-reduce; of a reduce-scatter or all-gather with one pass."""
+    """Return the time of a ring all-reduce; of a reduce-scatter or all-gather with one pass.
+
+    Args:
+        link: The slowest of the ring.
+        size: Bytes that each rank holds.
+        ranks: In the ring.
+        passes: Times that the data goes round.
+    """
     if ranks == 1:
         return 0.0
     return passes * (ranks - 1) * (link.alpha_s + size / ranks / link.bytes_s)

@@ -33,6 +33,11 @@ class Partition:
     def part(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
         """Return a copy of a rank's part.
 
+        Args:
+            whole: The tensor.
+            rank: Of ``range(ranks)``.
+            ranks: That share it.
+
         Raises:
             ValueError: The dimension cannot be divided by the number of ranks.
         """

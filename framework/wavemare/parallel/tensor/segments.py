@@ -8,11 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import BertForMaskedLM, BertForSequenceClassification, GPT2LMHeadModel
-from transformers.masking_utils import create_bidirectional_mask
 
 from wavemare.engine.segments import Carry, Segment, Segments
 from wavemare.models.batches import split_batch
-from wavemare.models.bert import BertEmbedding
+from wavemare.models.bert import BertEmbedding, bidirectional_mask
 from wavemare.models.carry import MaskMaker, StageContext
 from wavemare.models.families import family_of
 from wavemare.models.gpt2 import PositionEmbedding, causal_mask
@@ -117,7 +116,7 @@ def _gpt2_body(model: Any, names: Sequence[str]) -> list[Segment]:
 
 def _bert_body(model: Any, names: Sequence[str]) -> list[Segment]:
     layers = model.bert.encoder.layer
-    context = _context(model, _bidirectional_mask)
+    context = _context(model, bidirectional_mask)
     embedding = BertEmbedding(names, model.bert.embeddings, context)
 
     def start(carry: Carry) -> Carry:
@@ -158,14 +157,6 @@ def _head(model: Any) -> tuple[Callable[[Carry, Any], Tensor], bool]:
         return projection.loss(logits, next_tokens(labels) if shifts_labels else labels)
 
     return predict, True
-
-
-def _bidirectional_mask(
-    config: Any, hidden: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
-) -> Any:
-    return create_bidirectional_mask(
-        config=config, inputs_embeds=hidden, attention_mask=attention_mask
-    )
 
 
 def _context(model: Any, mask: MaskMaker) -> StageContext:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from wavemare.bench.sparse.report import Sample, build_result
 from wavemare.bench.sparse.request import Case, SparseRequest
-from wavemare.bench.sparse.show import plot, result_table
+from wavemare.bench.sparse.show import draw, result_table
 from wavemare.comm.statistics import Statistics
 
 CASE = Case("identical", 0.5)
@@ -85,6 +85,6 @@ def test_the_table_and_the_picture_show_each_row(tmp_path: Path) -> None:
     assert "2 ranks over 8 Mbit/s" in text
     assert all(name in text for name in ("mpi-dense", "gloo-dense", "wavemare-auto", "pushpull"))
     file = tmp_path / "plot.png"
-    plot(result(), file)
+    draw(result(), file)
     with Image.open(file) as picture:
         assert picture.size[0] > 300

@@ -11,7 +11,7 @@ from rich.console import Console
 from wavemare.bench.training.quality import Curve, learning_rate
 from wavemare.bench.training.report import Sample, build_quality, build_result
 from wavemare.bench.training.request import BASELINE, BOUND, TrainingRequest
-from wavemare.bench.training.show import plot, result_table
+from wavemare.bench.training.show import draw, result_table
 
 FIGURES = {
     "sparse_bytes_up": 1000.0,
@@ -114,6 +114,6 @@ def test_tables_and_pictures_show_each_system(result: dict[str, Any], tmp_path: 
     for row in result.get("rows", result.get("quality")):
         assert row["system"] in text
     file = tmp_path / "plot.png"
-    plot(result, file)
+    draw(result, file)
     with Image.open(file) as picture:
         assert picture.size[0] > 300

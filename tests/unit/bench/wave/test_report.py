@@ -11,7 +11,7 @@ from rich.console import Console
 from wavemare.bench.wave.live import Moment
 from wavemare.bench.wave.report import Sample, Setting, build_result, exposed_share
 from wavemare.bench.wave.request import SYSTEMS, WaveRequest
-from wavemare.bench.wave.show import memory_table, plot, plot_memory, remarks, result_table
+from wavemare.bench.wave.show import draw, draw_memory, memory_table, remarks, result_table
 from wavemare.pipeline.simulate import Costs
 from wavemare.pipeline.wave_memory import Live
 
@@ -129,9 +129,9 @@ def test_the_tables_show_every_system() -> None:
 
 
 def test_the_pictures_are_drawn(tmp_path: Path) -> None:
-    plot(result(), tmp_path / "times.png")
+    draw(result(), tmp_path / "times.png")
     curve = [Moment(0.0, Live(1, 2)), Moment(1.0, Live(0, 3))]
-    plot_memory({"accumulation": curve, "tick-tock": curve}, "tick-tock", tmp_path / "m.png")
+    draw_memory({"accumulation": curve, "tick-tock": curve}, "tick-tock", tmp_path / "m.png")
     for name in ("times.png", "m.png"):
         with Image.open(tmp_path / name) as picture:
             assert picture.width > 500

@@ -17,7 +17,7 @@ from wavemare.bench.whale.report import (
     share_rows,
 )
 from wavemare.bench.whale.request import ALONE, PASSES, WhaleJob, WhaleRequest
-from wavemare.bench.whale.show import plot, result_table
+from wavemare.bench.whale.show import draw, result_table
 from wavemare.errors import CommError
 from wavemare.parallel.plan import ParallelPlan, Prediction
 from wavemare.parallel.speed import Line
@@ -167,6 +167,6 @@ def test_the_table_shows_every_row() -> None:
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
-    plot(result(), tmp_path / "a.png")
+    draw(result(), tmp_path / "a.png")
     with Image.open(tmp_path / "a.png") as picture:
         assert picture.width > 300

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wavemare.comm.executors.streaming_lanes import Lanes
-from wavemare.comm.executors.streaming_protocol import Aggregator, Counters, Kind, Worker
+from wavemare.comm.executors.streaming_protocol import Aggregator, Counters, MessageKind, Worker
 
 
 class Network:
@@ -39,11 +39,11 @@ class Network:
 
     def send(self, source, target, message, values):
         self.queues[source, target].append((message, values[message.blocks].copy()))
-        replies = [m.slot for m, _ in self.queues[source, target] if m.kind == Kind.DOWN]
+        replies = [m.slot for m, _ in self.queues[source, target] if m.kind == MessageKind.DOWN]
         self.most_unanswered = max([self.most_unanswered, *map(replies.count, replies)])
 
     def deliver(self, source, target, message, values):
-        if message.kind == Kind.DOWN:
+        if message.kind == MessageKind.DOWN:
             self.values[target][message.blocks] = values
             answer = self.workers[target].answer(message)
             if answer is not None:
@@ -55,7 +55,7 @@ class Network:
         reply = self.aggregators[target].receive(source, message)
         if reply is not None:
             waiting = [m for (a, _), queue in self.queues.items() if a == target for m, _ in queue]
-            under_way = any(m.kind == Kind.DOWN and m.slot == message.slot for m in waiting)
+            under_way = any(m.kind == MessageKind.DOWN and m.slot == message.slot for m in waiting)
             assert not (reply.all_answered and under_way)
             sums = np.zeros(self.values.shape[1], dtype=np.float32)
             for worker, places in enumerate(reply.sources):

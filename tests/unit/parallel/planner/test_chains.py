@@ -89,16 +89,6 @@ def test_activations_are_those_of_korthikanti(sequence):
     assert eager.kept_bytes + eager.split_bytes == 34 * sequence * 32 + scores
 
 
-def test_measured_times_part_the_operations():
-    costs = model_costs(build("gpt2").config, 16)
-    times = [1.0, 0.0, 2.0, 2.0, 2.0, 0.0, 3.0]
-    timed = costs.with_times(times)
-    total = sum(layer.flops for layer in costs.layers)
-    assert [layer.flops for layer in timed.layers] == pytest.approx([t * total / 10 for t in times])
-    with pytest.raises(PlanError, match="7 layers"):
-        costs.with_times([1.0] * 6)
-
-
 def test_refusals():
     config = build("gpt2").config.to_dict()
     with pytest.raises(ModelError, match="Did you mean 'gpt2'"):

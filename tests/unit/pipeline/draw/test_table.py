@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CSV of plans and timelines: what it says, and that it reads back as it was."""
+"""CSV of plans and timelines: what it says."""
 
 import csv
 import io
+from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.errors import PlanError
 from wavemare.pipeline.action import Action, Kind
-from wavemare.pipeline.draw import plan_from_csv, to_csv
+from wavemare.pipeline.draw import to_csv
 from wavemare.pipeline.plan import Plan
 from wavemare.pipeline.schedules import pipemare
 from wavemare.pipeline.timeline import Event, Timeline
@@ -54,13 +53,16 @@ def test_a_plan_in_full() -> None:
 
 
 @given(PLANS)
-def test_plans_read_back_as_they_were(plan: Plan) -> None:
-    assert plan_from_csv(to_csv(plan)) == plan
-
-
-def test_windows_line_ends_read_back_too() -> None:
-    plan = pipemare(3, 2, 2, warmup_steps=1, norms=True, correct=True)
-    assert plan_from_csv(to_csv(plan).replace("\n", "\r\n")) == plan
+def test_the_lines_are_the_actions(plan: Plan) -> None:
+    comment, _, table = to_csv(plan).partition("\n")
+    header, _, count = comment.removeprefix("# ").partition(" ranks=")
+    found: list[list[Action]] = [[] for _ in range(int(count))]
+    for row in csv.DictReader(io.StringIO(table)):
+        actions = found[int(row["rank"])]
+        assert int(row["index"]) == len(actions)
+        numbers = (int(row[key]) for key in ("stage", "micro_batch", "version", "wave"))
+        actions.append(Action(Kind[row["kind"].upper()], *numbers))
+    assert replace(Plan.parse(header), ranks=tuple(map(tuple, found))) == plan
 
 
 def test_a_timeline_has_exact_times() -> None:
@@ -76,27 +78,3 @@ def test_a_timeline_has_exact_times() -> None:
     ]
     assert (float(rows[0]["start_s"]), float(rows[0]["end_s"])) == (0.1 + 0.2, 1 / 3)
     assert (rows[1]["version"], rows[1]["wave"], float(rows[1]["end_s"])) == ("-1", "1", 2e5)
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("", "does not say which plan"),
-        (f"{COLUMNS}\n0,0,load,0,0,0,0", "does not say which plan"),
-        (HEADER.replace("=2 ranks=2", "=2"), "does not say which plan"),
-        (HEADER.replace("ranks=2", "ranks=²"), "does not say which plan"),
-        (HEADER.replace("ranks=2", "ranks=99999999999"), "does not say which plan"),
-        (f"{HEADER}\n{COLUMNS}\n0,0,{'l' * 200_000},0,0,0,0", "larger than field limit"),
-        (HEADER.replace("stages=2", "stages=x"), "not a whole number"),
-        (f"{HEADER}\n0,0,load,0,0,0,0", "second line does not name the columns"),
-        (f"{HEADER}\n{COLUMNS}\n0,0,lode,0,0,0,0", "line 3 is no action"),
-        (f"{HEADER}\n{COLUMNS}\n0,0,load,0,x,0,0", "line 3 is no action"),
-        (f"{HEADER}\n{COLUMNS}\n0,0,load,0,0,0", "line 3 is no action"),
-        (f"{HEADER}\n{COLUMNS}\n0,0,load,0,0,0,0\n0,2,load,0,0,0,0", "line 4 is not the next"),
-        (f"{HEADER}\n{COLUMNS}\n2,0,load,0,0,0,0", "line 3 is not the next"),
-        (f"{HEADER}\n{COLUMNS}\n-1,0,load,0,0,0,0", "line 3 is not the next"),
-    ],
-)
-def test_malformed_tables_are_located(text: str, reason: str) -> None:
-    with pytest.raises(PlanError, match=reason):
-        plan_from_csv(text)
