@@ -124,6 +124,7 @@ def test_two_ranks_equal_stock_deepspeed_bitwise(launch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1000)
 @pytest.mark.world_size(2)
 def test_fifty_steps_of_every_way_equal_stock_deepspeed_bitwise(launch):
     assert len(check_pairs(run(launch, LONG, timeout=900))) == len(LONG) // 2

@@ -20,6 +20,8 @@ from wavemare.pipeline.replay import Replay
 from wavemare.pipeline.soap import SOAP
 
 STEPS, WIDTH, SIZE, ANNEAL = 50, 8, 3, 30
+# Muon rounds to bf16, which now and then makes a whole step of bf16 of the last bit of fp32.
+DTYPES = {"muon": torch.float64}
 
 
 def make_muon(parameters, **settings):
@@ -40,20 +42,20 @@ OPTIMIZERS = {
 }
 
 
-def build_layers(num_stages):
+def build_layers(num_stages, dtype):
     torch.manual_seed(5)
     layers = []
     for _ in range(num_stages):
         layers += [torch.nn.Linear(WIDTH, WIDTH), torch.nn.LayerNorm(WIDTH), torch.nn.Tanh()]
         layers.append(torch.nn.Linear(WIDTH, WIDTH))
-    return layers
+    return [layer.to(dtype) for layer in layers]
 
 
-def batches():
+def batches(dtype):
     generator = torch.Generator().manual_seed(11)
     while True:
         inputs = torch.randn(SIZE, WIDTH, generator=generator)
-        yield inputs, torch.sin(3 * inputs).roll(1, dims=1)
+        yield inputs.to(dtype), torch.sin(3 * inputs).roll(1, dims=1).to(dtype)
 
 
 def loss_fn(outputs, labels):
@@ -63,7 +65,8 @@ def loss_fn(outputs, labels):
 def train(num_stages, case):
     name, micro_batches = case["optimizer"], case["micro_batches"]
     kind, settings = OPTIMIZERS[name]
-    layers = build_layers(num_stages)
+    dtype = DTYPES.get(case["optimizer"], torch.float32)
+    layers = build_layers(num_stages, dtype)
     module = deepspeed.PipelineModule(
         layers, num_stages=num_stages, loss_fn=loss_fn, partition_method="uniform"
     )
@@ -87,7 +90,7 @@ def train(num_stages, case):
     engine, *_ = wavemare.initialize(
         model=module, config=config, optimizer=lambda parameters: kind(parameters, **settings)
     )
-    data = batches()
+    data = batches(dtype)
     losses = [float(engine.train_batch(data)) for _ in range(STEPS)]
     engine.drain()
     return engine, losses
@@ -95,7 +98,8 @@ def train(num_stages, case):
 
 def replay(num_stages, case, **changes):
     kind, settings = OPTIMIZERS[case["optimizer"]]
-    layers = build_layers(num_stages)
+    dtype = DTYPES.get(case["optimizer"], torch.float32)
+    layers = build_layers(num_stages, dtype)
     size = len(layers) // num_stages
     stages = [torch.nn.Sequential(*layers[s * size : (s + 1) * size]) for s in range(num_stages)]
     twin = Replay(
@@ -110,7 +114,7 @@ def replay(num_stages, case, **changes):
         slack=case.get("slack", 0),
         error_feedback=case.get("error_feedback", False),
     )
-    data = batches()
+    data = batches(dtype)
     losses = [twin.step(list(islice(data, case["micro_batches"]))) for _ in range(STEPS)]
     return stages, losses
 
