@@ -149,7 +149,9 @@ def rank_server() -> Iterator[RankServer]:
 
 
 @pytest.fixture
-def launch(tmp_path: Path, rank_server: RankServer) -> Callable[..., Finished]:
+def launch(
+    request: pytest.FixtureRequest, tmp_path: Path, rank_server: RankServer
+) -> Callable[..., Finished]:
     """Run a file of ``tests/multiproc/programs`` as several ranks.
 
     A program gets a folder as its first argument and leaves ``rank_N.json`` there.
@@ -163,6 +165,9 @@ def launch(tmp_path: Path, rank_server: RankServer) -> Callable[..., Finished]:
         environment: Mapping[str, str] | None = None,
         folder: Path | None = None,
     ) -> Finished:
+        mark = request.node.get_closest_marker("timeout")
+        limit = float(mark.args[0] if mark else request.config.getini("timeout"))
+        assert timeout < limit, "the test would end before its ranks are said to be late"
         folder = folder or tmp_path
         port = free_port()
         command = [str(PROGRAMS / program), str(folder), *map(str, arguments)]

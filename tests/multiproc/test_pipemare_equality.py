@@ -63,6 +63,7 @@ def test_real_processes_equal_the_simulation_of_versions(launch, num_stages):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_every_combination_equals_the_simulation(launch, num_stages):
     check(launch, num_stages, ALL, timeout=500)

@@ -154,6 +154,7 @@ def test_three_ranks_equal_the_dense_sum_in_order_bitwise(launch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(700)
 @pytest.mark.world_size(3)
 def test_fifty_steps_of_three_ranks_equal_the_dense_sum_in_order_bitwise(launch):
     check_pairs(run(launch, of_three_ranks(50), ranks=3, timeout=600))
@@ -179,6 +180,7 @@ def test_replicas_of_pipeline_stages_equal_deepspeeds_reduction_bitwise(launch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(700)
 @pytest.mark.world_size(4)
 def test_fifty_steps_of_replicated_stages_equal_deepspeeds_reduction_bitwise(launch):
     check_pairs(run(launch, pipelines(50), ranks=4, timeout=600))
