@@ -160,6 +160,8 @@ class StageWatch:
         def roots(output: Any) -> tuple[list[Tensor], list[Tensor] | None]:
             if engine.is_last_stage():
                 loss_fn = engine.module.loss_fn
+                # `alone` stands for one that has to be called once, or on all ranks.
+                loss_fn = getattr(loss_fn, "alone", loss_fn)
                 return [output if loss_fn is None else loss_fn(output, held.labels)], None
             if not backward:
                 return [], None

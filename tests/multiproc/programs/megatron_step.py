@@ -121,6 +121,12 @@ result["refusals"] = [
     for step in (uses_output, packed, masked)
 ]
 result["restored"] = engine.module.loss_fn is loss_fn
+stages["wavemare"]["guard"] = {"nonfinite": "stop"}
+engine, *_ = wavemare.initialize(model=build_gpt2(**PLAIN), config=configuration(0, **stages))
+if engine.is_last_stage():
+    vectors = [p for p in engine.module.parameters() if p.ndim == 1]
+    vectors[-1].data.fill_(float("nan"))
+result["spoilt"] = refusal(lambda: megatron_train_step(engine, forward_step, reader))
 asynchronous = {"wavemare": {"pipeline": {"stages": 2, "schedule": "pipemare"}}}
 engine, *_ = wavemare.initialize(model=build_gpt2(**PLAIN), config=configuration(0, **asynchronous))
 result["asynchronous"] = refusal(lambda: megatron_train_step(engine, forward_step, reader))
