@@ -220,17 +220,6 @@ class CheckpointMixin:
             self.finish_saving()
         super()._take_model_step(*args, **kwargs)  # type: ignore[misc]
 
-    def destroy(self) -> None:
-        """Give back what the engine holds; all ranks should call it.
-
-        Raises:
-            CheckpointError: What was written in the background could not be completed.
-        """
-        try:
-            self.finish_saving()
-        finally:
-            super().destroy()  # type: ignore[misc]
-
     def _copy_recovery_script(self, save_path: str) -> None:
         files: RankFiles | None = getattr(self.checkpoint_engine, "current", None)  # type: ignore[attr-defined]
         copy = super()._copy_recovery_script  # type: ignore[misc]

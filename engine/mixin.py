@@ -192,7 +192,7 @@ class EngineMixin(CheckpointMixin):
         """
         watchdog, self.watchdog = self.watchdog, None  # DeepSpeed's destructor comes here again
         with ExitStack() as stack:  # each, though one before it fails; the last comes first
-            stack.callback(super().destroy)
+            stack.callback(super().destroy)  # type: ignore[misc]
             if watchdog is not None:
                 stack.callback(watchdog.release)
             if self._sparse is not None:

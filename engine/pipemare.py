@@ -253,7 +253,7 @@ class PipeMareEngine(PipelineEngine):
         return StagePasses(self, forward=self._forward_context, recorder=self._recorder)
 
     def _forward_context(self, number: int) -> AbstractContextManager[None]:
-        if self._stage_watch is not None and self._passes is None:
+        if self._stage_watch is not None:
             self._stage_watch.begin(number, number)
         # What lies beyond this step will go backward after the weights have changed.
         return self._correction.forward((number - self._first) // self.micro_batches)
@@ -320,7 +320,7 @@ class PipeMareEngine(PipelineEngine):
             deepspeed.DeepSpeedEngine.backward(self, self.watched(micro_batch.loss))
         else:
             self._backward_of_outputs(micro_batch)
-        if self._stage_watch is not None and self._passes is None and not micro_batch.ended:
+        if self._stage_watch is not None and not micro_batch.ended:
             self._stage_watch.end_backward(action.micro_batch, micro_batch.grads)
         self._end_backward(action)
 
