@@ -105,7 +105,9 @@ def test_a_full_disk_ends_all_ranks_and_leaves_what_was_complete(launch, tmp_pat
     assert run.codes == [2, 2], run.outputs
     said = "".join(run.outputs)
     assert "No space left on device" in said
-    assert said.count("error on rank") == 1
+    # Each learns of a background save's end at a step of its own, so that the first may have left,
+    # and with it the store by which the second would know that all is said.
+    assert 1 <= said.count("error on rank") <= (2 if case == "background" else 1)
     assert shutil.disk_usage(checkpoints).total == 2 << 20
     tags = complete_tags(checkpoints)
     assert (checkpoints / "latest").read_text() == tags[0] == f"step-{len(tags) - 1:02}"
