@@ -146,12 +146,11 @@ def test_the_page_of_performance_names_the_commands_of_its_data():
     for line, written in files.items():
         for file in written:
             assert json.loads((ROOT / file).read_text())["command"] == line
-    # The rest is a test, or has data that nobody kept, as the page says.
+    # The rest is a test, or stands on the page of its figures alone.
     without = sorted(line for line, written in files.items() if not written)
     assert without == [
         "pytest tests/multiproc/test_pipemare.py",
         "torchrun --nproc-per-node 2 -m wavemare.bench.checkpoints FOLDER",
-        "wavemare bench pipeline",
     ]
 
 
