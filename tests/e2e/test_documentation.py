@@ -235,7 +235,7 @@ def is_fast(line):
 
 
 def marked(line):
-    marks = [] if is_fast(line) else [pytest.mark.slow, pytest.mark.timeout(900)]
+    marks = [pytest.mark.timeout(900), *([] if is_fast(line) else [pytest.mark.slow])]
     return pytest.param(line, rule_of("command", line), id=line[:90], marks=marks)
 
 
@@ -262,32 +262,25 @@ def test_what_a_page_shows_is_printed(shell, page):
             assert any(printed[n : n + len(lines)] == lines for n in range(len(printed))), printed
 
 
-def cases(ranks, slow):
+RANKS = (1, 2, 4, 8)
+
+
+def cases(ranks):
     for block in PROGRAMS:
         rule = rule_of("program", block.text, block.page)
-        if is_run(rule) and (rule["ranks"], bool(rule.get("slow"))) == (ranks, slow):
+        if is_run(rule) and rule["ranks"] == ranks:
             text = block.text.replace(*rule["change"]) if "change" in rule else block.text
             text = rule.get("setup", "") + text
             yield {"name": block.name, "page": block.page, "text": text, "prelude": rule["prelude"]}
 
 
-@pytest.mark.parametrize(
-    ("ranks", "slow"),
-    [
-        (1, False),
-        (2, False),
-        *(
-            pytest.param(n, True, marks=[pytest.mark.slow, pytest.mark.timeout(900)])
-            for n in (1, 4, 8)
-        ),
-    ],
-)
-def test_programs_and_configurations_run(launch, tmp_path, ranks, slow):
-    chosen = list(cases(ranks, slow))
+@pytest.mark.parametrize("ranks", RANKS)
+def test_programs_and_configurations_run(launch, tmp_path, ranks):
+    chosen = list(cases(ranks))
     assert chosen
     file = tmp_path / "cases.json"
     file.write_text(json.dumps(chosen))
-    finished = launch("documentation.py", file, ranks=ranks, timeout=800 if slow else 250).check()
+    finished = launch("documentation.py", file, ranks=ranks, timeout=250).check()
     for rank in range(ranks):
         assert finished.result(rank) == [case["name"] for case in chosen]
     if ranks == 2:
@@ -312,8 +305,7 @@ def check_recorded(runs):
 
 def test_no_program_is_left_out():
     run = [b.name for b in PROGRAMS if is_run(rule_of("program", b.text, b.page))]
-    groups = [(1, False), (2, False), (1, True), (4, True), (8, True)]
-    assert sorted(run) == sorted(case["name"] for group in groups for case in cases(*group))
+    assert sorted(run) == sorted(case["name"] for ranks in RANKS for case in cases(ranks))
 
 
 def apply(change, text):
@@ -325,7 +317,6 @@ def apply(change, text):
     return text.replace(old, new)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("page", TUTORIALS)
 def test_a_tutorial_runs_from_top_to_bottom(shell, tmp_path, page):
