@@ -187,6 +187,8 @@ class CheckpointMixin:
                 load_module_only=load_module_only,
                 custom_load_fn=custom_load_fn,
             )
+        if result[0] is None:  # there is none: everything stays as it was
+            return result
         own: dict[str, Any] = {}
         if manifest is not None and manifest["topology"] == topology(engine):
             own = read_file(Path(load_dir) / str(tag) / _rank_file(engine.global_rank))

@@ -59,7 +59,7 @@ def test_replicas_begin_with_the_weights_and_momentum_that_are_there(results):
 def test_a_load_drops_what_was_under_way(results, mode):
     for result in results:
         found = result[f"back {mode}"]
-        assert found["losses"] == [found["expected"]] * 2
+        assert found["losses"] == [found["expected"]] * 3
 
 
 def test_the_number_of_micro_batches_may_change(results):

@@ -267,7 +267,7 @@ def case_late_replicas(rank, folder):
 
 
 def case_go_back(rank, folder, mode):
-    """A load into an engine that trains, at another step and at the same one."""
+    """A load into an engine that trains: at another step, at the same one, of nothing."""
     data = batches(rank, 4 * STEPS)
     engine = engine_of("sgd", 2, {"mode": mode})
     train(engine, data[:STEPS], 2)
@@ -279,6 +279,10 @@ def case_go_back(rank, folder, mode):
     for each in (engine, other):
         each.load_checkpoint(folder, tag=f"{mode} back")
         losses.append(train(each, data[STEPS : 2 * STEPS], 2))
+    unmoved = engine_of("sgd", 2, {"mode": mode})
+    train(unmoved, data[:STEPS], 2)
+    assert unmoved.load_checkpoint(folder / "nothing") == (None, None)
+    losses.append(train(unmoved, data[STEPS : 2 * STEPS], 2))
     return {"losses": losses, "expected": expected}
 
 
