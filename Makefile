@@ -51,12 +51,17 @@ test: lint
 	$(BIN)/python -m pytest -n 2 -m 'not slow and not long' tests/unit
 	$(BIN)/python -m pytest -m 'not slow' $(CORE) $(ARGS)
 
+# Commands of the pages, of which none minds the others.
+PAGES := tests/e2e/test_documentation.py
+
 test-ci: test
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m long tests/unit
-	$(BIN)/python -m pytest -m 'not slow' $(CORE:%=--ignore=%) tests/multiproc tests/mpi tests/e2e $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(PAGES)
+	$(BIN)/python -m pytest -m 'not slow' $(CORE:%=--ignore=%) --ignore=$(PAGES) tests/multiproc tests/mpi tests/e2e $(ARGS)
 
 test-all: test-ci
-	$(BIN)/python -m pytest -m slow tests/unit tests/multiproc tests/mpi tests/e2e $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m slow tests/unit
+	$(BIN)/python -m pytest -m slow tests/multiproc tests/mpi tests/e2e $(ARGS)
 
 test-mpi: $(READY)
 	$(BIN)/python -m pytest tests/mpi tests/e2e/test_launchers.py $(ARGS)

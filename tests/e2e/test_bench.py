@@ -64,13 +64,20 @@ def test_waits_show_the_bubble_of_the_stock_schedule(
     command("wavemare", "bench", "pipeline", *options).check()
     result = json.loads((tmp_path / "result.json").read_text())
     rows = {(row["system"], row["micro_batches"]): row for row in result["rows"]}
+
+    def utilisation(system: str, count: int) -> float:
+        """Of the shortest round: the machine may be busy with something else."""
+        row = rows[system, count]
+        return row["utilisation"] * row["median_s"] / min(row["rounds_s"])
+
     for count in (1, 4):
-        stock = rows["deepspeed-1f1b", count]
-        assert stock["ideal_utilisation"] == pytest.approx(count / (count + 3))
-        assert 0.75 <= stock["utilisation"] / stock["ideal_utilisation"] <= 1.0
-        assert 0.8 <= rows["no-communication-bound", count]["utilisation"] <= 1.0
+        ideal = rows["deepspeed-1f1b", count]["ideal_utilisation"]
+        assert ideal == pytest.approx(count / (count + 3))
+        stock = utilisation("deepspeed-1f1b", count)
+        assert 0.75 <= stock / ideal <= 1.0
+        assert 0.8 <= utilisation("no-communication-bound", count) <= 1.0
         # Stock leaves more idle than the schedule that never flushes, whatever the machine does.
-        assert rows["wavemare-pipemare", count]["utilisation"] > stock["utilisation"]
+        assert utilisation("wavemare-pipemare", count) > stock
 
 
 def test_a_refused_request_starts_nothing(command: Callable[..., Any]) -> None:

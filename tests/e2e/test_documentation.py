@@ -104,9 +104,9 @@ def small(text):
     return re.sub(r"\{(\w+)\}", lambda found: RULES["small"][found[1]], text)
 
 
-def script(command, rule):
+def change(command, rule):
     changed = command.replace(*rule["change"]) if "change" in rule else command
-    return small("\n".join([*rule.get("before", []), f"{changed} {rule.get('add', '')}".strip()]))
+    return small(f"{changed} {rule.get('add', '')}".strip())
 
 
 def test_every_block_is_run_or_listed():
@@ -227,22 +227,30 @@ def shell(command, monkeypatch):
 RUN = [line for line in COMMANDS if is_run(rule_of("command", line))]
 
 
-def is_fast(line):
+_MADE = {}
+
+
+@pytest.fixture
+def prepare(shell, place, tmp_path_factory):
+    """Run what comes before a command, or take what it made when it was run before another one."""
+
+    def run(lines):
+        if lines in _MADE:
+            shell(f"cp -a {_MADE[lines]}/. {place}")
+        elif lines:
+            shell(lines)
+            _MADE[lines] = tmp_path_factory.mktemp("made")
+            shell(f"cp -a {place}/. {_MADE[lines]}")
+
+    return run
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("line", [pytest.param(line, id=line[:90]) for line in RUN])
+def test_a_command_runs(shell, prepare, line):
     rule = rule_of("command", line)
-    if rule.get("fast") == "first":
-        return line == next(other for other in RUN if rule_of("command", other) is rule)
-    return rule.get("fast", False)
-
-
-def marked(line):
-    marks = [pytest.mark.timeout(900), *([] if is_fast(line) else [pytest.mark.slow])]
-    return pytest.param(line, rule_of("command", line), id=line[:90], marks=marks)
-
-
-@pytest.mark.usefixtures("place")
-@pytest.mark.parametrize(("line", "rule"), [marked(line) for line in RUN])
-def test_a_command_runs(shell, line, rule):
-    shell(script(line, rule))
+    prepare(small("\n".join(rule.get("before", []))))
+    shell(change(line, rule))
 
 
 @pytest.mark.parametrize("page", ["docs/plans.md", "docs/planner.md"])
