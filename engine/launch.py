@@ -94,7 +94,10 @@ def init_distributed(distributed_port: int | None = None) -> None:
         # Shared-memory all-reduce is an optimization of DeepSpeed that gloo can do without.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     _name_meeting_point(distributed_port)
-    comm.init_distributed(dist_backend=accelerator.communication_backend_name())
+    from wavemare.engine.torchrun import init_method
+
+    backend = accelerator.communication_backend_name()
+    comm.init_distributed(dist_backend=backend, init_method=init_method())
 
 
 def _name_meeting_point(port: int | None) -> None:

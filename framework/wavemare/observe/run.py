@@ -67,7 +67,7 @@ class Run:
         """
         if done is not None:
             self.truncate_after(done)
-        elif self.checkpoints.exists() or self.metrics_file.exists():
+        elif self.metrics_file.exists() or _holds_something(self.checkpoints):
             return self.set_aside()
         return None
 
@@ -211,6 +211,10 @@ def json_lines(file: Path, valid: Callable[[object], bool], what: str) -> list[d
 
 def _is_metrics(line: object) -> bool:
     return isinstance(line, dict) and isinstance(line.get("step"), int)
+
+
+def _holds_something(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())
 
 
 def _make_writable(folder: Path) -> None:

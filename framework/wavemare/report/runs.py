@@ -228,7 +228,11 @@ def _checkpoint_folder(folder: Path, config: Mapping[str, Any]) -> Path:
 
 
 def _checkpoints(folder: Path) -> list[Checkpoint]:
-    if not folder.is_dir():
+    try:
+        if not folder.is_dir():
+            return []
+        next(folder.iterdir(), None)
+    except OSError:  # the folder of another machine or another user
         return []
     complete = set(complete_tags(folder))
     latest = folder / "latest"
@@ -241,7 +245,7 @@ def _checkpoints(folder: Path) -> list[Checkpoint]:
         if tag.startswith("."):
             continue
         saved = str((_read_json(path) or {}).get("saved", ""))
-        with suppress(FileNotFoundError):  # a run that goes on may remove it meanwhile
+        with suppress(OSError):  # a run that goes on may remove it meanwhile
             size = _size(path.parent)
             found.append(Checkpoint(tag, saved, size, tag in complete, tag == newest))
     return found + _of_trainer(folder)
@@ -252,20 +256,23 @@ def _of_trainer(folder: Path) -> list[Checkpoint]:
     steps = {
         int(path.name.removeprefix(_TRAINER)): path
         for path in folder.glob(f"{_TRAINER}*")
-        if path.is_dir() and path.name.removeprefix(_TRAINER).isdecimal()
+        if path.is_dir()
+        and path.name.removeprefix(_TRAINER).isdecimal()
+        and not (path / MANIFEST).is_file()  # so a loop may call its engine's own
     }
     found = []
     for step, path in sorted(steps.items()):
         # An engine of ours saves into a folder of this one, with a list of its files.
         lists = {each.parent.name for each in path.glob(f"*/{MANIFEST}")}
-        complete, saved = lists <= set(complete_tags(path)), ""
+        begun = any(path.glob(".*.partial"))
+        complete, saved = not begun and lists <= set(complete_tags(path)), ""
         try:
             written = (path / _TRAINER_STATE).stat().st_mtime
-        except FileNotFoundError:
+        except OSError:
             complete = False
         else:
             saved = datetime.fromtimestamp(written, UTC).isoformat()
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             found.append(Checkpoint(path.name, saved, _size(path), complete, step == max(steps)))
     return found
 

@@ -132,6 +132,17 @@ def test_rows_of_collectives(monkeypatch):
     assert {row["ranks"] for row in rows if row["part"] == "size"} == {8}
 
 
+def test_what_was_measured_over_the_same_library_stands_beside_its_prediction():
+    result = sparse_result(2)
+    ours = result["rows"][-1]
+    result["rows"].append(ours | {"system": "wavemare-auto-gloo", "median_s": 0.2})
+    case = Case("zipf", 0.1)
+    for transport, seconds in (("mpi", 0.1), ("gloo", 0.2)):
+        dense, own = collectives.measured([result], case, transport)
+        assert (dense.system, dense.seconds) == ("dense", 0.4)
+        assert (own.system, own.seconds) == ("wavemare-auto", seconds)
+
+
 def test_densities_are_predicted_and_drawn_beside_what_was_measured(monkeypatch, tmp_path):
     monkeypatch.setattr("wavemare.bench.scaling.study.COUNTS", (2, 4))
     monkeypatch.setattr("wavemare.bench.scaling.study._MEBIBYTES", (1,))

@@ -171,10 +171,11 @@ def test_an_older_run_is_set_aside_whole(tmp_path: Path) -> None:
 
 def test_a_run_begins_anew_or_goes_on(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", rank=0)
+    run.checkpoints.mkdir(parents=True)
     assert run.begin(done=None) is None  # there is nothing yet
-    run.checkpoints.mkdir()  # before the first line was logged
+    (run.checkpoints / "first").mkdir()  # before the first line was logged
     assert run.begin(done=None) == tmp_path / "run.1"
-    assert (tmp_path / "run.1" / "checkpoints").is_dir()
+    assert (tmp_path / "run.1" / "checkpoints" / "first").is_dir()
     for step in (0, 1, 2):
         run.log(step, loss=1.0)
     assert Run(tmp_path / "run", rank=1).begin(done=None) is None

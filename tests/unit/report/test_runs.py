@@ -92,14 +92,19 @@ def test_checkpoints_of_a_trainer_are_found_where_it_saves(
     (output / "checkpoint-9" / "global_step9" / "weights.pt").write_bytes(b"1234")
     (output / "checkpoint-best").mkdir()  # somebody's own
     (output / "runs").mkdir()  # TensorBoard's
+    # A background save that never ended: the Trainer does not go on from there.
+    begun = trainer_saves(output, 11) / "global_step11"
+    (begun / "wavemare.json").unlink()
+    begun.rename(begun.with_name(".global_step11.partial"))
     config = json.loads((run_folder / "config.json").read_text())
     config["configuration"]["checkpoints"] = str(output)
     (run_folder / "config.json").write_text(json.dumps(config))
-    short, whole, newest = read_run(run_folder).checkpoints
+    short, whole, unfinished, newest = read_run(run_folder).checkpoints
     size = sum(file.stat().st_size for file in (output / "checkpoint-10").rglob("*.*"))
     saved = "2023-11-14T22:13:20+00:00"
     assert whole == Checkpoint("checkpoint-10", saved, size, complete=True, latest=False)
     assert (short.tag, short.complete) == ("checkpoint-9", False)  # a file lost a byte
+    assert (unfinished.tag, unfinished.complete) == ("checkpoint-11", False)
     assert newest.tag == "checkpoint-100"
     assert (newest.saved, newest.complete, newest.latest) == ("", False, True)
     event = {"step": 10, "time": 13.0, "kind": "checkpoint", "tag": "checkpoint-10", "seconds": 7.5}
@@ -110,8 +115,17 @@ def test_checkpoints_of_a_trainer_are_found_where_it_saves(
         assert f"<td>{cell}</td>" in html, cell
 
 
+def test_an_engines_checkpoint_may_be_called_as_a_trainers(run_folder: Path) -> None:
+    folder = run_folder / "checkpoints"
+    (only,) = folder.glob("*/wavemare.json")
+    only.parent.rename(folder / "checkpoint-4")
+    (folder / "latest").write_text("checkpoint-4")
+    (found,) = read_run(run_folder).checkpoints
+    assert (found.tag, found.complete, found.latest) == ("checkpoint-4", True, True)
+
+
 def test_checkpoints_that_are_not_on_this_machine_are_none(run_folder: Path) -> None:
-    for elsewhere in (str(run_folder / "gone"), "a\0b"):
+    for elsewhere in (str(run_folder / "gone"), "a\0b", "a" * 300):
         config = {"configuration": {"checkpoints": elsewhere}}
         (run_folder / "config.json").write_text(json.dumps(config))
         assert read_run(run_folder).checkpoints == []

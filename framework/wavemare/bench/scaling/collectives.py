@@ -17,7 +17,8 @@ from wavemare.comm.masks import Masks
 
 __all__ = ["SYSTEMS", "constants_for", "constants_of", "curves", "measured"]
 
-SYSTEMS = ("dense", "wavemare-auto")
+_CHOICE = "wavemare-auto"
+SYSTEMS = ("dense", _CHOICE)
 _LIBRARY = "dense"
 _FLOAT_BYTES = 4
 
@@ -44,13 +45,15 @@ def constants_for(known: Constants, known_ranks: int, ranks: int) -> Constants:
     )
 
 
-def measured(results: Sequence[Mapping[str, Any]], case: Case) -> list[Point]:
+def measured(results: Sequence[Mapping[str, Any]], case: Case, transport: str) -> list[Point]:
     """Return the fastest dense reduction and the collective's choice, as they were measured.
 
     Args:
         results: Contents of files of ``bench sparse``.
         case: Which gradients.
+        transport: Which library's messages the collective's choice went by, ``mpi`` or ``gloo``.
     """
+    name = _CHOICE if transport == "mpi" else f"{_CHOICE}-{transport}"
     points = []
     for result in results:
         rows = [
@@ -63,9 +66,7 @@ def measured(results: Sequence[Mapping[str, Any]], case: Case) -> list[Point]:
             best = min(dense, key=lambda row: row["median_s"])
             points.append(Point("dense", best["ranks"], best["median_s"]))
         points += [
-            Point(row["system"], row["ranks"], row["median_s"])
-            for row in rows
-            if row["system"] == "wavemare-auto"
+            Point(_CHOICE, row["ranks"], row["median_s"]) for row in rows if row["system"] == name
         ]
     return sorted(points, key=lambda point: (point.system, point.processes))
 
@@ -98,7 +99,7 @@ def curves(
         seconds = predict(Masks(bits[:ranks], num_blocks), block * _FLOAT_BYTES, constants)
         chosen[ranks] = min(IN_ORDER, key=seconds.__getitem__)
         points.append(Point("dense", ranks, seconds[_LIBRARY]))
-        points.append(Point("wavemare-auto", ranks, seconds[chosen[ranks]]))
+        points.append(Point(_CHOICE, ranks, seconds[chosen[ranks]]))
     return points, chosen
 
 

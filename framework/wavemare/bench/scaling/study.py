@@ -144,7 +144,7 @@ def collective_rows(
 
     def over_ranks(part: str, case: Case) -> list[Row]:
         parameters = {"pattern": case.pattern, "density": case.density, "mebibytes": mebibytes}
-        points = collectives.measured(results, case)
+        points = collectives.measured(results, case, transport)
         rows = _rows(part, "ranks", points, measured=True, calibrated=known_ranks, **parameters)
         return rows + predicted(part, case, COUNTS, mebibytes)
 
