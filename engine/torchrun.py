@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import cache
 from typing import Any
 from uuid import uuid4
 
@@ -26,18 +27,19 @@ __all__ = ["agree_on_name", "init_method"]
 
 _SCHEME = "wavemare-attempt"
 _PAUSE_S = 0.01
-_registered = False
 
 
 def init_method() -> str | None:
     """Return the way in which the ranks meet, for ``init_process_group``; None for its default."""
-    global _registered
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
-    if not _registered:
-        register_rendezvous_handler(_SCHEME, _meet)
-        _registered = True
+    _register()
     return f"{_SCHEME}://"
+
+
+@cache
+def _register() -> None:
+    register_rendezvous_handler(_SCHEME, _meet)
 
 
 def _meet(url: str, timeout: timedelta, **options: Any) -> Iterator[tuple[Store, int, int]]:
