@@ -164,7 +164,7 @@ class CheckpointMixin:
                 changed. Or a file holds an object of another class.
         """
         engine: Any = self
-        self.settle()
+        self.come_to_rest()
         self.finish_saving()
         universal = engine.load_universal_checkpoint()
         whole = load_optimizer_states and not load_module_only
@@ -202,14 +202,21 @@ class CheckpointMixin:
         return result
 
     def settle(self) -> None:
-        """Finish what is under way between two steps, so that the engine can be saved or loaded."""
+        """Finish what is under way between two steps, so that the engine can be saved."""
+
+    def come_to_rest(self) -> None:
+        """Leave nothing under way that a load could meet; if it finds nothing, training goes on."""
 
     def rank_state(self) -> dict[str, Any]:
         """Return what this rank's next step needs beside weights, optimizer and random state."""
         return {}
 
     def start_anew(self) -> None:
-        """Forget what belonged to the weights that were; others have just been loaded."""
+        """Forget what belonged to the weights that were; others have just been loaded.
+
+        Gradients that no step has taken are among it, so that training can go on from a checkpoint
+        after an error, too.
+        """
 
     def load_rank_state(self, state: dict[str, Any]) -> None:
         """Take over a state of `rank_state`; it is empty where a checkpoint has none."""

@@ -187,7 +187,7 @@ class Engine(ColocatedHeads, EngineMixin, deepspeed.DeepSpeedEngine):
             self._wavelet.drain()
 
     def settle(self) -> None:
-        """Finish what is under way between two steps, so that the engine can be saved or loaded."""
+        """Finish what is under way between two steps, so that the engine can be saved."""
         if self._wavelet is not None:
             self._wavelet.settle()
 
@@ -197,10 +197,10 @@ class Engine(ColocatedHeads, EngineMixin, deepspeed.DeepSpeedEngine):
         super().set_train_batch_size(train_batch_size)
 
     def start_anew(self) -> None:
-        """Forget what belonged to the weights that were; others have just been loaded."""
-        super().start_anew()
+        """Forget what belonged to the weights that were, waves under way as well."""
         if self._wavelet is not None:
             self._wavelet.start_anew()
+        super().start_anew()
 
     def rank_state(self) -> dict[str, Any]:
         """Return what this rank's next step needs beside weights and optimizer."""

@@ -88,8 +88,10 @@ class Fault:
 
 @dataclass
 class _Record:
-    """A micro-batch of the present step, so that it can be done again."""
+    """A micro-batch of a step that is not judged yet, so that it can be done again."""
 
+    step: int  # how many were done before its own
+    micro_batch: int  # within it, counted from 1
     inputs: tuple[Any, ...]
     keywords: dict[str, Any]
     random: RandomState
@@ -116,10 +118,9 @@ class NumericsGuard:
         self._slices = (
             engine.grid.get_slice_parallel_world_size() if staged else engine.mp_world_size
         )
-        steps = 3 if engine._sections.wavelet.mode in ("async", "replica") else 1
-        self._lag = steps - 1  # optimizer steps from a gradient to its update
-        count = engine.gradient_accumulation_steps()
-        self._records: deque[_Record] = deque(maxlen=None if steps == 1 else steps * count)
+        # Optimizer steps from a gradient to its update.
+        self._lag = 2 if engine._sections.wavelet.mode in ("async", "replica") else 0
+        self._records: deque[_Record] = deque()
         self._faults: list[tuple[int, Fault]] = []
         self.before_verdict: Callable[[], None] = lambda: None
         self._others = self._reads = True
@@ -130,8 +131,14 @@ class NumericsGuard:
 
     def keep(self, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Keep what a forward pass of the whole model gets, until the step is judged."""
-        if torch.is_grad_enabled():
-            self._records.append(_Record(inputs, keywords, RandomState()))
+        if not torch.is_grad_enabled():
+            return
+        step = self._engine.global_steps
+        # By steps, not by their number: how many micro-batches a step has may change.
+        while self._records and self._records[0].step < step - self._lag:
+            self._records.popleft()
+        micro_batch = sum(record.step == step for record in self._records) + 1
+        self._records.append(_Record(step, micro_batch, inputs, keywords, RandomState()))
 
     def watch(self, loss: Tensor) -> Tensor:
         """Return a loss whose gradients are finite only if it is; its value stays."""
@@ -143,6 +150,12 @@ class NumericsGuard:
     def forget(self) -> None:
         """Forget what stages have seen of micro-batches that will be done again."""
         self._faults.clear()
+
+    def start_anew(self) -> None:
+        """Forget the steps that were: other weights have been loaded."""
+        self.forget()
+        self._records.clear()
+        self._skips = 0
 
     def note(self, number: int, fault: Fault) -> None:
         """Note what a stage has seen of a micro-batch.
@@ -229,14 +242,12 @@ class NumericsGuard:
         yield here
         engine = self._engine
         meets = engine.zero_optimization_partition_weights() or self._slices > 1
-        numbered = list(enumerate(self._records))
         # Those whose loss is known to be bad are the first to look at.
-        numbered.sort(key=lambda pair: pair[1].loss is None or bool(pair[1].loss.isfinite()))
-        for number, record in numbered:
+        records = sorted(self._records, key=lambda r: r.loss is None or bool(r.loss.isfinite()))
+        for record in records:
             finding = self._repeat(record)
             if finding is not None:
-                within = number % engine.gradient_accumulation_steps() + 1
-                yield replace(here, micro_batch=within, finding=finding)
+                yield replace(here, micro_batch=record.micro_batch, finding=finding)
                 if not meets:
                     return
 

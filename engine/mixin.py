@@ -23,6 +23,7 @@ from wavemare.engine.matrix_partitions import (
     describe_partitions,
     is_added,
 )
+from wavemare.engine.open_step import leave_open_step
 from wavemare.engine.optimizers import refresh_by_stage
 from wavemare.engine.sparse_attach import attach_sparse_gradients
 from wavemare.engine.sparse_gradients import SparseGradients
@@ -205,7 +206,10 @@ class EngineMixin(CheckpointMixin):
         return {"sparse_collective": state} if state else {}
 
     def start_anew(self) -> None:
-        """Forget what belonged to the weights that were; others have just been loaded."""
+        """Forget what belonged to the weights that were, as `CheckpointMixin.start_anew`."""
+        leave_open_step(self)
+        if self._guard is not None:
+            self._guard.start_anew()
         if self._sparse is not None:
             self._sparse.start_anew()
 

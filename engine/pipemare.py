@@ -458,12 +458,22 @@ class PipeMareEngine(PipelineEngine):
             self._feed.use(self.data_iterator)
 
     def settle(self) -> None:
-        """Have one version of the weights on all stages, so that it can be saved or loaded."""
+        """Have one version of the weights on all stages, so that it can be saved."""
         self.drain()
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Load as `PipelineEngine.load_checkpoint`; what was read ahead is forgotten."""
-        self.settle()
+    def come_to_rest(self) -> None:
+        """Have one version of the weights on all stages, so that others can take its place."""
+        self.drain()
+
+    def start_anew(self) -> None:
+        """Forget what belonged to the weights that were, and what was read ahead."""
+        super().start_anew()
+        self._drop_read_ahead()
+        self._norms.start_anew()
+        self._start_stream()
+
+    def _drop_read_ahead(self) -> None:
+        """Leave out on the last stage, too, what the first one has read and never trained."""
         read_ahead = self._feed.drop_put_back()
         most = ahead(0, self.num_stages, self.pipemare.slack) + self.micro_batches
         sources = torch.zeros(most, dtype=torch.int64, device=self.device)
@@ -471,13 +481,6 @@ class PipeMareEngine(PipelineEngine):
         dist.all_reduce(sources, group=self.grid.get_pipe_parallel_group())
         if self.is_last_stage() and not self.is_first_stage():
             self._feed.skip(number for number in sources.tolist() if number)
-        return super().load_checkpoint(*args, **kwargs)
-
-    def start_anew(self) -> None:
-        """Forget what belonged to the weights that were; others have just been loaded."""
-        super().start_anew()
-        self._norms.start_anew()
-        self._start_stream()
 
     def destroy(self) -> None:
         """Give back what the engine holds, as `PipelineEngine.destroy`."""

@@ -19,7 +19,8 @@ from functools import cache
 from typing import Any
 from uuid import uuid4
 
-from torch.distributed import PrefixStore, Store, register_rendezvous_handler, rendezvous
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 from wavemare.errors import LaunchError
 

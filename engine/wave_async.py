@@ -55,10 +55,9 @@ class AsyncWaves:
             if isinstance(sparse, ReplicatedGradients)
             else BackgroundReduction(engine, self._parameters)
         )
-        self.start_anew()
+        self._begin()
 
-    def start_anew(self) -> None:
-        """Begin at step 0, with nothing under way; what was is dropped."""
+    def _begin(self) -> None:
         self._step = 0
         self._open: int | None = None  # the micro-batch under way between two steps
         self._sent: int | None = None  # the step whose gradients are being reduced
@@ -139,6 +138,13 @@ class AsyncWaves:
             self._advance(self._step + 1)
             self._versions.advance(self._step, updates=False)
 
+    def abandon(self) -> None:
+        """Begin anew at step 0: what is under way is dropped, once its reduction has ended."""
+        if self._sent is not None:
+            self._collect()
+        self.forget()
+        self._begin()
+
     def forget(self) -> None:
         """Drop the gradients of what is under way, after an error."""
         self._open, self._advanced = None, False
@@ -173,11 +179,13 @@ class AsyncWaves:
         unfinished = self._exchange(gradients)
         counts = engine.global_steps, engine.global_samples, engine.micro_steps
         engine.set_gradient_accumulation_boundary(True)
-        engine.step()
-        engine.set_gradient_accumulation_boundary(False)
-        # They count the steps that were trained, not the updates, which come later.
-        engine.global_steps, engine.global_samples, engine.micro_steps = counts
-        self._exchange(unfinished)
+        try:
+            engine.step()
+        finally:
+            engine.set_gradient_accumulation_boundary(False)
+            # They count the steps that were trained, not the updates, which come later.
+            engine.global_steps, engine.global_samples, engine.micro_steps = counts
+            self._exchange(unfinished)
 
     def _collect(self) -> None:
         """Wait for the reduction, and keep its result."""

@@ -12,6 +12,7 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor
 
+from wavemare.engine.open_step import leave_open_step
 from wavemare.engine.wave_executor import Hooks
 
 __all__ = ["AccumulationProtocol"]
@@ -65,7 +66,7 @@ class AccumulationProtocol:
     def abandon(self) -> None:
         """Leave a step that an error has ended; its gradients are dropped."""
         self._leave()
-        self._engine.zero_grad()
+        leave_open_step(self._engine)
 
     def _begin_backward(self, micro_batch: int) -> None:
         engine = self._engine

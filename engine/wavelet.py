@@ -99,9 +99,14 @@ class Wavelet:
             self._asynchronous.drain(self._open_executor, self._num_segments)
 
     def start_anew(self) -> None:
-        """Forget the gradients and weights of the steps that were; after `settle`."""
+        """Drop what is under way, and the gradients and weights of the steps that were.
+
+        Nothing of it is judged or applied: it may be what the training goes back from.
+        """
         if self._asynchronous is not None:
-            self._asynchronous.start_anew()
+            self._asynchronous.abandon()
+            if self._open_executor is not None:
+                self._open_executor.abandon()
 
     def rank_state(self) -> dict[str, Any]:
         """Return what the next step needs beside weights and optimizer; after `settle`."""

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Leaving a step of which some micro-batches are done."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
+
+__all__ = ["leave_open_step"]
+
+
+def leave_open_step(engine: Any) -> None:
+    """Drop the gradients that no optimizer step has taken; the next micro-batch begins a step.
+
+    DeepSpeed drops them after its own steps alone: after an error, or a load of other weights,
+    they would count as the next step's.
+
+    Args:
+        engine: Of DeepSpeed's, outside of a backward pass.
+    """
+    optimizer = engine.optimizer
+    engine.zero_grad()
+    if hasattr(optimizer, "zero_grad"):  # what stands for one where ZeRO 3 has none has not
+        optimizer.zero_grad()
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        for gradients in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+            gradients.update(dict.fromkeys(gradients))
+        optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
+    engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
+    if engine.pipeline_parallelism:
+        for name in engine.timers.timers:  # an error leaves them running
+            engine.timers(name).reset()
