@@ -196,6 +196,8 @@ class PipeMareEngine(PipelineEngine):
             read = [m for m in self._micro_batches.values() if not m.ended]
             self._feed.put_back([(m.source, m.batch) for m in read])
         self._micro_batches.clear()
+        if self._passes is not None:
+            self._passes.forget()
         self._stream.rewind(end)
         if self._stage_watch is not None:
             self._stage_watch.forget()

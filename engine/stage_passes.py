@@ -102,6 +102,10 @@ class StagePasses:
         self._end_backward(number, micro_batch)
         self._end_forward(next_number, next_micro_batch)
 
+    def forget(self) -> None:
+        """Drop the micro-batches under way: they will be done again."""
+        self._executor.abandon()
+
     def _run(self, plan: Iterable[Action], forwarded: MicroBatch | None = None) -> None:
         given = [(as_tuple(forwarded.inputs), forwarded.labels)] if forwarded is not None else []
         try:

@@ -195,9 +195,11 @@ def run_pairs(name: str, pipeline: dict[str, Any], **changes: Any) -> dict[str, 
     count = Count()
     with count:
         losses = train(engine, name, 3)
+    evaluated = float(engine.eval_batch(batches(name), num_micro_batches=2))
     return {
         "losses": losses,
-        "evaluated": float(engine.eval_batch(batches(name), num_micro_batches=2)),
+        "evaluated": evaluated,
+        "left": len(engine._passes._executor._waves) if pipeline["pair_passes"] else 0,
         "again": train(engine, name, 1),
         "digest": weights_digest(engine),
         "hidden": count.hidden,
