@@ -64,6 +64,14 @@ class _Batches:
         super().reset_activation_shape()  # type: ignore[misc]
         self._shapes = None
 
+    def destroy(self) -> None:
+        """Give back what the engine holds; all ranks should call it."""
+        # Graphs of the last step, whose hooks would keep the engine alive.
+        self.loss: torch.Tensor | None = None
+        self.total_loss: torch.Tensor | None = None
+        self.pipe_buffers: dict[str, Any] = {}
+        super().destroy()  # type: ignore[misc]
+
     def train_batch(self, data_iter: Any = None) -> Any:
         """Train an optimizer step as ``deepspeed.PipelineEngine.train_batch``."""
         with self.training_step():  # type: ignore[attr-defined]
@@ -108,14 +116,6 @@ class PipelineEngine(EngineMixin, _Batches, deepspeed.PipelineEngine):
         # Passes in pairs go by segments, and tell nobody what goes in and comes out.
         pairs = self._sections is not None and self._sections.pipeline.pair_passes
         return None if self._guard is None or pairs else StageWatch(self, self._guard)
-
-    def destroy(self) -> None:
-        """Give back what the engine holds; all ranks should call it."""
-        # Graphs of the last step, whose hooks would keep the engine alive.
-        self.loss: torch.Tensor | None = None
-        self.total_loss: torch.Tensor | None = None
-        self.pipe_buffers: dict[str, Any] = {}
-        super().destroy()
 
     def _train_schedule(self) -> PlanSchedule:
         return PlanSchedule(self.micro_batches, self.num_stages, self.stage_id)

@@ -34,6 +34,8 @@ CASES = {
             for what in ("activation", "gradient", "loss")
         },
         "stop own loss": ["stop", {"what": "gradient", "loop": "own_loss"}],
+        "more": ["resized", {"counts": [2, 2, 8, 8, 8], "bad": 6}],
+        "fewer": ["resized", {"counts": [8, 2, 2], "bad": 5}],
         "once": ["stop", {"what": "activation", "times": 1}],
         "off": ["stop", {"what": "activation", "guard": {"nonfinite": "off"}}],
         "default": ["stop", {"what": "activation", "guard": {}}],
@@ -81,6 +83,17 @@ def test_the_run_stops_on_all_ranks_before_the_step(found, what):
     assert first["at"] == second["at"] == 2
     assert first["same"]
     assert second["same"]
+
+
+@pytest.mark.parametrize(("name", "step", "micro_batch"), [("more", 3, 3), ("fewer", 1, 6)])
+def test_the_place_is_found_though_the_number_of_micro_batches_changes(
+    found, name, step, micro_batch
+):
+    for ours in found(name):
+        assert f"in optimizer step {step} a number is not finite" in ours["error"]
+        assert (
+            f"first on rank 1, micro-batch {micro_batch}: the activation of {ACT}" in ours["error"]
+        )
 
 
 def test_a_loss_of_the_callers_own_is_beyond_a_second_pass(found):

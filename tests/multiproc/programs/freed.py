@@ -6,13 +6,14 @@ import weakref
 
 import torch
 from common import leave
-from deepspeed import PipelineModule
+from deepspeed import DualPipeVModule, PipelineModule
 from torch.nn import Linear
 from torch.nn.functional import mse_loss
 
 import wavemare
 
 SECTIONS = {
+    "dualpipev": {},
     "1f1b": {"pipeline": {"stages": 2}},
     "pipemare": {"pipeline": {"stages": 2, "schedule": "pipemare"}},
     "guarded": {
@@ -29,11 +30,12 @@ def batches():
 
 def trained(sections):
     """Return a weak reference to an engine that has trained and was destroyed."""
-    layers = [Linear(8, 8) for _ in range(2)]
-    model = PipelineModule(layers, num_stages=2, loss_fn=mse_loss, partition_method="uniform")
+    kind = PipelineModule if "pipeline" in sections else DualPipeVModule
+    layers = [Linear(8, 8) for _ in range(4)]
+    model = kind(layers, num_stages=2, loss_fn=mse_loss, partition_method="uniform")
     config = {
         "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": 2,
+        "gradient_accumulation_steps": 4,
         "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
         "wavemare": sections,
     }

@@ -159,6 +159,21 @@ def too_many(said=()):
     return None
 
 
+def resized(counts, bad, said=()):
+    """Waves whose steps have other numbers of micro-batches; one is spoilt, and judged later."""
+    engine = build("activation", {"nonfinite": "stop"}, wavelet={"mode": "async"})
+    ids = batches(sum(counts) // ACCUMULATION, *divmod(bad, ACCUMULATION), 1)
+    size = MICRO * torch.distributed.get_world_size()
+    for step, count in enumerate(counts):
+        if count != engine.gradient_accumulation_steps():
+            engine.set_train_batch_size(count * size)
+        try:
+            by_train_batch(engine, ids[sum(counts[:step]) :][:count])
+        except NumericsError as error:
+            return {"error": str(error)}
+    return {"error": None}
+
+
 def exact(said=()):
     """A guarded run without trouble is an unguarded one, bit for bit."""
     ids = batches(4, -1, 0, 0)
