@@ -189,16 +189,17 @@ class NumericsGuard:
         """
         self.before_verdict()
         faults = [fault for number, fault in self._faults if number < self._end]
-        if self._judges.agree(self._seen(bool(faults) or not self._others)):
-            self._condemn(faults)
-            sound = False
-        else:
-            self._skips, sound = 0, True
-        if not self._lag:
-            self._records.clear()
-        self._faults = [(number, fault) for number, fault in self._faults if number >= self._end]
-        self._others = self._reads = True
-        return sound
+        try:
+            if self._judges.agree(self._seen(bool(faults) or not self._others)):
+                self._condemn(faults)
+                return False
+            self._skips = 0
+            return True
+        finally:
+            if not self._lag:
+                self._records.clear()
+            self._faults = [noted for noted in self._faults if noted[0] >= self._end]
+            self._others = self._reads = True
 
     def _seen(self, bad: bool) -> Tensor:
         """Return whether this rank has seen something bad, here or before; () bool."""
