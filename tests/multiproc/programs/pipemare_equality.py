@@ -20,8 +20,12 @@ from wavemare.pipeline.replay import Replay
 from wavemare.pipeline.soap import SOAP
 
 STEPS, WIDTH, SIZE, ANNEAL = 50, 8, 3, 30
-# Muon rounds to bf16, which now and then makes a whole step of bf16 of the last bit of fp32.
-DTYPES = {"muon": torch.float64}
+
+
+def dtype_of(case):
+    """Fp64 where the last bit of fp32 grows: Muon rounds to bf16, feedback repeats differences."""
+    grows = case["optimizer"] == "muon" or case.get("error_feedback", False)
+    return torch.float64 if grows else torch.float32
 
 
 def make_muon(parameters, **settings):
@@ -65,7 +69,7 @@ def loss_fn(outputs, labels):
 def train(num_stages, case):
     name, micro_batches = case["optimizer"], case["micro_batches"]
     kind, settings = OPTIMIZERS[name]
-    dtype = DTYPES.get(case["optimizer"], torch.float32)
+    dtype = dtype_of(case)
     layers = build_layers(num_stages, dtype)
     module = deepspeed.PipelineModule(
         layers, num_stages=num_stages, loss_fn=loss_fn, partition_method="uniform"
@@ -98,7 +102,7 @@ def train(num_stages, case):
 
 def replay(num_stages, case, **changes):
     kind, settings = OPTIMIZERS[case["optimizer"]]
-    dtype = DTYPES.get(case["optimizer"], torch.float32)
+    dtype = dtype_of(case)
     layers = build_layers(num_stages, dtype)
     size = len(layers) // num_stages
     stages = [torch.nn.Sequential(*layers[s * size : (s + 1) * size]) for s in range(num_stages)]
