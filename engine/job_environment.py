@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ __all__ = [
     "mpi_place",
     "own_address",
     "place_of",
+    "reserved_port",
 ]
 
 TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -252,6 +254,15 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("", 0))
         return int(listener.getsockname()[1])
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """Yield a TCP port that others get only by asking for it, as a rank 0 that is started does."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # rank 0's store sets it, too
+        holder.bind(("", 0))
+        yield int(holder.getsockname()[1])
 
 
 def _meet_by_slurm(environment: Mapping[str, str], place: Place) -> tuple[str, int]:

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +23,8 @@ from typing import Any
 import psutil
 import pytest
 from hypothesis import settings
+
+from wavemare.engine.job_environment import reserved_port
 
 # No example has a time limit: other programs may have the cores.
 settings.register_profile("suite", deadline=None)
@@ -68,12 +69,6 @@ class Finished:
         )
         assert not any(self.codes), report
         return self
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
@@ -169,16 +164,16 @@ def launch(
         limit = float(mark.args[0] if mark else request.config.getini("timeout"))
         assert timeout < limit, "the test would end before its ranks are said to be late"
         folder = folder or tmp_path
-        port = free_port()
         command = [str(PROGRAMS / program), str(folder), *map(str, arguments)]
         logs = [folder / f"rank_{rank}.log" for rank in range(ranks)]
-        processes = [
-            rank_server.start(
-                command, log, {**rank_environment(rank, ranks, port), **(environment or {})}
-            )
-            for rank, log in enumerate(logs)
-        ]
-        ended = _wait(processes, timeout)
+        with reserved_port() as port:
+            processes = [
+                rank_server.start(
+                    command, log, {**rank_environment(rank, ranks, port), **(environment or {})}
+                )
+                for rank, log in enumerate(logs)
+            ]
+            ended = _wait(processes, timeout)
         outputs = [log.read_text(errors="replace") for log in logs]
         return Finished([process.returncode for process in processes], outputs, folder, ended)
 

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shlex
-import socket
 import sys
 import tomllib
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from typer.core import TyperGroup
 from wavemare.cli import app
 from wavemare.cli.recipes import find_recipe
 from wavemare.data import train_tokenizer
+from wavemare.engine.job_environment import reserved_port
 from wavemare.recipes.arguments import parse_arguments
 from wavemare.report import read_run
 
@@ -212,12 +212,12 @@ def shell(command, monkeypatch):
     }
 
     def run(lines):
-        with socket.socket() as listener:  # other tests may hold the launchers' default port
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
-        lines = re.sub(r"^(deepspeed|torchrun) ", rf"\1 --master_port {port} ", lines, flags=re.M)
-        words = ("/bin/bash", "-euo", "pipefail", "-c", lines)
-        ended = command(*words, timeout=800, environment=environment).check()
+        # Other tests may have the launchers' default port.
+        with reserved_port() as port:
+            own = rf"\1 --master_port {port} "
+            lines = re.sub(r"^(deepspeed|torchrun) ", own, lines, flags=re.M)
+            words = ("/bin/bash", "-euo", "pipefail", "-c", lines)
+            ended = command(*words, timeout=800, environment=environment).check()
         assert "Traceback" not in ended.output
         return ended.output
 

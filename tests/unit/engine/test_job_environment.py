@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from torch.distributed import TCPStore
 
 from wavemare.engine import job_environment
 from wavemare.engine.job_environment import (
@@ -149,6 +150,17 @@ def test_a_foreign_mpirun_is_named():
     assert done.returncode == 1
     assert "has started 4 processes, but mpi4py" in done.stderr
     assert "sees 1" in done.stderr
+
+
+def test_a_reserved_port_is_given_to_rank_0_alone():
+    with job_environment.reserved_port() as port:
+        with pytest.raises(OSError, match="in use"), socket.socket() as other:
+            other.bind(("", port))
+        for host in ("127.0.0.1", "localhost"):
+            store = TCPStore(host, port, is_master=True, wait_for_workers=False)
+            store.set("a", "b")
+            assert store.get("a") == b"b"
+            del store
 
 
 def test_free_port_can_be_had():
