@@ -9,3 +9,9 @@ def test_what_a_stage_has_sent_arrives_whatever_it_does_next(launch, then):
     """As at the end of an engine, or of a process, on a stage that is ahead of its neighbour."""
     finished = launch("messages.py", then, timeout=60).check()
     assert finished.result(1) is True
+
+
+def test_gloos_threads_do_not_abort_a_process_that_is_done(launch):
+    """They give back tensors of Python's while it ends; the interpreter's shutdown forbids it."""
+    for _ in range(3):
+        assert launch("abandoned_sums.py", timeout=60).codes == [0, 0]
