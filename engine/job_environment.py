@@ -249,13 +249,6 @@ def own_address(environment: Mapping[str, str]) -> str:
     raise LaunchError("MASTER_ADDR", None, reason, remedy)
 
 
-def free_port() -> int:
-    """Return a TCP port on which nobody listens at the moment."""
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return int(listener.getsockname()[1])
-
-
 @contextmanager
 def reserved_port() -> Iterator[int]:
     """Yield a TCP port that others get only by asking for it, as a rank 0 that is started does."""
@@ -263,6 +256,12 @@ def reserved_port() -> Iterator[int]:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # rank 0's store sets it, too
         holder.bind(("", 0))
         yield int(holder.getsockname()[1])
+
+
+def free_port() -> int:
+    """Return a TCP port on which nobody listens at the moment."""
+    with reserved_port() as port:
+        return port
 
 
 def _meet_by_slurm(environment: Mapping[str, str], place: Place) -> tuple[str, int]:

@@ -9,6 +9,8 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -40,10 +42,10 @@ def leave_done() -> None:
     that moment, it ends the thread within C++, which aborts the process ("terminate called
     without an active exception"): a job that went well would look like one that did not.
     """
-    names = (file.read_text(encoding="utf-8") for file in Path("/proc/self/task").glob("*/comm"))
-    if not any(name.startswith(_GLOO_THREAD) for name in names):
+    if not any(name.startswith(_GLOO_THREAD) for name in _thread_names()):
         return
-    threading._shutdown()  # type: ignore[attr-defined]  # waits, as the interpreter does first
+    # What the interpreter does first, by the only names there are: threads end, then handlers run.
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
@@ -52,6 +54,12 @@ def leave_done() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def _thread_names() -> Iterator[str]:
+    for file in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # a thread may end meanwhile
+            yield file.read_text(encoding="utf-8")
 
 
 def tell_deaf_parent() -> None:
