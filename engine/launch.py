@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 
 from wavemare.engine.job_environment import (
@@ -13,6 +14,7 @@ from wavemare.engine.job_environment import (
     launcher_variables,
     place_of,
 )
+from wavemare.engine.leaving import let_gloo_rest
 from wavemare.errors import LaunchError
 
 __all__ = [
@@ -25,6 +27,8 @@ __all__ = [
 
 # That of deepspeed.initialize, which cannot be told from one that the user has chosen.
 _DEFAULT_PORT = 29500
+
+atexit.register(let_gloo_rest)
 
 
 def environment_rank() -> int:

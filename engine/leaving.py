@@ -1,24 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ending a process without the interpreter's shutdown, and so that its launcher notices."""
+"""Ending a process so that its launcher notices how, whatever its threads are doing."""
 
 from __future__ import annotations
 
-import atexit
+import json
 import logging
 import os
 import signal
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import suppress
+import time
 from pathlib import Path
 from typing import NoReturn
 
-__all__ = ["leave_at_once", "leave_done", "tell_deaf_parent"]
+__all__ = ["leave_at_once", "let_gloo_rest", "tell_deaf_parent"]
 
 # deepspeed --launcher mpich starts each rank by this script, which ends with 0 however it went.
 _DEAF_PARENT = "deepspeed/launcher/launcher_helper.py"
-_GLOO_THREAD = "pt_gloo"
+_SUMS_SECONDS = 60.0
+# Together longer than the 5 ms after which a waiting thread makes Python hand the interpreter on.
+_LOOKS = 4
+_LOOK_SECONDS = 0.003
 
 
 def leave_at_once(code: int) -> NoReturn:
@@ -35,39 +36,57 @@ def leave_at_once(code: int) -> NoReturn:
     os._exit(code)
 
 
-def leave_done() -> None:
-    """End a process that has done its work, with 0, if threads of gloo's are there; else return.
+def let_gloo_rest() -> None:
+    """Wait, before the interpreter shuts down, until gloo's threads have nothing of Python's.
 
-    Such a thread may still be giving back a tensor of Python's. If the interpreter shuts down at
-    that moment, it ends the thread within C++, which aborts the process ("terminate called
-    without an active exception"): a job that went well would look like one that did not.
+    A thread that has done a sum gives its tensor back, for which it needs the interpreter. The
+    interpreter's shutdown ends a thread that asks for it, within C++, which aborts the process
+    ("terminate called without an active exception", pytorch#179291): a job that went well would
+    look like one that did not. Sums that nobody waits for come first, for a minute at most, as
+    the destructor of their process group would wait, too.
     """
-    if not any(name.startswith(_GLOO_THREAD) for name in _thread_names()):
-        return
-    # What the interpreter does first, by the only names there are: threads end, then handlers run.
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
-        mpi.Finalize()
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    until = time.monotonic() + _SUMS_SECONDS
+    while _gloo_threads() and _sums_under_way() and time.monotonic() < until:
+        time.sleep(_LOOK_SECONDS)
+    still = 0
+    while still < _LOOKS and (threads := _gloo_threads()) and time.monotonic() < until:
+        time.sleep(_LOOK_SECONDS)  # the interpreter is free for them
+        still = 0 if any(_is_awake(thread) for thread in threads) else still + 1
 
 
-def _thread_names() -> Iterator[str]:
-    for file in Path("/proc/self/task").glob("*/comm"):
-        with suppress(OSError):  # a thread may end meanwhile
-            yield file.read_text(encoding="utf-8")
+def _gloo_threads() -> list[Path]:
+    threads = Path("/proc/self/task").glob("*")
+    return [thread for thread in threads if _read(thread / "comm").startswith("pt_gloo")]
+
+
+def _is_awake(thread: Path) -> bool:
+    """Whether a thread runs, or could; one that waits for its peers or for work sleeps."""
+    state = _read(thread / "stat").rpartition(") ")[2]
+    return state[:1] == "R"
+
+
+def _sums_under_way() -> bool:
+    """Whether torch's flight recorder, which holds the last 2,000, knows a sum without an end."""
+    c10d = sys.modules.get("torch._C._distributed_c10d")
+    if c10d is None or not hasattr(c10d, "_dump_fr_trace_json"):
+        return False
+    entries = json.loads(c10d._dump_fr_trace_json(True, True)).get("entries", ())
+    return any(
+        entry["profiling_name"].startswith("gloo:") and not (entry["is_p2p"] or entry["retired"])
+        for entry in entries
+    )
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError:  # not Linux, or the thread has ended
+        return ""
 
 
 def tell_deaf_parent() -> None:
     """End a parent that would report success, by a signal that ``mpirun`` cannot overlook."""
     parent = os.getppid()
-    try:
-        words = Path(f"/proc/{parent}/cmdline").read_text(encoding="utf-8").split("\0")
-    except OSError:  # not Linux, or it has ended
-        return
+    words = _read(Path(f"/proc/{parent}/cmdline")).split("\0")
     if any(word.endswith(_DEAF_PARENT) for word in words):
         os.kill(parent, signal.SIGTERM)

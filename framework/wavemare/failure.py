@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from wavemare.engine.launch import environment_rank
-from wavemare.engine.leaving import leave_at_once, leave_done, tell_deaf_parent
+from wavemare.engine.leaving import leave_at_once, tell_deaf_parent
 from wavemare.errors import WavemareError
 
 __all__ = ["run_main", "watch_failures"]
@@ -74,7 +74,6 @@ def run_main(main: Callable[[], object], *, grace_s: float = _GRACE_SECONDS) -> 
         main()
     except (Exception, KeyboardInterrupt) as error:
         _end(error, grace_s)
-    leave_done()
 
 
 def watch_failures() -> None:
