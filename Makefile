@@ -46,26 +46,30 @@ lint: $(READY)
 CORE := $(addprefix tests/multiproc/test_,annotations.py initialize.py pipemare_equality.py resume.py \
         sparse_engine.py stock_equality.py train_batch.py wavelet.py)
 
-# Unit tests share the cores; the others start processes that use them.
-test: lint
-	$(BIN)/python -m pytest -n 2 -m 'not slow and not long' tests/unit
-	$(BIN)/python -m pytest -m 'not slow' $(CORE) $(ARGS)
+# They measure times, or their ranks never sleep.
+ALONE := tests/mpi $(wildcard tests/e2e/test_bench*.py) tests/e2e/test_balance.py tests/e2e/test_soak.py
+TOGETHER := $(ALONE:%=--ignore=%) tests/multiproc tests/e2e
+PYTEST := $(BIN)/python -m pytest
+# Two tests at a time: most of them wait as long as they compute.
+TWO := $(PYTEST) -n 2 --dist worksteal
 
-# Commands of the pages, of which none minds the others.
-PAGES := tests/e2e/test_documentation.py
+test: lint
+	$(TWO) -m 'not slow and not long' tests/unit
+	$(TWO) -m 'not slow' $(CORE) $(ARGS)
 
 test-ci: test
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m long tests/unit
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(PAGES)
-	$(BIN)/python -m pytest -m 'not slow' $(CORE:%=--ignore=%) --ignore=$(PAGES) tests/multiproc tests/mpi tests/e2e $(ARGS)
+	$(PYTEST) -n 2 --dist loadfile -m long tests/unit
+	$(TWO) -m 'not slow' $(CORE:%=--ignore=%) $(TOGETHER) $(ARGS)
+	$(PYTEST) -m 'not slow' $(ALONE) $(ARGS)
 
 test-all: test-ci
-	$(BIN)/python -m pytest -n 2 -m slow tests/unit
-	$(BIN)/python -m pytest -m slow tests/multiproc tests/mpi tests/e2e $(ARGS)
+	$(TWO) -m slow tests/unit
+	$(TWO) -m slow $(TOGETHER) $(ARGS)
+	$(PYTEST) -m slow $(ALONE) $(ARGS)
 
 test-mpi: $(READY)
-	$(BIN)/python -m pytest tests/mpi tests/e2e/test_launchers.py $(ARGS)
-	$(BIN)/python -m pytest tests/e2e/test_restart.py -k supervisor $(ARGS)
+	$(PYTEST) tests/mpi tests/e2e/test_launchers.py $(ARGS)
+	$(PYTEST) tests/e2e/test_restart.py -k supervisor $(ARGS)
 
 # The same with the other MPI, in an environment of its own.
 test-openmpi:
@@ -73,10 +77,10 @@ test-openmpi:
 
 # On two hosts with sshd, as namespaces: root, openssh-server, openssh-client, pdsh, iproute2.
 test-hosts: $(READY)
-	$(BIN)/python -m pytest tests/e2e/test_hosts.py $(ARGS)
+	$(PYTEST) tests/e2e/test_hosts.py $(ARGS)
 
 test-gpu: $(READY)
-	$(BIN)/python -m pytest -s tests/gpu $(ARGS)
+	$(PYTEST) -s tests/gpu $(ARGS)
 
 docs: $(READY)
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -17,12 +18,13 @@ import psutil
 import pytest
 
 from wavemare.comm.mpi import describe_mpi
+from wavemare.engine.job_environment import reserved_port
 
 BIN = Path(sys.executable).parent
 PROGRAM = Path(__file__).parent / "programs" / "recipe.py"
 LAUNCHERS = {
-    "deepspeed": ["deepspeed", "--num_gpus", "2", "--master_port", "29741"],
-    "torchrun": ["torchrun", "--nproc-per-node", "2", "--master-port", "29742"],
+    "deepspeed": ["deepspeed", "--num_gpus", "2", "--master_port"],
+    "torchrun": ["torchrun", "--nproc-per-node", "2", "--master-port"],
     "mpirun": ["mpirun", "-n", "2", sys.executable],
     "mpi4py": ["mpirun", "-n", "2", sys.executable, "-m", "mpi4py"],
     "launch": ["wavemare", "launch"],
@@ -153,7 +155,7 @@ def recipe_config() -> Callable[[str, str], Path]:
 
 
 @pytest.fixture
-def words_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
+def words_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], list[str]]]:
     """Return the words by which a launcher starts two ranks of the script that follows them."""
     for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
         monkeypatch.setenv(name, "1")
@@ -166,6 +168,9 @@ def words_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
                 pytest.skip(f"needs MPI and its mpirun (the extra 'mpi'): {mpi.problem or mpi}")
             if mpi.flavour == "Open MPI" and found[0] == "mpirun":
                 found = ["mpirun", "--oversubscribe", *found[1:]]
+        if found[-1].endswith("port"):
+            found = [*found, str(held.enter_context(reserved_port()))]
         return found
 
-    return words
+    with contextlib.ExitStack() as held:
+        yield words

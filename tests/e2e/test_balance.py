@@ -79,11 +79,11 @@ def test_a_file_that_is_no_plan_is_refused(command, small_options, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["zero", "pipeline"])
-def test_measured_plans_train_and_resume(command, small_options, recipe_config, tmp_path, engine):
+def test_measured_plans_train_and_resume(recipe, small_options, recipe_config, tmp_path, engine):
     config = recipe_config("bert/pretrain", engine)
     run = tmp_path / "run"
-    words = ["wavemare", "train", "bert", "--config", config]
-    ended = command(*words, *small_options("bert", run, balance="auto", max_steps=24)).check()
+    words = ["bert/pretrain", "--deepspeed_config", config]
+    ended = recipe(*words, *small_options("bert", run, balance="auto", max_steps=24)).check()
     plan = ParallelPlan.from_json((run / "plan.json").read_text())
     assert plan.world_size == 2
     assert plan.stages == (2 if engine == "pipeline" else 1)
@@ -95,6 +95,6 @@ def test_measured_plans_train_and_resume(command, small_options, recipe_config, 
     losses = losses_of(run)
     assert losses[-1] < losses[0]
     options = small_options("bert", run, balance="auto", resume=True, max_steps=28)
-    assert "resumed after step 24" in command(*words, *options).check().output
+    assert "resumed after step 24" in recipe(*words, *options).check().output
     if engine == "pipeline":
         assert ParallelPlan.from_json((run / "plan.json").read_text()) == plan

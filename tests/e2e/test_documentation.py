@@ -5,6 +5,8 @@ Pages whose blocks have titles are tutorials: blocks are files, changes of files
 are taken from top to bottom.
 """
 
+import fcntl
+import hashlib
 import importlib
 import json
 import os
@@ -209,6 +211,9 @@ def shell(command, monkeypatch):
         "DS_ACCELERATOR": "cpu",
         "HF_HUB_OFFLINE": "1",
         "COLUMNS": "80",
+        # DeepSpeed compiles a function of its Muon at each start: importing the compiler takes a
+        # second of each rank, and none of the commands has anything compiled.
+        "TORCHDYNAMO_DISABLE": "1",
     }
 
     def run(lines):
@@ -227,30 +232,49 @@ def shell(command, monkeypatch):
 RUN = [line for line in COMMANDS if is_run(rule_of("command", line))]
 
 
-_MADE = {}
+BEFORE = {
+    tuple(map(small, rule["before"][: n + 1]))
+    for rule in RULES["command"]
+    for n in range(len(rule.get("before", [])))
+}
 
 
 @pytest.fixture
-def prepare(shell, place, tmp_path_factory):
-    """Run what comes before a command, or take what it made when it was run before another one."""
+def take(shell, place, tmp_path_factory):
+    """Run lines one by one, or take what those that come before a command made before another one.
+
+    The processes of a run of pytest share what was made; one makes it, and the others wait.
+    """
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
 
     def run(lines):
-        if lines in _MADE:
-            shell(f"cp -a {_MADE[lines]}/. {place}")
-        elif lines:
-            shell(lines)
-            _MADE[lines] = tmp_path_factory.mktemp("made")
-            shell(f"cp -a {place}/. {_MADE[lines]}")
+        if not lines:
+            return
+        if lines not in BEFORE:
+            run(lines[:-1])
+            shell(lines[-1])
+            return
+        made = shared / f"made-{hashlib.sha256(repr(lines).encode()).hexdigest()[:16]}"
+        with made.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if made.is_dir():
+                shell(f"cp -a {made}/. {place}")
+                return
+            run(lines[:-1])
+            shell(lines[-1])
+            # Whole, or not at all.
+            shell(f"cp -aT {place} {made}.part && mv {made}.part {made}")
 
     return run
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("line", [pytest.param(line, id=line[:90]) for line in RUN])
-def test_a_command_runs(shell, prepare, line):
+def test_a_command_runs(take, line):
     rule = rule_of("command", line)
-    prepare(small("\n".join(rule.get("before", []))))
-    shell(change(line, rule))
+    take((*map(small, rule.get("before", [])), change(line, rule)))
 
 
 @pytest.mark.parametrize("page", ["docs/plans.md", "docs/planner.md"])

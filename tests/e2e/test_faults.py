@@ -143,8 +143,8 @@ def test_a_stale_lock_of_an_extension_build(run, tmp_path, launcher, fault):
     assert ended.code != 0
     assert "extensions/deepspeed_shm_comm/lock" in ended.output
     assert "remove that file" in ended.output
-    # From just before ``initialize``, with the start's patience.
-    assert reported(tmp_path) <= START_S + 5
+    # From just before ``initialize``, with the start's patience; a loaded machine takes its time.
+    assert reported(tmp_path) <= START_S + 15
     assert lasted <= START_S + 15
 
 

@@ -250,12 +250,18 @@ def test_ctrl_c_ends_the_ranks_on_both_hosts(cluster, tmp_path, launcher):
         time.sleep(0.2)
 
 
+@pytest.fixture(scope="module")
+def on_one_host():
+    """The losses there, by engine."""
+    return {}
+
+
 @over_ssh
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("launcher", ["deepspeed", "mpirun"])
 @pytest.mark.parametrize("engine", ["pipemare", "sparse"])
 def test_the_gpt_recipe_trains_on_both_hosts(
-    cluster, tmp_path, small_options, recipe_config, engine, launcher
+    cluster, on_one_host, tmp_path, small_options, recipe_config, engine, launcher
 ):
     """PipeMare and sparse data parallelism; the losses are those of the same run on one host."""
     if launcher == "mpirun":
@@ -271,9 +277,11 @@ def test_the_gpt_recipe_trains_on_both_hosts(
     across = [*words, "--hostfile", cluster.hostfile, "--launcher", launcher]
     code, output = cluster.run(tmp_path, *across, *small_options("gpt", there))
     assert code == 0, output[-6000:]
-    code, output = cluster.run(tmp_path, *words, *small_options("gpt", here))
-    assert code == 0, output[-6000:]
-    assert losses(there) == pytest.approx(losses(here), rel=1e-5)
+    if engine not in on_one_host:
+        code, output = cluster.run(tmp_path, *words, *small_options("gpt", here))
+        assert code == 0, output[-6000:]
+        on_one_host[engine] = losses(here)
+    assert losses(there) == pytest.approx(on_one_host[engine], rel=1e-5)
     assert losses(there)[-1] < losses(there)[0]
     assert (there / "model" / "model.safetensors").exists()
 

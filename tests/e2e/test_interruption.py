@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from wavemare.engine.job_environment import free_port
+
 BIN = Path(sys.executable).parent
 STEPS = 80
 # Longer than the training: what is found after the stop was written by the stop.
@@ -110,7 +112,7 @@ def test_a_stopped_and_resumed_run_equals_a_whole_one(
 @pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all(small_options, recipe_config, stopped, tmp_path):
     run = tmp_path / "run"
-    words = ["deepspeed", "--num_gpus", 2, "--master_port", 29733, "--log_level", "critical"]
+    words = ["deepspeed", "--num_gpus", 2, "--master_port", free_port(), "--log_level", "critical"]
     words += ["--module", "wavemare.recipes.gpt.pretrain"]
     words += ["--deepspeed_config", recipe_config("gpt/pretrain", "zero")]
     code, output = stopped(

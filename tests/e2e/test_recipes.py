@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from wavemare.data import train_tokenizer
+from wavemare.engine.job_environment import free_port
 from wavemare.report import read_run
 from wavemare.report.traces import category
 
@@ -210,12 +211,12 @@ def test_the_deepspeed_launcher_and_torchrun_run_a_recipe_as_a_module(
     module = "wavemare.recipes.gpt.pretrain"
     cpu = {"DS_ACCELERATOR": "cpu"}
     command(
-        *("deepspeed", "--num_gpus", 2, "--master_port", 29731, "--module", module, *options),
+        *("deepspeed", "--num_gpus", 2, "--master_port", free_port(), "--module", module, *options),
         environment=cpu,
     ).check()
     first = (tmp_path / "run" / "summary.json").read_text()
     command(
-        *("torchrun", "--nproc-per-node", 2, "--master-port", 29732, "-m", module, *options),
+        *("torchrun", "--nproc-per-node", 2, "--master-port", free_port(), "-m", module, *options),
         environment=cpu,
     ).check()
     second = (tmp_path / "run" / "summary.json").read_text()

@@ -10,6 +10,7 @@ exit code or null.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -19,8 +20,10 @@ from typing import Any
 
 LIBRARIES = [
     "deepspeed",
+    "deepspeed.runtime.zero.muon.original_muon",  # compiles, for which torch imports much
     "transformers.models.bert.modeling_bert",
     "transformers.models.gpt2.modeling_gpt2",
+    "wavemare.api",
     "wavemare.comm.sparse",
     "wavemare.engine",
     "wavemare.models",
@@ -61,6 +64,7 @@ def become(request: dict[str, Any]) -> None:
 if __name__ == "__main__":
     for library in LIBRARIES:
         importlib.import_module(library)
+    gc.freeze()  # forks need not look through what is common to all
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"{len(threads)} threads: a fork would lose all but one"
     if (request := serve()) is not None:

@@ -2,8 +2,8 @@
 """Train with gradients reduced by DeepSpeed and by the sparse collective; leave what came of it.
 
 Arguments: result folder, then a list of cases in JSON. A case has a ``name``, the ``model``, the
-number of ``steps``, a ``section`` (``wavemare.sparse_collective``) and other keys of the
-configuration. Or "lose a rank", which ends in an error.
+number of ``steps``, a ``section`` (``wavemare.sparse_collective``), the size of its
+``vocabulary``, and other keys of the configuration. Or "lose a rank", which ends in an error.
 """
 
 import json
@@ -28,12 +28,13 @@ class Rows(torch.nn.Module):
     """A classifier on a bag of words.
 
     Args:
+        vocabulary: Rows of the larger table.
         sparse: Whether the tables' gradients are torch's sparse tensors.
     """
 
-    def __init__(self, *, sparse: bool) -> None:
+    def __init__(self, vocabulary: int, *, sparse: bool) -> None:
         super().__init__()
-        self.words = torch.nn.EmbeddingBag(VOCABULARY, HIDDEN, sparse=sparse)
+        self.words = torch.nn.EmbeddingBag(vocabulary, HIDDEN, sparse=sparse)
         self.positions = torch.nn.Embedding(LENGTH, HIDDEN, sparse=sparse)
         self.out = torch.nn.Linear(HIDDEN, 3)
 
@@ -46,9 +47,9 @@ class Rows(torch.nn.Module):
 class Branching(torch.nn.Module):
     """Each rank uses another branch in turn, and nobody uses the third."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocabulary: int) -> None:
         super().__init__()
-        self.words = torch.nn.Embedding(VOCABULARY, HIDDEN)
+        self.words = torch.nn.Embedding(vocabulary, HIDDEN)
         self.branches = torch.nn.ModuleList(torch.nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
         self.out = torch.nn.Linear(HIDDEN, 3)
         self.calls = 0
@@ -64,9 +65,9 @@ class Branching(torch.nn.Module):
 class Shared(torch.nn.Module):
     """One layer used twice within segments that are computed again in the backward pass."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocabulary: int) -> None:
         super().__init__()
-        self.words = torch.nn.Embedding(VOCABULARY, HIDDEN)
+        self.words = torch.nn.Embedding(vocabulary, HIDDEN)
         self.shared = torch.nn.Linear(HIDDEN, HIDDEN)
         self.out = torch.nn.Linear(HIDDEN, 3)
 
@@ -77,9 +78,9 @@ class Shared(torch.nn.Module):
         return torch.nn.functional.cross_entropy(self.out(hidden), labels[:, 0] % 3)
 
 
-def build(model: str) -> torch.nn.Module:
+def build(model: str, vocabulary: int) -> torch.nn.Module:
     transformers.set_seed(7)
-    sizes = {"vocab_size": VOCABULARY}
+    sizes = {"vocab_size": vocabulary}
     if model == "bert":
         return transformers.BertForMaskedLM(
             transformers.BertConfig(
@@ -105,14 +106,14 @@ def build(model: str) -> torch.nn.Module:
             )
         )
     if model == "pipeline":
-        return _pipeline()
+        return _pipeline(vocabulary)
     if model.startswith("rows"):
-        return Rows(sparse=model == "rows")
-    return {"branching": Branching, "shared": Shared}[model]()
+        return Rows(vocabulary, sparse=model == "rows")
+    return {"branching": Branching, "shared": Shared}[model](vocabulary)
 
 
-def _pipeline() -> deepspeed.PipelineModule:
-    layers: list[Any] = [torch.nn.Embedding(VOCABULARY, HIDDEN)]
+def _pipeline(vocabulary: int) -> deepspeed.PipelineModule:
+    layers: list[Any] = [torch.nn.Embedding(vocabulary, HIDDEN)]
     for _ in range(3):
         layers += [torch.nn.Linear(HIDDEN, HIDDEN), torch.nn.Tanh()]
     layers.append(torch.nn.Linear(HIDDEN, 50))
@@ -123,12 +124,12 @@ def _pipeline() -> deepspeed.PipelineModule:
     return deepspeed.PipelineModule(layers, num_stages=2, loss_fn=loss, partition_method="uniform")
 
 
-def batches(rank: int, pipeline: bool) -> Iterator[Any]:
+def batches(rank: int, pipeline: bool, vocabulary: int = VOCABULARY) -> Iterator[Any]:
     generator = torch.Generator().manual_seed(100 + rank)
     while True:
         # Few words often and many seldom, as in a language.
         spread = torch.rand(MICRO, LENGTH, generator=generator) ** 4
-        ids = (spread * VOCABULARY).long()
+        ids = (spread * vocabulary).long()
         yield (ids, ids) if pipeline else {"input_ids": ids, "labels": ids}
 
 
@@ -142,7 +143,7 @@ def initialize(case: dict[str, Any]) -> Any:
         **case.get("config", {}),
     }
     config["wavemare"] = {**case.get("wavemare", {}), "sparse_collective": case["section"]}
-    model = build(case["model"])
+    model = build(case["model"], case.get("vocabulary", VOCABULARY))
     optimizer = None
     if case["model"].startswith("rows"):  # what sums rows and tables alike
         del config["optimizer"]
@@ -172,7 +173,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
     sent = note_sent(engine)
     pipeline = case["model"] == "pipeline"
     torch.manual_seed(1000 + engine.data_rank)
-    data = batches(engine.data_rank, pipeline)
+    data = batches(engine.data_rank, pipeline, case["vocabulary"])
     losses, metrics = [], []
     for step in range(case["steps"]):
         losses.append(engine.train_batch(data).item())
@@ -193,7 +194,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
 
 def resume(case: dict[str, Any]) -> str:
     engine = initialize(case)
-    data = batches(engine.data_rank, case["model"] == "pipeline")
+    data = batches(engine.data_rank, case["model"] == "pipeline", case["vocabulary"])
     for _ in range(case["save_after"] * ACCUMULATION):
         next(data)
     engine.load_checkpoint(str(Path(sys.argv[1], case["name"])))

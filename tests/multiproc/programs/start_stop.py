@@ -90,5 +90,8 @@ def main(folder: Path, engines: int, loaders: int) -> dict:
 
 
 if __name__ == "__main__":
+    # The collector finds a loader's iterator with the queues by which its workers would be told to
+    # end: each is then waited for so long, and terminated.
+    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2
     wavemare.init_distributed()
     leave(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))

@@ -5,6 +5,8 @@ The numbers were computed by an independent simulation in numpy, which draws the
 samples. Where paths are not chaotic, at low rates and over some hundred steps, they agree to 0.1 %.
 """
 
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
@@ -36,21 +38,29 @@ def loss_fn(outputs, labels):
     return 0.5 * ((outputs - labels) ** 2).sum(1).mean()
 
 
-def final_loss(make_optimizer, *, steps, seed=0, micro_batches=1, batch=BATCH, **options):
-    """Return the mean loss of the last 50 steps; infinity once it has run away."""
+@cache
+def drawn(seed, batch, count):
+    """Return the weights to begin with, and so many micro-batches: the same for all methods."""
     generator = np.random.default_rng(seed)
-    student = [Residual(w) for w in weights(generator, WIDTH**-0.5)]
+    student = weights(generator, WIDTH**-0.5)
     teacher = [Residual(w) for w in weights(np.random.default_rng(999), 1.2 * WIDTH**-0.5)]
-    replay = Replay(student, loss_fn, make_optimizer, micro_batches, **options)
 
     def sample():
         inputs = torch.from_numpy(generator.standard_normal((batch, WIDTH)) * SCALES)
         with torch.no_grad():
             return inputs, nn.Sequential(*teacher)(inputs)
 
+    return student, [sample() for _ in range(count)]
+
+
+def final_loss(make_optimizer, *, steps, seed=0, micro_batches=1, batch=BATCH, **options):
+    """Return the mean loss of the last 50 steps; infinity once it has run away."""
+    student, samples = drawn(seed, batch, steps * micro_batches)
+    stages = [Residual(weight.copy()) for weight in student]
+    replay = Replay(stages, loss_fn, make_optimizer, micro_batches, **options)
     losses = []
-    for _ in range(steps):
-        losses.append(replay.step([sample() for _ in range(micro_batches)]))
+    for first in range(0, len(samples), micro_batches):
+        losses.append(replay.step(samples[first : first + micro_batches]))
         if not losses[-1] < 1e6:
             return float("inf")
     return float(np.mean(losses[-50:]))
@@ -218,11 +228,17 @@ def test_the_best_rates_of_each_optimizer_keep_their_order():
         rates = (0.002, 0.004, 0.008)
         return min(final_loss(make(rate), steps=500, **options) for rate in rates)
 
-    synchronous = {"drain_interval": 1}
-    assert best(soap, **synchronous) < best(adam, **synchronous)
-    assert best(soap, error_feedback=True) < best(soap) < best(adam, error_feedback=True)
-    assert best(adam, error_feedback=True) < best(adam)
-    assert best(soap) / best(soap, **synchronous) < best(adam) / best(adam, **synchronous)
+    soaps, adams = (
+        {
+            "sync": best(make, drain_interval=1),
+            "naive": best(make),
+            "feedback": best(make, error_feedback=True),
+        }
+        for make in (soap, adam)
+    )
+    assert soaps["sync"] < adams["sync"]
+    assert soaps["feedback"] < soaps["naive"] < adams["feedback"] < adams["naive"]
+    assert soaps["naive"] / soaps["sync"] < adams["naive"] / adams["sync"]
 
 
 # Each optimizer's best of 0.002, 0.004 and 0.008 under delay; without one that is 0.008 for all.
