@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -46,6 +46,7 @@ from wavemare.engine.checkpoint_save import (
     meet_by_collective,
 )
 from wavemare.engine.manifest import FORMAT, read_manifest, resolve_tag, verify_contents
+from wavemare.engine.watchdog.watcher import current
 from wavemare.errors import CheckpointError
 from wavemare.files import remove_leftovers
 
@@ -261,12 +262,19 @@ class CheckpointMixin:
             dist.get_rank(),
             dist.get_world_size(),
             self.checkpoint_settings.timeout_s,
+            _ended,
         )
         # All have met twice in the one before, so that nobody asks for the one before that.
         for old in self._meetings[:-1]:
             old.forget()
         self._meetings = (*self._meetings[-1:], meeting)
         return meeting
+
+
+def _ended(ranks: Sequence[int]) -> list[int]:
+    """Return which of these ranks the watchdog cannot reach any more."""
+    watchdog = current()
+    return [] if watchdog is None else watchdog.ended(ranks)
 
 
 def _universal_information(engine: Any) -> dict[str, Any]:

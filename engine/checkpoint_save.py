@@ -37,6 +37,8 @@ Meeting = Callable[[Any], list[Any]]
 """Gives every rank's value to all; every rank calls it, as often as the others."""
 
 _POLL_S = 0.02
+_ASK_S = 2.0
+"""How often those that have not come are asked whether they still run."""
 # When a script has ended: by an error that the other ranks may not survive, more often than not.
 _AFTER_MAIN_S = 60.0
 
@@ -204,18 +206,27 @@ class StoreMeeting:
         rank: This process.
         ranks: How many there are.
         timeout_s: For how long the others are waited for.
+        ended: Returns which of some ranks have ended, and are not waited for.
     """
 
-    def __init__(self, store: Any, rank: int, ranks: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        ranks: int,
+        timeout_s: float,
+        ended: Callable[[Sequence[int]], Sequence[int]] = lambda ranks: (),
+    ) -> None:
         self._store = store
         self._rank, self._ranks, self._timeout_s = rank, ranks, timeout_s
+        self._ended = ended
         self._count = 0
 
     def __call__(self, value: Any) -> list[Any]:
         """Meet.
 
         Raises:
-            CheckpointError: Another rank did not come in time, or the store has gone.
+            CheckpointError: Another rank has ended or did not come in time, or the store has gone.
         """
         keys = [self._key(self._count, rank) for rank in range(self._ranks)]
         self._count += 1
@@ -231,15 +242,28 @@ class StoreMeeting:
 
     def _await(self, keys: Sequence[str]) -> None:
         # Not store.wait, which would keep other threads from the store all the while.
-        deadline = time.monotonic() + self._timeout_s
+        now = time.monotonic()
+        deadline, ask = now + self._timeout_s, now + _ASK_S
         while not self._store.check(list(keys)):
+            now = time.monotonic()
             if not threading.main_thread().is_alive():
-                deadline = min(deadline, time.monotonic() + _AFTER_MAIN_S)
-            if time.monotonic() > deadline:
-                missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-                reason = f"ranks {missing} have not written in {self._timeout_s:g} s"
+                deadline = min(deadline, now + _AFTER_MAIN_S)
+            if now > deadline:
+                reason = f"ranks {self._missing(keys)} have not written in {self._timeout_s:g} s"
                 raise _lost(reason)
+            if now > ask:
+                self._check_others(keys)
+                ask = time.monotonic() + _ASK_S
             time.sleep(_POLL_S)
+
+    def _check_others(self, keys: Sequence[str]) -> None:
+        ended = self._ended(self._missing(keys))
+        # What a rank has said just before it ended counts.
+        if lost := [rank for rank in ended if rank in self._missing(keys)]:
+            raise _lost(f"ranks {lost} have ended, and had not written")
+
+    def _missing(self, keys: Sequence[str]) -> list[int]:
+        return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
 
     def forget(self) -> None:
         """Remove this rank's values, once no rank can ask for them."""

@@ -397,6 +397,20 @@ class Watchdog:
         """Whether it is ending this process; whatever fails meanwhile is of no interest."""
         return self._ended
 
+    def ended(self, ranks: Sequence[int]) -> list[int]:
+        """Return those of these ranks whose processes have ended; asks them, from any thread."""
+        where = [each for each in self._ranks if each.rank in ranks and each.rank != self._me.rank]
+        if not where or not self._thread.is_alive():
+            return []
+        inquiry = asyncio.run_coroutine_threadsafe(
+            ask_all(where, self._token, {"ask": "standing"}), self._loop
+        )
+        try:
+            answers = inquiry.result(_JOIN_S)
+        except (TimeoutError, RuntimeError):
+            return []
+        return [answer.of.rank for answer in answers if isinstance(answer, Absent) and answer.gone]
+
     def explain_loss(self) -> str | None:
         """Say which ranks have gone, if any have, and write this rank's report.
 

@@ -2,6 +2,7 @@
 """Checkpoints are written behind training, and refused whole where they are not what was saved."""
 
 import shutil
+import signal
 
 import pytest
 
@@ -95,6 +96,14 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(launch, tmp_path):
             assert found["latest"] == "one"
             assert found["kept"]
             assert found["after"] == "after"
+
+
+@pytest.mark.world_size(2)
+def test_a_rank_that_dies_while_it_writes_is_not_waited_for(launch, tmp_path):
+    run = launch("checkpoint_faults.py", tmp_path / "work", "lost", "1")
+    assert run.codes == [2, -signal.SIGKILL], run.outputs
+    assert "ranks [1] have ended, and had not written" in run.outputs[0]
+    assert complete_tags(tmp_path / "work") == []
 
 
 @pytest.mark.world_size(2)

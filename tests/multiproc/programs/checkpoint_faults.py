@@ -8,6 +8,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -219,10 +220,23 @@ def too_small(folder: Path, case: str) -> None:
     engine.finish_saving()
 
 
+def lost(folder: Path, case: str) -> None:
+    """Wait for what is written in the background, while a rank is killed that writes its part."""
+    engine, batches = build(case, background=True)
+    engine.train_batch(batches)
+    if RANK == 1:
+        checkpoint_files.write_file = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
+    engine.save_checkpoint(str(folder), "one")
+    engine.finish_saving()
+
+
 if __name__ == "__main__":
     wavemare.init_distributed()
     work, action, cases = Path(sys.argv[2]), sys.argv[3], sys.argv[4:]
     if action == "too_small":
         run_main(lambda: too_small(work, cases[0]))
         raise AssertionError("the disk was never full")
+    if action == "lost":
+        run_main(lambda: lost(work, cases[0]))
+        raise AssertionError("the other rank was not missed")
     leave({case: globals()[action](work / case, case) for case in cases})

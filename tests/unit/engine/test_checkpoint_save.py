@@ -184,6 +184,22 @@ def test_a_rank_that_does_not_come_is_named(tmp_path):
         meet("here")
 
 
+def test_a_rank_that_has_ended_is_named_unless_it_has_written(monkeypatch):
+    monkeypatch.setattr(checkpoint_save, "_ASK_S", 0.05)
+    store, asked = PrefixStore("x", HashStore()), []
+
+    def ended(ranks):
+        asked.append(list(ranks))
+        if len(asked) == 1:
+            return []
+        store.set("0/2", "null")  # its last word
+        return [1, 2]
+
+    with pytest.raises(CheckpointError, match=r"ranks \[1\] have ended, and had not written"):
+        StoreMeeting(store, 0, 3, 60.0, ended)("here")
+    assert asked == [[1, 2], [1, 2]]
+
+
 def test_values_are_forgotten_when_nobody_can_ask_for_them():
     store = HashStore()
     both = meetings(2, store=store)
