@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -13,9 +13,11 @@ from deepspeed.accelerator import get_accelerator
 from wavemare.bench.recorder import Busy, busy_seconds
 from wavemare.bench.report import Sample
 from wavemare.bench.request import PipelineRequest
-from wavemare.bench.runner import Runner
 from wavemare.bench.systems import SYSTEMS
 from wavemare.pipeline.timeline import Event
+
+if TYPE_CHECKING:  # it loads transformers, which other benchmarks' ranks do without
+    from wavemare.bench.runner import Runner
 
 __all__ = ["Key", "Round", "rotated", "run_rounds"]
 
