@@ -13,6 +13,7 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
+import quick_interpreter
 import reduce_cases
 import torch
 from slow_twins import (
@@ -178,6 +179,8 @@ def check_random_buckets():
 
 
 def main():
+    if DEVICE == "cpu":
+        quick_interpreter.use()
     # Sums that overflow, and infinities that cancel, are meant.
     warnings.simplefilter("ignore", RuntimeWarning)
     checks = {
