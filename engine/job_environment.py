@@ -8,11 +8,13 @@ their own, and tell nobody where the ranks are to meet.
 
 from __future__ import annotations
 
+import random
 import re
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from wavemare.errors import LaunchError
@@ -33,6 +35,9 @@ __all__ = [
     "place_of",
     "reserved_port",
 ]
+
+_GIVEN = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_LOWEST, _TRIES = 10_000, 50
 
 TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """What DeepSpeed and torch need."""
@@ -251,11 +256,29 @@ def own_address(environment: Mapping[str, str]) -> str:
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """Yield a TCP port that others get only by asking for it, as a rank 0 that is started does."""
+    """Yield a TCP port that others get only by asking for it, as a rank 0 that is started does.
+
+    It is none of those that the system gives to programs that ask for any, which are many while
+    ranks start: it stays free, most probably, until rank 0 listens, though nobody holds it then.
+    """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # rank 0's store sets it, too
-        holder.bind(("", 0))
+        for port in [*random.SystemRandom().sample(_ports_apart(), _TRIES), 0]:
+            # Who may share a port is told that one is free that others share.
+            with suppress(OSError), socket.socket() as alone:
+                alone.bind(("", port))
+                alone.close()
+                holder.bind(("", port))
+                break
         yield int(holder.getsockname()[1])
+
+
+def _ports_apart() -> range:
+    """Return the ports below those that Linux gives to who asks for any."""
+    first = 32768
+    with suppress(OSError, ValueError):
+        first = int(_GIVEN.read_text(encoding="ascii").split()[0])
+    return range(_LOWEST, max(first, _LOWEST + _TRIES))
 
 
 def free_port() -> int:

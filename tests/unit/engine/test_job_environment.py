@@ -163,6 +163,21 @@ def test_a_reserved_port_is_given_to_rank_0_alone():
             del store
 
 
+def test_a_port_is_none_of_those_that_anybody_gets(tmp_path, monkeypatch):
+    first = int(job_environment._GIVEN.read_text().split()[0])
+    assert all(10_000 <= job_environment.free_port() < first for _ in range(20))
+    (tmp_path / "range").write_text("11000 60999")
+    monkeypatch.setattr(job_environment, "_GIVEN", tmp_path / "range")
+    assert all(10_000 <= job_environment.free_port() < 11_000 for _ in range(20))
+
+
+def test_a_port_that_somebody_has_is_not_given_again(tmp_path, monkeypatch):
+    """Whether others could share it or not; without another, any port of the system's."""
+    with job_environment.reserved_port() as taken:
+        monkeypatch.setattr(job_environment, "_ports_apart", lambda: [taken] * 50)
+        assert job_environment.free_port() != taken
+
+
 def test_free_port_can_be_had():
     with socket.create_server(("", job_environment.free_port())):
         pass
