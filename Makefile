@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # make train   sets everything up and runs the main job
 # make test    sets everything up and passes the unit tests but the longest, and one proof of each engine
-# make test-ci, test-all   all but the slow proofs (what CI runs), and all
+# make test-ci, test-all   all but the slow proofs, and all (what CI runs)
 # make test-openmpi, test-hosts, test-gpu   those of another MPI, of several hosts, of a GPU
 # make docs    builds the site of the documentation into build/docs; make reference writes the tables
 #              of keys in docs/configuration.md
