@@ -79,7 +79,7 @@ def _sums_under_way() -> bool:
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8", errors="replace")
     except OSError:  # not Linux, or the thread has ended
         return ""
 

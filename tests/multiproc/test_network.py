@@ -31,6 +31,13 @@ def pair():
         yield laboratory
 
 
+@pytest.fixture
+def new_pair():
+    """One in which nothing has been started, of which something may be about to end."""
+    with Laboratory(2) as laboratory:
+        yield laboratory
+
+
 def shell(script):
     return ["sh", "-c", script]
 
@@ -63,15 +70,15 @@ def has_ended(pid):
 
 
 @needs_laboratory
-def test_hosts_have_names_addresses_and_memory_of_their_own(tmp_path, pair):
+def test_hosts_have_names_addresses_and_memory_of_their_own(tmp_path, new_pair):
     Path("/dev/shm/outside").touch()
     try:
         script = "uname -n; echo $(ls /sys/class/net) / $(ls /dev/shm); ls /proc | grep -c [0-9]"
         script += "; touch /dev/shm/$RANK"
-        assert pair.run_ranks(shell(script), timeout_s=10, logs=tmp_path) == 0
+        assert new_pair.run_ranks(shell(script), timeout_s=10, logs=tmp_path) == 0
         first = outputs(tmp_path, 2)
         script = "ls /dev/shm; getent hosts node0 node1"
-        assert pair.run_ranks(shell(script), timeout_s=10, logs=tmp_path) == 0
+        assert new_pair.run_ranks(shell(script), timeout_s=10, logs=tmp_path) == 0
         second = outputs(tmp_path, 2)
     finally:
         Path("/dev/shm/outside").unlink()
