@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -46,7 +46,6 @@ from wavemare.engine.checkpoint_save import (
     meet_by_collective,
 )
 from wavemare.engine.manifest import FORMAT, read_manifest, resolve_tag, verify_contents
-from wavemare.engine.watchdog.watcher import current
 from wavemare.errors import CheckpointError
 from wavemare.files import remove_leftovers
 
@@ -257,24 +256,21 @@ class CheckpointMixin:
             reason = "the process group has no store, in which writers could meet (backend MPI)"
             raise CheckpointError("wavemare.checkpoint.background", True, reason, "Leave it out")
         prefix = f"wavemare/checkpoint/{next(_background_saves)}"
+        engine: Any = self
+        watchdog = engine.watchdog  # the engine's own, which `destroy` forgets before it waits
+        ended = {} if watchdog is None else {"ended": watchdog.ended}
         meeting = StoreMeeting(
             distributed_c10d.PrefixStore(prefix, store),
             dist.get_rank(),
             dist.get_world_size(),
             self.checkpoint_settings.timeout_s,
-            _ended,
+            **ended,
         )
         # All have met twice in the one before, so that nobody asks for the one before that.
         for old in self._meetings[:-1]:
             old.forget()
         self._meetings = (*self._meetings[-1:], meeting)
         return meeting
-
-
-def _ended(ranks: Sequence[int]) -> list[int]:
-    """Return which of these ranks the watchdog cannot reach any more."""
-    watchdog = current()
-    return [] if watchdog is None else watchdog.ended(ranks)
 
 
 def _universal_information(engine: Any) -> dict[str, Any]:

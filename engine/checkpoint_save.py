@@ -260,7 +260,7 @@ class StoreMeeting:
         ended = self._ended(self._missing(keys))
         # What a rank has said just before it ended counts.
         if lost := [rank for rank in ended if rank in self._missing(keys)]:
-            raise _lost(f"ranks {lost} have ended, and had not written")
+            raise _lost(f"ranks {lost} have ended, and had not come to its end")
 
     def _missing(self, keys: Sequence[str]) -> list[int]:
         return [rank for rank, key in enumerate(keys) if not self._store.check([key])]

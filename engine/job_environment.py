@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 _GIVEN = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_LOWEST, _TRIES = 10_000, 50
+_LOWEST, _FEWEST, _TRIES = 10_000, 1_000, 50
 
 TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """What DeepSpeed and torch need."""
@@ -258,27 +258,34 @@ def own_address(environment: Mapping[str, str]) -> str:
 def reserved_port() -> Iterator[int]:
     """Yield a TCP port that others get only by asking for it, as a rank 0 that is started does.
 
-    It is none of those that the system gives to programs that ask for any, which are many while
-    ranks start: it stays free, most probably, until rank 0 listens, though nobody holds it then.
+    Where it can, it is none of those that the system gives to programs that ask for any, which are
+    many while ranks start: it stays free, most probably, until rank 0 listens, also if not held.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # rank 0's store sets it, too
-        for port in [*random.SystemRandom().sample(_ports_apart(), _TRIES), 0]:
+        ports = _ports_apart()
+        for port in random.SystemRandom().choices(ports, k=_TRIES if ports else 0):
             # Who may share a port is told that one is free that others share.
             with suppress(OSError), socket.socket() as alone:
                 alone.bind(("", port))
                 alone.close()
                 holder.bind(("", port))
                 break
+        else:
+            holder.bind(("", 0))
         yield int(holder.getsockname()[1])
 
 
-def _ports_apart() -> range:
-    """Return the ports below those that Linux gives to who asks for any."""
+def _ports_apart() -> Sequence[int]:
+    """Return ports below those that Linux gives to who asks for any; none if they are too few.
+
+    Those from 30,000 are Kubernetes', and two are what torch takes by itself.
+    """
     first = 32768
     with suppress(OSError, ValueError):
         first = int(_GIVEN.read_text(encoding="ascii").split()[0])
-    return range(_LOWEST, max(first, _LOWEST + _TRIES))
+    ports = [port for port in range(_LOWEST, min(first, 30_000)) if port not in (29400, 29500)]
+    return ports if len(ports) >= _FEWEST else []
 
 
 def free_port() -> int:

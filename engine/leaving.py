@@ -20,6 +20,7 @@ _SUMS_SECONDS = 60.0
 # Together longer than the 5 ms after which a waiting thread makes Python hand the interpreter on.
 _LOOKS = 4
 _LOOK_SECONDS = 0.003
+_ASK_SECONDS = 0.02
 
 
 def leave_at_once(code: int) -> NoReturn:
@@ -47,7 +48,7 @@ def let_gloo_rest() -> None:
     """
     until = time.monotonic() + _SUMS_SECONDS
     while _gloo_threads() and _sums_under_way() and time.monotonic() < until:
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_ASK_SECONDS)
     still = 0
     while still < _LOOKS and (threads := _gloo_threads()) and time.monotonic() < until:
         time.sleep(_LOOK_SECONDS)  # the interpreter is free for them
@@ -66,7 +67,10 @@ def _is_awake(thread: Path) -> bool:
 
 
 def _sums_under_way() -> bool:
-    """Whether torch's flight recorder, which holds the last 2,000, knows a sum without an end."""
+    """Whether torch's flight recorder, which holds the last 2,000, knows a sum without an end.
+
+    It knows none where it is switched off (``TORCH_FR_BUFFER_SIZE=0``).
+    """
     c10d = sys.modules.get("torch._C._distributed_c10d")
     if c10d is None or not hasattr(c10d, "_dump_fr_trace_json"):
         return False

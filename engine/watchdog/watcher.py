@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -147,6 +148,7 @@ class Watchdog:
         self._token = ""
         self._farewells: Farewells | None = None
         self._moves_until: dict[int, float] = {}
+        self._reached: set[int] = set()
         self._ended = False
         self._holders = 0
         self._seen = time.monotonic()
@@ -398,18 +400,25 @@ class Watchdog:
         return self._ended
 
     def ended(self, ranks: Sequence[int]) -> list[int]:
-        """Return those of these ranks whose processes have ended; asks them, from any thread."""
+        """Return those of these ranks whose processes have certainly ended; from any thread.
+
+        One on another host must have answered before: its address may be wrong, or blocked.
+        """
         where = [each for each in self._ranks if each.rank in ranks and each.rank != self._me.rank]
         if not where or not self._thread.is_alive():
             return []
-        inquiry = asyncio.run_coroutine_threadsafe(
-            ask_all(where, self._token, {"ask": "standing"}), self._loop
-        )
         try:
+            inquiry = asyncio.run_coroutine_threadsafe(
+                ask_all(where, self._token, {"ask": "standing"}), self._loop
+            )
             answers = inquiry.result(_JOIN_S)
-        except (TimeoutError, RuntimeError):
+        except (CancelledError, TimeoutError, RuntimeError):  # it stops, or has just stopped
             return []
-        return [answer.of.rank for answer in answers if isinstance(answer, Absent) and answer.gone]
+        absent = {a.of.rank for a in answers if isinstance(a, Absent)}
+        self._reached |= {each.rank for each in where} - absent
+        gone = {a.of.rank for a in answers if isinstance(a, Absent) and a.gone}
+        sure = {each.rank for each in where if each.host == self._me.host} | self._reached
+        return sorted(gone & sure)
 
     def explain_loss(self) -> str | None:
         """Say which ranks have gone, if any have, and write this rank's report.
@@ -421,7 +430,7 @@ class Watchdog:
         inquiry = asyncio.run_coroutine_threadsafe(self._inquire(), self._loop)
         try:
             standings, absent = inquiry.result(_JOIN_S)
-        except (TimeoutError, RuntimeError):
+        except (CancelledError, TimeoutError, RuntimeError):
             return None
         gone = [each for each in absent if each.gone]
         if not gone:

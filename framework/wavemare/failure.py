@@ -15,6 +15,7 @@ Recipes go through `run_main`; scripts of users get the same by `watch_failures`
 
 from __future__ import annotations
 
+import atexit
 import gc
 import logging
 import os
@@ -76,7 +77,7 @@ def run_main(main: Callable[[], object], *, grace_s: float = _GRACE_SECONDS) -> 
     except (Exception, KeyboardInterrupt) as error:
         _end(error, grace_s)
     # The interpreter's shutdown would look for cycles in all that was imported: a second.
-    gc.freeze()
+    atexit.register(gc.freeze)
 
 
 def watch_failures() -> None:

@@ -195,7 +195,7 @@ def test_a_rank_that_has_ended_is_named_unless_it_has_written(monkeypatch):
         store.set("0/2", "null")  # its last word
         return [1, 2]
 
-    with pytest.raises(CheckpointError, match=r"ranks \[1\] have ended, and had not written"):
+    with pytest.raises(CheckpointError, match=r"ranks \[1\] have ended, and had not"):
         StoreMeeting(store, 0, 3, 60.0, ended)("here")
     assert asked == [[1, 2], [1, 2]]
 

@@ -169,6 +169,8 @@ def test_a_port_is_none_of_those_that_anybody_gets(tmp_path, monkeypatch):
     (tmp_path / "range").write_text("11000 60999")
     monkeypatch.setattr(job_environment, "_GIVEN", tmp_path / "range")
     assert all(10_000 <= job_environment.free_port() < 11_000 for _ in range(20))
+    (tmp_path / "range").write_text("1024 65535")
+    assert len({job_environment.free_port() for _ in range(20)}) > 10  # any
 
 
 def test_a_port_that_somebody_has_is_not_given_again(tmp_path, monkeypatch):
