@@ -258,13 +258,12 @@ class CheckpointMixin:
         prefix = f"wavemare/checkpoint/{next(_background_saves)}"
         engine: Any = self
         watchdog = engine.watchdog  # the engine's own, which `destroy` forgets before it waits
-        ended = {} if watchdog is None else {"ended": watchdog.ended}
         meeting = StoreMeeting(
             distributed_c10d.PrefixStore(prefix, store),
             dist.get_rank(),
             dist.get_world_size(),
             self.checkpoint_settings.timeout_s,
-            **ended,
+            None if watchdog is None else watchdog.ended,
         )
         # All have met twice in the one before, so that nobody asks for the one before that.
         for old in self._meetings[:-1]:

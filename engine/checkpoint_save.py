@@ -12,10 +12,11 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
+import random
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,11 +35,13 @@ __all__ = ["BackgroundSave", "Meeting", "Save", "StoreMeeting", "meet_by_collect
 logger = logging.getLogger("wavemare")
 
 Meeting = Callable[[Any], list[Any]]
+_Ended = Callable[[Collection[int]], Collection[int]]
 """Gives every rank's value to all; every rank calls it, as often as the others."""
 
 _POLL_S = 0.02
 _ASK_S = 2.0
-"""How often those that have not come are asked whether they still run."""
+_ASKED = 64
+"""How often those that have not come are asked whether they still run, and how many at a time."""
 # When a script has ended: by an error that the other ranks may not survive, more often than not.
 _AFTER_MAIN_S = 60.0
 
@@ -206,7 +209,7 @@ class StoreMeeting:
         rank: This process.
         ranks: How many there are.
         timeout_s: For how long the others are waited for.
-        ended: Returns which of some ranks have ended, and are not waited for.
+        ended: Returns which of some ranks have certainly ended, and are not waited for.
     """
 
     def __init__(
@@ -215,7 +218,7 @@ class StoreMeeting:
         rank: int,
         ranks: int,
         timeout_s: float,
-        ended: Callable[[Sequence[int]], Sequence[int]] = lambda ranks: (),
+        ended: _Ended | None = None,
     ) -> None:
         self._store = store
         self._rank, self._ranks, self._timeout_s = rank, ranks, timeout_s
@@ -251,16 +254,18 @@ class StoreMeeting:
             if now > deadline:
                 reason = f"ranks {self._missing(keys)} have not written in {self._timeout_s:g} s"
                 raise _lost(reason)
-            if now > ask:
-                self._check_others(keys)
+            if now > ask and self._ended is not None:
+                self._check_missing(self._ended, keys)
                 ask = time.monotonic() + _ASK_S
             time.sleep(_POLL_S)
 
-    def _check_others(self, keys: Sequence[str]) -> None:
-        ended = self._ended(self._missing(keys))
-        # What a rank has said just before it ended counts.
-        if lost := [rank for rank in ended if rank in self._missing(keys)]:
-            raise _lost(f"ranks {lost} have ended, and had not come to its end")
+    def _check_missing(self, ended: _Ended, keys: Sequence[str]) -> None:
+        missing = self._missing(keys)
+        # Not of the generator that the script may have seeded.
+        asked = random.SystemRandom().sample(missing, min(len(missing), _ASKED))
+        # What one has said just before it ended counts.
+        if lost := sorted({*ended(asked)} & {*self._missing(keys)}):
+            raise _lost(f"ranks {lost} have ended without completing their parts")
 
     def _missing(self, keys: Sequence[str]) -> list[int]:
         return [rank for rank, key in enumerate(keys) if not self._store.check([key])]

@@ -36,8 +36,12 @@ __all__ = [
     "reserved_port",
 ]
 
-_GIVEN = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_LOWEST, _FEWEST, _TRIES = 10_000, 1_000, 50
+# The first and the last port that Linux gives to programs that ask for any.
+_EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_LOWEST_PORT = 10_000
+_FEWEST_PORTS = 1_000
+"""Among fewer, jobs that start at once would choose the same one too often."""
+_PORT_TRIES = 50
 
 TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """What DeepSpeed and torch need."""
@@ -264,7 +268,7 @@ def reserved_port() -> Iterator[int]:
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # rank 0's store sets it, too
         ports = _ports_apart()
-        for port in random.SystemRandom().choices(ports, k=_TRIES if ports else 0):
+        for port in random.SystemRandom().choices(ports, k=_PORT_TRIES if ports else 0):
             # Who may share a port is told that one is free that others share.
             with suppress(OSError), socket.socket() as alone:
                 alone.bind(("", port))
@@ -283,9 +287,9 @@ def _ports_apart() -> Sequence[int]:
     """
     first = 32768
     with suppress(OSError, ValueError):
-        first = int(_GIVEN.read_text(encoding="ascii").split()[0])
-    ports = [port for port in range(_LOWEST, min(first, 30_000)) if port not in (29400, 29500)]
-    return ports if len(ports) >= _FEWEST else []
+        first = int(_EPHEMERAL_PORTS.read_text(encoding="ascii").split()[0])
+    ports = [port for port in range(_LOWEST_PORT, min(first, 30_000)) if port not in (29400, 29500)]
+    return ports if len(ports) >= _FEWEST_PORTS else []
 
 
 def free_port() -> int:

@@ -16,7 +16,7 @@ __all__ = ["leave_at_once", "let_gloo_rest", "tell_deaf_parent"]
 
 # deepspeed --launcher mpich starts each rank by this script, which ends with 0 however it went.
 _DEAF_PARENT = "deepspeed/launcher/launcher_helper.py"
-_SUMS_SECONDS = 60.0
+_COLLECTIVES_SECONDS = 60.0
 # Together longer than the 5 ms after which a waiting thread makes Python hand the interpreter on.
 _LOOKS = 4
 _LOOK_SECONDS = 0.003
@@ -40,14 +40,14 @@ def leave_at_once(code: int) -> NoReturn:
 def let_gloo_rest() -> None:
     """Wait, before the interpreter shuts down, until gloo's threads have nothing of Python's.
 
-    A thread that has done a sum gives its tensor back, for which it needs the interpreter. The
-    interpreter's shutdown ends a thread that asks for it, within C++, which aborts the process
+    A thread that has done a collective gives its tensor back, for which it needs the interpreter.
+    The interpreter's shutdown ends a thread that asks for it, within C++, which aborts the process
     ("terminate called without an active exception", pytorch#179291): a job that went well would
-    look like one that did not. Sums that nobody waits for come first, for a minute at most, as
-    the destructor of their process group would wait, too.
+    look like one that did not. Collectives that nobody waits for come first, for a minute at
+    most, as the destructor of their process group would wait, too.
     """
-    until = time.monotonic() + _SUMS_SECONDS
-    while _gloo_threads() and _sums_under_way() and time.monotonic() < until:
+    until = time.monotonic() + _COLLECTIVES_SECONDS
+    while _gloo_threads() and _collectives_under_way() and time.monotonic() < until:
         time.sleep(_ASK_SECONDS)
     still = 0
     while still < _LOOKS and (threads := _gloo_threads()) and time.monotonic() < until:
@@ -66,8 +66,8 @@ def _is_awake(thread: Path) -> bool:
     return state[:1] == "R"
 
 
-def _sums_under_way() -> bool:
-    """Whether torch's flight recorder, which holds the last 2,000, knows a sum without an end.
+def _collectives_under_way() -> bool:
+    """Whether torch's flight recorder, which holds the last 2,000, knows one without an end.
 
     It knows none where it is switched off (``TORCH_FR_BUFFER_SIZE=0``).
     """

@@ -65,6 +65,11 @@ class Absent:
     gone: bool
     farewell: str | None = None
 
+    @property
+    def is_unexplained(self) -> bool:
+        """Whether it has ended without a word."""
+        return self.gone and self.farewell is None
+
     def __str__(self) -> str:
         if self.farewell is not None:
             return f"has ended by itself, {self.farewell}"

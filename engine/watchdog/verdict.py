@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from wavemare.engine.watchdog.standing import Absent, Standing, Whereabouts
 
-__all__ = ["Verdict", "judge"]
+__all__ = ["Verdict", "blame", "judge"]
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def judge(standings: Sequence[Standing], absent: Sequence[Absent]) -> Verdict | 
     if any(not standing.stalled for standing in standings):
         return None
     if absent:
-        return _of_absent(absent)
+        return blame(absent)
     alone = [each for each in standings if not each.waits or each.lock is not None]
     if alone:
         return _of_alone(alone)
@@ -98,7 +98,8 @@ _LOST_MESSAGE = (
 )
 
 
-def _of_absent(absent: Sequence[Absent]) -> Verdict:
+def blame(absent: Sequence[Absent]) -> Verdict:
+    """Return that ranks which do not answer hold up the run."""
     ranks = tuple(each.of.rank for each in absent)
     reason = str(absent[0])
     if absent[0].farewell is not None:

@@ -15,12 +15,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from wavemare.engine.launch import environment_rank
 from wavemare.engine.leaving import leave_at_once
@@ -36,7 +36,7 @@ from wavemare.engine.watchdog.peers import (
 from wavemare.engine.watchdog.progress import PROGRESS, Progress
 from wavemare.engine.watchdog.report import write_report
 from wavemare.engine.watchdog.standing import Absent, Standing, Whereabouts
-from wavemare.engine.watchdog.verdict import Verdict, judge
+from wavemare.engine.watchdog.verdict import Verdict, blame, judge
 
 __all__ = ["EXIT_CODE", "Watchdog", "current", "hold"]
 
@@ -58,10 +58,14 @@ _TELL_S = 4.0
 # has gone, a pipe that nobody reads.
 _LAST_S = 10.0
 _JOIN_S = 5.0
+_NEXT_S = 5.0
+"""For so long a rank waits before it asks for the next one, and asks again."""
 _PAUSE_S = 1.0
 """A tick that comes so much too late: this process has been suspended."""
 
 _KEY = "wavemare/watchdog"
+
+_Found = TypeVar("_Found")
 
 _meetings = itertools.count()
 """This process's; all ranks come to the same ones."""
@@ -149,6 +153,8 @@ class Watchdog:
         self._farewells: Farewells | None = None
         self._moves_until: dict[int, float] = {}
         self._reached: set[int] = set()
+        self._refused: set[int] = set()
+        self._next_ask = 0.0
         self._ended = False
         self._holders = 0
         self._seen = time.monotonic()
@@ -259,7 +265,10 @@ class Watchdog:
         return not self.progress.place.outside and self.progress.age_s >= patience
 
     async def _look(self) -> None:
-        if not self._is_stuck or self._ended:
+        if self._ended:
+            return
+        if not self._is_stuck:
+            await self._look_for_next()
             return
         await asyncio.sleep(min(self._me.rank * _TURN_S, _LONGEST_TURN_S))
         if not self._is_stuck or self._ended:
@@ -277,10 +286,53 @@ class Watchdog:
             f"(wavemare.watchdog allows {own.patience_s:g} s)"
             f"{', and no other rank has' if len(self._ranks) > 1 else ''}"
         )
-        summary = verdict.summary(
-            self._ranks, standings, absent, headline, str(Path(self.config.folder).resolve())
-        )
-        await self._end(verdict, standings, absent, summary)
+        await self._end(verdict, standings, absent, headline)
+
+    async def _look_for_next(self) -> None:
+        """Look whether the next rank has been killed, if this one has waited for some seconds.
+
+        gloo does not notice the end of a rank that has sent a part of a message, and waits on.
+        Each rank looks for one other, so that in a long step nobody is asked by all.
+        """
+        following = self._ranks[(self._me.rank + 1) % len(self._ranks)]
+        if following == self._me or time.monotonic() < self._next_ask:
+            return
+        # Once in any case: of ranks elsewhere, only those reached before are known to have ended.
+        if following.rank in self._reached and not self._waits_long:
+            return
+        self._next_ask = time.monotonic() + _NEXT_S
+        if not await self._find_ended([following]):
+            return
+        standings, absent = await self._inquire()
+        lost = [each for each in absent if each.of == following and each.is_unexplained]
+        if not lost or not self._waits_long or self._ended:
+            return  # this one has heard of it
+        standings.append(own := self._standing())
+        headline = f"rank {own.rank} has waited for {own.age_s:.0f} s, and {following} has ended"
+        await self._end(blame(lost), standings, absent, headline)
+
+    @property
+    def _waits_long(self) -> bool:
+        place, age_s = self.progress.place, self.progress.age_s
+        return not place.outside and age_s > _NEXT_S and self._standing().waits
+
+    async def _find_ended(self, where: Sequence[Whereabouts]) -> set[int]:
+        """Return those of some ranks whose processes have certainly ended.
+
+        On this host nobody listens and there is no process; one elsewhere has answered before and
+        does not twice: an address may be wrong, or blocked for a moment.
+        """
+        answers = await ask_all(where, self._token, {"ask": "standing"})
+        gone = [each.of for each in answers if isinstance(each, Absent) and each.gone]
+        here = {of.rank for of in gone if of.host == self._me.host and _has_ended(of.pid)}
+        refused = {of.rank for of in gone if of.host != self._me.host} & self._reached
+        sure = here | (refused & self._refused)
+        present = {
+            of.rank for of, each in zip(where, answers, strict=True) if not isinstance(each, Absent)
+        }
+        self._reached |= present
+        self._refused = (self._refused | refused) - present
+        return sure
 
     async def _inquire(self) -> tuple[list[Standing], list[Absent]]:
         """Return where the other ranks stand."""
@@ -326,9 +378,11 @@ class Watchdog:
         verdict: Verdict,
         standings: Sequence[Standing],
         absent: Sequence[Absent],
-        summary: str,
+        headline: str,
     ) -> None:
         """End all ranks that answer, and this one."""
+        folder = str(Path(self.config.folder).resolve())
+        summary = verdict.summary(self._ranks, standings, absent, headline, folder)
         self._begin_end()
         blameless = [each.rank for each in standings if each.rank not in verdict.suspects]
         speaker = min(blameless or [each.rank for each in standings])
@@ -399,56 +453,64 @@ class Watchdog:
         """Whether it is ending this process; whatever fails meanwhile is of no interest."""
         return self._ended
 
-    def ended(self, ranks: Sequence[int]) -> list[int]:
-        """Return those of these ranks whose processes have certainly ended; from any thread.
-
-        One on another host must have answered before: its address may be wrong, or blocked.
-        """
-        where = [each for each in self._ranks if each.rank in ranks and each.rank != self._me.rank]
-        if not where or not self._thread.is_alive():
-            return []
-        try:
-            inquiry = asyncio.run_coroutine_threadsafe(
-                ask_all(where, self._token, {"ask": "standing"}), self._loop
-            )
-            answers = inquiry.result(_JOIN_S)
-        except (CancelledError, TimeoutError, RuntimeError):  # it stops, or has just stopped
-            return []
-        absent = {a.of.rank for a in answers if isinstance(a, Absent)}
-        self._reached |= {each.rank for each in where} - absent
-        gone = {a.of.rank for a in answers if isinstance(a, Absent) and a.gone}
-        sure = {each.rank for each in where if each.host == self._me.host} | self._reached
-        return sorted(gone & sure)
+    def ended(self, ranks: Collection[int]) -> set[int]:
+        """Return those of some ranks whose processes have certainly ended; from any thread."""
+        others = [each for each in self._ranks if each.rank in ranks and each != self._me]
+        return self._wait_for(self._find_ended(others)) or set()
 
     def explain_loss(self) -> str | None:
         """Say which ranks have gone, if any have, and write this rank's report.
 
         For a rank whose collective has failed because a peer has gone.
         """
-        if len(self._ranks) == 1 or not self._thread.is_alive():
+        if len(self._ranks) == 1:
             return None
-        inquiry = asyncio.run_coroutine_threadsafe(self._inquire(), self._loop)
-        try:
-            standings, absent = inquiry.result(_JOIN_S)
-        except (CancelledError, TimeoutError, RuntimeError):
+        found = self._wait_for(self._inquire())
+        if found is None:
             return None
+        standings, absent = found
         gone = [each for each in absent if each.gone]
         if not gone:
             return None
         ranks = tuple(each.of.rank for each in gone)
-        verdict = judge([], gone)
-        assert verdict is not None
         headline = f"rank {self._me.rank} has lost rank {', '.join(map(str, ranks))}"
         if (broken := self.progress.broken) is not None:
             headline += f" in {broken}, step {self.progress.step}"
         folder = str(Path(self.config.folder).resolve())
         write_report(folder, self._me, self._standing(), self.progress, headline)
-        return verdict.summary(self._ranks, standings, absent, headline, folder)
+        return blame(gone).summary(self._ranks, standings, absent, headline, folder)
+
+    def _wait_for(self, inquiry: Coroutine[Any, Any, _Found]) -> _Found | None:
+        """Return what its thread finds out for another one; None if it has stopped, or stops."""
+        if not self._thread.is_alive():
+            inquiry.close()
+            return None
+        try:
+            found = asyncio.run_coroutine_threadsafe(inquiry, self._loop)
+        except RuntimeError:  # its loop has just been closed
+            inquiry.close()
+            return None
+        try:
+            return found.result(_JOIN_S)
+        except (CancelledError, TimeoutError, RuntimeError):
+            if not self._loop.is_closed():
+                found.cancel()
+            return None
 
 
 def _is_stopped(pid: int) -> bool:
+    return _state(pid) in ("T", "t")
+
+
+def _has_ended(pid: int) -> bool:
+    # One whose parent has not asked for its code yet, too.
+    return _state(pid) in ("", "Z", "X")
+
+
+def _state(pid: int) -> str:
+    """Return the letter for what a process does; empty if there is none."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return stat.rpartition(")")[2].split()[0]
     except (OSError, IndexError):
-        return False
-    return state in ("T", "t")
+        return ""

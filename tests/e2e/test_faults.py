@@ -144,7 +144,7 @@ def test_a_stale_lock_of_an_extension_build(run, tmp_path, launcher, fault):
     assert "extensions/deepspeed_shm_comm/lock" in ended.output
     assert "remove that file" in ended.output
     # From just before ``initialize``, with the start's patience; a loaded machine takes its time.
-    assert reported(tmp_path) <= START_S + 15
+    assert reported(tmp_path) <= START_S + 10
     assert lasted <= START_S + 15
 
 

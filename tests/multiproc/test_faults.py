@@ -51,6 +51,17 @@ def test_the_rank_that_holds_up_the_others_is_named(launch, fault, engine, codes
 
 
 @pytest.mark.world_size(2)
+def test_a_rank_that_is_killed_with_half_a_message_sent_is_noticed(launch):
+    """gloo waits for the other half, without end."""
+    finished = launch(PROGRAM, "half", "data", "--timeout", 500)
+    assert finished.codes == [124, -9], finished.outputs
+    assert not finished.ended_by_harness
+    assert told(finished, "suspect: rank 1 (") == [0], finished.outputs
+    assert "has ended without a word" in finished.outputs[0]
+    assert "watchdog: rank 0 has waited for" in finished.outputs[0]
+
+
+@pytest.mark.world_size(2)
 def test_an_engine_is_watched_after_another_has_been_destroyed(launch):
     finished = launch(PROGRAM, "loader", "data", "--second", "--timeout", TIMEOUT_S)
     assert finished.codes == [124, 124], finished.outputs

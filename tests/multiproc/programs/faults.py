@@ -2,9 +2,13 @@
 """Trains on two ranks or more, and lets one of them fail in the way that is asked for."""
 
 import argparse
+import contextlib
+import fcntl
 import os
 import resource
 import signal
+import sys
+import termios
 import time
 from pathlib import Path
 
@@ -32,6 +36,16 @@ def tell_when():
     (options.folder / "when").write_text(str(time.time()))
 
 
+def most_bytes_to_be_sent() -> int:
+    """Return how many bytes a socket of this process holds that the other side has not."""
+    sizes = [0]
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # no socket
+            held = fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4))
+            sizes.append(int.from_bytes(held, sys.byteorder))
+    return max(sizes)
+
+
 def fail():
     """Do what goes wrong on the rank of the fault."""
     tell_when()
@@ -50,6 +64,11 @@ def fail():
             torch.ones(1 << 30)
         case "cut":
             pass  # the test does it, from outside
+        case "half":
+            sending = torch.distributed.isend(torch.empty(1 << 26), 0)
+            while most_bytes_to_be_sent() < 1 << 16:
+                assert not sending.is_completed()
+            os.kill(os.getpid(), signal.SIGKILL)
         case "loader":
             time.sleep(1000)
 
@@ -67,6 +86,8 @@ def batches(engine, rank):
                 time.sleep(0.7 * options.timeout)
             elif number == AT * MICRO_STEPS:
                 fail()
+        elif options.fault == "half" and number == AT * MICRO_STEPS:
+            torch.distributed.recv(torch.empty(1 << 26), options.rank)
         tokens = next(source)
         yield {"input_ids": tokens, "labels": tokens}
 

@@ -3,6 +3,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from multiprocessing.shared_memory import SharedMemory
 from types import SimpleNamespace
 
@@ -13,6 +15,8 @@ from wavemare.bench.soak.run import SYSTEMS, Soak, configuration
 from wavemare.bench.soak.watch import Losses, Sizes, left_behind, shared_memory_segments
 from wavemare.cli.bench_soak import _problems
 from wavemare.engine.config import check_config
+
+MIB = 2**20
 
 
 def write(file, losses, mode="w"):
@@ -62,6 +66,41 @@ def test_growth_is_that_of_medians_after_the_warm_up():
     late.begin()
     late.sample()
     assert late.samples == []
+
+
+def test_pages_of_a_file_that_another_process_leaves_are_no_growth(tmp_path):
+    (tmp_path / "library").write_bytes(bytes(64 * MIB))
+    program = """
+import mmap, sys
+file = open("library", "rb")
+library = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+seen, own = sum(library[::4096]), b"x" * int(sys.argv[1])
+print("ready", flush=True)
+input()
+"""
+
+    def start(bytes_of_its_own):
+        words = [sys.executable, "-c", program, str(bytes_of_its_own)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        return subprocess.Popen(words, cwd=tmp_path, text=True, **pipes)
+
+    with start(0) as small, start(32 * MIB) as large:
+        sizes = [Sizes(process.pid, warmup_s=0) for process in (small, large)]
+        try:
+            for process, of in zip((small, large), sizes, strict=True):
+                assert process.stdout.readline() == "ready\n"
+                of.begin()
+                of.sample()
+            large.kill()
+            os.waitid(os.P_PID, large.pid, os.WEXITED | os.WNOWAIT)  # its parent knows nothing yet
+            for of in sizes:
+                of.sample()
+        finally:
+            small.kill()
+            large.kill()
+    (before, after), (own,) = [[sample["memory_mib"] for sample in of.samples] for of in sizes]
+    assert after == pytest.approx(before, abs=1)
+    assert own - before == pytest.approx(32, abs=1)
 
 
 def test_segments_of_a_process_that_stay_are_found():

@@ -3,6 +3,7 @@
 
 import json
 import os
+import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -189,15 +190,30 @@ def test_a_rank_that_has_ended_is_named_unless_it_has_written(monkeypatch):
     store, asked = PrefixStore("x", HashStore()), []
 
     def ended(ranks):
-        asked.append(list(ranks))
+        asked.append(sorted(ranks))
         if len(asked) == 1:
-            return []
+            return set()
         store.set("0/2", "null")  # its last word
-        return [1, 2]
+        return {1, 2}
 
-    with pytest.raises(CheckpointError, match=r"ranks \[1\] have ended, and had not"):
+    with pytest.raises(CheckpointError, match=r"ranks \[1\] have ended without completing"):
         StoreMeeting(store, 0, 3, 60.0, ended)("here")
     assert asked == [[1, 2], [1, 2]]
+
+
+def test_of_many_that_are_missing_some_are_asked_at_a_time(monkeypatch):
+    monkeypatch.setattr(checkpoint_save, "_ASK_S", 0.0)
+    monkeypatch.setattr(checkpoint_save, "_ASKED", 3)
+    state, asked = random.getstate(), []
+
+    def ended(ranks):
+        asked.append(list(ranks))
+        return {9} & {*ranks}
+
+    with pytest.raises(CheckpointError, match=r"ranks \[9\] have ended"):
+        StoreMeeting(PrefixStore("x", HashStore()), 0, 10, 60.0, ended)("here")
+    assert {len({*each}) for each in asked} == {3}
+    assert random.getstate() == state  # the script's
 
 
 def test_values_are_forgotten_when_nobody_can_ask_for_them():

@@ -381,32 +381,6 @@ def test_one_missing_answer_of_a_rank_that_moved_is_no_proof(tmp_path):
     watchdog.start().stop()
 
 
-def test_only_ranks_that_have_certainly_ended_are_said_to_have(monkeypatch):
-    """On another host, an address that refuses may be a wrong one, unless it has answered."""
-    watchdog = Watchdog(WatchdogConfig()).start()
-    here = replace(RANKS[1], host=watchdog._me.host)
-    watchdog._ranks = [watchdog._me, here, RANKS[2]]
-    gone = {1: Absent(here, gone=True), 2: Absent(RANKS[2], gone=True)}
-    answers = [
-        [gone[1], gone[2]],
-        [Absent(here, gone=False), Absent(RANKS[2], gone=False)],
-        [gone[1], gone[2]],
-        [{}, {}],
-        [gone[1], gone[2]],
-    ]
-
-    async def ask_all(where, token, request):
-        assert [each.rank for each in where] == [1, 2]
-        return answers.pop(0)
-
-    monkeypatch.setattr(watcher, "ask_all", ask_all)
-    try:
-        assert [watchdog.ended([0, 1, 2]) for _ in range(5)] == [[1], [], [1], [], [1, 2]]
-    finally:
-        watchdog.stop()
-    assert watchdog.ended([0, 1, 2]) == []  # it cannot ask
-
-
 def test_a_report_that_never_gets_written_does_not_keep_the_run_alive(tmp_path, monkeypatch):
     """On a file system that has gone, as here into a pipe that nobody reads."""
     monkeypatch.setattr("wavemare.engine.watchdog.watcher._LAST_S", 0.2)

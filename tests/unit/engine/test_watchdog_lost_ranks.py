@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that have certainly ended, and who looks for them."""
+
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import pytest
+
+from wavemare.engine.watchdog import watcher
+from wavemare.engine.watchdog.config import WatchdogConfig
+from wavemare.engine.watchdog.progress import Progress
+from wavemare.engine.watchdog.standing import Absent, Whereabouts
+from wavemare.engine.watchdog.watcher import Watchdog
+
+ELSEWHERE = Whereabouts(2, "another", 1, "127.0.0.1", 1)
+
+
+@pytest.fixture
+def three(monkeypatch):
+    """Return a watchdog, with rank 1 on its host and rank 2 on another, and how they answer."""
+    watchdog, answers = Watchdog(WatchdogConfig()).start(), {}
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        here = replace(watchdog._me, rank=1, pid=process.pid)
+        watchdog._ranks = [watchdog._me, here, ELSEWHERE]
+
+        async def ask_all(where, token, request):
+            said = [(of, answers.get(of.rank, "silent")) for of in where]
+            return [s if isinstance(s, dict) else Absent(of, s == "gone") for of, s in said]
+
+        monkeypatch.setattr(watcher, "ask_all", ask_all)
+        yield watchdog, answers, process
+        watchdog.stop()
+        process.kill()
+
+
+def test_only_ranks_that_have_certainly_ended_are_said_to_have(three):
+    """On another host, an address that refuses may be a wrong one, unless it has answered."""
+    watchdog, answers, process = three
+    there = {}
+    for how, certain in (
+        ("gone", set()),
+        ("gone", set()),  # it has never been reached
+        (there, set()),
+        ("silent", set()),
+        ("gone", set()),  # the way there may be blocked for a moment
+        (there, set()),
+        ("gone", set()),
+        ("gone", {2}),
+    ):
+        answers |= {1: how, 2: how}
+        assert watchdog.ended([0, 1, 2]) == certain
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # its parent knows nothing yet
+    assert watchdog.ended([0, 1]) == {1}
+    watchdog.stop()
+    assert watchdog.ended([1, 2]) == set()  # it cannot ask
+    alone = Watchdog(WatchdogConfig())
+    assert alone.ended([0, 1]) == set()  # the ranks have not met
+
+
+@pytest.mark.parametrize("farewell", [None, "after step 3"])
+def test_a_rank_that_waits_looks_whether_the_next_one_was_killed(three, monkeypatch, farewell):
+    watchdog, answers, process = three
+    monkeypatch.setattr(watcher, "_NEXT_S", 0.3)
+    ended = threading.Event()
+    told = []
+
+    async def inquire():
+        return [], [Absent(watchdog._ranks[1], gone=True, farewell=farewell)]
+
+    async def end(verdict, standings, absent, headline):
+        told.append((verdict.suspects, headline))
+        ended.set()
+
+    monkeypatch.setattr(watchdog, "_inquire", inquire)
+    monkeypatch.setattr(watchdog, "_end", end)
+    answers |= {1: "gone", 2: {}}
+    process.kill()
+    process.wait()
+    watchdog.progress = Progress()
+    with watchdog.progress.doing("backward"):
+        assert not ended.wait(2)  # it computes
+        watchdog.progress.at("recv", peer=2)
+        assert ended.wait(5) == (farewell is None)
+    if farewell is None:
+        assert told[0][0] == (1,)
+        assert "rank 0 has waited for" in told[0][1]
