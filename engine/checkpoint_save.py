@@ -35,8 +35,8 @@ __all__ = ["BackgroundSave", "Meeting", "Save", "StoreMeeting", "meet_by_collect
 logger = logging.getLogger("wavemare")
 
 Meeting = Callable[[Any], list[Any]]
-_Ended = Callable[[Collection[int]], Collection[int]]
 """Gives every rank's value to all; every rank calls it, as often as the others."""
+_Ended = Callable[[Collection[int]], Collection[int]]
 
 _POLL_S = 0.02
 _ASK_S = 2.0

@@ -103,7 +103,8 @@ def blame(absent: Sequence[Absent]) -> Verdict:
     ranks = tuple(each.of.rank for each in absent)
     reason = str(absent[0])
     if absent[0].farewell is not None:
-        return Verdict(ranks, reason, "Give all ranks equally many batches and steps")
+        remedy = "Look at its own output, and give all ranks equally many batches and steps"
+        return Verdict(ranks, reason, remedy)
     if absent[0].gone:
         return Verdict(
             ranks, reason, f"Look at its own output, and at dmesg on {absent[0].of.host}"

@@ -60,6 +60,8 @@ _LAST_S = 10.0
 _JOIN_S = 5.0
 _NEXT_S = 5.0
 """For so long a rank waits before it asks for the next one, and asks again."""
+# A rank elsewhere that refuses is asked again after the one and before the other.
+_BLOCKED_S, _FORGET_S = 1.0, 15.0
 _PAUSE_S = 1.0
 """A tick that comes so much too late: this process has been suspended."""
 
@@ -152,8 +154,8 @@ class Watchdog:
         self._token = ""
         self._farewells: Farewells | None = None
         self._moves_until: dict[int, float] = {}
-        self._reached: set[int] = set()
-        self._refused: set[int] = set()
+        self._reached: set[Whereabouts] = set()
+        self._refused: dict[Whereabouts, float] = {}
         self._next_ask = 0.0
         self._ended = False
         self._holders = 0
@@ -289,16 +291,17 @@ class Watchdog:
         await self._end(verdict, standings, absent, headline)
 
     async def _look_for_next(self) -> None:
-        """Look whether the next rank has been killed, if this one has waited for some seconds.
+        """Look whether the next rank has been killed, if this one seems to have waited for seconds.
 
         gloo does not notice the end of a rank that has sent a part of a message, and waits on.
         Each rank looks for one other, so that in a long step nobody is asked by all.
         """
-        following = self._ranks[(self._me.rank + 1) % len(self._ranks)]
+        ranks = self._ranks  # which `meet` replaces
+        following = ranks[(self._me.rank + 1) % len(ranks)]
         if following == self._me or time.monotonic() < self._next_ask:
             return
         # Once in any case: of ranks elsewhere, only those reached before are known to have ended.
-        if following.rank in self._reached and not self._waits_long:
+        if following in self._reached and not self._waits_long:
             return
         self._next_ask = time.monotonic() + _NEXT_S
         if not await self._find_ended([following]):
@@ -306,33 +309,47 @@ class Watchdog:
         standings, absent = await self._inquire()
         lost = [each for each in absent if each.of == following and each.is_unexplained]
         if not lost or not self._waits_long or self._ended:
-            return  # this one has heard of it
+            return  # that one has said why, or this one goes on or ends by itself
         standings.append(own := self._standing())
-        headline = f"rank {own.rank} has waited for {own.age_s:.0f} s, and {following} has ended"
+        headline = f"rank {own.rank} has not moved for {own.age_s:.0f} s, and {following} has ended"
         await self._end(blame(lost), standings, absent, headline)
 
     @property
     def _waits_long(self) -> bool:
-        place, age_s = self.progress.place, self.progress.age_s
-        return not place.outside and age_s > _NEXT_S and self._standing().waits
+        own = self.progress
+        patience = own.patience(self.config.timeout_s, self.config.start_timeout_s)
+        # Not with an answer to wait for when all are to be asked.
+        now = not own.place.outside and _NEXT_S < own.age_s < patience - _NEXT_S
+        return now and self._standing().waits
 
     async def _find_ended(self, where: Sequence[Whereabouts]) -> set[int]:
-        """Return those of some ranks whose processes have certainly ended.
-
-        On this host nobody listens and there is no process; one elsewhere has answered before and
-        does not twice: an address may be wrong, or blocked for a moment.
-        """
+        """Return those of some ranks whose processes have certainly ended."""
         answers = await ask_all(where, self._token, {"ask": "standing"})
-        gone = [each.of for each in answers if isinstance(each, Absent) and each.gone]
-        here = {of.rank for of in gone if of.host == self._me.host and _has_ended(of.pid)}
-        refused = {of.rank for of in gone if of.host != self._me.host} & self._reached
-        sure = here | (refused & self._refused)
-        present = {
-            of.rank for of, each in zip(where, answers, strict=True) if not isinstance(each, Absent)
-        }
-        self._reached |= present
-        self._refused = (self._refused | refused) - present
-        return sure
+        found = set()
+        for of, answer in zip(where, answers, strict=True):
+            if not isinstance(answer, Absent):
+                self._reached.add(of)
+                self._refused.pop(of, None)
+            elif answer.gone and self._is_certain(of):
+                found.add(of.rank)
+        return found
+
+    def _is_certain(self, of: Whereabouts) -> bool:
+        """Whether a rank at whose socket nobody listens has ended.
+
+        On this host it has no process. Elsewhere it has answered before, and refuses for a second
+        time: an address may be wrong, or blocked for a moment.
+        """
+        if of.host == self._me.host:
+            return _has_ended(of.pid)
+        if of not in self._reached:
+            return False
+        now = time.monotonic()
+        first = self._refused.get(of)
+        if first is None or now - first > _FORGET_S:
+            self._refused[of] = now
+            return False
+        return now - first >= _BLOCKED_S
 
     async def _inquire(self) -> tuple[list[Standing], list[Absent]]:
         """Return where the other ranks stand."""
@@ -421,20 +438,24 @@ class Watchdog:
 
     # --- ends of single ranks -------------------------------------------------------------------
 
-    def bid_farewell(self) -> None:
-        """Leave a word for those who would wonder where this rank is."""
+    def bid_farewell(self, code: int = 0) -> None:
+        """Leave a word for those who would wonder where this rank is.
+
+        Args:
+            code: With which it ends.
+        """
         if self._farewells is None or len(self._ranks) == 1 or self not in _running:
             return
         if not self._thread.is_alive() or self._thread is threading.current_thread():
             return
-        text = f"after step {self.progress.step}"
+        text = f"after step {self.progress.step}{f' with exit code {code}' if code else ''}"
         if self._me.rank > 0:
             self._farewells.say(self._me.rank, text)
             return
-        # The store may live in this process and end with it.
+        # The store may live in this process and end with it. The last rank looks for this one.
         request = {"ask": "remember", "rank": 0, "text": text}
         telling = asyncio.run_coroutine_threadsafe(
-            ask_all(self._ranks[1:], self._token, request), self._loop
+            ask_all(self._ranks[:0:-1], self._token, request), self._loop
         )
         try:
             telling.result(_GRACE_S)
@@ -508,9 +529,11 @@ def _has_ended(pid: int) -> bool:
 
 
 def _state(pid: int) -> str:
-    """Return the letter for what a process does; empty if there is none."""
+    """Return the letter for what a process does; empty if there is none, ``?`` if unknown."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         return stat.rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
+    except (FileNotFoundError, ProcessLookupError):
         return ""
+    except (OSError, IndexError):
+        return "?"

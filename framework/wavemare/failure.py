@@ -258,5 +258,7 @@ def _leave(code: int) -> NoReturn:
     if not _group_exists() and "mpi4py.MPI" not in sys.modules:
         tell_deaf_parent()
         raise SystemExit(code)
+    if (watchdog := _watchdog()) is not None:
+        watchdog.bid_farewell(code)
     time.sleep(_LINGER_SECONDS)
     leave_at_once(code)

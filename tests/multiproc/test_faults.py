@@ -58,7 +58,7 @@ def test_a_rank_that_is_killed_with_half_a_message_sent_is_noticed(launch):
     assert not finished.ended_by_harness
     assert told(finished, "suspect: rank 1 (") == [0], finished.outputs
     assert "has ended without a word" in finished.outputs[0]
-    assert "watchdog: rank 0 has waited for" in finished.outputs[0]
+    assert "watchdog: rank 0 has not moved for" in finished.outputs[0]
 
 
 @pytest.mark.world_size(2)
@@ -106,17 +106,37 @@ def test_any_of_three_ranks_is_found(launch, rank):
 OBSTACLE = Laboratory.obstacle()
 
 
+def start_on_hosts(laboratory, folder, fault, timeout_s):
+    program = Path(__file__).parent / "programs" / PROGRAM
+    command = [sys.executable, program, folder, fault, "data", "--timeout", timeout_s]
+    environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    words = [str(word) for word in command]
+    return laboratory.start_ranks(words, environment=environment, logs=folder)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
+def test_half_a_message_of_a_rank_that_was_killed_on_another_host(tmp_path):
+    with Laboratory(2) as laboratory:
+        start_on_hosts(laboratory, tmp_path, "half", 500)
+        deadline, output = time.monotonic() + 100, ""
+        while "stacks and plans" not in output:  # the last line
+            assert time.monotonic() < deadline, output
+            time.sleep(0.1)
+            output = (tmp_path / "rank_0.log").read_text()
+    assert "watchdog: rank 0 has not moved for" in output
+    assert "rank 1 (node1" in output
+    assert "has ended without a word" in output
+    report = tmp_path / "watchdog/rank_00000.txt"
+    assert report.stat().st_mtime - float((tmp_path / "when").read_text()) < 30
+
+
 @pytest.mark.world_size(2)
 @pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
 def test_both_sides_of_a_cut_link_name_the_other(tmp_path):
     """The switch's port goes down: no connection breaks, and messages get no answer."""
-    program = [sys.executable, Path(__file__).parent / "programs" / PROGRAM]
-    command = [*program, tmp_path, "cut", "data", "--timeout", TIMEOUT_S]
-    environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     with Laboratory(2) as laboratory:
-        group = laboratory.start_ranks(
-            [str(word) for word in command], environment=environment, logs=tmp_path
-        )
+        group = start_on_hosts(laboratory, tmp_path, "cut", TIMEOUT_S)
         deadline = time.monotonic() + 150
         while not (tmp_path / "when").exists():
             assert time.monotonic() < deadline

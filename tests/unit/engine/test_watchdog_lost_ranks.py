@@ -6,9 +6,11 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from wavemare import failure
 from wavemare.engine.watchdog import watcher
 from wavemare.engine.watchdog.config import WatchdogConfig
 from wavemare.engine.watchdog.progress import Progress
@@ -36,8 +38,9 @@ def three(monkeypatch):
         process.kill()
 
 
-def test_only_ranks_that_have_certainly_ended_are_said_to_have(three):
+def test_only_ranks_that_have_certainly_ended_are_said_to_have(three, monkeypatch):
     """On another host, an address that refuses may be a wrong one, unless it has answered."""
+    monkeypatch.setattr(watcher, "_BLOCKED_S", 0.0)
     watchdog, answers, process = three
     there = {}
     for how, certain in (
@@ -52,6 +55,11 @@ def test_only_ranks_that_have_certainly_ended_are_said_to_have(three):
     ):
         answers |= {1: how, 2: how}
         assert watchdog.ended([0, 1, 2]) == certain
+    monkeypatch.setattr(watcher, "_BLOCKED_S", 1000.0)
+    assert watchdog.ended([2]) == set()  # too soon after the first refusal
+    monkeypatch.setattr(watcher, "_BLOCKED_S", 0.0)
+    monkeypatch.setattr(watcher, "_FORGET_S", 0.0)
+    assert watchdog.ended([2]) == set()  # that was long ago
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # its parent knows nothing yet
     assert watchdog.ended([0, 1]) == {1}
@@ -87,4 +95,15 @@ def test_a_rank_that_waits_looks_whether_the_next_one_was_killed(three, monkeypa
         assert ended.wait(5) == (farewell is None)
     if farewell is None:
         assert told[0][0] == (1,)
-        assert "rank 0 has waited for" in told[0][1]
+        assert "rank 0 has not moved for" in told[0][1]
+
+
+def test_a_rank_that_ends_by_an_error_says_so_to_those_who_would_look_for_it(three, monkeypatch):
+    watchdog, _, _ = three
+    said = []
+    monkeypatch.setattr(failure, "_group_exists", lambda: True)
+    monkeypatch.setattr(failure, "leave_at_once", said.append)
+    watchdog._me = replace(watchdog._me, rank=1)
+    watchdog._farewells = SimpleNamespace(say=lambda *words: said.append(words))
+    failure._leave(2)
+    assert said == [(1, "after step 0 with exit code 2"), 2]

@@ -141,10 +141,10 @@ def _memory_of_no_file(pid: int) -> int:
 
     Of files a process has more to itself when another one ends: a rank whose peer dies, 40 %.
     """
-    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
-    if not (sizes := re.findall(r"^Rss(?:Anon|Shmem):\s*(\d+) kB$", status, re.MULTILINE)):
-        raise psutil.ZombieProcess(pid)
-    return sum(map(int, sizes))
+    # Of the first the count of anonymous pages is exact, of the second one not with many cores.
+    files = [Path(f"/proc/{pid}/{name}") for name in ("smaps_rollup", "status")]
+    text = "".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
+    return sum(map(int, re.findall(r"^(?:Anonymous|RssShmem):\s*(\d+) kB$", text, re.MULTILINE)))
 
 
 def shared_memory_segments(pid: int) -> set[str]:
