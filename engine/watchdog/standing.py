@@ -164,7 +164,10 @@ def _module(frame: FrameType) -> str:
 def _waits(frames: list[FrameType]) -> bool:
     if any(_module(frame).startswith(_WAITING_MODULES) for frame in frames[:_DEPTH]):
         return True
-    code = linecache.getline(frames[0].f_code.co_filename, frames[0].f_lineno) if frames else ""
+    if not frames:
+        return False
+    # Between two lines a frame has none.
+    code = linecache.getline(frames[0].f_code.co_filename, frames[0].f_lineno or 0)
     return any(call in code for call in _WAITING_CALLS)
 
 

@@ -170,6 +170,24 @@ def test_waiting_is_told_from_working_by_the_stack():
     assert not Standing.of(0, progress, WatchdogConfig()).waits
 
 
+def test_a_thread_between_two_lines_tells_where_it_stands():
+    progress, lock = Progress(), threading.Lock()
+
+    def train():
+        lock.acquire()
+
+    train.__code__ = train.__code__.replace(co_linetable=b"")
+    with lock:
+        thread = threading.Thread(target=train)
+        thread.start()
+        while (frame := sys._current_frames()[thread.ident]).f_code is not train.__code__:
+            time.sleep(0.01)
+        assert frame.f_lineno is None
+        progress.thread = thread.ident
+        assert not Standing.of(0, progress, WatchdogConfig()).waits
+    thread.join()
+
+
 def test_only_those_who_know_the_token_are_answered():
     async def talk():
         async def answer(request):
