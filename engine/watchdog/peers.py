@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
@@ -17,6 +18,8 @@ from wavemare.engine.watchdog.standing import Absent, Whereabouts
 from wavemare.errors import LaunchError
 
 __all__ = ["LOOPBACK", "ask", "ask_all", "listening_socket", "reachable_address", "serve"]
+
+logger = logging.getLogger("wavemare")
 
 LOOPBACK = "127.0.0.1"
 
@@ -63,21 +66,30 @@ async def serve(listener: socket.socket, token: Callable[[], str], answer: Answe
     """
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # Cancelled when the loop ends; Python 3.11's streams report that as an error.
-        ended = (asyncio.CancelledError, OSError, ValueError, TimeoutError, RecursionError)
-        try:
-            with suppress(*ended):
-                line = await asyncio.wait_for(reader.readline(), _ANSWER_S)
-                request = json.loads(line)
-                known = token()
-                given = str(request.pop("token", "")) if isinstance(request, dict) else ""
-                if known and hmac.compare_digest(given.encode(), known.encode()):
-                    writer.write(json.dumps(await answer(request)).encode() + b"\n")
-                    await asyncio.wait_for(writer.drain(), _ANSWER_S)
-        finally:
-            writer.close()
+        with suppress(OSError, ValueError, TimeoutError, RecursionError):
+            line = await asyncio.wait_for(reader.readline(), _ANSWER_S)
+            request = json.loads(line)
+            known = token()
+            given = str(request.pop("token", "")) if isinstance(request, dict) else ""
+            if known and hmac.compare_digest(given.encode(), known.encode()):
+                writer.write(json.dumps(await answer(request)).encode() + b"\n")
+                await asyncio.wait_for(writer.drain(), _ANSWER_S)
 
-    return await asyncio.start_server(handle, sock=listener, limit=_LIMIT)
+    conversations: set[asyncio.Task[None]] = set()
+
+    # Of a coroutine, Python 3.11's streams would report as an error that the loop ends meanwhile.
+    def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        def end(task: asyncio.Task[None]) -> None:
+            conversations.discard(task)
+            writer.close()
+            if not task.cancelled() and (error := task.exception()) is not None:
+                logger.error("the watchdog could not answer", exc_info=error)
+
+        task = asyncio.get_running_loop().create_task(handle(reader, writer))
+        conversations.add(task)
+        task.add_done_callback(end)
+
+    return await asyncio.start_server(begin, sock=listener, limit=_LIMIT)
 
 
 async def ask(of: Whereabouts, token: str, request: dict[str, Any]) -> dict[str, Any] | Absent:

@@ -283,6 +283,26 @@ watchdog.stop()
         assert words not in ended.stderr
 
 
+@pytest.mark.parametrize("turns", range(8))
+def test_one_that_ends_as_somebody_calls_says_nothing_of_it(turns):
+    """One of these ends when the conversation is prepared, and has not begun."""
+    told, listener = [], listening_socket()
+
+    async def answer(request):
+        raise AssertionError
+
+    async def end_soon():
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda loop, context: told.append(context))
+        await serve(listener, lambda: "secret", answer)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+
+    with socket.create_connection(("127.0.0.1", listener.getsockname()[1])), listener:
+        asyncio.run(end_soon())
+    assert told == []
+
+
 class Ended:
     """Takes the place of the end of the process."""
 
