@@ -454,13 +454,7 @@ class Watchdog:
             return
         # The store may live in this process and end with it. The last rank looks for this one.
         request = {"ask": "remember", "rank": 0, "text": text}
-        telling = asyncio.run_coroutine_threadsafe(
-            ask_all(self._ranks[:0:-1], self._token, request), self._loop
-        )
-        try:
-            telling.result(_GRACE_S)
-        except TimeoutError:
-            telling.cancel()
+        self._wait_for(ask_all(self._ranks[:0:-1], self._token, request), _GRACE_S)
 
     def _at_exit(self) -> None:
         if self._ended:
@@ -501,8 +495,10 @@ class Watchdog:
         write_report(folder, self._me, self._standing(), self.progress, headline)
         return blame(gone).summary(self._ranks, standings, absent, headline, folder)
 
-    def _wait_for(self, inquiry: Coroutine[Any, Any, _Found]) -> _Found | None:
-        """Return what its thread finds out for another one; None if it has stopped, or stops."""
+    def _wait_for(
+        self, inquiry: Coroutine[Any, Any, _Found], seconds: float = _JOIN_S
+    ) -> _Found | None:
+        """Return what its thread finds out for another one; None if it stops, or takes too long."""
         if not self._thread.is_alive():
             inquiry.close()
             return None
@@ -512,7 +508,7 @@ class Watchdog:
             inquiry.close()
             return None
         try:
-            return found.result(_JOIN_S)
+            return found.result(seconds)
         except (CancelledError, TimeoutError, RuntimeError):
             if not self._loop.is_closed():
                 found.cancel()

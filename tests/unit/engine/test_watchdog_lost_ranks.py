@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that have certainly ended, and who looks for them."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -107,3 +108,14 @@ def test_a_rank_that_ends_by_an_error_says_so_to_those_who_would_look_for_it(thr
     watchdog._farewells = SimpleNamespace(say=lambda *words: said.append(words))
     failure._leave(2)
     assert said == [(1, "after step 0 with exit code 2"), 2]
+
+
+def test_a_farewell_that_is_cancelled_does_not_keep_a_rank_from_ending(three, monkeypatch):
+    watchdog, _, _ = three
+
+    async def ask_all(where, token, request):
+        raise asyncio.CancelledError  # its loop ends
+
+    monkeypatch.setattr(watcher, "ask_all", ask_all)
+    watchdog._farewells = SimpleNamespace()
+    watchdog.bid_farewell(1)

@@ -139,9 +139,9 @@ class Sizes:
 def _memory_of_no_file(pid: int) -> int:
     """Return the KiB that a process holds beside pages of files, such as those of libraries.
 
-    Of files a process has more to itself when another one ends: a rank whose peer dies, 40 %.
+    These become its own when the last other process that has them ends: a rank's peer, perhaps.
     """
-    # Of the first the count of anonymous pages is exact, of the second one not with many cores.
+    # Anonymous pages stand in ``status``, too, but are not counted exactly there on many cores.
     files = [Path(f"/proc/{pid}/{name}") for name in ("smaps_rollup", "status")]
     text = "".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
     return sum(map(int, re.findall(r"^(?:Anonymous|RssShmem):\s*(\d+) kB$", text, re.MULTILINE)))
