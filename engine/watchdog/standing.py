@@ -39,6 +39,7 @@ class Whereabouts:
         pid: Its process.
         address: IPv4 address.
         port: TCP port.
+        machine: What tells machines and containers apart that bear the same name.
     """
 
     rank: int
@@ -46,6 +47,7 @@ class Whereabouts:
     pid: int
     address: str
     port: int
+    machine: str
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"

@@ -149,7 +149,7 @@ class Watchdog:
         self._listener = listening_socket()
         rank = environment_rank()
         host, port = socket.gethostname(), int(self._listener.getsockname()[1])
-        self._me = Whereabouts(rank, host, os.getpid(), LOOPBACK, port)
+        self._me = Whereabouts(rank, host, os.getpid(), LOOPBACK, port, _machine())
         self._ranks: list[Whereabouts] = [self._me]
         self._token = ""
         self._farewells: Farewells | None = None
@@ -337,10 +337,10 @@ class Watchdog:
     def _is_certain(self, of: Whereabouts) -> bool:
         """Whether a rank at whose socket nobody listens has ended.
 
-        On this host it has no process. Elsewhere it has answered before, and refuses for a second
-        time: an address may be wrong, or blocked for a moment.
+        On this machine it has no process. Elsewhere it has answered before, and refuses for a
+        second time: an address may be wrong, or blocked for a moment.
         """
-        if of.host == self._me.host:
+        if of.machine == self._me.machine:
             return _has_ended(of.pid)
         if of not in self._reached:
             return False
@@ -431,9 +431,9 @@ class Watchdog:
             print("\n".join(lines), file=sys.__stderr__, flush=True)
 
     def _release(self, absent: Sequence[Absent]) -> None:
-        """Kill stopped ranks of this host: launchers wait for them in vain."""
+        """Kill stopped ranks of this machine: launchers wait for them in vain."""
         for each in absent:
-            if each.of.host == self._me.host and not each.gone and _is_stopped(each.of.pid):
+            if each.of.machine == self._me.machine and not each.gone and _is_stopped(each.of.pid):
                 os.kill(each.of.pid, signal.SIGKILL)
 
     # --- ends of single ranks -------------------------------------------------------------------
@@ -513,6 +513,19 @@ class Watchdog:
             if not self._loop.is_closed():
                 found.cancel()
             return None
+
+
+def _machine() -> str:
+    """Return where this process's number counts: a boot of a machine, and which of its containers.
+
+    A host's name does not say that: that of another may be ``localhost``, too.
+    """
+    boot = container = ""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    with suppress(OSError):
+        container = os.readlink("/proc/self/ns/pid")
+    return f"{socket.gethostname()} {boot} {container}"
 
 
 def _is_stopped(pid: int) -> bool:

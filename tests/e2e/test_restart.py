@@ -98,7 +98,7 @@ def test_a_job_survives_the_death_of_ranks(
     words = ["wavemare", "train", "gpt", "--config", recipe_config("gpt/pretrain", engine)]
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     options = small_options("gpt", parted, **OPTIONS)
-    code, output = killed([*words, "--max-restarts", 2, *options], parted, at=(13, 27))
+    code, output = killed([*words, "--max-restarts", 2, *options], parted, at=(13, 23))
     assert code == 0, output[-4000:]
     assert "restart 1 of 2" in output
     assert "restart 2 of 2" in output

@@ -3,7 +3,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -13,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from wavemare.engine.job_environment import reserved_port
 
 MESSAGE = "key = 'value': the reason. The remedy.\n"
 RAISE = "raise ConfigError('key', 'value', 'the reason', 'The remedy')"
@@ -129,14 +130,13 @@ dist.barrier()
 
 
 def ranks(start: Start, body: str, *, number: int = 2) -> list[Ended]:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
-    common = {"WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    processes = [
-        start(JOIN + body, grace_s=2.0, RANK=str(rank), **common) for rank in range(number)
-    ]
-    return [end(process) for process in processes]
+    common = {"WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1"}
+    with reserved_port() as port:
+        processes = [
+            start(JOIN + body, grace_s=2.0, RANK=str(rank), MASTER_PORT=str(port), **common)
+            for rank in range(number)
+        ]
+        return [end(process) for process in processes]
 
 
 def test_in_a_group_the_first_to_fail_prints(start: Start) -> None:

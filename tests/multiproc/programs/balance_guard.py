@@ -18,7 +18,7 @@ from wavemare.parallel.speed import Line, Speed
 
 MICRO, WIDTH, ROUNDS = 12, 8, 5
 FAST_S = 0.02
-SHORT_S = 0.001
+SHORT_S = 0.003
 """Of a sample on the fast device: so that steps take much longer than what is around them; and
 where many are taken."""
 

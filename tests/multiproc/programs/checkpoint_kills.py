@@ -172,9 +172,8 @@ def forks(work: Path, kills: int) -> dict:
         done = max(done, resume(work, engine))
         assert values(engine) == {float(done)} or done == 0
         note(work, f"saved {done}")
-    resumed = engine.global_steps
     loss = engine.train_batch(batches)  # it goes on
-    return {"saved": resumed, "partial": partial, "finite": bool(torch.isfinite(loss))}
+    return {"saved": done, "partial": partial, "finite": bool(torch.isfinite(loss))}
 
 
 def read(file: Path) -> str:

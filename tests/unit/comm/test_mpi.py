@@ -91,10 +91,10 @@ def test_hang_keeps_what_was_found_and_leaves_no_process(
         time.sleep(300)
     """)
     started = time.monotonic()
-    info = describe_mpi(timeout_s=1.0)
-    assert time.monotonic() - started < 10
+    info = describe_mpi(timeout_s=4.0)
+    assert time.monotonic() - started < 20
     assert (info.flavour, info.thread_level) == ("MPICH", None)
-    assert info.problem == "starting MPI in a process of its own took longer than 1 s"
+    assert info.problem == "starting MPI in a process of its own took longer than 4 s"
     assert is_gone(int((tmp_path / "pid").read_text()))
 
 

@@ -27,7 +27,7 @@ from wavemare.engine.watchdog.verdict import judge
 from wavemare.engine.watchdog.watcher import EXIT_CODE, Watchdog, current
 from wavemare.pipeline.action import Action, Kind
 
-RANKS = [Whereabouts(rank, f"node{rank}", 100 + rank, "127.0.0.1", 1) for rank in range(3)]
+RANKS = [Whereabouts(r, f"node{r}", 100 + r, "127.0.0.1", 1, f"{r}") for r in range(3)]
 STUCK = Standing(
     rank=0,
     what="backward",
@@ -77,7 +77,7 @@ def test_a_run_is_slow_and_not_stuck_while_one_rank_moves(absent):
 
 
 def test_the_summary_of_a_thousand_ranks_fits_a_screen():
-    many = [Whereabouts(rank, "node", rank, "127.0.0.1", 1) for rank in range(1000)]
+    many = [Whereabouts(rank, "node", rank, "127.0.0.1", 1, "") for rank in range(1000)]
     standings = [standing(rank) for rank in range(999)]
     absent = [Absent(many[999], gone=True)]
     summary = judge(standings, absent).summary(many, standings, absent, "", "")
@@ -195,7 +195,7 @@ def test_only_those_who_know_the_token_are_answered():
 
         listener = listening_socket()
         server = await serve(listener, lambda: "secret", answer)
-        here = Whereabouts(0, "here", 1, "127.0.0.1", listener.getsockname()[1])
+        here = Whereabouts(0, "here", 1, "127.0.0.1", listener.getsockname()[1], "")
         answers = [await ask(here, token, {"word": 5}) for token in ("secret", "guess", "")]
         server.close()
         await server.wait_closed()
@@ -210,7 +210,7 @@ def test_only_those_who_know_the_token_are_answered():
 
 def test_a_socket_that_never_answers_is_told_from_one_that_is_closed():
     with socket.create_server(("127.0.0.1", 0)) as deaf:
-        where = Whereabouts(1, "there", 2, "127.0.0.1", deaf.getsockname()[1])
+        where = Whereabouts(1, "there", 2, "127.0.0.1", deaf.getsockname()[1], "")
         started = time.monotonic()
         assert not asyncio.run(ask(where, "secret", {})).gone
         assert time.monotonic() - started < 10

@@ -3,22 +3,26 @@
 
 import asyncio
 import os
+import signal
+import socket
 import subprocess
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from wavemare import failure
+from wavemare.bench.network import Laboratory
 from wavemare.engine.watchdog import watcher
 from wavemare.engine.watchdog.config import WatchdogConfig
 from wavemare.engine.watchdog.progress import Progress
 from wavemare.engine.watchdog.standing import Absent, Whereabouts
 from wavemare.engine.watchdog.watcher import Watchdog
 
-ELSEWHERE = Whereabouts(2, "another", 1, "127.0.0.1", 1)
+ELSEWHERE = Whereabouts(2, "another", 1, "127.0.0.1", 1, "another")
 
 
 @pytest.fixture
@@ -68,6 +72,33 @@ def test_only_ranks_that_have_certainly_ended_are_said_to_have(three, monkeypatc
     assert watchdog.ended([1, 2]) == set()  # it cannot ask
     alone = Watchdog(WatchdogConfig())
     assert alone.ended([0, 1]) == set()  # the ranks have not met
+
+
+def test_a_process_of_another_machine_of_the_same_name_is_none_of_this_one(three):
+    watchdog, answers, process = three
+    there = replace(watchdog._ranks[1], machine="another boot")
+    watchdog._ranks[1] = there
+    answers |= {1: "gone"}
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    watchdog._release([Absent(there, gone=False)])
+    assert Path(f"/proc/{process.pid}/stat").read_text().split()[2] == "T"  # not killed
+    process.kill()
+    process.wait()
+    assert watchdog.ended([1]) == set()
+
+
+@pytest.mark.skipif(Laboratory.obstacle() is not None, reason=str(Laboratory.obstacle()))
+def test_where_a_process_number_counts():
+    words = ["-c", "from wavemare.engine.watchdog.watcher import _machine; print(_machine())"]
+    ways = ([], [], ["unshare", "--pid", "--fork", "--mount-proc"])
+    found = [
+        subprocess.run([*way, sys.executable, *words], capture_output=True, check=True, text=True)
+        for way in ways
+    ]
+    here, again, contained = [each.stdout for each in found]
+    assert here == again != contained
+    assert here.startswith(f"{socket.gethostname()} ")
 
 
 @pytest.mark.parametrize("farewell", [None, "after step 3"])
