@@ -39,7 +39,7 @@ class Whereabouts:
         pid: Its process.
         address: IPv4 address.
         port: TCP port.
-        machine: What tells machines and containers apart that bear the same name.
+        machine: Equal where process numbers mean the same processes: one boot, one container.
     """
 
     rank: int

@@ -516,9 +516,10 @@ class Watchdog:
 
 
 def _machine() -> str:
-    """Return where this process's number counts: a boot of a machine, and which of its containers.
+    """Return what says where this process's number counts: host, boot and container.
 
-    A host's name does not say that: that of another may be ``localhost``, too.
+    The name alone does not, as another machine may be ``localhost``, too; nor does the boot, which
+    machines share that go on from one snapshot.
     """
     boot = container = ""
     with suppress(OSError):

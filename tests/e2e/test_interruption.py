@@ -124,5 +124,7 @@ def test_a_signal_to_one_rank_stops_all(small_options, recipe_config, stopped, t
         done.append(steps_done(run))
 
     code, output = stopped([*words, *small_options("gpt", run, **RARE)], run, interrupt)
-    # The step under way, in which rank 1 asks; rank 0 may have asked before, and be a step behind.
+    # Ranks ask about a step before its line is written: rank 1 may have asked about done + 1 when
+    # the signal comes. It tells of it after done + 2; rank 0 hears of it then, or a step later, and
+    # lets all stop after the next step.
     assert check_stop(run, code, output) <= done[0] + 4

@@ -22,6 +22,7 @@ from wavemare.engine.watchdog.progress import Progress
 from wavemare.engine.watchdog.standing import Absent, Whereabouts
 from wavemare.engine.watchdog.watcher import Watchdog
 
+OBSTACLE = Laboratory.obstacle()
 ELSEWHERE = Whereabouts(2, "another", 1, "127.0.0.1", 1, "another")
 
 
@@ -88,7 +89,7 @@ def test_a_process_of_another_machine_of_the_same_name_is_none_of_this_one(three
     assert watchdog.ended([1]) == set()
 
 
-@pytest.mark.skipif(Laboratory.obstacle() is not None, reason=str(Laboratory.obstacle()))
+@pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))  # as root alone makes namespaces
 def test_where_a_process_number_counts():
     words = ["-c", "from wavemare.engine.watchdog.watcher import _machine; print(_machine())"]
     ways = ([], [], ["unshare", "--pid", "--fork", "--mount-proc"])
@@ -143,12 +144,15 @@ def test_a_rank_that_ends_by_an_error_says_so_to_those_who_would_look_for_it(thr
 
 def test_a_farewell_that_is_cancelled_does_not_keep_a_rank_from_ending(three, monkeypatch):
     watchdog, _, _ = three
+    told = []
 
     async def ask_all(where, token, request):
         if request["ask"] == "remember":
+            told.extend(of.rank for of in where)
             raise asyncio.CancelledError  # its loop ends
         return [Absent(of, gone=False) for of in where]
 
     monkeypatch.setattr(watcher, "ask_all", ask_all)
     watchdog._farewells = SimpleNamespace()
     watchdog.bid_farewell(1)
+    assert told == [2, 1]
