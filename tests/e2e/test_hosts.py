@@ -318,7 +318,11 @@ def start_to_cut(launcher, laboratory, folder, log):
     "launcher",
     [
         pytest.param(
-            "torchrun", marks=pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
+            "torchrun",
+            marks=(
+                pytest.mark.slow,
+                pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE)),
+            ),
         ),
         *(pytest.param(launcher, marks=BY_SSH) for launcher in ("mpirun", "pdsh", "launch")),
     ],

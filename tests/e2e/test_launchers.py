@@ -105,11 +105,11 @@ def test_a_script_runs_by_the_variables_of_srun(tmp_path):
 @pytest.mark.parametrize(
     ("launcher", "end", "code"),
     [
-        ("mpirun", "raise", 1),
         ("launch-mpirun", "kill", 137),
         *(
             pytest.param(*case, marks=slow)
             for case in [
+                ("mpirun", "raise", 1),
                 ("mpi4py", "exit", 3),
                 ("launch-mpirun", "exit", 3),
                 ("launch-mpirun", "raise", 1),
@@ -144,7 +144,8 @@ def test_a_failure_is_the_result_and_the_last_word(
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("launcher", ["launch-mpirun", pytest.param("launch", marks=slow)])
+@slow
+@pytest.mark.parametrize("launcher", ["launch-mpirun", "launch"])
 def test_ctrl_c_ends_all_ranks(words_of, tmp_path, launcher):
     process = subprocess.Popen(
         [str(BIN / "wavemare"), *words_of(launcher)[1:], SCRIPT, tmp_path, "wait"],

@@ -199,6 +199,7 @@ def test_a_resumed_run_logs_the_losses_of_an_uninterrupted_one(command, small_op
     assert (resumed / "summary.json").read_text() == summary
 
 
+@pytest.mark.slow
 def test_the_deepspeed_launcher_and_torchrun_run_a_recipe_as_a_module(
     command, small_options, recipe_config, tmp_path
 ):

@@ -91,20 +91,30 @@ def killed(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("engine", ["zero", *(pytest.param(e, marks=slow) for e in ("pipemare",))])
+@pytest.mark.parametrize(
+    ("engine", "interval", "kills"),
+    [
+        ("zero", 3, 1),
+        pytest.param("zero", INTERVAL, 2, marks=slow),
+        pytest.param("pipemare", INTERVAL, 2, marks=slow),
+    ],
+)
 def test_a_job_survives_the_death_of_ranks(
-    command, small_options, recipe_config, killed, tmp_path, engine
+    recipe, small_options, recipe_config, killed, tmp_path, engine, interval, kills
 ):
-    words = ["wavemare", "train", "gpt", "--config", recipe_config("gpt/pretrain", engine)]
+    config = recipe_config("gpt/pretrain", engine)
     whole, parted = tmp_path / "whole", tmp_path / "parted"
-    options = small_options("gpt", parted, **OPTIONS)
-    code, output = killed([*words, "--max-restarts", 2, *options], parted, at=(13, 23))
+    changes = {**OPTIONS, "max_steps": (kills + 2) * interval, "save_interval": interval}
+    options = small_options("gpt", parted, **changes)
+    at = [interval * (kill + 1) + 2 for kill in range(kills)]
+    words = ["wavemare", "train", "gpt", "--config", config, "--max-restarts", kills]
+    code, output = killed([*words, *options], parted, at=at)
     assert code == 0, output[-4000:]
-    assert "restart 1 of 2" in output
-    assert "restart 2 of 2" in output
-    assert "resumed after step 10" in output
-    assert "resumed after step 20" in output
-    command(*words, *small_options("gpt", whole, **OPTIONS)).check()
+    for kill in range(1, kills + 1):
+        assert f"restart {kill} of {kills}" in output
+        assert f"resumed after step {kill * interval}" in output
+    options = small_options("gpt", whole, **changes)
+    recipe("gpt/pretrain", "--deepspeed_config", config, *options).check()
     assert figures(parted) == figures(whole)
     weights = [(run / "model" / "model.safetensors").read_bytes() for run in (parted, whole)]
     assert weights[0] == weights[1]

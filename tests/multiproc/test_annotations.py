@@ -78,6 +78,7 @@ def test_another_plan_goes_on_from_a_universal_checkpoint(launch):
         assert result["losses"] != pytest.approx(result["fresh"], abs=1e-3)
 
 
+@pytest.mark.slow
 def test_the_programs_of_the_documentation_run(launch):
     results = run(launch, "documented", PAGE)
     degrees = [case[:3] for case in results[0].values()]

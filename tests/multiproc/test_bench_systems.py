@@ -14,8 +14,11 @@ SYNCHRONOUS = [name for name, system in SYSTEMS.items() if not system.steady]
 
 
 @pytest.mark.world_size(2)
-def test_synchronous_systems_train_what_one_process_trains(launch: Callable[..., Any]) -> None:
-    finished = launch("bench_systems.py").check()
+@pytest.mark.parametrize("counts", [[5], pytest.param([1, 2, 5], marks=pytest.mark.slow)])
+def test_synchronous_systems_train_what_one_process_trains(
+    launch: Callable[..., Any], counts: list[int]
+) -> None:
+    finished = launch("bench_systems.py", *counts).check()
     for rank in range(2):
         result = finished.result(rank)
         bound = result.pop("bound")

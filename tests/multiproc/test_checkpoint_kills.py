@@ -61,11 +61,6 @@ def check_saved(work, kills):
     assert listed == set(complete_tags(work / "checkpoints"))
 
 
-@pytest.mark.world_size(2)
-def test_three_kills_of_two_ranks(killed):
-    check_saved(killed(3, ranks=2, seed=2), 3)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.timeout(1500)

@@ -61,6 +61,7 @@ def test_a_rank_that_is_killed_with_half_a_message_sent_is_noticed(launch):
     assert "watchdog: rank 0 has not moved for" in finished.outputs[0]
 
 
+@slow
 @pytest.mark.world_size(2)
 def test_an_engine_is_watched_after_another_has_been_destroyed(launch):
     finished = launch(PROGRAM, "loader", "data", "--second", "--timeout", TIMEOUT_S)
@@ -72,6 +73,7 @@ def test_an_engine_is_watched_after_another_has_been_destroyed(launch):
     assert not (finished.folder / "second").exists()
 
 
+@slow
 @pytest.mark.world_size(2)
 def test_a_rank_whose_data_ends_early_is_named(launch):
     finished = launch(PROGRAM, "batches", "data", "--timeout", TIMEOUT_S)
@@ -82,8 +84,9 @@ def test_a_rank_whose_data_ends_early_is_named(launch):
     assert any(way in finished.outputs[0] for way in ways)
 
 
+@slow
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("engine", ["data", pytest.param("pipemare", marks=slow)])
+@pytest.mark.parametrize("engine", ["data", "pipemare"])
 def test_a_slow_rank_is_left_in_peace(launch, engine):
     started = time.monotonic()
     finished = launch(PROGRAM, "slow", engine, "--timeout", TIMEOUT_S).check()
@@ -114,6 +117,7 @@ def start_on_hosts(laboratory, folder, fault, timeout_s):
     return laboratory.start_ranks(words, environment=environment, logs=folder)
 
 
+@slow
 @pytest.mark.world_size(2)
 @pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
 def test_half_a_message_of_a_rank_that_was_killed_on_another_host(tmp_path):
@@ -131,6 +135,7 @@ def test_half_a_message_of_a_rank_that_was_killed_on_another_host(tmp_path):
     assert report.stat().st_mtime - float((tmp_path / "when").read_text()) < 30
 
 
+@slow
 @pytest.mark.world_size(2)
 @pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
 def test_both_sides_of_a_cut_link_name_the_other(tmp_path):

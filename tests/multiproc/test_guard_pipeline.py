@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 
+slow = pytest.mark.slow
 ACTIVATION, GRADIENT = "activation", "gradient"
 TROUBLES = [[stage, what, 5] for stage in (0, 1) for what in (ACTIVATION, GRADIENT)]
 # Of a gradient that only the first stage has the last one does not hear.
@@ -194,7 +195,9 @@ def test_checksums_change_no_loss_and_without_them_no_byte_more_is_sent(found, s
         assert set(on["sizes"][1::2]) == {8}
 
 
-@pytest.mark.parametrize(("sender", "contents"), [(0, "activation"), (1, "gradient")])
+@pytest.mark.parametrize(
+    ("sender", "contents"), [(0, "activation"), pytest.param(1, "gradient", marks=slow)]
+)
 def test_a_wrong_bit_is_an_error_in_dualpipev(launch, sender, contents):
     settings = {"sender": sender, "what": contents, "checksum": True}
     finished = launch("guard_pipeline.py", json.dumps({"flip": ["flip_dualpipev", settings]}))
@@ -207,10 +210,10 @@ def test_a_wrong_bit_is_an_error_in_dualpipev(launch, sender, contents):
     ("schedule", "sender", "message", "contents"),
     [
         ("pipemare", 0, 6, "activation of micro-batch"),
-        ("pipemare", 1, 6, "gradient of micro-batch"),
-        ("1f1b", 0, 1, "activation"),  # its shapes
-        ("1f1b", 0, 7, "activation"),
-        ("1f1b", 0, 8, "activation"),  # its checksum
+        pytest.param("pipemare", 1, 6, "gradient of micro-batch", marks=slow),
+        pytest.param("1f1b", 0, 1, "activation", marks=slow),  # its shapes
+        pytest.param("1f1b", 0, 7, "activation", marks=slow),
+        pytest.param("1f1b", 0, 8, "activation", marks=slow),  # its checksum
         ("1f1b", 1, 5, "gradient"),
     ],
 )

@@ -3,13 +3,17 @@
 
 import pytest
 
-ENGINES = [(kind, engine) for engine in ("zero1", "1f1b", "pipemare") for kind in ("gpt2", "bert")]
+# By day each engine with one kind of model.
+CHOSEN = [("gpt2", "zero1"), ("bert", "1f1b"), ("gpt2", "pipemare")]
+OTHERS = [("bert", "zero1"), ("gpt2", "1f1b"), ("bert", "pipemare")]
+ENGINES = [*CHOSEN, *(pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS)]
 
 
 @pytest.fixture
 def results(launch_once):
     def of(case, kind, engine):
-        names = [f"{case}_{k}_{e}" for k, e in ENGINES]
+        together = CHOSEN if (kind, engine) in CHOSEN else OTHERS
+        names = [f"{c}_{k}_{e}" for k, e in together for c in ("resumed", "best", "first")]
         return [found[f"{case}_{kind}_{engine}"] for found in launch_once("hf_features.py", *names)]
 
     return of

@@ -115,6 +115,7 @@ def test_ranks_have_torchruns_variables_and_none_of_another_job(tmp_path, pair, 
         assert outputs(tmp_path, 4) == ["node0", "node0", "node1", "node1"]
 
 
+@pytest.mark.slow
 @needs_laboratory
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("library", ["gloo", "mpi"])
@@ -143,6 +144,7 @@ def test_what_ranks_exchange_goes_over_the_links_at_their_speed(tmp_path, librar
     assert seconds.get(None, 0.0) < wire / 2
 
 
+@pytest.mark.slow
 @needs_laboratory
 @pytest.mark.world_size(3)
 @pytest.mark.parametrize("way", ["gather", "scatter"])
@@ -175,6 +177,7 @@ def test_a_rank_that_fails_ends_those_that_wait_for_it(tmp_path, pair):
     assert group.pids() == {}
 
 
+@pytest.mark.slow
 @needs_laboratory
 @pytest.mark.parametrize("launcher", ["torch", "mpirun"])
 def test_ranks_that_hang_are_killed_with_all_their_children(tmp_path, pair, launcher):
@@ -185,6 +188,7 @@ def test_ranks_that_hang_are_killed_with_all_their_children(tmp_path, pair, laun
     assert pair.run_ranks(["true"], timeout_s=30, launcher=launcher, logs=tmp_path) == 0
 
 
+@pytest.mark.slow
 @needs_laboratory
 @pytest.mark.parametrize("launcher", ["torch", "mpirun"])
 def test_single_ranks_can_be_stopped_and_killed(tmp_path, pair, launcher):
@@ -209,6 +213,7 @@ def test_single_ranks_can_be_stopped_and_killed(tmp_path, pair, launcher):
     assert pair.rank_pids() == {}
 
 
+@pytest.mark.slow
 @needs_laboratory
 def test_a_rank_may_stop_for_a_while(tmp_path, pair):
     group = pair.start_ranks(shell("sleep 0.5"), logs=tmp_path)
@@ -230,6 +235,7 @@ def test_output_is_printed_with_the_rank_before_each_line(pair, capsys):
     assert "/no/such/program: not found" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @needs_laboratory
 def test_laboratories_do_not_meet(tmp_path):
     before = seen_from_outside()
@@ -257,7 +263,16 @@ def test_laboratories_do_not_meet(tmp_path):
 
 
 @needs_laboratory
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL, "raise"])
+@pytest.mark.parametrize(
+    "ending",
+    [
+        signal.SIGKILL,
+        *(
+            pytest.param(how, marks=pytest.mark.slow)
+            for how in (signal.SIGINT, signal.SIGTERM, "raise")
+        ),
+    ],
+)
 def test_nothing_stays_however_it_ends(ending):
     before = seen_from_outside()
     words = [sys.executable, str(PROGRAMS / "network_holder.py"), str(ending)]

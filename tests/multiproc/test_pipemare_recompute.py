@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-STEPS, LAYERS = 20, 2
+STEPS, LAYERS = 6, 2
 CHECKPOINTING = ["non-reentrant", "reentrant"]
 DROPOUT = [0.0, 0.2]
 

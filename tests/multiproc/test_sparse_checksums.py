@@ -46,7 +46,16 @@ def test_the_library_reduces_only_without_them(found, mode):
         assert max(on["sizes"]) > 2048
 
 
-@pytest.mark.parametrize("mode", ["ordered", "pushpull", "streaming", "agsparse", "rows"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "ordered",
+        *(
+            pytest.param(m, marks=pytest.mark.slow)
+            for m in ("pushpull", "streaming", "agsparse", "rows")
+        ),
+    ],
+)
 def test_a_wrong_bit_is_found_before_it_is_used(launch, found, mode):
     sizes = found[0][mode][1]["sizes"]
     largest = sizes.index(max(sizes))

@@ -19,7 +19,9 @@ def check(result):
     assert result["modes"] == {"streaming": True, "agsparse": True, "sparcml": True}
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "ranks", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))]
+)
 def test_sums_are_those_of_the_ranks_in_order_over_gloo(launch, ranks):
     finished = launch(PROGRAM, "torch", ranks=ranks).check()
     for rank in range(ranks):
@@ -27,7 +29,8 @@ def test_sums_are_those_of_the_ranks_in_order_over_gloo(launch, ranks):
 
 
 @pytest.mark.skipif(not MPIRUN.exists(), reason="no mpirun in this environment")
-@pytest.mark.parametrize("ranks", [3, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [3, 5])
 def test_sums_are_those_of_the_ranks_in_order_over_mpi(tmp_path, ranks):
     program = [sys.executable, "-m", "mpi4py", str(PROGRAM), str(tmp_path), "mpi"]
     command = [str(MPIRUN), "-n", str(ranks), "-genv", "OMP_NUM_THREADS", "1", *program]

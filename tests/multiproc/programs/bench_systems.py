@@ -53,7 +53,7 @@ def main() -> None:
     workload = build_workload(request)
     results = {}
     for name, system in SYSTEMS.items():
-        for count in (1, 2, 5):
+        for count in map(int, sys.argv[2:]):
             # The asynchronous system learns something else, and the bound nothing.
             if system.steady or request.obstacle(name, count) is not None:
                 continue

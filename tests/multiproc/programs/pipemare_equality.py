@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train asynchronous pipelines in real processes, and each again in one, version by version.
 
-Arguments: folder, number of stages, JSON list of cases (micro_batches, optimizer, t1, correction,
-drain_interval, warmup_steps).
+Arguments: folder, number of stages, steps, JSON list of cases (micro_batches, optimizer, t1,
+correction, drain_interval, warmup_steps).
 """
 
 import json
@@ -19,7 +19,9 @@ from wavemare.pipeline.muon import Muon
 from wavemare.pipeline.replay import Replay
 from wavemare.pipeline.soap import SOAP
 
-STEPS, WIDTH, SIZE, ANNEAL = 50, 8, 3, 30
+WIDTH, SIZE = 8, 3
+STEPS = int(sys.argv[3])
+ANNEAL = 3 * STEPS // 5
 
 
 def dtype_of(case):
@@ -141,7 +143,7 @@ def distance(module, twin):
 
 def main() -> None:
     init_distributed()
-    num_stages, cases = int(sys.argv[2]), json.loads(sys.argv[3])
+    num_stages, cases = int(sys.argv[2]), json.loads(sys.argv[4])
     leave([compare(num_stages, case) for case in cases])
 
 

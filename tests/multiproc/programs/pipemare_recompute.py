@@ -13,7 +13,7 @@ from common import leave
 import wavemare
 from wavemare.engine import init_distributed
 
-STEPS, WIDTH, SIZE = 20, 16, 2
+STEPS, WIDTH, SIZE = 6, 16, 2
 KINDS = {
     "none": {},
     "non-reentrant": {"activation_checkpoint_interval": 1, "use_reentrant": False},

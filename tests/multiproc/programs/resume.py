@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train 40 steps with a checkpoint after 20, or resume from it for the last 20; leave the losses.
+"""Train with a checkpoint half-way, or resume from it for the second half; leave the losses.
 
-Arguments: result folder, checkpoint folder, ``whole`` or ``resumed``, then the cases.
+Arguments: result folder, checkpoint folder, ``whole`` or ``resumed``, steps of a half, then cases.
 """
 
 import sys
@@ -13,7 +13,7 @@ from common import ACCUMULATION, build_gpt2, configuration, leave, token_batches
 
 import wavemare
 
-STEPS = 20
+STEPS = int(sys.argv[4])
 
 
 def train(case: str, folder: Path, resumed: bool) -> dict:
@@ -47,6 +47,6 @@ if __name__ == "__main__":
     leave(
         {
             case: train(case, Path(sys.argv[2]) / case, sys.argv[3] == "resumed")
-            for case in sys.argv[4:]
+            for case in sys.argv[5:]
         }
     )

@@ -2,8 +2,8 @@
 """Train with gradients reduced by DeepSpeed and by the sparse collective; leave what came of it.
 
 Arguments: result folder, then a list of cases in JSON. A case has a ``name``, the ``model``, the
-number of ``steps``, a ``section`` (``wavemare.sparse_collective``), the size of its
-``vocabulary``, and other keys of the configuration. Or "lose a rank", which ends in an error.
+number of ``steps``, a ``section`` (``wavemare.sparse_collective``), and other keys of the
+configuration. Or "lose a rank", which ends in an error.
 """
 
 import json
@@ -21,20 +21,15 @@ from common import leave, weights_digest
 import wavemare
 from wavemare.failure import run_main
 
-VOCABULARY, LENGTH, MICRO, ACCUMULATION, HIDDEN = 30_000, 16, 2, 2, 16
+VOCABULARY, LENGTH, MICRO, ACCUMULATION, HIDDEN = 3_000, 16, 2, 2, 16
 
 
 class Rows(torch.nn.Module):
-    """A classifier on a bag of words.
+    """A classifier on a bag of words, whose tables have sparse gradients or dense ones."""
 
-    Args:
-        vocabulary: Rows of the larger table.
-        sparse: Whether the tables' gradients are torch's sparse tensors.
-    """
-
-    def __init__(self, vocabulary: int, *, sparse: bool) -> None:
+    def __init__(self, *, sparse: bool) -> None:
         super().__init__()
-        self.words = torch.nn.EmbeddingBag(vocabulary, HIDDEN, sparse=sparse)
+        self.words = torch.nn.EmbeddingBag(VOCABULARY, HIDDEN, sparse=sparse)
         self.positions = torch.nn.Embedding(LENGTH, HIDDEN, sparse=sparse)
         self.out = torch.nn.Linear(HIDDEN, 3)
 
@@ -47,9 +42,9 @@ class Rows(torch.nn.Module):
 class Branching(torch.nn.Module):
     """Each rank uses another branch in turn, and nobody uses the third."""
 
-    def __init__(self, vocabulary: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.words = torch.nn.Embedding(vocabulary, HIDDEN)
+        self.words = torch.nn.Embedding(VOCABULARY, HIDDEN)
         self.branches = torch.nn.ModuleList(torch.nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
         self.out = torch.nn.Linear(HIDDEN, 3)
         self.calls = 0
@@ -65,9 +60,9 @@ class Branching(torch.nn.Module):
 class Shared(torch.nn.Module):
     """One layer used twice within segments that are computed again in the backward pass."""
 
-    def __init__(self, vocabulary: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.words = torch.nn.Embedding(vocabulary, HIDDEN)
+        self.words = torch.nn.Embedding(VOCABULARY, HIDDEN)
         self.shared = torch.nn.Linear(HIDDEN, HIDDEN)
         self.out = torch.nn.Linear(HIDDEN, 3)
 
@@ -78,9 +73,9 @@ class Shared(torch.nn.Module):
         return torch.nn.functional.cross_entropy(self.out(hidden), labels[:, 0] % 3)
 
 
-def build(model: str, vocabulary: int) -> torch.nn.Module:
+def build(model: str) -> torch.nn.Module:
     transformers.set_seed(7)
-    sizes = {"vocab_size": vocabulary}
+    sizes = {"vocab_size": VOCABULARY}
     if model == "bert":
         return transformers.BertForMaskedLM(
             transformers.BertConfig(
@@ -106,14 +101,14 @@ def build(model: str, vocabulary: int) -> torch.nn.Module:
             )
         )
     if model == "pipeline":
-        return _pipeline(vocabulary)
+        return _pipeline()
     if model.startswith("rows"):
-        return Rows(vocabulary, sparse=model == "rows")
-    return {"branching": Branching, "shared": Shared}[model](vocabulary)
+        return Rows(sparse=model == "rows")
+    return {"branching": Branching, "shared": Shared}[model]()
 
 
-def _pipeline(vocabulary: int) -> deepspeed.PipelineModule:
-    layers: list[Any] = [torch.nn.Embedding(vocabulary, HIDDEN)]
+def _pipeline() -> deepspeed.PipelineModule:
+    layers: list[Any] = [torch.nn.Embedding(VOCABULARY, HIDDEN)]
     for _ in range(3):
         layers += [torch.nn.Linear(HIDDEN, HIDDEN), torch.nn.Tanh()]
     layers.append(torch.nn.Linear(HIDDEN, 50))
@@ -124,12 +119,12 @@ def _pipeline(vocabulary: int) -> deepspeed.PipelineModule:
     return deepspeed.PipelineModule(layers, num_stages=2, loss_fn=loss, partition_method="uniform")
 
 
-def batches(rank: int, pipeline: bool, vocabulary: int = VOCABULARY) -> Iterator[Any]:
+def batches(rank: int, pipeline: bool) -> Iterator[Any]:
     generator = torch.Generator().manual_seed(100 + rank)
     while True:
         # Few words often and many seldom, as in a language.
         spread = torch.rand(MICRO, LENGTH, generator=generator) ** 4
-        ids = (spread * vocabulary).long()
+        ids = (spread * VOCABULARY).long()
         yield (ids, ids) if pipeline else {"input_ids": ids, "labels": ids}
 
 
@@ -143,7 +138,7 @@ def initialize(case: dict[str, Any]) -> Any:
         **case.get("config", {}),
     }
     config["wavemare"] = {**case.get("wavemare", {}), "sparse_collective": case["section"]}
-    model = build(case["model"], case.get("vocabulary", VOCABULARY))
+    model = build(case["model"])
     optimizer = None
     if case["model"].startswith("rows"):  # what sums rows and tables alike
         del config["optimizer"]
@@ -173,7 +168,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
     sent = note_sent(engine)
     pipeline = case["model"] == "pipeline"
     torch.manual_seed(1000 + engine.data_rank)
-    data = batches(engine.data_rank, pipeline, case["vocabulary"])
+    data = batches(engine.data_rank, pipeline)
     losses, metrics = [], []
     for step in range(case["steps"]):
         losses.append(engine.train_batch(data).item())
@@ -194,7 +189,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
 
 def resume(case: dict[str, Any]) -> str:
     engine = initialize(case)
-    data = batches(engine.data_rank, case["model"] == "pipeline", case["vocabulary"])
+    data = batches(engine.data_rank, case["model"] == "pipeline")
     for _ in range(case["save_after"] * ACCUMULATION):
         next(data)
     engine.load_checkpoint(str(Path(sys.argv[1], case["name"])))

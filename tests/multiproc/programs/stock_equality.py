@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train 20 steps with stock DeepSpeed and with wavemare; leave losses and weight digests.
+"""Train with stock DeepSpeed and with wavemare; leave losses and weight digests.
 
-Arguments from the second on: ZeRO stages, or ``pipeline``.
+Arguments: result folder, steps, then ZeRO stages, or ``pipeline``.
 """
 
 import sys
@@ -20,11 +20,10 @@ from common import (
 
 import wavemare
 
-STEPS = 20
 ZERO_STAGES = {"pipeline": 0, "defaults": 1}
 
 
-def train(initialize, case: str) -> dict:
+def train(initialize, case: str, steps: int) -> dict:
     pipeline = case == "pipeline"
     rank = torch.distributed.get_rank()
     data = token_batches(0 if pipeline else rank)
@@ -39,7 +38,7 @@ def train(initialize, case: str) -> dict:
     engine, *_ = initialize(model=model, config=config)
     torch.manual_seed(1000 + rank)
     losses = []
-    for _ in range(STEPS):
+    for _ in range(steps):
         if pipeline:
             losses.append(engine.train_batch((batch, batch) for batch in data).item())
             continue
@@ -61,9 +60,9 @@ if __name__ == "__main__":
     leave(
         {
             case: {
-                "stock": train(deepspeed.initialize, case),
-                "ours": train(wavemare.initialize, case),
+                "stock": train(deepspeed.initialize, case, int(sys.argv[2])),
+                "ours": train(wavemare.initialize, case, int(sys.argv[2])),
             }
-            for case in sys.argv[2:]
+            for case in sys.argv[3:]
         }
     )
