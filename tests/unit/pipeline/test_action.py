@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wavemare.errors import PlanError
-from wavemare.pipeline.action import RECEIVES, SENDS, Action, Kind
+from wavemare.pipeline.action import Action, Kind
 
 numbers = st.integers(0, 10**9)
 actions = st.builds(
@@ -71,17 +71,3 @@ def test_no_text_is_misread(text):
         *([action.version] if "@" in text else []),
         *([action.wave] if "/" in text else []),
     ]
-
-
-def test_receives_mirror_sends():
-    assert set(SENDS) | set(RECEIVES) == {
-        kind for kind in Kind if kind.name.startswith(("SEND_", "RECV_"))
-    }
-    for send, (receive, step) in SENDS.items():
-        assert RECEIVES[receive] == (send, -step)
-        assert send.name.removeprefix("SEND_") == receive.name.removeprefix("RECV_")
-        assert step == (1 if send in {Kind.SEND_ACTIVATION, Kind.SEND_TOTAL} else -1)
-
-
-def test_codes_are_unique():
-    assert len({kind.value for kind in Kind}) == len(Kind)

@@ -148,27 +148,6 @@ def test_ticks_are_a_simulation_in_which_every_pass_takes_one(num_stages, micro_
             assert report.steady_bubble == pytest.approx(1 - sum(shares) / num_stages)
 
 
-@pytest.mark.parametrize(
-    ("num_stages", "micro_batches", "steady"),
-    [
-        (4, 1, [3]),
-        (4, 4, [1, 1, 1, 0]),
-        (4, 8, [1, 1, 1, 0, 0, 0, 0, 0]),
-        (8, 2, [4, 3]),
-    ],
-)
-def test_staleness_of_the_first_stage(num_stages, micro_batches, steady):
-    report = check(pipemare(num_stages, micro_batches, 40))
-    staleness = report.staleness[0]
-    for step in range(8, 32):
-        first = step * micro_batches
-        assert list(staleness[first : first + micro_batches]) == steady
-    assert report.max_staleness[0] == math.ceil((num_stages - 1) / micro_batches)
-    late = check(pipemare(num_stages, micro_batches, 400)).mean_staleness
-    expected = [(num_stages - 1 - s) / micro_batches for s in range(num_stages)]
-    assert late == pytest.approx(expected, abs=0.05)
-
-
 def test_the_report_is_readable():
     report = check(pipemare(2, 2, 2, norms=True))
     assert str(report).splitlines() == [
@@ -331,16 +310,6 @@ def test_blocking_sends_need_another_order():
         "  rank 1: 1L0@0 1F0@0 1B0@0 1SG0@0 <-- waits for 0RG0; then 1RA1@0 1L1@0 1F1@0",
         "ranks 0, 1 wait for each other in a circle",
     ]
-
-
-def test_a_gradient_awaited_before_its_activation_is_sent_is_a_circle():
-    before, after = "0RG0@0 0B0@0 0L2@0 0F2@0", "0SA2@0"
-    swap = {f"0SA1@0 {before} {after} 0RG1@0": f"{before} 0RG1@0 0SA1@0 {after}"}
-    plan = edited(ASYNCHRONOUS, r0=swap)
-    with pytest.raises(PlanError, match="ranks 0, 1 wait for each other") as info:
-        check(plan)
-    assert "0RG1@0 <-- waits for 1SG1; then 0SA1@0 " in str(info.value)
-    assert "1RA1@0 <-- waits for 0SA1; then 1L1@0 " in str(info.value)
 
 
 def test_waves_are_checked_apart():

@@ -3,6 +3,7 @@
 
 import io
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -17,11 +18,11 @@ from wavemare.pipeline.correction import (
     NoCorrection,
 )
 from wavemare.pipeline.corrections import make_correction
-from wavemare.pipeline.prediction import WeightPrediction
-from wavemare.pipeline.staleness import ema_decay
+from wavemare.pipeline.staleness import MODES, resolve_mode
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 SHAPES = [(7, 5), (3,), (2, 3, 2)]
+modes = pytest.mark.parametrize("mode", ["exact", "ema"])
 
 
 def parameters(dtype=torch.float32, seed=0):
@@ -37,16 +38,20 @@ def equal(left, right):
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-def change(params, scale=1e-2, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    for p in params:
-        p.data.add_(torch.randn(p.shape, generator=generator).to(p.dtype), alpha=scale)
+@contextmanager
+def optimizer_step(*corrections):
+    for correction in corrections:
+        correction.before_step()
+    yield
+    for correction in corrections:
+        correction.after_step()
 
 
 def step(correction, params, seed=0):
-    correction.before_step()
-    change(params, seed=seed)
-    correction.after_step()
+    with optimizer_step(correction):
+        generator = torch.Generator().manual_seed(seed)
+        for p in params:
+            p.data.add_(torch.randn(p.shape, generator=generator).to(p.dtype), alpha=1e-2)
 
 
 def places(params):
@@ -73,7 +78,7 @@ def test_exact_gives_each_held_version_and_the_newest_back_bitwise(dtype, depth)
             assert places(params) == home
 
 
-@pytest.mark.parametrize("mode", ["exact", "ema"])
+@modes
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_correcting_writes_to_no_weight(mode, dtype):
     params = parameters(dtype)
@@ -81,7 +86,6 @@ def test_correcting_writes_to_no_weight(mode, dtype):
     for number in range(2):
         step(correction, params, seed=number)
     newest, wanted = [p.data for p in params], copies(params)
-    counters = [p._version for p in params]
     gradients = [torch.ones_like(p) for p in params]
     for p, gradient in zip(params, gradients, strict=True):
         p.grad = gradient
@@ -90,7 +94,6 @@ def test_correcting_writes_to_no_weight(mode, dtype):
     assert equal(newest, wanted)
     correction.restore()
     assert places(params) == places(newest)
-    assert [p._version for p in params] == counters
     assert all(p.grad is gradient for p, gradient in zip(params, gradients, strict=True))
     # What is written to the one is seen in the other, as by an optimizer over a flat buffer.
     newest[0].fill_(2.0)
@@ -107,10 +110,9 @@ def test_exact_is_a_history_of_versions_for_any_sequence_of_calls(depth, moves):
     version, oldest = 0, 0
     for move in moves:
         if move == "step":
-            correction.before_step()
-            version += 1
-            param.data.fill_(version)
-            correction.after_step()
+            with optimizer_step(correction):
+                version += 1
+                param.data.fill_(version)
             oldest = max(oldest, version - depth)
         elif move == "forget":
             correction.forget()
@@ -150,59 +152,15 @@ def test_estimate_follows_the_formula(dtype, decay):
             assert equal(params, newest)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_estimate_is_computed_in_fp32_and_rounded_once(dtype):
-    param = Parameter(torch.linspace(-3, 3, 101).to(dtype))
-    correction = EmaCorrection([param], 0.0)
-    correction.before_step()
-    change([param], scale=0.3)
-    correction.after_step()
-    delta = correction.state_dict()["deltas"][0]
-    assert delta.dtype is torch.float32
-    wanted = torch.add(param.detach().float(), delta, alpha=-3).to(dtype)
-    correction.correct(3)
-    assert torch.equal(param, wanted)
-
-
-def test_estimate_without_memory_is_the_old_version_for_one_step():
-    params = parameters()
-    exact, estimate = ExactCorrection(params, 1), EmaCorrection(params, ema_decay(1))
-    for number in range(20):
-        exact.before_step()
-        estimate.before_step()
-        change(params, seed=number)
-        exact.after_step()
-        estimate.after_step()
-        exact.correct(1)
-        wanted = copies(params)
-        exact.restore()
-        estimate.correct(1)
-        for p, old in zip(params, wanted, strict=True):
-            torch.testing.assert_close(p.detach(), old, rtol=1e-7, atol=1e-7)
-        estimate.restore()
-
-
-def test_a_straight_path_is_estimated_exactly_once_the_mean_has_settled():
-    param = Parameter(torch.zeros(4, dtype=torch.float64))
-    correction = EmaCorrection([param], ema_decay(5))
-    for _ in range(100):
-        correction.before_step()
-        param.data.add_(torch.arange(4.0))
-        correction.after_step()
-    correction.correct(5)
-    torch.testing.assert_close(param.detach(), 95 * torch.arange(4.0).double(), rtol=1e-9, atol=0)
-
-
-@pytest.mark.parametrize("mode", ["exact", "ema"])
+@modes
 def test_tied_and_frozen_parameters(mode):
     tied, frozen = Parameter(torch.ones(2)), Parameter(torch.ones(2), requires_grad=False)
     alias = Parameter(torch.empty(0))
     alias.data = tied.data
     correction = make_correction(mode, [tied, frozen, alias, tied], 1)
-    correction.before_step()
-    tied.data.fill_(3.0)
-    frozen.data.fill_(5.0)
-    correction.after_step()
+    with optimizer_step(correction):
+        tied.data.fill_(3.0)
+        frozen.data.fill_(5.0)
     correction.correct(1)
     assert tied.tolist() == alias.tolist() == [1.0, 1.0]
     assert places([tied]) == places([alias])
@@ -212,7 +170,7 @@ def test_tied_and_frozen_parameters(mode):
     assert places([tied]) == places([alias])
 
 
-@pytest.mark.parametrize("mode", ["exact", "ema"])
+@modes
 def test_parameters_in_the_memory_of_another_one_follow_it(mode):
     flat = Parameter(torch.arange(6.0))
     views = [Parameter(torch.empty(0)) for _ in range(3)]
@@ -220,10 +178,9 @@ def test_parameters_in_the_memory_of_another_one_follow_it(mode):
     # At first in the memory of the other one, and then no more.
     views[2].data = flat.data[3:]
     correction = make_correction(mode, [*views, flat], 1)
-    correction.before_step()
-    flat.data.add_(1.0)
-    views[2].data = torch.full((2,), 7.0)
-    correction.after_step()
+    with optimizer_step(correction):
+        flat.data.add_(1.0)
+        views[2].data = torch.full((2,), 7.0)
     home = places([flat, *views])
     correction.correct(1)
     assert flat.tolist() == [0, 1, 2, 3, 4, 5]
@@ -234,39 +191,7 @@ def test_parameters_in_the_memory_of_another_one_follow_it(mode):
     assert places([flat, *views]) == home
 
 
-@pytest.mark.parametrize("mode", ["exact", "ema"])
-def test_a_flat_buffer_is_left_alone(mode):
-    flat = torch.arange(10.0)
-    params = [Parameter(torch.empty(0)) for _ in range(2)]
-    params[0].data, params[1].data = flat[1:5].view(2, 2), flat[6:9]
-    correction = make_correction(mode, params, 1)
-    correction.before_step()
-    flat.add_(1.0)
-    correction.after_step()
-    correction.correct(1)
-    assert [p.tolist() for p in params] == [[[1, 2], [3, 4]], [6, 7, 8]]
-    assert flat.tolist() == list(range(1, 11))
-    correction.restore()
-    assert [p.tolist() for p in params] == [[[2, 3], [4, 5]], [7, 8, 9]]
-    assert [p.data_ptr() for p in params] == [flat[1:].data_ptr(), flat[6:].data_ptr()]
-
-
-@pytest.mark.parametrize("mode", ["exact", "ema"])
-def test_a_parameter_that_moves_to_a_flat_buffer_is_followed(mode):
-    param = Parameter(torch.ones(3))
-    correction = make_correction(mode, [param], 1)
-    flat = torch.full((5,), 2.0)
-    correction.before_step()
-    param.data = flat[1:4]
-    correction.after_step()
-    correction.correct(1)
-    assert param.tolist() == [1, 1, 1]
-    correction.restore()
-    flat.fill_(4.0)
-    assert param.tolist() == [4, 4, 4]
-
-
-@pytest.mark.parametrize("mode", ["exact", "ema"])
+@modes
 def test_a_stage_without_parameters(mode):
     correction = make_correction(mode, [], 1)
     correction.before_step()
@@ -319,33 +244,19 @@ def test_off_changes_nothing():
         square.backward()
 
 
-@pytest.mark.parametrize(
-    ("mode", "oldest", "kind"),
-    [
-        ("auto", 0, NoCorrection),
-        ("auto", 1, ExactCorrection),
-        ("auto", 2, ExactCorrection),
-        ("auto", 3, EmaCorrection),
-        ("exact", 0, NoCorrection),
-        ("ema", 0, NoCorrection),
-        ("exact", 5, ExactCorrection),
-        ("ema", 1, EmaCorrection),
-        ("off", 5, NoCorrection),
-        ("predict", 3, WeightPrediction),
-        ("predict", 0, NoCorrection),
-    ],
-)
-def test_modes(mode, oldest, kind):
-    assert type(make_correction(mode, parameters(), oldest)) is kind
+@pytest.mark.parametrize("mode", MODES)
+def test_corrections_are_made_by_mode_and_staleness(mode):
+    for oldest in range(4):
+        made = make_correction(mode, parameters(), oldest)
+        assert made.mode == resolve_mode(mode, oldest)
 
 
 @pytest.mark.parametrize(("base", "decay"), [(None, 0.5), (0.125, 0.5), (0.001, 0.1)])
 def test_decay_comes_from_the_staleness_or_from_the_base(base, decay):
     param = Parameter(torch.zeros(1, dtype=torch.float64))
     correction = make_correction("ema", [param], 3, decay_base=base)
-    correction.before_step()
-    param.data.fill_(1.0)
-    correction.after_step()
+    with optimizer_step(correction):
+        param.data.fill_(1.0)
     assert correction.state_dict()["deltas"][0].item() == pytest.approx(1 - decay)
 
 
@@ -360,6 +271,7 @@ def test_a_saved_state_goes_on_alike(mode, drained):
         step(loaded, others, seed=50 + number)
     if drained:
         correction.forget()
+        assert not correction.state_dict().get("versions")
     file = io.BytesIO()
     torch.save(correction.state_dict(), file)
     file.seek(0)
@@ -375,15 +287,6 @@ def test_a_saved_state_goes_on_alike(mode, drained):
             assert equal(params, others)
             correction.restore()
             loaded.restore()
-
-
-def test_an_exact_state_after_a_drain_is_empty():
-    params = parameters()
-    correction = ExactCorrection(params, 2)
-    step(correction, params)
-    assert len(correction.state_dict()["versions"]) == 1
-    correction.forget()
-    assert correction.state_dict()["versions"] == []
 
 
 def test_a_deeper_state_gives_its_newest_versions():
@@ -413,7 +316,7 @@ def test_states_of_another_mode_or_stage_are_refused():
             )
 
 
-@pytest.mark.parametrize("mode", ["exact", "ema"])
+@modes
 def test_corrected_weights_are_never_taken_for_the_newest(mode):
     params = parameters()
     correction = make_correction(mode, params, 1)
@@ -450,11 +353,8 @@ def test_the_update_gap_is_the_relative_distance_to_the_oldest_version_in_use():
     assert math.isnan(exact.update_gap())
     assert estimate.update_gap() == 0.0
     for change in (1.0, 2.0, 3.0):
-        for correction in (exact, estimate):
-            correction.before_step()
-        weight.data.add_(change)
-        for correction in (exact, estimate):
-            correction.after_step()
+        with optimizer_step(exact, estimate):
+            weight.data.add_(change)
     newest = math.hypot(9.0, 10.0)
     assert exact.update_gap() == pytest.approx(math.hypot(5.0, 5.0) / newest)
     mean = 0.5 * (0.5 * (0.5 * 1.0) + 0.5 * 2.0) + 0.5 * 3.0

@@ -49,15 +49,6 @@ def test_any_weights_give_non_empty_stages(weights, data):
     assert all(left < right for left, right in pairwise(bounds))
 
 
-def test_the_heaviest_stage_counts_before_evenness():
-    # (0, 2, 3, 4) has the smaller sum of squares, but a stage of weight 6.
-    assert balanced_cuts([1, 5, 2, 3], 3) == (0, 1, 2, 4)
-
-
-def test_the_other_stages_are_evened_out_beside_a_heavy_layer():
-    assert balanced_cuts([1, 1, 1, 1, 10], 3) == (0, 2, 4, 5)
-
-
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
 def test_unusable_weights_are_refused(weight):
     with pytest.raises(ConfigError, match=r"weight of layer 1 .* Choose another partition") as info:

@@ -38,6 +38,13 @@ def muon_step(optimizer, parameter):
     return x.float()
 
 
+def move(prediction, weight):
+    """Add one to a weight in an optimizer step."""
+    prediction.before_step()
+    weight.data.add_(1.0)
+    prediction.after_step()
+
+
 CASES = {
     "sgd": (lambda p: torch.optim.SGD(p, lr=LR, momentum=0.9), sgd_step, 1e-6),
     "adamw": (lambda p: torch.optim.AdamW(p, lr=LR, weight_decay=0.0), adam_step, 1e-6),
@@ -89,9 +96,7 @@ def test_backward_passes_use_the_newest_weights():
 def test_the_newest_weights_come_back_after_an_error():
     weight = Parameter(torch.zeros(2))
     prediction = WeightPrediction([weight])
-    prediction.before_step()
-    weight.data.add_(1.0)
-    prediction.after_step()
+    move(prediction, weight)
     with pytest.raises(IndexError), prediction.forward(1):
         weight.data[5] += 1.0
     assert weight.tolist() == [1.0, 1.0]
@@ -102,9 +107,7 @@ def test_nothing_is_predicted_without_staleness_or_before_the_first_step():
     prediction = WeightPrediction([weight])
     with prediction.forward(3):
         assert weight.tolist() == [1.0, 1.0]
-    prediction.before_step()
-    weight.data.add_(1.0)
-    prediction.after_step()
+    move(prediction, weight)
     with prediction.forward(0):
         assert weight.tolist() == [2.0, 2.0]
     assert prediction.update_gap() == pytest.approx(0.5)
@@ -116,9 +119,7 @@ def test_nothing_is_predicted_without_staleness_or_before_the_first_step():
 def test_memory_and_state(dtype):
     weight, other = (Parameter(torch.ones(4, dtype=dtype)) for _ in range(2))
     prediction, resumed = WeightPrediction([weight]), WeightPrediction([other])
-    prediction.before_step()
-    weight.data.add_(1.0)
-    prediction.after_step()
+    move(prediction, weight)
     assert prediction.copies == 2
     other.data.copy_(weight)
     resumed.load_state_dict(prediction.state_dict())
@@ -133,9 +134,7 @@ def test_memory_and_state(dtype):
 def test_tied_parameters_are_written_once_and_overlapping_ones_refused():
     weight = Parameter(torch.zeros(4))
     prediction = WeightPrediction([weight, weight])
-    prediction.before_step()
-    weight.data.add_(1.0)
-    prediction.after_step()
+    move(prediction, weight)
     with prediction.forward(1):
         assert weight.tolist() == [2.0] * 4
     buffer = torch.zeros(6)

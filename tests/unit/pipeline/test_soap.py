@@ -129,103 +129,6 @@ def test_soap_equals_a_slow_twin_in_numpy(shape, max_size, refresh):
     assert np.abs(twin.weight - weight).max() > 0.1
 
 
-def adam_path(shape, settings, grads):
-    parameter = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64))
-    adam = torch.optim.AdamW([parameter], **settings)
-    for grad in grads:
-        parameter.grad = torch.tensor(grad)
-        adam.step()
-    return parameter.detach()
-
-
-@pytest.mark.parametrize("shape", [(7,), (3, 3, 2)])
-def test_tensors_that_are_no_matrices_are_stepped_as_by_torchs_adamw(shape):
-    settings = {"lr": 0.01, "betas": (0.9, 0.99), "weight_decay": 0.1, "eps": 1e-6}
-    grads = gradients(shape)
-    parameter = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64))
-    soap = SOAP([parameter], **settings)
-    for grad in grads:
-        parameter.grad = torch.tensor(grad)
-        soap.step()
-    assert torch.allclose(parameter, adam_path(shape, settings, grads), rtol=0, atol=1e-12)
-
-
-def trained(make, turns, steps=40, noise=0.5):
-    """Return the path of a weight in a quadratic problem that is turned left and right."""
-    left, right = turns
-    generator = torch.Generator().manual_seed(3)
-    scales = [torch.logspace(0, -2, 6, dtype=torch.float64) for _ in range(2)]
-    parameter = torch.nn.Parameter(left @ torch.ones(6, 6, dtype=torch.float64) @ right.T)
-    optimizer = make([parameter])
-    path = []
-    for _ in range(steps):
-        weight = left.T @ parameter.detach() @ right
-        draw = torch.randn(6, 6, generator=generator, dtype=torch.float64)
-        grad = scales[0][:, None] * (weight + noise * draw) * scales[1]
-        parameter.grad = left @ grad @ right.T
-        optimizer.step()
-        path.append(left.T @ parameter.detach() @ right)
-    return torch.stack(path)
-
-
-def turned(make):
-    """Return how far a path is from that in the turned problem, turned back."""
-    generator = torch.Generator().manual_seed(4)
-    turns = [
-        torch.linalg.qr(torch.randn(6, 6, generator=generator, dtype=torch.float64)).Q
-        for _ in range(2)
-    ]
-    still = [torch.eye(6, dtype=torch.float64)] * 2
-    return float((trained(make, turns) - trained(make, still)).abs().max())
-
-
-def test_a_rotation_of_the_problem_rotates_soaps_path_but_not_adams():
-    assert turned(lambda params: SOAP(params, lr=0.05, refresh=3)) < 1e-7
-    assert turned(lambda params: torch.optim.AdamW(params, lr=0.05)) > 0.1
-
-
-LIMIT = 400
-
-
-def settling(make, basis, delay):
-    """Return after how many steps the loss stays below a hundredth of its first value.
-
-    A quadratic loss of condition 1000 in a 16 x 4 matrix, with gradients some steps old.
-    """
-    curvature = basis @ torch.diag(torch.logspace(0, -3, 16)) @ basis.T
-    start = torch.randn(16, 4, generator=torch.Generator().manual_seed(6))
-    parameter = torch.nn.Parameter(basis @ start)
-    optimizer = make([parameter])
-    past = [parameter.detach().clone()] * (delay + 1)
-    losses = []
-    for _ in range(LIMIT):
-        parameter.grad = curvature @ past[0]
-        optimizer.step()
-        past = [*past[1:], parameter.detach().clone()]
-        losses.append(float((past[-1] * (curvature @ past[-1])).sum()))
-    return max(i + 1 for i, loss in enumerate(losses) if not loss < 1e-2 * losses[0])
-
-
-def test_delay_keeps_adam_from_settling_in_a_turned_basis_but_not_soap():
-    turn = torch.linalg.qr(torch.randn(16, 16, generator=torch.Generator().manual_seed(5))).Q
-    settings = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.0}
-    steps = {
-        (kind.__name__, delay): [
-            settling(lambda p, kind=kind: kind(p, **settings), basis, delay)
-            for basis in (torch.eye(16), turn)
-        ]
-        for kind in (torch.optim.AdamW, SOAP)
-        for delay in (0, 7)
-    }
-    # Of steps in the own and in the turned basis: without delay neither minds.
-    for kind in ("AdamW", "SOAP"):
-        assert steps[kind, 0][1] < 1.05 * steps[kind, 0][0] < LIMIT, steps
-    assert steps["AdamW", 7][0] < 0.6 * LIMIT, steps
-    assert steps["AdamW", 7][1] == LIMIT, steps  # never
-    assert steps["SOAP", 7][1] < 1.05 * steps["SOAP", 7][0], steps
-    assert steps["SOAP", 7][1] < 1.05 * steps["SOAP", 0][1], steps
-
-
 def test_the_first_gradient_that_is_not_zero_makes_the_basis_and_no_step():
     parameter = torch.nn.Parameter(torch.ones(3, 3))
     soap = SOAP([parameter], weight_decay=0.1)
@@ -351,27 +254,6 @@ def test_cut_matrices_are_stepped_as_whole_ones(ranks, monkeypatch):
     found = torch.cat([flat.detach() for flat in flats])
     assert torch.equal(found[:100], torch.cat([weight.detach().flatten() for weight in whole]))
     assert not found[100:].any()
-
-
-def test_partitions_hold_each_element_once_and_agree_on_cut_matrices():
-    shapes, offsets, size = ((4, 5), (9,), (30,), (8, 5)), (0, 20, 29, 59), 34
-    seen = {}
-    places = {}
-    for rank in range(3):
-        partition = Partition(shapes, offsets, rank * size, size)
-        for number, part in partition.parts(lambda shape: len(shape) == 2):
-            places.setdefault(number, set()).add(part.place)
-            for i in range(part.count):
-                key = (number, part.first + i)
-                assert key not in seen
-                seen[key] = rank * size + part.start + i
-        assert partition.cut_elements(lambda shape: len(shape) == 2) == 40
-    assert seen == {
-        (number, i): offsets[number] + i
-        for number, shape in enumerate(shapes)
-        for i in range(math.prod(shape))
-    }
-    assert places == {0: {None}, 1: {None}, 2: {None}, 3: {0}}
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 8, 32])

@@ -56,14 +56,6 @@ def test_each_update_is_extended_by_its_difference_to_the_one_before(delay):
         assert torch.allclose(path[step], wanted, atol=1e-6)
 
 
-def test_a_telescoping_sum_applies_each_fresh_update_once_and_the_last_error():
-    # At a delay of one, the sum of what is applied is the sum of the updates plus the last one less
-    # the first: each error has been made good.
-    path, plain = trained(MAKERS["sgd"], 1.0), trained(MAKERS["sgd"], None)
-    last, first = plain[-1] - plain[-2], plain[1] - plain[0]
-    assert torch.allclose(path[-1], plain[-1] + last - first, atol=1e-5)
-
-
 @pytest.mark.parametrize("delay", [1.0, 4.0])
 def test_a_step_that_was_not_taken_is_no_update_to_go_on_from(delay):
     # SOAP only looks at its first gradient; its first step is then as long as without feedback.
@@ -74,45 +66,6 @@ def test_a_step_that_was_not_taken_is_no_update_to_go_on_from(delay):
     assert torch.equal(path[2], plain[2])
     assert not torch.equal(path[2], path[1])
     assert not torch.equal(path[3], plain[3])
-
-
-def descended(rate, feedback, delay, steps):
-    """Return where gradient descent on w^2 / 2 with stale gradients comes to from 1."""
-    weight = Parameter(torch.ones(1, dtype=torch.float64))
-    optimizer = torch.optim.SGD([weight], lr=rate)
-    if feedback:
-        UpdateFeedback(optimizer, lambda: float(delay))
-    history = [weight.detach().clone()] * (delay + 1)
-    for _ in range(steps):
-        weight.grad = history[-1 - delay].clone()
-        optimizer.step()
-        history.append(weight.detach().clone())
-    return weight.item()
-
-
-def test_the_stable_rates_are_those_of_the_characteristic_polynomial():
-    # w_{t+1} = w_t - a (2 w_{t-1} - w_{t-2}), so z^3 - z^2 + 2 a z - a.
-    def radius(rate):
-        companion = torch.tensor(
-            [[1.0, -2 * rate, rate], [1.0, 0, 0], [0, 1.0, 0]], dtype=torch.float64
-        )
-        return float(torch.linalg.eigvals(companion).abs().max())
-
-    low, high = 0.0, 1.0
-    while high - low > 1e-6:
-        middle = (low + high) / 2
-        low, high = (middle, high) if radius(middle) < 1 else (low, middle)
-    assert abs(descended(0.97 * low, feedback=True, delay=1, steps=400)) < 1
-    assert abs(descended(1.03 * low, feedback=True, delay=1, steps=400)) > 1
-
-
-def test_stale_descent_follows_the_fresh_path_more_closely():
-    def final(feedback, delay):
-        return math.log(descended(0.05, feedback, delay, steps=20))
-
-    fresh = final(False, 0)
-    for delay in (1, 2, 3):
-        assert abs(final(True, delay) - fresh) < 0.6 * abs(final(False, delay) - fresh)
 
 
 @makers

@@ -10,9 +10,6 @@ from hypothesis import strategies as st
 from wavemare.errors import PlanError
 from wavemare.pipeline.action import COMPUTE, Action, Kind
 from wavemare.pipeline.check import check
-from wavemare.pipeline.draw import chrome_trace, grid
-from wavemare.pipeline.plan import Plan
-from wavemare.pipeline.simulate import Costs, simulate
 from wavemare.pipeline.wave import (
     accumulation,
     accumulation_step,
@@ -200,17 +197,6 @@ def test_steps_end_empty_with_at_most_two_waves_under_way(made):
 
 @some
 @given(made=plans())
-def test_every_form_is_read_back(made):
-    plan, _ = made
-    assert Plan.parse(str(plan)) == plan
-    cells = [cell for line in grid(plan).splitlines() for cell in line.split()[2:]]
-    assert sum("F" in cell for cell in cells) == plan.num_stages * 2 * plan.micro_batches
-    assert sum(cell.endswith("*") for cell in cells) == 2
-    assert ".." not in cells
-
-
-@some
-@given(made=plans())
 def test_steps_are_the_windows_of_the_plan(made):
     plan, sums = made
     size = plan.num_stages, plan.micro_batches
@@ -304,13 +290,3 @@ def test_impossible_options_are_refused(options, key, reason):
     with pytest.raises(PlanError, match=reason) as info:
         tick_tock(3, 2, **options)
     assert info.value.key == key
-
-
-def test_collectives_are_drawn_beside_the_passes():
-    costs = Costs(1.0, 2.0, sum_output_s=(0, 1, 0, 1, 0, 0), sum_gradient_s=(0, 1, 0, 1, 0, 0))
-    timeline = simulate(tick_tock(6, 2, **CHAIN), costs)
-    names = [str(event.action) for event in timeline.ranks[0]]
-    assert {"1XO0@0", "3XO1@0/1", "1XG1@0/1", "3XG0@0"} <= {*names}
-    assert '"cat": "communication"' in chrome_trace(timeline)
-    starts = [event.start_s for event in timeline.ranks[0]]
-    assert starts == sorted(starts)

@@ -11,7 +11,7 @@ from wavemare.pipeline.action import COMPUTE, Kind
 from wavemare.pipeline.draw import grid
 from wavemare.pipeline.draw.cells import place
 from wavemare.pipeline.plan import Plan
-from wavemare.pipeline.schedules import build_plan, inference, one_f_one_b, pipemare
+from wavemare.pipeline.schedules import build_plan, one_f_one_b, pipemare
 
 SCHEDULES = st.sampled_from(["1f1b", "inference", "pipemare"])
 
@@ -42,17 +42,6 @@ def test_pipemare_never_does() -> None:
     tick   0     1     2     3     4     5     6     7
     rank 0 F0@0  F1@0  ..    B0@0* F2@1  B1@1* ..    B2@2*
     rank 1 ..    F0@0  B0@0* F1@1  B1@1* F2@2  B2@2* ..
-    """.rstrip(" ")
-    )
-
-
-def test_inference_is_forward_passes() -> None:
-    assert grid(inference(3, 2)) == lines(
-        """
-    tick   0  1  2  3
-    rank 0 F0 F1 .. ..
-    rank 1 .. F0 F1 ..
-    rank 2 .. .. F0 F1
     """.rstrip(" ")
     )
 

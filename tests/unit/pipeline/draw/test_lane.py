@@ -54,11 +54,6 @@ def test_only_work_is_busy_and_only_passes_are_numbered(kind: Kind) -> None:
     assert all((s.start_s, s.end_s, s.hint) == (3.0, 4.0, f"2{kind.value}7@1") for s in spans)
 
 
-def test_spans_come_in_the_order_of_time() -> None:
-    events = [Event(Action(Kind.FORWARD, 0, m), 5.0 - m, 6.0 - m) for m in range(4)]
-    assert [span.label for span in busy_spans(events)] == ["3", "2", "1", "0"]
-
-
 def test_collectives_have_a_lane_below_their_rank() -> None:
     events = (
         Event(Action(Kind.FORWARD, 0, 3), 0.0, 1.0),

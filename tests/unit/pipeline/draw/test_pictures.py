@@ -115,9 +115,6 @@ def test_a_window_cuts_boxes_off() -> None:
 def test_an_empty_window_is_refused(window: tuple[float, float | None]) -> None:
     with pytest.raises(PlanError, match="nothing happens between"):
         gantt(timeline(), start_s=window[0], end_s=window[1])
-
-
-def test_a_timeline_without_events_is_refused() -> None:
     with pytest.raises(PlanError, match="nothing happens between"):
         svg(Timeline("", ((), ())))
 
