@@ -49,6 +49,7 @@ def run_rounds(
     request: PipelineRequest,
     runners: Mapping[Key, Runner],
     on_round: Callable[[int], None],
+    clock: Callable[[], float] | None = None,
 ) -> Iterator[tuple[Key, Round]]:
     """Run all rounds; all ranks must iterate together.
 
@@ -56,6 +57,7 @@ def run_rounds(
         request: What to measure.
         runners: The systems.
         on_round: Told the number of each round, from 0 (which warms up), as it begins.
+        clock: Seconds; None for a clock that waits for the accelerator first.
 
     Yields:
         What this rank measured, for each timed round and system.
@@ -63,12 +65,14 @@ def run_rounds(
     for turn in range(request.rounds + 1):
         on_round(turn)
         for key in rotated(list(runners), turn):
-            measured = _run_round(request, key, runners[key])
+            measured = _run_round(request, key, runners[key], clock or _now)
             if turn > 0:
                 yield key, measured
 
 
-def _run_round(request: PipelineRequest, key: Key, runner: Runner) -> Round:
+def _run_round(
+    request: PipelineRequest, key: Key, runner: Runner, clock: Callable[[], float]
+) -> Round:
     name, count = key
     steps = request.steps(count)
     torch.distributed.barrier()
@@ -76,10 +80,10 @@ def _run_round(request: PipelineRequest, key: Key, runner: Runner) -> Round:
         runner.step()
     _take_events(runner)
     # No barrier here: in steady state the ranks are at different points of the same rate.
-    started = _now()
+    started = clock()
     for _ in range(steps):
         runner.step()
-    seconds = (_now() - started) / steps
+    seconds = (clock() - started) / steps
     events = _take_events(runner)
     for _ in range(request.tail(SYSTEMS[name], count)):
         runner.step()

@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,6 +23,7 @@ __all__ = [
     "PacingThrottle",
     "Throttle",
     "open_throttle",
+    "pace",
     "quota_files",
     "weight_files",
 ]
@@ -137,7 +138,7 @@ class PacingThrottle(Throttle):
         if share is None or share >= 1:
             return
         ended = threading.Event()
-        thread = threading.Thread(target=_pace, args=(pid, share, ended), daemon=True)
+        thread = threading.Thread(target=pace, args=(pid, share, ended), daemon=True)
         self._paced[pid] = ended, thread
         thread.start()
 
@@ -235,20 +236,36 @@ def _remove(group: Path) -> None:
             return
 
 
-def _pace(pid: int, share: float, ended: threading.Event) -> None:
+def pace(
+    pid: int,
+    share: float,
+    ended: threading.Event,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    send: Callable[[int, int], None] = os.kill,
+) -> None:
+    """Stop and continue a process until the event is set.
+
+    Args:
+        pid: Of the process.
+        share: Of the time in which it runs.
+        ended: Waited for between signals.
+        clock: Seconds.
+        send: Sends a signal to a process.
+    """
     # This thread wakes late on a busy machine. What a process ran or waited too long is paid back,
     # so that its share is right on average: a run of t asks for a pause of t * ratio.
     ratio = (1 - share) / share
     owed_s = 0.0
     try:
-        started = time.perf_counter()
+        started = clock()
         while not ended.wait(share * _PACE_S - min(owed_s, 0.0) / ratio):
-            os.kill(pid, signal.SIGSTOP)
-            stopped = time.perf_counter()
+            send(pid, signal.SIGSTOP)
+            stopped = clock()
             owed_s += (stopped - started) * ratio
             ended.wait(owed_s)
-            os.kill(pid, signal.SIGCONT)
-            started = time.perf_counter()
+            send(pid, signal.SIGCONT)
+            started = clock()
             owed_s -= started - stopped
     except ProcessLookupError:
         return

@@ -12,7 +12,7 @@ import typer
 
 from wavemare.cli.bench_shared import JsonFile, check_writable, print_wide, save
 
-__all__ = ["soak"]
+__all__ = ["problems", "soak"]
 
 _LEAST_SHARE = 0.5
 """Of the planned faults that must happen: those that meet no rank, as it is starting, do not."""
@@ -56,12 +56,18 @@ def soak(
         rows.append(job.run())
     _show(rows)
     save(json_file, {"machine": describe_machine(), "seed": seed, "rows": rows})
-    if problems := [problem for row in rows for problem in _problems(row, limit)]:
-        typer.echo("\n".join(problems), err=True)
+    if found := [problem for row in rows for problem in problems(row, limit)]:
+        typer.echo("\n".join(found), err=True)
         raise typer.Exit(1)
 
 
-def _problems(row: dict[str, Any], limit: float) -> list[str]:
+def problems(row: dict[str, Any], limit: float) -> list[str]:
+    """Return each promise that a system's soak has broken.
+
+    Args:
+        row: Of the report.
+        limit: Share by which ranks may grow.
+    """
     name = row["system"]
     found = []
     if row["exit_code"]:

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from wavemare.bench.quality import _COLOURS, SYSTEMS, steps_to, to_row
+from wavemare.bench.quality import SYSTEMS, steps_to, to_row
 
 MEMORY = {"optimizer": 2.0, "correction": 0.0}
 
@@ -68,7 +68,3 @@ def test_feedback_alone_is_added_to_an_optimizer():
         plain, fed = SYSTEMS[name], SYSTEMS[f"{name}+feedback"]
         assert (*plain.settings, *SYSTEMS["feedback"].settings) == fed.settings
         assert (plain.correction, plain.baseline) == (fed.correction, fed.baseline)
-
-
-def test_each_system_has_a_colour_of_its_own():
-    assert len(set(_COLOURS)) == len(_COLOURS) >= len(SYSTEMS)

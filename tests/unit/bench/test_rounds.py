@@ -63,7 +63,6 @@ class FakeWorld:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> FakeWorld:
     made = FakeWorld()
-    monkeypatch.setattr(rounds, "_now", lambda: made.now)
     monkeypatch.setattr(torch.distributed, "barrier", lambda: made.log.append("barrier"))
     return made
 
@@ -73,7 +72,9 @@ def test_exactly_the_steps_in_the_middle_are_timed(world: FakeWorld) -> None:
     # Two steps to fill, three that count, one behind; the same again in the second round.
     runner = FakeRunner(world, "ours", [100.0, 100.0, 1.0, 2.0, 3.0, 100.0])
     turns: list[int] = []
-    (result,) = rounds.run_rounds(request, {(OURS, 2): runner}, turns.append)
+    (result,) = rounds.run_rounds(
+        request, {(OURS, 2): runner}, turns.append, clock=lambda: world.now
+    )
     key, measured = result
     assert key == (OURS, 2)
     assert measured.sample.seconds == pytest.approx(2.0)
@@ -86,7 +87,8 @@ def test_exactly_the_steps_in_the_middle_are_timed(world: FakeWorld) -> None:
 def test_systems_take_turns_and_the_first_round_does_not_count(world: FakeWorld) -> None:
     request = PipelineRequest(micro_batches=(4,), rounds=2, steps_per_round=1)
     runners = {(name, 4): FakeRunner(world, name, [1.0]) for name in (STOCK, OURS, BOUND)}
-    keys = [key[0] for key, _ in rounds.run_rounds(request, runners, lambda turn: None)]
+    ran = rounds.run_rounds(request, runners, lambda turn: None, clock=lambda: world.now)
+    keys = [key[0] for key, _ in ran]
     assert keys == [OURS, BOUND, STOCK, BOUND, STOCK, OURS]
     settled = [entry.split()[0] for entry in world.log if entry.endswith("settles")]
     assert settled == [STOCK, OURS, BOUND, *keys]

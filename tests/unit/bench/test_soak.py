@@ -3,20 +3,15 @@
 
 import json
 import os
-import subprocess
-import sys
 from multiprocessing.shared_memory import SharedMemory
-from types import SimpleNamespace
 
 import pytest
 
 from wavemare.bench.soak.faults import draw_faults
-from wavemare.bench.soak.run import SYSTEMS, Soak, configuration
+from wavemare.bench.soak.run import SYSTEMS, configuration
 from wavemare.bench.soak.watch import Losses, Sizes, left_behind, shared_memory_segments
-from wavemare.cli.bench_soak import _problems
+from wavemare.cli.bench_soak import problems
 from wavemare.engine.config import check_config
-
-MIB = 2**20
 
 
 def write(file, losses, mode="w"):
@@ -68,41 +63,6 @@ def test_growth_is_that_of_medians_after_the_warm_up():
     assert late.samples == []
 
 
-def test_pages_of_a_file_that_another_process_leaves_are_no_growth(tmp_path):
-    (tmp_path / "library").write_bytes(bytes(64 * MIB))
-    program = """
-import mmap, sys
-file = open("library", "rb")
-library = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-seen, own = sum(library[::4096]), b"x" * int(sys.argv[1])
-print("ready", flush=True)
-input()
-"""
-
-    def start(bytes_of_its_own):
-        words = [sys.executable, "-c", program, str(bytes_of_its_own)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        return subprocess.Popen(words, cwd=tmp_path, text=True, **pipes)
-
-    with start(0) as small, start(32 * MIB) as large:
-        sizes = [Sizes(process.pid, warmup_s=0) for process in (small, large)]
-        try:
-            for process, of in zip((small, large), sizes, strict=True):
-                assert process.stdout.readline() == "ready\n"
-                of.begin()
-                of.sample()
-            large.kill()
-            os.waitid(os.P_PID, large.pid, os.WEXITED | os.WNOWAIT)  # its parent knows nothing yet
-            for of in sizes:
-                of.sample()
-        finally:
-            small.kill()
-            large.kill()
-    (before, after), (own,) = [[sample["memory_mib"] for sample in of.samples] for of in sizes]
-    assert after == pytest.approx(before, abs=1)
-    assert own - before == pytest.approx(32, abs=1)
-
-
 def test_segments_of_a_process_that_stay_are_found():
     sizes, segment = Sizes(os.getpid(), warmup_s=0), SharedMemory(create=True, size=100)
     try:
@@ -129,28 +89,6 @@ def test_faults_are_drawn_again_from_their_seed():
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_the_configurations_can_be_run(system):
     check_config(configuration(system), world_size=2)
-
-
-@pytest.mark.timeout(60)  # not as long as the soak
-@pytest.mark.parametrize(("minutes", "late"), [(60.0, False), (0.01, True)])
-def test_a_fault_that_cannot_be_inflicted_fails_the_soak(tmp_path, monkeypatch, minutes, late):
-    """At once, and also in the last moment, when nobody looks any more."""
-    soak = Soak("sparse", minutes, 0, tmp_path, 0.0, 1, lambda _: None)
-
-    def inflict(started, stop, link):
-        assert not late or stop.wait(10)
-        raise OSError("tc is not there")
-
-    def lasting(*_):
-        pytest.fail("the soak goes on")
-
-    monkeypatch.setattr(soak, "_inflict", inflict)
-    monkeypatch.setattr(soak, "_find_ranks", lambda *_: None)
-    monkeypatch.setattr(soak, "_await_steps", lasting)
-    job = SimpleNamespace(pid=os.getpid(), poll=lambda: None)
-    losses = SimpleNamespace(by_step={1: 5.0}, update=lambda: None)
-    with pytest.raises(OSError, match="tc is not there"):
-        soak._train(job, losses, None)
 
 
 GOOD = {
@@ -189,5 +127,5 @@ GOOD = {
     ],
 )
 def test_a_soak_fails_for_each_promise_that_is_broken(change):
-    assert _problems(GOOD, 0.01) == []
-    assert len(_problems({**GOOD, **change}, 0.01)) == 1
+    assert problems(GOOD, 0.01) == []
+    assert len(problems({**GOOD, **change}, 0.01)) == 1

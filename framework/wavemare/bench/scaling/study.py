@@ -35,7 +35,7 @@ _DENSITIES = (0.02, 0.05, 0.2, 0.5, 1.0)
 """Of random blocks, beside those of `CASES`."""
 _COMPUTE_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 _STAGES = 8
-_MEBIBYTES = (1, 4, 16, 64, 256, 1024)
+MEBIBYTES = (1, 4, 16, 64, 256, 1024)
 _RANKS = 8
 _BASELINES = ("deepspeed-1f1b", "dense")
 
@@ -73,8 +73,14 @@ def read_results(option: str, files: Iterable[Path], keys: Set[str]) -> list[Map
     return results
 
 
-def pipeline_rows(results: Sequence[Mapping[str, Any]]) -> tuple[list[Row], Mapping[str, Any]]:
+def pipeline_rows(
+    results: Sequence[Mapping[str, Any]], counts: Sequence[int] = COUNTS
+) -> tuple[list[Row], Mapping[str, Any]]:
     """Return rows over stages and over a stage's compute, and the calibrated costs by system.
+
+    Args:
+        results: Of ``bench pipeline``.
+        counts: Predicted numbers of stages.
 
     Raises:
         DataError: A system was not measured.
@@ -93,7 +99,7 @@ def pipeline_rows(results: Sequence[Mapping[str, Any]]) -> tuple[list[Row], Mapp
         costs[system] = {"stages": shortest, **asdict(known)}
         points = [Point(system, stages, row["median_s"]) for stages, row in found.items()]
         rows += _rows("stages", "stages", points, measured=True, calibrated=shortest)
-        over_stages += pipelines.predict(system, COUNTS, known)
+        over_stages += pipelines.predict(system, counts, known)
         for compute_s in _COMPUTE_S:
             other = pipelines.StageCosts(compute_s, known.step_s, known.message_s)
             over_compute += [(compute_s, p) for p in pipelines.predict(system, [_STAGES], other)]
@@ -104,13 +110,18 @@ def pipeline_rows(results: Sequence[Mapping[str, Any]]) -> tuple[list[Row], Mapp
 
 
 def collective_rows(
-    results: Sequence[Mapping[str, Any]], transport: str
+    results: Sequence[Mapping[str, Any]],
+    transport: str,
+    counts: Sequence[int] = COUNTS,
+    sizes: Sequence[int] = MEBIBYTES,
 ) -> tuple[list[Row], Mapping[str, Any]]:
     """Return rows over ranks, density and the size of the gradient, and the calibrated rates.
 
     Args:
         results: Of ``bench sparse``, with links of one rate and gradients of one size.
         transport: Whose rates, ``mpi`` or ``gloo``.
+        counts: Predicted numbers of ranks.
+        sizes: Predicted MiB of the gradient.
 
     Raises:
         DataError: The results are of unlike links or sizes, or have no rates of the transport.
@@ -146,12 +157,12 @@ def collective_rows(
         parameters = {"pattern": case.pattern, "density": case.density, "mebibytes": mebibytes}
         points = collectives.measured(results, case, transport)
         rows = _rows(part, "ranks", points, measured=True, calibrated=known_ranks, **parameters)
-        return rows + predicted(part, case, COUNTS, mebibytes)
+        return rows + predicted(part, case, counts, mebibytes)
 
     rows: list[Row] = []
     for case in CASES:
         rows += over_ranks("ranks", case)
-        for size in _MEBIBYTES:
+        for size in sizes:
             rows += predicted("size", case, [_RANKS], size)
     for density in _DENSITIES:
         rows += over_ranks("density", Case("random", density))

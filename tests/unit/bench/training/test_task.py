@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from wavemare.bench.training.request import TrainingRequest
-from wavemare.bench.training.systems import build_system
 from wavemare.bench.training.task import Batch, make_task
 
 SMALL: dict[str, Any] = {"vocabulary": 2000, "batch": 4, "sequence": 16}
@@ -77,27 +76,3 @@ def test_each_pass_over_a_table_gives_each_text_once(table: Path) -> None:
     assert len(set(passes[0])) == texts
     assert rows[:texts] != rows[texts : 2 * texts]
     assert batches[0]["attention_mask"].sum() < batches[0]["attention_mask"].numel()
-
-
-def test_only_rows_of_words_in_the_batch_get_a_gradient() -> None:
-    request = TrainingRequest(hidden=16, heads=2, layers=1, **SMALL)
-    task = make_task(request)
-    system = build_system("no-communication-bound", request, task)
-    batch = task.batch(0, 0)
-    system.model(**batch).loss.backward()
-    gradient = system.model.get_input_embeddings().weight.grad
-    touched = gradient.ne(0).any(dim=1).nonzero().flatten()
-    assert torch.equal(touched, batch["input_ids"].unique())
-
-
-def test_steps_of_equal_systems_give_equal_losses() -> None:
-    request = TrainingRequest(hidden=16, heads=2, layers=1, **SMALL)
-    task = make_task(request)
-    losses = []
-    for _ in range(2):
-        system = build_system("no-communication-bound", request, task)
-        system.set_learning_rate(1e-2)
-        losses.append([float(system.step(task.batch(step, 0))) for step in range(4)])
-        assert all(parameter.grad is None for parameter in system.model.parameters())
-    assert losses[0] == losses[1]
-    assert len(set(losses[0])) == 4

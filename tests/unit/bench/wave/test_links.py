@@ -28,15 +28,6 @@ def test_a_ring_sends_a_tensor_once_on_two_ranks_and_nearly_twice_on_many() -> N
     assert sent_bytes(100.0, 4) == 150.0
 
 
-@pytest.mark.parametrize("ratio", [1 / 6, 0.5, 1.0])
-def test_messages_take_the_share_of_the_model(ratio: float) -> None:
-    # Segments of f forward, 2f backward and c for each of two collectives.
-    forward_s, collective_s = 0.25, 0.25 * ratio
-    share = 2 * collective_s / (3 * forward_s + 2 * collective_s)
-    mbit = link_mbit(share, 3 * forward_s, sent=2e6)
-    assert wire_s(mbit, 2e6) == pytest.approx(2 * collective_s)
-
-
 def test_a_speed_is_mended_for_what_messages_take_beyond_the_wire() -> None:
     sent, compute_s, overhead_s, share = 1e7, 3.0, 0.3, 0.25
     first = link_mbit(share, compute_s, sent)

@@ -87,15 +87,3 @@ def test_memory_that_two_keep_counts_once_until_both_have_dropped_it() -> None:
     assert live.now == BLOCK
     del second
     assert live.now == 0
-
-
-def test_the_peak_stays_when_less_is_kept_later() -> None:
-    live = LiveBytes(nn.Module())
-    value = torch.ones(ROWS, WIDTH, requires_grad=True)
-    with live.hooks():
-        kept = value * torch.ones(ROWS, WIDTH)
-        assert live.peak == BLOCK
-        del kept
-        less = value[0] * torch.ones(WIDTH)
-    assert live.now == less.nbytes == WIDTH * 4
-    assert live.peak == BLOCK

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows, ratios, models and verdicts of ``wavemare bench wave``; the tables and the pictures."""
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from PIL import Image
-from rich.console import Console
 
 from wavemare.bench.wave.live import Moment
 from wavemare.bench.wave.report import Sample, Setting, build_result, exposed_share
@@ -110,14 +108,9 @@ def test_memory_is_compared_with_one_wave_and_with_two() -> None:
     assert [name for name, row in found.items() if not row["bitwise"]] == ["domino"]
 
 
-def shown(table: Any) -> str:
-    console = Console(width=120)
-    with console.capture() as captured:
-        console.print(table)
-    return captured.get()
-
-
-def test_the_tables_show_every_system() -> None:
+def test_the_tables_and_pictures_show_every_system(
+    shown: Callable[..., str], check_picture: Callable[..., None]
+) -> None:
     times = shown(result_table(result()))
     assert "2 layers of 768" in times
     assert times.count("tick-tock") == 2
@@ -126,12 +119,7 @@ def test_the_tables_show_every_system() -> None:
     kept = shown(memory_table(result()))
     assert "0.505" in kept
     assert kept.count("yes") == 3
-
-
-def test_the_pictures_are_drawn(tmp_path: Path) -> None:
-    draw(result(), tmp_path / "times.png")
+    check_picture(lambda file: draw(result(), file))
     curve = [Moment(0.0, Live(1, 2)), Moment(1.0, Live(0, 3))]
-    draw_memory({"accumulation": curve, "tick-tock": curve}, "tick-tock", tmp_path / "m.png")
-    for name in ("times.png", "m.png"):
-        with Image.open(tmp_path / name) as picture:
-            assert picture.width > 500
+    curves = {"accumulation": curve, "tick-tock": curve}
+    check_picture(lambda file: draw_memory(curves, "tick-tock", file))

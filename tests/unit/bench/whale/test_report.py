@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows, ratios, bounds and errors of ``wavemare bench whale``; its table and picture."""
 
+from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
-from rich.console import Console
 
 from wavemare.bench.whale.report import (
     CutsMeasured,
@@ -142,31 +140,13 @@ def test_the_choice_stands_beside_what_was_fastest() -> None:
     assert (other["predicted_s"], other["disturbed"]) == (3.0, 1)
 
 
-def result() -> dict[str, Any]:
+def test_the_table_and_the_picture_show_every_row(
+    shown: Callable[..., str], check_picture: Callable[..., None]
+) -> None:
     rows = shares() + cuts() + choice()
-    return {"throttle": "cgroup v1", "request": asdict(WhaleRequest()), "rows": rows}
-
-
-def test_the_table_shows_every_row() -> None:
-    console = Console(width=130, record=True)
-    console.print(result_table(result()))
-    text = console.export_text()
+    result = {"throttle": "cgroup v1", "request": asdict(WhaleRequest()), "rows": rows}
+    text = shown(result_table(result))
     assert "unlike devices by cgroup v1" in text
-    for word in (
-        "8,4",
-        "0,2,6",
-        "0.90 0.45",
-        "1.333",
-        "1.500",
-        "1f1b",
-        "103.3%",
-        "(chosen)",
-        "6,6,2,2",
-    ):
-        assert word in text
-
-
-def test_the_picture_is_drawn(tmp_path: Path) -> None:
-    draw(result(), tmp_path / "a.png")
-    with Image.open(tmp_path / "a.png") as picture:
-        assert picture.width > 300
+    words = "8,4 0,2,6 1.333 1.500 1f1b 103.3% (chosen) 6,6,2,2".split()
+    assert all(word in text for word in ("0.90 0.45", *words))
+    check_picture(lambda file: draw(result, file))
