@@ -20,7 +20,11 @@ _SECONDS_TO_STOP = 120.0
 _STARTER = "deepspeed.launcher.launch"
 
 
-def end_job(launcher: subprocess.Popen[bytes], received: Sequence[int]) -> int:
+def end_job(
+    launcher: subprocess.Popen[bytes],
+    received: Sequence[int],
+    seconds_to_stop: float = _SECONDS_TO_STOP,
+) -> int:
     """End the launcher and everything that it started, by force if it takes too long.
 
     SIGTERM goes to the ranks alone, if there are any on this host: they save a checkpoint and
@@ -29,6 +33,7 @@ def end_job(launcher: subprocess.Popen[bytes], received: Sequence[int]) -> int:
     Args:
         launcher: Leader of a session of its own.
         received: The signals so far; another one that is added while this waits means: at once.
+        seconds_to_stop: How long ranks may take to save a checkpoint and leave.
 
     Returns:
         The launcher's return code; the negative number of the first signal if it, or force, has
@@ -44,7 +49,7 @@ def end_job(launcher: subprocess.Popen[bytes], received: Sequence[int]) -> int:
             _tell(process, signal.SIGTERM)
     else:
         _tell_all(processes, launcher.pid, received[0])
-    seconds = _SECONDS_TO_STOP if ranks else _SECONDS_TO_END
+    seconds = seconds_to_stop if ranks else _SECONDS_TO_END
     alive = _outlast(launcher, processes, received, seconds)
     for process in alive:
         _tell(process, signal.SIGKILL)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
-__all__ = ["Ending", "WardedRank"]
+__all__ = ["Ending", "WardedRank", "end_with_parent"]
 
 # For the rest of a step, two more or three, and a checkpoint.
 _SECONDS_TO_STOP = 120.0
@@ -46,16 +46,19 @@ class WardedRank:
     Args:
         command: Its words.
         environment: All its variables.
+
+    Attributes:
+        pid: Its process.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        end_with_parent = partial(_end_with_parent, os.getpid())
         self._process = subprocess.Popen(
             command,
             env=dict(environment),
             start_new_session=True,
-            preexec_fn=end_with_parent if _LIBC is not None else None,  # noqa: PLW1509
+            preexec_fn=partial(end_with_parent, os.getpid()) if _LIBC is not None else None,  # noqa: PLW1509
         )
+        self.pid = self._process.pid
         self._ending: Ending | None = None
         self._given_up = False
         self._passed_on = 0
@@ -105,7 +108,7 @@ class WardedRank:
             os.killpg(self._process.pid, signal.SIGKILL)
 
 
-def _end_with_parent(parent: int) -> None:
+def end_with_parent(parent: int) -> None:
     """Have the kernel end the child when the thread that started it has gone, however it went.
 
     Args:

@@ -5,15 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
-from wavemare.cli import ending
+from wavemare.cli.ending import end_job
 
 # Stands for "deepspeed": it starts the part for this host, and takes over its exit code.
 RUNNER = """
@@ -41,13 +39,13 @@ while any(rank.poll() is None for rank in ranks):
     time.sleep(0.02)
 sys.exit(max(rank.returncode for rank in ranks))
 """
-# A rank that starts a helper of its own and leaves by SIGTERM a second later, having "saved".
+# A rank with a helper process, which takes some seconds to "save" after SIGTERM.
 RANK = """
 import os, signal, subprocess, sys, time
 folder, rank = sys.argv[1:]
 stop = []
 signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
-helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 open(f"{folder}/up{rank}", "w").write(str(helper.pid))
 while not stop:
     time.sleep(0.01)
@@ -58,107 +56,116 @@ open(f"{folder}/saved{rank}", "w").write(str(helper_lived))
 sys.exit(%(code)s)
 """
 
-
-@dataclass
-class Job:
-    """A launcher in a session of its own, and where its ranks leave files."""
-
-    launcher: "subprocess.Popen[bytes]"
-    folder: Path
-
-    def saved(self) -> list[str]:
-        return [file.read_text() for file in sorted(self.folder.glob("saved*"))]
-
-    def processes(self) -> list[psutil.Process]:
-        main = psutil.Process(self.launcher.pid)
-        return [main, *main.children(recursive=True)]
+Launcher = subprocess.Popen[bytes]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    launchers: list[subprocess.Popen[bytes]] = []
+def start(tmp_path: Path, wait_for: Callable[..., None]) -> Iterator[Callable[..., Launcher]]:
+    """Start a launcher in a session of its own, and wait until its ranks are up."""
+    launchers: list[Launcher] = []
 
-    def run(*, seconds: float = 1, code: int = 0) -> Job:
+    def run(*, seconds: float = 0.5, code: int = 0) -> Launcher:
         package = tmp_path / "path" / "deepspeed" / "launcher"
         package.mkdir(parents=True)
         for file in (package.parent / "__init__.py", package / "__init__.py"):
             file.touch()
         (package / "launch.py").write_text(STARTER)
-        rank = RANK % {"seconds": seconds, "code": code}
         launcher = subprocess.Popen(
-            [sys.executable, "-c", RUNNER, str(tmp_path), rank],
+            [
+                sys.executable,
+                "-c",
+                RUNNER,
+                str(tmp_path),
+                RANK % {"seconds": seconds, "code": code},
+            ],
             env={**os.environ, "PYTHONPATH": str(tmp_path / "path")},
             start_new_session=True,
         )
         launchers.append(launcher)
-        deadline = time.monotonic() + 60
-        while len([up for up in tmp_path.glob("up*") if up.read_text()]) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        return Job(launcher, tmp_path)
+        wait_for(lambda: len([up for up in tmp_path.glob("up*") if up.read_text()]) == 2)
+        return launcher
 
     yield run
     for launcher in launchers:
         for process in psutil.process_iter():
-            if ending._session(process.pid) == launcher.pid:
-                process.kill()
+            try:
+                if os.getsid(process.pid) == launcher.pid:
+                    process.kill()
+            except (OSError, psutil.NoSuchProcess):
+                pass
         launcher.wait()
 
 
-def living(processes: list[psutil.Process]) -> list[psutil.Process]:
-    return [process for process in processes if ending._lives(process)]
+def processes_of(launcher: Launcher) -> list[psutil.Process]:
+    """Return the runner, the starter, and two ranks with a helper each."""
+    main = psutil.Process(launcher.pid)
+    found = [main, *main.children(recursive=True)]
+    assert len(found) == 6
+    return found
 
 
-def test_ranks_save_and_leave(start: Callable[..., Job]) -> None:
-    job = start()
-    processes = job.processes()
-    assert len(processes) == 6  # runner, starter, and two ranks with a helper each
-    assert ending.end_job(job.launcher, [signal.SIGTERM]) == 0
-    assert job.saved() == ["True", "True"]  # their helpers were left to them
-    assert not living(processes)
+def have_ended(processes: list[psutil.Process]) -> bool:
+    """Whether no process is left; a zombie may wait for its parent."""
+    for process in processes:
+        try:
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                return False
+        except psutil.NoSuchProcess:
+            continue
+    return True
 
 
-def test_a_failure_of_the_ranks_is_the_result(start: Callable[..., Job]) -> None:
-    assert ending.end_job(start(code=3).launcher, [signal.SIGTERM]) == 3
+def saved(folder: Path) -> list[str]:
+    return [file.read_text() for file in sorted(folder.glob("saved*"))]
 
 
-def test_too_slow_ranks_are_ended(
-    start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+def test_ranks_save_and_leave(start: Callable[..., Launcher], tmp_path: Path) -> None:
+    launcher = start()
+    processes = processes_of(launcher)
+    assert end_job(launcher, [signal.SIGTERM]) == 0
+    assert saved(tmp_path) == ["True", "True"]  # their helpers were left to them
+    assert have_ended(processes)
+
+
+def test_a_failure_of_the_ranks_is_the_result(start: Callable[..., Launcher]) -> None:
+    assert end_job(start(code=3), [signal.SIGTERM]) == 3
+
+
+@pytest.mark.parametrize(
+    ("received", "limit_s"),
+    [([signal.SIGTERM], 0.5), ([signal.SIGTERM, signal.SIGINT], 600.0)],
+    ids=["too slow", "a second signal"],
+)
+def test_slow_ranks_are_ended(
+    start: Callable[..., Launcher],
+    tmp_path: Path,
+    wait_for: Callable[..., None],
+    received: list[int],
+    limit_s: float,
 ) -> None:
-    monkeypatch.setattr(ending, "_SECONDS_TO_STOP", 0.5)
-    job = start(seconds=60)
-    processes = job.processes()
-    assert ending.end_job(job.launcher, [signal.SIGTERM]) == -signal.SIGTERM
-    assert job.saved() == []
-    time.sleep(0.2)
-    assert not living(processes)
+    launcher = start(seconds=600)
+    processes = processes_of(launcher)
+    assert end_job(launcher, received, limit_s) == -signal.SIGTERM
+    assert saved(tmp_path) == []
+    wait_for(lambda: have_ended(processes))
 
 
-def test_a_second_signal_means_at_once(start: Callable[..., Job]) -> None:
-    job = start(seconds=60)
-    started = time.monotonic()
-    received = [signal.SIGTERM, signal.SIGINT]
-    assert ending.end_job(job.launcher, received) == -signal.SIGTERM
-    assert time.monotonic() - started < 10
-    assert job.saved() == []
-
-
-def test_ranks_save_although_every_process_was_signalled(start: Callable[..., Job]) -> None:
-    job = start()
-    processes = job.processes()
+def test_ranks_save_although_every_process_was_signalled(
+    start: Callable[..., Launcher], tmp_path: Path
+) -> None:
+    launcher = start()
+    processes = processes_of(launcher)
     for process in processes[:2]:
         process.terminate()
-    job.launcher.wait()  # it had no handler; the ranks are orphans now
-    started = time.monotonic()
-    assert ending.end_job(job.launcher, [signal.SIGTERM]) == -signal.SIGTERM
-    assert time.monotonic() - started < 30
-    assert len(job.saved()) == 2
-    assert not living(processes)
+    launcher.wait()  # it had no handler; the ranks are orphans now
+    assert end_job(launcher, [signal.SIGTERM]) == -signal.SIGTERM
+    assert len(saved(tmp_path)) == 2
+    assert have_ended(processes)
 
 
-def test_a_job_that_has_ended_keeps_its_code(start: Callable[..., Job]) -> None:
-    job = start(seconds=0, code=4)
-    for process in job.processes()[2:4]:
+def test_a_job_that_has_ended_keeps_its_code(start: Callable[..., Launcher]) -> None:
+    launcher = start(seconds=0, code=4)
+    for process in processes_of(launcher)[2:4]:
         process.terminate()
-    job.launcher.wait()
-    assert ending.end_job(job.launcher, [signal.SIGTERM]) == 4
+    launcher.wait()
+    assert end_job(launcher, [signal.SIGTERM]) == 4

@@ -7,17 +7,14 @@ import subprocess
 import sys
 from functools import partial
 
-from wavemare.cli.warded import WardedRank, _end_with_parent
+from wavemare.cli.warded import WardedRank, end_with_parent
 
 
 def test_a_rank_whose_parent_has_gone_before_it_could_ask_ends_at_once():
     # Its parent is this process, not the one that is named: as after that one's end.
     for parent, code in ((os.getppid(), 137), (os.getpid(), 0)):
         process = subprocess.run(
-            ["true"],
-            preexec_fn=partial(_end_with_parent, parent),
-            check=False,
-            timeout=60,
+            ["true"], preexec_fn=partial(end_with_parent, parent), check=False, timeout=60
         )
         assert process.returncode == code
 
@@ -27,7 +24,7 @@ def test_a_rank_ends_with_its_supervisor():
 import os, sys
 from wavemare.cli.warded import WardedRank
 rank = WardedRank(["sleep", "1000"], os.environ)
-print(rank._process.pid, flush=True)
+print(rank.pid, flush=True)
 os.kill(os.getpid(), 9)
 """
     ended = subprocess.run(
@@ -37,7 +34,7 @@ os.kill(os.getpid(), 9)
     assert int(ended.stdout) > 0
 
 
-def test_a_rank_runs_to_its_end():
+def test_a_rank_runs_to_its_end(wait_for):
     with WardedRank([sys.executable, "-c", "raise SystemExit(7)"], os.environ) as rank:
-        rank._process.wait(60)
+        wait_for(lambda: rank.poll() is not None)
         assert rank.poll().code == 7

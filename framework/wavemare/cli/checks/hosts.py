@@ -40,7 +40,7 @@ class _Visit:
         finding: How it has failed; None if it has not.
     """
 
-    def __init__(self, host: Host, interface: str, port: int, hosts: int) -> None:
+    def __init__(self, host: Host, interface: str, port: int, hosts: int, limit_s: float) -> None:
         self.host = host
         self.told: dict[str, Any] = {}
         self.finding: Finding | None = None
@@ -56,7 +56,8 @@ class _Visit:
             text=True,
             start_new_session=True,
         )
-        self._limit = threading.Timer(_SECONDS, self._process.kill)
+        self._limit_s = limit_s
+        self._limit = threading.Timer(limit_s, self._process.kill)
         self._limit.daemon = True
         self._limit.start()
 
@@ -100,7 +101,7 @@ class _Visit:
         last = lines[-1] if lines else "it says nothing"
         code, name = self._process.wait(), self.host.name
         if code < 0:
-            value = f"its check took longer than {_SECONDS:g} s"
+            value = f"its check took longer than {self._limit_s:g} s"
             remedy = f"Try: ssh {name} hostname"
         elif code == _SSH_FAILED:
             value, remedy = (
@@ -116,19 +117,22 @@ class _Visit:
         return Finding(f"host {name}", "fail", value, remedy)
 
 
-def check_hosts(hosts: Sequence[Host], port: int = 0) -> Iterator[Finding]:
+def check_hosts(
+    hosts: Sequence[Host], port: int = 0, limit_s: float = _SECONDS
+) -> Iterator[Finding]:
     """Log in to all hosts at once; compare their versions; let each connect to each other.
 
     Args:
         hosts: They answer on their ssh ports.
         port: On which rank 0 is to listen on the first host; 0 if it does not matter.
+        limit_s: How long the check of a host may take.
     """
     if shutil.which("ssh") is None:
         yield Finding("ssh", "fail", "not found", "Install it: apt install openssh-client")
         return
     interface = os.environ.get(_INTERFACE, "")
     visits = [
-        _Visit(host, interface, port if number == 0 else 0, len(hosts))
+        _Visit(host, interface, port if number == 0 else 0, len(hosts), limit_s)
         for number, host in enumerate(hosts)
     ]
     try:
