@@ -10,7 +10,7 @@ from itertools import accumulate
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-__all__ = ["draw_loss"]
+__all__ = ["draw_loss", "moving_average"]
 
 _SIZE_INCHES = (7.0, 4.0)
 _DOTS_PER_INCH = 150
@@ -50,7 +50,7 @@ def draw_loss(
         )
         if smooth:
             label = "training (moving average)"
-            axes.plot(steps, _smoothed(losses), color="tab:blue", linewidth=1.8, label=label)
+            axes.plot(steps, moving_average(losses), color="tab:blue", linewidth=1.8, label=label)
     if held_out:
         steps, losses = zip(*held_out, strict=True)
         axes.plot(steps, losses, "o", color="tab:orange", markersize=5, label="held out")
@@ -70,7 +70,7 @@ def draw_loss(
     return picture.getvalue()
 
 
-def _smoothed(losses: Sequence[float]) -> list[float]:
+def moving_average(losses: Sequence[float]) -> list[float]:
     """Average each loss with its neighbours, over a thirtieth of the run.
 
     The window is centred, as one that looks back would draw a falling curve too late; at the ends

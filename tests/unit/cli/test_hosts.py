@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hosts seen from within: what is wrong with one is said of that one.
 
-In the place of ssh stands a script that runs its command here, each host having an address of its
-own in 127.0.0.0/8.
+In the place of ssh stands a script that runs its command here. To Python each host has an address
+of its own in 192.0.2.0/24, which leads to one in 127.0.0.0/8.
 """
 
 import json
@@ -13,25 +13,42 @@ import sys
 
 import pytest
 
-from wavemare.cli.checks import hosts, peer
+from wavemare.cli.checks import peer
 from wavemare.cli.checks.hostfile import Host
+from wavemare.cli.checks.hosts import check_hosts
 
 SSH = """#!/bin/sh
 while [ "$1" != -- ]; do shift; done
+export NODE=$2 PYTHONPATH=${0%/*}
 case $2 in
 locked) echo 'locked: Permission denied (publickey).' >&2; exit 255 ;;
 bare) echo "sh: python: not found" >&2; exit 127 ;;
 broken) echo 'Traceback'; echo 'OSError: no such folder' >&2; exit 1 ;;
 greeting) echo 'Welcome!' ;;
+leaving) sh -c "$3" 2>/dev/null | head -n 1; exit 1 ;;
+sleeping) exec sleep 600 ;;
 esac
-export NODE=$2
 exec sh -c "$3"
 """
-# Read by the program, before its own functions, in the place of socket.gethostbyname.
-FAKE = """
-import socket as _socket
-_addresses = {"node0": "127.0.0.10", "node1": "127.0.0.11", "greeting": "127.0.0.12"}
-_socket.gethostbyname = lambda name: _addresses[__import__("os").environ["NODE"]]
+# Python runs it at its start.
+NETWORK = """
+import os, socket
+node = os.environ["NODE"]
+names = {"node0": "192.0.2.10", "node1": "192.0.2.11", "greeting": "192.0.2.12",
+         "leaving": "192.0.2.13", "loopback": "127.0.0.14", "foreign": "198.51.100.7"}
+create_server, create_connection = socket.create_server, socket.create_connection
+
+def here(address):
+    return address[0].replace("192.0.2.", "127.0.0."), address[1]
+
+def lookup(name):
+    if node == "unnamed":
+        raise OSError("unknown")
+    return names[node]
+
+socket.gethostbyname = lookup
+socket.create_server = lambda address, **options: create_server(here(address), **options)
+socket.create_connection = lambda address, **options: create_connection(here(address), **options)
 """
 
 
@@ -39,19 +56,13 @@ _socket.gethostbyname = lambda name: _addresses[__import__("os").environ["NODE"]
 def check(monkeypatch, tmp_path):
     (tmp_path / "ssh").write_text(SSH)
     (tmp_path / "ssh").chmod(0o755)
+    (tmp_path / "sitecustomize.py").write_text(NETWORK)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    program = tmp_path / "peer.py"
-    future, rest = peer.__doc__, open(peer.__file__).read()
-    assert future
-    program.write_text(rest.replace("import fcntl\n", f"import fcntl\n{FAKE}", 1))
-    monkeypatch.setattr(hosts, "_PROGRAM", program)
-    # The hosts' addresses are this host's own.
-    monkeypatch.setattr(hosts, "_is_loopback", lambda address: address == "127.0.0.1")
 
-    def run(*names, port=0):
+    def run(*names, **options):
         listed = [Host(name, 1, number) for number, name in enumerate(names, start=1)]
-        return {f.check.removeprefix("host "): f for f in hosts.check_hosts(listed, port)}
+        return {f.check.removeprefix("host "): f for f in check_hosts(listed, **options)}
 
     return run
 
@@ -60,7 +71,7 @@ def test_good_hosts_reach_each_other(check):
     found = check("node0", "greeting", "node1")
     assert [finding.status for finding in found.values()] == ["ok"] * 3
     value = found["greeting"].value
-    assert value.startswith(f"127.0.0.12 by ssh: python {sys.version.split()[0]}, torch ")
+    assert value.startswith(f"192.0.2.12 by ssh: python {sys.version.split()[0]}, torch ")
     assert value.endswith(", connects to 2 others")
 
 
@@ -70,6 +81,17 @@ def test_good_hosts_reach_each_other(check):
         ("locked", "ssh: locked: Permission denied (publickey).", "ssh-copy-id locked"),
         ("bare", f"it has no {sys.executable} (sh: python: not found)", "same environment"),
         ("broken", "OSError: no such folder", "Share"),
+        (
+            "loopback",
+            "to itself it is 127.0.0.14, where no other host reaches it",
+            "GLOO_SOCKET_IFNAME",
+        ),
+        ("unnamed", f"its own name {socket.gethostname()} does not resolve there", "Free the port"),
+        (
+            "foreign",
+            f"its own name {socket.gethostname()} leads to 198.51.100.7, which is no address of it",
+            "Free the port",
+        ),
     ],
 )
 def test_a_bad_host_is_named_and_the_others_are_checked(check, name, value, remedy):
@@ -81,9 +103,17 @@ def test_a_bad_host_is_named_and_the_others_are_checked(check, name, value, reme
         assert "connects to 1 others" in found[other].value
 
 
+@pytest.mark.parametrize(
+    ("name", "address"),
+    [("loopback", "127.0.0.14"), ("unnamed", "127.0.0.1"), ("foreign", "127.0.0.1")],
+)
+def test_a_host_alone_needs_no_address_for_others(check, name, address):
+    assert check(name)[name].value.startswith(f"{address} by ssh: ")
+
+
 def test_other_versions_are_told(check, monkeypatch):
     here = {**peer.versions(), "torch": "0.1", "deepspeed": "0.2"}
-    monkeypatch.setattr(hosts.peer, "versions", lambda: here)
+    monkeypatch.setattr(peer, "versions", lambda: here)
     finding = check("node0")["node0"]
     assert finding.status == "fail"
     assert "torch 2" in finding.value
@@ -98,38 +128,9 @@ def test_a_port_in_use_matters_on_the_first_host(check):
     assert found["node1"].status == "ok"
 
 
-def test_a_loopback_address_is_of_no_use_to_others(check, monkeypatch):
-    monkeypatch.setattr(hosts, "_is_loopback", lambda address: address == "127.0.0.11")
-    found = check("node0", "node1")
-    assert (found["node0"].status, found["node1"].status) == ("ok", "fail")
-    assert "GLOO_SOCKET_IFNAME" in found["node1"].remedy
-    assert check("node1")["node1"].status == "ok"  # alone it has nobody to reach
-
-
-@pytest.mark.parametrize("answer", ['raise OSError("unknown")', 'return "192.0.2.7"'])
-def test_a_host_alone_does_without_an_address_of_its_name(check, monkeypatch, tmp_path, answer):
-    program = hosts._PROGRAM.read_text()
-    fake = f"def _lookup(name):\n    {answer}\n_socket.gethostbyname = _lookup\n"
-    program = program.replace("_addresses = ", f"{fake}_addresses = ", 1)
-    program = program.replace("_socket.gethostbyname = lambda", "_ = lambda", 1)
-    (tmp_path / "unnamed.py").write_text(program)
-    monkeypatch.setattr(hosts, "_PROGRAM", tmp_path / "unnamed.py")
-    assert check("node0")["node0"].value.startswith("127.0.0.1 by ssh: ")
-    for finding in check("node0", "node1").values():
-        assert finding.status == "fail"
-        assert finding.value.startswith(f"its own name {socket.gethostname()} ")
-
-
-def test_a_host_that_leaves_before_it_is_asked(check, monkeypatch, tmp_path):
-    program = hosts._PROGRAM.read_text()
-    program = program.replace(
-        "    peers = {", "    os._exit(int('node1' in os.environ['NODE']))\n    peers = {"
-    )
-    (tmp_path / "leaving.py").write_text(program)
-    monkeypatch.setattr(hosts, "_PROGRAM", tmp_path / "leaving.py")
-    found = check("node0", "node1")
-    assert [finding.status for finding in found.values()] == ["fail", "fail"]
-    assert found["node1"].value == "it says nothing"
+def test_a_host_that_leaves_while_it_is_asked(check):
+    finding = check("node0", "leaving")["leaving"]
+    assert (finding.status, finding.value) == ("fail", "it says nothing")
 
 
 def test_an_interface_that_is_not_there(check, monkeypatch):
@@ -138,20 +139,15 @@ def test_an_interface_that_is_not_there(check, monkeypatch):
     assert value.startswith("there is no interface nosuch0 with an IPv4 address (it has lo")
 
 
-def test_slow_hosts_are_given_up(check, monkeypatch, tmp_path):
-    monkeypatch.setattr(hosts, "_SECONDS", 0.5)
-    (tmp_path / "ssh").write_text("#!/bin/sh\nexec sleep 60\n")
-    assert "took longer than 0.5 s" in check("node0")["node0"].value
+def test_slow_hosts_are_given_up(check):
+    assert "took longer than 0.5 s" in check("sleeping", limit_s=0.5)["sleeping"].value
 
 
 def test_who_does_not_answer_whom():
     """The program itself: one of its peers is a port on which nobody listens."""
     with socket.create_server(("127.0.0.1", 0)) as there, socket.socket() as shut:
         shut.bind(("127.0.0.1", 0))
-        rows = [
-            ["here", *there.getsockname()],
-            ["gone", *shut.getsockname()],
-        ]
+        rows = [["here", *there.getsockname()], ["gone", *shut.getsockname()]]
         done = subprocess.run(
             [sys.executable, "-c", open(peer.__file__).read(), "lo", "0", "2"],
             input=json.dumps(rows) + "\n",

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -83,24 +84,34 @@ def test_deepspeed_on_hosts_counts_their_slots(flavour, tmp_path):
     assert command[-4:] == ["--no_ssh_check", "--master_addr", "127.0.0.1", "x.py"]
 
 
-def test_variables_reach_other_hosts_by_a_file(flavour, monkeypatch, tmp_path):
+@pytest.fixture
+def exported(flavour, monkeypatch, tmp_path):
+    """Return the lines of the file by which DeepSpeed gives variables to other hosts."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / ".deepspeed_env").write_text("GLOO_SOCKET_IFNAME=eth7\n\n")
     monkeypatch.setattr(job.Path, "home", lambda: tmp_path / "home")
-    seen = {}
 
-    def run(command, variables, **options):
-        seen.update(variables)
-        with open(variables["DS_ENV_FILE"]) as file:
-            seen["lines"] = file.read().splitlines()
-        return 5
+    def run(**variables):
+        lines = []
 
-    monkeypatch.setattr(launch, "run", run)
-    assert Job(program="x.py", hosts=HOSTS, hostfile=tmp_path / "hosts").run() == 5
-    assert seen["OMP_NUM_THREADS"] == "1"
+        def read(command, given, **options):
+            assert given["OMP_NUM_THREADS"] == "1"
+            lines.extend(Path(given["DS_ENV_FILE"]).read_text().splitlines())
+            return 5
+
+        monkeypatch.setattr(launch, "run", read)
+        monkeypatch.setattr(job.os, "environ", {"HOME": "/root", **variables})
+        assert Job(program="x.py", hosts=HOSTS, hostfile=tmp_path / "hosts").run() == 5
+        return lines
+
+    return run
+
+
+def test_variables_reach_other_hosts_by_a_file(exported, tmp_path):
+    (tmp_path / ".deepspeed_env").write_text("GLOO_SOCKET_IFNAME=eth7\n\n")
     # The last one wins: the user's.
-    assert seen["lines"] == [
+    assert exported(GLOO_SOCKET_IFNAME="eth0", NCCL_DEBUG="1\n2", HF_HOME="/a=b") == [
         "GLOO_SOCKET_IFNAME=eth0",
+        "HF_HOME=/a=b",
         "OMP_NUM_THREADS=1",
         "GLOO_SOCKET_IFNAME=eth7",
     ]
@@ -109,19 +120,18 @@ def test_variables_reach_other_hosts_by_a_file(flavour, monkeypatch, tmp_path):
 ODD = ["a b", '{"a": 1}', '{"a":1}', "$HOME `id` \\", "$HOME", "it's", "x;y", "*", "", "%n", "100%"]
 
 
-def test_words_and_values_reach_other_hosts_as_they_are(flavour, tmp_path):
+def test_words_and_values_reach_other_hosts_as_they_are(exported, tmp_path):
     """DeepSpeed's own part makes one text of them, which a shell reads on each host."""
     from deepspeed.launcher.multinode_runner import PDSHRunner
 
+    lines = exported(**{f"WAVEMARE_{n}": value for n, value in enumerate(ODD)})
     made = Job(program="a b.py", options=ODD, hosts=HOSTS, hostfile=tmp_path / "hosts").command()
     start = made.index(str(tmp_path / "hosts")) + 1
     options = {"launcher_args": "", "ssh_port": None, "user_script": made[start]}
     given = defaultdict(lambda: None, options, user_args=made[start + 1 :])
     runner = PDSHRunner(type("Given", (), {"__getattr__": lambda _, n: given[n]})(), "")
-    values = {f"WAVEMARE_{n}": value for n, value in enumerate(ODD)}
-    with job._environment_file({**values, "DS_ENV_FILE": "none"}) as file:
-        for line in file.read_text().splitlines():
-            runner.add_export(*line.split("=", maxsplit=1))
+    for line in lines:
+        runner.add_export(*line.split("=", maxsplit=1))
     words, _, _ = runner.get_cmd({}, {"node0": [0]})
     exports = next(word for word in words if word.startswith("export "))
     shown = (
@@ -136,14 +146,6 @@ def test_words_and_values_reach_other_hosts_as_they_are(flavour, tmp_path):
     )
     done = subprocess.run(["sh", "-c", text], capture_output=True, text=True, check=True)
     assert ast.literal_eval(done.stdout) == [["a b.py", *ODD], ODD]
-
-
-def test_the_file_is_read_as_deepspeed_reads_it(tmp_path):
-    """Its own loop splits lines at the first '=', and fails where there is none."""
-    lines = {"HF_HOME": "/a=b", "NCCL_DEBUG": "INFO", "WAVEMARE_X": "1\n2"}
-    with job._environment_file({**lines, "DS_ENV_FILE": str(tmp_path / "none")}) as file:
-        pairs = [line.split("=", maxsplit=1) for line in file.read_text().splitlines()]
-    assert pairs == [["HF_HOME", "/a=b"], ["NCCL_DEBUG", "INFO"]]
 
 
 @pytest.mark.parametrize(
@@ -174,12 +176,3 @@ def test_options_after_the_script_are_its_own(flavour):
         *("OMP_NUM_THREADS=1", "/bin/deepspeed", "--num_accelerators", "3"),
         *("--master_port", "4321", "--log_level", "critical", "x.py", "--nproc", "9", "-m"),
     ]
-
-
-def test_a_signal_that_mpich_tells_bare_is_explained(capfd):
-    program = [sys.executable, "-c", "import sys; sys.exit(9)"]
-    assert launch.run(program, {}, bare_signals=True) == 137
-    assert "signal 9" in capfd.readouterr().err
-    assert launch.run(program, {}) == 9
-    lost = [sys.executable, "-c", "import sys; sys.exit(255)"]
-    assert launch.run(lost, {}, bare_signals=True) == 255

@@ -2,8 +2,6 @@
 """``wavemare plan search``: what it prints and writes, and its exit codes."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -41,20 +39,7 @@ def test_refusals_are_typed(arguments, kind):
     assert isinstance(result.exception, kind)
 
 
-def test_the_exit_code_of_what_does_not_fit():
-    command = [sys.executable, "-m", "wavemare", *BASE, "--cluster", "1xT4", "--margin", "0.99"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 2
-    assert "no plan for gpt2 fits" in result.stderr
-
-
-def test_help_needs_no_numpy():
-    program = (
-        "import sys\nfrom wavemare.cli import main\n"
-        "sys.argv = ['wavemare', 'plan', 'search', '--help']\n"
-        "try:\n    main()\nexcept SystemExit:\n    pass\n"
-        "print(sorted({'torch', 'numpy', 'deepspeed'} & sys.modules.keys()), file=sys.stderr)"
-    )
-    command = [sys.executable, "-c", program]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.stderr == "[]\n"
+def test_the_exit_code_of_what_does_not_fit(wavemare):
+    answer = wavemare(*BASE, "--cluster", "1xT4", "--margin", "0.99")
+    assert answer.code == 2
+    assert "no plan for gpt2 fits" in answer.err
