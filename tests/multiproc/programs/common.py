@@ -15,6 +15,8 @@ import deepspeed
 import torch
 import transformers
 
+import wavemare
+
 ACCUMULATION, MICRO, LENGTH, VOCABULARY, HIDDEN = 2, 2, 16, 50, 32
 
 
@@ -44,6 +46,56 @@ def build_pipeline() -> deepspeed.PipelineModule:
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
     return deepspeed.PipelineModule(layers, num_stages=2, loss_fn=loss)
+
+
+def start_stages(
+    layers: list[Any],
+    *,
+    stages: int = 2,
+    size: int = 2,
+    micro_batches: int = 2,
+    pipeline: dict[str, Any] | None = None,
+    sections: dict[str, Any] | None = None,
+    client_optimizer: Any = None,
+    kind: type[torch.nn.Module] = deepspeed.PipelineModule,
+    loss_fn: Any = torch.nn.functional.mse_loss,
+    **config: Any,
+) -> Any:
+    """Return an engine of as many layers on each stage, with keys of ``wavemare.pipeline``."""
+    module = kind(layers, num_stages=stages, loss_fn=loss_fn, partition_method="uniform")
+    section = {} if pipeline is None else {"pipeline": {"stages": stages, **pipeline}}
+    adam = {"type": "AdamW", "params": {"lr": 0.01}}
+    config = {
+        "train_micro_batch_size_per_gpu": size,
+        "gradient_accumulation_steps": micro_batches,
+        **({"optimizer": adam} if client_optimizer is None else {}),
+        "gradient_clipping": 0.0,
+        "steps_per_print": None,
+        "wavemare": {**section, **(sections or {})},
+        **config,
+    }
+    return wavemare.initialize(model=module, config=config, optimizer=client_optimizer)[0]
+
+
+def sine_batches(
+    width: int, *, size: int = 2, seed: int = 1, dtype: torch.dtype = torch.float32
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        inputs = torch.randn(size, width, generator=generator)
+        yield inputs.to(dtype), torch.sin(3 * inputs).to(dtype)
+
+
+def split_stages(layers: list[Any], stages: int) -> list[torch.nn.Sequential]:
+    """Return the layers of each stage, for a twin in one process."""
+    size = len(layers) // stages
+    return [torch.nn.Sequential(*layers[s * size : (s + 1) * size]) for s in range(stages)]
+
+
+def furthest(these: Any, those: Any) -> float:
+    """Return the largest difference between two lists of tensors."""
+    pairs = zip(these, those, strict=True)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs)
 
 
 def configuration(zero_stage: int, **changes: Any) -> dict[str, Any]:

@@ -4,22 +4,24 @@
 Arguments: folder, and a JSON object of [property, settings] by name.
 """
 
-import hashlib
 import json
 import sys
+import weakref
+from contextlib import ExitStack
+from functools import partial
 from itertools import islice
 from pathlib import Path
+from unittest import mock
 
-import deepspeed
 import torch
-from common import leave
+from common import furthest, leave, sine_batches, split_stages, start_stages, weights_digest
 from deepspeed.utils import safe_get_full_fp32_param
 
-import wavemare
 from wavemare.engine import init_distributed
 from wavemare.pipeline.replay import Replay
 
-WIDTH, SIZE = 16, 2
+WIDTH = 16
+batches = partial(sine_batches, WIDTH)
 
 
 def build_layers(num_stages):
@@ -31,39 +33,14 @@ def build_layers(num_stages):
 
 
 def build(num_stages, micro_batches, schedule="pipemare", section=None, guard=None, **config):
-    module = deepspeed.PipelineModule(
+    return start_stages(
         build_layers(num_stages),
-        num_stages=num_stages,
-        loss_fn=torch.nn.functional.mse_loss,
-        partition_method="uniform",
-    )
-    pipeline = {"schedule": schedule, "stages": num_stages}
-    if section:
-        pipeline["pipemare"] = section
-    config = {
-        "train_micro_batch_size_per_gpu": SIZE,
-        "gradient_accumulation_steps": micro_batches,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "gradient_clipping": 0.0,
-        "steps_per_print": None,
-        "wavemare": {"pipeline": pipeline, "guard": guard or {}},
+        stages=num_stages,
+        micro_batches=micro_batches,
+        pipeline={"schedule": schedule, **({"pipemare": section} if section else {})},
+        sections={"guard": guard or {}},
         **config,
-    }
-    return wavemare.initialize(model=module, config=config)[0]
-
-
-def batches(seed=1, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        inputs = torch.randn(SIZE, WIDTH, generator=generator)
-        yield inputs.to(dtype), torch.sin(3 * inputs).to(dtype)
-
-
-def digest(engine):
-    found = hashlib.sha256()
-    for parameter in engine.module.parameters():
-        found.update(parameter.detach().float().numpy().tobytes())
-    return found.hexdigest()
+    )
 
 
 def train(engine, data, steps):
@@ -80,8 +57,8 @@ def synchronous(num_stages, micro_batches, config):
         ("warmup", "pipemare", {"warmup_steps": 20}),
     ):
         engine = build(num_stages, micro_batches, schedule, section, **config)
-        losses = train(engine, batches(1 + engine.data_rank, dtype), 20)
-        found[name] = [losses, digest(engine)]
+        losses = train(engine, batches(seed=1 + engine.data_rank, dtype=dtype), 20)
+        found[name] = [losses, weights_digest(engine)]
     return found
 
 
@@ -98,7 +75,7 @@ def ends(num_stages, micro_batches):
         samples = engine.global_samples
     data = islice(batches(), length)
     epoch = [float(engine.train_batch(data)) for _ in range(3)]
-    return {"losses": losses, "samples": samples, "epoch": epoch, "weights": digest(engine)}
+    return {"losses": losses, "samples": samples, "epoch": epoch, "weights": weights_digest(engine)}
 
 
 def epochs(num_stages, micro_batches):
@@ -107,9 +84,9 @@ def epochs(num_stages, micro_batches):
     for section in (None, {"drain_interval": 2}):
         engine = build(num_stages, micro_batches, section=section)
         for epoch in range(4):
-            data = islice(batches(epoch), 2 * micro_batches)
+            data = islice(batches(seed=epoch), 2 * micro_batches)
             train(engine, data, 2)
-        found.append(digest(engine))
+        found.append(weights_digest(engine))
     return found
 
 
@@ -118,8 +95,8 @@ def drains(num_stages, micro_batches, folder):
     evaluated = build(num_stages, micro_batches, gradient_clipping=0.2)
     data = batches()
     train(evaluated, data, 4)
-    first = float(evaluated.eval_batch(batches(9), num_micro_batches=3))
-    again = float(evaluated.eval_batch(batches(9), num_micro_batches=3))
+    first = float(evaluated.eval_batch(batches(seed=9), num_micro_batches=3))
+    again = float(evaluated.eval_batch(batches(seed=9), num_micro_batches=3))
     planned = build(num_stages, micro_batches, section={"drain_interval": 4})
     unplanned = build(num_stages, micro_batches)
     losses = train(planned, batches(), 8)
@@ -129,7 +106,7 @@ def drains(num_stages, micro_batches, folder):
     expected += train(unplanned, others, 4)
     evaluated.save_checkpoint(folder)
     before = evaluated.global_steps
-    continued = [train(evaluated, data, 6), digest(evaluated)]
+    continued = [train(evaluated, data, 6), weights_digest(evaluated)]
     resumed = build(num_stages, micro_batches, gradient_clipping=0.2)
     resumed.load_checkpoint(folder)
     data = batches()
@@ -137,84 +114,82 @@ def drains(num_stages, micro_batches, folder):
         next(data)
     return {
         "evaluations": [first, again],
-        "drained": [losses == expected, digest(planned) == digest(unplanned)],
+        "drained": [losses == expected, weights_digest(planned) == weights_digest(unplanned)],
         "continued": continued,
-        "resumed": [train(resumed, data, 6), digest(resumed)],
+        "resumed": [train(resumed, data, 6), weights_digest(resumed)],
     }
+
+
+class Saved:
+    """What the forward passes of a module keep for their backward passes, in bytes."""
+
+    def __init__(self, module):
+        self.now, self.after_forward = 0, []
+        hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, lambda box: box[0])
+        module.register_forward_pre_hook(lambda *_: hooks.__enter__() and None)
+        module.register_forward_hook(lambda *_: hooks.__exit__())
+        module.register_forward_hook(lambda *_: self.after_forward.append(self.now))
+
+    def pack(self, tensor):
+        box = Box([tensor])
+        self.now += tensor.nbytes
+        weakref.finalize(box, self.free, tensor.nbytes)
+        return box
+
+    def free(self, size):
+        self.now -= size
+
+
+class Box(list):
+    """A list that can be followed by weak references."""
 
 
 def versions(num_stages, micro_batches):
-    """The staleness of each micro-batch, how many are held, and what they and old weights take."""
+    """The staleness of each step on each stage, and what its micro-batches hold at most."""
     engine = build(num_stages, micro_batches, section={"discrepancy_correction": {"mode": "exact"}})
-    staleness, held = [], []
-    note, forward = engine._telemetry.note_staleness, engine._forward
-
-    def noting(value):
-        staleness.append(value)
-        note(value)
-
-    sizes = {}
-
-    def measured(micro_batch):
-        saved = []
-
-        def pack(tensor):
-            saved.append(tensor.nbytes)
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            forward(micro_batch)
-        sizes[id(micro_batch)] = sum(saved)
-        alive = [m for m in engine._micro_batches.values() if m.outputs != () or m.loss is not None]
-        held.append([len(alive), sum(sizes[id(m)] for m in alive)])
-
-    engine._telemetry.note_staleness, engine._forward = noting, measured
-    train(engine, batches(), 12)
-    return {
-        "staleness": staleness,
-        "held": [max(n for n, _ in held), max(size for _, size in held)],
-        "one": held[0][1],
-        "copies": engine._correction.copies,
-    }
+    saved, data, metrics = Saved(engine.module), batches(), []
+    for _ in range(12):
+        engine.train_batch(data)
+        metrics.append(engine.step_metrics())
+    staleness = [
+        [step[name] for step in metrics if name in step]
+        for name in (f"staleness_{stage}" for stage in range(num_stages))
+    ]
+    held = saved.after_forward
+    return {"staleness": staleness, "held": max(held) / held[0]}
 
 
 def collectives(num_stages, micro_batches, config):
     """Which collectives run in steady state, and over which ranks."""
     engine = build(num_stages, micro_batches, **config)
-    data = batches(1 + engine.data_rank)
+    data = batches(seed=1 + engine.data_rank)
     train(engine, data, 3)
     called = []
 
-    def spy(name):
-        real = getattr(torch.distributed, name)
-
+    def noting(name, real):
         def call(*args, **kwargs):
-            group = kwargs.get("group")
-            ranks = torch.distributed.get_process_group_ranks(
-                group or torch.distributed.group.WORLD
-            )
-            called.append([name, ranks])
+            group = kwargs.get("group") or torch.distributed.group.WORLD
+            called.append([name, torch.distributed.get_process_group_ranks(group)])
             return real(*args, **kwargs)
 
-        setattr(torch.distributed, name, call)
-        return real
+        return call
 
     names = ("all_reduce", "broadcast", "barrier", "all_gather", "all_gather_into_tensor")
     names += ("reduce", "reduce_scatter_tensor", "send", "recv", "isend", "irecv")
-    real = {name: spy(name) for name in names}
-    train(engine, data, 3)
-    for name, function in real.items():
-        setattr(torch.distributed, name, function)
+    with ExitStack() as patched:
+        for name in names:
+            call = noting(name, getattr(torch.distributed, name))
+            patched.enter_context(mock.patch.object(torch.distributed, name, call))
+        train(engine, data, 3)
     return {"called": called, "stage": engine.stage_id, "data_rank": engine.data_rank}
 
 
 def replicas(num_stages, micro_batches, config):
     """Two replicas of each stage against the simulation with their batches joined."""
     engine = build(num_stages, micro_batches, **config)
-    losses = train(engine, batches(1 + engine.data_rank), 30)
+    losses = train(engine, batches(seed=1 + engine.data_rank), 30)
     engine.drain()
-    layers = build_layers(num_stages)
-    stages = [torch.nn.Sequential(*layers[3 * s : 3 * s + 3]) for s in range(num_stages)]
+    stages = split_stages(build_layers(num_stages), num_stages)
     twin = Replay(
         stages,
         torch.nn.functional.mse_loss,
@@ -224,33 +199,32 @@ def replicas(num_stages, micro_batches, config):
     )
     joined = (
         tuple(map(torch.cat, zip(*pair, strict=True)))
-        for pair in zip(batches(1), batches(2), strict=True)
+        for pair in zip(batches(seed=1), batches(seed=2), strict=True)
     )
     expected = [twin.step(list(islice(joined, micro_batches))) for _ in range(30)]
-    pairs = zip(engine.module.parameters(), stages[engine.stage_id].parameters(), strict=True)
     return {
-        "weights": max(float((a - b).detach().abs().max()) for a, b in pairs),
+        "weights": furthest(engine.module.parameters(), stages[engine.stage_id].parameters()),
         "losses": max(abs(a - b) for a, b in zip(losses, expected, strict=True)),
     }
 
 
 def norms(num_stages, micro_batches, config, section):
-    """What each stage clips by, and how far its weights move."""
+    """The norm of a stage's own gradient, the one it clips by, and how far its weights move."""
     engine = build(num_stages, micro_batches, section=section, **config)
-    data, found = batches(), []
-    step = engine._step
-
-    def noting():
-        before = [p.detach().clone() for p in engine.module.parameters()]
+    data, found, gradients = batches(), [], {}
+    parameters = list(engine.module.parameters())
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(
+            lambda p: gradients.update({p: p.grad.double().clone()})
+        )
+    for _ in range(8):
+        before = [p.detach().clone() for p in parameters]
         rate = engine.get_lr()[0]
-        step()
-        moved = [p.detach() - b for p, b in zip(engine.module.parameters(), before, strict=True)]
-        size = torch.stack([m.norm() for m in moved]).norm()
-        found.append([engine._norms.own, engine._norms.total, float(size) / rate])
-
-    engine._step = noting
-    train(engine, data, 8)
-    return {"norms": found, "told": engine.get_global_grad_norm(), "share": engine._norms.share}
+        engine.train_batch(data)
+        moved = [(p.detach() - b).norm() for p, b in zip(parameters, before, strict=True)]
+        own = float(sum(gradient.square().sum() for gradient in gradients.values()))
+        found.append([own, engine.get_global_grad_norm(), float(torch.stack(moved).norm()) / rate])
+    return found
 
 
 def half(num_stages, micro_batches):
@@ -269,16 +243,7 @@ def half(num_stages, micro_batches):
     return {
         "equal": all(torch.equal(p.detach(), m.bfloat16()) for p, m in pairs),
         "finite": all(map(torch.isfinite, map(torch.tensor, losses))),
-        "corrected": engine._correction.mode,
     }
-
-
-def left(engine):
-    """What is still expected of, or posted to, the neighbours."""
-    exchange, channels = engine._exchange, engine._channels
-    inboxes = [channels.from_previous, channels.from_next]
-    queued = len(exchange._down) + len(exchange._up)
-    return queued + sum(inbox.posted for inbox in inboxes if inbox is not None)
 
 
 def slack(num_stages, micro_batches, slack):
@@ -286,18 +251,13 @@ def slack(num_stages, micro_batches, slack):
     evaluated = build(num_stages, micro_batches, section={"slack": slack})
     data = batches()
     losses = train(evaluated, data, 4)
-    ahead = evaluated._stream.unreceived
-    evaluated.eval_batch(batches(9), num_micro_batches=1)
-    leftovers = [left(evaluated)]
+    evaluated.eval_batch(batches(seed=9), num_micro_batches=1)
     losses += train(evaluated, data, 4)
     evaluated.drain()
-    leftovers.append(left(evaluated))
     planned = build(num_stages, micro_batches, section={"slack": slack, "drain_interval": 4})
     return {
-        "evaluated": [losses, digest(evaluated)],
-        "planned": [train(planned, batches(), 8), digest(planned)],
-        "unreceived": ahead,
-        "left": leftovers,
+        "evaluated": [losses, weights_digest(evaluated)],
+        "planned": [train(planned, batches(), 8), weights_digest(planned)],
     }
 
 
@@ -306,33 +266,30 @@ def epoch_norms(num_stages, micro_batches, config):
     found = []
     for section in (None, {"drain_interval": 2}):
         engine = build(num_stages, micro_batches, section=section, **config)
-        noted, step = [], engine._step
-
-        def noting(engine=engine, noted=noted, step=step):
-            norms = engine._norms
-            noted.append([norms.own, norms.total, 0.0 if norms.prefix == 0 else 1.0])
-            step()
-
-        engine._step = noting
+        noted = []
         for epoch in range(3):
-            train(engine, islice(batches(epoch), 2 * micro_batches), 2)
-        found.append(noted)
+            data = islice(batches(seed=epoch), 2 * micro_batches)
+            for _ in range(2):
+                engine.train_batch(data)
+                noted.append(engine.get_global_grad_norm())
+        found.append([noted, weights_digest(engine)])
     return found
 
 
 def wrapped(num_stages, micro_batches):
     """A stream that the caller wraps anew for each call, with a drain in the middle."""
-    found, held = [], []
+    found, held, wrappers = [], [], []
     for again in (True, False):
         engine, stream, losses = build(num_stages, micro_batches), batches(), []
         for step in range(10):
             given = ((x, y) for x, y in stream) if again else stream
             losses.append(float(engine.train_batch(given)))
             if again:
-                held.append(len(engine._feed._iterators))
+                wrappers.append(weakref.ref(given))
+                held.append(sum(wrapper() is not None for wrapper in wrappers))
             if step == 4:
                 engine.drain()
-        found.append([losses, digest(engine)])
+        found.append([losses, weights_digest(engine)])
     return {"wrapped": found[0], "bare": found[1], "held": held}
 
 
@@ -349,7 +306,7 @@ def reload(num_stages, micro_batches, folder):
 
     def resume(engine, data):
         engine.load_checkpoint(folder)
-        return [train(engine, data, 4), digest(engine)]
+        return [train(engine, data, 4), weights_digest(engine)]
 
     def after(number):
         return islice(batches(), number, None)
@@ -378,20 +335,13 @@ def overflow(num_stages, micro_batches, bad, guard, config):
         return grad * float("nan") if bad.get(str(engine.global_steps)) == engine.stage_id else grad
 
     parameter.register_hook(spoil)
-    data, found, clips = batches(dtype=torch.bfloat16), [], []
-    clip = engine._stage_optimizer.clip
-
-    def clipping(*args):
-        clip(*args)
-        clips.append(engine.optimizer.clip_grad)
-
-    engine._stage_optimizer.clip = clipping
+    data, found = batches(dtype=torch.bfloat16), []
     for _ in range(8):
         engine.train_batch(data)
         kept = [engine.optimizer.clip_grad, engine.optimizer.state_dict()["clip_grad"]]
         found.append([engine.get_lr()[0], bool(engine.was_step_applied()), kept])
     finite = all(bool(p.isfinite().all()) for p in engine.module.parameters())
-    return {"steps": found, "finite": finite, "clips": clips}
+    return {"steps": found, "finite": finite}
 
 
 def main() -> None:
