@@ -198,7 +198,7 @@ def test_plans_are_made_by_name(name):
     assert plan.num_steps == (0 if name == "inference" else 2)
     waves = {"accumulation", "in-phase", "tick-tock"}
     assert len(plan.ranks) == (1 if name in waves else 3)
-    assert bool(plan.send_slots) is (name in {"pipemare", "1f1b-paired"})
+    assert plan.send_slots == {"pipemare": 2, "1f1b-paired": 3}.get(name, 0)
 
 
 def test_an_unknown_name_is_answered_with_the_nearest():

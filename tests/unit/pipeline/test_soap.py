@@ -103,6 +103,7 @@ def gradients(shape, steps=STEPS, seed=0):
         ((7,), 8, 3),
         ((2, 3, 4), 8, 3),
         ((1, 9), 8, 3),
+        ((2, 9), 2, 3),
     ],
 )
 def test_soap_equals_a_slow_twin_in_numpy(shape, max_size, refresh):
