@@ -54,7 +54,7 @@ def start_stages(
     stages: int = 2,
     size: int = 2,
     micro_batches: int = 2,
-    pipeline: dict[str, Any] | None = None,
+    section: dict[str, Any] | None = None,
     sections: dict[str, Any] | None = None,
     client_optimizer: Any = None,
     kind: type[torch.nn.Module] = deepspeed.PipelineModule,
@@ -63,7 +63,7 @@ def start_stages(
 ) -> Any:
     """Return an engine of as many layers on each stage, with keys of ``wavemare.pipeline``."""
     module = kind(layers, num_stages=stages, loss_fn=loss_fn, partition_method="uniform")
-    section = {} if pipeline is None else {"pipeline": {"stages": stages, **pipeline}}
+    pipeline = {} if section is None else {"pipeline": {"stages": stages, **section}}
     adam = {"type": "AdamW", "params": {"lr": 0.01}}
     config = {
         "train_micro_batch_size_per_gpu": size,
@@ -71,7 +71,7 @@ def start_stages(
         **({"optimizer": adam} if client_optimizer is None else {}),
         "gradient_clipping": 0.0,
         "steps_per_print": None,
-        "wavemare": {**section, **(sections or {})},
+        "wavemare": {**pipeline, **(sections or {})},
         **config,
     }
     return wavemare.initialize(model=module, config=config, optimizer=client_optimizer)[0]

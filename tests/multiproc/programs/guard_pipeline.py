@@ -4,21 +4,28 @@
 Arguments: folder, and a JSON object of [property, settings] by name.
 """
 
-import hashlib
 import itertools
 import json
-import logging
 import math
 import os
 import sys
-from functools import partial
+from itertools import islice
+from unittest import mock
 
 import deepspeed
 import torch
-from common import InfiniteGradient, leave
+from common import (
+    InfiniteGradient,
+    furthest,
+    leave,
+    sine_batches,
+    split_stages,
+    start_stages,
+    warnings_told,
+    weights_digest,
+)
 from deepspeed.runtime.pipe import p2p
 
-import wavemare
 from wavemare.engine import init_distributed
 from wavemare.engine.messages import Outbox
 from wavemare.errors import WavemareError
@@ -70,41 +77,22 @@ def build_layers(num_stages, stage, what, call):
 
 def build(trouble, micro_batches, guard, section=None, **config):
     stages = torch.distributed.get_world_size()
-    module = deepspeed.PipelineModule(
+    asynchronous = {} if section is None else {"schedule": "pipemare", "pipemare": section}
+    adam = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.0}}
+    return start_stages(
         build_layers(stages, *trouble),
-        num_stages=stages,
-        loss_fn=torch.nn.functional.mse_loss,
-        partition_method="uniform",
+        stages=stages,
+        micro_batches=micro_batches,
+        section=asynchronous,
+        sections={"guard": guard},
+        **{"optimizer": adam, **config},
     )
-    pipeline = {"stages": stages}
-    if section is not None:
-        pipeline |= {"schedule": "pipemare", "pipemare": section}
-    config = {
-        "train_micro_batch_size_per_gpu": SIZE,
-        "gradient_accumulation_steps": micro_batches,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.0}},
-        "gradient_clipping": 0.0,
-        "steps_per_print": None,
-        "wavemare": {"pipeline": pipeline, "guard": guard},
-        **config,
-    }
-    return wavemare.initialize(model=module, config=config)[0]
 
 
 def batches(steps, micro_batches, left_out=-1):
-    generator = torch.Generator().manual_seed(1)
-    for step in range(steps):
-        for _ in range(micro_batches):
-            x = torch.randn(SIZE, WIDTH, generator=generator)
-            if step != left_out:
-                yield x, torch.sin(3 * x)
-
-
-def bits(parameters):
-    found = hashlib.sha256()
-    for parameter in parameters:
-        found.update(parameter.detach().numpy().tobytes())
-    return found.hexdigest()
+    for number, batch in enumerate(islice(sine_batches(WIDTH), steps * micro_batches)):
+        if number // micro_batches != left_out:
+            yield batch
 
 
 def train(engine, steps, micro_batches, left_out=-1):
@@ -115,15 +103,16 @@ def train(engine, steps, micro_batches, left_out=-1):
     return applied
 
 
-def skip(trouble, micro_batches, said, **settings):
+def skip(trouble, micro_batches, **settings):
     """A synchronous pipeline leaves a step out on all stages."""
     bad = trouble[2] // micro_batches
     engine = build(trouble, micro_batches, {"nonfinite": "skip"}, **settings)
-    applied = train(engine, 6, micro_batches)
-    found = {"applied": applied, "said": list(said), "steps": engine.global_steps}
+    with warnings_told("guard") as said:
+        applied = train(engine, 6, micro_batches)
+    found = {"applied": applied, "said": said, "steps": engine.global_steps}
     twin = build([0, None, 0], micro_batches, {"nonfinite": "off"}, **settings)
     train(twin, 6, micro_batches, bad)
-    found["same"] = bits(engine.module.parameters()) == bits(twin.module.parameters())
+    found["same"] = weights_digest(engine) == weights_digest(twin)
     return found
 
 
@@ -136,19 +125,19 @@ class CarefulAdamW(torch.optim.AdamW):
             super().step()
 
 
-def replay(trouble, micro_batches, mode, said):
+def replay(trouble, micro_batches, mode):
     """An asynchronous pipeline that skips against its replay in one process, version by version."""
     section = {"discrepancy_correction": {"mode": mode}}
     engine = build(trouble, micro_batches, {"nonfinite": "skip"}, section)
     steps = 14
     data, losses, applied = batches(steps + 8, micro_batches), [], []
-    for _ in range(steps):
-        losses.append(float(engine.train_batch(data)))
-        applied.append(bool(engine.was_step_applied()))
-    engine.drain()
+    with warnings_told("guard") as said:
+        for _ in range(steps):
+            losses.append(float(engine.train_batch(data)))
+            applied.append(bool(engine.was_step_applied()))
+        engine.drain()
     count = torch.distributed.get_world_size()
-    layers = build_layers(count, *trouble)
-    stages = [torch.nn.Sequential(*layers[4 * s : 4 * s + 4]) for s in range(count)]
+    stages = split_stages(build_layers(count, *trouble), count)
     twin = Replay(
         stages,
         torch.nn.functional.mse_loss,
@@ -158,21 +147,19 @@ def replay(trouble, micro_batches, mode, said):
     )
     data = batches(steps, micro_batches)
     expected = [twin.step([next(data) for _ in range(micro_batches)]) for _ in range(steps)]
-    mine = list(stages[engine.stage_id].parameters())
-    pairs = zip(engine.module.parameters(), mine, strict=True)
+    parameters = list(engine.module.parameters())
     return {
         "losses": [losses, expected],
         "applied": applied,
-        "distance": max(float((a - b).abs().max()) for a, b in pairs),
-        "finite": all(bool(p.isfinite().all()) for p in engine.module.parameters()),
-        "version": engine._version,
-        "said": list(said),
+        "distance": furthest(parameters, stages[engine.stage_id].parameters()),
+        "finite": all(bool(p.isfinite().all()) for p in parameters),
+        "said": said,
     }
 
 
-def stop(trouble, micro_batches, said, guard=None, uncaught=False, **settings):
+def stop(trouble, micro_batches, uncaught=False, **settings):
     """What each rank says when the run stops, and whether its weights are sound."""
-    engine = build(trouble, micro_batches, {"nonfinite": "stop"} | (guard or {}), **settings)
+    engine = build(trouble, micro_batches, {"nonfinite": "stop"}, **settings)
     data, done = batches(9, micro_batches), 0
     try:
         for _ in range(6):
@@ -186,7 +173,19 @@ def stop(trouble, micro_batches, said, guard=None, uncaught=False, **settings):
     return {"error": None, "at": done}
 
 
-def flip(sender, message, checksum, said, schedule="pipemare"):
+def outcome(engine, data, steps, sizes):
+    """The losses and the messages' sizes, or what went wrong."""
+    try:
+        losses = [float(engine.train_batch(data)) for _ in range(steps)]
+    except WavemareError as error:
+        notes = getattr(error, "__notes__", [])
+        return {"error": str(error), "type": type(error).__name__, "notes": notes}
+    except RuntimeError as error:  # the other rank is gone
+        return {"gone": str(error)}
+    return {"losses": losses, "sizes": sizes}
+
+
+def flip(sender, message, checksum, schedule="pipemare"):
     """One bit of one message changes between the sender and the network."""
     section = {} if schedule == "pipemare" else None
     engine = build([0, None, 0], 2, {"message_checksum": checksum}, section)
@@ -203,37 +202,21 @@ def flip(sender, message, checksum, said, schedule="pipemare"):
         sizes.append(contents.nbytes)
         send(*arguments)
 
-    holder.send = sending
-    data = batches(9, 2)
-    try:
-        losses = [float(engine.train_batch(data)) for _ in range(6)]
-    except WavemareError as error:
-        return {
-            "error": str(error),
-            "type": type(error).__name__,
-            "notes": getattr(error, "__notes__", []),
-        }
-    except RuntimeError as error:  # the other rank is gone
-        return {"gone": str(error)}
-    finally:
-        holder.send = send
-    return {"losses": losses, "sizes": sizes}
+    with mock.patch.object(holder, "send", sending):
+        return outcome(engine, batches(9, 2), 6, sizes)
 
 
-def flip_dualpipev(sender, what, checksum, said):
+def flip_dualpipev(sender, what, checksum):
     """The same, in the second activation or gradient, where messages start together."""
     torch.manual_seed(7)
     layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(8)]
-    module = deepspeed.DualPipeVModule(layers, num_stages=2, loss_fn=torch.nn.functional.mse_loss)
-    config = {
-        "train_micro_batch_size_per_gpu": SIZE,
-        "gradient_accumulation_steps": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "steps_per_print": None,
-        "wavemare": {"guard": {"message_checksum": checksum}},
-    }
-    engine, sizes, seen = wavemare.initialize(model=module, config=config)[0], [], []
-    queue = deepspeed.DualPipeVEngine._queue_p2p
+    engine = start_stages(
+        layers,
+        micro_batches=4,
+        sections={"guard": {"message_checksum": checksum}},
+        kind=deepspeed.DualPipeVModule,
+    )
+    queue, sizes, seen, kept = deepspeed.DualPipeVEngine._queue_p2p, [], [], []
 
     def queueing(self, op, tensors, stage):
         sent = list(tensors)
@@ -248,61 +231,33 @@ def flip_dualpipev(sender, what, checksum, said):
             sizes.extend(tensor.nbytes for tensor in sent)
         queue(self, op, sent, stage)
 
-    kept = []
-    deepspeed.DualPipeVEngine._queue_p2p = queueing
-    data = batches(9, 4)
-    try:
-        losses = [float(engine.train_batch(data)) for _ in range(3)]
-    except WavemareError as error:
-        return {"error": str(error), "type": type(error).__name__}
-    except RuntimeError as error:  # the other rank is gone
-        return {"gone": str(error)}
-    finally:
-        deepspeed.DualPipeVEngine._queue_p2p = queue
-    return {"losses": losses, "sizes": sizes}
+    with mock.patch.object(deepspeed.DualPipeVEngine, "_queue_p2p", queueing):
+        return outcome(engine, batches(9, 4), 3, sizes)
 
 
-def tied(rank, said):
+def tied(rank):
     """Tied weights over two stages, of which one copy changes by a bit after the second step."""
-    specs = [
-        deepspeed.pipe.TiedLayerSpec("w", torch.nn.Linear, WIDTH, WIDTH, bias=False),
+    end = deepspeed.pipe.TiedLayerSpec("w", torch.nn.Linear, WIDTH, WIDTH, bias=False)
+    middle = [
         deepspeed.pipe.LayerSpec(torch.nn.Tanh),
         deepspeed.pipe.LayerSpec(torch.nn.Linear, WIDTH, WIDTH),
-        deepspeed.pipe.TiedLayerSpec("w", torch.nn.Linear, WIDTH, WIDTH, bias=False),
     ]
-    module = deepspeed.PipelineModule(
-        specs, num_stages=2, loss_fn=torch.nn.functional.mse_loss, partition_method="uniform"
-    )
-    config = {
-        "train_micro_batch_size_per_gpu": SIZE,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "steps_per_print": None,
-        "wavemare": {"guard": {"replica_digest_interval": 2}},
-    }
-    engine, data = wavemare.initialize(model=module, config=config)[0], batches(9, 2)
+    guard = {"guard": {"replica_digest_interval": 2}}
+    engine, data = start_stages([end, *middle, end], sections=guard), batches(9, 2)
     for step in range(6):
         try:
             engine.train_batch(data)
         except WavemareError as error:
             return {"error": str(error), "at": step + 1}
         if step == 2 and torch.distributed.get_rank() == rank:
-            module.tied_modules["w"].weight.data.view(torch.int32)[1, 1] ^= 1 << 22
+            engine.module.tied_modules["w"].weight.data.view(torch.int32)[1, 1] ^= 1 << 22
     return {"error": None}
 
 
 def main() -> None:
     init_distributed()
-    said = []
-    handler = logging.Handler()
-    handler.addFilter(lambda record: record.getMessage().startswith("guard"))
-    handler.emit = lambda record: said.append(record.getMessage())
-    found = {}
     cases = json.loads(sys.argv[2])
-    for key, (name, settings) in cases.items():
-        said.clear()
-        logging.getLogger("wavemare").handlers = [handler]
-        found[key] = partial(globals()[name], said=said)(**settings)
+    found = {key: globals()[name](**settings) for key, (name, settings) in cases.items()}
     alone = any(
         settings.get("checksum") and settings["sender"] is not None
         for _, settings in cases.values()

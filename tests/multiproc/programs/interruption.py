@@ -1,71 +1,93 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loops without a model in ranks of different speeds that get SIGTERM; then engines that do.
 
-Arguments: result folder, ``loops``, ``engines`` or ``asynchronous``.
+Arguments: result folder, ``loops`` or ``engines`` and their cases, or ``asynchronous``.
 """
 
 import os
 import random
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from itertools import count, islice
+from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
-from common import build_gpt2, configuration, leave, token_batches, weights_digest
+from common import (
+    build_gpt2,
+    configuration,
+    leave,
+    sine_batches,
+    start_stages,
+    token_batches,
+    weights_digest,
+)
 from torch import distributed
 
 import wavemare
 from wavemare.engine import Interruption
 from wavemare.errors import ConfigError
 
-STEPS = 60
+STEPS, SIGNALLED_AT = 30, 10
 
 
-def in_the_middle(seconds: float) -> None:
-    """Send this process SIGTERM after some seconds, wherever it is then, and once more."""
+class SlowStore(distributed.Store):
+    """Lets the other ranks run on between what rank 0 reads and what it writes."""
 
-    def send() -> None:
-        for _ in range(2):
-            time.sleep(seconds)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=send, daemon=True).start()
-
-
-class SlowStore:
-    """Gives the other ranks time to run on between what rank 0 reads and what it writes."""
-
-    def __init__(self, store: distributed.Store) -> None:
-        self.store, self.check = store, store.check
+    def __init__(self, store: distributed.Store, let_run: Callable[[], None]) -> None:
+        super().__init__()
+        self.store, self.let_run = store, let_run
 
     def add(self, key: str, amount: int) -> int:
-        time.sleep(0.2)
+        if key.endswith("stop_at"):
+            self.let_run()
         return int(self.store.add(key, amount))
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self.store.check(keys))
+
+    def get(self, key: str) -> bytes:
+        return bytes(self.store.get(key))
+
+
+def open_store(name: str) -> Any:
+    """Return a store of all ranks."""
+    return distributed.FileStore(str(Path(sys.argv[1], name)), distributed.get_world_size())
+
+
+def interruption_of(name: str, lead: int, let_run: Callable[[], None]) -> Interruption:
+    """Return one with a store that lets the others run on before rank 0 writes."""
+    store = open_store(name)
+    slow = SlowStore(store, let_run) if distributed.get_rank() == 0 else store
+    return Interruption(lead=lead, store=slow)
 
 
 class Loop:
     """Steps that no rank finishes before rank 0 has begun the one ``lead`` steps before."""
 
     def __init__(self, name: str, lead: int) -> None:
-        self.name, self.lead, self.rank = name, lead, distributed.get_rank()
-        self.store = distributed.distributed_c10d._get_default_store()
+        self.lead, self.rank = lead, distributed.get_rank()
+        self.store = open_store(f"{name} steps")
         self.seconds = [0.01, 0.0, 0.002, 0.015][self.rank]
         self.furthest = 0
+        self.store.set(str(self.rank), "0")
 
     def step(self, step: int) -> None:
         time.sleep(random.uniform(0, 2 * self.seconds))
-        if self.rank == 0:
-            self.store.add(self.name, 1)
-            return
-        while (begun := self.store.add(self.name, 0)) < step - self.lead:
+        self.store.set(str(self.rank), str(step))
+        while self.rank and self.begun(0) < step - self.lead:
             time.sleep(0.001)
-        self.furthest = max(self.furthest, step - begun)
+        self.furthest = max(self.furthest, step - self.begun(0))
+
+    def begun(self, rank: int) -> int:
+        return int(self.store.get(str(rank)))
+
+    def let_run(self) -> None:
+        """Wait until all others wait for this rank's next step."""
+        while min(map(self.begun, (1, 2, 3))) <= self.begun(0) + self.lead:
+            time.sleep(0.001)
 
 
 def loop(name: str, signalled: set[int], *, lead: int = 0, told: int | None = None) -> dict:
@@ -73,50 +95,36 @@ def loop(name: str, signalled: set[int], *, lead: int = 0, told: int | None = No
     steps, rank = Loop(name, lead), distributed.get_rank()
     result: dict[str, Any] = {"stopped": None, "error": None}
     distributed.barrier()
-    with Interruption(lead=lead if told is None else told) as interruption:
-        if rank == 0:
-            interruption._store = SlowStore(interruption._store)
-        if rank in signalled:
-            in_the_middle(0.1 + 0.03 * rank)
+    with interruption_of(name, lead if told is None else told, steps.let_run) as interruption:
         for step in range(1, STEPS + 1):
             steps.step(step)
+            # Each rank at a step of its own, and once more.
+            if rank in signalled and step - SIGNALLED_AT in (rank, rank + 2):
+                os.kill(os.getpid(), signal.SIGTERM)
             try:
                 if interruption.stops_after(step):
                     result["stopped"] = step
+                    os.kill(os.getpid(), signal.SIGTERM)  # as schedulers repeat it
                     break
             except ConfigError as error:
                 result["error"] = error.key
                 break
-        time.sleep(0.2)  # the second signal arrives
     result["furthest"] = steps.furthest
     distributed.barrier()
     return result
 
 
-def cost() -> float:
-    """Return the seconds that a step takes longer for being asked about."""
-    with Interruption() as interruption:
-        started = time.perf_counter()
-        for step in range(2000):
-            interruption.stops_after(step)
-        seconds = (time.perf_counter() - started) / 2000
-    distributed.barrier()
-    return seconds
-
-
-def loops() -> dict:
-    every = set(range(distributed.get_world_size()))
-    return {
-        "rank 0": loop("rank 0", {0}),
-        "rank 2": loop("rank 2", {2}),
-        "all": loop("all", every),
-        "none": loop("none", set()),
-        "ahead, rank 0": loop("ahead, rank 0", {0}, lead=3),
-        "ahead, rank 1": loop("ahead, rank 1", {1}, lead=3),
-        "ahead, all": loop("ahead, all", every, lead=3),
-        "lead too small": loop("lead too small", {0}, lead=4, told=0),
-        "cost": cost(),
-    }
+EVERY = {0, 1, 2, 3}
+LOOPS: dict[str, Any] = {
+    "rank 0": {"signalled": {0}},
+    "rank 2": {"signalled": {2}},
+    "all": {"signalled": EVERY},
+    "none": {"signalled": set()},
+    "ahead, rank 0": {"signalled": {0}, "lead": 3},
+    "ahead, rank 1": {"signalled": {1}, "lead": 3},
+    "ahead, all": {"signalled": EVERY, "lead": 3},
+    "lead too small": {"signalled": {0}, "lead": 4, "told": 0},
+}
 
 
 def build(case: str) -> tuple[Any, Any]:
@@ -130,8 +138,8 @@ def build(case: str) -> tuple[Any, Any]:
 
 
 def train(case: str, folder: Path) -> dict:
-    """Train 20 steps, and again with a stop and a resumption in between."""
-    steps, losses, parted = 20, [], []
+    """Train some steps, and again with a stop and a resumption in between."""
+    steps, losses, parted = 9, [], []
     engine, batches = build(case)
     for _ in range(steps):
         losses.append(engine.train_batch(batches).item())
@@ -141,7 +149,7 @@ def train(case: str, folder: Path) -> dict:
     stopped = None
     with Interruption() as interruption:
         for step in range(1, steps + 1):
-            if step == 5 and distributed.get_rank() == 1:
+            if step == 3 and distributed.get_rank() == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
             parted.append(engine.train_batch(batches).item())
             if interruption.stops_after(step):
@@ -160,64 +168,39 @@ def train(case: str, folder: Path) -> dict:
     }
 
 
-def engines() -> dict:
-    return {case: train(case, Path(sys.argv[1]) / case) for case in ("1", "3", "pipeline")}
-
-
 def build_asynchronous(micro_batches: int) -> Any:
     torch.manual_seed(7)
     stages = distributed.get_world_size()
     layers = [torch.nn.Linear(16, 16) for _ in range(2 * stages)]
-    module = deepspeed.PipelineModule(
-        layers,
-        num_stages=stages,
-        loss_fn=torch.nn.functional.mse_loss,
-        partition_method="uniform",
-    )
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": micro_batches,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "steps_per_print": None,
-        "wavemare": {"pipeline": {"schedule": "pipemare", "stages": stages}},
-    }
-    return wavemare.initialize(model=module, config=config)[0]
-
-
-def regression(begun: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    inputs = (torch.randn(2, 16, generator=generator) for _ in count())
-    return ((x, torch.sin(x)) for x in islice(inputs, begun, None))
+    section = {"schedule": "pipemare"}
+    return start_stages(layers, stages=stages, micro_batches=micro_batches, section=section)
 
 
 def asynchronous(signalled: int, micro_batches: int) -> dict:
     """Stop and resume an asynchronous pipeline, and train one that drains where it stopped."""
     rank, steps = distributed.get_rank(), 40
     lead = (distributed.get_world_size() - 1) // micro_batches
-    store = distributed.distributed_c10d._get_default_store()
     folder, name, ahead = Path(sys.argv[1]) / str(signalled), f"begun {signalled}", 0
-    engine, batches, losses = build_asynchronous(micro_batches), regression(), []
-    with Interruption(lead=lead) as interruption:
-        if rank == 0:
-            interruption._store = SlowStore(interruption._store)
+    engine, batches, losses = build_asynchronous(micro_batches), sine_batches(16), []
+    begun = open_store(f"{name} steps")
+    with interruption_of(name, lead, lambda: time.sleep(0.2)) as interruption:
         for step in range(1, steps + 1):
-            store.add(name, int(rank == 0))
-            if rank == 0 and step < 20:
-                time.sleep(0.02)
+            if rank == 0:
+                begun.set("step", str(step))
             if step == 10 and rank == signalled:
                 os.kill(os.getpid(), signal.SIGTERM)
             losses.append(float(engine.train_batch(batches)))
-            ahead = max(ahead, step - store.add(name, 0))
+            ahead = max(ahead, step - int(begun.get("step")))
             if interruption.stops_after(step):
                 break
     engine.save_checkpoint(str(folder))
     stopped = engine.global_steps
     engine = build_asynchronous(micro_batches)
     engine.load_checkpoint(str(folder))
-    batches = regression(stopped * micro_batches)
+    batches = islice(sine_batches(16), stopped * micro_batches, None)
     losses += [float(engine.train_batch(batches)) for _ in range(stopped, steps)]
 
-    whole, batches, expected = build_asynchronous(micro_batches), regression(), []
+    whole, batches, expected = build_asynchronous(micro_batches), sine_batches(16), []
     for step in range(steps):
         if step == stopped:
             whole.drain()
@@ -230,12 +213,14 @@ def asynchronous(signalled: int, micro_batches: int) -> dict:
     }
 
 
-MODES: dict[str, Callable[[], dict]] = {
-    "loops": loops,
-    "engines": engines,
-    "asynchronous": lambda: {"1": asynchronous(0, 1), "2": asynchronous(3, 2)},
-}
+def main(mode: str, *cases: str) -> dict:
+    if mode == "loops":
+        return {name: loop(name, **LOOPS[name]) for name in cases}
+    if mode == "engines":
+        return {case: train(case, Path(sys.argv[1]) / case) for case in cases}
+    return {"1": asynchronous(0, 1), "2": asynchronous(3, 2)}
+
 
 if __name__ == "__main__":
     wavemare.init_distributed()
-    leave(MODES[sys.argv[2]]())
+    leave(main(*sys.argv[2:]))

@@ -9,11 +9,9 @@ import json
 import sys
 from itertools import islice
 
-import deepspeed
 import torch
-from common import leave
+from common import furthest, leave, sine_batches, split_stages, start_stages
 
-import wavemare
 from wavemare.engine import init_distributed
 from wavemare.pipeline.muon import Muon
 from wavemare.pipeline.replay import Replay
@@ -58,24 +56,14 @@ def build_layers(num_stages, dtype):
 
 
 def batches(dtype):
-    generator = torch.Generator().manual_seed(11)
-    while True:
-        inputs = torch.randn(SIZE, WIDTH, generator=generator)
-        yield inputs.to(dtype), torch.sin(3 * inputs).roll(1, dims=1).to(dtype)
-
-
-def loss_fn(outputs, labels):
-    return torch.nn.functional.mse_loss(outputs, labels)
+    for inputs, labels in sine_batches(WIDTH, size=SIZE, seed=11, dtype=dtype):
+        yield inputs, labels.roll(1, dims=1)
 
 
 def train(num_stages, case):
     name, micro_batches = case["optimizer"], case["micro_batches"]
     kind, settings = OPTIMIZERS[name]
     dtype = dtype_of(case)
-    layers = build_layers(num_stages, dtype)
-    module = deepspeed.PipelineModule(
-        layers, num_stages=num_stages, loss_fn=loss_fn, partition_method="uniform"
-    )
     asynchronous = {
         "lr_rescheduling": {"enabled": case["t1"], "anneal_steps": ANNEAL},
         "discrepancy_correction": {"mode": case["correction"]},
@@ -84,17 +72,13 @@ def train(num_stages, case):
         "slack": case.get("slack", 0),
         "error_feedback": case.get("error_feedback", False),
     }
-    config = {
-        "train_micro_batch_size_per_gpu": SIZE,
-        "gradient_accumulation_steps": micro_batches,
-        "gradient_clipping": 0.0,
-        "steps_per_print": None,
-        "wavemare": {
-            "pipeline": {"schedule": "pipemare", "stages": num_stages, "pipemare": asynchronous}
-        },
-    }
-    engine, *_ = wavemare.initialize(
-        model=module, config=config, optimizer=lambda parameters: kind(parameters, **settings)
+    engine = start_stages(
+        build_layers(num_stages, dtype),
+        stages=num_stages,
+        size=SIZE,
+        micro_batches=micro_batches,
+        section={"schedule": "pipemare", "pipemare": asynchronous},
+        client_optimizer=lambda parameters: kind(parameters, **settings),
     )
     data = batches(dtype)
     losses = [float(engine.train_batch(data)) for _ in range(STEPS)]
@@ -105,12 +89,10 @@ def train(num_stages, case):
 def replay(num_stages, case, **changes):
     kind, settings = OPTIMIZERS[case["optimizer"]]
     dtype = dtype_of(case)
-    layers = build_layers(num_stages, dtype)
-    size = len(layers) // num_stages
-    stages = [torch.nn.Sequential(*layers[s * size : (s + 1) * size]) for s in range(num_stages)]
+    stages = split_stages(build_layers(num_stages, dtype), num_stages)
     twin = Replay(
         stages,
-        loss_fn,
+        torch.nn.functional.mse_loss,
         lambda parameters: kind(parameters, **settings),
         case["micro_batches"],
         correction=case["correction"],
@@ -129,16 +111,12 @@ def compare(num_stages, case):
     engine, losses = train(num_stages, case)
     stages, expected = replay(num_stages, case)
     flushed, _ = replay(num_stages, case, drain_interval=1)
+    weights, stage = list(engine.module.parameters()), engine.stage_id
     return {
-        "weights": distance(engine.module, stages[engine.stage_id]),
+        "weights": furthest(weights, stages[stage].parameters()),
         "losses": max(abs(a - b) for a, b in zip(losses, expected, strict=True)),
-        "staleness": distance(engine.module, flushed[engine.stage_id]),
+        "staleness": furthest(weights, flushed[stage].parameters()),
     }
-
-
-def distance(module, twin):
-    pairs = zip(module.parameters(), twin.parameters(), strict=True)
-    return max(float((a - b).detach().abs().max()) for a, b in pairs)
 
 
 def main() -> None:

@@ -6,14 +6,12 @@ Arguments: folder, number of stages.
 
 import sys
 
-import deepspeed
 import torch
-from common import leave
+from common import furthest, leave, sine_batches, start_stages
 
-import wavemare
 from wavemare.engine import init_distributed
 
-STEPS, WIDTH, SIZE = 6, 16, 2
+STEPS, WIDTH = 6, 16
 KINDS = {
     "none": {},
     "non-reentrant": {"activation_checkpoint_interval": 1, "use_reentrant": False},
@@ -30,42 +28,23 @@ def build_layer(dropout):
     )
 
 
-def batches():
-    generator = torch.Generator().manual_seed(1)
-    while True:
-        inputs = torch.randn(SIZE, WIDTH, generator=generator)
-        yield inputs, torch.sin(3 * inputs)
-
-
 def train(num_stages, checkpointing, mode, dropout):
     torch.manual_seed(7)
-    module = deepspeed.PipelineModule(
+    engine = start_stages(
         [build_layer(dropout) for _ in range(2 * num_stages)],
-        num_stages=num_stages,
-        loss_fn=torch.nn.functional.mse_loss,
-        partition_method="uniform",
+        stages=num_stages,
+        micro_batches=1,
+        section={
+            "schedule": "pipemare",
+            "pipemare": {"discrepancy_correction": {"mode": mode}},
+        },
+        pipeline=KINDS[checkpointing],
     )
     forwards = []
-    for layer in module.forward_funcs:
+    for layer in engine.module.forward_funcs:
         layer.register_forward_hook(lambda *_: forwards.append(1))
-    config = {
-        "train_micro_batch_size_per_gpu": SIZE,
-        "gradient_accumulation_steps": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "gradient_clipping": 0.0,
-        "steps_per_print": None,
-        "pipeline": KINDS[checkpointing],
-        "wavemare": {
-            "pipeline": {
-                "schedule": "pipemare",
-                "stages": num_stages,
-                "pipemare": {"discrepancy_correction": {"mode": mode}},
-            }
-        },
-    }
-    engine = wavemare.initialize(model=module, config=config)[0]
     torch.manual_seed(100 + engine.stage_id)
-    data = batches()
+    data = sine_batches(WIDTH)
     losses = [float(engine.train_batch(data)) for _ in range(STEPS)]
     count = len(forwards)
     engine.drain()
@@ -76,7 +55,7 @@ def compare(num_stages, checkpointing, mode, dropout):
     plain, expected, once = train(num_stages, "none", mode, dropout)
     weights, losses, count = train(num_stages, checkpointing, mode, dropout)
     return {
-        "weights": max(float((a - b).abs().max()) for a, b in zip(plain, weights, strict=True)),
+        "weights": furthest(plain, weights),
         "losses": max(abs(a - b) for a, b in zip(expected, losses, strict=True)),
         "forwards": [once, count],
         "last": expected[-1],
