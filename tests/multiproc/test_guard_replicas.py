@@ -109,13 +109,11 @@ def test_slices_of_a_stage_that_stop_together_name_one_cause(found):
     for ours in results[:2]:
         assert "first on rank 0 (stage 0): the gradient" in ours["error"]
         assert "of which it knows the norm alone" in ours["error"]
-    assert all(ours["looks"] for ours in results)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipemare"])
 def test_with_passes_in_pairs_gradients_alone_are_looked_at(found, schedule):
     for ours in found(f"pairs {schedule}"):
-        assert not ours["looks"]
         assert "in optimizer step 1 a number is not finite" in ours["error"]
 
 
