@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import gc
 import json
+import math
 import os
 import re
 import signal
@@ -87,7 +88,7 @@ def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 
 class RankServer:
-    """Starts programs as forks of ``multiproc/rank_server.py``."""
+    """Starts programs in processes of ``multiproc/rank_server.py``."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
@@ -106,10 +107,23 @@ class RankServer:
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
 
-    def start(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Rank:
+    def start(
+        self,
+        command: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str],
+        *,
+        folder: Path | None = None,
+        own: bool = False,
+    ) -> Rank:
         program, *arguments = command
         pid = self.ask(
-            program=program, arguments=arguments, log=str(log), environment=dict(environment)
+            program=program,
+            arguments=arguments,
+            log=str(log),
+            environment=dict(environment),
+            folder=folder and str(folder),
+            own=own,
         )
         return Rank(self, pid)
 
@@ -135,6 +149,18 @@ class Rank:
             self.returncode = self.server.ask(poll=self.pid)
         return self.returncode
 
+    def print_stacks(self) -> None:
+        """Have it write the stacks of its threads into its log."""
+        os.kill(self.pid, signal.SIGRTMIN)
+
+    def kill(self) -> None:
+        """End it and the processes that it started."""
+        with contextlib.suppress(psutil.Error):
+            for descendant in psutil.Process(self.pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    descendant.kill()
+        os.killpg(self.pid, signal.SIGKILL)
+
 
 @pytest.fixture(scope="session")
 def rank_server() -> Iterator[RankServer]:
@@ -147,9 +173,10 @@ def rank_server() -> Iterator[RankServer]:
 def launch(
     request: pytest.FixtureRequest, tmp_path: Path, rank_server: RankServer
 ) -> Callable[..., Finished]:
-    """Run a file of ``tests/multiproc/programs`` as several ranks.
+    """Run a file of ``tests/multiproc/programs`` as several ranks, in processes of a pool.
 
-    A program gets a folder as its first argument and leaves ``rank_N.json`` there.
+    A program gets a folder as its first argument and leaves ``rank_N.json`` there. With ``own`` it
+    has processes of its own, which end as interpreters do.
     """
 
     def run(
@@ -159,6 +186,7 @@ def launch(
         timeout: float = 150,
         environment: Mapping[str, str] | None = None,
         folder: Path | None = None,
+        own: bool = False,
     ) -> Finished:
         mark = request.node.get_closest_marker("timeout")
         limit = float(mark.args[0] if mark else request.config.getini("timeout"))
@@ -169,7 +197,10 @@ def launch(
         with reserved_port() as port:
             processes = [
                 rank_server.start(
-                    command, log, {**rank_environment(rank, ranks, port), **(environment or {})}
+                    command,
+                    log,
+                    {**rank_environment(rank, ranks, port), **(environment or {})},
+                    own=own,
                 )
                 for rank, log in enumerate(logs)
             ]
@@ -235,21 +266,36 @@ def disk(tmp_path: Path) -> Iterator[Callable[..., Path]]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
+FAILED_S = 15.0
+"""How long the other ranks may go on after one has failed."""
+STACKS_S = 2.0
+"""How long ranks that are ended have to write their stacks."""
+
+
 def _wait(processes: Sequence[Rank], timeout: float) -> frozenset[int]:
-    """Wait for all; if one fails or time runs out, end the others soon, and return which."""
-    deadline = time.monotonic() + timeout
-    killed = set()
-    while any(process.poll() is None for process in processes):
-        if any(process.poll() for process in processes):
-            deadline = min(deadline, time.monotonic() + 15)
-        if time.monotonic() > deadline:
-            for rank, process in enumerate(processes):
-                if process.poll() is None:
-                    killed.add(rank)
-                    os.killpg(process.pid, signal.SIGKILL)
-        time.sleep(0.05)
+    """Wait for all; if one fails or time runs out, end the others soon, and return which.
+
+    Those that are ended write their stacks first.
+    """
+
+    def wait_until(deadline: float) -> list[Rank]:
+        while running := [process for process in processes if process.poll() is None]:
+            if len(running) < len(processes) and any(each.returncode for each in processes):
+                deadline = min(deadline, time.monotonic() + FAILED_S)
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+        return running
+
+    late = wait_until(time.monotonic() + timeout)
+    for process in late:
+        process.print_stacks()
+    for process in late and wait_until(time.monotonic() + STACKS_S):
+        process.kill()
+    wait_until(math.inf)
     # One that ended by itself just before the signal has a code of its own.
-    return frozenset(rank for rank in killed if processes[rank].returncode == -signal.SIGKILL)
+    codes = [process.returncode for process in processes]
+    return frozenset(r for r, each in enumerate(processes) if each in late and codes[r] == -9)
 
 
 @pytest.fixture(autouse=True)
