@@ -34,12 +34,9 @@ def test_a_plan_changes_the_shares_and_nothing_that_is_learnt(
     model.write_text(json.dumps({**TINY_GPT, **dict.fromkeys(DROPOUTS, 0.0)}))
     equal, unequal = tmp_path / "equal", tmp_path / "unequal"
     words = ["gpt/pretrain", "--deepspeed_config", config]
-    recipe(
-        *words, *small_options("gpt", equal, model_config=model, balance=plan_of((batch // 2,) * 2))
-    ).check()
-    ended = recipe(
-        *words, *small_options("gpt", unequal, model_config=model, balance=plan_of(shares))
-    ).check()
+    for run, plan in ((equal, plan_of((batch // 2,) * 2)), (unequal, plan_of(shares))):
+        options = small_options("gpt", run, model_config=model, balance=plan)
+        ended = recipe(*words, *options).check()
     assert "that of wavemare.parallel" in ended.output
     assert "plan " in ended.output.split("that of wavemare.parallel")[1]
     assert json.loads((unequal / "plan.json").read_text())["shares"] == list(shares)
@@ -47,15 +44,11 @@ def test_a_plan_changes_the_shares_and_nothing_that_is_learnt(
     assert found[:2] == pytest.approx(expected[:2], abs=1e-6)  # before the first update
     assert found == pytest.approx(expected, abs=1e-3)
     assert found != expected  # sums of other parts are rounded otherwise
-    manifest = unequal / "checkpoints" / "step-000020" / "wavemare.json"
-    assert (
-        ParallelPlan.from_json((unequal / "plan.json").read_text()).digest in manifest.read_text()
-    )
+    manifest = (unequal / "checkpoints" / "step-000020" / "wavemare.json").read_text()
+    assert ParallelPlan.from_json((unequal / "plan.json").read_text()).digest in manifest
     config_of_run = json.loads((unequal / "config.json").read_text())["configuration"]
-    assert config_of_run["deepspeed"]["wavemare"]["balance"] == {
-        "shares": list(shares),
-        "mean": "tokens",
-    }
+    balance = config_of_run["deepspeed"]["wavemare"]["balance"]
+    assert balance == {"shares": list(shares), "mean": "tokens"}
 
     ended = recipe(
         *words,
