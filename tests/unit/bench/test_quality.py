@@ -61,10 +61,3 @@ def test_each_system_has_a_synchronous_baseline_with_its_own_optimizer(name):
     assert SYSTEMS[baseline].baseline == baseline
     # The policy's choice stands in no setting: it makes SOAP of AdamW.
     assert optimizer(baseline) == optimizer("soap" if name == "auto" else name)
-
-
-def test_feedback_alone_is_added_to_an_optimizer():
-    for name in ("soap", "muon"):
-        plain, fed = SYSTEMS[name], SYSTEMS[f"{name}+feedback"]
-        assert (*plain.settings, *SYSTEMS["feedback"].settings) == fed.settings
-        assert (plain.correction, plain.baseline) == (fed.correction, fed.baseline)

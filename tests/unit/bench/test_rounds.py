@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def test_each_item_has_each_place_once(count: int) -> None:
 class FakeRunner(Runner):
     """Steps take the times of a list; what is done goes to a log that all share."""
 
-    def __init__(self, world: FakeWorld, name: str, seconds: list[float]) -> None:
+    def __init__(self, world: SimpleNamespace, name: str, seconds: list[float]) -> None:
         self.world = world
         self.name = name
         self.seconds = itertools.cycle(seconds)
@@ -52,22 +53,15 @@ class FakeRunner(Runner):
         return events
 
 
-class FakeWorld:
-    """One rank with a clock of its own."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.log: list[str] = []
-
-
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> FakeWorld:
-    made = FakeWorld()
+def world(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """One rank with a clock of its own."""
+    made = SimpleNamespace(now=0.0, log=[])
     monkeypatch.setattr(torch.distributed, "barrier", lambda: made.log.append("barrier"))
     return made
 
 
-def test_exactly_the_steps_in_the_middle_are_timed(world: FakeWorld) -> None:
+def test_exactly_the_steps_in_the_middle_are_timed(world: SimpleNamespace) -> None:
     request = PipelineRequest(stages=2, micro_batches=(2,), rounds=1, steps_per_round=3)
     # Two steps to fill, three that count, one behind; the same again in the second round.
     runner = FakeRunner(world, "ours", [100.0, 100.0, 1.0, 2.0, 3.0, 100.0])
@@ -84,7 +78,7 @@ def test_exactly_the_steps_in_the_middle_are_timed(world: FakeWorld) -> None:
     assert world.log == 2 * ["barrier", *6 * ["ours"], "ours settles"]
 
 
-def test_systems_take_turns_and_the_first_round_does_not_count(world: FakeWorld) -> None:
+def test_systems_take_turns_and_the_first_round_does_not_count(world: SimpleNamespace) -> None:
     request = PipelineRequest(micro_batches=(4,), rounds=2, steps_per_round=1)
     runners = {(name, 4): FakeRunner(world, name, [1.0]) for name in (STOCK, OURS, BOUND)}
     ran = rounds.run_rounds(request, runners, lambda turn: None, clock=lambda: world.now)

@@ -3,15 +3,11 @@
 
 import json
 import os
-from multiprocessing.shared_memory import SharedMemory
 
 import pytest
 
-from wavemare.bench.soak.faults import draw_faults
-from wavemare.bench.soak.run import SYSTEMS, configuration
-from wavemare.bench.soak.watch import Losses, Sizes, left_behind, shared_memory_segments
+from wavemare.bench.soak.watch import Losses, Sizes
 from wavemare.cli.bench_soak import problems
-from wavemare.engine.config import check_config
 
 
 def write(file, losses, mode="w"):
@@ -61,34 +57,6 @@ def test_growth_is_that_of_medians_after_the_warm_up():
     late.begin()
     late.sample()
     assert late.samples == []
-
-
-def test_segments_of_a_process_that_stay_are_found():
-    sizes, segment = Sizes(os.getpid(), warmup_s=0), SharedMemory(create=True, size=100)
-    try:
-        sizes.sample()
-        assert segment.name in sizes.segments
-        assert left_behind(sizes.segments) >= {segment.name}
-    finally:
-        segment.close()
-        segment.unlink()
-    assert segment.name not in left_behind(sizes.segments)
-    assert shared_memory_segments(2**22 + 1) == set()
-
-
-def test_faults_are_drawn_again_from_their_seed():
-    faults = draw_faults(120, 2, 7, links=True)
-    assert faults == draw_faults(120, 2, 7, links=True) != draw_faults(120, 2, 8, links=True)
-    assert faults == sorted(faults)
-    assert {fault.kind for fault in faults} == {"pause", "kill", "slow link"}
-    assert all(180 <= fault.at_s <= 120 * 60 - 180 for fault in faults)
-    assert "slow link" not in {f.kind for f in draw_faults(120, 2, 7, links=False)}
-    assert {fault.kind for fault in draw_faults(1, 2, 7, links=True)} >= {"pause", "kill"}
-
-
-@pytest.mark.parametrize("system", SYSTEMS)
-def test_the_configurations_can_be_run(system):
-    check_config(configuration(system), world_size=2)
 
 
 GOOD = {

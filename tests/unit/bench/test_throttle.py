@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -62,6 +63,11 @@ def test_nothing_stays_after_an_error_and_after_a_process_that_has_ended() -> No
         with open_throttle() as throttle:
             with started() as process:
                 throttle.limit(process.pid, 0.5)
+                for group in groups():
+                    own = group / str(process.pid)
+                    assert (own / "cgroup.procs").read_text().split() == [str(process.pid)]
+                    for name, text in quota_files(throttle.way, 0.5).items():
+                        assert (own / name).read_text().strip() == text
             assert bool(groups()) == (throttle.way != "pacing")
             how()
 
@@ -85,80 +91,45 @@ def test_quotas_are_written_as_the_kernel_reads_them() -> None:
     assert quota_files("cgroup v2", None) == {"cpu.max": "max 10000"}
 
 
-@pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, str]]]:
-    """Make a folder that behaves as control groups do: new folders have files, and may keep them.
-
-    Returns a function that begins this, and returns what is written below the folder.
-    """
-    mkdir, rmdir, write = Path.mkdir, Path.rmdir, Path.write_text
-
-    def begin(mount: Path, *files: str) -> list[tuple[str, str]]:
-        written: list[tuple[str, str]] = []
-        mount.mkdir(parents=True)
-        (mount / "cgroup.procs").touch()
-
-        def make(path: Path) -> None:
-            mkdir(path)
-            for name in files if path.is_relative_to(mount) else ():
-                write(path / name, "")
-
-        def remove(path: Path) -> None:
-            for name in files:
-                (path / name).unlink(missing_ok=True)
-            rmdir(path)
-
-        def note(path: Path, text: str) -> int:
-            written.append((os.path.relpath(path, mount), text))
-            return write(path, text)
-
-        monkeypatch.setattr(Path, "mkdir", make)
-        monkeypatch.setattr(Path, "rmdir", remove)
-        monkeypatch.setattr(Path, "write_text", note)
-        return written
-
-    return begin
-
-
-def test_groups_of_version_1(tmp_path: Path, kernel: Callable[..., list[tuple[str, str]]]) -> None:
-    written = kernel(
-        tmp_path / "cpu", "cgroup.procs", "cpu.shares", "cpu.cfs_period_us", "cpu.cfs_quota_us"
-    )
-    with open_throttle(tmp_path) as throttle:
-        assert throttle.way == "cgroup v1"
-        assert ("cpu.shares", "262144") in [(Path(name).name, text) for name, text in written]
-        written.clear()
-        throttle.limit(17, 0.25)
-        throttle.limit(17, 0.5)
-    home = written[0][0].split("/")[0]
-    assert written == [
-        (f"{home}/17/cpu.cfs_period_us", "10000"),
-        (f"{home}/17/cpu.cfs_quota_us", "2500"),
-        (f"{home}/17/cgroup.procs", "17"),
-        (f"{home}/17/cpu.cfs_period_us", "10000"),
-        (f"{home}/17/cpu.cfs_quota_us", "5000"),
-        ("cgroup.procs", "17"),
-    ]
-    assert [file.name for file in (tmp_path / "cpu").iterdir()] == ["cgroup.procs"]
-
-
 def test_groups_of_version_2_get_the_controller(
-    tmp_path: Path, kernel: Callable[..., list[tuple[str, str]]]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mount = tmp_path / "groups"
+    """A folder behaves as control groups do: new folders have files, and need not keep them."""
     files = ("cgroup.procs", "cgroup.subtree_control", "cpu.weight", "cpu.max")
-    written = kernel(mount, *files)
-    (mount / "cgroup.controllers").touch()
-    with open_throttle(mount) as throttle:
+    mkdir, rmdir, write = Path.mkdir, Path.rmdir, Path.write_text
+    written: list[tuple[str, str]] = []
+
+    def make(path: Path) -> None:
+        mkdir(path)
+        for name in files:
+            write(path / name, "")
+
+    def remove(path: Path) -> None:
+        for name in files:
+            (path / name).unlink()
+        rmdir(path)
+
+    def note(path: Path, text: str) -> int:
+        name = re.sub(r"wavemare-[^/]+", "HOME", str(path.relative_to(tmp_path)))
+        written.append((name, text))
+        return write(path, text)
+
+    (tmp_path / "cgroup.controllers").touch()
+    monkeypatch.setattr(Path, "mkdir", make)
+    monkeypatch.setattr(Path, "rmdir", remove)
+    monkeypatch.setattr(Path, "write_text", note)
+    with open_throttle(tmp_path) as throttle:
         assert throttle.way == "cgroup v2"
         throttle.limit(17, 0.25)
-    home = written[1][0].split("/")[0]
-    assert written[:3] == [
+    assert [each for each in written if "trial" not in each[0]] == [
         ("cgroup.subtree_control", "+cpu"),
-        (f"{home}/cgroup.subtree_control", "+cpu"),
-        (f"{home}/cpu.weight", "10000"),
+        ("HOME/cgroup.subtree_control", "+cpu"),
+        ("HOME/cpu.weight", "10000"),
+        ("HOME/17/cpu.max", "2500 10000"),
+        ("HOME/17/cgroup.procs", "17"),
+        ("cgroup.procs", "17"),
     ]
-    assert (f"{home}/17/cpu.max", "2500 10000") in written
+    assert not list(tmp_path.glob("wavemare-*"))
 
 
 def test_signals_are_the_way_where_there_are_no_groups(tmp_path: Path) -> None:

@@ -44,11 +44,11 @@ def test_exit_code_and_json(monkeypatch: pytest.MonkeyPatch, status: str, code: 
 
 
 def test_table_takes_text_literally(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake(monkeypatch, Finding("host [b]a[/b]", "fail", "value", 'pip install "wavemare[mpi]"'))
+    remedy = 'pip install "wavemare[mpi]"'
+    fake(monkeypatch, Finding("host [b]a[/b]", "fail", "value", remedy))
     result = CliRunner().invoke(app, ["doctor"])
-    assert "host [b]a[/b]" in result.stdout
-    assert '-> pip install "wavemare[mpi]"' in result.stdout
-    assert "0 ok, 0 warnings, 1 failures" in result.stdout
+    for text in ("host [b]a[/b]", f"-> {remedy}", "0 ok, 0 warnings, 1 failures"):
+        assert text in result.stdout
 
 
 def test_this_environment_has_no_failure() -> None:
@@ -69,15 +69,10 @@ def test_versions(name: str, wanted: str, status: str, remedy: str) -> None:
     assert (finding.status, finding.remedy) == (status, remedy)
 
 
-def test_local_build_counts_as_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_build_counts_as_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software.metadata, "version", lambda name: "2.13.0+cpu")
     assert software.check_version("torch", SpecifierSet(">=2.13")).status == "ok"
     assert software.check_version("torch", SpecifierSet(">2.13")).status == "fail"
-
-
-def test_floors_come_from_our_metadata() -> None:
-    names = [finding.check for finding in software.check_packages()]
-    assert names == ["wavemare", "torch", "deepspeed", "transformers", "datasets", "mpi4py"]
 
 
 def test_mpi_states() -> None:
@@ -163,17 +158,11 @@ ens5 00000000 0100000A 0003 0 0 0 00000000 0 0 0
 """
 
 
-def test_default_interface(tmp_path: Path) -> None:
-    routes = tmp_path / "route"
-    assert network.default_interface(routes) is None
-    routes.write_text(ROUTES)
-    assert network.default_interface(routes) == "ens5"
-
-
 @pytest.mark.parametrize(("address", "status"), [("127.0.1.1", "warn"), ("10.0.0.7", "ok")])
 def test_host_name(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, address: str, status: str
 ) -> None:
+    assert network.default_interface(tmp_path / "route") is None
     (tmp_path / "route").write_text(ROUTES)
     monkeypatch.setattr(network.socket, "gethostbyname", lambda name: address)
     finding = only(network.check_hostname(tmp_path / "route"))
@@ -230,24 +219,13 @@ def test_hostfile_is_read_as_deepspeed_reads_it() -> None:
     assert [host.line for host in hosts] == [3, 4]
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ("node1 slot=4", "line 2: 'node1 slot=4' is not a host with its slots"),
-        ("node1", "line 2: 'node1' is not"),
-        ("node1 slots=four", "line 2: 'node1 slots=four' is not"),
-        ("node1 slots=0", "line 2: node1 has no slots"),
-        ("node0 slots=2", "line 2: node0 stands in line 1 too"),
-        ("node1 slots=4 max=8", "line 2: 'max=8' is passed over"),
-    ],
-)
-def test_hostfile_problems_name_the_line(line: str, reason: str) -> None:
-    hosts, findings = hostfile.parse_hostfile(f"node0 slots=2\n{line}\n")
+def test_hostfile_problems_name_the_line() -> None:
+    hosts, findings = hostfile.parse_hostfile("node0 slots=2\nnode1\nnode2 slots=1 max=2\n")
     assert [host.name for host in hosts] == ["node0"]
-    finding = only(findings)
-    assert finding.status == "fail"
-    assert reason in finding.value
-    assert finding.remedy
+    assert [finding.status for finding in findings] == ["fail", "fail"]
+    assert "line 2: 'node1' is not a host with its slots" in findings[0].value
+    assert "line 3: 'max=2' is passed over" in findings[1].value
+    assert all(finding.remedy for finding in findings)
 
 
 @pytest.mark.parametrize(
@@ -313,8 +291,3 @@ def test_each_host_is_asked_where_ssh_would(ssh_config: Path, tmp_path: Path) ->
     assert "ssh shut hostname" in hosts[1].remedy
     assert "line 3 of the hostfile" in hosts[2].remedy
     assert hosts[3].value == hosts[4].value == "ssh goes through another host"
-
-
-@pytest.mark.parametrize("port", ["-1", "65536"])
-def test_a_port_that_cannot_be_is_refused(port: str) -> None:
-    assert CliRunner().invoke(app, ["doctor", "--master-port", port]).exit_code == 2

@@ -119,16 +119,13 @@ def saved(folder: Path) -> list[str]:
     return [file.read_text() for file in sorted(folder.glob("saved*"))]
 
 
-def test_ranks_save_and_leave(start: Callable[..., Launcher], tmp_path: Path) -> None:
-    launcher = start()
+@pytest.mark.parametrize("code", [0, 3])
+def test_ranks_save_and_leave(start: Callable[..., Launcher], tmp_path: Path, code: int) -> None:
+    launcher = start(code=code)
     processes = processes_of(launcher)
-    assert end_job(launcher, [signal.SIGTERM]) == 0
+    assert end_job(launcher, [signal.SIGTERM]) == code
     assert saved(tmp_path) == ["True", "True"]  # their helpers were left to them
     assert have_ended(processes)
-
-
-def test_a_failure_of_the_ranks_is_the_result(start: Callable[..., Launcher]) -> None:
-    assert end_job(start(code=3), [signal.SIGTERM]) == 3
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from wavemare.cli import app, job, launch
 from wavemare.cli.checks.hostfile import Host
-from wavemare.cli.job import Job, check_launcher, read_hosts
+from wavemare.cli.job import Job
 from wavemare.comm import mpi
 from wavemare.comm.mpi import MpiInfo
-from wavemare.errors import ConfigError, LaunchError
+from wavemare.errors import LaunchError
 
 HOSTS = (Host("node0", 2, 1), Host("node1", 1, 2))
 RANK = [sys.executable, "-u", "-m", "mpi4py"]
@@ -38,14 +38,10 @@ def flavour(monkeypatch):
     return pretend
 
 
-def test_mpich_on_this_host(flavour):
+def test_mpich_on_hosts_counts_their_slots(flavour):
     flavour("MPICH")
     command = Job(program="x.py", options=["--a"], launcher="mpirun", num_processes=3).command()
     assert command == ["/mpirun", "-n", "3", *RANK, "x.py", "--a"]
-
-
-def test_mpich_on_hosts_counts_their_slots(flavour):
-    flavour("MPICH")
     command = Job(program="x.y", module=True, launcher="mpirun", hosts=HOSTS).command()
     assert command == ["/mpirun", "-n", "3", "-hosts", "node0:2,node1:1", *RANK, "-m", "x.y"]
     command = Job(program="x.py", launcher="mpirun", hosts=HOSTS, num_processes=4).command()
@@ -146,27 +142,6 @@ def test_words_and_values_reach_other_hosts_as_they_are(exported, tmp_path):
     )
     done = subprocess.run(["sh", "-c", text], capture_output=True, text=True, check=True)
     assert ast.literal_eval(done.stdout) == [["a b.py", *ODD], ODD]
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [(None, "cannot be read"), ("node0 slot=2", "line 1: 'node0 slot=2'"), ("# x", "no host")],
-)
-def test_a_wrong_hostfile_is_no_run_on_this_host(tmp_path, text, reason):
-    file = tmp_path / "hosts"
-    if text is not None:
-        file.write_text(text)
-    with pytest.raises(LaunchError, match="--hostfile") as caught:
-        read_hosts(file)
-    assert reason in caught.value.reason
-
-
-def test_other_launchers_have_another_name_here():
-    assert check_launcher("mpirun") == "mpirun"
-    for name, remedy in (("mpich", "Use mpirun"), ("mpirum", "mpirun")):
-        with pytest.raises(ConfigError) as caught:
-            check_launcher(name)
-        assert remedy in caught.value.remedy
 
 
 def test_options_after_the_script_are_its_own(flavour):

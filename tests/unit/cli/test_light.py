@@ -39,16 +39,3 @@ def test_help_plans_and_refusals_are_light(tmp_path: Path) -> None:
     words = [json.dumps([command for command, _ in codes]), json.dumps(sorted(HEAVY)), str(answer)]
     subprocess.run([sys.executable, "-c", PROGRAM, *words], capture_output=True, check=True)
     assert json.loads(answer.read_text()) == [[command, code, []] for command, code in codes]
-
-
-def test_module_is_the_command() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "wavemare", "--version"], capture_output=True, text=True, check=True
-    )
-    assert result.stdout.startswith("wavemare ")
-
-
-def test_typo_of_a_command_names_the_nearest(wavemare) -> None:
-    answer = wavemare("docter")
-    assert answer.code == 2
-    assert "doctor" in answer.err

@@ -37,9 +37,3 @@ def test_plans_are_printed_and_written(tmp_path):
 def test_refusals_are_typed(arguments, kind):
     result = CliRunner().invoke(app, [*BASE, *arguments])
     assert isinstance(result.exception, kind)
-
-
-def test_the_exit_code_of_what_does_not_fit(wavemare):
-    answer = wavemare(*BASE, "--cluster", "1xT4", "--margin", "0.99")
-    assert answer.code == 2
-    assert "no plan for gpt2 fits" in answer.err

@@ -66,16 +66,11 @@ def test_hosts_that_are_gone_are_left_out(capfd):
     assert "left out, as it cannot be logged in to: b" in capfd.readouterr().err
 
 
-def test_a_job_stays_where_it_is_if_there_is_no_ssh(monkeypatch, tmp_path):
+@pytest.mark.parametrize("options", [{}, {"answers": lambda host: False}])
+def test_a_job_stays_where_it_is_without_ssh_or_answers(monkeypatch, tmp_path, options):
     monkeypatch.setenv("PATH", str(tmp_path))
     job = FakeJob([137, 0], (Host("a", 1, 1), Host("b", 1, 2)))
-    assert run_with_restarts(job, 1) == 0
-    assert [each["hosts"] for each in job.attempts] == [["a", "b"]] * 2
-
-
-def test_a_job_stays_where_it_is_if_no_host_answers():
-    job = FakeJob([137, 0], (Host("a", 1, 1), Host("b", 1, 2)))
-    assert run_with_restarts(job, 1, answers=lambda host: False) == 0
+    assert run_with_restarts(job, 1, **options) == 0
     assert [each["hosts"] for each in job.attempts] == [["a", "b"]] * 2
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.observe.curve import _smoothed
+from wavemare.observe.curve import moving_average
 
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=200))
@@ -16,9 +16,9 @@ def test_moving_average_equals_its_definition(losses: list[float]) -> None:
         width = min(reach, i, len(losses) - 1 - i)
         window = losses[i - width : i + width + 1]
         expected.append(sum(window) / len(window))
-    assert _smoothed(losses) == pytest.approx(expected, abs=1e-9)
+    assert moving_average(losses) == pytest.approx(expected, abs=1e-9)
 
 
 def test_straight_line_stays_where_it_is() -> None:
     line = [10.0 - 0.01 * step for step in range(600)]
-    assert _smoothed(line) == pytest.approx(line)
+    assert moving_average(line) == pytest.approx(line)

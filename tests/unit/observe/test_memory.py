@@ -26,11 +26,8 @@ def test_zero_paper_figure_1(stage: int, gigabytes: float) -> None:
     assert estimate.total / BILLION == pytest.approx(gigabytes, abs=0.05)
 
 
-def test_shares_round_up() -> None:
+def test_shares_round_up_and_plain_sgd_has_no_state() -> None:
     assert estimate_memory(10, zero_stage=3, data_world_size=4).weights == 3 * 4
-
-
-def test_plain_sgd_has_no_optimizer_state() -> None:
     assert estimate_memory(10, optimizer_states=0).optimizer == 0
 
 

@@ -20,11 +20,12 @@ class Pipeline(SimpleNamespace):
 
     num_stages, stage_id, global_steps, global_samples = 2, 1, 0, 8
 
-    def __init__(self, schedule: str = "1f1b", warmup_steps: int = 0) -> None:
+    def __init__(self, schedule: str | None = "1f1b", warmup_steps: int = 0) -> None:
         values = {"pipeline": {"stages": 1, "schedule": schedule}}
         own = SimpleNamespace(warmup_steps=warmup_steps)
         pipeline = SimpleNamespace(schedule=schedule, pipemare=own)
-        self._sections = SimpleNamespace(pipeline=pipeline, model_dump=lambda mode: values)
+        if schedule is not None:  # DeepSpeed's own engine has no section of ours
+            self._sections = SimpleNamespace(pipeline=pipeline, model_dump=lambda mode: values)
         self.config = {"train_batch_size": 8}
         self.optimizer = SimpleNamespace(param_groups=[{"lr": 0.5}])
 
@@ -144,12 +145,28 @@ def test_a_loop_that_ends_early_leaves_the_steps_it_had(tmp_path: Path) -> None:
     assert facts.summary["results"]["stopped_after"] == 1
 
 
-def test_a_loop_without_an_engine_of_ours(tmp_path: Path) -> None:
+def test_a_loop_without_an_engine(tmp_path: Path) -> None:
     train(tmp_path, None, steps=2)
     facts = read_run(tmp_path)
     assert [line["loss"] for line in facts.metrics] == [1.0, 0.5]
     assert facts.trace is None
     assert facts.layout["stages"] == 1
+
+
+@pytest.mark.parametrize(
+    ("stages", "configured", "schedule"),
+    [(4, None, "1f1b"), (1, None, "data parallel"), (2, "pipemare", "pipemare")],
+)
+def test_the_summary_says_how_the_model_is_laid_out(
+    tmp_path: Path, stages: int, configured: str | None, schedule: str
+) -> None:
+    engine = Pipeline(configured)
+    engine.num_stages = stages
+    train(tmp_path, engine, steps=2)
+    summary = read_run(tmp_path).summary
+    assert summary is not None
+    layout = summary["layout"]
+    assert (layout["stages"], layout["schedule"], layout["zero_stage"]) == (stages, schedule, 1)
 
 
 def test_only_rank_0_writes_the_runs_files(tmp_path: Path, monkeypatch: Any) -> None:

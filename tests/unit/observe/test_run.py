@@ -3,7 +3,6 @@
 
 import json
 import math
-import os
 import sys
 from pathlib import Path
 
@@ -56,16 +55,11 @@ def test_line_is_on_disk_when_log_returns(tmp_path: Path) -> None:
     )
 
 
-def test_values_that_json_cannot_say_become_null(tmp_path: Path) -> None:
+def test_numpy_scalars_are_numbers_and_what_json_cannot_say_is_null(tmp_path: Path) -> None:
     run = Run(tmp_path, rank=0)
-    run.log(1, loss=math.nan, grad_norm=math.inf)
-    assert read_metrics(run.metrics_file) == [{"step": 1, "loss": None, "grad_norm": None}]
-
-
-def test_numpy_scalars_are_numbers(tmp_path: Path) -> None:
-    run = Run(tmp_path, rank=0)
-    run.log(1, loss=numpy.float32(0.5))
-    assert read_metrics(run.metrics_file) == [{"step": 1, "loss": 0.5}]
+    run.log(1, loss=math.nan, grad_norm=math.inf, rate=numpy.float32(0.5))
+    line = {"step": 1, "loss": None, "grad_norm": None, "rate": 0.5}
+    assert read_metrics(run.metrics_file) == [line]
 
 
 @settings(max_examples=25)
@@ -84,21 +78,15 @@ def test_resumed_run_has_each_step_once(
     assert steps(second)[-1] == resumed + 1
 
 
-def test_log_goes_on_after_truncation_by_the_same_run(tmp_path: Path) -> None:
-    run = Run(tmp_path, rank=0)
-    for step in (1, 2, 3):
-        run.log(step, loss=0.0)
-    run.truncate_after(1)
-    run.log(2, loss=9.0)
-    assert steps(run) == [1, 2]
-
-
 def test_torn_last_line_is_cut_off(tmp_path: Path) -> None:
     run = Run(tmp_path, rank=0)
     run.metrics_file.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
     assert steps(run) == [1]
     run.truncate_after(5)
     run.log(2, loss=1.0)
+    assert steps(run) == [1, 2]
+    run.truncate_after(1)  # by the same run
+    run.log(2, loss=9.0)
     assert steps(run) == [1, 2]
 
 
@@ -119,15 +107,15 @@ def test_output_that_is_a_file_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "precious"
 
 
-@pytest.mark.parametrize("folder", ["/proc/run", "/sys/run"])
-def test_output_that_cannot_be_written_is_refused(folder: str) -> None:
+def test_output_that_cannot_be_written_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--output .*Name another folder"):
-        Run(Path(folder), rank=0)
-    assert not os.path.exists(folder)
+        Run(Path("/proc/run"), rank=0)
 
 
 def test_curve_is_a_png_of_readme_size(tmp_path: Path) -> None:
     run = Run(tmp_path, rank=0)
+    run.curve()  # before the first step
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     for step in range(1, 101):
         run.log(step, loss=4.0 / step)
     run.log(100, held_out_loss=0.5)
@@ -135,11 +123,6 @@ def test_curve_is_a_png_of_readme_size(tmp_path: Path) -> None:
     image = imread(tmp_path / "loss.png")
     assert image.shape[:2] == (600, 1050)
     assert len({tuple(pixel) for pixel in image.reshape(-1, image.shape[2])[::7]}) > 10
-
-
-def test_curve_of_a_run_without_steps(tmp_path: Path) -> None:
-    Run(tmp_path, rank=0).curve()
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_summary_in_both_forms(tmp_path: Path) -> None:
@@ -156,19 +139,6 @@ def test_summary_in_both_forms(tmp_path: Path) -> None:
     )
 
 
-def test_an_older_run_is_set_aside_whole(tmp_path: Path) -> None:
-    for number in (1, 2):
-        run = Run(tmp_path / "run", rank=0)
-        run.log(number, loss=1.0)
-        assert run.set_aside() == tmp_path / f"run.{number}"
-        run.log(7, loss=2.0)
-        assert [line["step"] for line in read_metrics(run.metrics_file)] == [7]
-        run.close()
-        run.metrics_file.unlink()
-    assert [line["step"] for line in read_metrics(tmp_path / "run.2" / "metrics.jsonl")] == [2]
-    assert Run(tmp_path / "run", rank=1).set_aside() is None
-
-
 def test_a_run_begins_anew_or_goes_on(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", rank=0)
     run.checkpoints.mkdir(parents=True)
@@ -178,8 +148,11 @@ def test_a_run_begins_anew_or_goes_on(tmp_path: Path) -> None:
     assert (tmp_path / "run.1" / "checkpoints" / "first").is_dir()
     for step in (0, 1, 2):
         run.log(step, loss=1.0)
+    assert steps(run) == [0, 1, 2]
     assert Run(tmp_path / "run", rank=1).begin(done=None) is None
     for done in (1, 0):
         assert run.begin(done=done) is None
         assert read_metrics(run.metrics_file)[-1]["step"] == done
     assert run.begin(done=None) == tmp_path / "run.2"
+    older = read_metrics(tmp_path / "run.2" / "metrics.jsonl")
+    assert [line["step"] for line in older] == [0]

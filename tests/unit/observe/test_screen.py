@@ -72,38 +72,42 @@ def test_terminal_shows_the_newest_figures_below_the_line(
     clock: Clock, draw: Callable[..., str]
 ) -> None:
     text = draw(train(clock, 45, seconds=0.5), terminal=True)
-    final = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "", text).splitlines()[-2:]
-    assert final == [
+    assert final_lines(text)[-2:] == [
         "step 45/45  loss 0.2222  lr 1.00e-03  2.00k tokens/s",
         "  pipeline    idle 40%",
     ]
 
 
-def test_terminal_is_readable_at_80_columns(clock: Clock, draw: Callable[..., str]) -> None:
-    def use(screen: Screen) -> None:
-        with screen.progress(10) as progress:
-            progress.step(1, tokens=1, loss=1.0, facts={"collective": "word " * 40})
-
-    text = draw(use, terminal=True)
-    lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "", text).splitlines()
-    assert max(map(len, lines)) == 80
-    assert lines[-1].endswith("…")
+def final_lines(text: str) -> list[str]:
+    """Return what a terminal shows in the end."""
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "", text).splitlines()
 
 
-def test_what_unevenness_explains_is_named_as_in_the_report(
-    clock: Clock, draw: Callable[..., str]
+METRICS = {"bubble": 0.41, "bubble_predicted": 0.32}
+METRICS |= {f"staleness_{stage}": (3 - stage) / 8 for stage in range(4)}
+
+
+@pytest.mark.parametrize(
+    ("facts", "shown"),
+    [
+        ({"collective": "word " * 40}, "  collective  " + ("word " * 13) + "…"),
+        # What unevenness explains is named as in the report; all of it, in 80 columns.
+        (
+            live_facts(METRICS),
+            "  pipeline    idle 41% (32% by unevenness), staleness 0.375 0.25 0.125 0",
+        ),
+    ],
+)
+def test_terminal_is_readable_at_80_columns(
+    draw: Callable[..., str], facts: dict[str, str], shown: str
 ) -> None:
-    metrics = {"bubble": 0.41, "bubble_predicted": 0.32}
-    metrics |= {f"staleness_{stage}": (3 - stage) / 8 for stage in range(4)}
-
     def use(screen: Screen) -> None:
         with screen.progress(10) as progress:
-            progress.step(1, tokens=1, loss=1.0, facts=live_facts(metrics))
+            progress.step(1, tokens=1, loss=1.0, facts=facts)
 
-    text = draw(use, terminal=True)
-    final = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "", text).splitlines()[-1]
-    # All of it, in 80 columns.
-    assert final == "  pipeline    idle 41% (32% by unevenness), staleness 0.375 0.25 0.125 0"
+    lines = final_lines(draw(use, terminal=True))
+    assert max(map(len, lines)) <= 80
+    assert lines[-1] == shown
 
 
 def test_line_held_back_is_printed_when_the_run_breaks(
@@ -122,12 +126,6 @@ def test_line_held_back_is_printed_when_the_run_breaks(
 
     lines = draw(use).splitlines()
     assert [line.split()[1] for line in lines] == ["1/50", "7/50"]
-
-
-def test_terminal_gets_one_live_line(clock: Clock, draw: Callable[..., str]) -> None:
-    text = draw(train(clock, 30, seconds=0.01, logged=99), terminal=True)
-    assert "step 30/30  loss 0.3333" in text
-    assert text.count("\n") == 1
 
 
 def test_resumed_run_prints_its_first_step(clock: Clock, draw: Callable[..., str]) -> None:
@@ -164,7 +162,6 @@ def test_rank_0_draws_all_and_takes_text_literally(draw: Callable[..., str]) -> 
         "batch",
         "32",
         "results",
-        "loss",
         "1.2500",
         "steps",
         "7",

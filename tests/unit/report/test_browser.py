@@ -19,9 +19,11 @@ from wavemare.report import plan_page, read_run, run_page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 WIDTHS = (390, 1440)
+PLAN = pipemare(4, 8, 4)
+TIMELINE = simulate(PLAN, Costs(forward_s=0.001, backward_s=0.002))
 
 pytestmark = [
-    pytest.mark.long,
+    pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="needs a browser (the Debian package chromium)"),
 ]
 
@@ -81,10 +83,8 @@ def report(tmp_path_factory: pytest.TempPathFactory, sample: SimpleNamespace) ->
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    plan = pipemare(4, 8, 4)
-    timeline = simulate(plan, Costs(forward_s=0.001, backward_s=0.002))
     file = tmp_path_factory.mktemp("plan") / "plan.html"
-    file.write_text(plan_page(plan, check(plan), timeline, ["a fact"]))
+    file.write_text(plan_page(PLAN, check(PLAN), TIMELINE, ["a fact"]))
     return file
 
 
@@ -124,7 +124,8 @@ def test_the_timeline_of_a_plan_is_zoomed_by_drawing_a_frame(
     browser: Any, plan: Path, width: int
 ) -> None:
     opened = Opened(browser, plan, width)
-    assert opened.count(".barlayer .point") == sum(len(r) for r in drawn_actions())
+    events = [event for events in TIMELINE.ranks for event in events]
+    assert opened.count(".barlayer .point") == sum(e.end_s > e.start_s for e in events)
     place = opened.page.locator(".figure")
     span = "e => e.layout.xaxis.range[1] - e.layout.xaxis.range[0]"
     whole = place.evaluate(span)
@@ -142,12 +143,6 @@ def test_the_timeline_of_a_plan_is_zoomed_by_drawing_a_frame(
     assert opened.complaints == []
     assert opened.requests == [plan.as_uri()]
     opened.page.close()
-
-
-def drawn_actions() -> list[list[str]]:
-    """The actions that take time."""
-    timeline = simulate(pipemare(4, 8, 4), Costs(forward_s=0.001, backward_s=0.002))
-    return [[str(e.action) for e in events if e.end_s > e.start_s] for events in timeline.ranks]
 
 
 def contrast(one: str, other: str) -> float:

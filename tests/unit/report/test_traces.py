@@ -11,37 +11,32 @@ from wavemare.pipeline.action import Kind
 from wavemare.report.traces import RankTrace, Span, Trace, category, read_traces
 
 
-def test_the_measured_bubble_is_that_of_the_spans(run_folder: Path) -> None:
-    trace = read_traces(run_folder)
-    assert trace is not None
+@pytest.fixture
+def trace(run_folder: Path) -> Trace:
+    found = read_traces(run_folder)
+    assert found is not None
+    return found
+
+
+def test_the_measured_bubble_is_that_of_the_spans(trace: Trace) -> None:
     # The step of rank 0 ends at 10: half of its optimizer step does not count.
     assert [rank.busy for rank in trace.ranks] == pytest.approx([(1 + 1 + 1.5 + 1.5 + 0.5) / 10, 1])
     assert trace.bubble == pytest.approx((0.45 + 0) / 2)
     assert trace.ranks[0].spans[0].start_s == 0
     assert trace.ranks[1].steps[0] == pytest.approx((2, 10))
-
-
-def test_times_are_medians_by_stage(run_folder: Path) -> None:
-    trace = read_traces(run_folder)
-    assert trace is not None
+    # Medians by stage.
     assert trace.seconds(Kind.BACKWARD) == pytest.approx({0: 1.5, 1: 2.5})
     assert trace.seconds(Kind.LOAD) == {}
 
 
-def test_the_predicted_bubble_of_1f1b_is_the_plan_with_the_measured_times(
-    run_folder: Path,
-) -> None:
-    trace = read_traces(run_folder)
-    assert trace is not None
+def test_the_predicted_bubble_of_1f1b_is_the_plan_with_the_measured_times(trace: Trace) -> None:
     # By hand, with F = 1, 1; B = 1.5, 2.5; S = 1, 1: stage 1 goes F0 1-2, B0 2-4.5, F1 4.5-5.5,
     # B1 5.5-8, S 8-9; stage 0 gets its last gradient at 8, and ends at 8 + 1.5 + 1 = 10.5.
     busy = (2 * 1 + 2 * 1.5 + 1) + (2 * 1 + 2 * 2.5 + 1)
     assert trace.predicted_bubble("1f1b", 2, 2) == pytest.approx(1 - busy / (2 * 10.5))
 
 
-def test_the_predicted_bubble_of_pipemare_is_what_unevenness_leaves(run_folder: Path) -> None:
-    trace = read_traces(run_folder)
-    assert trace is not None
+def test_the_predicted_bubble_of_pipemare_is_what_unevenness_leaves(trace: Trace) -> None:
     # A step takes stage 1 8 s, which never waits, and stage 0 6 s.
     assert trace.predicted_bubble("pipemare", 2, 2) == pytest.approx((1 - 6 / 8) / 2)
     assert trace.predicted_bubble("dualpipev", 2, 2) is None
@@ -90,18 +85,13 @@ def test_equal_stages_have_no_bubble_and_none_below_0() -> None:
         assert found >= 0
 
 
-def test_of_passes_in_pairs_nothing_is_predicted() -> None:
+def test_of_passes_in_pairs_or_without_a_length_nothing_is_predicted() -> None:
     trace = made([[*UNEVEN[0], ("Pair 0B1 0F2", 5.0)], UNEVEN[1]])
     assert trace.has_pairs
     assert trace.predicted_bubble("pipemare", 2, 4) is None
     assert not made(UNEVEN).has_pairs
-
-
-def test_passes_without_a_length_have_no_bubble() -> None:
-    assert (
-        made([[(t, 0.0) for t, _ in each] for each in UNEVEN]).predicted_bubble("pipemare", 2, 4)
-        is None
-    )
+    timeless = made([[(text, 0.0) for text, _ in each] for each in UNEVEN])
+    assert timeless.predicted_bubble("pipemare", 2, 4) is None
 
 
 def test_categories() -> None:

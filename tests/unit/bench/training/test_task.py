@@ -38,21 +38,6 @@ def test_words_are_as_frequent_as_in_a_language() -> None:
     assert task.batch(0, 0)["input_ids"][:8].unique().numel() < 0.02 * 30_522
 
 
-def test_the_label_can_be_told_from_the_words_but_not_always() -> None:
-    task = make_task(TrainingRequest(vocabulary=30_522, batch=512))
-    seen = torch.zeros(30_522, 4)
-    for step in range(8):
-        batch = task.batch(step, 0)
-        for ids, label in zip(batch["input_ids"], batch["labels"], strict=True):
-            seen[ids, label] += 1
-    # Naive Bayes, which knows nothing of markers.
-    evidence = torch.log((seen + 0.1) / (seen + 0.1).sum(dim=0))
-    answers = evidence[task.held_out["input_ids"]].sum(dim=1).argmax(dim=1)
-    accuracy = (answers == task.held_out["labels"]).float().mean()
-    # A tenth of the labels are drawn anew, a quarter of these rightly.
-    assert 0.85 < accuracy < 0.97
-
-
 @pytest.fixture
 def table(tmp_path: Path) -> Path:
     file = tmp_path / "texts.tsv"

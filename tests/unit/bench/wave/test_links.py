@@ -3,6 +3,7 @@
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,27 +43,15 @@ def test_a_speed_stays_finite_where_overhead_alone_is_more_than_the_share() -> N
     assert mbit == pytest.approx(400.0)
 
 
-class Laboratory:
-    """Notes the speeds in place of making links."""
-
-    def __init__(self) -> None:
-        self.speeds: list[float | None] = []
-
-    def shape(self, mbit: float | None) -> None:
-        self.speeds.append(mbit)
-
-
 def test_ranks_get_the_links_they_ask_for(tmp_path: Path) -> None:
-    laboratory: Any = Laboratory()
+    speeds: list[float | None] = []
+    laboratory: Any = SimpleNamespace(shape=speeds.append)
     before = threading.active_count()
     with links_on_demand(laboratory, tmp_path):
         for mbit in (100.0, None, 12.5):
             ask_for_links(tmp_path, mbit)
-            assert laboratory.speeds[-1] == mbit
-    assert laboratory.speeds == [100.0, None, 12.5]
+            assert speeds[-1] == mbit
+    assert speeds == [100.0, None, 12.5]
     assert threading.active_count() == before
-
-
-def test_a_rank_that_nobody_answers_says_so(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="nobody has changed the links"):
         ask_for_links(tmp_path, 100.0, timeout_s=0.05)

@@ -37,25 +37,6 @@ def test_a_forward_pass_keeps_what_the_survey_counts() -> None:
     assert live.peak == 4 * BLOCK
 
 
-def test_gradients_are_those_without_counting() -> None:
-    layers = model()
-    forward(layers).backward()
-    expected = [weight.grad.clone() for weight in layers.parameters()]
-    layers.zero_grad()
-    with LiveBytes(layers).hooks():
-        forward(layers).backward()
-    assert all(map(torch.equal, (weight.grad for weight in layers.parameters()), expected))
-
-
-def test_a_graph_that_is_given_up_keeps_nothing() -> None:
-    layers = model()
-    live = LiveBytes(layers)
-    with live.hooks():
-        loss = forward(layers)
-    del loss
-    assert live.now == 0
-
-
 def test_bytes_count_for_the_wave_that_keeps_them() -> None:
     layers = model(1)
     times = iter(range(10))

@@ -14,9 +14,6 @@ from wavemare.bench.whale.bounds import best_cut, cut_step_s, fluid_cut_step_s, 
 def test_two_types_in_equal_numbers_gain_the_mean_of_their_speeds(rho: float, half: int) -> None:
     seconds = [1.0] * half + [rho] * half
     assert share_gain(seconds) == pytest.approx((1 + rho) / 2)
-
-
-def test_a_single_slow_rank_of_four() -> None:
     assert share_gain([1.0, 2.0, 1.0, 1.0]) == pytest.approx(3.5 / 2)
 
 

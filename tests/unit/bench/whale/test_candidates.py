@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The best plan for all axes of four ranks, of which the planner's choice is the first."""
 
-import os
-
 import pytest
 
 from wavemare.bench.whale.candidates import plans_by_axes
-from wavemare.bench.whale.places import ORDER, take_place
 from wavemare.parallel.planner.api import plan
 from wavemare.parallel.planner.chains import model_costs
 from wavemare.parallel.planner.cluster import Cluster, Device, Link
@@ -68,14 +65,3 @@ def test_there_is_a_plan_for_all_legal_axes_and_the_first_is_the_planners(
     ).best
     assert searched.predicted is not None
     assert searched.predicted.step_s == pytest.approx(steps[0])
-
-
-def test_a_process_becomes_the_rank_that_its_device_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ORDER, "0,2,1,3")
-    for device, rank in enumerate("0213"):
-        monkeypatch.setenv("RANK", str(device))
-        take_place()
-        assert os.environ["RANK"] == rank
-    monkeypatch.delenv(ORDER)
-    take_place()
-    assert os.environ["RANK"] == "3"
