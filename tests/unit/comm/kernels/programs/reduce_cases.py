@@ -1,128 +1,121 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `triton_cases` checks of sums."""
+"""Sums of blocks against slow twins: ``check_...`` yields (case, whether it is right)."""
 
 from itertools import product
 
 import torch
-import triton
-import triton.language as tl
-from slow_twins import DEVICE, HALVES, bucket, guarded, intact, same, slow_reduce
+from slow_twins import HALVES, bucket, intact, same, slow_reduce
 
 from wavemare.comm.kernels import DTYPES
-from wavemare.comm.kernels.triton_kernels import TritonKernels
-from wavemare.comm.kernels.triton_programs import brain_of_float
 
-SMALL, USUAL = TritonKernels(tile=4096), TritonKernels()
-
-
-def reduce_case(kernels, packed, places, block, scale, offset=64):
-    out = guarded(torch.full((places.shape[1] * block,), 3, dtype=packed.dtype), offset)
-    kernels.reduce(guarded(packed, offset), places.to(DEVICE), block, scale, out)
-    return same(out, slow_reduce(packed, places, block, scale)) and intact(out)
+SINGLE, DOUBLE = torch.float32, torch.float64
+HALF, BRAIN = HALVES
+INF = float("inf")
 
 
-def places_of(ranks, count, seed):
-    """Deal the numbers of blocks at random; about a third are missing."""
+def reduce_case(subject, kernels, packed, places, block, scale, offset=64):
+    out = subject.guarded(torch.full((places.shape[1] * block,), 3, dtype=packed.dtype), offset)
+    source = subject.guarded(packed, offset)
+    kernels.reduce(source, places.to(subject.device), block, scale, out)
+    expected = slow_reduce(packed, places, block, scale)
+    return same(out, expected) and intact(out) and same(source, packed)
+
+
+def places_of(ranks, count, seed, ordered=False):
+    """Deal the numbers of blocks; about a third are missing."""
     generator = torch.Generator().manual_seed(seed)
     there = torch.rand(ranks, count, generator=generator) < 0.67
     places = torch.full((ranks, count), -1)
-    places[there] = torch.randperm(int(there.sum()), generator=generator)
-    return places, int(there.sum())
+    rows = int(there.sum())
+    places[there] = torch.arange(rows) if ordered else torch.randperm(rows, generator=generator)
+    return places, rows
 
 
-def check_reduce():
+def check_reduce(subject):
     for dtype, block, ranks in product(DTYPES, (64, 256, 100), (1, 2, 5)):
         scales = (1,) if dtype == torch.int32 else (1, 1 / 3, 0.5)
         for count, scale in product((1, 9), scales):
             places, rows = places_of(ranks, count, seed=ranks + block)
             packed = bucket(dtype, rows * block, block, seed=ranks, dense=0.7)
             case = f"{dtype} {block} {ranks} {count} {scale}"
-            yield case, reduce_case(SMALL, packed, places, block, scale)
+            yield case, reduce_case(subject, subject.small, packed, places, block, scale)
 
 
-def check_reduce_of_odd_rows():
-    for dtype, block in product(DTYPES, (1, 3, 75, 768, 4096)):
+def check_reduce_of_odd_rows(subject):
+    dtypes = DTYPES if subject.long else (SINGLE, BRAIN, HALF)
+    for dtype, block in product(dtypes, (1, 3, 75, 768, 2049, 4096)):
         places, rows = places_of(3, 5, seed=block)
         packed = bucket(dtype, rows * block, block, seed=block, dense=0.8)
-        for kernels, offset in ((SMALL, 64), (SMALL, 1), (USUAL, 64)):
-            case = f"{dtype} {block} {kernels.tile} {offset}"
-            yield case, reduce_case(kernels, packed, places, block, 1, offset)
+        tiles = [("small", 64), ("small", 1), ("usual", 64)]
+        for name, offset in tiles if subject.long else tiles[:2]:
+            kernels = getattr(subject, name)
+            case = f"{dtype} {block} {name} {offset}"
+            yield case, reduce_case(subject, kernels, packed, places, block, 1, offset)
 
 
-def check_reduce_of_nothing():
+def check_reduce_of_many_blocks(subject):
+    for dtype, ordered in product((SINGLE, BRAIN, DOUBLE), (False, True)):
+        places, rows = places_of(3, 1100, seed=1, ordered=ordered)
+        packed = torch.randn(rows * 64, generator=torch.Generator().manual_seed(2)).to(dtype)
+        case = f"{dtype} {ordered}"
+        yield case, reduce_case(subject, subject.usual, packed, places, 64, 0.3)
+
+
+def check_reduce_of_nothing(subject):
+    device = subject.device
     for places in (torch.full((3, 2), -1), torch.empty((0, 2), dtype=torch.int64)):
         packed = torch.zeros(0)
-        out = torch.full((128,), 3.0, device=DEVICE)
-        SMALL.reduce(packed.to(DEVICE), places.to(DEVICE), 64, 0.5, out)
+        out = torch.full((128,), 3.0, device=device)
+        subject.small.reduce(packed.to(device), places.to(device), 64, 0.5, out)
         yield f"{tuple(places.shape)}", same(out, torch.zeros(128))
-    SMALL.reduce(out[:0], torch.empty((3, 0), dtype=torch.int64, device=DEVICE), 64, 1, out[:0])
+    no_places = torch.empty((3, 0), dtype=torch.int64, device=device)
+    subject.small.reduce(out[:0], no_places, 64, 1, out[:0])
 
 
-def row_sums(dtype, rows, scale=1.0):
-    """Return what the kernel makes of one block on each rank."""
-    packed = torch.tensor(rows, dtype=dtype)
-    out = torch.empty(packed.shape[1], dtype=dtype, device=DEVICE)
-    places = torch.arange(len(rows), device=DEVICE)[:, None]
-    SMALL.reduce(packed.flatten().to(DEVICE), places, packed.shape[1], scale, out)
-    return out.tolist()
+def check_reduce_known_sums(subject):
+    def sums(dtype, rows, scale=1.0):
+        """Return what the kernel makes of one block on each rank."""
+        packed = torch.tensor(rows, dtype=dtype)
+        out = torch.empty(packed.shape[1], dtype=dtype, device=subject.device)
+        places = torch.arange(len(rows), device=subject.device)[:, None]
+        packed_blocks = packed.flatten().to(subject.device)
+        subject.small.reduce(packed_blocks, places, packed.shape[1], scale, out)
+        return out.tolist()
 
-
-def check_reduce_known_sums():
-    inf = float("inf")
-    single, double = torch.float32, torch.float64
-    half, brain = HALVES
     # In the order of the ranks, and not in another.
-    yield "order", row_sums(single, [[2.0**24], [1.0], [1.0], [-(2.0**24)]]) == [0.0]
-    yield "other order", row_sums(single, [[2.0**24], [-(2.0**24)], [1.0], [1.0]]) == [2.0]
+    yield "order", sums(SINGLE, [[2.0**24], [1.0], [1.0], [-(2.0**24)]]) == [0.0]
+    yield "other order", sums(SINGLE, [[2.0**24], [-(2.0**24)], [1.0], [1.0]]) == [2.0]
     # Each sum of 16-bit numbers would stay 256, or 2048, if it were rounded before the end.
-    yield "bfloat16 in float32", row_sums(brain, [[256.0], [1.0], [1.0]]) == [258.0]
-    yield "float16 in float32", row_sums(half, [[2048.0], [1.0], [1.0]]) == [2050.0]
-    yield "float16 scaled before rounding", row_sums(half, [[6e4], [6e4]], 0.5) == [60000.0]
-    yield "float16 overflow", row_sums(half, [[6e4], [6e4]]) == [inf]
+    yield "bfloat16 in float32", sums(BRAIN, [[256.0], [1.0], [1.0]]) == [258.0]
+    yield "float16 in float32", sums(HALF, [[2048.0], [1.0], [1.0]]) == [2050.0]
+    yield "float16 scaled before rounding", sums(HALF, [[6e4], [6e4]], 0.5) == [60000.0]
+    yield "float16 overflow", sums(HALF, [[6e4], [6e4]]) == [INF]
     # Half-way cases go to the even neighbour: below, then above.
-    yield "bfloat16 ties", row_sums(brain, [[256.0, 258.0], [1.0, 1.0]]) == [256.0, 260.0]
-    yield "float16 ties", row_sums(half, [[2048.0, 2050.0], [1.0, 1.0]]) == [2048.0, 2052.0]
-    yield "int32 wraps", row_sums(torch.int32, [[2**31 - 1], [1]], 1) == [-(2**31)]
-    yield "float64 scale", row_sums(double, [[1.0], [0.0]], 1 / 3) == [1 / 3]
-    zero = row_sums(single, [[-0.0, -0.0, 1.0], [-0.0, -0.0, -1.0]])
-    yield "sums of zeros are positive", str(zero) == "[0.0, 0.0, 0.0]"
-    special = row_sums(single, [[inf, float("nan"), inf], [-inf, 1.0, 1.0]])
-    yield "specials", str(special) == "[nan, nan, inf]"
+    yield "bfloat16 ties", sums(BRAIN, [[256.0, 258.0], [1.0, 1.0]]) == [256.0, 260.0]
+    yield "float16 ties", sums(HALF, [[2048.0, 2050.0], [1.0, 1.0]]) == [2048.0, 2052.0]
+    yield "int32 wraps", sums(torch.int32, [[2**31 - 1], [1]], 1) == [-(2**31)]
+    yield "float64 scale", sums(DOUBLE, [[1.0], [0.0]], 1 / 3) == [1 / 3]
+    for dtype in (SINGLE, *HALVES):
+        zero = sums(dtype, [[-0.0, -0.0, 1.0], [-0.0, -0.0, -1.0]])
+        yield f"sums of zeros are positive in {dtype}", str(zero) == "[0.0, 0.0, 0.0]"
+        special = sums(dtype, [[INF, float("nan"), INF], [-INF, 1.0, 1.0]])
+        yield f"specials of {dtype}", str(special) == "[nan, nan, inf]"
     tiny = 2.0**-149
-    yield "subnormals are kept", row_sums(single, [[tiny], [2 * tiny]]) == [3 * tiny]
+    yield "subnormals are kept", sums(SINGLE, [[tiny], [2 * tiny]]) == [3 * tiny]
 
 
-def check_reduce_rounds_16_bits_to_nearest_even():
+def check_reduce_rounds_16_bits_to_nearest_even(subject):
     patterns = torch.arange(2**16).to(torch.int32)
     words = torch.where(patterns < 2**15, patterns, patterns - 2**16).to(torch.int16)
+    one, two = torch.arange(16)[None], torch.arange(32).view(2, 16)
+    block, kernels = 2**12, subject.usual
     for dtype in HALVES:
-        block = 2**12
         values = words.view(dtype)
-        places = torch.arange(16)[None]
-        yield f"{dtype} as they are", reduce_case(USUAL, values, places, block, 1)
-        yield f"{dtype} scaled", reduce_case(USUAL, values, places, block, 0.7)
+        # Half-way cases, subnormals and overflows among others.
+        for scale in (1, 0.7, 1 + 2.0**-8, 1 + 2.0**-11, 2.0**-9, 1000.1):
+            case = f"{dtype} times {scale}"
+            yield case, reduce_case(subject, kernels, values, one, block, scale)
         shuffled = values[torch.randperm(2**16, generator=torch.Generator().manual_seed(0))]
-        pairs = torch.cat([values, shuffled])
-        yield f"{dtype} sums", reduce_case(USUAL, pairs, torch.arange(32).view(2, 16), block, 1)
-        near = torch.cat([values, values.roll(1)])
-        yield f"{dtype} near sums", reduce_case(USUAL, near, torch.arange(32).view(2, 16), block, 1)
-
-
-@triton.jit
-def round_to_bfloat16(floats, words, SIZE: tl.constexpr):
-    place = tl.arange(0, SIZE)
-    tl.store(words + place, brain_of_float(tl.load(floats + place)))
-
-
-def check_bfloat16_of_any_float32():
-    generator = torch.Generator().manual_seed(0)
-    size = 2**14
-    words = torch.randint(-(2**31), 2**31, (size,), generator=generator, dtype=torch.int64)
-    for low in (0, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
-        floats = (words >> 16 << 16 | low).to(torch.int32)
-        # Not a number, with the payload of GPUs; infinity; the largest number.
-        floats[:3] = torch.tensor([0x7FFFFFFF, 0x7F800000, 0x7F7FFFFF])
-        floats = floats.view(torch.float32)
-        found = torch.empty(size, dtype=torch.int16, device=DEVICE)
-        round_to_bfloat16[(1,)](floats.to(DEVICE), found, SIZE=size)
-        yield f"{low:x}", same(found.view(torch.bfloat16), floats.to(torch.bfloat16))
+        for name, others in (("sums", shuffled), ("near sums", values.roll(1))):
+            pairs = torch.cat([values, others])
+            yield f"{dtype} {name}", reduce_case(subject, kernels, pairs, two, block, 1)

@@ -1,26 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buckets full of odd numbers, and slow twins of the kernels, for `triton_cases`."""
+"""Buckets of special values, and slow twins of the block kernels."""
 
 import random
-import sys
+from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
 
-LONG = "--long" in sys.argv
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALVES = (torch.float16, torch.bfloat16)
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 GUARD = 77
 
 
-def guarded(values, offset=64):
-    """Return a device tensor with these values, amid others that nobody may touch."""
-    numel = values.numel()
-    around = torch.full((offset + numel + 64,), GUARD, dtype=values.dtype, device=DEVICE)
-    around[offset : offset + numel] = values.to(DEVICE)
-    return around[offset : offset + numel]
+@dataclass(frozen=True)
+class Subject:
+    """The kernels under test.
+
+    Attributes:
+        small: Kernels with small tiles, if they have tiles.
+        usual: Kernels as they are used.
+        device: Of the buckets.
+        long: Whether to test many cases.
+    """
+
+    small: Any
+    usual: Any
+    device: str = "cpu"
+    long: bool = False
+
+    def guarded(self, values, offset=64):
+        """Return a device tensor with these values, amid others that no kernel may touch."""
+        numel = values.numel()
+        around = torch.full((offset + numel + 64,), GUARD, dtype=values.dtype, device=self.device)
+        around[offset : offset + numel] = values.to(self.device)
+        return around[offset : offset + numel]
 
 
 def intact(view):
@@ -64,6 +79,7 @@ def odd_blocks(dtype):
 
 
 def bucket(dtype, numel, block, seed, dense=0.2):
+    """Return a bucket: a share of its blocks is random, the others have special values."""
     generator = torch.Generator().manual_seed(seed)
     flat = torch.zeros(numel, dtype=dtype)
     kinds = list(odd_blocks(dtype))
@@ -74,14 +90,6 @@ def bucket(dtype, numel, block, seed, dense=0.2):
         else:
             kinds[i % len(kinds)](part)
     return flat
-
-
-def sizes(block):
-    """Yield element counts around the edges of blocks, bytes of the mask and programs."""
-    for count in (9, 33) if LONG else (33,) if block == 64 else (9,):
-        yield from (count * block, count * block + 1, (count + 1) * block - 1)
-    if LONG or block == 64:
-        yield from (1, block - 1, block, 8 * block, 8 * block + block // 2)
 
 
 def slow_mask(flat, block):
