@@ -51,6 +51,7 @@ class SimulatedPipeline:
 
     Attributes:
         stages: From carry to carry.
+        optimizers: Of the stages that have parameters, in their order.
         micro_batches: Per optimizer step.
         micro_batch_size: In samples.
         advice: What the engine tells at its start, one message a line: how stale gradients are, if
@@ -75,7 +76,7 @@ class SimulatedPipeline:
         self.advice = "\n".join(told) or None
         pipeline = WavemareConfig.of(values).pipeline
         self._cut(model, pipeline)
-        self._optimizers: list[Optimizer] = []
+        self.optimizers: list[Optimizer] = []
         self.replay = self._replay(values, pipeline, delays)
 
     def _cut(self, model: PreTrainedModel, pipeline: PipelineConfig) -> None:
@@ -104,8 +105,8 @@ class SimulatedPipeline:
 
         def make(parameters: list[Parameter]) -> Optimizer:
             stage = next(i for i, m in enumerate(self.stages) if _holds(m, parameters[0]))
-            self._optimizers.append(makers[stage](parameters))
-            return self._optimizers[-1]
+            self.optimizers.append(makers[stage](parameters))
+            return self.optimizers[-1]
 
         self._feeds_back, self._slack = settings.error_feedback, settings.slack
         # DeepSpeed's pipelines clip at 1 where nothing is said, its other engines do not.
@@ -134,7 +135,7 @@ class SimulatedPipeline:
     @property
     def learning_rate(self) -> float:
         """Of the next step, before any rescheduling by stage."""
-        return float(self._optimizers[0].param_groups[0]["lr"])
+        return float(self.optimizers[0].param_groups[0]["lr"])
 
     def train_batch(self, batches: Iterator[Any]) -> float:
         """Train one optimizer step of all stages.
@@ -177,7 +178,7 @@ class SimulatedPipeline:
         weights = sum(p.nbytes for stage in self.stages for p in stage.parameters())
         states = sum(
             tensor.nbytes
-            for optimizer in self._optimizers
+            for optimizer in self.optimizers
             for state in optimizer.state.values()
             for tensor in state.values()
             if isinstance(tensor, Tensor)

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """How processes end: one message, the right exit code, no hang."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from multiprocessing import forkserver
 
 import pytest
 
@@ -28,14 +27,11 @@ class Ended:
     stderr: str
 
 
-Start = Callable[..., "subprocess.Popen[str]"]
-
-
 @pytest.fixture
-def start(tmp_path: Path) -> Start:
+def start(tmp_path):
     """Start a process whose main function has the given body."""
 
-    def run(body: str, *, grace_s: float = 0.2, **variables: str) -> "subprocess.Popen[str]":
+    def run(body, *, grace_s=0.2, stderr=subprocess.PIPE, **variables):
         program = tmp_path / f"program{len(list(tmp_path.iterdir()))}.py"
         program.write_text(
             "import os, sys, time\n"
@@ -50,71 +46,62 @@ def start(tmp_path: Path) -> Start:
             [sys.executable, str(program)],
             env={**environment, "OMP_NUM_THREADS": "1", **variables},
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=stderr,
             text=True,
         )
 
     return run
 
 
-def end(process: "subprocess.Popen[str]") -> Ended:
-    stdout, stderr = process.communicate(timeout=60)
+def end(process):
+    stdout, stderr = process.communicate(timeout=120)
     return Ended(process.returncode, stdout, stderr)
 
 
-def test_success_is_silent(start: Start) -> None:
+def test_success_is_silent(start):
     assert end(start("print('done')")) == Ended(0, "done\n", "")
 
 
-def test_user_error_is_one_message_without_traceback(start: Start) -> None:
+def test_user_error_is_one_message_without_traceback(start):
     assert end(start(RAISE)) == Ended(2, "", f"error: {MESSAGE}")
 
 
-def test_other_exception_keeps_its_traceback(start: Start) -> None:
+def test_other_exception_keeps_its_traceback(start):
     ended = end(start("{}['missing']"))
     assert ended.code == 1
     assert ended.stderr.startswith("Traceback (most recent call last):")
     assert ended.stderr.endswith("KeyError: 'missing'\n")
 
 
-def test_exit_passes_through(start: Start) -> None:
+def test_exit_passes_through(start):
     assert end(start("sys.exit(7)")) == Ended(7, "", "")
 
 
-def test_interrupt_is_silent(start: Start) -> None:
-    process = start("print('up', flush=True)\ntime.sleep(60)")
+def test_interrupt_is_silent(start):
+    process = start("print('up', flush=True)\ntime.sleep(300)")
     assert process.stdout is not None
     process.stdout.readline()
     process.send_signal(signal.SIGINT)
     assert end(process) == Ended(130, "", "")
 
 
-@pytest.mark.parametrize("name", ["RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"])
-def test_only_rank_0_prints_if_the_launcher_ends_the_others(start: Start, name: str) -> None:
-    other = start(RAISE, grace_s=60, **{name: "1"})
+@pytest.mark.parametrize("name", ["RANK", "SLURM_PROCID"])
+def test_only_rank_0_prints_if_the_launcher_ends_the_others(start, name):
+    other = start(RAISE, grace_s=300, **{name: "1"})
     assert end(start(RAISE, **{name: "0"})).stderr == f"error: {MESSAGE}"
     other.terminate()
     assert end(other) == Ended(-signal.SIGTERM, "", "")
 
 
-def test_rank_that_fails_alone_prints_after_a_moment(start: Start) -> None:
-    started = time.monotonic()
-    ended = end(start(RAISE, grace_s=0.5, RANK="3"))
-    assert ended == Ended(2, "", f"error: {MESSAGE}")
-    assert time.monotonic() - started > 0.5
+def test_rank_that_fails_alone_prints_in_the_end(start):
+    assert end(start(RAISE, RANK="3")) == Ended(2, "", f"error: {MESSAGE}")
 
 
-def test_terminal_gets_a_panel(tmp_path: Path) -> None:
-    program = (
-        "from wavemare.errors import ConfigError\n"
-        "from wavemare.failure import run_main\n"
-        f"def main(): {RAISE}\n"
-        "run_main(main)\n"
-    )
+def test_terminal_gets_a_panel(start):
     primary, secondary = os.openpty()
-    process = subprocess.Popen([sys.executable, "-c", program], stderr=secondary)
+    process = start(RAISE, stderr=secondary)
     os.close(secondary)
-    assert process.wait(timeout=30) == 2
+    assert end(process).code == 2
     text = os.read(primary, 65536).decode()
     os.close(primary)
     for part in ("error", "key", "'value'", "The reason.", "The remedy.", "\u256d"):
@@ -122,25 +109,66 @@ def test_terminal_gets_a_panel(tmp_path: Path) -> None:
 
 
 # All are there before one ends: joining a group whose store has gone is another case.
-JOIN = """
+RANK = """
+import os, sys, threading, time
 import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-dist.barrier()
+from wavemare.errors import ConfigError
+from wavemare.failure import run_main
+
+os.environ |= {variables!r}
+for name, stream in {files!r}.items():
+    os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), stream)
+
+def main():
+    dist.init_process_group("gloo")
+    dist.barrier()
+{body}
+
+run_main(main, grace_s=0.2)
 """
 
 
-def ranks(start: Start, body: str, *, number: int = 2) -> list[Ended]:
-    common = {"WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1"}
-    with reserved_port() as port:
-        processes = [
-            start(JOIN + body, grace_s=2.0, RANK=str(rank), MASTER_PORT=str(port), **common)
+@pytest.fixture(scope="module")
+def imported():
+    """A process that has imported torch, and is forked for each rank."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "wavemare.failure"])
+    forkserver.ensure_running()
+    return context
+
+
+@pytest.fixture
+def ranks(tmp_path, imported):
+    """Run the ranks of a group."""
+
+    def run(body, *, number=2):
+        with reserved_port() as port:
+            common = {"WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            processes = []
+            for rank in range(number):
+                program = RANK.format(
+                    variables={name: str(it) for name, it in {**common, "RANK": rank}.items()},
+                    files={str(tmp_path / f"{rank}.{stream}"): stream for stream in (1, 2)},
+                    body=textwrap.indent(body, "    "),
+                )
+                processes.append(imported.Process(target=exec, args=(program, {})))
+                processes[-1].start()
+            for process in processes:
+                process.join(120)
+        texts = [
+            [(tmp_path / f"{rank}.{stream}").read_text() for stream in (1, 2)]
             for rank in range(number)
         ]
-        return [end(process) for process in processes]
+        ended = [Ended(p.exitcode, *text) for p, text in zip(processes, texts, strict=True)]
+        for process in processes:
+            process.close()
+        return ended
+
+    return run
 
 
-def test_in_a_group_the_first_to_fail_prints(start: Start) -> None:
-    ended = ranks(start, RAISE)
+def test_in_a_group_the_first_to_fail_prints(ranks):
+    ended = ranks(RAISE)
     assert [process.code for process in ended] == [2, 2]
     messages = "".join(process.stderr for process in ended)
     assert messages.count(MESSAGE) == 1
@@ -148,9 +176,9 @@ def test_in_a_group_the_first_to_fail_prints(start: Start) -> None:
 
 
 @pytest.mark.parametrize("cause", [RAISE, "raise TypeError('the bug')"])
-def test_lost_peer_does_not_bury_the_cause(start: Start, cause: str) -> None:
+def test_lost_peer_does_not_bury_the_cause(ranks, cause):
     body = f"if os.environ['RANK'] == '1':\n    {cause}\ndist.all_reduce(torch.ones(2))"
-    survivor, culprit = ranks(start, body)
+    survivor, culprit = ranks(body)
     assert survivor == Ended(1, "", "")
     if "TypeError" in cause:
         assert culprit.code == 1
@@ -160,9 +188,9 @@ def test_lost_peer_does_not_bury_the_cause(start: Start, cause: str) -> None:
         assert culprit == Ended(2, "", f"error on rank 1: {MESSAGE}")
 
 
-def test_peer_that_dies_without_a_word_is_reported(start: Start) -> None:
+def test_peer_that_dies_without_a_word_is_reported(ranks):
     body = "if os.environ['RANK'] == '1':\n    os._exit(9)\ndist.all_reduce(torch.ones(2))"
-    survivor, culprit = ranks(start, body)
+    survivor, culprit = ranks(body)
     assert culprit == Ended(9, "", "")
     assert survivor.code == 1
     assert survivor.stderr.count("rank 0 failed:\nTraceback") == 1
@@ -170,9 +198,9 @@ def test_peer_that_dies_without_a_word_is_reported(start: Start) -> None:
 
 
 @pytest.mark.parametrize("cause", ["raise TypeError('the bug')", "os._exit(9)"])
-def test_the_end_of_rank_0_and_its_store_is_one_line_of_a_peer(start: Start, cause: str) -> None:
+def test_the_end_of_rank_0_and_its_store_is_one_line_of_a_peer(ranks, cause):
     body = f"if os.environ['RANK'] == '0':\n    {cause}\ndist.all_reduce(torch.ones(2))"
-    culprit, survivor = ranks(start, body)
+    culprit, survivor = ranks(body)
     assert culprit.stderr.count("TypeError: the bug\n") == ("TypeError" in cause)
     assert survivor.code == 1
     line = survivor.stderr.splitlines()[-1]  # torch may say above that the store is gone
@@ -181,8 +209,8 @@ def test_the_end_of_rank_0_and_its_store_is_one_line_of_a_peer(start: Start, cau
     assert "by peer" in line
 
 
-def test_what_still_runs_in_a_group_does_not_keep_the_process(start: Start) -> None:
+def test_what_still_runs_in_a_group_does_not_keep_the_process(ranks):
     # Stands for the threads of a process group that wait for peers which never answer.
-    body = f"import threading\nthreading.Thread(target=time.sleep, args=(300,)).start()\n{RAISE}"
-    (ended,) = ranks(start, body, number=1)
+    body = f"threading.Thread(target=time.sleep, args=(300,)).start()\n{RAISE}"
+    (ended,) = ranks(body, number=1)
     assert ended == Ended(2, "", f"error on rank 0: {MESSAGE}")

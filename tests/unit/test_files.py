@@ -1,31 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Atomic files and folders: the old content or the new, and nothing left behind."""
 
+import ctypes
 import os
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from wavemare import files
 
 
-def names(folder: Path) -> list[str]:
+def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_file_is_written_into_new_folders(tmp_path: Path) -> None:
+def test_file_is_written_into_new_folders(tmp_path):
     files.atomic_write_text(tmp_path / "a" / "b.txt", "caf\u00e9\n")
     assert (tmp_path / "a" / "b.txt").read_bytes() == b"caf\xc3\xa9\n"
     assert names(tmp_path / "a") == ["b.txt"]
 
 
-def test_file_has_the_mode_that_open_would_give(tmp_path: Path) -> None:
+def test_file_has_the_mode_that_open_would_give(tmp_path):
     (tmp_path / "plain").write_text("x")
     files.atomic_write_text(tmp_path / "ours", "x")
     assert (tmp_path / "ours").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
-def test_symbolic_link_stays_a_link(tmp_path: Path) -> None:
+def test_symbolic_link_stays_a_link(tmp_path):
     (tmp_path / "real").write_text("old")
     (tmp_path / "link").symlink_to("real")
     files.atomic_write_text(tmp_path / "link", "new")
@@ -34,13 +35,11 @@ def test_symbolic_link_stays_a_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", ["fsync", "replace"])
-def test_failed_write_keeps_the_old_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
-) -> None:
+def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch, broken):
     target = tmp_path / "file"
     target.write_text("old")
 
-    def fail(*args: object) -> None:
+    def fail(*args):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(files.os, broken, fail)
@@ -50,15 +49,19 @@ def test_failed_write_keeps_the_old_file(
     assert names(tmp_path) == ["file"]
 
 
+EXCHANGE = ctypes.CDLL(None, use_errno=True).renameat2
+
+
 @pytest.fixture(params=["exchange", "two renames"])
-def renames(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How folders are replaced; file systems such as NFS cannot exchange."""
-    if request.param != "exchange":
-        monkeypatch.setattr(files, "_exchange", lambda one, other: False)
-    return str(request.param)
+def library(request, monkeypatch):
+    """The C library; that of NFS, for one, cannot exchange two names."""
+    calls = {"renameat2": EXCHANGE} if request.param == "exchange" else {}
+    library = SimpleNamespace(**calls)
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: library)
+    return library
 
 
-def two_folders(tmp_path: Path) -> tuple[Path, Path]:
+def two_folders(tmp_path):
     source, target = tmp_path / ".model.partial", tmp_path / "model"
     for folder, name in ((source, "fresh"), (target, "stale")):
         folder.mkdir()
@@ -66,15 +69,16 @@ def two_folders(tmp_path: Path) -> tuple[Path, Path]:
     return source, target
 
 
-@pytest.mark.usefixtures("renames")
-def test_folder_replaces_the_old_one_whole(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("library")
+def test_folder_replaces_the_old_one_whole(tmp_path):
     source, target = two_folders(tmp_path)
     files.replace_folder(source, target)
     assert names(target) == ["fresh"]
     assert names(tmp_path) == ["model"]
 
 
-def test_folder_replaces_a_file(tmp_path: Path, renames: str) -> None:
+@pytest.mark.usefixtures("library")
+def test_folder_replaces_a_file(tmp_path):
     source, target = two_folders(tmp_path)
     (target / "stale").unlink()
     target.rmdir()
@@ -90,15 +94,15 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("last", range(12))
 def test_whatever_call_is_the_last_one_the_folder_is_old_or_new(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: str, last: int
-) -> None:
+    tmp_path, monkeypatch, library, last
+):
     source, target = two_folders(tmp_path)
-    calls: list[str] = []
+    calls = []
 
-    def counted(module: object, name: str) -> None:
+    def counted(module, name):
         real = getattr(module, name)
 
-        def call(*args: object, **kwargs: object) -> object:
+        def call(*args, **kwargs):
             if len(calls) >= last:  # nor do those calls that the handlers of errors make
                 raise Killed
             calls.append(name)
@@ -110,8 +114,8 @@ def test_whatever_call_is_the_last_one_the_folder_is_old_or_new(
         monkeypatch = patched
         for name in ("rename", "fsync", "unlink", "rmdir"):
             counted(os, name)
-        if renames == "exchange":
-            counted(files, "_exchange")
+        if hasattr(library, "renameat2"):
+            counted(library, "renameat2")
         try:
             files.replace_folder(source, target)
             ended = True
@@ -126,7 +130,7 @@ def test_whatever_call_is_the_last_one_the_folder_is_old_or_new(
     assert names(tmp_path) == ["model"]
 
 
-def test_leftovers_are_what_this_module_names_and_nothing_else(tmp_path: Path) -> None:
+def test_leftovers_are_what_this_module_names_and_nothing_else(tmp_path):
     kept = ["step-1", ".step-1.old", ".hidden", "x.partial", ".notes.0123456.deleted"]
     gone = [".step-1.partial", ".step-1.01234567.old", ".step-0.89abcdef.deleted"]
     for name in kept + gone:
@@ -137,10 +141,10 @@ def test_leftovers_are_what_this_module_names_and_nothing_else(tmp_path: Path) -
     assert names(tmp_path) == sorted([*kept, "step-2"])
 
 
-def test_discarded_folder_never_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_discarded_folder_never_comes_back(tmp_path, monkeypatch):
     _, target = two_folders(tmp_path)
 
-    def killed(path: Path) -> None:
+    def killed(path):
         raise Killed
 
     with monkeypatch.context() as patched:
@@ -152,17 +156,15 @@ def test_discarded_folder_never_comes_back(tmp_path: Path, monkeypatch: pytest.M
     assert not target.exists()
 
 
-def test_contents_then_names_then_the_folder_reach_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    order: list[str] = []
+def test_contents_then_names_then_the_folder_reach_the_disk(tmp_path, monkeypatch):
+    order = []
     synchronize, replace = os.fsync, os.replace
 
-    def fsync(descriptor: int) -> None:
+    def fsync(descriptor):
         order.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")).split(".")[-1])
         synchronize(descriptor)
 
-    def rename(old: Path, new: Path) -> None:
+    def rename(old, new):
         order.append("rename")
         replace(old, new)
 
@@ -172,18 +174,16 @@ def test_contents_then_names_then_the_folder_reach_the_disk(
     assert order == ["tmp", "rename", tmp_path.name.split(".")[-1]]
 
 
-def test_old_folder_comes_back_if_the_rename_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_old_folder_comes_back_if_the_rename_fails(tmp_path, monkeypatch):
     source, target = two_folders(tmp_path)
     rename = os.rename
 
-    def fail_once(old: Path, new: Path) -> None:
+    def fail_once(old, new):
         if old == source:
             raise OSError(5, "Input/output error")
         rename(old, new)
 
-    monkeypatch.setattr(files, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace())
     monkeypatch.setattr(files.os, "rename", fail_once)
     with pytest.raises(OSError, match="Input/output"):
         files.replace_folder(source, target)

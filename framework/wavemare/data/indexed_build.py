@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 __all__ = ["build_indexed"]
 
-_BATCH_CHARACTERS = 1 << 20
 _SAVED_BATCHES = 16  # between two savings of the position
 _AHEAD = 2  # batches per process that are read before their turn
 
@@ -55,11 +54,13 @@ class _Encoder:
         definition: The tokenizer, as ``tokenizers`` writes it.
         end_token: Put after each document; None for nothing.
         dtype: Type of the tokens, as numpy writes it.
+        batch_characters: Least size of a batch.
     """
 
     definition: str
     end_token: int | None
     dtype: str
+    batch_characters: int
 
 
 def build_indexed(
@@ -71,13 +72,13 @@ def build_indexed(
     workers: int = 1,
     append_eod: bool = True,
     overwrite: bool = False,
+    batch_characters: int = 1 << 20,
     progress: Callable[[int, int], None] | None = None,
 ) -> WriterPosition:
     """Encode documents into ``OUTPUT.bin`` and ``OUTPUT.idx``, one sequence each.
 
     Blank documents are left out. Special tokens that are spelled out in a text are encoded as text.
-    At any time the memory holds a few batches of about a million characters for each process, or a
-    few documents if they are longer.
+    At any time the memory holds a few batches of documents for each process.
 
     Args:
         documents: What to encode; read one after another, and again only after a kill.
@@ -87,6 +88,7 @@ def build_indexed(
         workers: Processes that encode; 1 encodes in this one.
         append_eod: Whether the end-of-text token follows each document.
         overwrite: Replace what is there, finished or not.
+        batch_characters: A batch has at least so many characters.
         progress: Called with the documents done and in total, also before the first.
 
     Returns:
@@ -99,7 +101,7 @@ def build_indexed(
     prefix = Path(os.path.expanduser(output))
     end_token = end_token_of(tokenizer) if append_eod else None
     dtype = token_dtype(len(tokenizer))
-    encoder = _Encoder(definition_of(tokenizer), end_token, dtype.str)
+    encoder = _Encoder(definition_of(tokenizer), end_token, dtype.str, batch_characters)
     key = content_key([identity, encoder.definition, str(end_token), dtype.str])
     with claimed(prefix):
         return _build(documents, encoder, prefix, key, workers, overwrite, progress)
@@ -180,7 +182,7 @@ def _encoded(
     documents: Sequence[Document], first: int, encoder: _Encoder, workers: int
 ) -> Iterator[tuple[int, list[NDArray[Any]]]]:
     """Yield, batch by batch in order, the documents read so far and the tokens of each new one."""
-    batches = _batches(documents, first)
+    batches = _batches(documents, first, encoder.batch_characters)
     if workers == 1:
         tokenizer = _tokenizer(encoder)
         for after, texts in batches:
@@ -203,7 +205,9 @@ def _encoded(
             pool.shutdown(cancel_futures=True)
 
 
-def _batches(documents: Sequence[Document], first: int) -> Iterator[tuple[int, list[str]]]:
+def _batches(
+    documents: Sequence[Document], first: int, characters: int
+) -> Iterator[tuple[int, list[str]]]:
     texts: list[str] = []
     size, after = 0, first
     for after in range(first + 1, len(documents) + 1):
@@ -211,7 +215,7 @@ def _batches(documents: Sequence[Document], first: int) -> Iterator[tuple[int, l
         if text and text.strip():
             texts.append(text)
             size += len(text)
-        if size >= _BATCH_CHARACTERS:
+        if size >= characters:
             yield after, texts
             texts, size = [], 0
     if texts:

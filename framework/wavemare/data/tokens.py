@@ -34,7 +34,6 @@ __all__ = [
 
 _FORMAT_VERSION = 2  # part of every cache key: raise it when the files or the encoding change
 _LARGEST_UINT16_VOCABULARY = 65500  # Megatron's bound, so that both choose the same type
-_PIECE_CHARACTERS = 1 << 18
 _BATCH_CHARACTERS = 1 << 22
 _SCAN_TOKENS = 1 << 24
 # Tokenizers split words before a line end that follows a letter; some join it to other signs.
@@ -220,17 +219,19 @@ def definition_of(tokenizer: PreTrainedTokenizerFast) -> str:
 
 
 def pieces_of(
-    documents: Iterable[Document], encode: Callable[[str], Sequence[int]]
+    documents: Iterable[Document],
+    encode: Callable[[str], Sequence[int]],
+    characters: int = 1 << 18,
 ) -> Iterator[tuple[str, bool]]:
-    """Yield texts of bounded length, and whether each is the last of its document.
+    """Yield texts of about so many characters, and whether each is the last of its document.
 
     They are cut where the tokens stay the same, and not at all if ``encode`` tells a beginning
     from a continuation.
     """
     for document in documents:
         start, text = 0, document.text
-        while len(text) - start > _PIECE_CHARACTERS and _can_cut(encode):
-            line_end = _LINE_END.search(text, start + _PIECE_CHARACTERS)
+        while len(text) - start > characters and _can_cut(encode):
+            line_end = _LINE_END.search(text, start + characters)
             if line_end is None:
                 break
             yield text[start : line_end.start()], False

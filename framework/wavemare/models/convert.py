@@ -32,7 +32,7 @@ from wavemare.pipeline.cuts import (
     explicit_cuts,
 )
 
-__all__ = ["cut_chain", "to_pipeline", "trained_parameters"]
+__all__ = ["cut_chain", "take_apart", "to_pipeline", "trained_parameters"]
 
 
 def to_pipeline(
@@ -89,7 +89,7 @@ def to_pipeline(
         topology = PipeModelDataParallelTopology(stages, len(model_ranks), replicas)
     if topology is not None:
         _check_model_axis(topology, model_ranks)
-    conversion = _take_apart(model, inputs, untie=untie)
+    conversion = take_apart(model, inputs, untie=untie)
     if verify:
         prove(model, conversion.chain, conversion.inputs, conversion.loss)
     if conversion.untied and dist.get_rank() == 0:
@@ -163,7 +163,13 @@ def _count_stages(num_stages: int | None, topology: Any, model_ranks: list[int])
     return num_stages
 
 
-def _take_apart(model: Any, inputs: Sequence[str] | None, *, untie: bool = False) -> Conversion:
+def take_apart(model: Any, inputs: Sequence[str] | None, *, untie: bool = False) -> Conversion:
+    """Return a model's layers and their declared inputs, not cut into stages yet.
+
+    Raises:
+        ModelError: The model is none that can be converted.
+        ConfigError: It does not take these inputs.
+    """
     if not isinstance(model, PreTrainedModel):
         raise ModelError(
             "model", type(model).__name__, "it is not a transformers model", f"Use {SUPPORTED}"

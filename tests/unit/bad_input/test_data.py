@@ -22,20 +22,21 @@ def offline(monkeypatch):
 
 
 NAMES = [
-    pytest.param("", "it is empty", "leave the option out", id="nothing"),
-    pytest.param("  ", "it is empty", "leave the option out", id="blanks"),
-    pytest.param("nosuch.txt", "no such file", "Check the path", id="a missing file"),
-    pytest.param("~nosuchuser/x.txt", "no such file", "Check the path", id="the home of nobody"),
+    ("", "it is empty", "leave the option out"),
+    ("  ", "it is empty", "leave the option out"),
+    ("nosuch.txt", "no such file", "Check the path"),
+    ("~nosuchuser/x.txt", "no such file", "Check the path"),
     pytest.param("/" + "x" * 5000, "File name too long", "Check the path", id="a long name"),
     pytest.param("a\0b.txt", "no such file", "Check the path", id="a zero byte"),
-    pytest.param("hub:", "no dataset is named", "Give a file", id="a hub's nothing"),
-    pytest.param("wikitxt", "cannot be read as hub", "format", id="no such dataset, offline"),
-    pytest.param("nosuch/*.jsonl", "no file with a known extension", ".jsonl", id="an empty glob"),
-    pytest.param("-1 a 2 b", "weights are 0 or more", "0.3 A 0.7 B", id="a negative weight"),
-    pytest.param("nan a 2 b", "weights are 0 or more", "0.3 A 0.7 B", id="a weight of nan"),
-    pytest.param("0 a 0 b", "one is above", "0.3 A 0.7 B", id="no weight above 0"),
-    pytest.param("0.3 a 0.7 b", "a.bin does not exist", "side by side", id="a blend of nothing"),
-    pytest.param("0.3 . 0.7 b", "names a folder", "FOLDER/NAME", id="a folder in a blend"),
+    ("hub:", "no dataset is named", "Give a file"),
+    ("owner/name", "no such file", "hub:owner/name"),
+    ("wikitxt", "cannot be read as hub", "format"),
+    ("nosuch/*.jsonl", "no file with a known extension", ".jsonl"),
+    ("-1 a 2 b", "weights are 0 or more", "0.3 A 0.7 B"),
+    ("nan a 2 b", "weights are 0 or more", "0.3 A 0.7 B"),
+    ("0 a 0 b", "one is above", "0.3 A 0.7 B"),
+    ("0.3 a 0.7 b", "a.bin does not exist", "side by side"),
+    ("0.3 . 0.7 b", "names a folder", "FOLDER/NAME"),
 ]
 
 
@@ -45,12 +46,12 @@ def test_a_name_of_data(refused, name, reason, remedy):
 
 
 FILES = [
-    pytest.param("a.txt", "", "every file has 0 bytes", id="an empty file"),
+    ("a.txt", "", "every file has 0 bytes"),
     pytest.param("a.txt", " \n\n", "no text besides blanks", id="a blank file"),
     pytest.param("a.txt", b"abc\xff", "invalid start byte at byte 3", id="not UTF-8"),
-    pytest.param("a.txt", "héllo".encode("utf-16"), "Convert the file to UTF-8", id="UTF-16"),
-    pytest.param("a.pdf", "x", "the extension of a.pdf is not known", id="a PDF"),
-    pytest.param("a.txt.gz", "x", "extension of a.txt.gz", id="compressed text"),
+    ("a.txt", "héllo".encode("utf-16"), "Convert the file to UTF-8"),
+    ("a.pdf", "x", "the extension of a.pdf is not known"),
+    ("a.txt.gz", "x", "extension of a.txt.gz"),
     pytest.param("a.csv", "a,b\n1,2\n", "The columns are 'a', 'b'", id="no text column"),
     pytest.param("a.csv", "text\n", "cannot be read as csv", id="a header alone"),
     pytest.param(
@@ -64,9 +65,9 @@ FILES = [
     pytest.param("a.jsonl", '{"text": 1}\n', "holds int64, not text", id="numbers for text"),
     pytest.param("a.jsonl", '{"text": null}\n', "no text besides blanks", id="null for text"),
     pytest.param("a.jsonl", '{"text": ["a"]}\n', "not text", id="lists for text"),
-    pytest.param("a.json", "3", "cannot be read as json", id="a number for a table"),
+    ("a.json", "3", "cannot be read as json"),
     pytest.param("a.parquet", "text" * 9, "not a parquet file", id="text as Parquet"),
-    pytest.param("dataset_info.json", "{}", "cannot be read as saved", id="half a saved dataset"),
+    ("dataset_info.json", "{}", "cannot be read as saved"),
 ]
 
 
@@ -87,7 +88,20 @@ def test_a_folder_of_several_kinds(refused, write, tmp_path):
     refused(lambda: resolve(str(tmp_path)), DataError, "--data", "1 of json, 1 of text", "glob")
 
 
+def test_a_misspelt_file(refused, write):
+    spec = str(write("book.txt", "text")).replace("book", "bok")
+    refused(
+        lambda: load_documents(spec),
+        DataError,
+        "--data",
+        "no such file",
+        "Did you mean",
+        "book.txt",
+    )
+
+
 LABELS = [
+    pytest.param("words,label\na,1\nb,2\n", "no column 'text'", id="no text column"),
     pytest.param("text\na\nb\n", "no column 'label'", id="no labels"),
     pytest.param("text,label\na,1\nb,1\nc,1\n", "one label only, 1", id="one label"),
     pytest.param("text,label\na,1\n", "a single text cannot be split", id="one row"),
@@ -109,18 +123,15 @@ def test_a_text_without_labels(refused, write):
 
 
 TOKENIZERS = [
-    pytest.param(None, "no such folder", id="no folder"),
-    pytest.param({}, "no tokenizer that can be loaded", id="an empty folder"),
-    pytest.param(
-        {"tokenizer.json": "{", "tokenizer_config.json": "{}"}, "loaded: Expecting", id="half JSON"
-    ),
-    pytest.param(
+    (None, "no such folder"),
+    ({}, "no tokenizer that can be loaded"),
+    ({"tokenizer.json": "{", "tokenizer_config.json": "{}"}, "loaded: Expecting"),
+    (
         {
             "tokenizer.json": "{}",
             "tokenizer_config.json": '{"tokenizer_class": "PreTrainedTokenizerFast"}',
         },
         "no tokenizer that can be loaded",
-        id="an empty definition",
     ),
 ]
 
@@ -138,13 +149,13 @@ def test_a_tokenizer(refused, write, tmp_path, files, said):
 
 
 SPLITS = [
-    pytest.param("a", "969,30,1", id="a letter"),
-    pytest.param("", "969,30,1", id="nothing"),
-    pytest.param("-1,2", "one to three shares", id="below 0"),
-    pytest.param("1,2,3,4", "one to three shares", id="four shares"),
-    pytest.param("0,0,0", "all shares are 0", id="zeros"),
-    pytest.param("nan,1", "one to three shares", id="nan"),
-    pytest.param("969;30;1", "one to three shares", id="semicolons"),
+    ("a", "969,30,1"),
+    ("", "969,30,1"),
+    ("-1,2", "one to three shares"),
+    ("1,2,3,4", "one to three shares"),
+    ("0,0,0", "all shares are 0"),
+    ("nan,1", "one to three shares"),
+    ("969;30;1", "one to three shares"),
 ]
 
 
@@ -159,28 +170,15 @@ def loader(**changes):
 
 
 CALLS = [
-    pytest.param(
+    (
         lambda: load_documents("stdlib", held_out_fraction=0),
         (ConfigError, "held_out_fraction", "between 0 and 1"),
-        id="nothing held out",
     ),
-    pytest.param(
-        lambda: train_tokenizer(["a"], 10, kind="gpt"),
-        (ConfigError, "vocab_size", "Give at least 257"),
-        id="fewer tokens than bytes",
-    ),
-    pytest.param(
-        lambda: train_tokenizer(["a"], 300, kind="t5"),
-        (ConfigError, "kind", "'bert', 'gpt'"),
-        id="a kind of tokenizer",
-    ),
-    pytest.param(
-        loader(micro_batch_size=0), (ConfigError, "micro_batch_size", "at least 1"), id="no sample"
-    ),
-    pytest.param(
-        loader(data_rank=1), (ConfigError, "data_rank", "outside 0 to 0"), id="a rank too many"
-    ),
-    pytest.param(loader(dataset=[]), (DataError, "--data", "no samples"), id="no samples at all"),
+    (lambda: train_tokenizer(["a"], 300, kind="t5"), (ConfigError, "kind", "'bert', 'gpt'")),
+    (loader(micro_batch_size=0), (ConfigError, "micro_batch_size", "at least 1")),
+    (loader(data_rank=1), (ConfigError, "data_rank", "outside 0 to 0")),
+    (loader(consumed_samples=-1), (ConfigError, "consumed_samples", "0 or more")),
+    (loader(dataset=[]), (DataError, "--data", "no samples")),
 ]
 
 

@@ -21,65 +21,36 @@ NESTED = ("TORCHELASTIC_RUN_ID", "CROSS_RANK")
 OTHERS = ("PMI_RANK", "PMI_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", *OURS, *NESTED)
 
 VARIABLES = [
-    pytest.param({**TORCH, "RANK": "abc"}, "RANK", "0 or more", id="RANK=abc"),
-    pytest.param({**TORCH, "RANK": ""}, "RANK", "by a launcher", id="RANK empty"),
-    pytest.param({**TORCH, "RANK": "-1"}, "RANK", "0 or more", id="RANK=-1"),
-    pytest.param({**TORCH, "RANK": "1.0"}, "RANK", "whole number", id="RANK=1.0"),
-    pytest.param({**TORCH, "RANK": "2"}, "RANK", "WORLD_SIZE is 2", id="RANK=WORLD_SIZE"),
-    pytest.param({**TORCH, "RANK": "٣"}, "RANK", "whole number", id="Arabic digits"),
-    pytest.param({**TORCH, "WORLD_SIZE": "0"}, "WORLD_SIZE", "1 or more", id="WORLD_SIZE=0"),
-    pytest.param({**TORCH, "WORLD_SIZE": "two"}, "WORLD_SIZE", "1 or more", id="WORLD_SIZE=two"),
-    pytest.param({**TORCH, "WORLD_SIZE": ""}, "WORLD_SIZE", "1 or more", id="WORLD_SIZE empty"),
+    ({**TORCH, "RANK": "abc"}, "RANK", "0 or more"),
+    ({**TORCH, "RANK": ""}, "RANK", "by a launcher"),
+    ({**TORCH, "RANK": "-1"}, "RANK", "0 or more"),
+    ({**TORCH, "RANK": "1.0"}, "RANK", "whole number"),
+    ({**TORCH, "RANK": "2"}, "RANK", "WORLD_SIZE is 2"),
+    ({**TORCH, "RANK": "٣"}, "RANK", "whole number"),
+    ({**TORCH, "WORLD_SIZE": "0"}, "WORLD_SIZE", "1 or more"),
+    ({**TORCH, "WORLD_SIZE": "two"}, "WORLD_SIZE", "1 or more"),
+    ({**TORCH, "WORLD_SIZE": ""}, "WORLD_SIZE", "1 or more"),
     pytest.param({**TORCH, "WORLD_SIZE": "9" * 99}, "WORLD_SIZE", "whole", id="99 digits"),
-    pytest.param({**TORCH, "LOCAL_RANK": "x"}, "LOCAL_RANK", "0 or more", id="LOCAL_RANK=x"),
-    pytest.param({**TORCH, "LOCAL_RANK": "2"}, "LOCAL_RANK", "SIZE is 2", id="LOCAL_RANK=2 of 2"),
-    pytest.param(
-        {**TORCH, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE", "1 or", id="no local rank"
-    ),
-    pytest.param({**TORCH, "MASTER_PORT": "foo"}, "MASTER_PORT", "to 65535", id="MASTER_PORT=foo"),
-    pytest.param({**TORCH, "MASTER_PORT": "0"}, "MASTER_PORT", "1 to 65535", id="MASTER_PORT=0"),
-    pytest.param({**TORCH, "MASTER_PORT": "70000"}, "MASTER_PORT", "65535", id="MASTER_PORT=70000"),
-    pytest.param({**TORCH, "MASTER_ADDR": ""}, "MASTER_ADDR", "empty", id="MASTER_ADDR empty"),
-    pytest.param({}, "launcher", "without a launcher", id="no variable"),
-    pytest.param(
-        {"RANK": "0", "WORLD_SIZE": "2"}, "launcher", "MASTER_PORT not set", id="some variables"
-    ),
-    pytest.param(
-        {"OMPI_COMM_WORLD_RANK": "0"}, "launcher", "without a launcher", id="half of Open MPI's"
-    ),
-    pytest.param(
-        {**MPI, "OMPI_COMM_WORLD_RANK": "2"},
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE is 2",
-        id="a rank too many of Open MPI",
-    ),
-    pytest.param(
-        {"PMI_RANK": "x", "PMI_SIZE": "2"}, "PMI_RANK", "0 or more", id="MPICH's rank in letters"
-    ),
-    pytest.param(
-        {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "0"},
-        "SLURM_STEP_NUM_TASKS",
-        "1 or more",
-        id="no task of Slurm",
-    ),
-    pytest.param(
+    ({**TORCH, "LOCAL_RANK": "x"}, "LOCAL_RANK", "0 or more"),
+    ({**TORCH, "LOCAL_RANK": "2"}, "LOCAL_RANK", "SIZE is 2"),
+    ({**TORCH, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE", "1 or"),
+    ({**TORCH, "MASTER_PORT": "foo"}, "MASTER_PORT", "to 65535"),
+    ({**TORCH, "MASTER_PORT": "0"}, "MASTER_PORT", "1 to 65535"),
+    ({**TORCH, "MASTER_PORT": "70000"}, "MASTER_PORT", "65535"),
+    ({**TORCH, "MASTER_ADDR": ""}, "MASTER_ADDR", "empty"),
+    ({}, "launcher", "without a launcher"),
+    ({"RANK": "0", "WORLD_SIZE": "2"}, "launcher", "MASTER_PORT not set"),
+    ({"OMPI_COMM_WORLD_RANK": "0"}, "launcher", "without a launcher"),
+    ({**MPI, "OMPI_COMM_WORLD_RANK": "2"}, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE is 2"),
+    ({"PMI_RANK": "x", "PMI_SIZE": "2"}, "PMI_RANK", "0 or more"),
+    ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "0"}, "SLURM_STEP_NUM_TASKS", "1 or more"),
+    (
         {**TORCH, **MPI, "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
         "WORLD_SIZE",
         "mpirun (Open MPI) has started 2 processes",
-        id="one process to torch, two to mpirun",
     ),
-    pytest.param(
-        {**TORCH, "WAVEMARE_COMPILED_OPS": "yes"},
-        "WAVEMARE_COMPILED_OPS",
-        "neither 0 nor 1",
-        id="WAVEMARE_COMPILED_OPS=yes",
-    ),
-    pytest.param(
-        {**TORCH, "WAVEMARE_VERBOSE": "true"},
-        "WAVEMARE_VERBOSE",
-        "neither 0 nor 1",
-        id="WAVEMARE_VERBOSE=true",
-    ),
+    ({**TORCH, "WAVEMARE_COMPILED_OPS": "yes"}, "WAVEMARE_COMPILED_OPS", "neither 0 nor 1"),
+    ({**TORCH, "WAVEMARE_VERBOSE": "true"}, "WAVEMARE_VERBOSE", "neither 0 nor 1"),
 ]
 
 
@@ -107,7 +78,7 @@ def test_a_launcher_that_mpirun_has_started_on_each_host_is_fine(environment, na
 
 
 HOSTFILES = [
-    pytest.param("", "it names no host", id="nothing"),
+    ("", "it names no host"),
     pytest.param("# node0 slots=2\n", "it names no host", id="comments alone"),
     pytest.param("node0\n", "line 1: 'node0' is not a host with its slots", id="no slots"),
     pytest.param("node0 slot=2\n", "is not a host with its slots", id="slot for slots"),

@@ -1,23 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
-from wavemare.data.documents import Corpus, Document
+from wavemare.data.documents import Document
 from wavemare.data.tokens import TokenStore
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
-MakeStore = Callable[..., TokenStore]
 
 
 @pytest.fixture(autouse=True)
-def quiet_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
+def quiet_datasets(monkeypatch):
     """Fail at once, rather than after many retries, where a test would use the network."""
     from huggingface_hub import constants
 
@@ -25,8 +16,8 @@ def quiet_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def make_store() -> MakeStore:
-    def make(documents: Sequence[Sequence[int]], vocab_size: int | None = None) -> TokenStore:
+def make_store():
+    def make(documents, vocab_size=None):
         offsets = np.cumsum([0, *map(len, documents)]).astype(np.int64)
         tokens = np.array([t for document in documents for t in document], dtype=np.int32)
         return TokenStore(tokens, offsets, vocab_size=vocab_size, name="made")
@@ -35,32 +26,32 @@ def make_store() -> MakeStore:
 
 
 @pytest.fixture(scope="session")
-def texts() -> list[str]:
+def texts():
     words = ["sea", "wave", "mare", "tide", "pipe", "stage", "clock"]
     return [" ".join(words[(i * j) % 7] for j in range(1, 30)) + "\n" for i in range(1, 40)]
 
 
 @pytest.fixture(scope="session")
-def documents(texts: list[str]) -> list[Document]:
+def documents(texts):
     return [Document(f"{i}.txt", text) for i, text in enumerate(texts)]
 
 
 @pytest.fixture(scope="session")
-def gpt_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+def gpt_tokenizer(texts):
     from wavemare.data.tokenizer import train_tokenizer
 
     return train_tokenizer(texts, 280, kind="gpt")
 
 
 @pytest.fixture(scope="session")
-def bert_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+def bert_tokenizer(texts):
     from wavemare.data.tokenizer import train_tokenizer
 
     return train_tokenizer(texts, 290, kind="bert")
 
 
 @pytest.fixture(scope="session")
-def default_corpus() -> Corpus:
+def default_corpus():
     from wavemare.data.default_corpus import load_default_corpus
 
     return load_default_corpus()

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's sample order against a slow twin that walks token by token, and Megatron-core."""
 
-from __future__ import annotations
-
 import math
 import random
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,9 +18,7 @@ from wavemare.errors import ConfigError, DataError
 class Twin:
     """Reads one token at a time, and shuffles lists."""
 
-    def __init__(
-        self, lengths: list[int], documents: list[int], wanted: int | None, length: int, seed: int
-    ) -> None:
+    def __init__(self, lengths, documents, wanted, length, seed):
         state = np.random.RandomState(seed)
         tokens = sum(lengths[d] for d in documents)
         epochs = 1
@@ -34,7 +28,7 @@ class Twin:
         before = ((epochs - 1) * tokens - 1) // length
         if epochs > 1 and wanted is not None:
             apart = wanted - before < int(0.8 * ((tokens - 1) // length))
-        self.documents: list[int] = []
+        self.documents = []
         for repeats in [epochs - 1, 1] if apart else [epochs]:
             part = [d for _ in range(repeats) for d in documents]
             state.shuffle(part)
@@ -44,7 +38,7 @@ class Twin:
         count = (len(walk) - 1) // length
         self.samples += [walk[n * length] for n in range(1, count + 1)]
         cut = before if apart else count
-        self.shuffle: list[int] = []
+        self.shuffle = []
         for part in [list(range(cut)), list(range(cut, count))][: 1 if cut == count else 2]:
             state.shuffle(part)
             self.shuffle += part
@@ -62,13 +56,11 @@ class Twin:
     seed=st.integers(0, 5),
     data=st.data(),
 )
-def test_the_slow_twin(
-    lengths: list[int], wanted: int | None, length: int, seed: int, data: st.DataObject
-) -> None:
+def test_the_slow_twin(lengths, wanted, length, seed, data):
     first = data.draw(st.integers(0, len(lengths) - 1))
     last = data.draw(st.integers(first + 1, len(lengths)))
     chosen = list(range(first, last))
-    arguments: Any = {"num_samples": wanted, "sequence_length": length, "seed": seed}
+    arguments = {"num_samples": wanted, "sequence_length": length, "seed": seed}
     sizes, numbers = np.array(lengths, np.int32), np.array(chosen, np.int32)
     if sum(lengths[d] for d in chosen) < length + 1:
         with pytest.raises(DataError, match="do not fill one sample"):
@@ -94,7 +86,7 @@ def test_the_slow_twin(
     assert texts == [[100 * d + t for d, t in text] for text in twin.texts]
 
 
-def test_without_the_extra_token_samples_do_not_overlap() -> None:
+def test_without_the_extra_token_samples_do_not_overlap():
     store = TokenStore(np.arange(12), np.array([0, 4, 4, 9, 12]))
     samples = blended_samples([store], [range(4)], None, num_samples=4, sequence_length=3, seed=1)
     texts = [samples[i]["input_ids"].tolist() for i in range(len(samples))]
@@ -114,17 +106,11 @@ def test_without_the_extra_token_samples_do_not_overlap() -> None:
         (".5, .25, .25", 8, [(0, 4), (4, 6), (6, 8)]),
     ],
 )
-def test_splits(split: str, count: int, expected: list[tuple[int, int]]) -> None:
+def test_splits(split, count, expected):
     assert [(r.start, r.stop) for r in split_ranges(split, count)] == expected
 
 
-@pytest.mark.parametrize("split", ["", "0,0,0", "1,2,3,4", "a,b", "-1,2", "1;2"])
-def test_bad_splits(split: str) -> None:
-    with pytest.raises(ConfigError, match="969,30,1"):
-        split_ranges(split, 10)
-
-
-def greedy(weights: Sequence[float], count: int) -> tuple[list[int], list[int]]:
+def greedy(weights, count):
     total = sum(weights)
     taken = [0] * len(weights)
     sources, places = [], []
@@ -137,7 +123,7 @@ def greedy(weights: Sequence[float], count: int) -> tuple[list[int], list[int]]:
     return sources, places
 
 
-def test_blending_is_the_greedy_rule() -> None:
+def test_blending_is_the_greedy_rule():
     draw = random.Random(5)
     for _ in range(20):
         weights = [draw.choice([1.0, 2.0, 0.25, 3.0]) for _ in range(draw.randint(1, 5))]
@@ -151,9 +137,9 @@ def test_blending_is_the_greedy_rule() -> None:
             blend_index(bad, 3)
 
 
-def test_a_blend_draws_from_its_parts_in_order() -> None:
+def test_a_blend_draws_from_its_parts_in_order():
     stores = [TokenStore(np.arange(base, base + 40), np.array([0, 25, 40])) for base in (0, 1000)]
-    blend: Any = blended_samples(
+    blend = blended_samples(
         stores, [range(2), range(2)], [1, 3], num_samples=16, sequence_length=5, seed=2
     )
     assert len(blend) == 16
@@ -165,12 +151,12 @@ def test_a_blend_draws_from_its_parts_in_order() -> None:
 
 
 @pytest.fixture
-def megatron() -> Any:
+def megatron():
     reason = "megatron-core is not installed (pip install megatron-core)"
     return pytest.importorskip("megatron.core.datasets.helpers", reason=reason)
 
 
-def test_megatron_core_makes_the_same_arrays(megatron: Any) -> None:
+def test_megatron_core_makes_the_same_arrays(megatron):
     gpt = pytest.importorskip("megatron.core.datasets.gpt_dataset")
     draw = np.random.default_rng(1)
     for seed in range(30):
@@ -196,26 +182,3 @@ def test_megatron_core_makes_the_same_arrays(megatron: Any) -> None:
         ):
             assert ours.dtype == theirs.dtype
             assert np.array_equal(ours, theirs)
-
-
-def test_megatron_core_blends_alike(megatron: Any) -> None:
-    weights = np.array([0.2, 0.5, 0.3])
-    sources, places = np.zeros(500, np.int16), np.zeros(500, np.int64)
-    megatron.build_blending_indices(sources, places, weights, 3, 500, False)
-    ours = blend_index(weights.tolist(), 500)
-    assert np.array_equal(ours[0], sources)
-    assert np.array_equal(ours[1], places)
-
-
-def test_megatron_core_splits_alike(megatron: Any) -> None:
-    config = pytest.importorskip("megatron.core.datasets.blended_megatron_dataset_config")
-    for split in ("969,30,1", "99,1,0", "1,1,1", "0.5,0.3,0.2", "7"):
-        matrix = config.convert_split_vector_to_split_matrix(
-            config.parse_and_normalize_split(split)
-        )
-        for count in (1, 7, 100, 12345):
-            expected = [
-                range(0) if part is None else range(*(round(edge * float(count)) for edge in part))
-                for part in matrix
-            ]
-            assert [list(r) for r in split_ranges(split, count)] == [list(r) for r in expected]

@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """``wavemare data``: text to Megatron's files, in many processes, through a kill."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -18,44 +14,33 @@ from filelock import FileLock
 from typer.testing import CliRunner
 
 from wavemare.cli import app
-from wavemare.data import indexed_build
+from wavemare.data import all_documents, resolve
 from wavemare.data.documents import Document
 from wavemare.data.indexed_build import build_indexed
 from wavemare.data.megatron import open_indexed, read_indexed
 from wavemare.data.tokens import tokenize
 from wavemare.errors import DataError
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
-
-def files(prefix: Path) -> tuple[bytes, bytes]:
+def files(prefix):
     return Path(f"{prefix}.idx").read_bytes(), Path(f"{prefix}.bin").read_bytes()
 
 
-def build(
-    documents: list[Document], tokenizer: PreTrainedTokenizerFast, prefix: Path, **options: object
-) -> None:
-    build_indexed(documents, tokenizer, prefix, **{"identity": "texts", **options})  # type: ignore[arg-type]
+def build(documents, tokenizer, prefix, **options):
+    build_indexed(documents, tokenizer, prefix, **{"identity": "texts", **options})
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_tokens_are_those_of_tokenize(
-    tmp_path: Path,
-    documents: list[Document],
-    gpt_tokenizer: PreTrainedTokenizerFast,
-    monkeypatch: pytest.MonkeyPatch,
-    workers: int,
-) -> None:
-    monkeypatch.setattr(indexed_build, "_BATCH_CHARACTERS", 500)
+def test_tokens_are_those_of_tokenize(tmp_path, documents, gpt_tokenizer, workers):
     special = Document("forged", "the end<|endoftext|>of a text\nthat goes on\n" * 3)
     documents = [*documents, special, Document("blank", " \n")]
-    calls: list[tuple[int, int]] = []
+    calls = []
     build(
         documents,
         gpt_tokenizer,
         tmp_path / "c",
         workers=workers,
+        batch_characters=500,
         progress=lambda *at: calls.append(at),
     )
     expected = tokenize(documents[:-1], gpt_tokenizer, tmp_path / "cache")
@@ -65,12 +50,11 @@ def test_tokens_are_those_of_tokenize(
     assert found.tokens.dtype == np.uint16
     assert calls[0] == (0, len(documents))
     assert calls[-1] == (len(documents), len(documents))
+    assert len(calls) > 5
     assert sorted(path.name for path in tmp_path.glob("*c.*")) == ["c.bin", "c.idx"]
 
 
-def test_without_end_tokens(
-    tmp_path: Path, documents: list[Document], gpt_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_without_end_tokens(tmp_path, documents, gpt_tokenizer):
     build(documents, gpt_tokenizer, tmp_path / "with")
     build(documents, gpt_tokenizer, tmp_path / "without", append_eod=False)
     first = read_indexed(tmp_path / "with").document(0).tolist()
@@ -78,176 +62,92 @@ def test_without_end_tokens(
     assert read_indexed(tmp_path / "without").document(0).tolist() == first[:-1]
 
 
-def test_memory_does_not_grow_with_the_corpus(
-    tmp_path: Path, gpt_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No more documents are read than the processes' batches hold, and none twice."""
-    monkeypatch.setattr(indexed_build, "_BATCH_CHARACTERS", 300)
-    read: list[int] = []
-    written: list[int] = []
-
-    class Counted(list[Document]):
-        def __getitem__(self, index):  # type: ignore[no-untyped-def, override]
-            read.append(index)
-            return Document("", "some words " * 10)
-
-        def __len__(self) -> int:
-            return 500
-
-    ahead: list[int] = []
-
-    def note(done: int, total: int) -> None:
-        written.append(done)
-        ahead.append(len(read) - done)
-
-    build(Counted(), gpt_tokenizer, tmp_path / "c", workers=2, progress=note)
-    per_batch = 3  # documents of 110 characters that reach 300
-    assert read == list(range(500))
-    assert max(ahead) <= (2 * 2 + 1) * per_batch
-    assert written[-1] == 500
+def stop(done, total):
+    if done >= 20:
+        raise InterruptedError
 
 
 KILLED = """
 import os, signal, sys
-from pathlib import Path
-from wavemare.data import all_documents, build_indexed, indexed_build, load_tokenizer, resolve
+from wavemare.data import all_documents, build_indexed, load_tokenizer, resolve
 
 def note(done, total):
-    if done >= int(sys.argv[4]):
+    if done >= 20:
         os.kill(os.getpid(), signal.SIGKILL)
 
 if __name__ == "__main__":
-    indexed_build._BATCH_CHARACTERS, indexed_build._SAVED_BATCHES = 400, 3
     documents, identity = all_documents(resolve(sys.argv[1]))
     build_indexed(documents, load_tokenizer(sys.argv[2]), sys.argv[3], identity=identity,
-                  workers=2, progress=note)
+                  workers=2, batch_characters=1, progress=note)
 """
 
 
-def test_a_killed_build_goes_on_to_the_same_bytes(
-    tmp_path: Path,
-    texts: list[str],
-    gpt_tokenizer: PreTrainedTokenizerFast,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from wavemare.data import all_documents, resolve
-
+@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_unfinished_build_goes_on_to_the_same_bytes(tmp_path, texts, gpt_tokenizer, killed):
     gpt_tokenizer.save_pretrained(tmp_path / "tokenizer")
     (tmp_path / "texts").mkdir()
     for number, text in enumerate(texts):
         (tmp_path / "texts" / f"{number:03}.txt").write_text(text)
-    program = tmp_path / "killed.py"
-    program.write_text(KILLED)
-    arguments = [str(tmp_path / "texts"), str(tmp_path / "tokenizer"), str(tmp_path / "c")]
-    killed = subprocess.run(  # returns when the pool's processes have closed its output, too
-        [sys.executable, str(program), *arguments, "20"],
-        timeout=120,
-        capture_output=True,
-        check=False,
-    )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert not list(tmp_path.glob("c.*"))
-
-    monkeypatch.setattr(indexed_build, "_BATCH_CHARACTERS", 700)
     documents, identity = all_documents(resolve(str(tmp_path / "texts")))
-    left = json.loads((tmp_path / ".c.position.partial").read_text())
-    assert 0 < left["documents_read"] < 20
+    target = tmp_path / "c"
+    if killed:
+        (tmp_path / "killed.py").write_text(KILLED)
+        words = [tmp_path / "killed.py", tmp_path / "texts", tmp_path / "tokenizer", target]
+        # Returns when the pool's processes have closed its output, too.
+        ended = subprocess.run([sys.executable, *words], capture_output=True, check=False)
+        assert ended.returncode == -signal.SIGKILL, ended.stderr
+    else:
+        options = {"identity": identity, "batch_characters": 1, "progress": stop}
+        with pytest.raises(InterruptedError):
+            build_indexed(documents, gpt_tokenizer, target, **options)
+    assert not list(tmp_path.glob("c.*"))
     for name in ("bin", "lengths", "bounds"):  # as if more had reached the disk than was noted
         with (tmp_path / f".c.{name}.partial").open("ab") as file:
             file.write(b"more of it")
     with pytest.raises(DataError, match=r"unfinished build of other text.*--overwrite"):
-        build_indexed(documents, gpt_tokenizer, tmp_path / "c", identity="other")
-    calls: list[int] = []
-    build_indexed(
-        documents,
-        gpt_tokenizer,
-        tmp_path / "c",
-        identity=identity,
-        progress=lambda done, _: calls.append(done),
-    )
-    assert calls[0] == left["documents_read"]
+        build_indexed(documents, gpt_tokenizer, target, identity="other")
+    calls = []
+    progress = lambda done, _: calls.append(done)  # noqa: E731
+    build_indexed(documents, gpt_tokenizer, target, identity=identity, progress=progress)
+    assert 0 < calls[0] < 20
     build_indexed(documents, gpt_tokenizer, tmp_path / "whole", identity=identity)
-    assert files(tmp_path / "c") == files(tmp_path / "whole")
+    assert files(target) == files(tmp_path / "whole")
     assert not list(tmp_path.glob(".*"))
 
 
-@pytest.mark.parametrize("before", range(1, 12))
-def test_a_build_that_is_killed_while_it_ends(
-    tmp_path: Path,
-    documents: list[Document],
-    gpt_tokenizer: PreTrainedTokenizerFast,
-    monkeypatch: pytest.MonkeyPatch,
-    before: int,
-) -> None:
-    """Before each change of a name from the last saving on, with an older target there."""
+def test_a_build_stopped_between_its_two_files_ends_with_both(
+    tmp_path, documents, gpt_tokenizer, monkeypatch
+):
     build(documents, gpt_tokenizer, tmp_path / "whole")
-    build(documents[:1], gpt_tokenizer, tmp_path / "c", identity="older")
+    replace = os.replace
 
-    class Killed(BaseException):
-        pass
+    def stop(source, target):
+        if Path(target).suffix == ".idx":
+            raise InterruptedError
+        replace(source, target)
 
-    steps = 0
-
-    def step() -> None:
-        nonlocal steps
-        steps += 1
-        if steps == before:
-            raise Killed
-
-    replace, unlink = os.replace, Path.unlink
-
-    def counted_replace(source: object, target: object) -> None:
-        step()
-        replace(source, target)  # type: ignore[arg-type]
-
-    def counted_unlink(path: Path, missing_ok: bool = False) -> None:
-        step()
-        unlink(path, missing_ok)
-
-    # A kill does not give a lock back.
-    monkeypatch.setattr(indexed_build, "claimed", lambda prefix: nullcontext())
-    monkeypatch.setattr("os.replace", counted_replace)
-    monkeypatch.setattr(Path, "unlink", counted_unlink)
-    try:
-        build(documents, gpt_tokenizer, tmp_path / "c", overwrite=True)
-    except Killed:
-        monkeypatch.undo()
-        # Killed before anything was noted, the older target is still whole.
-        began = (tmp_path / ".c.position.partial").exists()
-        build(documents, gpt_tokenizer, tmp_path / "c", overwrite=not began)
-    else:
-        monkeypatch.undo()
-        assert before > steps >= 9
+    monkeypatch.setattr("os.replace", stop)
+    with pytest.raises(InterruptedError):
+        build(documents, gpt_tokenizer, tmp_path / "c")
+    monkeypatch.undo()
+    assert (tmp_path / "c.bin").exists()
+    assert not (tmp_path / "c.idx").exists()
+    build(documents, gpt_tokenizer, tmp_path / "c")
     assert files(tmp_path / "c") == files(tmp_path / "whole")
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".c")]
+    assert not list(tmp_path.glob(".c*"))
 
 
-def test_a_position_without_its_files_is_refused(
-    tmp_path: Path, documents: list[Document], gpt_tokenizer: PreTrainedTokenizerFast
-) -> None:
-    class Stop(Exception):
-        pass
-
-    def stop(done: int, total: int) -> None:
-        if done:
-            raise Stop
-
-    with pytest.raises(Stop):
-        build(documents, gpt_tokenizer, tmp_path / "c", progress=stop)
-    notes = tmp_path / ".c.position.partial"
-    left = json.loads(notes.read_text())
-    left["written"] = {"tokens": 10, "sequences": 2, "documents": 2}
-    notes.write_text(json.dumps(left))
+def test_an_unfinished_build_without_its_files_is_refused(tmp_path, documents, gpt_tokenizer):
+    with pytest.raises(InterruptedError):
+        build(documents, gpt_tokenizer, tmp_path / "c", batch_characters=1, progress=stop)
     (tmp_path / ".c.lengths.partial").write_bytes(b"")
-    with pytest.raises(DataError, match="0 bytes where 8 were written before"):
+    with pytest.raises(DataError, match="0 bytes where 64 were written before"):
         build(documents, gpt_tokenizer, tmp_path / "c")
     build(documents, gpt_tokenizer, tmp_path / "c", overwrite=True)
     assert read_indexed(tmp_path / "c").num_documents == len(documents)
 
 
-def test_refusals(
-    tmp_path: Path, documents: list[Document], gpt_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_refusals(tmp_path, documents, gpt_tokenizer):
     build(documents, gpt_tokenizer, tmp_path / "c")
     before = files(tmp_path / "c")
     with pytest.raises(DataError, match=r"c\.bin exists.*--overwrite"):
@@ -261,13 +161,13 @@ def test_refusals(
         build(documents, gpt_tokenizer, tmp_path / "d")
 
 
-def run(*arguments: object) -> str:
+def run(*arguments):
     result = CliRunner().invoke(app, ["data", *map(str, arguments)], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
 
 
-def test_the_commands(tmp_path: Path, gpt_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_commands(tmp_path, gpt_tokenizer):
     gpt_tokenizer.save_pretrained(tmp_path / "tokenizer")
     rows = [{"body": "sea wave"}, {"body": "  "}, {"body": "tide pipe stage"}]
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-from __future__ import annotations
-
-from collections.abc import Sequence
 from itertools import islice
-from typing import Any
 
 import pytest
 import torch
@@ -17,42 +13,40 @@ from wavemare.errors import CheckpointError, ConfigError, DataError
 class Epochs:
     """Samples that tell index and epoch."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length):
         self.length = length
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.length
 
-    def __getitem__(self, index: int) -> tuple[int, int]:
+    def __getitem__(self, index):
         raise AssertionError("at() should be used")
 
-    def at(self, index: int, epoch: int) -> tuple[int, int]:
+    def at(self, index, epoch):
         return index, epoch
 
 
-def load(
-    dataset: Any, micro: int = 2, rank: int = 0, world: int = 1, seed: int = 0, **options: Any
-) -> ResumableLoader:
+def load(dataset, micro=2, rank=0, world=1, seed=0, **options):
     options.setdefault("collate", list)
     return ResumableLoader(
         dataset, micro_batch_size=micro, data_rank=rank, data_world_size=world, seed=seed, **options
     )
 
 
-def stream(length: int, count: int, seed: int = 0, **options: Any) -> list[tuple[int, int]]:
+def stream(length, count, seed=0, **options):
     loader = load(Epochs(length), micro=1, seed=seed, **options)
     return [batch[0] for batch in islice(loader, count)]
 
 
 @given(st.integers(1, 30), st.integers(0, 5))
-def test_every_epoch_holds_every_sample_once(length: int, seed: int) -> None:
+def test_every_epoch_holds_every_sample_once(length, seed):
     samples = stream(length, 3 * length, seed)
     for epoch in range(3):
         part = samples[epoch * length : (epoch + 1) * length]
         assert sorted(part) == [(i, epoch) for i in range(length)]
 
 
-def test_epochs_and_seeds_are_ordered_differently() -> None:
+def test_epochs_and_seeds_are_ordered_differently():
     samples = [index for index, _ in stream(50, 100)]
     assert samples[:50] != samples[50:]
     assert samples[:50] != list(range(50))
@@ -67,7 +61,7 @@ def test_epochs_and_seeds_are_ordered_differently() -> None:
     world=st.integers(1, 4),
     consumed=st.integers(0, 100),
 )
-def test_ranks_share_the_stream(length: int, micro: int, world: int, consumed: int) -> None:
+def test_ranks_share_the_stream(length, micro, world, consumed):
     loaders = [
         load(Epochs(length), micro, rank, world, consumed_samples=consumed) for rank in range(world)
     ]
@@ -76,8 +70,8 @@ def test_ranks_share_the_stream(length: int, micro: int, world: int, consumed: i
     assert {loader.consumed_samples for loader in loaders} == {consumed + 4 * micro * world}
 
 
-def test_a_global_batch_does_not_depend_on_the_number_of_ranks() -> None:
-    def global_batches(micro: int, world: int, accumulation: int) -> list[list[tuple[int, int]]]:
+def test_a_global_batch_does_not_depend_on_the_number_of_ranks():
+    def global_batches(micro, world, accumulation):
         loaders = [load(Epochs(37), micro, rank, world) for rank in range(world)]
         return [
             sorted(s for _ in range(accumulation) for loader in loaders for s in next(loader))
@@ -90,7 +84,7 @@ def test_a_global_batch_does_not_depend_on_the_number_of_ranks() -> None:
 
 
 @given(st.integers(0, 12), st.integers(1, 3), st.integers(1, 3))
-def test_resume_is_exact(steps: int, micro: int, world: int) -> None:
+def test_resume_is_exact(steps, micro, world):
     loader = load(Epochs(11), micro, world - 1, world, seed=5)
     for _ in range(steps):
         next(loader)
@@ -109,7 +103,7 @@ def test_resume_is_exact(steps: int, micro: int, world: int) -> None:
         ({"shuffle": False}, "data.shuffle"),
     ],
 )
-def test_a_state_of_another_stream_is_refused(other: dict[str, Any], key: str) -> None:
+def test_a_state_of_another_stream_is_refused(other, key):
     loader = load(Epochs(11))
     state = load(Epochs(other.pop("length", 11)), **other).state_dict()
     with pytest.raises(CheckpointError, match=rf"{key} = .*Resume with the same data") as caught:
@@ -118,7 +112,7 @@ def test_a_state_of_another_stream_is_refused(other: dict[str, Any], key: str) -
     assert loader.consumed_samples == 0
 
 
-def test_a_state_without_position_is_refused() -> None:
+def test_a_state_without_position_is_refused():
     loader = load(Epochs(11))
     state = loader.state_dict()
     del state["consumed_samples"]
@@ -126,29 +120,11 @@ def test_a_state_without_position_is_refused() -> None:
         loader.load_state_dict(state)
 
 
-def test_plain_datasets_are_indexed_and_stacked() -> None:
+def test_plain_datasets_are_indexed_and_stacked():
     dataset = [{"input_ids": torch.tensor([i, i])} for i in range(4)]
     loader = load(dataset, micro=2, shuffle=False, collate=None)
     assert next(loader)["input_ids"].tolist() == [[0, 0], [1, 1]]
     assert iter(loader) is loader
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"micro": 0}, ConfigError, "micro_batch_size = 0.*at least 1"),
-        ({"rank": 2, "world": 2}, ConfigError, "data_rank = 2.*0 to 1.*Give a rank"),
-        ({"consumed_samples": -1}, ConfigError, "consumed_samples = -1.*0 or more"),
-    ],
-)
-def test_errors(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        load(Epochs(3), **options)
-
-
-def test_an_empty_dataset() -> None:
-    with pytest.raises(DataError, match=r"--data.*no samples.*more data"):
-        load(Epochs(0))
 
 
 @given(
@@ -157,10 +133,10 @@ def test_an_empty_dataset() -> None:
     world=st.integers(1, 4),
     limit=st.none() | st.integers(1, 40),
 )
-def test_evaluation(length: int, micro: int, world: int, limit: int | None) -> None:
-    dataset: Sequence[int] = range(length)
+def test_evaluation(length, micro, world, limit):
+    dataset = range(length)
 
-    def evaluate(rank: int) -> list[list[int]]:
+    def evaluate(rank):
         return list(evaluation_batches(dataset, micro, rank, world, limit, collate=list))
 
     if length < micro * world:
@@ -176,14 +152,14 @@ def test_evaluation(length: int, micro: int, world: int, limit: int | None) -> N
     assert len(set(seen)) == len(seen)
 
 
-def test_evaluation_fails_before_the_first_batch_is_asked_for() -> None:
+def test_evaluation_fails_before_the_first_batch_is_asked_for():
     with pytest.raises(DataError):
         evaluation_batches(range(3), 4)
     with pytest.raises(ConfigError, match=r"limit = 0.*at least 1"):
         evaluation_batches(range(3), 1, limit=0)
 
 
-def test_evaluation_reads_epoch_zero() -> None:
+def test_evaluation_reads_epoch_zero():
     assert list(evaluation_batches(Epochs(2), 2, collate=list)) == [[(0, 0), (1, 0)]]
 
 
@@ -193,9 +169,7 @@ def test_evaluation_reads_epoch_zero() -> None:
     st.integers(0, 3),
     st.integers(1, 4),
 )
-def test_unequal_shares_give_the_order_of_one_rank(
-    shares: list[int], length: int, seed: int, rounds: int
-) -> None:
+def test_unequal_shares_give_the_order_of_one_rank(shares, length, seed, rounds):
     shares[-1] += -sum(shares) % len(shares)  # so that their mean is a whole number
     world, micro = len(shares), sum(shares) // len(shares)
     loaders = [
@@ -207,7 +181,7 @@ def test_unequal_shares_give_the_order_of_one_rank(
     assert {loader.consumed_samples for loader in loaders} == {len(together)}
 
 
-def test_shares_change_on_the_way_and_resume_under_others() -> None:
+def test_shares_change_on_the_way_and_resume_under_others():
     loaders = [load(Epochs(50), micro=3, rank=rank, world=2, shares=[4, 2]) for rank in range(2)]
     got = [sample for loader in loaders for sample in next(loader)]
     for loader in loaders:
@@ -222,6 +196,6 @@ def test_shares_change_on_the_way_and_resume_under_others() -> None:
 
 
 @pytest.mark.parametrize("shares", [[4, 3], [6, 0], [6]])
-def test_shares_that_do_not_fit_are_refused(shares: list[int]) -> None:
+def test_shares_that_do_not_fit_are_refused(shares):
     with pytest.raises(ConfigError, match="shares"):
         load(Epochs(9), micro=3, rank=1, world=2, shares=shares)

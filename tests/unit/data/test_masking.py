@@ -1,33 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
 
-from wavemare.data.documents import Document
 from wavemare.data.masking import MaskedDataset
 from wavemare.data.packing import PackedDataset
-from wavemare.data.tokens import TokenStore, tokenize
+from wavemare.data.tokens import tokenize
 from wavemare.errors import ConfigError, DataError
 
-MakeStore = Callable[..., TokenStore]
 CLS, SEP, MASK = 2, 3, 4
 
 
 @pytest.fixture
-def packed(
-    tmp_path: Path, documents: list[Document], bert_tokenizer: PreTrainedTokenizerFast
-) -> PackedDataset:
+def packed(tmp_path, documents, bert_tokenizer):
     return PackedDataset(tokenize(documents, bert_tokenizer, tmp_path), 32)
 
 
-def test_frame_and_originals(
-    packed: PackedDataset, bert_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_frame_and_originals(packed, bert_tokenizer):
     masked = MaskedDataset(packed, bert_tokenizer, seed=3)
     assert len(masked) == packed.store.num_tokens // 30
     for i in range(len(masked)):
@@ -45,7 +34,7 @@ def test_frame_and_originals(
         assert (inputs[chosen & (inputs < 5)] == MASK).all()  # nor put in, but [MASK]
 
 
-def test_shares(make_store: MakeStore, bert_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_shares(make_store, bert_tokenizer):
     store = make_store([[*range(5, 205)] * 400], vocab_size=290)
     masked = MaskedDataset(PackedDataset(store, 402), bert_tokenizer, seed=1)
     items = [masked[i] for i in range(len(masked))]
@@ -63,10 +52,8 @@ def test_shares(make_store: MakeStore, bert_tokenizer: PreTrainedTokenizerFast) 
     assert len(replaced.unique()) > 200
 
 
-def test_masks_depend_on_seed_epoch_and_index_alone(
-    packed: PackedDataset, bert_tokenizer: PreTrainedTokenizerFast
-) -> None:
-    def read(seed: int, index: int, epoch: int) -> list[int]:
+def test_masks_depend_on_seed_epoch_and_index_alone(packed, bert_tokenizer):
+    def read(seed, index, epoch):
         return MaskedDataset(packed, bert_tokenizer, seed=seed).at(index, epoch)["labels"].tolist()
 
     one = MaskedDataset(packed, bert_tokenizer, seed=1)
@@ -80,18 +67,13 @@ def test_masks_depend_on_seed_epoch_and_index_alone(
     assert len(places) == 5
 
 
-def test_one_token_at_least(packed: PackedDataset, bert_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_one_token_at_least(packed, bert_tokenizer):
     masked = MaskedDataset(packed, bert_tokenizer, probability=1e-9)
     counts = {int((masked[i]["labels"] != -100).sum()) for i in range(len(masked))}
     assert counts == {1}
 
 
-def test_errors(
-    packed: PackedDataset,
-    make_store: MakeStore,
-    bert_tokenizer: PreTrainedTokenizerFast,
-    gpt_tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_errors(packed, make_store, bert_tokenizer, gpt_tokenizer):
     with pytest.raises(DataError, match=r"--tokenizer.*no cls_token.*tokenizer of a BERT"):
         MaskedDataset(packed, gpt_tokenizer)
     with pytest.raises(ConfigError, match=r"mask_probability = 0.*0\.15"):

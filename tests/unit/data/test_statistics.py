@@ -1,47 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-from __future__ import annotations
-
 import math
 from collections import Counter
-from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.data.documents import Corpus
 from wavemare.data.packing import PackedDataset
 from wavemare.data.statistics import bigram_cross_entropy, unigram_cross_entropy
 from wavemare.data.tokenizer import cached_tokenizer
 from wavemare.data.tokens import TokenStore, tokenize
 from wavemare.errors import DataError
 
-MakeStore = Callable[..., TokenStore]
 VOCABULARY = 6
 DOCUMENTS = st.lists(
     st.lists(st.integers(0, VOCABULARY - 1), max_size=12), min_size=1, max_size=6
 ).filter(lambda documents: any(len(d) > 1 for d in documents))
 
 
-def store_of(documents: list[list[int]]) -> TokenStore:
+def store_of(documents):
     offsets = np.cumsum([0, *map(len, documents)]).astype(np.int64)
     tokens = np.array([t for d in documents for t in d], dtype=np.uint16)
     return TokenStore(tokens, offsets, vocab_size=VOCABULARY)
 
 
-def pairs_of(documents: list[list[int]]) -> list[tuple[int, int]]:
+def pairs_of(documents):
     return [pair for d in documents for pair in pairwise(d)]
 
 
-def slow_unigram(train: list[list[int]]) -> list[float]:
+def slow_unigram(train):
     counts = Counter(after for _, after in pairs_of(train))
     return [(counts[w] + 1) / (counts.total() + VOCABULARY) for w in range(VOCABULARY)]
 
 
-def slow_bigram(train: list[list[int]], before: int) -> list[float]:
+def slow_bigram(train, before):
     unigram = slow_unigram(train)
     after = Counter(w for h, w in pairs_of(train) if h == before)
     if not after:
@@ -52,28 +46,12 @@ def slow_bigram(train: list[list[int]], before: int) -> list[float]:
     ]
 
 
-@given(DOCUMENTS, DOCUMENTS)
-def test_both_equal_the_slow_twin(train: list[list[int]], held_out: list[list[int]]) -> None:
-    pairs = pairs_of(held_out)
-    unigram = -sum(math.log(slow_unigram(train)[w]) for _, w in pairs) / len(pairs)
-    bigram = -sum(math.log(slow_bigram(train, h)[w]) for h, w in pairs) / len(pairs)
-    arguments = store_of(train), store_of(held_out)
-    assert unigram_cross_entropy(*arguments) == pytest.approx(unigram, rel=1e-12)
-    assert bigram_cross_entropy(*arguments) == pytest.approx(bigram, rel=1e-12)
-
-
-@given(DOCUMENTS, st.integers(0, VOCABULARY - 1))
-def test_the_slow_twin_is_a_distribution(train: list[list[int]], before: int) -> None:
-    assert sum(slow_bigram(train, before)) == pytest.approx(1.0)
-
-
-@given(DOCUMENTS, DOCUMENTS, st.integers(2, 5))
-def test_the_positions_are_those_that_a_packed_model_is_scored_on(
-    train: list[list[int]], held_out: list[list[int]], length: int
-) -> None:
+@given(DOCUMENTS, DOCUMENTS, st.none() | st.integers(2, 5))
+def test_both_equal_the_slow_twin(train, held_out, length):
+    """With a length, of the positions that a packed model of such sequences is scored on."""
     store = store_of(held_out)
-    scored: list[tuple[int, int]] = []
-    if store.num_tokens >= length:
+    scored = [] if length else pairs_of(held_out)
+    if length and store.num_tokens >= length:
         packed = PackedDataset(store, length)
         for i in range(len(packed)):
             inputs, labels = packed[i]["input_ids"].tolist(), packed[i]["labels"].tolist()
@@ -91,14 +69,14 @@ def test_the_positions_are_those_that_a_packed_model_is_scored_on(
     assert found == pytest.approx(bigram, rel=1e-12)
 
 
-def test_the_default_corpus(tmp_path: Path, default_corpus: Corpus) -> None:
-    train, held_out = default_corpus.train[::6], default_corpus.held_out
-    tokenizer = cached_tokenizer(train, 1024, "gpt", tmp_path)
+def test_the_default_corpus(tmp_path, default_corpus):
+    train, held_out = default_corpus.train[::30], default_corpus.held_out[::6]
+    tokenizer = cached_tokenizer(train, 512, "gpt", tmp_path)
     stores = tokenize(train, tokenizer, tmp_path), tokenize(held_out, tokenizer, tmp_path)
     unigram, bigram = unigram_cross_entropy(*stores), bigram_cross_entropy(*stores)
     assert 2.0 < bigram < unigram - 0.5 < math.log(len(tokenizer)) - 1.0
 
 
-def test_nothing_to_predict(make_store: MakeStore) -> None:
+def test_nothing_to_predict(make_store):
     with pytest.raises(DataError, match=r"--data = 'made'.*2 tokens hold nothing.*more data"):
         bigram_cross_entropy(make_store([[1, 2]]), make_store([[1], [2]]))

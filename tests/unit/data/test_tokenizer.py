@@ -1,40 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-from __future__ import annotations
-
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
 
-from wavemare.data import tokenizer as tokenizer_module
-from wavemare.data.documents import Document
 from wavemare.data.tokenizer import cached_tokenizer, load_tokenizer, train_tokenizer
-from wavemare.errors import ConfigError, DataError
+from wavemare.errors import ConfigError
 
 PROGRAM = """
-import hashlib, sys
 from wavemare.data.tokenizer import train_tokenizer
 texts = [f"{i} the wave {i * 7 % 13} pipe" * 3 for i in range(200)]
-tokenizer = train_tokenizer(texts, 320, kind="bert")
-print(hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest())
+print(train_tokenizer(texts, 320, kind="bert").backend_tokenizer.to_str())
 """
 
 
-def test_training_is_the_same_in_every_process() -> None:
-    digests = {
-        subprocess.run(
-            [sys.executable, "-c", PROGRAM], check=True, capture_output=True, text=True
-        ).stdout
-        for _ in range(2)
-    }
-    assert len(digests) == 1
+def test_training_is_the_same_in_every_process(capsys):
+    exec(PROGRAM, {})
+    run = [sys.executable, "-c", PROGRAM]
+    there = subprocess.run(run, check=True, capture_output=True, text=True).stdout
+    assert there == capsys.readouterr().out
 
 
-def test_gpt_roles(gpt_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_gpt_roles(gpt_tokenizer):
     t = gpt_tokenizer
     assert t.eos_token_id == t.bos_token_id == t.pad_token_id == t.unk_token_id == 0
     assert t.all_special_ids == [0]
@@ -42,7 +31,7 @@ def test_gpt_roles(gpt_tokenizer: PreTrainedTokenizerFast) -> None:
     assert set(t("a wave")) == {"input_ids", "attention_mask"}
 
 
-def test_bert_roles_and_template(bert_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_bert_roles_and_template(bert_tokenizer):
     t = bert_tokenizer
     assert t.convert_ids_to_tokens(range(5)) == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     assert sorted(t.all_special_ids) == [0, 1, 2, 3, 4]
@@ -54,61 +43,37 @@ def test_bert_roles_and_template(bert_tokenizer: PreTrainedTokenizerFast) -> Non
 
 
 @given(st.text(alphabet=st.characters(exclude_categories=["Cs"])))
-def test_every_text_survives(gpt_tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+def test_every_text_survives(gpt_tokenizer, text):
     ids = gpt_tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
     assert gpt_tokenizer.decode(ids) == text
 
 
 @pytest.mark.parametrize(("kind", "smallest"), [("gpt", 257), ("bert", 261)])
-def test_too_small_a_vocabulary(kind: str, smallest: int) -> None:
+def test_too_small_a_vocabulary(kind, smallest):
     with pytest.raises(ConfigError, match=rf"vocab_size = {smallest - 1}.*at least {smallest}"):
-        train_tokenizer(["text"], smallest - 1, kind=kind)  # type: ignore[arg-type]
-    assert len(train_tokenizer(["text"], smallest, kind=kind)) == smallest  # type: ignore[arg-type]
+        train_tokenizer(["text"], smallest - 1, kind=kind)
+    assert len(train_tokenizer(["text"], smallest, kind=kind)) == smallest
 
 
-def test_an_unknown_kind() -> None:
-    with pytest.raises(ConfigError, match=r"kind = 'gpt2'.*Did you mean 'gpt'"):
-        train_tokenizer(["text"], 300, kind="gpt2")  # type: ignore[arg-type]
-
-
-def test_save_and_load(tmp_path: Path, bert_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_save_and_load(tmp_path, bert_tokenizer):
     bert_tokenizer.save_pretrained(tmp_path)
     loaded = load_tokenizer(tmp_path)
     assert loaded("a wave", "tide") == bert_tokenizer("a wave", "tide")
     assert loaded.all_special_ids == bert_tokenizer.all_special_ids
 
 
-def test_load_errors(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"--tokenizer = .*no such folder.*save_pretrained"):
-        load_tokenizer(tmp_path / "missing")
-    with pytest.raises(DataError, match=r"--tokenizer = .*no tokenizer.*save_pretrained"):
-        load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{")
-    (tmp_path / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(DataError, match=r"--tokenizer = .*no tokenizer"):
-        load_tokenizer(tmp_path)
-
-
-def test_cache(tmp_path: Path, documents: list[Document], monkeypatch: pytest.MonkeyPatch) -> None:
-    trainings: list[int] = []
-
-    def count(*args: object, **kwargs: object) -> PreTrainedTokenizerFast:
-        trainings.append(1)
-        return train_tokenizer(*args, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(tokenizer_module, "train_tokenizer", count)
+def test_the_cache_is_keyed_by_texts_size_and_kind(tmp_path, documents):
     first = cached_tokenizer(documents, 270, "gpt", tmp_path)
     again = cached_tokenizer(documents, 270, "gpt", tmp_path)
     assert first.backend_tokenizer.to_str() == again.backend_tokenizer.to_str()
-    assert len(trainings) == 1
+    assert len([p for p in tmp_path.iterdir() if p.is_dir()]) == 1
     cached_tokenizer(documents, 271, "gpt", tmp_path)
     cached_tokenizer(documents, 271, "bert", tmp_path)
     cached_tokenizer(documents[1:], 270, "gpt", tmp_path)
-    assert len(trainings) == 4
     assert len([p for p in tmp_path.iterdir() if p.is_dir()]) == 4
 
 
-def test_a_truncated_cache_entry_is_built_again(tmp_path: Path, documents: list[Document]) -> None:
+def test_a_truncated_cache_entry_is_built_again(tmp_path, documents):
     first = cached_tokenizer(documents, 270, "gpt", tmp_path)
     (file,) = tmp_path.glob("*/tokenizer.json")
     file.write_bytes(file.read_bytes()[:500])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wavemare.engine.checkpoint_files import read_file, safe_loading
@@ -16,15 +16,7 @@ from wavemare.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 
-SUPPRESSED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-FAST = settings(
-    max_examples=50,
-    derandomize=True,
-    database=None,
-    deadline=None,
-    suppress_health_check=SUPPRESSED,
-)
-SLOW = settings(max_examples=2_000, database=None, deadline=None, suppress_health_check=SUPPRESSED)
+FAST, SLOW = settings.get_profile("fuzz"), settings.get_profile("fuzz at night")
 LONGEST_MESSAGE = 1500
 
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever a configuration holds: `ConfigError`, or a configuration. Variables: `LaunchError`."""
 
-import copy
 import json
 from functools import partial
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from fuzz_strategies import VALUES, changed
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wavemare.engine.config import (
@@ -20,14 +20,7 @@ from wavemare.engine.job_environment import check_environment
 from wavemare.errors import ConfigError, LaunchError
 from wavemare.json_text import parse_json
 
-SUPPRESSED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-FAST = settings(
-    max_examples=40,
-    derandomize=True,
-    database=None,
-    suppress_health_check=SUPPRESSED,
-)
-SLOW = settings(max_examples=1_500, database=None, suppress_health_check=SUPPRESSED)
+FAST, SLOW = settings.get_profile("fuzz"), settings.get_profile("fuzz at night")
 
 VALID = {
     "train_batch_size": 16,
@@ -61,57 +54,6 @@ VALID = {
         "watchdog": {"timeout_s": 9.0},
     },
 }
-# Keys and values that some reader of the configuration knows, beside arbitrary ones.
-WORDS = ["auto", "off", "time", "type:(", "type:Block", "rest", "1f1b", "pipemare", "sync", "true"]
-ODD = [0, -1, 1, 2, 3, 10**30, 0.5, -0.0, 1e308, float("nan"), float("inf"), True, False, None, ""]
-SCALARS = st.sampled_from([*WORDS, *ODD]) | st.integers() | st.floats() | st.text(max_size=6)
-VALUES = st.recursive(
-    SCALARS,
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
-
-
-def places(values, path=()):
-    """All paths to keys and items of a configuration."""
-    items = values.items() if isinstance(values, dict) else enumerate(values)
-    for key, inner in items:
-        yield (*path, key)
-        if isinstance(inner, dict | list):
-            yield from places(inner, (*path, key))
-
-
-PLACES = sorted(places(VALID), key=str)
-
-
-@st.composite
-def configurations(draw):
-    """The valid configuration with some values replaced, keys removed, added and misspelt."""
-    config = copy.deepcopy(VALID)
-    for _ in range(draw(st.integers(1, 3))):
-        *parents, key = draw(st.sampled_from(PLACES))
-        section = config
-        for parent in parents:
-            inside = isinstance(section, dict) and parent in section
-            inside |= (
-                isinstance(section, list) and isinstance(parent, int) and parent < len(section)
-            )
-            section = section[parent] if inside else None
-        if isinstance(section, list):
-            section[:] = draw(st.lists(VALUES, max_size=3))
-        elif isinstance(section, dict):
-            change = draw(st.sampled_from(["replace", "remove", "add", "misspell"]))
-            if change == "replace":
-                section[key] = draw(VALUES)
-            elif change == "remove":
-                section.pop(key, None)
-            elif change == "add":
-                section[draw(st.text(max_size=6) | st.integers())] = draw(VALUES)
-            elif key in section:
-                section[str(key)[:-1]] = section.pop(key)
-    return config
 
 
 def refusal(act, kind):
@@ -137,7 +79,7 @@ def examine(config):
 
 
 @FAST
-@given(configurations())
+@given(changed(VALID))
 def test_changed_configurations(config):
     examine(config)
 
@@ -211,7 +153,7 @@ def test_any_variables(environment):
 
 @pytest.mark.slow
 @SLOW
-@given(configurations())
+@given(changed(VALID))
 def test_many_changed_configurations(config):
     examine(config)
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever a plan, a cluster or a hostfile holds: `PlanError` or findings, and no endless work."""
 
-import copy
 import json
 import re
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from fuzz_strategies import changed
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wavemare.cli.checks.hostfile import parse_hostfile
@@ -17,32 +17,9 @@ from wavemare.pipeline.check import check
 from wavemare.pipeline.plan import Plan
 from wavemare.pipeline.schedules import build_plan
 
-SUPPRESSED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-FAST = settings(
-    max_examples=50,
-    derandomize=True,
-    database=None,
-    suppress_health_check=SUPPRESSED,
-)
-SLOW = settings(max_examples=2_000, database=None, suppress_health_check=SUPPRESSED)
+FAST, SLOW = settings.get_profile("fuzz"), settings.get_profile("fuzz at night")
 NUMBERS = st.sampled_from(["0", "1", "2", "3", "-1", "9" * 18, "9" * 19, "1.5", "x", "²", ""])
-PIECES = [
-    "0F0",
-    "1B0",
-    "0S1",
-    "@",
-    "@0",
-    "@9",
-    "/1",
-    "/9",
-    ":",
-    "\n",
-    "# x\n",
-    "=",
-    " ",
-    "plan",
-    "XO",
-]
+PIECES = [*"0F0 1B0 0S1 @ @0 @9 /1 /9 : = plan XO".split(), "\n", "# x\n", " "]
 NAMES = ["1f1b", "pipemare", "inference", "accumulation", "tick-tock"]
 PLANS = [str(build_plan(name, 3, 3, 0 if name == "inference" else 1)) for name in NAMES]
 
@@ -94,52 +71,6 @@ def read_schedule(text):
     plan = Plan.parse(text)
     assert Plan.parse(str(plan)) == plan
     check(plan)
-
-
-VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-2, 4)
-    | st.sampled_from([10**30, 10**400, 1.0, 0.5, -1.0, float("nan"), float("inf"), "", "x", "1"])
-    | st.text(max_size=4),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=2)
-    ),
-    max_leaves=4,
-)
-
-
-def changed(valid):
-    """Mappings like a valid one, with values replaced, removed and added at any depth."""
-
-    @st.composite
-    def strategy(draw):
-        values = copy.deepcopy(valid)
-        for _ in range(draw(st.integers(1, 3))):
-            section = values
-            while isinstance(section, dict | list) and section:
-                keys = (
-                    sorted(section, key=str)
-                    if isinstance(section, dict)
-                    else [*range(len(section))]
-                )
-                key = draw(st.sampled_from(keys))
-                if isinstance(section[key], dict | list) and draw(st.booleans()):
-                    section = section[key]
-                    continue
-                change = draw(st.sampled_from(["replace", "remove", "add"]))
-                if change == "replace":
-                    section[key] = draw(VALUES)
-                elif change == "remove":
-                    del section[key]
-                elif isinstance(section, dict):
-                    section[draw(st.text(max_size=5))] = draw(VALUES)
-                else:
-                    section.append(draw(VALUES))
-                break
-        return values
-
-    return strategy()
 
 
 LAYOUT = json.loads(

@@ -2,9 +2,7 @@
 """What a Trainer's callbacks leave in a run folder."""
 
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from transformers import TrainerControl, TrainerState
 
@@ -14,7 +12,7 @@ from wavemare.report import read_run
 ARGUMENTS = SimpleNamespace(to_sanitized_dict=lambda: {"logging_steps": 2}, output_dir="trained")
 
 
-def follow(callback: RecordingCallback, *, steps: int, stop: int, done: int = 0) -> Any:
+def follow(callback, *, steps, stop, done=0):
     """Call a callback as the Trainer does, for 4 steps at the most; logs every second one."""
     state, control = TrainerState(max_steps=steps), TrainerControl()
     state.global_step = done
@@ -30,7 +28,7 @@ def follow(callback: RecordingCallback, *, steps: int, stop: int, done: int = 0)
     return state, control
 
 
-def test_logs_are_lines_and_evaluations_are_held_out(tmp_path: Path) -> None:
+def test_logs_are_lines_and_evaluations_are_held_out(tmp_path):
     callback = RecordingCallback(SimpleNamespace(deepspeed=None), tmp_path)
     state, control = follow(callback, steps=4, stop=4)
     callback.on_log(ARGUMENTS, state, control, logs={"train_loss": 3.0, "train_runtime": 1.5})
@@ -47,7 +45,7 @@ def test_logs_are_lines_and_evaluations_are_held_out(tmp_path: Path) -> None:
     assert facts.summary["results"]["train_loss"] == 3.0
 
 
-def test_checkpoints_are_listed_with_how_long_each_took(tmp_path: Path, monkeypatch: Any) -> None:
+def test_checkpoints_are_listed_with_how_long_each_took(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     now = [0.0]
     clock = SimpleNamespace(perf_counter=lambda: now[0])
@@ -69,7 +67,7 @@ def test_checkpoints_are_listed_with_how_long_each_took(tmp_path: Path, monkeypa
     assert waits == [("checkpoint-2", 1.5), ("checkpoint-4", 1.5)]
 
 
-def test_a_training_that_failed_has_no_summary_and_lets_go(tmp_path: Path) -> None:
+def test_a_training_that_failed_has_no_summary_and_lets_go(tmp_path):
     shown = warnings.showwarning
     callback = RecordingCallback(SimpleNamespace(deepspeed=None), tmp_path / "run")
     follow(callback, steps=4, stop=2)  # an exception, of which no callback hears
@@ -80,7 +78,7 @@ def test_a_training_that_failed_has_no_summary_and_lets_go(tmp_path: Path) -> No
     assert warnings.showwarning == shown
 
 
-def test_nothing_is_begun_where_no_step_is_left(tmp_path: Path) -> None:
+def test_nothing_is_begun_where_no_step_is_left(tmp_path):
     callback = RecordingCallback(SimpleNamespace(deepspeed=None), tmp_path / "run")
     state, control = follow(callback, steps=4, stop=4, done=4)
     callback.on_evaluate(ARGUMENTS, state, control, metrics={"eval_loss": 1.5})

@@ -1,17 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints that others wrote: objects of Megatron's classes, other models, damaged files."""
 
-from __future__ import annotations
-
 import argparse
 import enum
-import pickle
 import shutil
 import sys
 import types
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,11 +15,9 @@ from wavemare.errors import CheckpointError, ModelError
 from wavemare.megatron.convert import Options, convert
 from wavemare.megatron.files import read_checkpoint
 
-Change = Callable[[Any], None]
-
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoints(tmp_path_factory):
     """The same model twice: as transformers' ``hf``, and on two tensor-parallel ranks."""
     folder = tmp_path_factory.mktemp("checkpoints")
     transformers.set_seed(7)
@@ -37,8 +29,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def changed(checkpoints: Path, tmp_path: Path) -> Callable[[Change, str], Path]:
-    def make(change: Change, rank: str = "*") -> Path:
+def changed(checkpoints, tmp_path):
+    def make(change, rank="*"):
         shutil.copytree(checkpoints / "megatron", tmp_path / "m", dirs_exist_ok=True)
         for path in (tmp_path / "m").glob(f"*/mp_rank_{rank}/model_optim_rng.pt"):
             with torch.serialization.safe_globals([argparse.Namespace]):
@@ -59,14 +51,12 @@ class ModelTypeByName(enum.Enum):
 
     encoder_or_decoder = 1
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol):
         return getattr, (type(self), self.name)
 
 
 @pytest.mark.parametrize("kind", [ModelType, ModelTypeByName])
-def test_arguments_that_are_objects_of_megatron(
-    kind: Any, changed: Any, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arguments_that_are_objects_of_megatron(kind, changed, checkpoints, tmp_path, monkeypatch):
     """Megatron's training sets ``args.model_type``, an enumeration, before it saves."""
     module = types.ModuleType("megatron.core.enums")
     monkeypatch.setattr(module, kind.__name__, kind, raising=False)
@@ -76,7 +66,7 @@ def test_arguments_that_are_objects_of_megatron(
             there.setitem(sys.modules, name, types.ModuleType(name))
         there.setitem(sys.modules, module.__name__, module)
 
-        def change(content: Any) -> None:
+        def change(content):
             content["args"].model_type = kind.encoder_or_decoder
             content["args"].params_dtype = torch.bfloat16
 
@@ -89,31 +79,12 @@ def test_arguments_that_are_objects_of_megatron(
     assert (tmp_path / "again" / name).read_bytes() == (checkpoints / "hf" / name).read_bytes()
 
 
-class Evil:
-    """A name of Megatron's beside one that runs: the first does not excuse the second."""
-
-    def __reduce__(self) -> Any:
-        return print, ("unpickled",)
-
-
-@pytest.mark.parametrize("save", [torch.save, lambda it, path: path.write_bytes(pickle.dumps(it))])
-def test_no_code_of_a_file_is_run(
-    changed: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], save: Any
-) -> None:
-    folder = changed(lambda content: None)
-    save({"model": {}, "args": Evil()}, folder / "release" / "mp_rank_01" / "model_optim_rng.pt")
-    with pytest.raises(CheckpointError, match="cannot be read safely"):
-        convert(folder, tmp_path / "no", "hf")
-    assert "unpickled" not in capsys.readouterr().out
-    assert not (tmp_path / "no").exists()
-
-
-def argument(name: str, value: Any) -> Change:
+def argument(name, value):
     return lambda content: setattr(content["args"], name, value)
 
 
-def without(*path: str) -> Change:
-    def change(content: Any) -> None:
+def without(*path):
+    def change(content):
         *parents, last = path
         for parent in ("model", "language_model", *parents):
             content = content[parent]
@@ -135,9 +106,7 @@ def without(*path: str) -> Change:
         ("swiglu", True),
     ],
 )
-def test_what_computes_something_else_is_refused(
-    changed: Any, tmp_path: Path, name: str, value: Any
-) -> None:
+def test_what_computes_something_else_is_refused(changed, tmp_path, name, value):
     """The weights alone would fit, and both sides of the comparison would be equally wrong."""
     with pytest.raises(ModelError, match=rf"args\.{name} = {value!r}"):
         convert(changed(argument(name, value)), tmp_path / "no", "hf")
@@ -147,7 +116,7 @@ def test_what_computes_something_else_is_refused(
 WEIGHT = "layers.1.mlp.dense_h_to_4h.weight"
 
 
-def narrow(content: Any) -> None:
+def narrow(content):
     content["model"]["language_model"]["encoder"][WEIGHT] = torch.zeros(3, 5)
 
 
@@ -161,33 +130,13 @@ def narrow(content: Any) -> None:
         (without("embedding", "word_embeddings"), "*", "learned positions"),
         (argument("num_attention_heads", 5), "*", "16 on 2 tensor-parallel ranks"),
         (argument("num_attention_heads", 1), "*", "16 on 2 tensor-parallel ranks"),
-        (lambda content: content.update(checkpoint_version="x"), "*", "'x', no number"),
-        (lambda content: content.update(checkpoint_version=4.0), "*", "4 where 0 to 3 are known"),
-        (lambda content: content.update(model=3), "*", "holds no model"),
         (lambda content: content.update(args=None), "*", "--num-attention-heads"),
     ],
 )
-def test_damaged_files(changed: Any, tmp_path: Path, change: Change, rank: str, match: str) -> None:
+def test_damaged_files(changed, tmp_path, change, rank, match):
     with pytest.raises((ModelError, CheckpointError), match=match):
         convert(changed(change, rank), tmp_path / "no", "hf")
     assert not (tmp_path / "no").exists()
-
-
-def test_damaged_models_of_transformers(checkpoints: Path, tmp_path: Path) -> None:
-    (tmp_path / "hf").mkdir()
-    shutil.copy(checkpoints / "hf" / "config.json", tmp_path / "hf")
-    with pytest.raises(ModelError, match="weights cannot be read"):
-        convert(tmp_path / "hf", tmp_path / "no", "megatron")
-    (tmp_path / "hf" / "model.safetensors").write_bytes(b"no weights" * 9)
-    with pytest.raises(ModelError, match="weights cannot be read"):
-        convert(tmp_path / "hf", tmp_path / "no", "megatron")
-
-
-def test_a_layer_that_is_no_dictionary(checkpoints: Path, tmp_path: Path) -> None:
-    convert(checkpoints / "hf", tmp_path / "pipe", "deepspeed")
-    torch.save([1], tmp_path / "pipe" / "converted" / "layer_01-model_states.pt")
-    with pytest.raises(CheckpointError, match="it holds a list"):
-        convert(tmp_path / "pipe", tmp_path / "no", "hf")
 
 
 @pytest.mark.parametrize(
@@ -200,14 +149,12 @@ def test_a_layer_that_is_no_dictionary(checkpoints: Path, tmp_path: Path) -> Non
         ("hf", "hf", Options(config="hf"), "--config"),
     ],
 )
-def test_options_without_effect_are_refused(
-    checkpoints: Path, tmp_path: Path, source: str, to: str, options: Options, name: str
-) -> None:
+def test_options_without_effect_are_refused(checkpoints, tmp_path, source, to, options, name):
     with pytest.raises(ModelError, match=rf"^{name} = .*no effect from {source} to {to}"):
         convert(checkpoints / source, tmp_path / "no", to, options)
 
 
-def test_targets(checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_targets(checkpoints, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     convert(checkpoints / "megatron", ".", "hf")

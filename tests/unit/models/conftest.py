@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny models of each family, their batches, and a group of one process."""
 
-from __future__ import annotations
-
 import os
 import socket
-from collections.abc import Callable, Iterator
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,7 +12,7 @@ from deepspeed.comm import comm as deepspeed_comm
 
 VOCABULARY = 96
 
-_SIZES: dict[str, Any] = {
+_SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -27,8 +23,8 @@ _SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_GROUPED: dict[str, Any] = {**_SIZES, "num_key_value_heads": 2, "head_dim": 8}
-_GPT2: dict[str, Any] = {
+_GROUPED = {**_SIZES, "num_key_value_heads": 2, "head_dim": 8}
+_GPT2 = {
     "vocab_size": VOCABULARY,
     "n_positions": 64,
     "n_embd": 32,
@@ -38,7 +34,7 @@ _GPT2: dict[str, Any] = {
     "eos_token_id": 2,
 }
 
-MODELS: dict[str, Callable[..., Any]] = {
+MODELS = {
     "gpt2": lambda **k: transformers.GPT2LMHeadModel(transformers.GPT2Config(**_GPT2, **k)),
     "gpt2-untied": lambda **k: transformers.GPT2LMHeadModel(
         transformers.GPT2Config(**_GPT2, tie_word_embeddings=False, **k)
@@ -70,15 +66,15 @@ MODELS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.fixture(params=list(MODELS))
-def model_name(request: pytest.FixtureRequest) -> str:
+def model_name(request):
     return str(request.param)
 
 
 @pytest.fixture
-def make_model() -> Callable[..., Any]:
+def make_model():
     """Build a tiny model by name, with the same weights each time."""
 
-    def make(name: str, **changes: Any) -> Any:
+    def make(name, **changes):
         transformers.set_seed(3)
         model = MODELS[name](**changes)
         # Weights of trained size: with the initial ones many mistakes would drown in rounding.
@@ -91,10 +87,10 @@ def make_model() -> Callable[..., Any]:
 
 
 @pytest.fixture
-def make_batch() -> Callable[..., dict[str, torch.Tensor]]:
+def make_batch():
     """Make a batch of two texts with labels for a model."""
 
-    def make(model: Any, *extra: str, padded: bool = True, tokens: int = 11) -> dict[str, Any]:
+    def make(model, *extra, padded=True, tokens=11):
         generator = torch.Generator().manual_seed(5)
         ids = torch.randint(3, VOCABULARY, (2, tokens), generator=generator)
         batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -114,7 +110,7 @@ def make_batch() -> Callable[..., dict[str, torch.Tensor]]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def group_of_one() -> Iterator[None]:
+def group_of_one():
     """Initialize torch.distributed for this process alone, and undo it."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -11,7 +11,6 @@ from torch import nn
 
 from wavemare.errors import ConfigError, LaunchError, ModelError
 from wavemare.models import to_pipeline
-from wavemare.models.gpt2 import causal_mask
 from wavemare.models.layers import name_weights
 
 
@@ -19,16 +18,6 @@ def test_layers_hold_the_models_own_parameters(model_name, make_model):
     model = make_model(model_name)
     module = to_pipeline(model, num_stages=1)
     assert {id(p) for p in module.parameters()} == {id(p) for p in model.parameters()}
-
-
-def test_layer_names_make_up_the_models_state_dict(model_name, make_model):
-    model = make_model(model_name)
-    module = to_pipeline(model, num_stages=1)
-    local = module.local_weights()
-    renamed = {name: local[held] for name, held in module.weight_names().items()}
-    state = model.state_dict()
-    assert list(renamed) == list(state)
-    assert all(renamed[name].data_ptr() == state[name].data_ptr() for name in state)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert-cls", "qwen3"])
@@ -53,9 +42,8 @@ def test_construction_is_silent_and_leaves_no_trace(name, make_model, capfd):
 
 
 def test_a_topology_may_take_the_place_of_the_number_of_stages(make_model):
-    topology = ProcessTopology(axes=["pipe", "data"], dims=[1, 1])
-    module = to_pipeline(make_model("gpt2"), topology=topology)
-    assert module.topology() is topology
+    module = to_pipeline(make_model("gpt2"), topology=ONE_STAGE)
+    assert module.topology() is ONE_STAGE
 
 
 def test_masks_and_tables_are_made_once_per_micro_batch(make_model, make_batch, monkeypatch):
@@ -130,17 +118,24 @@ def test_zeros_hide_nothing_and_are_no_fault(make_model):
         assert all(torch.equal(state[name], weight) for name, weight in model.state_dict().items())
 
 
-def test_an_ignored_sliding_window_is_refused(make_model, monkeypatch):
+class WindowedForCausalLM(transformers.LlamaForCausalLM):
+    """A decoder with a sliding window of which its configuration's layers say nothing."""
+
+    def forward(self, input_ids, attention_mask=None, **kwargs):
+        ages = torch.arange(input_ids.shape[1])[:, None] - torch.arange(input_ids.shape[1])
+        seen = (ages >= 0) & (ages < self.config.sliding_window)
+        seen = seen & attention_mask.bool()[:, None, None]
+        return super().forward(input_ids, attention_mask=seen, **kwargs)
+
+
+def test_an_ignored_sliding_window_is_refused(make_model):
     # The window is wider than the proof's texts, so it shows only because it is narrowed.
-    model = make_model("qwen3")
-    model.config.sliding_window = 40
-    monkeypatch.setattr(
-        "wavemare.models.generic._MASKS",
-        {"full_attention": causal_mask, "sliding_attention": causal_mask},
-    )
+    config = make_model("llama").config
+    config.layer_types = ["full_attention"] * 3
+    config.sliding_window = 40
     with pytest.raises(ModelError, match="in evaluation mode"):
-        to_pipeline(model, num_stages=1)
-    assert model.config.sliding_window == 40
+        to_pipeline(WindowedForCausalLM(config), num_stages=1)
+    assert config.sliding_window == 40
 
 
 def test_embedding_scaling_is_refused():
@@ -195,57 +190,37 @@ def test_weights_in_no_layer_are_refused(make_model):
         name_weights(model, [])
 
 
-@pytest.mark.parametrize(
-    ("inputs", "reason"),
-    [
-        (["attention_mask"], "'input_ids' is not the first"),
-        (["input_ids", "attention_mask", "attention_mask"], "given twice"),
-        (["input_ids", "token_type_ids"], "family gpt2 do not take 'token_type_ids'"),
-        (["input_ids", "atention_mask"], "Did you mean 'attention_mask'"),
-    ],
-)
-def test_wrong_declarations_are_refused(inputs, reason, make_model):
-    with pytest.raises(ConfigError, match=reason) as info:
-        to_pipeline(make_model("gpt2"), num_stages=1, inputs=inputs)
-    assert info.value.key == "wavemare.pipeline.inputs"
+INPUTS = "wavemare.pipeline.inputs"
+STAGES = "wavemare.pipeline.stages"
+PARTITION = "wavemare.pipeline.partition"
+ONE_STAGE = ProcessTopology(axes=["pipe", "data"], dims=[1, 1])
+TENSOR_PARALLEL = PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=1)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "reason"),
+    ("arguments", "key", "reason"),
     [
-        ({}, "the number of stages is missing"),
-        ({"num_stages": 2}, "1 processes cannot form pipelines of that many stages"),
-        ({"num_stages": 0}, "cannot form pipelines"),
+        ({"inputs": ["attention_mask"]}, INPUTS, "'input_ids' is not the first"),
+        ({"inputs": ["input_ids", "labels", "labels"]}, INPUTS, "given twice"),
+        ({"inputs": ["input_ids", "token_type_ids"]}, INPUTS, "do not take 'token_type_ids'"),
+        ({"inputs": ["input_ids", "atention_mask"]}, INPUTS, "Did you mean 'attention_mask'"),
+        ({"num_stages": None}, STAGES, "the number of stages is missing"),
+        ({"num_stages": 2}, STAGES, "1 processes cannot form pipelines of that many stages"),
+        ({"num_stages": 0}, STAGES, "cannot form pipelines"),
+        ({"topology": TENSOR_PARALLEL}, None, "topology.*axis 'model'"),
+        ({"topology": ONE_STAGE, "num_stages": 2}, None, "the topology has 1 stages"),
+        ({"partition": "parameter"}, PARTITION, "Did you mean 'parameters'"),
+        ({"partition": "type:("}, PARTITION, "the expression is invalid"),
+        ({"partition": "type:Bert"}, PARTITION, "matches 0 layers, too few for 1 .*GPT2Block"),
+        ({"partition": [1]}, PARTITION, "does not start at layer 0"),
     ],
 )
-def test_wrong_numbers_of_stages_are_refused(arguments, reason, make_model):
+def test_wrong_arguments_are_refused(arguments, key, reason, make_model):
+    if "topology" not in arguments:
+        arguments = {"num_stages": 1, **arguments}
     with pytest.raises(ConfigError, match=reason) as info:
         to_pipeline(make_model("gpt2"), **arguments)
-    assert info.value.key == "wavemare.pipeline.stages"
-
-
-def test_wrong_topologies_are_refused(make_model):
-    tensor_parallel = PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=1)
-    with pytest.raises(ConfigError, match=r"topology.*axis 'model'"):
-        to_pipeline(make_model("gpt2"), topology=tensor_parallel)
-    topology = ProcessTopology(axes=["pipe", "data"], dims=[1, 1])
-    with pytest.raises(ConfigError, match="the topology has 1 stages"):
-        to_pipeline(make_model("gpt2"), topology=topology, num_stages=2)
-
-
-@pytest.mark.parametrize(
-    ("partition", "reason"),
-    [
-        ("parameter", "Did you mean 'parameters'"),
-        ("type:(", "the expression is invalid"),
-        ("type:Bert", "matches 0 layers, too few for 1 stages.*GPT2Block"),
-        ([1], "does not start at layer 0"),
-    ],
-)
-def test_wrong_partitions_are_refused(partition, reason, make_model):
-    with pytest.raises(ConfigError, match=reason) as info:
-        to_pipeline(make_model("gpt2"), num_stages=1, partition=partition)
-    assert info.value.key == "wavemare.pipeline.partition"
+    assert key in (None, info.value.key)
 
 
 def test_a_process_without_a_launcher_is_told(make_model, monkeypatch):

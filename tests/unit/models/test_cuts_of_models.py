@@ -3,13 +3,13 @@
 
 import pytest
 
-from wavemare.models import convert, timing
-from wavemare.models.convert import _take_apart, cut_chain
+from wavemare.models.convert import cut_chain, take_apart
+from wavemare.models.timing import layer_times
 from wavemare.pipeline.cuts import balanced_cuts
 
 
 def cut(model, partition, stages):
-    taken = _take_apart(model, None)
+    taken = take_apart(model, None)
     return cut_chain(model, taken.chain, taken.inputs, partition, stages)
 
 
@@ -39,33 +39,38 @@ def test_explicit_starts(make_model):
     assert cut(make_model("gpt2"), [0, 3], 2) == (0, 3, 7)
 
 
-def test_by_time_uses_the_measured_times(make_model, monkeypatch):
-    times = [0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 5.0]
-    monkeypatch.setattr(convert, "layer_times", lambda model, chain, inputs: times)
-    assert cut(make_model("gpt2"), "time", 2) == balanced_cuts(times, 2)
+@pytest.fixture
+def clock(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    return now
 
 
-def test_measured_times_are_those_of_each_kind_of_layer(model_name, make_model, monkeypatch):
-    model = make_model(model_name)
-    clock = iter(range(10**6))
-    monkeypatch.setattr(timing, "_now", lambda: float(next(clock)))
-    conversion = _take_apart(model, None)
-    seconds = timing.layer_times(model, conversion.chain, conversion.inputs)
-    assert seconds == [1.0] * len(conversion.chain)
+def slow_down(monkeypatch, clock, module, seconds):
+    """Let the passes of a module take their time on the clock."""
+    forward = module.forward
+
+    def slow(*args, **kwargs):
+        clock[0] += seconds
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(module, "forward", slow)
 
 
-def test_a_slow_layer_is_measured_as_slow(make_model, monkeypatch):
-    import time
-
+def test_by_time_uses_the_measured_times(make_model, monkeypatch, clock):
     model = make_model("gpt2")
-    forward = model.transformer.ln_f.forward
+    for block, seconds in zip(model.transformer.h, (1.0, 2.0, 3.0), strict=True):
+        slow_down(monkeypatch, clock, block, seconds)  # layers of a kind share their mean
+    slow_down(monkeypatch, clock, model.transformer.ln_f, 5.0)
+    times = [0.0, 0.0, 2.0, 2.0, 2.0, 5.0, 0.0]
+    taken = take_apart(model, None)
+    assert layer_times(model, taken.chain, taken.inputs) == times
+    assert cut(model, "time", 2) == balanced_cuts(times, 2)
 
-    def slow(hidden):
-        time.sleep(0.2)  # far longer than other work on the machine holds up a layer
-        return forward(hidden)
 
-    monkeypatch.setattr(model.transformer.ln_f, "forward", slow)
-    conversion = _take_apart(model, None)
-    seconds = timing.layer_times(model, conversion.chain, conversion.inputs)
-    assert seconds.index(max(seconds)) == 5
-    assert seconds[2] == seconds[3] == seconds[4]
+def test_each_layer_of_every_family_is_measured(model_name, make_model, monkeypatch):
+    clock = iter(range(10**6))
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
+    model = make_model(model_name)
+    taken = take_apart(model, None)
+    assert layer_times(model, taken.chain, taken.inputs) == [1.0] * len(taken.chain)

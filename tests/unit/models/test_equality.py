@@ -17,10 +17,6 @@ def gradients_of(loss, parameters):
     return [None if p.grad is None else p.grad.clone() for p in parameters]
 
 
-def inputs_of(module, batch):
-    return module.split_batch(batch)
-
-
 def compare(model, module, batch, *, training, **options):
     """Compare logits, loss and all gradients, from the same random state."""
     parameters = list(model.parameters())
@@ -30,7 +26,7 @@ def compare(model, module, batch, *, training, **options):
     torch.manual_seed(11)
     expected = model(**batch, **options)
     expected_gradients = gradients_of(expected.loss, parameters)
-    inputs, labels = inputs_of(module, batch)
+    inputs, labels = module.split_batch(batch)
     module.train(training)
     torch.manual_seed(11)
     logits = module(inputs)

@@ -10,7 +10,6 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from wavemare.errors import ModelError
-from wavemare.models import export as export_module
 from wavemare.models import pipeline_state_dict, save_pretrained, to_pipeline
 
 
@@ -118,8 +117,6 @@ def test_other_modules_are_refused(tmp_path):
 def test_files_replace_the_old_ones_with_the_configuration_last(make_model, tmp_path, monkeypatch):
     moved = []
     replace = os.replace
-    monkeypatch.setattr(
-        export_module.os, "replace", lambda a, b: (moved.append(b.name), replace(a, b))
-    )
+    monkeypatch.setattr("os.replace", lambda a, b: (moved.append(b.name), replace(a, b)))
     save_pretrained(to_pipeline(make_model("gpt2"), num_stages=1), tmp_path / "run")
     assert moved[-1] == "config.json"

@@ -17,7 +17,7 @@ from wavemare.models import (
     tied_weights,
     to_pipeline,
 )
-from wavemare.models.convert import _take_apart, cut_chain
+from wavemare.models.convert import cut_chain, take_apart
 from wavemare.models.layers import TiedHead
 
 TIED = {
@@ -244,7 +244,7 @@ def test_parameters_are_counted_with_the_copy(tied_name, make_tied, tmp_path):
 
 def test_untying_does_not_move_the_cuts(tied_name, make_tied):
     model = make_tied(tied_name)
-    tied, timed = (_take_apart(model, None, untie=untie) for untie in (False, True))
+    tied, timed = (take_apart(model, None, untie=untie) for untie in (False, True))
     cuts = [
         cut_chain(model, taken.chain, taken.inputs, "parameters", stages)
         for stages in (2, 3)

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups of ranks in one process: of one rank, or of several of which one is here."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,11 +14,11 @@ sys.path.append(str(Path(__file__).parents[2] / "multiproc" / "programs"))
 
 
 @pytest.fixture
-def as_rank() -> Callable[[int, int], AbstractContextManager[Any]]:
+def as_rank():
     """Be one of several ranks whose collectives do nothing: for what needs no sums."""
 
     @contextmanager
-    def enter(rank: int, ranks: int) -> Iterator[Any]:
+    def enter(rank, ranks):
         dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
         try:
             yield dist.group.WORLD
@@ -33,7 +29,7 @@ def as_rank() -> Callable[[int, int], AbstractContextManager[Any]]:
 
 
 @pytest.fixture
-def alone() -> Iterator[Any]:
+def alone():
     """A group of one rank, whose sums are real."""
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     torch.manual_seed(0)

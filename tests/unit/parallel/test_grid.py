@@ -45,16 +45,6 @@ def test_the_order_is_deepspeeds(tensor, pipeline, data):
         assert sorted(found[ours]) == sorted(expected or [[r] for r in range(len(found[ours]))])
 
 
-@pytest.mark.parametrize(("tensor", "pipeline", "data"), SHAPES)
-def test_the_order_is_megatrons(tensor, pipeline, data):
-    reason = "megatron-core is not installed (pip install megatron-core)"
-    state = pytest.importorskip("megatron.core.parallel_state", reason=reason)
-    order = state.RankGenerator(tp=tensor, ep=1, dp=data, pp=pipeline, cp=1, order="tp-cp-ep-dp-pp")
-    found = rank_lists(tensor * pipeline * data, tensor=tensor, pipeline=pipeline)
-    for ours, theirs in {"tensor": "tp", "pipeline": "pp", "data": "dp", "model": "tp-pp"}.items():
-        assert sorted(found[ours]) == sorted(order.get_ranks(theirs))
-
-
 @pytest.mark.parametrize("rank", range(12))
 def test_both_dialects(rank, as_rank):
     with as_rank(rank, 12):

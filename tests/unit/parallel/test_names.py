@@ -107,13 +107,6 @@ def test_layout_strings(layout, expected):
     assert unrolled(layout) == expected
 
 
-def test_the_layout_of_the_documentation_of_megatron():
-    stages = unrolled("Et*3|(tt|)*29,m|L")
-    assert stages == ["Ettt", *["tt"] * 29, "m", "L"]
-    assert sum(stage.count("t") for stage in stages) == 61
-    assert len(stages) == 32
-
-
 def test_a_range_may_not_be_of_any_length():
     with pytest.raises(PlanError, match="the range 0-99999999999 goes beyond 5 digits"):
         wavemare.annotate(gpt2(), {"split": {"size": 2, "modules": ["layers.0-99999999999"]}})

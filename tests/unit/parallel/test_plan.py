@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans as data: what they refuse, their JSON, their hash and the configuration that runs them."""
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -72,20 +69,12 @@ def test_digest_is_that_of_the_plan_without_its_prediction():
 @pytest.mark.parametrize(
     ("base", "changes", "key"),
     [
-        (SHARES, {"global_batch": 127}, "shares"),
         (SHARES, {"global_batch": 0}, "global_batch"),
-        (SHARES, {"global_batch": True}, "global_batch"),
         (SHARES, {"micro_steps": 1.0}, "micro_steps"),
         (SHARES, {"shares": (20, 20, 24)}, "shares"),
-        (SHARES, {"shares": [20, 20, 12, 12]}, "shares"),
-        (SHARES, {"shares": (32, 20, 12, 0)}, "shares[3]"),
         (SHARES, {"shares": (20, 20, 12, 11), "global_batch": 126}, "shares"),
-        (SHARES, {"zero_stage": 4}, "zero_stage"),
         (SHARES, {"cuts": (0, 4), "num_layers": 4}, "cuts"),
         (SHARES, {"schedule": "1b1f"}, "schedule"),
-        (SHARES, {"wavelet": 1}, "wavelet"),
-        (SHARES, {"order": (0, 1, 2)}, "order"),
-        (SHARES, {"order": (0, 1, 2, 2)}, "order"),
         (SHARES, {"colocated": ("",)}, "colocated"),
         (SHARES, {"schedule": "pipemare"}, "zero_stage"),
         (STAGES, {"zero_stage": 2}, "zero_stage"),
@@ -109,32 +98,6 @@ def test_tensor_parallel_goes_with_zero_2_but_not_3():
     split = ParallelPlan(tensor_parallel=2, global_batch=8, shares=(8,), zero_stage=2)
     with pytest.raises(PlanError, match="zero_stage = 3"):
         replace(split, zero_stage=3)
-
-
-@pytest.mark.parametrize(
-    ("change", "key"),
-    [
-        ({"version": 2}, "version"),
-        ({"stage": 2}, "stage"),
-        ({"predicted": {"step": 1}}, "predicted.step"),
-        ({"predicted": {**json.loads(STAGES.to_json())["predicted"], "step_s": -1}}, None),
-        ({"predicted": 3}, "predicted"),
-        ({"shares": 6}, "shares"),
-    ],
-)
-def test_files_are_refused_by_key(change, key):
-    values = json.loads(STAGES.to_json()) | change
-    with pytest.raises(PlanError) as refused:
-        ParallelPlan.from_json(json.dumps(values))
-    assert refused.value.key == (key or "predicted.step_s")
-
-
-def test_files_without_a_key_and_no_files():
-    values = json.loads(SHARES.to_json())
-    del values["shares"]
-    for text in (json.dumps(values), "[]", "{"):
-        with pytest.raises(PlanError):
-            ParallelPlan.from_json(text)
 
 
 def test_places_of_ranks_are_those_of_deepspeed():
@@ -199,13 +162,3 @@ def test_text_tells_what_matters():
         assert part in text
     assert "(2x20 + 2x12)" in str(SHARES)
     assert "10,000 tokens/s" in text
-
-
-def test_plans_need_no_torch():
-    program = (
-        "import sys\nimport wavemare.parallel.plan\n"
-        "print(sorted({'torch', 'deepspeed', 'numpy'} & sys.modules.keys()))"
-    )
-    command = [sys.executable, "-c", program]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.stdout == "[]\n", result.stderr

@@ -5,27 +5,25 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import distributed as dist
 from torch import nn
 
-from wavemare.parallel import speed
 from wavemare.parallel.speed import Line, measure_speeds
 
 
 class Clocked(nn.Module):
-    """Takes 3 s and 2 s for each sample, three times as long in its first passes of a size."""
+    """Takes 3 and 2 units for each sample, three times as long in its first passes of a size."""
 
-    def __init__(self, clock):
+    def __init__(self, clock, unit_s):
         super().__init__()
         self.layer = nn.Linear(4, 1)
-        self.clock = clock
+        self.clock, self.unit_s = clock, unit_s
         self.passes = {}
         self.types = set()
 
     def forward(self, x):
         size = len(x)
         self.passes[size] = self.passes.get(size, 0) + 1
-        self.clock[0] += (3 + 2 * size) * (3 if self.passes[size] <= 4 else 1)
+        self.clock[0] += self.unit_s * (3 + 2 * size) * (3 if self.passes[size] <= 4 else 1)
         output = self.layer(x)
         self.types.add(output.dtype)
         return SimpleNamespace(loss=output.float().mean() + torch.rand(()))
@@ -34,22 +32,20 @@ class Clocked(nn.Module):
 @pytest.fixture
 def clock(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(speed, "_now", lambda: now[0])
-    monkeypatch.setattr(speed, "_LIMIT_S", 1e9)
-    monkeypatch.setattr(speed.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(dist, "barrier", lambda: None)
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, op: None)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(dist, "all_gather_object", lambda found, own: found.__setitem__(0, own))
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
     return now
 
 
+def batch_of(size):
+    return {"x": torch.ones(size, 4)}
+
+
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_two_sizes_make_a_line_once_they_are_warm(clock, dtype):
-    model = Clocked(clock).eval()
+def test_two_sizes_make_a_line_once_they_are_warm(clock, alone, dtype):
+    model = Clocked(clock, unit_s=2.0**-8).eval()
     state = torch.get_rng_state()
-    (found,) = measure_speeds(model, lambda size: {"x": torch.ones(size, 4)}, (4, 8), dtype=dtype)
-    assert found.whole == found.forward == Line(3.0, 2.0)
+    (found,) = measure_speeds(model, batch_of, (4, 8), dtype=dtype)
+    assert found.whole == found.forward == Line(3.0 / 256, 2.0 / 256)
     assert list(model.passes) == [8, 4]
     assert model.types == {dtype or torch.float32}
     assert not model.training
@@ -57,8 +53,7 @@ def test_two_sizes_make_a_line_once_they_are_warm(clock, dtype):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_slow_passes_are_fewer(clock, monkeypatch):
-    monkeypatch.setattr(speed, "_LIMIT_S", 100.0)
-    model = Clocked(clock)
-    measure_speeds(model, lambda size: {"x": torch.ones(size, 4)}, (4, 8))
+def test_slow_passes_are_fewer(clock, alone):
+    model = Clocked(clock, unit_s=1.0)
+    measure_speeds(model, batch_of, (4, 8))
     assert model.passes == {8: 2, 4: 2}

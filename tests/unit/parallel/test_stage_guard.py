@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from deepspeed.runtime.pipe import schedule
 
-from wavemare.parallel import stage_guard
 from wavemare.parallel.balance import plan_stages
 from wavemare.parallel.guard import STEPS
 from wavemare.parallel.stage_guard import StageGuard
@@ -33,10 +32,9 @@ class Pipeline:
         }
         self.waited_s = waited_s
         self._balance = SimpleNamespace(waited_s=0.0, timed=False) if waited_s else None
-        self._INSTRUCTION_MAP = {
-            instruction: self.method(instruction) for instruction in self.spent
-        }
-        monkeypatch.setattr(stage_guard.time, "perf_counter", lambda: self.now)
+        self.methods = {instruction: self.method(instruction) for instruction in self.spent}
+        self._INSTRUCTION_MAP = self.methods  # where DeepSpeed's engine looks its methods up
+        monkeypatch.setattr("time.perf_counter", lambda: self.now)
 
     def method(self, instruction):
         def run(buffer_id):
@@ -55,6 +53,10 @@ class Pipeline:
                 self.now += 0.0 if micro else 1.0
                 method(buffer_id=micro)
 
+    def is_timed(self):
+        balanced = self._balance is not None and self._balance.timed
+        return balanced or self._INSTRUCTION_MAP is not self.methods
+
 
 def judged(pipeline, monkeypatch, others):
     """Return the verdict after 20 steps, with the seconds that ranks 1 to 3 have found."""
@@ -62,19 +64,18 @@ def judged(pipeline, monkeypatch, others):
     def gather(found, own):
         found[:] = [own, *others]
 
-    monkeypatch.setattr(stage_guard.dist, "get_world_size", lambda: 4)
-    monkeypatch.setattr(stage_guard.dist, "all_gather_object", gather)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
+    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
     plan = plan_stages(TABLE, BATCH, stages=2)
     assert (plan.cuts, plan.shares) == ((0, 4, 8), (4, 4))
-    methods = pipeline._INSTRUCTION_MAP
     guard = StageGuard(pipeline, plan, TABLE, BATCH)
     verdicts = []
     for _ in range(STEPS):
+        assert pipeline.is_timed()
         pipeline.step()
         verdicts.append(guard.after_step())
     assert verdicts[:-1] == [None] * (STEPS - 1)
-    assert pipeline._INSTRUCTION_MAP is methods
-    assert pipeline._balance is None or not pipeline._balance.timed
+    assert not pipeline.is_timed()
     assert guard.after_step() is None
     return verdicts[-1]
 

@@ -3,7 +3,6 @@
 
 import pytest
 
-from wavemare.parallel import trial as trials
 from wavemare.parallel.guard import STEPS
 from wavemare.parallel.trial import Trial
 
@@ -21,15 +20,14 @@ class Shared:
 
 def tried(monkeypatch, shares, sample_s, mended=None):
     """Train 60 steps; return the guard, and the steps with verdicts."""
-    now, slowest = [0.0], []
+    now = [0.0]
 
     def gather(found, own):
-        slowest.append(own)
         found[:] = [own, own / 2]
 
-    monkeypatch.setattr(trials, "_now", lambda: now[0])
-    monkeypatch.setattr(trials.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(trials.dist, "all_gather_object", gather)
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
     guard = Shared(shares)
     trial, verdicts, changed = Trial(guard), {}, 0
     for step in range(1, 3 * STEPS + 1):

@@ -2,16 +2,15 @@
 """``--balance`` where ranks or the configuration disagree with it."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from wavemare.errors import ConfigError, PlanError
-from wavemare.parallel.guard import Verdict
+from wavemare.parallel.guard import STEPS
 from wavemare.parallel.plan import ParallelPlan
-from wavemare.parallel.trial import TrialVerdict
+from wavemare.parallel.speed import Line, Speed
 from wavemare.recipes.balancing import Balancing
 
 PLAN = ParallelPlan(data_parallel=2, global_batch=8, shares=(5, 3))
@@ -101,17 +100,65 @@ def test_speeds_are_those_of_the_jobs_own_type(monkeypatch, tmp_path, config, dt
     assert found.config["wavemare"]["balance"]["shares"] == [5, 3]
 
 
-def test_new_shares_of_the_guard_are_written_by_one_rank(tmp_path):
-    verdict = Verdict((0.1, 0.1), (0.1, 0.2), (6, 2))
+class Engine:
+    """Rank 0 of two, whose passes take their time on a clock of its own."""
+
+    data_parallel_group = None
+
+    def __init__(self, monkeypatch, sample_s):
+        self.module, self.share, self.now = torch.nn.Linear(2, 2), PLAN.shares[0], 0.0
+        self.sample_s = sample_s
+        self.module.register_forward_hook(self.spend)
+        monkeypatch.setattr("time.perf_counter", lambda: self.now)
+
+    def spend(self, *_):
+        self.now += self.share * self.sample_s
+
+    def zero_optimization_stage(self):
+        return 0
+
+    def share_out(self, shares):
+        self.share = shares[0]
+
+
+def watched(monkeypatch, folder, sample_s, rank=0, *, tries=False):
+    """Return a run of shares 5 and 3, and a function that trains 20 steps.
+
+    A sample should take 3 s on rank 0 and 5 s on rank 1; it takes ``sample_s`` on rank 0.
+    """
+
+    def gather(found, own, group="default"):
+        found[:] = [own, own if group == "default" else 15.0]
+
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    speeds = [Speed(line, line) for line in (Line(0.0, 3.0), Line(0.0, 5.0))]
+    measured = "wavemare.parallel.balance.balance_replicas"
+    monkeypatch.setattr(measured, lambda *_, **__: (PLAN, speeds))
+    found = Balancing("auto", {}, folder, resumes=False, tries=tries)
+    found.measure(LanguageModel(), {}, sequence_length=8)
+    engine = Engine(monkeypatch, sample_s)
+    found.watch(engine, lambda shares: None, {})
+
+    def train():
+        said = []
+        for _ in range(STEPS):
+            engine.module(torch.zeros(1, 2))
+            said.append(found.after_step(saved=False, rank=rank))
+        assert said[:-1] == [None] * (STEPS - 1)
+        return said[-1]
+
+    return found, train
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_new_shares_of_the_guard_are_written_by_one_rank(monkeypatch, tmp_path, rank):
+    found, train = watched(monkeypatch, tmp_path, 1.0, rank)
+    assert "new shares 7, 1" in train()
+    assert found.plan == replace(PLAN, shares=(7, 1))
     file = tmp_path / "plan.json"
-    for rank in (1, 0):
-        found = balancing(tmp_path, None, plan=PLAN)
-        found._guard = SimpleNamespace(after_step=lambda: verdict, shares=(6, 2))
-        file.unlink()
-        assert "new shares 6, 2" in found.after_step(saved=False, rank=rank)
-        assert found.plan == replace(PLAN, shares=(6, 2))
-        assert file.exists() == (rank == 0)
-    assert ParallelPlan.from_json(file.read_text()) == found.plan
+    assert file.exists() == (rank == 0)
+    assert rank == 1 or ParallelPlan.from_json(file.read_text()) == found.plan
 
 
 def test_a_trial_needs_measured_shares(tmp_path):
@@ -120,15 +167,11 @@ def test_a_trial_needs_measured_shares(tmp_path):
             Balancing(choice, config, tmp_path, resumes=False, tries=True)
 
 
-def test_the_shares_that_a_trial_keeps_are_written(tmp_path):
-    found = balancing(tmp_path, None, plan=PLAN)
-    found._guard = SimpleNamespace(after_step=lambda: None, shares=PLAN.shares)
-    found._trial = SimpleNamespace(after_step=lambda: None)
-    assert found.after_step(saved=False, rank=0) is None
-    found._guard.shares = (4, 4)
-    found._trial.after_step = lambda: TrialVerdict(2.0, 1.0, (4, 4))
-    text = found.after_step(saved=False, rank=0)
-    assert text.endswith(
-        "2e+03 ms with the plan's shares and 1e+03 ms with equal ones; equal stay: 4, 4"
+def test_the_shares_that_a_trial_keeps_are_written(monkeypatch, tmp_path):
+    _, train = watched(monkeypatch, tmp_path, 3.0, tries=True)
+    assert "off by 0% at most" in train()
+    assert train() == (
+        "balance: a step took 1.5e+04 ms with the plan's shares and 1.2e+04 ms with equal ones; "
+        "equal stay: 4, 4"
     )
     assert ParallelPlan.from_json((tmp_path / "plan.json").read_text()).shares == (4, 4)

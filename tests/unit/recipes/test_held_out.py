@@ -13,27 +13,27 @@ from wavemare.recipes.job import Job
 from wavemare.recipes.megatron_parts import MegatronParts
 
 
-def held_out(rank: int, ranks: int, num_samples: int | None) -> list[int]:
+def held_out(rank, ranks, num_samples):
     job = SimpleNamespace(
         engine=SimpleNamespace(data_rank=rank, data_world_size=ranks),
         batch={"train_micro_batch_size_per_gpu": 4},
     )
     samples = torch.arange(100)
-    batches = Job.held_out_batches(job, samples, num_samples)  # type: ignore[arg-type]
+    batches = Job.held_out_batches(job, samples, num_samples)
     return [int(sample) for batch in batches for sample in batch]
 
 
 @pytest.mark.parametrize("asked", [1, 2, 3])
-def test_fewer_samples_than_ranks_are_one_for_each(asked: int) -> None:
+def test_fewer_samples_than_ranks_are_one_for_each(asked):
     assert [len(held_out(rank, 3, asked)) for rank in range(3)] == [1, 1, 1]
 
 
-def test_samples_are_spread_over_the_whole_set() -> None:
+def test_samples_are_spread_over_the_whole_set():
     assert held_out(0, 1, 4) == [0, 25, 50, 75]
     assert sorted(held_out(0, 2, 8) + held_out(1, 2, 8)) == [0, 12, 25, 37, 50, 62, 75, 87]
 
 
-def test_data_of_which_nothing_is_held_out_is_refused(tmp_path) -> None:
+def test_data_of_which_nothing_is_held_out_is_refused(tmp_path):
     with IndexedWriter(tmp_path / "few", "u2") as writer:
         for _ in range(10):
             writer.add_sequence([1, 2, 3, 4])

@@ -16,17 +16,7 @@ from wavemare.recipes.bert.finetune import FinetuneArguments as Classification
 from wavemare.recipes.bert.finetune import main as classification
 from wavemare.recipes.gpt.finetune import FinetuneArguments
 from wavemare.recipes.gpt.pretrain import PretrainArguments
-from wavemare.recipes.megatron_options import NAMES, translate
-
-# The list of what a Megatron user types.
-LIST = """
-num-layers hidden-size num-attention-heads seq-length max-position-embeddings micro-batch-size
-global-batch-size train-iters lr min-lr lr-decay-style lr-warmup-fraction weight-decay clip-grad
-tensor-model-parallel-size pipeline-model-parallel-size num-layers-per-virtual-pipeline-stage
-data-path split vocab-file merge-file tokenizer-type make-vocab-size-divisible-by save load
-save-interval log-interval eval-interval eval-iters fp16 bf16 tensorboard-dir wandb-project
-deepspeed
-""".split()
+from wavemare.recipes.megatron_options import translate
 
 
 def parsed(monkeypatch, line, kind=PretrainArguments):
@@ -38,10 +28,6 @@ def parsed(monkeypatch, line, kind=PretrainArguments):
 def recipe_json():
     text = (files("wavemare.recipes") / "gpt" / "pretrain_pipeline.json").read_text()
     return json.loads(text)
-
-
-def test_every_name_is_understood():
-    assert {name.replace("-", "_") for name in LIST} == NAMES
 
 
 def test_a_megatron_command_line(monkeypatch):
@@ -117,26 +103,6 @@ def test_schedules(style, kind, keys):
     _, changes = translate(["--lr-decay-style", style, "--min-lr", "0.1"])
     with pytest.raises(ConfigError, match=r"--min-lr.*no lowest rate.*cosine"):
         changes.config(recipe_json())
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("--num-layers", "its value is missing"),
-        ("--num-layers two", "not a whole number"),
-        ("--num-layers 0", "not a whole number above 0"),
-        ("--lr fast", "not a number of 0 or more"),
-        ("--lr-decay-style inverse-square-root", "cosine, linear, constant"),
-        ("--num-layers-per-virtual-pipeline-stage 2", "no interleaved schedule"),
-        ("--tokenizer-type SentencePieceTokenizer", "HuggingFaceTokenizer"),
-        ("--vocab-file a/v.json --merge-file b/m.txt", "different folders"),
-        ("--save one --load other", "Give both the same folder"),
-        ("--num-layer 2", "Did you mean 'num_layers'"),
-    ],
-)
-def test_refusals(monkeypatch, line, message):
-    with pytest.raises(ConfigError, match=message):
-        parsed(monkeypatch, line)
 
 
 def test_a_model_from_a_folder_has_its_own_size(monkeypatch):

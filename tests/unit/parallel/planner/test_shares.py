@@ -5,7 +5,6 @@ import random
 
 import pytest
 
-from wavemare.bench.whale.bounds import share_gain
 from wavemare.parallel.planner.shares import balanced_shares, divisors
 
 
@@ -63,30 +62,6 @@ def test_quantum(quantum):
     shares = balanced_shares(64, linear([3.0, 1.0]), [100, 100], quantum=quantum)
     assert shares == (48, 16)
     assert balanced_shares(63, linear([3.0, 1.0]), [100, 100], quantum=quantum) is None
-
-
-@pytest.mark.parametrize(
-    ("slow", "expected", "gain", "bound"),
-    [(9.3, (40, 24), 1.333, 1.344), (10.6, (38, 26), 1.231, 1.241)],
-)
-def test_golden_shares_of_8_fast_and_8_slow_devices(slow, expected, gain, bound):
-    speeds = [15.7] * 8 + [slow] * 8
-    shares = balanced_shares(512, linear(speeds), [512] * 16)
-    assert (shares[0], shares[-1]) == expected
-    found = (32 / slow) / latest(shares, speeds, [0.0] * 16)
-    assert found == pytest.approx(gain, abs=5e-4)
-    most = share_gain([1 / speed for speed in speeds])
-    assert most == pytest.approx(bound, abs=5e-4)
-    assert found <= most
-
-
-def test_golden_micro_steps_instead_of_moved_load():
-    finish = linear([15.7] * 8 + [9.3] * 8)
-    caps = [36] * 8 + [32] * 8
-    moved = balanced_shares(512, finish, caps)
-    assert (moved[0], moved[-1]) == (36, 28)
-    shares = balanced_shares(512 // 2, finish, caps)
-    assert (shares[0], shares[-1]) == (20, 12)
 
 
 def test_divisors():

@@ -66,10 +66,12 @@ def test_groups_that_reduce_between_nodes_share_the_link(degrees, units, groups)
         shares=(8 // replicas,) * replicas,
         micro_steps=1,
     )
+    ends = []
     for stage in range(stages):
         layers = scene.costs.layers[bounds[stage] : bounds[stage + 1]]
         parameters = sum(layer.parameters for layer in layers) / splits
         link = Link(0.0, 1e12) if groups is None else Link(0.0, 1e6 / groups)
         ring_s = 2 * (replicas - 1) * 4 * parameters / replicas / link.bytes_s
-        expected = ring_s + optimizer_s(DEVICE, parameters, variant)
-        assert scene._end_s(layout, stage) == pytest.approx(expected)
+        ends.append(ring_s + optimizer_s(DEVICE, parameters, variant))
+    predicted = scene.predict(layout)
+    assert predicted.step_s - max(predicted.rank_s) == pytest.approx(max(ends))

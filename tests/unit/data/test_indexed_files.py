@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The writer against bytes made by hand from the format, and against Megatron-core's own files."""
-
-from __future__ import annotations
+"""``.bin`` and ``.idx``: bytes made by hand, an independent writer, and Megatron-core's files."""
 
 import struct
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -33,11 +30,10 @@ INDEX = (
     b"\x03\x00\x00\x00\x00\x00\x00\x00"
 )
 TOKENS = b"\x01\x00\x02\x00\x03\x00\xf4\x01"
+CODES = {"u1": 1, "i1": 2, "i2": 3, "i4": 4, "i8": 5, "u2": 8}
 
-Documents = list[list[list[int]]]
 
-
-def write(prefix: Path, documents: Documents, dtype: Any = "u2", modes: bool = False) -> None:
+def write(prefix, documents, dtype="u2", modes=False):
     with IndexedWriter(prefix, dtype, modes=modes) as writer:
         for document in documents:
             for number, sequence in enumerate(document):
@@ -45,17 +41,40 @@ def write(prefix: Path, documents: Documents, dtype: Any = "u2", modes: bool = F
             writer.end_document()
 
 
-def files(prefix: Path) -> tuple[bytes, bytes]:
+def files(prefix):
     return Path(f"{prefix}.idx").read_bytes(), Path(f"{prefix}.bin").read_bytes()
 
 
-def test_golden_bytes(tmp_path: Path) -> None:
+def slow_files(documents, dtype, modes):
+    """Return the bytes of both files, made value by value from the description of the format."""
+    sequences = [sequence for document in documents for sequence in document]
+    size = np.dtype(dtype).itemsize
+    index = b"MMIDIDX\0\0" + struct.pack("<Q", 1) + struct.pack("<B", CODES[dtype])
+    index += struct.pack("<Q", len(sequences)) + struct.pack("<Q", len(documents) + 1)
+    for sequence in sequences:
+        index += struct.pack("<i", len(sequence))
+    position = 0
+    for sequence in sequences:
+        index += struct.pack("<q", position)
+        position += len(sequence) * size
+    bound = 0
+    index += struct.pack("<q", 0)
+    for document in documents:
+        bound += len(document)
+        index += struct.pack("<q", bound)
+    if modes:
+        index += bytes(number % 3 for document in documents for number in range(len(document)))
+    tokens = [token for sequence in sequences for token in sequence]
+    return index, np.array(tokens, dtype=f"<{dtype}").tobytes()
+
+
+def test_golden_bytes(tmp_path):
     write(tmp_path / "corpus", [[[1, 2], [3]], [[500]]])
     assert files(tmp_path / "corpus") == (INDEX, TOKENS)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.bin", "corpus.idx"]
 
 
-def test_golden_bytes_with_modes(tmp_path: Path) -> None:
+def test_golden_bytes_with_modes(tmp_path):
     write(tmp_path / "corpus", [[[1, 2], [3]], [[500]]], modes=True)
     assert files(tmp_path / "corpus") == (INDEX + b"\x00\x01\x00", TOKENS)
     modes = open_indexed(tmp_path / "corpus").modes
@@ -68,31 +87,38 @@ DOCUMENTS = st.lists(
 )
 
 
-@settings(max_examples=30)
-@given(documents=DOCUMENTS, dtype=st.sampled_from(["u1", "i1", "i2", "i4", "i8", "u2"]))
-def test_the_reader_returns_what_was_written(
-    tmp_path_factory: pytest.TempPathFactory, documents: Documents, dtype: str
-) -> None:
+@settings(max_examples=50)
+@given(documents=DOCUMENTS, dtype=st.sampled_from(sorted(CODES)), modes=st.booleans())
+def test_files_of_any_data(tmp_path_factory, documents, dtype, modes):
     prefix = tmp_path_factory.mktemp("written") / "a.b"
-    write(prefix, documents, dtype)
+    write(prefix, documents, dtype, modes)
+    assert files(prefix) == slow_files(documents, dtype, modes)
     data = open_indexed(prefix)
+    assert (data.modes is not None) == (modes and any(documents))
     sequences = [sequence for document in documents for sequence in document]
     store = data.store(sequences=True)
     assert [store.document(i).tolist() for i in range(store.num_documents)] == sequences
-    assert np.diff(data.bounds).tolist() == [len(document) for document in documents]
-    assert data.tokens.dtype == np.dtype(dtype)
+    flat = [[token for sequence in document for token in sequence] for document in documents]
+    if not any(flat):
+        with pytest.raises(DataError, match="holds no tokens"):
+            read_indexed(prefix)
+        return
+    store = read_indexed(prefix)
+    assert [store.document(i).tolist() for i in range(store.num_documents)] == flat
+    assert store.tokens.dtype == np.dtype(dtype)
+    assert isinstance(store.tokens, np.memmap)
+    assert store.vocab_size == max(token for document in flat for token in document) + 1
+    assert read_indexed(prefix, vocab_size=500).vocab_size == 500
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(parts=st.lists(DOCUMENTS, min_size=1, max_size=4), modes=st.booleans())
-def test_merging_is_writing_one_after_another(
-    tmp_path_factory: pytest.TempPathFactory, parts: list[Documents], modes: bool
-) -> None:
+def test_merging_is_writing_one_after_another(tmp_path_factory, parts, modes):
     folder = tmp_path_factory.mktemp("merged")
     for number, part in enumerate(parts):
         write(folder / str(number), part, modes=modes)
     write(folder / "expected", [document for part in parts for document in part], modes=modes)
-    calls: list[tuple[int, int]] = []
+    calls = []
     sources = [folder / str(number) for number in range(len(parts))]
     merge_indexed(sources, folder / "merged", progress=lambda *at: calls.append(at))
     assert files(folder / "merged") == files(folder / "expected")
@@ -100,18 +126,20 @@ def test_merging_is_writing_one_after_another(
     assert calls[-1][0] == calls[-1][1]
 
 
-def test_many_sequences_are_written_in_chunks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    documents = [[[number] * (number % 4)] for number in range(50)]
-    write(tmp_path / "whole", documents)
-    monkeypatch.setattr("wavemare.data.indexed_writer._CHUNK", 7)
-    write(tmp_path / "chunks", documents)
+def test_more_than_a_million_sequences(tmp_path):
+    """Indexes are written in chunks of 2^20 sequences."""
+    count = (1 << 20) + 3
+    lengths = np.arange(count, dtype="<i4") % 3
+    ends = np.cumsum(lengths, dtype="<i8") * 2
+    index = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, count, count + 1) + lengths.tobytes()
+    index += np.concatenate([[0], ends[:-1]]).astype("<i8").tobytes()
+    (tmp_path / "whole.idx").write_bytes(index + np.arange(count + 1, dtype="<i8").tobytes())
+    (tmp_path / "whole.bin").write_bytes(bytes(int(ends[-1])))
     merge_indexed([tmp_path / "whole"], tmp_path / "copy")
-    assert files(tmp_path / "chunks") == files(tmp_path / "whole") == files(tmp_path / "copy")
+    assert files(tmp_path / "copy") == files(tmp_path / "whole")
 
 
-def test_a_writer_that_raises_leaves_no_target(tmp_path: Path) -> None:
+def test_a_writer_that_raises_leaves_no_target(tmp_path):
     with (
         pytest.raises(DataError, match=r"70000 do not fit uint16.*wider type"),
         IndexedWriter(tmp_path / "corpus", "u2") as writer,
@@ -121,7 +149,7 @@ def test_a_writer_that_raises_leaves_no_target(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tokens", [[1.5], [float("nan")], [True], ["1"]])
-def test_tokens_are_whole_numbers(tmp_path: Path, tokens: Any) -> None:
+def test_tokens_are_whole_numbers(tmp_path, tokens):
     with (
         pytest.raises(DataError, match="tokens are whole numbers, not"),
         IndexedWriter(tmp_path / "corpus", "u2") as writer,
@@ -129,7 +157,7 @@ def test_tokens_are_whole_numbers(tmp_path: Path, tokens: Any) -> None:
         writer.add_sequence(tokens)
 
 
-def test_merging_writes_over_nothing_unasked(tmp_path: Path) -> None:
+def test_merging_writes_over_nothing_unasked(tmp_path):
     for number in (1, 2):
         write(tmp_path / str(number), [[[number]]])
     before = files(tmp_path / "2")
@@ -155,7 +183,7 @@ def test_merging_writes_over_nothing_unasked(tmp_path: Path) -> None:
         merge_indexed([tmp_path / "1"], tmp_path / "link" / "1", overwrite=True)
 
 
-def test_what_cannot_be_merged(tmp_path: Path) -> None:
+def test_what_cannot_be_merged(tmp_path):
     write(tmp_path / "a", [[[1]]])
     write(tmp_path / "b", [[[1]]], "i4")
     write(tmp_path / "c", [[[1]]], modes=True)
@@ -176,16 +204,14 @@ def test_what_cannot_be_merged(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def megatron() -> Any:
+def megatron():
     reason = "megatron-core is not installed (pip install megatron-core)"
     return pytest.importorskip("megatron.core.datasets.indexed_dataset", reason=reason)
 
 
 @pytest.mark.parametrize("modes", [False, True])
 @pytest.mark.parametrize("dtype", ["uint16", "int32"])
-def test_megatron_core_writes_and_reads_the_same(
-    tmp_path: Path, megatron: Any, dtype: str, modes: bool
-) -> None:
+def test_megatron_core_writes_and_reads_the_same(tmp_path, megatron, dtype, modes):
     draw = np.random.default_rng(3)
     shapes = [[int(n) for n in draw.integers(0, 9, size=draw.integers(1, 4))] for _ in range(20)]
     documents = [[draw.integers(0, 60000, size=n).tolist() for n in shape] for shape in shapes]
@@ -207,19 +233,8 @@ def test_megatron_core_writes_and_reads_the_same(
     assert store.tokens.tolist() == [token for sequence in sequences for token in sequence]
 
 
-def test_megatron_core_merges_alike(tmp_path: Path, megatron: Any) -> None:
-    write(tmp_path / "a", [[[1, 2], []], [[3]]])
-    write(tmp_path / "b", [[[4]], [[5, 6, 7], [8]]])
-    builder = megatron.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.uint16)
-    for name in ("a", "b"):
-        builder.add_index(str(tmp_path / name))
-    builder.finalize(str(tmp_path / "theirs.idx"))
-    merge_indexed([tmp_path / "a", tmp_path / "b"], tmp_path / "ours")
-    assert files(tmp_path / "ours") == files(tmp_path / "theirs")
-
-
 @pytest.mark.parametrize("prefix", ["/proc/nosuch/x", "{folder}/file/x", ".", "/"])
-def test_a_place_where_nothing_can_be_written(tmp_path: Path, prefix: str) -> None:
+def test_a_place_where_nothing_can_be_written(tmp_path, prefix):
     (tmp_path / "file").touch()
     with pytest.raises(DataError) as caught, claimed(Path(prefix.format(folder=tmp_path))):
         pass

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mappings like a valid one, and the values that are put into them."""
+
+import copy
+
+from hypothesis import strategies as st
+
+# Values that some reader knows, beside arbitrary ones.
+WORDS = ["auto", "off", "time", "type:(", "type:Block", "rest", "1f1b", "pipemare", "sync", "true"]
+NUMBERS = [0, -1, 1, 2, 3, 10**30, 10**400, 0.5, -0.0, 1e308, float("nan"), float("inf")]
+SCALARS = st.sampled_from([*WORDS, *NUMBERS, True, False, None, "", "1"])
+VALUES = st.recursive(
+    SCALARS | st.integers() | st.floats() | st.text(max_size=6),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@st.composite
+def changed(draw, valid):
+    """Draw a valid mapping with values replaced, removed, added and misspelt at any depth."""
+    values = copy.deepcopy(valid)
+    for _ in range(draw(st.integers(1, 3))):
+        section = values
+        while isinstance(section, dict | list) and section:
+            keys = range(len(section)) if isinstance(section, list) else sorted(section, key=str)
+            key = draw(st.sampled_from(keys))
+            if isinstance(section[key], dict | list) and draw(st.booleans()):
+                section = section[key]
+                continue
+            change = draw(st.sampled_from(["replace", "remove", "add", "misspell"]))
+            if change == "replace":
+                section[key] = draw(VALUES)
+            elif change == "remove":
+                del section[key]
+            elif isinstance(section, list):
+                section.append(draw(VALUES))
+            elif change == "add":
+                section[draw(st.text(max_size=6) | st.integers())] = draw(VALUES)
+            else:
+                section[str(key)[:-1]] = section.pop(key)
+            break
+    return values
