@@ -211,6 +211,26 @@ def launch(
     return run
 
 
+@pytest.fixture
+def fork(
+    rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Finished]:
+    """Run a Python script in one process of the pool, from a folder."""
+
+    def run(
+        *command: object, folder: Path, timeout: float, environment: Mapping[str, str]
+    ) -> Finished:
+        logs = tmp_path_factory.mktemp("fork")
+        process = rank_server.start([*map(str, command)], logs / "log", environment, folder=folder)
+        ended = _wait([process], timeout)
+        assert process.returncode is not None
+        return Finished(
+            [process.returncode], [(logs / "log").read_text(errors="replace")], logs, ended
+        )
+
+    return run
+
+
 @pytest.fixture(scope="module")
 def _launched() -> dict[tuple[object, ...], Finished]:
     return {}
@@ -309,6 +329,73 @@ def no_leaked_environment() -> Iterator[None]:
     leaked = {k for k in before.keys() | after.keys() if before.get(k) != after.get(k)}
     assert not leaked, f"environment variables changed: {sorted(leaked)}"
 
+
+# --- what the whole suite leaves behind ----------------------------------------------------------
+
+_SESSION = "SESSION_OF_TESTS"
+_LEFT = pytest.StashKey[list[str]]()
+_BEFORE = pytest.StashKey[set[Path]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        os.environ[_SESSION] = str(os.getpid())  # all processes that tests start inherit it
+        config.stash[_BEFORE] = set(_named_resources())
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail if processes, with their ports, shared memory or network namespaces are left."""
+    if hasattr(session.config, "workerinput"):
+        return
+    before, deadline = session.config.stash[_BEFORE], time.monotonic() + 2 * GRACE_S
+    while (left := _left_by_the_suite(before)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    session.config.stash[_LEFT] = left
+    if left:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    for line in config.stash.get(_LEFT, []):
+        terminalreporter.write_line(f"left behind by the tests: {line}", red=True)
+
+
+def _named_resources() -> Iterator[Path]:
+    for folder in Path("/dev/shm"), Path("/run/netns"):
+        if folder.is_dir():
+            yield from folder.iterdir()
+
+
+def _left_by_the_suite(before: set[Path]) -> list[str]:
+    found, used = [], set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if _is_of_this_suite(process):
+                ports = [c.laddr.port for c in process.net_connections() if c.status == "LISTEN"]
+                found.append(f"process {process.pid} {process.cmdline()[:6]}, ports {ports}")
+            else:
+                used.update(
+                    re.findall(r"/dev/shm/\S+", Path(f"/proc/{process.pid}/maps").read_text())
+                )
+    new = set(_named_resources()) - before
+    # What a process of somebody else has open is somebody else's.
+    return found + sorted(str(path) for path in new if str(path) not in used)
+
+
+def _is_of_this_suite(process: psutil.Process) -> bool:
+    own = psutil.Process()
+    return (
+        process.environ().get(_SESSION) == str(own.pid)
+        and process.pid != own.pid
+        and not any("resource_tracker" in word for word in process.cmdline())
+        and process.status() != psutil.STATUS_ZOMBIE
+    )
+
+
+# --- what one test leaves behind -----------------------------------------------------------------
 
 GRACE_S = 5.0
 """How long threads and processes may outlive what they served, and orphans their parent."""

@@ -58,18 +58,35 @@ class Ended:
 
 
 @pytest.fixture
-def command(tmp_path: Path) -> Callable[..., Ended]:
-    """Run a program of this environment from a folder of its own; all of it ends at the limit."""
+def command(tmp_path: Path, fork: Callable[..., Any]) -> Callable[..., Ended]:
+    """Run a program of this environment from a folder of its own; all of it ends at the limit.
 
-    def run(*words: object, timeout: float = 200, environment: dict[str, str] | None = None):
+    ``wavemare`` runs in a process that has imported it, unless it is to have its own interpreter.
+    """
+
+    def run(
+        *words: object,
+        timeout: float = 200,
+        environment: dict[str, str] | None = None,
+        interpreter: bool = False,
+    ) -> Ended:
         program, *options = map(str, words)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+        if program == "wavemare" and not interpreter:
+            ended = fork(
+                BIN / program, *options, folder=tmp_path, timeout=timeout, environment=environment
+            )
+            assert not ended.ended_by_harness, (
+                f"longer than {timeout} s:\n{ended.outputs[0][-8000:]}"
+            )
+            return Ended(ended.codes[0], ended.outputs[0])
         process = subprocess.Popen(
             [str(BIN / program), *options],
             cwd=tmp_path,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+            env=environment,
             start_new_session=True,
         )
         try:
