@@ -74,9 +74,8 @@ def test_options_change_the_configuration(command, small_options, json_file, tmp
     # What the engine tells at its start.
     for said in ("2 micro-batches per optimizer step on 4 stages", "with 3 or more", "SGD stays"):
         assert ended.output.count(said) == 1, said
-    config = json.loads((tmp_path / "out" / "config.json").read_text())["configuration"][
-        "deepspeed"
-    ]
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    config = written["configuration"]["deepspeed"]
     assert config["optimizer"] == {"type": "SGD", "params": {"lr": 0.25}}
     assert config["wavemare"]["pipeline"]["stages"] == 4
     assert config["gradient_accumulation_steps"] == 2

@@ -11,13 +11,9 @@ MEMORY = {"optimizer": 2.0, "correction": 0.0}
 
 
 def run(system, seed, curve):
-    return {
-        "system": system,
-        "seed": seed,
-        "held_out_loss": curve[-1][1],
-        "curve": curve,
-        "memory": MEMORY,
-    }
+    loss = curve[-1][1]
+    row = {"system": system, "seed": seed, "held_out_loss": loss, "curve": curve}
+    return {**row, "memory": MEMORY}
 
 
 RUNS = [

@@ -130,4 +130,3 @@ def test_a_group_ends_where_the_next_row_is_of_another() -> None:
     rows = [{"group": 1}, {"group": 1}, {"group": 2}]
     found = [ends for _, ends in with_ends(rows, lambda row: row["group"])]
     assert found == [False, True, False]  # nothing ends behind the last one
-    assert list(with_ends([], lambda row: row)) == []

@@ -18,15 +18,6 @@ from wavemare.pipeline.timeline import Event
 STOCK, OURS, BOUND = "deepspeed-1f1b", "wavemare-pipemare", "no-communication-bound"
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_each_item_has_each_place_once(count: int) -> None:
-    items = list(range(count))
-    orders = [rounds.rotated(items, turn) for turn in range(count)]
-    assert all(sorted(order) == items for order in orders)
-    assert all(sorted(places) == items for places in zip(*orders, strict=True))
-    assert rounds.rotated(items, count) == items
-
-
 class FakeRunner(Runner):
     """Steps take the times of a list; what is done goes to a log that all share."""
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Curves for many processes: those of the simulator and the selector, from what few measured."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -157,4 +155,4 @@ def test_unlike_and_missing_results():
     with pytest.raises(DataError, match="has no rates"):
         collective_rows([sparse_result(2)], "gloo")
     with pytest.raises(DataError, match="none of the files"):
-        pipeline_rows([json.loads('{"rows": []}')])
+        pipeline_rows([{"rows": []}])

@@ -122,9 +122,7 @@ def test_lock_that_may_have_a_builder_is_left_alone(tmp_path: Path) -> None:
 def test_extensions_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     assert machine.extensions_folder() == tmp_path
-    (tmp_path / "op").mkdir()
-    (tmp_path / "op" / "lock").touch()
-    os.utime(tmp_path / "op" / "lock", (0, 0))
+    make_lock(tmp_path, age=7200)
     assert only(machine.check_extension_locks()).status == "fail"
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -71,12 +71,8 @@ def test_launcher_options_come_before_the_module(command: Callable[..., list[str
     assert words[index + 1] == "my hosts"
     assert index < words.index("--module")
     assert "--master_port" not in words  # the user's alone
-
-
-def test_chosen_devices_replace_the_number_of_processes(
-    command: Callable[..., list[str]],
-) -> None:
-    assert "--num_accelerators" not in command("gpt", "--launcher-args", "--include=a:0,1")
+    words = command("gpt", "--launcher-args", "--include=a:0,1")
+    assert "--num_accelerators" not in words  # chosen devices replace it
 
 
 @pytest.mark.parametrize(
@@ -119,19 +115,19 @@ def test_exit_code_is_passed_on(monkeypatch: pytest.MonkeyPatch, config: Path) -
 
 @pytest.fixture
 def under_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"PMI_RANK": "0", "PMI_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setenv("PMI_SIZE", "2")
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("--nproc", "2"), ("--launcher", "mpirun"), ("--launcher-args", "-v")],
-)
+LAUNCHER_OPTIONS = [("--nproc", "2"), ("--launcher", "mpirun"), ("--launcher-args", "-v")]
+
+
+@pytest.mark.parametrize(("option", "value"), LAUNCHER_OPTIONS)
 @pytest.mark.usefixtures("under_mpirun")
 def test_ranks_of_mpirun_are_not_launched_again(config: Path, option: str, value: str) -> None:
-    ended = CliRunner().invoke(app, ["train", "gpt", "--config", str(config), option, value])
-    assert isinstance(ended.exception, LaunchError)
-    assert ended.exception.key == option
+    with pytest.raises(LaunchError) as caught:
+        app(["train", "gpt", "--config", str(config), option, value], standalone_mode=False)
+    assert caught.value.key == option
 
 
 @pytest.mark.usefixtures("under_mpirun")
@@ -139,7 +135,6 @@ def test_ranks_of_mpirun_have_no_mpi_for_gradients(config: Path) -> None:
     content = json.loads(config.read_text())
     content["wavemare"] = {"sparse_collective": {"mode": "auto", "transport": "mpi"}}
     config.write_text(json.dumps(content))
-    ended = CliRunner().invoke(app, ["train", "gpt", "--config", str(config)])
-    assert isinstance(ended.exception, ConfigError)
-    assert ended.exception.key == "wavemare.sparse_collective.transport"
+    with pytest.raises(ConfigError, match=r"wavemare\.sparse_collective\.transport"):
+        app(["train", "gpt", "--config", str(config)], standalone_mode=False)
     refuse_mpi_transport({"wavemare": {"sparse_collective": "mpi"}})  # the ranks refuse the section

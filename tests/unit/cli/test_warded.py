@@ -13,9 +13,8 @@ from wavemare.cli.warded import WardedRank, end_with_parent
 def test_a_rank_whose_parent_has_gone_before_it_could_ask_ends_at_once():
     # Its parent is this process, not the one that is named: as after that one's end.
     for parent, code in ((os.getppid(), 137), (os.getpid(), 0)):
-        process = subprocess.run(
-            ["true"], preexec_fn=partial(end_with_parent, parent), check=False, timeout=60
-        )
+        begin = partial(end_with_parent, parent)
+        process = subprocess.run(["true"], preexec_fn=begin, check=False, timeout=60)
         assert process.returncode == code
 
 

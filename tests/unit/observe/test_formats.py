@@ -16,23 +16,12 @@ from wavemare.observe.formats import (
     format_progress,
 )
 
+COUNTS = [(0, "0"), (7, "7"), (0.5, "0.50"), (999, "999"), (999.6, "1.00k"), (12_345, "12.3k")]
+COUNTS += [(999_999, "1.00M"), (1_240_000, "1.24M"), (-2_500, "-2.50k")]
+COUNTS += [(math.inf, "?"), (math.nan, "?")]
 
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (0, "0"),
-        (7, "7"),
-        (0.5, "0.50"),
-        (999, "999"),
-        (999.6, "1.00k"),
-        (12_345, "12.3k"),
-        (999_999, "1.00M"),
-        (1_240_000, "1.24M"),
-        (-2_500, "-2.50k"),
-        (math.inf, "?"),
-        (math.nan, "?"),
-    ],
-)
+
+@pytest.mark.parametrize(("number", "text"), COUNTS)
 def test_count(number: float, text: str) -> None:
     assert format_count(number) == text
 
@@ -53,20 +42,11 @@ def test_count_is_right_to_three_digits(number: float) -> None:
     assert float(match[1]) * factor == pytest.approx(number, rel=5.1e-3)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.44, "0.4s"),
-        (9.96, "10s"),
-        (59.4, "59s"),
-        (59.7, "1m 00s"),
-        (65, "1m 05s"),
-        (3599.6, "1h 00m"),
-        (7384, "2h 03m"),
-        (90_000, "1d 01h"),
-        (math.inf, "?"),
-    ],
-)
+DURATIONS = [(0.44, "0.4s"), (9.96, "10s"), (59.4, "59s"), (59.7, "1m 00s"), (65, "1m 05s")]
+DURATIONS += [(3599.6, "1h 00m"), (7384, "2h 03m"), (90_000, "1d 01h"), (math.inf, "?")]
+
+
+@pytest.mark.parametrize(("seconds", "text"), DURATIONS)
 def test_duration(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
 

@@ -6,15 +6,12 @@ from wavemare.observe.live import live_facts, numbered
 
 def test_subjects_that_a_run_does_not_have_are_left_out() -> None:
     assert live_facts({}) == {}
+    metrics = {"bubble": 0.312, "bubble_predicted": 0.05, "staleness_1": 0.0, "staleness_0": 0.75}
+    assert live_facts(metrics) == {"pipeline": "idle 31% (5% by unevenness), staleness 0.75 0"}
     assert live_facts({}, memory_bytes=3 * 2**20, warnings=2) == {
         "memory": "3.00 MiB on rank 0",
         "warnings": "2",
     }
-
-
-def test_pipeline() -> None:
-    metrics = {"bubble": 0.312, "bubble_predicted": 0.05, "staleness_1": 0.0, "staleness_0": 0.75}
-    assert live_facts(metrics) == {"pipeline": "idle 31% (5% by unevenness), staleness 0.75 0"}
 
 
 def test_collective() -> None:

@@ -227,7 +227,8 @@ def test_plan_show_writes_the_page(tmp_path: Path) -> None:
 
 
 def test_a_plan_that_no_browser_can_draw_is_refused(tmp_path: Path) -> None:
-    words = ["plan", "show", "--stages", "8", "--steps", "500", "--html", str(tmp_path / "x.html")]
+    words = ["plan", "show", "--schedule", "inference", "--micro-batches", "13000"]
+    words += ["--html", str(tmp_path / "x.html")]
     with pytest.raises(ConfigError, match="at most 50000"):
         CliRunner().invoke(app, [*words, "--text"], catch_exceptions=False)
     assert not (tmp_path / "x.html").exists()

@@ -38,17 +38,9 @@ def test_words_are_as_frequent_as_in_a_language() -> None:
     assert task.batch(0, 0)["input_ids"][:8].unique().numel() < 0.02 * 30_522
 
 
-@pytest.fixture
-def table(tmp_path: Path) -> Path:
-    file = tmp_path / "texts.tsv"
-    lines = [
-        f"text number {n} of the {'good' if n % 2 else 'bad'} ones\t{n % 2}" for n in range(50)
-    ]
-    file.write_text("\n".join(lines) + "\n")
-    return file
-
-
-def test_each_pass_over_a_table_gives_each_text_once(table: Path) -> None:
+def test_each_pass_over_a_table_gives_each_text_once(tmp_path: Path) -> None:
+    table = tmp_path / "texts.tsv"
+    table.write_text("".join(f"text number {n} of these\t{n % 2}\n" for n in range(50)))
     request = TrainingRequest(data=str(table), batch=3, vocabulary=1000, sequence=16)
     task = make_task(request)
     assert task.num_labels == 2

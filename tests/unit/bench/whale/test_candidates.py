@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The best plan for all axes of four ranks, of which the planner's choice is the first."""
 
+from typing import Any
+
 import pytest
 
 from wavemare.bench.whale.candidates import plans_by_axes
@@ -14,15 +16,8 @@ ALL = {(1, 1, 4), (1, 2, 2), (1, 4, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1)}
 
 
 def costs() -> ModelCosts:
-    config = {
-        "model_type": "gpt2",
-        "n_embd": 256,
-        "n_layer": 8,
-        "n_head": 4,
-        "n_positions": 128,
-        "vocab_size": 32,
-    }
-    return model_costs(config, 128, head="GPT2LMHeadModel")
+    sizes = {"n_embd": 256, "n_layer": 8, "n_head": 4, "n_positions": 128, "vocab_size": 32}
+    return model_costs({"model_type": "gpt2", **sizes}, 128, head="GPT2LMHeadModel")
 
 
 def cluster(*speeds: float, nodes: str = "0000") -> Cluster:
@@ -45,8 +40,8 @@ def cluster(*speeds: float, nodes: str = "0000") -> Cluster:
 def test_there_is_a_plan_for_all_legal_axes_and_the_first_is_the_planners(
     devices: Cluster, legal: set[tuple[int, int, int]]
 ) -> None:
-    settings = Settings(global_batch=16, zero_stages=(0, 1), waves=False, recompute=False)
-    plans = plans_by_axes(costs(), devices, settings)
+    options: dict[str, Any] = {"zero_stages": (0, 1), "waves": False, "recompute": False}
+    plans = plans_by_axes(costs(), devices, Settings(global_batch=16, **options))
     assert set(plans) == legal
     steps = [found.predicted.step_s for found in plans.values() if found.predicted]
     assert steps == sorted(steps)
@@ -54,14 +49,6 @@ def test_there_is_a_plan_for_all_legal_axes_and_the_first_is_the_planners(
         axes = found.stages, found.tensor_parallel, found.data_parallel
         assert axes == (stages, splits, replicas)
         assert sum(found.shares) * found.micro_steps == 16
-    searched = plan(
-        costs(),
-        devices,
-        global_batch=16,
-        sequence_length=128,
-        zero_stages=(0, 1),
-        waves=False,
-        recompute=False,
-    ).best
+    searched = plan(costs(), devices, global_batch=16, sequence_length=128, **options).best
     assert searched.predicted is not None
     assert searched.predicted.step_s == pytest.approx(steps[0])
