@@ -70,7 +70,7 @@ def test_a_file_that_is_no_plan_is_refused(command, small_options, tmp_path):
     assert "version" in ended.output
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("engine", ["zero", "pipeline"])
 def test_measured_plans_train_and_resume(recipe, small_options, recipe_config, tmp_path, engine):
     config = recipe_config("bert/pretrain", engine)

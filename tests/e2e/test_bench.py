@@ -18,7 +18,7 @@ from wavemare.bench.training.request import SYSTEMS as TRAINING_SYSTEMS
 from wavemare.bench.wave.request import SYSTEMS as WAVE_SYSTEMS
 
 OBSTACLE = Laboratory.obstacle()
-nightly = pytest.mark.slow
+nightly = pytest.mark.nightly
 GPT = [
     *("--layers", 4, "--hidden", 32, "--heads", 2, "--sequence", 16, "--batch", 1),
     *("--rounds", 2, "--steps-per-round", 2),

@@ -6,7 +6,7 @@ import json
 import pytest
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.world_size(2)
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("system", ["pipemare", "sparse"])

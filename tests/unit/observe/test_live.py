@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run says of itself, from the engine's figures."""
 
-from wavemare.observe.live import live_facts, numbered
+from wavemare.observe.live import live_facts
 
 
 def test_subjects_that_a_run_does_not_have_are_left_out() -> None:
     assert live_facts({}) == {}
-    metrics = {"bubble": 0.312, "bubble_predicted": 0.05, "staleness_1": 0.0, "staleness_0": 0.75}
+    metrics = {"bubble": 0.312, "bubble_predicted": 0.05, "staleness_10": 0.0, "staleness_9": 0.75}
     assert live_facts(metrics) == {"pipeline": "idle 31% (5% by unevenness), staleness 0.75 0"}
     assert live_facts({}, memory_bytes=3 * 2**20, warnings=2) == {
         "memory": "3.00 MiB on rank 0",
@@ -25,8 +25,3 @@ def test_collective() -> None:
     text = "density 4.20%, up 1.00 MiB, down 2.00 MiB, dense x1, pushpull x3"
     assert live_facts(metrics) == {"collective": text}
     assert len(f"  {'collective':<12}{text}") <= 80
-
-
-def test_numbers_are_in_the_order_of_the_stages() -> None:
-    metrics = {"staleness_10": 1.0, "staleness_9": 2.0, "staleness_mean": 3.0, "other_1": 4.0}
-    assert list(numbered(metrics, "staleness").items()) == [(9, 2.0), (10, 1.0)]

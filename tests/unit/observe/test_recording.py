@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from wavemare.engine.config import WavemareConfig
 from wavemare.engine.watchdog.progress import PROGRESS
 from wavemare.errors import ConfigError
 from wavemare.observe import Recording, read_events, read_metrics
+from wavemare.observe.engine_facts import EngineFacts
 from wavemare.report import read_run
 
 
@@ -167,6 +169,12 @@ def test_the_summary_says_how_the_model_is_laid_out(
     assert summary is not None
     layout = summary["layout"]
     assert (layout["stages"], layout["schedule"], layout["zero_stage"]) == (stages, schedule, 1)
+
+
+def test_ranks_that_share_layers_are_those_of_the_engine() -> None:
+    section = WavemareConfig.model_validate({"tensor_parallel": {"size": 2}})
+    assert EngineFacts(SimpleNamespace(_sections=section)).tensor_parallel == 2
+    assert EngineFacts(None).tensor_parallel == 1
 
 
 def test_only_rank_0_writes_the_runs_files(tmp_path: Path, monkeypatch: Any) -> None:

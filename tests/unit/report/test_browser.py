@@ -23,7 +23,7 @@ PLAN = pipemare(4, 8, 4)
 TIMELINE = simulate(PLAN, Costs(forward_s=0.001, backward_s=0.002))
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.skipif(CHROMIUM is None, reason="needs a browser (the Debian package chromium)"),
 ]
 
