@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,13 +29,11 @@ class Job:
     Attributes:
         code: The launcher's exit code; the largest of the ranks' where they have no launcher.
         output: Of all ranks.
-        seconds: That it took.
         folder: Where the ranks' results are.
     """
 
     code: int
     output: str
-    seconds: float
     folder: Path
 
     def results(self) -> dict[int, Any]:
@@ -55,52 +52,45 @@ class Job:
 def start(launch: Callable[..., Any], tmp_path: Path) -> Callable[..., Job]:
     """Run a file of ``tests/mpi/programs`` as several ranks, over MPI or torch.
 
-    The program gets a folder and the name of the transport as its first arguments.
+    The program gets a folder and the name of the transport as its first arguments. Over ``mpi``
+    mpi4py runs it, so that an exception of one rank ends all; ``mpirun`` is without that.
     """
 
     def run(
-        program: str,
-        kind: str,
-        *arguments: object,
-        ranks: int,
-        timeout: float = 120,
-        options: Sequence[str] = (),
-        folder: Path | None = None,
+        program: str, kind: str, *arguments: object, ranks: int, options: Sequence[str] = ()
     ) -> Job:
-        folder = folder or tmp_path
-        started = time.monotonic()
-        words = [kind, *map(str, arguments)]
+        words = [str(PROGRAMS / program), str(tmp_path), kind, *map(str, arguments)]
+        if kind == "torch":
+            done = launch(words[0], *words[2:], ranks=ranks, timeout=280)
+            return Job(max(done.codes, key=abs), "\n".join(done.outputs), tmp_path)
         if kind == "mpi":
-            words = ["-m", "mpi4py", str(PROGRAMS / program), str(folder), *words]
-            code, output = _run_by_mpirun(words, ranks, timeout, options, folder / "mpirun.log")
-        else:
-            path = PROGRAMS / program
-            finished = launch(path, *words, ranks=ranks, timeout=timeout, folder=folder)
-            code = max(finished.codes, key=abs)
-            output = "\n".join(finished.outputs)
-        return Job(code, output, time.monotonic() - started, folder)
+            words = ["-m", "mpi4py", *words]
+        code, output = _run_by_mpirun(words, ranks, options, tmp_path / "mpirun.log")
+        return Job(code, output, tmp_path)
 
     return run
 
 
 @pytest.fixture
-def mpirun(tmp_path: Path) -> Callable[..., Job]:
-    """Run a file of ``tests/mpi/programs`` under ``mpirun``, without mpi4py's runner.
+def prove(start: Callable[..., Job]) -> Callable[..., None]:
+    """Run proofs in one start of all ranks, and check what each rank found."""
 
-    The program gets a folder as its first argument.
-    """
-
-    def run(program: str, *arguments: object, ranks: int, options: Sequence[str] = ()) -> Job:
-        started = time.monotonic()
-        words = [str(PROGRAMS / program), str(tmp_path), *map(str, arguments)]
-        code, output = _run_by_mpirun(words, ranks, 120, options, tmp_path / "mpirun.log")
-        return Job(code, output, time.monotonic() - started, tmp_path)
+    def run(kind: str, sizes: str, *names: str, ranks: int) -> None:
+        job = start("proofs.py", kind, sizes, *names, ranks=ranks)
+        found = job.results()
+        assert sorted(found) == list(range(ranks)), job.output[-6000:]
+        for rank, proofs in found.items():
+            assert list(proofs) == list(names), f"rank {rank} stopped: {job.output[-6000:]}"
+            failures = {name: proof["failures"][:5] for name, proof in proofs.items()}
+            assert not any(failures.values()), f"rank {rank}: {failures}"
+            assert all(proof["count"] > 0 for proof in proofs.values())
+        job.check()
 
     return run
 
 
 def _run_by_mpirun(
-    words: Sequence[str], ranks: int, timeout: float, options: Sequence[str], log: Path
+    words: Sequence[str], ranks: int, options: Sequence[str], log: Path
 ) -> tuple[int, str]:
     info = mpi()
     if info.launcher is None or info.flavour is None or not info.launcher_matches:
@@ -120,7 +110,7 @@ def _run_by_mpirun(
             start_new_session=True,
         )
         try:
-            code = process.wait(timeout)
+            code = process.wait(280)
         except subprocess.TimeoutExpired:
             code = -signal.SIGALRM
             process.terminate()  # mpirun ends the ranks

@@ -25,8 +25,6 @@ from wavemare.errors import LaunchError
 __all__ = ["Supervisor", "supervise", "verdict"]
 
 _POLL_S = 0.1
-# For what a rank that has lost another still has to say.
-_GRACE_S = 5.0
 _KILLED = 137
 # How mpirun --with-ft ulfm tells Open MPI's library.
 _ULFM_VARIABLE = "OMPI_MCA_mpi_ft_enable"
@@ -36,13 +34,14 @@ _NO_ULFM = (
 )
 
 
-def supervise(place: Place, command: Sequence[str], max_restarts: int) -> int:
+def supervise(place: Place, command: Sequence[str], max_restarts: int, grace_s: float = 5.0) -> int:
     """Run a command as a rank to its end; all processes of ``mpirun`` call this together.
 
     Args:
         place: From `wavemare.engine.job_environment.mpi_place`.
         command: Starts a rank.
         max_restarts: How often to start the ranks again after some have died.
+        grace_s: Seconds that the other ranks may still run after one has failed.
 
     Returns:
         The exit code, the same in all processes; see `verdict`.
@@ -57,7 +56,7 @@ def supervise(place: Place, command: Sequence[str], max_restarts: int) -> int:
         remedy = "Install MPI: pip install 'wavemare[mpi]'"
         raise LaunchError("mpi4py", None, reason, remedy) from None
     check_mpi(MPI.COMM_WORLD, place)
-    supervisor = Supervisor(command, MPI.COMM_WORLD, os.environ)
+    supervisor = Supervisor(command, MPI.COMM_WORLD, os.environ, grace_s)
     if max_restarts and not supervisor.outlives_others and place.rank == 0:
         sys.stderr.write(_NO_ULFM)
     return repeat(supervisor.run, max_restarts, supervisor.places)
@@ -70,17 +69,21 @@ class Supervisor:
         command: Starts the rank.
         world: All processes, as mpi4py's communicator.
         environment: This process's variables.
+        grace_s: As for `supervise`.
 
     Attributes:
         outlives_others: Whether the death of another process leaves this one (ULFM).
     """
 
-    def __init__(self, command: Sequence[str], world: Any, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, command: Sequence[str], world: Any, environment: Mapping[str, str], grace_s: float
+    ) -> None:
         from mpi4py import MPI
 
         self._mpi: Any = MPI
         self._command = command
         self._environment = environment
+        self._grace_s = grace_s
         self._comm = world.Dup()
         self._hosts: list[str] = []
         self.outlives_others = environment.get(_ULFM_VARIABLE) == "1"
@@ -141,7 +144,7 @@ class Supervisor:
             self._receive(endings)
             if failed_at is None and any(ending.code for ending in endings.values()):
                 failed_at = time.monotonic()
-            if failed_at is not None and time.monotonic() > failed_at + _GRACE_S:
+            if failed_at is not None and time.monotonic() > failed_at + self._grace_s:
                 rank.give_up()
             time.sleep(_POLL_S)
         self._mpi.Request.waitall(requests)

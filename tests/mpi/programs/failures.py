@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank is lost: it raises before a call, or is killed or stopped in the middle of one.
 
-FOLDER TRANSPORT HOW VICTIM: the others leave what they noticed, and when.
+FOLDER TRANSPORT HOW VICTIM: the others leave what they noticed.
 """
 
 import os
@@ -18,8 +18,8 @@ from wavemare.comm.cost import Constants
 from wavemare.comm.sparse import SparseComm
 from wavemare.errors import CommError
 
-TIMEOUT_S = 4.0
-NUMEL = 24 << 20
+TIMEOUT_S = 8.0
+NUMEL = 4 << 20
 HOW = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
@@ -39,7 +39,6 @@ def main():
         threading.Timer(0.05, os.kill, (os.getpid(), HOW[how])).start()
         while True:
             comm.allreduce_(flat)
-    started = time.monotonic()
     noticed = None
     try:
         while True:
@@ -48,10 +47,9 @@ def main():
         noticed = error
     # To close what is broken must not hang either.
     comm.close()
-    seconds = time.monotonic() - started
-    leave(world, {"seconds": seconds, "value": noticed.value, "error": str(noticed)})
+    leave(world, {"value": noticed.value, "error": str(noticed)})
     # All the others must have had their time, before this one's end ends the job.
-    deadline = time.monotonic() + 2 * TIMEOUT_S
+    deadline = time.monotonic() + 60
     while len(list(folder.glob("rank_*.json"))) < world.size - 1 and time.monotonic() < deadline:
         time.sleep(0.02)
     if kind == "torch" and how == "stop" and world.rank == (victim + 1) % world.size:

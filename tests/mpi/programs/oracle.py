@@ -109,7 +109,7 @@ def mask_of(tensor, block):
     return [
         number
         for number, start in enumerate(range(0, words.size, block))
-        if any(words[start : start + block])
+        if words[start : start + block].any()
     ]
 
 

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many steps of everything, at random but alike on all ranks: FOLDER TRANSPORT STEPS."""
+"""Many steps of everything, at random but alike on all ranks."""
 
 import gc
-import sys
 import threading
 import weakref
 
 import numpy as np
 import torch
-from common import World, resident_bytes, run_proofs
+from common import resident_bytes
 from inputs import DENSITIES, buckets
 from oracle import ordered_sum, same_bits, summed_rows
 
@@ -20,8 +19,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (1, 300, 5_000, 20_001)
 
 
-def soak(world, checks):
-    steps = int(sys.argv[3])
+def soak(world, checks, sizes, steps=1000):
     modes = ("auto", "pushpull")
     comms = [
         SparseComm(transport=world.kind, mode=mode, constants=Constants(), timeout_s=60)
@@ -91,6 +89,3 @@ def _check(checks, step, call, handle, expected):
         checks(same_bits(sums, expected[1]), step, "rows")
     else:
         checks(same_bits(expected[0].clone(), expected[1]), step, call)
-
-
-run_proofs(World(sys.argv[2]), {"soak": soak})

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that train nothing, under supervisors; one of them may come to a bad end.
 
-Usage: supervised.py FOLDER RESTARTS FAULT [VICTIM]. The supervisors start this again as ranks,
-which leave ``attempt_A_rank_R.json``. Each has a child, as one with a data loader has.
+Usage: supervised.py FOLDER mpirun CASES, a JSON list of [restarts, fault, victim]. In each case the
+supervisors start this again as ranks, which leave ``case_N/attempt_A_rank_R.json``. Each has a
+child, as one with a data loader has.
 """
 
 import json
@@ -13,10 +14,10 @@ import sys
 import time
 from pathlib import Path
 
-from wavemare.cli import supervisor
+from wavemare.cli.supervisor import supervise
 from wavemare.engine.job_environment import mpi_place, place_of
 
-PATIENCE_S = 40
+PATIENCE_S = 120
 
 
 def attend(folder, attempt, size):
@@ -70,14 +71,22 @@ def be_a_rank(folder, fault, victim):
     helper.kill()
 
 
+def supervise_cases(folder, cases):
+    os.environ["SUPERVISED"] = "rank"
+    place = mpi_place(os.environ)
+    codes = []
+    for number, (restarts, fault, victim) in enumerate(cases):
+        if place.rank == 0:
+            sys.stderr.write("next case\n")
+        own = folder / f"case_{number}"
+        own.mkdir(exist_ok=True)
+        words = [sys.executable, __file__, str(own), fault, str(victim)]
+        codes.append(supervise(place, words, restarts, grace_s=0.5))
+    (folder / f"rank_{place.rank}.json").write_text(json.dumps(codes))
+    sys.exit(codes[-1])
+
+
 if os.environ.get("SUPERVISED") == "rank":
     be_a_rank(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
 else:
-    folder, restarts, fault, *victim = sys.argv[1:]
-    os.environ["SUPERVISED"] = "rank"
-    supervisor._GRACE_S = 0.5
-    words = [sys.executable, __file__, folder, fault, *(victim or ["1"])]
-    code = supervisor.supervise(mpi_place(os.environ), words, int(restarts))
-    place = mpi_place(os.environ)
-    (Path(folder) / f"rank_{place.rank}.json").write_text(json.dumps(code))
-    sys.exit(code)
+    supervise_cases(Path(sys.argv[1]), json.loads(sys.argv[3]))
