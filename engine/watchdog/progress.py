@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -23,7 +23,7 @@ class Place:
 
     Args:
         what: In words, an action of the plan or an instruction of DeepSpeed's.
-        since: Of ``time.monotonic``.
+        since: Of the clock of its `Progress`.
         peer: The rank whose message it sends or receives, if it does.
         outside: Whether it is in no call to an engine.
         long: Whether it is something that takes long once.
@@ -58,6 +58,9 @@ class Follower(Protocol):
 class Progress:
     """Written by the thread that trains, read by others; every write replaces one reference.
 
+    Args:
+        clock: Returns seconds.
+
     Attributes:
         place: Where the process is.
         finished: What it finished last.
@@ -69,8 +72,9 @@ class Progress:
         follower: Is told at once, by that thread; None if nobody wants to know.
     """
 
-    def __init__(self) -> None:
-        self.place = Place(_OUTSIDE, time.monotonic(), outside=True)
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.place = Place(_OUTSIDE, clock(), outside=True)
         self.finished: object = "nothing"
         self.broken: Place | None = None
         self.step = 0
@@ -91,7 +95,7 @@ class Progress:
         """
         outer = self.place
         self.thread = threading.get_ident()
-        self.place = Place(what, time.monotonic(), long=outer.long or long)
+        self.place = Place(what, self.clock(), long=outer.long or long)
         if self.follower is not None:
             self.follower.enter(what)
         try:
@@ -101,7 +105,7 @@ class Progress:
             self.broken = self.broken or self.place
             raise
         finally:
-            self.place = replace(outer, since=time.monotonic())
+            self.place = replace(outer, since=self.clock())
             if self.follower is not None:
                 self.follower.leave()
 
@@ -120,7 +124,7 @@ class Progress:
         place = self.place
         if not place.outside:
             self.finished = place
-        self.place = Place(what, time.monotonic(), peer, long=place.long)
+        self.place = Place(what, self.clock(), peer, long=place.long)
         if self.follower is not None:
             self.follower.at(what)
 
@@ -138,12 +142,12 @@ class Progress:
     def age_s(self) -> float:
         """Seconds in which the process could have moved, and is still in its present place."""
         place, (pardoned, seconds) = self.place, self._pardoned
-        return time.monotonic() - place.since - (seconds if pardoned is place else 0.0)
+        return self.clock() - place.since - (seconds if pardoned is place else 0.0)
 
     def pardon(self, seconds: float) -> None:
         """Do not count the last so many seconds: nothing could move in them."""
         place, (pardoned, before) = self.place, self._pardoned
-        seconds = min(seconds, time.monotonic() - place.since)
+        seconds = min(seconds, self.clock() - place.since)
         self._pardoned = (place, seconds + (before if pardoned is place else 0.0))
 
     def patience(self, timeout_s: float, start_timeout_s: float) -> float:

@@ -14,7 +14,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
@@ -38,7 +37,7 @@ from wavemare.engine.watchdog.report import write_report
 from wavemare.engine.watchdog.standing import Absent, Standing, Whereabouts
 from wavemare.engine.watchdog.verdict import Verdict, blame, judge
 
-__all__ = ["EXIT_CODE", "Watchdog", "current", "hold"]
+__all__ = ["EXIT_CODE", "Watchdog", "current", "hold", "this_machine"]
 
 logger = logging.getLogger("wavemare")
 
@@ -132,6 +131,8 @@ class Watchdog:
         progress: Of this process.
         leave: Ends the process; for tests.
         force: Ends it in any case; for tests.
+        machine: Of `this_machine`; for tests.
+        last_s: Seconds after which ``force`` is called.
     """
 
     def __init__(
@@ -140,16 +141,19 @@ class Watchdog:
         progress: Progress = PROGRESS,
         leave: Callable[[int], Any] = leave_at_once,
         force: Callable[[int], Any] = os._exit,
+        machine: str | None = None,
+        last_s: float = _LAST_S,
     ) -> None:
         self.config = config
         self.progress = progress
         self._leave = leave
-        self._last = threading.Timer(_LAST_S, force, (EXIT_CODE,))
+        self._last = threading.Timer(last_s, force, (EXIT_CODE,))
         self._last.daemon = True
         self._listener = listening_socket()
         rank = environment_rank()
         host, port = socket.gethostname(), int(self._listener.getsockname()[1])
-        self._me = Whereabouts(rank, host, os.getpid(), LOOPBACK, port, _machine())
+        machine = this_machine() if machine is None else machine
+        self._me = Whereabouts(rank, host, os.getpid(), LOOPBACK, port, machine)
         self._ranks: list[Whereabouts] = [self._me]
         self._token = ""
         self._farewells: Farewells | None = None
@@ -159,7 +163,7 @@ class Watchdog:
         self._next_ask = 0.0
         self._ended = False
         self._holders = 0
-        self._seen = time.monotonic()
+        self._seen = self.progress.clock()
         # What is under way when it ends is cancelled, such as a question of another rank.
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self._loop = self._runner.get_loop()
@@ -174,25 +178,32 @@ class Watchdog:
             other.stop()
         _running.append(self)
         self._holders = 1
-        self._seen = time.monotonic()
+        self._seen = self.progress.clock()
         self._thread.start()
         atexit.register(self._at_exit)
         return self
 
-    def meet(self) -> None:
+    def meet(self, group: tuple[Any, int, int] | None = None) -> None:
         """Get to know the other ranks' watchdogs; all ranks of the group call it.
 
         Also for a watchdog that is shared: whether it is can differ between ranks, as an engine
         that is not destroyed is collected at any time.
+
+        Args:
+            group: Store, rank and number of ranks; None for those of the default process group.
         """
         from torch import distributed
         from torch.distributed import distributed_c10d
 
         # Not a collective, for which NCCL would need a device that is not chosen yet.
-        store = distributed_c10d._get_default_store()
-        meeting, rank = next(_meetings), distributed.get_rank()
+        store, rank, world_size = group or (
+            distributed_c10d._get_default_store(),
+            distributed.get_rank(),
+            distributed.get_world_size(),
+        )
+        meeting = next(_meetings)
         self._me = replace(self._me, rank=rank)
-        if (world_size := distributed.get_world_size()) > 1:
+        if world_size > 1:
             # Only now: where MPI starts the ranks, the variables have been set on the way here.
             self._me = replace(self._me, address=reachable_address())
         places = [f"{_KEY}/{meeting}/{n}" for n in range(world_size)]
@@ -240,7 +251,7 @@ class Watchdog:
         tick = min(self.config.timeout_s / _TICKS, _LONGEST_TICK_S)
         try:
             while not self._stop.is_set():
-                late = time.monotonic() - self._seen - tick
+                late = self.progress.clock() - self._seen - tick
                 if late > _PAUSE_S:
                     # With all its ranks, perhaps: schedulers do so, and a machine's host.
                     self.progress.pardon(late)
@@ -248,7 +259,7 @@ class Watchdog:
                     await self._look()
                 except Exception:
                     logger.exception("the watchdog could not look")  # and goes on
-                self._seen = time.monotonic()
+                self._seen = self.progress.clock()
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._stop.wait(), tick)
         finally:
@@ -298,12 +309,12 @@ class Watchdog:
         """
         ranks = self._ranks  # which `meet` replaces
         following = ranks[(self._me.rank + 1) % len(ranks)]
-        if following == self._me or time.monotonic() < self._next_ask:
+        if following == self._me or self.progress.clock() < self._next_ask:
             return
         # Once in any case: of ranks elsewhere, only those reached before are known to have ended.
         if following in self._reached and not self._waits_long:
             return
-        self._next_ask = time.monotonic() + _NEXT_S
+        self._next_ask = self.progress.clock() + _NEXT_S
         if not await self._find_ended([following]):
             return
         standings, absent = await self._inquire()
@@ -344,7 +355,7 @@ class Watchdog:
             return _has_ended(of.pid)
         if of not in self._reached:
             return False
-        now = time.monotonic()
+        now = self.progress.clock()
         first = self._refused.get(of)
         if first is None or now - first > _FORGET_S:
             self._refused[of] = now
@@ -369,7 +380,7 @@ class Watchdog:
 
     def _moved_lately(self, standings: Sequence[Standing], absent: Sequence[Absent]) -> bool:
         """Whether a rank that does not answer has moved, when it last did, and has time left."""
-        now = time.monotonic()
+        now = self.progress.clock()
         for each in standings:
             self._moves_until[each.rank] = now - each.age_s + each.patience_s
         silent = [each.of.rank for each in absent if not each.gone]
@@ -515,7 +526,7 @@ class Watchdog:
             return None
 
 
-def _machine() -> str:
+def this_machine() -> str:
     """Return what says where this process's number counts: host, boot and container.
 
     The name alone does not, as another machine may be ``localhost``, too; nor does the boot, which

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who holds up a run: the judgement, what ranks tell of themselves, how watchdogs ask."""
+"""One rank's watchdog: whom it blames, what it reports, when it ends the process."""
 
 import asyncio
-import multiprocessing
 import os
-import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -16,7 +13,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from wavemare.engine.watchdog import watcher
 from wavemare.engine.watchdog.config import WatchdogConfig
 from wavemare.engine.watchdog.farewell import Farewells
 from wavemare.engine.watchdog.peers import ask, listening_socket, reachable_address, serve
@@ -24,7 +20,7 @@ from wavemare.engine.watchdog.progress import Followed, Progress
 from wavemare.engine.watchdog.report import report_text
 from wavemare.engine.watchdog.standing import Absent, Standing, Whereabouts
 from wavemare.engine.watchdog.verdict import judge
-from wavemare.engine.watchdog.watcher import EXIT_CODE, Watchdog, current
+from wavemare.engine.watchdog.watcher import EXIT_CODE, Watchdog, current, hold
 from wavemare.pipeline.action import Action, Kind
 
 RANKS = [Whereabouts(r, f"node{r}", 100 + r, "127.0.0.1", 1, f"{r}") for r in range(3)]
@@ -160,7 +156,7 @@ def test_waiting_is_told_from_working_by_the_stack():
     thread = threading.Thread(target=train)
     thread.start()
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not Standing.of(0, progress, WatchdogConfig()).waits:
             assert time.monotonic() < deadline
     finally:
@@ -208,79 +204,183 @@ def test_only_those_who_know_the_token_are_answered():
     assert closed.gone
 
 
-def test_a_socket_that_never_answers_is_told_from_one_that_is_closed():
-    with socket.create_server(("127.0.0.1", 0)) as deaf:
-        where = Whereabouts(1, "there", 2, "127.0.0.1", deaf.getsockname()[1], "")
-        started = time.monotonic()
-        assert not asyncio.run(ask(where, "secret", {})).gone
-        assert time.monotonic() - started < 10
+@pytest.fixture
+def start(tmp_path, clock, leaving):
+    """Start a watchdog that looks every few milliseconds and allows 10 s of the clock."""
+    started = []
 
+    def start(progress=None, **options):
+        left, forced = leaving(), leaving()
+        config = WatchdogConfig(timeout_s=0.2, start_timeout_s=10, folder=str(tmp_path / "w"))
+        watchdog = Watchdog(config, progress or Progress(clock), left, forced, **options)
+        started.append(watchdog.start())
+        return watchdog, left, forced
 
-def test_a_process_that_stands_still_is_ended_with_a_report(tmp_path, capfd):
-    left = threading.Event()
-    codes = []
-
-    def leave(code):
-        codes.append(code)
-        left.set()
-
-    progress = Progress()
-    config = WatchdogConfig(timeout_s=0.2, start_timeout_s=0.2, folder=str(tmp_path / "w"))
-    watchdog = Watchdog(config, progress, leave).start()
-    try:
-        assert current() is watchdog
-        assert not left.wait(0.6)  # outside of an engine there is no hurry
-        with progress.doing("the data loader"):
-            assert left.wait(30)
-    finally:
+    yield start
+    for watchdog in started:
         watchdog.stop()
-    assert codes == [EXIT_CODE]
-    assert "suspect: rank 0" in capfd.readouterr().err
-    assert "the data loader" in (tmp_path / "w" / "rank_00000.txt").read_text()
-    assert current() is None
 
 
-def test_a_report_that_cannot_be_written_does_not_keep_the_run_alive(tmp_path, capfd):
-    left = threading.Event()
-    (tmp_path / "file").write_text("")
-    progress = Progress()
-    config = WatchdogConfig(timeout_s=0.1, start_timeout_s=0.1, folder=str(tmp_path / "file" / "w"))
-    watchdog = Watchdog(config, progress, lambda code: left.set()).start()
-    with progress.doing("backward"):
-        assert left.wait(30)
+def test_a_process_that_stands_still_is_ended_with_a_report(tmp_path, capfd, clock, start):
+    watchdog, left, forced = start()
+    assert current() is watchdog
+    clock.spend(12)  # outside of an engine there is no limit
+    with watchdog.progress.doing("the data loader"):
+        clock.spend(9)
+        assert not left.codes
+        clock.now += 1
+        assert left.wait() == [EXIT_CODE]
     watchdog.stop()
+    assert current() is None
+    assert not forced.codes
+    told = capfd.readouterr().err
+    assert "watchdog: rank 0 has not moved for 10 s (wavemare.watchdog allows 10 s)\n" in told
+    assert "suspect: rank 0" in told
+    assert "the data loader" in (tmp_path / "w" / "rank_00000.txt").read_text()
+
+
+def test_seconds_in_which_a_process_is_suspended_do_not_count(clock, start):
+    watchdog, left, _ = start()
+    with watchdog.progress.doing("backward"):
+        clock.spend(5)
+        clock.now += 100
+        clock.let_it_look()
+        clock.spend(4)
+        assert not left.codes
+        clock.spend(2)
+        assert left.wait() == [EXIT_CODE]
+
+
+def test_the_first_look_may_be_late(clock, start):
+    progress = Progress(clock)
+    with progress.doing("backward"):
+        watchdog = start(progress)
+        clock.now += 100
+        clock.let_it_look()
+        clock.spend(5)
+        assert not watchdog[1].codes
+
+
+def test_what_is_pardoned_is_of_one_place(clock):
+    progress = Progress(clock)
+    with progress.doing("backward"):
+        clock.now += 10
+        progress.pardon(7)
+        assert progress.age_s == 3
+        clock.now += 2
+        progress.pardon(1)
+        assert progress.age_s == 4
+        assert Standing.of(0, progress, WatchdogConfig()).age_s == 4
+        progress.at("step")  # another place: it has its own time
+        clock.now += 3
+        assert progress.age_s == 3
+        progress.pardon(100)  # not more than there was
+        assert progress.age_s == 0
+
+
+def test_a_report_that_cannot_be_written_does_not_keep_the_run_alive(tmp_path, capfd, clock, start):
+    (tmp_path / "w").write_text("")
+    watchdog, left, _ = start()
+    with watchdog.progress.doing("backward"):
+        clock.spend(10)
+        assert left.wait() == [EXIT_CODE]
     assert "no report in" in capfd.readouterr().err
 
 
-def open_files():
-    return len(os.listdir("/proc/self/fd"))
+def test_a_report_that_never_gets_written_does_not_keep_the_run_alive(tmp_path, clock, start):
+    """On a file system that has gone, as here into a pipe that nobody reads."""
+    (tmp_path / "w").mkdir()
+    os.mkfifo(tmp_path / "w" / "rank_00000.txt")
+    watchdog, left, forced = start(last_s=0.1)
+    with watchdog.progress.doing("backward"):
+        clock.spend(9)
+        clock.now += 1
+        assert forced.wait() == [EXIT_CODE]
+    assert not left.codes
+    (tmp_path / "w" / "rank_00000.txt").read_text()
 
 
-def test_a_watchdog_starts_and_stops_200_times_without_a_trace():
-    Watchdog(WatchdogConfig()).start().stop()
-    threads, files = threading.active_count(), open_files()
-    for _ in range(200):
-        Watchdog(WatchdogConfig()).start().stop()
-    assert threading.active_count() == threads
-    assert open_files() == files
+def test_an_engine_that_is_destroyed_does_not_keep_the_run_from_ending(clock, start):
+    """As by a script that cleans up when its peer has gone."""
+    watchdog, left, _ = start()
+    with watchdog.progress.doing("backward"):
+        clock.spend(9)
+        clock.now += 1
+        deadline = time.monotonic() + 60
+        while not watchdog.ending:
+            assert time.monotonic() < deadline
+        watchdog.release()
+        assert left.wait() == [EXIT_CODE]
+
+
+def test_a_look_that_fails_is_not_the_last(clock, start, caplog):
+    class FailsOnce(Progress):
+        failed = False
+
+        def patience(self, *limits):
+            if not self.failed:
+                self.failed = True
+                raise ZeroDivisionError
+            return super().patience(*limits)
+
+    watchdog, left, _ = start(FailsOnce(clock))
+    with watchdog.progress.doing("backward"):
+        clock.spend(9)
+        clock.now += 1
+        assert left.wait() == [EXIT_CODE]
+    assert "the watchdog could not look" in caplog.text
+
+
+def threads():
+    return [each for each in threading.enumerate() if each.name == "wavemare-watchdog"]
+
+
+def test_engines_share_the_watchdog_until_the_last_has_gone(caplog):
+    first = hold(WatchdogConfig(timeout_s=60))
+    second = hold(WatchdogConfig(timeout_s=60))
+    assert not caplog.records
+    assert second is first
+    third = hold(WatchdogConfig(timeout_s=9, folder="other"))
+    assert third is first
+    assert first.config.timeout_s == 60
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "timeout_s = 9.0, folder = other" in told
+    assert "goes on with timeout_s = 60.0, folder = wavemare-watchdog" in told
+    third.release()
+    second.release(farewell=False)  # its engine could not be built
+    assert current() is first
+    assert len(threads()) == 1
+    first.release()
+    assert current() is None
+    assert not threads()
+    after = hold(WatchdogConfig(timeout_s=9))
+    assert after is not first
+    after.release()
     assert current() is None
 
 
-def test_one_that_ends_in_a_conversation_says_nothing_of_it():
-    program = """
-import socket, time
-from wavemare.engine.watchdog.config import WatchdogConfig
-from wavemare.engine.watchdog.watcher import Watchdog
-watchdog = Watchdog(WatchdogConfig()).start()
-caller = socket.create_connection(("127.0.0.1", watchdog._me.port))
-time.sleep(0.3)  # until it is listened to
-watchdog.stop()
-"""
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
-    )
-    for words in ("Traceback", "Warning", "Task"):
-        assert words not in ended.stderr
+def test_an_engine_may_be_collected_by_the_watchdogs_own_thread(clock, start, caplog):
+    """It must not wait for itself."""
+
+    class Collects(Progress):
+        def patience(self, *limits):
+            current().release()
+            return super().patience(*limits)
+
+    start(Collects(clock))
+    for thread in threads():
+        thread.join(60)
+    assert not threads()
+    assert current() is None
+    assert not caplog.records
+
+
+def test_a_watchdog_starts_and_stops_without_a_trace():
+    Watchdog(WatchdogConfig()).start().stop()
+    before = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for _ in range(50):
+        Watchdog(WatchdogConfig()).start().stop()
+    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
 
 
 @pytest.mark.parametrize("turns", range(8))
@@ -301,240 +401,6 @@ def test_one_that_ends_as_somebody_calls_says_nothing_of_it(turns):
     with socket.create_connection(("127.0.0.1", listener.getsockname()[1])), listener:
         asyncio.run(end_soon())
     assert told == []
-
-
-class Ended:
-    """Takes the place of the end of the process."""
-
-    def __init__(self):
-        self.codes = []
-        self.event = threading.Event()
-
-    def __call__(self, code):
-        self.codes.append(code)
-        self.event.set()
-
-
-def test_seconds_in_which_a_process_is_suspended_do_not_count(monkeypatch):
-    now = 1000.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    progress = Progress()
-    with progress.doing("backward"):
-        now = 1010.0
-        progress.pardon(7)
-        assert progress.age_s == 3
-        now = 1012.0
-        progress.pardon(1)
-        assert progress.age_s == 4
-        assert Standing.of(0, progress, WatchdogConfig()).age_s == 4
-        progress.at("step")  # another place: it has its own time
-        now = 1015.0
-        assert progress.age_s == 3
-        progress.pardon(100)  # not more than there was
-        assert progress.age_s == 0
-
-
-SUSPENDED = """
-from wavemare.engine.watchdog.config import WatchdogConfig
-from wavemare.engine.watchdog.progress import Progress
-from wavemare.engine.watchdog.watcher import Watchdog
-
-progress = Progress()
-Watchdog(WatchdogConfig(timeout_s=4, start_timeout_s=4), progress).start()
-with progress.doing("backward"):
-    print("in", flush=True)
-    input()  # still in the same place when it goes on
-"""
-
-
-def test_a_job_that_was_suspended_goes_on(tmp_path):
-    """All its ranks at once, by a scheduler or a machine's host."""
-    words = [sys.executable, "-c", SUSPENDED]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, cwd=tmp_path) as process:
-        process.stdout.readline()
-        process.send_signal(signal.SIGSTOP)
-        time.sleep(5)
-        process.send_signal(signal.SIGCONT)
-        time.sleep(2)  # in which the watchdog would have ended it
-        _, errors = process.communicate(b"\n", timeout=60)
-    assert process.returncode == 0
-    assert b"watchdog" not in errors
-
-
-def test_a_process_suspended_before_the_first_look_goes_on(tmp_path, monkeypatch):
-    async def serve_late(*arguments):
-        time.sleep(3)  # as a process that gets no time at all
-        return await serve(*arguments)
-
-    monkeypatch.setattr(watcher, "serve", serve_late)
-    monkeypatch.setattr(watcher, "_GRACE_S", 0.0)
-    ended, progress = Ended(), Progress()
-    config = WatchdogConfig(timeout_s=2, start_timeout_s=2, folder=str(tmp_path))
-    with progress.doing("backward"):
-        watchdog = Watchdog(config, progress, ended, ended).start()
-        assert not ended.event.wait(4)
-        assert ended.event.wait(20)  # it was pardoned once
-    watchdog.stop()
-
-
-def silent_rank(tmp_path):
-    """Return a watchdog that is stuck, what its end is, and what the other rank answers."""
-    ended, answers = Ended(), []
-    progress = Progress()
-    config = WatchdogConfig(timeout_s=0.01, start_timeout_s=0.01, folder=str(tmp_path))
-    watchdog = Watchdog(config, progress, ended)
-    watchdog._ranks = RANKS[:2]
-
-    async def inquire():
-        return answers.pop(0)
-
-    async def end(*_):
-        ended(EXIT_CODE)
-
-    watchdog._inquire, watchdog._end = inquire, end
-    return watchdog, ended, answers
-
-
-def test_one_missing_answer_of_a_rank_that_moved_is_no_proof(tmp_path):
-    watchdog, ended, answers = silent_rank(tmp_path)
-    moving = ([standing(1, age_s=0.0, patience_s=1000.0)], [])
-    silent = ([], [Absent(RANKS[1], gone=False)])
-    gone = ([], [Absent(RANKS[1], gone=True)])
-
-    async def look():
-        await asyncio.sleep(0.02)
-        await watchdog._look()
-
-    with watchdog.progress.doing("backward"):
-        for answer, ends in ((moving, False), (silent, False), (gone, True)):
-            answers.append(answer)
-            asyncio.run(look())
-            assert bool(ended.codes) == ends
-        ended.codes.clear()
-        watchdog._moves_until.clear()
-        answers.append(silent)  # and never an answer before
-        asyncio.run(look())
-        assert ended.codes
-    watchdog.start().stop()
-
-
-def test_a_report_that_never_gets_written_does_not_keep_the_run_alive(tmp_path, monkeypatch):
-    """On a file system that has gone, as here into a pipe that nobody reads."""
-    monkeypatch.setattr("wavemare.engine.watchdog.watcher._LAST_S", 0.2)
-    os.mkfifo(tmp_path / "rank_00000.txt")
-    progress, left, forced = Progress(), Ended(), Ended()
-    config = WatchdogConfig(timeout_s=0.1, start_timeout_s=0.1, folder=str(tmp_path))
-    watchdog = Watchdog(config, progress, left, forced).start()
-    try:
-        with progress.doing("backward"):
-            assert forced.event.wait(30)
-        assert forced.codes == [EXIT_CODE]
-        assert not left.codes
-    finally:
-        (tmp_path / "rank_00000.txt").read_text()
-        watchdog.stop()
-
-
-class Broken(Exception):
-    """Nothing that anybody expects."""
-
-
-def test_the_run_ends_with_its_report_though_the_others_cannot_be_told(
-    tmp_path, monkeypatch, capfd
-):
-    """Also where another rank, which holds nobody up, was to print it."""
-
-    async def ask_all(ranks, token, request):
-        if request["ask"] == "end":
-            raise Broken
-        return [standing(1).to_json()]
-
-    monkeypatch.setattr("wavemare.engine.watchdog.watcher.ask_all", ask_all)
-    progress, left, forced = Progress(), Ended(), Ended()
-    config = WatchdogConfig(timeout_s=0.1, start_timeout_s=0.1, folder=str(tmp_path))
-    watchdog = Watchdog(config, progress, left, forced)
-    watchdog._ranks = [watchdog._me, RANKS[1]]
-    watchdog.start()
-    with progress.doing("backward"):
-        assert left.event.wait(30)
-    watchdog.stop()
-    assert left.codes == [EXIT_CODE]
-    assert not forced.codes
-    assert "suspect: rank 0" in capfd.readouterr().err
-    assert (tmp_path / "rank_00000.txt").exists()
-
-
-@pytest.mark.parametrize("told", [False, True], ids=["its own end", "told by another"])
-def test_one_that_has_begun_to_end_ends_whatever_fails(tmp_path, monkeypatch, told):
-    def fails(*_):
-        raise Broken
-
-    monkeypatch.setattr("wavemare.engine.watchdog.watcher._LAST_S", 0.2)
-    monkeypatch.setattr("wavemare.engine.watchdog.watcher.write_report", fails)
-    progress, left, forced = Progress(), Ended(), Ended()
-    config = WatchdogConfig(timeout_s=0.1, start_timeout_s=0.1, folder=str(tmp_path))
-    watchdog = Watchdog(config, progress, left, forced).start()
-    if told:
-        watchdog._token = "secret"
-        asyncio.run(ask(watchdog._me, "secret", {"ask": "end"}))  # without its summary, too
-        assert forced.event.wait(30)
-    else:
-        with progress.doing("backward"):
-            assert forced.event.wait(30)
-    assert watchdog.ending
-    assert watchdog._thread.is_alive()
-    watchdog.stop()
-    assert forced.codes == [EXIT_CODE]
-    assert not left.codes
-
-
-def test_an_engine_that_is_destroyed_does_not_keep_the_run_from_ending(tmp_path):
-    """As by a script that cleans up when a peer has gone, which the watchdog has ended."""
-    left = Ended()
-    config = WatchdogConfig(folder=str(tmp_path))
-    watchdog = Watchdog(config, Progress(), left).start()
-    watchdog._token = "secret"
-    asyncio.run(ask(watchdog._me, "secret", {"ask": "end", "summary": "stuck", "speaker": 5}))
-    watchdog.release()
-    assert current() is watchdog
-    assert left.event.wait(30)
-    watchdog.stop()
-    assert left.codes == [EXIT_CODE]
-
-
-def test_a_look_that_fails_is_not_the_last(tmp_path, monkeypatch):
-    tries = []
-
-    def fails_at_first(*_):
-        tries.append(1)
-        if len(tries) == 1:
-            raise Broken
-        return judge(*_)
-
-    monkeypatch.setattr("wavemare.engine.watchdog.watcher.judge", fails_at_first)
-    progress, left = Progress(), Ended()
-    config = WatchdogConfig(timeout_s=0.1, start_timeout_s=0.1, folder=str(tmp_path))
-    watchdog = Watchdog(config, progress, left).start()
-    with progress.doing("backward"):
-        assert left.event.wait(30)
-    watchdog.stop()
-    assert left.codes == [EXIT_CODE]
-
-
-def test_a_forked_child_does_not_answer_for_its_parent():
-    """Workers of a data loader outlive a rank that is killed."""
-    watchdog = Watchdog(WatchdogConfig()).start()
-    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
-    child.start()
-    watchdog.stop()
-    try:
-        assert child.is_alive()
-        where = replace(RANKS[1], port=watchdog._me.port)
-        assert asyncio.run(ask(where, "", {})).gone
-    finally:
-        child.kill()
-        child.join()
 
 
 class Store(dict):

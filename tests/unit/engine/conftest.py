@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A clock and an end of the process for tests of the watchdog."""
+
+import threading
+import time
+
+import pytest
+
+
+class Clock:
+    """Seconds pass when the test says so. Counts how often the watchdog asks for the time."""
+
+    def __init__(self):
+        self.now, self.asked = 1000.0, 0
+
+    def __call__(self):
+        if threading.current_thread().name == "wavemare-watchdog":
+            self.asked += 1
+        return self.now
+
+    def let_it_look(self):
+        """Wait until the watchdog has begun to look, and ended, since this call."""
+        before, deadline = self.asked, time.monotonic() + 60
+        while self.asked < before + 12:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    def spend(self, seconds):
+        """Let time pass in steps that are too short for a suspended process."""
+        for _ in range(seconds):
+            self.now += 1
+            self.let_it_look()
+
+
+class Ended:
+    """Takes the place of the end of the process."""
+
+    def __init__(self):
+        self.codes = []
+        self.event = threading.Event()
+
+    def __call__(self, code):
+        self.codes.append(code)
+        self.event.set()
+
+    def wait(self):
+        assert self.event.wait(60)
+        return self.codes
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def leaving():
+    return Ended

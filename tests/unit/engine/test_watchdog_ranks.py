@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watchdogs of two ranks: who has ended, why, and what the other one does then.
+
+The test is one rank; the other is a process of its own that does what it is told.
+"""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import FileStore
+
+from wavemare.engine.watchdog.config import WatchdogConfig
+from wavemare.engine.watchdog.progress import Progress
+from wavemare.engine.watchdog.watcher import EXIT_CODE, Watchdog, hold, this_machine
+from wavemare.errors import ConfigError
+from wavemare.failure import run_main
+
+CLONE_NEWPID = 0x20000000
+FORK = multiprocessing.get_context("fork")
+
+
+def fail():
+    raise ConfigError("key", "value", "the reason", "The remedy")
+
+
+def group_of(folder, rank):
+    store = FileStore(str(folder / "store"), 2)
+    store.set_timeout(timedelta(seconds=60))
+    return store, rank, 2
+
+
+def run_peer(pipe, group, config, machine):
+    watchdog = Watchdog(config, Progress(lambda: 0.0), os._exit, os._exit, machine).start()
+    watchdog.meet(group_of(*group))
+    worker = os.fork()  # as of a data loader: it outlives this rank
+    if worker == 0:
+        time.sleep(60)
+        os._exit(0)
+    pipe.send(worker)
+    while word := pipe.recv():
+        if word == "hold":
+            hold(config)
+        elif word == "release":
+            watchdog.release()
+        elif word == "fail":
+            torch.distributed.is_initialized = lambda: True
+            run_main(fail, grace_s=0)
+        pipe.send(word)
+
+
+class Peer:
+    """The other rank. No time passes in it: it moves all the while."""
+
+    def __init__(self, *arguments):
+        self.pipe, pipe = FORK.Pipe()
+        self.process = FORK.Process(target=run_peer, args=(pipe, *arguments))
+        self.process.start()
+
+    def tell(self, *words):
+        for word in words:
+            self.pipe.send(word)
+            assert self.pipe.recv() == word
+
+    def kill(self):
+        """Kill it; its parent does not ask for its code yet."""
+        os.kill(self.process.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+
+
+@pytest.fixture
+def pair(tmp_path, monkeypatch, clock, leaving):
+    """Make this rank's watchdog and the other rank, which have met."""
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    made = []
+
+    def pair(*, machine=None, rank=0, limit_s=100):
+        config = WatchdogConfig(timeout_s=0.2, start_timeout_s=limit_s, folder=str(tmp_path / "w"))
+        peer = Peer((tmp_path, 1 - rank), config, machine)
+        left = leaving()
+        watchdog = Watchdog(config, Progress(clock), left, left)
+        watchdog.meet(group_of(tmp_path, rank))
+        made.extend([watchdog, peer, peer.pipe.recv()])
+        return watchdog, peer, left
+
+    yield pair
+    watchdog, peer, worker = made
+    watchdog.stop()
+    os.kill(worker, signal.SIGKILL)
+    peer.process.kill()
+    peer.process.join()
+
+
+def test_a_rank_on_this_machine_has_ended_when_its_process_has(pair):
+    watchdog, peer, _ = pair()
+    assert watchdog.ended([0, 1]) == set()  # it does not run yet
+    watchdog.start()
+    assert watchdog.ended([0, 1]) == set()
+    peer.kill()
+    assert watchdog.ended([0]) == set()
+    assert watchdog.ended([0, 1]) == {1}
+    watchdog.stop()
+    assert watchdog.ended([0, 1]) == set()
+
+
+def test_a_rank_elsewhere_has_ended_when_it_refuses_twice_and_has_answered_before(pair, clock):
+    """The way there may be blocked for a moment."""
+    watchdog, peer, _ = pair(machine="another boot")
+    watchdog.start()
+    assert watchdog.ended([1]) == set()
+    peer.kill()
+    for seconds, ended in ((0, set()), (0.5, set()), (0.5, {1}), (15, set()), (1, {1})):
+        clock.now += seconds
+        assert watchdog.ended([1]) == ended
+
+
+def test_a_rank_elsewhere_that_has_never_answered_may_have_a_wrong_address(pair, clock):
+    watchdog, peer, _ = pair(machine="another boot")
+    peer.kill()
+    watchdog.start()
+    for _ in range(4):
+        assert watchdog.ended([1]) == set()
+        clock.now += 1
+
+
+@pytest.mark.parametrize(
+    ("rank", "words", "why"),
+    [
+        (0, (), "has ended without a word"),
+        (0, ("hold", "release"), "has ended without a word"),  # another engine is left
+        (0, ("hold", "release", "release"), "has ended by itself, after step 0"),
+        (1, ("release",), "has ended by itself, after step 0"),
+    ],
+)
+def test_a_lost_rank_is_explained_by_its_last_word(pair, tmp_path, rank, words, why):
+    watchdog, peer, _ = pair(rank=rank)
+    watchdog.start()
+    assert watchdog.explain_loss() is None
+    peer.tell(*words)
+    peer.kill()
+    lost = watchdog.explain_loss()
+    assert lost.startswith(f"watchdog: rank {rank} has lost rank {1 - rank}\n")
+    assert f"suspect: rank {1 - rank} (" in lost
+    assert why in lost
+    assert "has lost" in (tmp_path / "w" / f"rank_{rank:05d}.txt").read_text()
+
+
+def test_a_rank_that_ends_by_an_error_says_so(pair):
+    watchdog, peer, _ = pair()
+    watchdog.start()
+    peer.pipe.send("fail")
+    os.waitid(os.P_PID, peer.process.pid, os.WEXITED | os.WNOWAIT)
+    assert peer.process.exitcode == 2
+    assert "has ended by itself, after step 0 with exit code 2" in watchdog.explain_loss()
+
+
+@pytest.mark.parametrize(("words", "ends"), [((), True), (("release",), False)])
+def test_a_rank_that_waits_looks_whether_the_other_was_killed(pair, clock, capfd, words, ends):
+    watchdog, peer, left = pair()
+    watchdog.start()
+    peer.tell(*words)
+    peer.kill()
+    with watchdog.progress.doing("backward"):
+        clock.spend(6)
+        assert not left.codes  # it computes
+        watchdog.progress.at("recv", peer=1)
+        clock.spend(12)
+        if not ends:
+            assert not left.codes
+            return
+        assert left.wait() == [EXIT_CODE]
+    told = capfd.readouterr().err
+    assert "watchdog: rank 0 has not moved for" in told
+    assert "suspect: rank 1 (" in told
+    assert "has ended without a word" in told
+
+
+@pytest.mark.long  # it waits for answers that do not come
+def test_one_missing_answer_of_a_rank_that_moved_is_no_proof(pair, clock):
+    watchdog, peer, left = pair(machine="another boot", limit_s=10)
+    watchdog.start()
+    with watchdog.progress.doing("backward"):
+        watchdog.progress.at("recv", peer=1)
+        clock.spend(11)
+        assert not left.codes  # the other one moves
+        os.kill(peer.process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, peer.process.pid, os.WSTOPPED | os.WNOWAIT)
+        clock.let_it_look()
+        assert not left.codes
+        clock.now += 20
+        assert left.wait() == [EXIT_CODE]
+    # A process of the same number on this machine would be another one: it is not killed.
+    assert Path(f"/proc/{peer.process.pid}/stat").read_text().split()[2] == "T"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may create namespaces")
+def test_numbers_of_processes_count_in_one_container():
+    names, own = FORK.SimpleQueue(), FORK.SimpleQueue()
+
+    def name():
+        names.put(this_machine())
+
+    def name_in_container():
+        own.put(ctypes.CDLL(None).unshare(CLONE_NEWPID))
+        child = FORK.Process(target=name)
+        child.start()
+        child.join()
+
+    for target in (name, name_in_container):
+        process = FORK.Process(target=target)
+        process.start()
+        process.join()
+    if own.get() != 0:
+        pytest.skip("the kernel allows no namespaces")
+    assert names.get() == this_machine()
+    assert names.get() != this_machine()
