@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from wavemare.bench import namespaces
 from wavemare.bench.network import Laboratory
 from wavemare.comm.mpi import describe_mpi
 from wavemare.errors import LaunchError
@@ -311,7 +310,7 @@ def test_what_cannot_be_is_refused(pair):
 
 
 @needs_laboratory
-def test_the_obstacle_is_told(monkeypatch):
+def test_the_obstacle_is_told(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert Laboratory.obstacle() == "only root may create hosts as namespaces"
     with pytest.raises(LaunchError, match="only root"), Laboratory(2):
@@ -320,5 +319,7 @@ def test_the_obstacle_is_told(monkeypatch):
     with monkeypatch.context() as without_tc:
         without_tc.setattr(shutil, "which", lambda tool: None if tool == "tc" else tool)
         assert Laboratory.obstacle().startswith("the program 'tc' is not installed")
-    monkeypatch.setattr(namespaces, "_TRIAL", "ip link add w0 type nonsense")
+    (tmp_path / "tc").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "tc").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert Laboratory.obstacle().startswith("the kernel refuses: ")

@@ -63,7 +63,7 @@ def test_pairs_of_passes_train_to_the_same_bits(launch):
         for alone, together in result.values():
             for key in ("losses", "evaluated", "again", "digest"):
                 assert alone[key] == together[key], key
-            assert alone["sums"] == alone["left"] == together["left"] == 0
+            assert alone["sums"] == 0
             assert together["sums"] >= together["hidden"]
         # Both stages have whole blocks; of 4 micro-batches at least one pair is formed.
         for name in ("gpt2-101", "bert-cls"):

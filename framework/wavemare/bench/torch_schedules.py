@@ -38,7 +38,7 @@ class TorchRunner(Runner):
         judges: bool,
     ) -> None:
         self._schedule = schedule
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._count = place.micro_batches
         self._batches = itertools.cycle(workload.batches)
         self._device = bench_device()
@@ -54,8 +54,8 @@ class TorchRunner(Runner):
             target=labels if self._judges else None,
             return_outputs=False,
         )
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 def build_torch_one_f_one_b(workload: Workload, place: Place) -> Runner:

@@ -15,7 +15,7 @@ SUMS = 100
 HELD = []
 
 init_distributed()
-HELD.append(distributed.distributed_c10d._get_default_group())
+HELD.append(distributed.group.WORLD)
 works = []
 for _ in range(SUMS):
     tensor = torch.ones(200_000)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import wavemare
 
-STEPS, LENGTH, VOCABULARY, WIDTH = 3, 8, 50, 24
+STEPS, RESHARED, LENGTH, VOCABULARY, WIDTH = 3, 1, 8, 50, 24
 
 
 def main() -> None:
@@ -54,14 +54,15 @@ def compare(case: dict[str, Any], samples: Any, build: Any) -> dict[str, float]:
     loader = case.get("loader", False)
     dataset = Rows(whole) if loader else None
     engine, *_ = wavemare.initialize(model=build(), config=config, training_data=dataset)
-    if loader:
-        # The same order, without a permutation.
-        engine.training_dataloader.data_sampler._shuffle = False
     own = None if loader else parts(whole, case, engine.data_rank, replicas, micro, steps)
-    if case.get("loop"):
-        losses = [loop(engine, own, case) for _ in range(STEPS)]
-    else:
-        losses = [float(engine.train_batch(own)) for _ in range(STEPS)]
+    losses = []
+    for step in range(STEPS):
+        if step == RESHARED and "later" in case:
+            engine.share_out(case["later"])
+        if case.get("loop"):
+            loop(engine, own, case)
+        else:
+            losses.append(float(engine.train_batch(own)))
     expected_losses, expected = reference(build(), whole, case, replicas, micro, steps)
     mine = weights_of(engine)
     gaps = [(mine[n] - w).abs().max().item() for n, w in expected.items() if n in mine]
@@ -69,12 +70,14 @@ def compare(case: dict[str, Any], samples: Any, build: Any) -> dict[str, float]:
     assert engine.global_steps == STEPS
     assert engine.pipeline_parallelism or engine.micro_steps == STEPS * steps
     engine.destroy()
-    loss_gap = max(abs(a - b) for a, b in zip(losses, expected_losses, strict=True))
+    # In a caller's own loop their mean is not the engine's to know.
+    pairs = zip(losses, expected_losses, strict=not case.get("loop"))
+    loss_gap = max((abs(a - b) for a, b in pairs), default=0.0)
     return {"weights": max(gaps), "losses": loss_gap, "compared": len(gaps)}
 
 
-def loop(engine: Any, own: Iterator[dict[str, Tensor]], case: dict[str, Any]) -> float:
-    """A caller's own loop, whose mean is not the engine's to know."""
+def loop(engine: Any, own: Iterator[dict[str, Tensor]], case: dict[str, Any]) -> None:
+    """A step of a caller's own loop."""
     batch = next(own)
     loss = engine(**batch)
     loss = loss if isinstance(loss, Tensor) else loss.loss
@@ -83,7 +86,6 @@ def loop(engine: Any, own: Iterator[dict[str, Tensor]], case: dict[str, Any]) ->
     else:
         engine.backward(loss)
     engine.step()
-    return float(engine._mean_loss([engine._balance.weighted(loss.detach())]))
 
 
 def parts(
@@ -96,7 +98,9 @@ def parts(
 ) -> Iterator[dict[str, Tensor]]:
     """Yield this rank's micro-batches: contiguous parts of all samples."""
     counts, shares = case.get("counts"), case.get("shares") or [micro] * replicas
-    for batch in whole:
+    for step, batch in enumerate(whole):
+        if step >= RESHARED:
+            shares = case.get("later", shares)
         if counts:
             begin = micro * sum(counts[:rank])
             cuts = [(begin + micro * i, micro) for i in range(counts[rank])]
@@ -146,16 +150,18 @@ def weights_of(engine: Any) -> dict[str, Tensor]:
 
 
 class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """All samples of all steps, in their order."""
+    """All samples of all steps, which torch's own sampler puts into their order."""
 
     def __init__(self, whole: list[dict[str, Tensor]]) -> None:
-        self._all = {name: torch.cat([b[name] for b in whole]) for name in whole[0]}
+        self.all = {name: torch.cat([b[name] for b in whole]) for name in whole[0]}
+        order = torch.utils.data.DistributedSampler(range(len(self)), num_replicas=1, rank=0)
+        self.place = {index: place for place, index in enumerate(order)}
 
     def __len__(self) -> int:
-        return len(next(iter(self._all.values())))
+        return len(next(iter(self.all.values())))
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {name: value[index] for name, value in self._all.items()}
+        return {name: value[self.place[index]] for name, value in self.all.items()}
 
 
 class Net(torch.nn.Module):

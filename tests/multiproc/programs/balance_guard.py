@@ -61,12 +61,13 @@ def main() -> None:
         "gradient_accumulation_steps": 1,
     }
     plan, speeds = balance_replicas(Paced(pace), samples, batch)
-    equal, planned = build(pace, [MICRO, MICRO]), build(pace, plan.shares)
+    shares = {"equal": [MICRO, MICRO], "planned": list(plan.shares)}
+    engines = {name: build(pace, share) for name, share in shares.items()}
     times: dict[str, list[float]] = {"equal": [], "planned": []}
     losses: dict[str, list[float]] = {"equal": [], "planned": []}
     for _ in range(ROUNDS):
-        for name, engine in (("equal", equal), ("planned", planned)):
-            seconds, loss = step(engine)
+        for name, engine in engines.items():
+            seconds, loss = step(engine, shares[name])
             times[name].append(seconds)
             losses[name].append(loss)
     leave(
@@ -87,17 +88,17 @@ def guarded() -> dict[str, Any]:
     line = Line(0.0, SHORT_S)
     wrong = [Speed(Line(0.0, line.sample_s / 3), line)] * 2
     engine = build(pace, [MICRO, MICRO])
-    applied: list[list[int]] = []
-    guard = Guard(engine, wrong, [MICRO, MICRO], lambda shares: applied.append(list(shares)))
+    applied = [[MICRO, MICRO]]
+    guard = Guard(engine, wrong, applied[0], lambda shares: applied.append(list(shares)))
     verdicts = []
     for _ in range(STEPS):
-        step(engine)
+        step(engine, applied[-1])
         verdicts.append(guard.after_step())
     early = [verdict for verdict in verdicts[:-1] if verdict is not None]
     quiet = guard.at_checkpoint()
     engine.module.sample_s = SHORT_S * (2 - dist.get_rank())
     for _ in range(5 * STEPS):
-        step(engine)
+        step(engine, applied[-1])
         assert guard.after_step() is None
     drifted = guard.at_checkpoint()
     guard.close()
@@ -112,8 +113,7 @@ def guarded() -> dict[str, Any]:
         "text": str(verdicts[-1]),
         "quiet": quiet is None,
         "drifted": None if drifted is None else drifted.imbalance,
-        "applied": applied,
-        "engine": engine._balance.shares,
+        "applied": applied[1:],
         "refused": refused,
     }
 
@@ -128,9 +128,8 @@ def build(pace: float, shares: Any) -> Any:
     return wavemare.initialize(model=Paced(pace), config=config)[0]
 
 
-def step(engine: Any) -> tuple[float, float]:
+def step(engine: Any, shares: list[int]) -> tuple[float, float]:
     """Train on this rank's part of the same samples; return the slowest rank's seconds."""
-    shares = engine._balance.shares
     before, own = sum(shares[: engine.data_rank]), shares[engine.data_rank]
     batch = samples(2 * MICRO)["x"][before : before + own]
     dist.barrier()

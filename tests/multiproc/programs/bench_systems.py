@@ -41,7 +41,7 @@ def plain_training(
 def weights_of(runner: Runner) -> list[torch.Tensor]:
     if hasattr(runner, "engine"):
         return list(runner.engine.module.parameters())
-    return runner._optimizer.param_groups[0]["params"]
+    return runner.optimizer.param_groups[0]["params"]
 
 
 def main() -> None:

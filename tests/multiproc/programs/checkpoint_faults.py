@@ -198,7 +198,9 @@ def full(folder: Path, case: str) -> dict:
     errors = [refused(lambda tag=tag: save(tag)) for tag in ("two", "one")]
     if case == "background":
         engine.save_checkpoint(str(folder), "three")
-        engine._writing._thread.join(60)
+        for thread in threading.enumerate():
+            if thread.name == "wavemare-checkpoint":
+                thread.join()
         errors.append(refused(lambda: engine.train_batch(batches)))
         torch.distributed.barrier()
         engine.save_checkpoint(str(folder), "four")

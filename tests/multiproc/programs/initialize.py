@@ -157,8 +157,7 @@ def case_training_data(pipeline=True):
         model=build_gpt2(**QUIET), training_data=dataset, config=config
     )
     losses = [engine.train_batch().item() for _ in range(STEPS)]
-    # Left to the collector of cycles, a loader waits five seconds for each of its workers.
-    engine.data_iterator = engine._own_batches = engine.training_dataloader = None
+    engine.destroy()
     return {"losses": losses}
 
 

@@ -9,9 +9,11 @@ same data), what else `build` reads, and ``save`` or ``resume`` after so many st
 
 import json
 import sys
-import time
+from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from pathlib import Path
+from unittest import mock
 
 import deepspeed
 import torch
@@ -97,8 +99,22 @@ def batches(engine, case):
         yield tokens, (3 * tokens + 1) % WORDS
 
 
+@contextmanager
+def noting_partitions():
+    """Give what optimizers of matrices are told of the flat weights that ZeRO makes."""
+    found, real = {}, MatrixOptimizer.set_partition
+
+    def set_partition(self, parameter, partition):
+        found[parameter] = partition
+        real(self, parameter, partition)
+
+    with mock.patch.object(MatrixOptimizer, "set_partition", set_partition):
+        yield found
+
+
 def train(case):
-    engine = build(case)
+    with noting_partitions() as partitions:
+        engine = build(case)
     data = batches(engine, case)
     losses = []
     folder = Path(sys.argv[1], case.get("folder", "."))
@@ -115,17 +131,15 @@ def train(case):
         engine.drain()
     basic = engine.basic_optimizer
     groups = basic.param_groups
-    cut = 0
-    if isinstance(basic, MatrixOptimizer):
-        for group in groups:
-            for partition in map(basic._partitions.get, group["params"]):
-                cut += partition is not None and partition.cut_elements(
-                    lambda shape, group=group: basic.is_matrix(group, shape)
-                )
+    cut = sum(
+        partitions[parameter].cut_elements(partial(basic.is_matrix, group))
+        for group in groups
+        for parameter in group["params"]
+        if parameter in partitions
+    )
     result = {
         "losses": losses,
         "digest": weights_digest(engine),
-        "weights": [p.detach().double().tolist() for p in engine.module.parameters()],
         "kind": f"{type(basic).__module__}.{type(basic).__name__}",
         "wrapper": type(engine.optimizer).__name__,
         "refresh": [group.get("refresh") for group in groups],
@@ -140,14 +154,11 @@ def train(case):
 
 
 def attempt(case):
-    start = time.monotonic()
     try:
         with warnings_told("pipemare: ") as told:
             return {**train(case), "told": told}
     except WavemareError as error:
         return {"error": type(error).__name__, "key": error.key, "message": str(error)}
-    finally:
-        print(case, f"{time.monotonic() - start:.2f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def build(num_stages, micro_batches, schedule="pipemare", section=None, guard=No
         build_layers(num_stages),
         stages=num_stages,
         micro_batches=micro_batches,
-        pipeline={"schedule": schedule, **({"pipemare": section} if section else {})},
+        section={"schedule": schedule, **({"pipemare": section} if section else {})},
         sections={"guard": guard or {}},
         **config,
     )

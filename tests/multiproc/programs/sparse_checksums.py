@@ -13,7 +13,8 @@ import torch.distributed as dist
 from common import leave
 
 from wavemare.comm.sparse import SparseComm
-from wavemare.comm.transport import torch_transport
+from wavemare.comm.transport.checksummed import ChecksummedTransport
+from wavemare.comm.transport.torch_transport import TorchTransport
 from wavemare.engine import init_distributed
 from wavemare.errors import CommError, MessageError
 
@@ -35,30 +36,38 @@ def collect(comm, mode):
     return comm.allreduce_(flat.view(-1), key="weights").wait().view(torch.int32).tolist()
 
 
+class Spy(TorchTransport):
+    """Notes the sizes of the messages that it sends, and changes a bit of one."""
+
+    def __init__(self, message, timeout_s):
+        super().__init__(timeout_s=timeout_s)
+        self.message, self.sizes, self.sent = message, [], []
+
+    def begin(self):
+        exchange = super().begin()
+        send = exchange.send
+
+        def sending(peer, tensor):
+            if tensor.numel():
+                if len(self.sizes) == self.message and self.rank == SENDER:
+                    tensor = tensor.detach().clone()
+                    tensor.view(-1).view(torch.uint8)[-1] ^= 1
+                self.sizes.append(tensor.nbytes)
+            send(peer, tensor)
+            self.sent.append(tensor)
+
+        exchange.send = sending
+        return exchange
+
+
 def run(mode, checksums, message, timeout_s=60.0):
     """Return the sums, sizes of the messages, and what went wrong if a bit of one changes."""
-    exchange, sizes = torch_transport._TorchExchange, []
-    send = exchange.send
-
-    def sending(self, peer, tensor):
-        if tensor.numel():
-            if len(sizes) == message and dist.get_rank() == SENDER:
-                tensor = tensor.detach().clone()
-                tensor.view(-1).view(torch.uint8)[-1] ^= 1
-            sizes.append(tensor.nbytes)
-        send(self, peer, tensor)
-        kept.append(tensor)
-
-    kept = []
-    exchange.send = sending
+    spy = Spy(message, timeout_s)
     try:
-        chosen = "ordered" if mode == "rows" else mode
         comm = SparseComm(
-            mode=chosen,
+            ChecksummedTransport(spy) if checksums else spy,
+            mode="ordered" if mode == "rows" else mode,
             block=BLOCK,
-            transport="torch",
-            checksums=checksums,
-            timeout_s=timeout_s,
             deterministic=mode not in ("dense", "packed", "agsparse", "sparcml"),
         )
         sums = collect(comm, mode)
@@ -68,9 +77,7 @@ def run(mode, checksums, message, timeout_s=60.0):
         return {"error": str(error), "notes": error.__notes__, "code": error.exit_code}
     except CommError as error:
         return {"lost": str(error)}
-    finally:
-        exchange.send = send
-    return {"sums": sums, "sizes": sizes, "bytes_up": bytes_up}
+    return {"sums": sums, "sizes": spy.sizes, "bytes_up": bytes_up}
 
 
 def main():

@@ -10,8 +10,10 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
@@ -19,6 +21,7 @@ import transformers
 from common import leave, weights_digest
 
 import wavemare
+from wavemare.comm import SparseComm
 from wavemare.failure import run_main
 
 VOCABULARY, LENGTH, MICRO, ACCUMULATION, HIDDEN = 3_000, 16, 2, 2, 16
@@ -148,38 +151,46 @@ def initialize(case: dict[str, Any]) -> Any:
     return wavemare.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
-def note_sent(engine: Any) -> list[int]:
-    """Return a list of how many buckets were on their way when the backward pass ended."""
+@contextmanager
+def noting_sent(module: torch.nn.Module) -> Iterator[list[int]]:
+    """Give a list of how many buckets were on their way when the steps' backward passes ended."""
     sent: list[int] = []
-    sparse = engine._sparse
-    if sparse is not None:
-        reduce = sparse.reduce
+    calls = {"all": 0, "before": 0}
 
-        def noting() -> None:
-            sent.append(sparse.rounds.num_sent)
-            reduce()
+    def counting(real: Any) -> Any:
+        def call(self: SparseComm, *args: Any, **kwargs: Any) -> Any:
+            calls["all"] += 1
+            return real(self, *args, **kwargs)
 
-        sparse.reduce = noting
-    return sent
+        return call
+
+    module.register_forward_pre_hook(lambda *_: calls.update(before=calls["all"]))
+    last = next(module.parameters())  # an embedding, whose gradient comes last
+    last.register_post_accumulate_grad_hook(lambda _: sent.append(calls["all"] - calls["before"]))
+    with ExitStack() as patched:
+        for name in ("allreduce_", "reduce_scatter_"):
+            call = counting(getattr(SparseComm, name))
+            patched.enter_context(mock.patch.object(SparseComm, name, call))
+        yield sent
 
 
 def train(case: dict[str, Any]) -> dict[str, Any]:
     engine = initialize(case)
-    sent = note_sent(engine)
     pipeline = case["model"] == "pipeline"
     torch.manual_seed(1000 + engine.data_rank)
     data = batches(engine.data_rank, pipeline)
     losses, metrics = [], []
-    for step in range(case["steps"]):
-        losses.append(engine.train_batch(data).item())
-        metrics.append(engine.step_metrics())
-        if step + 1 == case.get("save_after"):
-            engine.save_checkpoint(str(Path(sys.argv[1], case["name"])))
+    with noting_sent(engine.module) as sent:
+        for step in range(case["steps"]):
+            losses.append(engine.train_batch(data).item())
+            metrics.append(engine.step_metrics())
+            if step + 1 == case.get("save_after"):
+                engine.save_checkpoint(str(Path(sys.argv[1], case["name"])))
     found = {
         "losses": losses,
         "weights": weights_digest(engine),
         "metrics": metrics[-1],
-        "sent": sent,
+        "sent": sent[ACCUMULATION - 1 :: ACCUMULATION],
     }
     if "save_after" in case:
         found["resumed"] = resume(case)

@@ -199,7 +199,6 @@ def run_pairs(name: str, pipeline: dict[str, Any], **changes: Any) -> dict[str, 
     return {
         "losses": losses,
         "evaluated": evaluated,
-        "left": len(engine._passes._executor._waves) if pipeline["pair_passes"] else 0,
         "again": train(engine, name, 1),
         "digest": weights_digest(engine),
         "hidden": count.hidden,

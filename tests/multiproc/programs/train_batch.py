@@ -4,6 +4,8 @@
 Usage: train_batch.py FOLDER. On each rank.
 """
 
+import gc
+import weakref
 from itertools import islice
 
 import torch
@@ -41,23 +43,28 @@ def train(engine, *, cut: bool) -> str:
 
 
 def evaluate(engine) -> dict[str, object]:
+    """What the guard keeps of evaluations, and of a training's forward pass."""
+    ended, batches = False, engine.rank_batches
+    kept = [weakref.ref(batch["input_ids"]) for batch in batches]
     engine.train()
     try:
-        engine.eval_batch(iter(engine.rank_batches[:1]), num_micro_batches=2)
+        engine.eval_batch(iter(batches[:1]), num_micro_batches=2)
     except StopIteration:
         ended = True
-    kept_before = len(engine._guard._records)
+    training = engine.module.training
     engine.eval()
-    for batch in engine.rank_batches[:3]:
+    for batch in batches[:3]:
         engine(**batch)
-    kept = len(engine._guard._records) - kept_before
     engine.train()
-    engine(**engine.rank_batches[0])
+    engine(**batches[-1])
+    del batch, batches
+    engine.rank_batches.clear()
+    gc.collect()
     return {
         "ended": ended,
-        "training": engine.module.training,
-        "kept of evaluations": kept,
-        "kept of training": len(engine._guard._records) - kept_before,
+        "training": training,
+        "kept of evaluations": sum(each() is not None for each in kept[:3]),
+        "kept of training": int(kept[-1]() is not None),
     }
 
 
