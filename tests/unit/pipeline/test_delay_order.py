@@ -117,14 +117,14 @@ def means(rate):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sgd_with_delays_of_15_to_1_steps_loses_what_another_simulation_says():
     found = means(0.04)
     for name, loss in EXPECTED.items():
         assert found[name] == pytest.approx(loss, rel=0.01), name
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_at_a_high_rate_the_corrections_keep_their_order():
     found = means(0.08)
     assert max(found, key=found.get) == "naive"
@@ -145,19 +145,19 @@ ADAPTIVE = [
         adam,
         DATAFLOW,
         {"naive": 12.7004, "t1": 13.6297, "t2": 12.7788, "stash": 12.7277},
-        marks=pytest.mark.slow,
+        marks=pytest.mark.nightly,
     ),
     pytest.param(
         steady_nadam,
         None,
         {"sync": 10.409, "naive": 11.8979, "t1": 12.6658, "t2": 11.9391, "stash": 11.9406},
-        marks=pytest.mark.slow,
+        marks=pytest.mark.nightly,
     ),
     pytest.param(
         steady_nadam,
         DATAFLOW,
         {"naive": 14.5041, "t1": 16.3187, "t2": 14.5631, "stash": 14.5684},
-        marks=pytest.mark.slow,
+        marks=pytest.mark.nightly,
     ),
 ]
 
@@ -172,7 +172,7 @@ def test_adaptive_optimizers_with_delays_lose_what_another_simulation_says(make,
         assert final_loss(make(0.004), steps=300, **options) == pytest.approx(loss, rel=1e-3), way
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_with_as_many_micro_batches_as_stages_t2_is_a_copy_of_the_weights():
     # Each way's best rate: 0.016 without delay, else 0.008.
     expected = {"sync": 6.4245, "naive": 6.9919, "t2": 7.0032, "stash": 7.0032}
@@ -186,7 +186,7 @@ def test_with_as_many_micro_batches_as_stages_t2_is_a_copy_of_the_weights():
     assert found["t2"] == pytest.approx(found["stash"], rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_turned_basis_and_error_feedback_bear_delays_of_7_to_0_steps():
     adams, soaps = (
         [
@@ -213,7 +213,7 @@ WAYS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_four_optimizers_and_the_corrections_of_weights_keep_their_order():
     """The order in which another simulation found them; NAdam it found behind Adam."""
@@ -257,7 +257,7 @@ STALER = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("way", STALER)
 def test_delays_of_15_to_1_steps_cost_four_optimizers_what_another_simulation_says(way):
