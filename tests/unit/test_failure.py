@@ -134,7 +134,8 @@ def imported():
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed", "wavemare.failure"])
     forkserver.ensure_running()
-    return context
+    yield context
+    forkserver._forkserver._stop()  # else it lasts as long as this process
 
 
 @pytest.fixture

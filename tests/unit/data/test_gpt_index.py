@@ -150,13 +150,9 @@ def test_a_blend_draws_from_its_parts_in_order():
         assert (expected >= 1000).all() == (source == 1)
 
 
-@pytest.fixture
-def megatron():
+def test_megatron_core_makes_the_same_arrays():
     reason = "megatron-core is not installed (pip install megatron-core)"
-    return pytest.importorskip("megatron.core.datasets.helpers", reason=reason)
-
-
-def test_megatron_core_makes_the_same_arrays(megatron):
+    megatron = pytest.importorskip("megatron.core.datasets.helpers", reason=reason)
     gpt = pytest.importorskip("megatron.core.datasets.gpt_dataset")
     draw = np.random.default_rng(1)
     for seed in range(30):

@@ -25,7 +25,7 @@ def degrees(model, world_size, **config):
 
 
 @contextmanager
-def refused_at_two_places(reason=""):
+def refused_at_two_places(reason=None):
     with pytest.raises(PlanError, match=reason) as error:
         yield
     assert len(set(re.findall(HERE, str(error.value)))) == 2
