@@ -26,6 +26,6 @@ def test_kernels_are_bit_exact_on_the_gpu(tmp_path):
     subprocess.run(command, env=environment, check=True, timeout=1200)
     results = json.loads(result.read_text())
     assert {check: found["failures"] for check, found in results.items() if found["failures"]} == {}
-    assert sum(found["cases"] for found in results.values()) > 800
+    assert sum(found["cases"] for found in results.values()) > 500
     # The mask of so many takes too long in the interpreter.
     assert results["more_than_two_to_the_31_elements"]["cases"] == 4

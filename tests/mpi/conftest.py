@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -114,19 +115,11 @@ def _run_by_mpirun(
         except subprocess.TimeoutExpired:
             code = -signal.SIGALRM
             process.terminate()  # mpirun ends the ranks
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                pass
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(60)
         finally:
-            _end_group(process)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     output = log.read_text(errors="replace")
     return code, output + ("\ntook too long" if code == -signal.SIGALRM else "")
-
-
-def _end_group(process: subprocess.Popen[Any]) -> None:
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    process.wait()

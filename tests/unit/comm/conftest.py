@@ -3,12 +3,15 @@
 
 import importlib
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import wavemare.comm
 from wavemare.comm.transport.base import Transport
+
+sys.path.append(str(Path(__file__).parent / "kernels" / "programs"))
 
 
 @pytest.fixture

@@ -72,13 +72,6 @@ def test_popular_ids_and_large_rows(coalesce, dtype):
     check(coalesce, ids.to(torch.int32), torch.randn(7, 600).to(dtype).T)
 
 
-def test_order_of_positions_matters_and_is_kept(coalesce):
-    rows = torch.tensor([[1e8], [1.0], [-1e8], [1.0]])
-    ids = torch.tensor([3, 3, 3, 3])
-    assert coalesce(ids, rows)[1].item() == 1.0
-    assert coalesce(ids, rows[[0, 2, 1, 3]])[1].item() == 2.0
-
-
 def test_16_bit_rows_are_rounded_once(coalesce):
     # 256 + 1 has no place in bfloat16: rounded at each step, the sum would stay at 256.
     rows = torch.tensor([[256.0]] + [[1.0]] * 256).to(torch.bfloat16)

@@ -32,11 +32,17 @@ def test_work_is_done_in_order_on_one_thread(worker):
     seen = []
 
     def work(number):
-        return lambda stats: seen.append((number, threading.current_thread().name)) or number
+        def run(stats):
+            stats.executor = f"executor {number}"
+            seen.append((number, threading.current_thread().name))
+            return number
+
+        return run
 
     handles = [worker.submit(work(number), CPU) for number in range(50)]
     assert [handle.wait() for handle in reversed(handles)] == list(range(50))[::-1]
     assert seen == [(number, "collectives under test") for number in range(50)]
+    assert handles[7].stats.executor == "executor 7"
 
 
 def test_the_main_thread_goes_on_meanwhile(worker):
@@ -46,15 +52,6 @@ def test_the_main_thread_goes_on_meanwhile(worker):
     gate.set()
     assert handle.wait() is True
     assert handle.done()
-
-
-def test_statistics_are_filled_in(worker):
-    def work(stats):
-        stats.executor = "pushpull"
-
-    handle = worker.submit(work, CPU)
-    handle.wait()
-    assert handle.stats.executor == "pushpull"
 
 
 def test_an_error_is_raised_by_wait_each_time(worker):
@@ -156,13 +153,6 @@ def test_closing_ends_what_was_submitted():
     worker.close()
     with pytest.raises(CommError, match="closed"):
         worker.submit(lambda stats: None, CPU)
-
-
-def test_a_worker_without_work_has_no_thread():
-    before = threading.active_count()
-    worker = CollectiveThread("idle")
-    assert threading.active_count() == before
-    worker.close()
 
 
 def test_many_workers_leave_no_thread_and_no_descriptor():

@@ -29,7 +29,7 @@ def kernels(request):
     return request.param()
 
 
-@pytest.mark.parametrize("long", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("long", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # sums that overflow are meant
 def test_kernels_are_bit_exact(kernels, check, long):

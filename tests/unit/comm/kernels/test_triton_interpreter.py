@@ -15,7 +15,7 @@ PROGRAM = Path(__file__).parent / "programs" / "triton_cases.py"
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("options", "fewest"), [([], 500), pytest.param(["--long"], 1500, marks=pytest.mark.slow)]
+    ("options", "fewest"), [([], 500), pytest.param(["--long"], 1500, marks=pytest.mark.nightly)]
 )
 def test_kernels_are_bit_exact(tmp_path, options, fewest):
     # The variable is read when triton is imported, so the cases have a process of their own.
