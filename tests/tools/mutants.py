@@ -30,8 +30,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +138,8 @@ def edits(source: Source, node: Any, messages: bool = False) -> Iterator[Edit]:
     if isinstance(node, REMOVABLE) and not declares and not (speaks and isinstance(node, ast.Expr)):
         yield "statement", source.start(node), source.end(node), ["pass" + "\n" * code.count("\n")]
     if isinstance(node, ast.Constant) and "\n" not in code:
-        new = [repr(value) for value in other_values(node.value, messages) if value != node.value]
-        yield "constant", source.start(node), source.end(node), new
+        if new := [repr(value) for value in other_values(node.value, messages)]:
+            yield "constant", source.start(node), source.end(node), new
     for operator, start, end in operators(source, node):
         old, new_operator = OPERATORS.get(type(operator), (".^", ""))
         if place := re.compile(old.encode()).search(source.text, start, end):
@@ -179,24 +181,35 @@ def operators(source: Source, node: Any) -> list[tuple[ast.AST, int, int]]:
 
 
 def sample(options: argparse.Namespace) -> None:
+    """Draw mutants, each by itself: what changes elsewhere changes nothing about it."""
     sources = sources_of(copy_of(options, "sample"), AREAS)
-    places = [(file, *edit) for file, s in sources.items() for edit in edits(s, s.tree) if edit[3]]
-    generator, mutants = random.Random(int(options.seed, 16)), []
-    for file, kind, start, end, new in generator.sample(places, len(places)):
-        text, tree = sources[file].text, sources[file].tree
-        mutant = {"number": len(mutants) + 1, "file": file, "line": text.count(b"\n", 0, start) + 1}
-        mutant |= {"kind": kind, "start": start, "end": end, "old": text[start:end].decode()}
-        mutant |= {"new": generator.choice(new), "before": lines_at(text, start, end)}
-        changed = mutated(text, mutant)
-        mutant["after"] = lines_at(changed, start, start + len(mutant["new"].strip()))
+    drawn, seen = [], Counter()
+    for file, source in sources.items():
+        for kind, start, end, new in edits(source, source.tree):
+            old, before = source.text[start:end].decode(), lines_at(source.text, start, end)
+            what = (file, kind, before, old)
+            generator = random.Random(f"{int(options.seed, 16)} {what} {seen[what]}")
+            seen[what] += 1
+            mutant = {"file": file, "line": source.text.count(b"\n", 0, start) + 1, "kind": kind}
+            mutant |= {"start": start, "end": end, "old": old, "before": before}
+            drawn.append((generator.random(), mutant | {"new": generator.choice(new)}))
+    drawn.sort(key=itemgetter(0))
+    mutants = []
+    for _, mutant in drawn:
+        source = sources[mutant["file"]]
+        changed = mutated(source.text, mutant)
         with contextlib.suppress(SyntaxError):
-            if ast.dump(ast.parse(changed)) != ast.dump(tree):
-                mutants.append(mutant)
-                print("{number:3} {file}:{line}  {before}  ->  {after}".format(**mutant))
+            if ast.dump(ast.parse(changed)) != ast.dump(source.tree):
+                start, new = mutant["start"], mutant["new"].strip()
+                after = lines_at(changed, start, start + len(new))
+                mutants.append({"number": len(mutants) + 1, "after": after} | mutant)
+                print("{number:3} {file}:{line}  {before}  ->  {after}".format(**mutants[-1]))
         if len(mutants) == options.count:
             break
-    drawn = {"seed": options.seed, "places": len(places), "mutants": mutants}
-    write(options.folder / "sample.json", drawn)
+    write(
+        options.folder / "sample.json",
+        {"seed": options.seed, "places": len(drawn), "mutants": mutants},
+    )
 
 
 def lines_at(text: bytes, start: int, end: int) -> str:
