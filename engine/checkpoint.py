@@ -49,7 +49,7 @@ from wavemare.engine.manifest import FORMAT, read_manifest, resolve_tag, verify_
 from wavemare.errors import CheckpointError
 from wavemare.files import remove_leftovers
 
-__all__ = ["CheckpointMixin"]
+__all__ = ["CheckpointMixin", "agree"]
 
 _background_saves = itertools.count()  # ranks save together, so that they count alike
 _Result = TypeVar("_Result")
@@ -173,10 +173,10 @@ class CheckpointMixin:
             check_universal(load_dir, engine)
         else:
             folder = Path(load_dir)
-            tag, manifest = _agree(folder, lambda: _find(folder, tag, engine, whole=whole))
+            tag, manifest = agree(folder, lambda: _find(folder, tag, engine, whole=whole))
         if manifest is not None and self.checkpoint_settings.verify == "checksums":
             folder = Path(load_dir) / str(tag)
-            _agree(folder, lambda: _verify(folder, manifest, engine))
+            agree(folder, lambda: _verify(folder, manifest, engine))
         with safe_loading(load_dir):
             result = super().load_checkpoint(  # type: ignore[misc]
                 load_dir,
@@ -285,7 +285,7 @@ def _universal_information(engine: Any) -> dict[str, Any]:
     return {UNIVERSAL_CHECKPOINT_INFO: information}
 
 
-def _agree(folder: Path, check: Callable[[], _Result]) -> _Result:
+def agree(folder: Path, check: Callable[[], _Result]) -> _Result:
     """Check a folder on every rank; what one refuses, all refuse with its error."""
     refused, result = None, None
     try:

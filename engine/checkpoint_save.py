@@ -39,9 +39,6 @@ Meeting = Callable[[Any], list[Any]]
 _Ended = Callable[[Collection[int]], Collection[int]]
 
 _POLL_S = 0.02
-_ASK_S = 2.0
-_ASKED = 64
-"""How often those that have not come are asked whether they still run, and how many at a time."""
 # When a script has ended: by an error that the other ranks may not survive, more often than not.
 _AFTER_MAIN_S = 60.0
 
@@ -210,6 +207,8 @@ class StoreMeeting:
         ranks: How many there are.
         timeout_s: For how long the others are waited for.
         ended: Returns which of some ranks have certainly ended, and are not waited for.
+        ask_s: How often those that have not come are asked whether they still run.
+        asked: How many are asked at a time.
     """
 
     def __init__(
@@ -219,10 +218,14 @@ class StoreMeeting:
         ranks: int,
         timeout_s: float,
         ended: _Ended | None = None,
+        *,
+        ask_s: float = 2.0,
+        asked: int = 64,
     ) -> None:
         self._store = store
         self._rank, self._ranks, self._timeout_s = rank, ranks, timeout_s
         self._ended = ended
+        self._ask_s, self._asked = ask_s, asked
         self._count = 0
 
     def __call__(self, value: Any) -> list[Any]:
@@ -246,7 +249,7 @@ class StoreMeeting:
     def _await(self, keys: Sequence[str]) -> None:
         # Not store.wait, which would keep other threads from the store all the while.
         now = time.monotonic()
-        deadline, ask = now + self._timeout_s, now + _ASK_S
+        deadline, ask = now + self._timeout_s, now + self._ask_s
         while not self._store.check(list(keys)):
             now = time.monotonic()
             if not threading.main_thread().is_alive():
@@ -256,13 +259,13 @@ class StoreMeeting:
                 raise _lost(reason)
             if now > ask and self._ended is not None:
                 self._check_missing(self._ended, keys)
-                ask = time.monotonic() + _ASK_S
+                ask = time.monotonic() + self._ask_s
             time.sleep(_POLL_S)
 
     def _check_missing(self, ended: _Ended, keys: Sequence[str]) -> None:
         missing = self._missing(keys)
         # Not of the generator that the script may have seeded.
-        asked = random.SystemRandom().sample(missing, min(len(missing), _ASKED))
+        asked = random.SystemRandom().sample(missing, min(len(missing), self._asked))
         # What one has said just before it ended counts.
         if lost := sorted({*ended(asked)} & {*self._missing(keys)}):
             raise _lost(f"ranks {lost} have ended without completing their parts")

@@ -33,10 +33,10 @@ __all__ = [
     "mpi_place",
     "own_address",
     "place_of",
+    "ports_apart",
     "reserved_port",
 ]
 
-# The first and the last port that Linux gives to programs that ask for any.
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LOWEST_PORT = 10_000
 _FEWEST_PORTS = 1_000
@@ -259,15 +259,18 @@ def own_address(environment: Mapping[str, str]) -> str:
 
 
 @contextmanager
-def reserved_port() -> Iterator[int]:
+def reserved_port(ports: Sequence[int] | None = None) -> Iterator[int]:
     """Yield a TCP port that others get only by asking for it, as a rank 0 that is started does.
 
     Where it can, it is none of those that the system gives to programs that ask for any, which are
     many while ranks start: it stays free, most probably, until rank 0 listens, also if not held.
+
+    Args:
+        ports: Those to choose from; None for `ports_apart`.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # rank 0's store sets it, too
-        ports = _ports_apart()
+        ports = ports_apart() if ports is None else ports
         for port in random.SystemRandom().choices(ports, k=_PORT_TRIES if ports else 0):
             # Who may share a port is told that one is free that others share.
             with suppress(OSError), socket.socket() as alone:
@@ -280,14 +283,17 @@ def reserved_port() -> Iterator[int]:
         yield int(holder.getsockname()[1])
 
 
-def _ports_apart() -> Sequence[int]:
+def ports_apart(range_file: Path = _EPHEMERAL_PORTS) -> Sequence[int]:
     """Return ports below those that Linux gives to who asks for any; none if they are too few.
 
     Those from 30,000 are Kubernetes', and two are what torch takes by itself.
+
+    Args:
+        range_file: Has the first and the last port that Linux gives to who asks for any.
     """
     first = 32768
     with suppress(OSError, ValueError):
-        first = int(_EPHEMERAL_PORTS.read_text(encoding="ascii").split()[0])
+        first = int(range_file.read_text(encoding="ascii").split()[0])
     ports = [port for port in range(_LOWEST_PORT, min(first, 30_000)) if port not in (29400, 29500)]
     return ports if len(ports) >= _FEWEST_PORTS else []
 

@@ -121,8 +121,8 @@ class SparseGradients(ABC):
         ]
         return make_buckets(members, config.block, config.bucket_bytes)
 
-    def _note_round(self) -> None:
-        # ZeRO 2 reduces after each micro-batch: a step has all of them.
+    def note_round(self) -> None:
+        """Take the figures of a step that has ended: ZeRO 2 reduces after each micro-batch."""
         if self._engine.is_gradient_accumulation_boundary():
             self.figures = self.comm.totals.take()
 
@@ -205,7 +205,7 @@ class ReplicatedGradients(SparseGradients):
         for name, handle in self._rows.items():
             self._take_rows(name, handle)
         self._usual, self._fired = self._fired, Counter()
-        self._note_round()
+        self.note_round()
 
     def close(self) -> None:
         """End the collectives, and leave the parameters alone."""

@@ -88,7 +88,7 @@ class PartitionedGradients(SparseGradients):
         """
         with self._stream():
             self._rounds.end()
-        self._note_round()
+        self.note_round()
 
     # --- in the place of the optimizer's methods --------------------------------------------------
 

@@ -9,13 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wavemare.engine.balance import Balance, ShareSampler
-from wavemare.engine.balance_config import BalanceConfig, check_balance, check_shares
-from wavemare.engine.config import check_config
+from wavemare.engine.balance_config import BalanceConfig, check_shares
 from wavemare.engine.data_parallel import Engine
 from wavemare.engine.mixin import EngineMixin
 from wavemare.errors import ConfigError, DataError
-from wavemare.pipeline.config import PipelineConfig
-from wavemare.pipeline.wave_config import WaveletConfig
 
 SIZES = {
     "train_batch_size": 64,
@@ -75,47 +72,6 @@ def test_numbers_that_fit_pass(section):
     check_shares(BalanceConfig.parse(section), SIZES, 2)
 
 
-def checked(section, config=None, *, stages=1, wavelet="off", zero=0):
-    check_balance(
-        config or {},
-        BalanceConfig.parse(section),
-        pipeline=PipelineConfig(stages=stages),
-        wavelet=WaveletConfig(mode=wavelet),
-        zero_stage=zero,
-    )
-
-
-@pytest.mark.parametrize(
-    ("section", "options", "reason"),
-    [
-        ({"shares": [1, 1]}, {"wavelet": "sync"}, "alike on all ranks"),
-        ({"micro_steps": [1, 1], "shares": [1, 1]}, {}, "unequal micro-batches, or"),
-        ({"micro_steps": [1, 1], "mean": "tokens"}, {}, "sum their tokens"),
-        ({"micro_steps": [1, 1]}, {"stages": 2}, "all stages of all replicas"),
-        ({"micro_steps": [1, 1]}, {"zero": 3}, "wait for ever"),
-        ({"micro_steps": [1, 1]}, {"config": {"bf16": {"enabled": True}}}, "16-bit optimizers"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(section, options, reason):
-    with pytest.raises(ConfigError, match=reason):
-        checked(section, **options)
-
-
-def test_what_goes_together_passes():
-    checked({"shares": [1, 1]}, stages=2, zero=1)
-    checked({"shares": [1, 1], "mean": "tokens"}, zero=3)
-    checked({"micro_steps": [1, 1]}, {"bf16": {"enabled": True}}, zero=1)
-    checked({}, wavelet="sync")
-
-
-def test_the_section_is_part_of_the_configuration():
-    section = {"balance": {"micro_steps": [1, 2]}}
-    with pytest.raises(ConfigError, match=r"wavemare\.balance\.micro_steps"):
-        check_config({"wavemare": section, "zero_optimization": {"stage": 3}}, world_size=2)
-    with pytest.raises(ConfigError, match="shares"):
-        check_config({"wavemare": {"balance": {"share": [1]}}}, world_size=2)
-
-
 class NoPipeline(EngineMixin):
     """An engine as `share_out` and a caller's own loop see it."""
 
@@ -145,9 +101,18 @@ def test_shares_change_only_where_data_follows():
     assert engine.noted == [3, 1]
 
 
+class OwnLoop(Engine):
+    """An engine whose ranks do unequal numbers of micro-steps."""
+
+    def __init__(self):
+        torch.nn.Module.__init__(self)
+        self._balance = SimpleNamespace(uneven_steps=True)
+        self._sections = SimpleNamespace(balance=SimpleNamespace(micro_steps=[3, 1]))
+
+
 def test_a_loop_of_ones_own_has_equal_numbers_of_micro_steps():
     with pytest.raises(ConfigError, match="before ranks are done"):
-        Engine._weighted(NoPipeline(uneven_steps=True), torch.tensor(1.0))
+        OwnLoop().scale(torch.tensor(1.0))
 
 
 def test_tokens_cannot_be_counted_without_labels(monkeypatch):

@@ -4,12 +4,13 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from wavemare.engine import checkpoint
+from wavemare.engine import checkpoint, checkpoint_checks
 from wavemare.engine import manifest as lists
-from wavemare.engine.checkpoint_checks import _check_topology
+from wavemare.engine.checkpoint_checks import check_checkpoint_fits
 from wavemare.engine.checkpoint_config import CheckpointConfig, check_checkpoint
 from wavemare.engine.file_records import checksum
 from wavemare.engine.manifest import (
@@ -106,21 +107,37 @@ def test_no_checkpoint_at_all_is_none_as_in_deepspeed(tmp_path):
     assert resolve_tag(tmp_path, None) is None
 
 
+def check_topology(monkeypatch, folder, saved, current):
+    """Check a checkpoint against an engine of another topology, or of the same."""
+    engine = SimpleNamespace(
+        module=SimpleNamespace(parts=current["cuts"]),
+        num_stages=current["pipe"],
+        dp_world_size=current["data"],
+        mp_world_size=current["model"] * current["pipe"],
+        zero_optimization_stage=lambda: current["zero_stage"],
+        parallel_plan=None,
+    )
+    monkeypatch.setattr(checkpoint_checks.dist, "get_world_size", lambda: current["world_size"])
+    check_checkpoint_fits(folder, {"topology": saved}, engine, whole=True)
+
+
 @pytest.mark.parametrize("key", ["world_size", "data"])
-def test_without_zero_the_number_of_replicas_does_not_matter(checkpoints, key):
+def test_without_zero_the_number_of_replicas_does_not_matter(checkpoints, monkeypatch, key):
     saved = {**TOPOLOGY, "zero_stage": 0}
-    _check_topology(checkpoints / "step-2", saved, {**saved, key: 99})
+    folder = checkpoints / "step-2"
+    check_topology(monkeypatch, folder, saved, {**saved, key: 99})
     with pytest.raises(CheckpointError):
-        _check_topology(checkpoints / "step-2", saved, {**saved, "pipe": 1})
+        check_topology(monkeypatch, folder, saved, {**saved, "pipe": 1})
 
 
 @pytest.mark.parametrize("key", TOPOLOGY)
-def test_another_topology_is_refused_naming_both(checkpoints, key):
-    current = {**TOPOLOGY, key: 99}
+def test_another_topology_is_refused_naming_both(checkpoints, monkeypatch, key):
+    changed = [0, 99] if key == "cuts" else 99
+    folder = checkpoints / "step-2"
     with pytest.raises(CheckpointError, match="it was saved by the topology") as caught:
-        _check_topology(checkpoints / "step-2", TOPOLOGY, current)
+        check_topology(monkeypatch, folder, TOPOLOGY, {**TOPOLOGY, key: changed})
     assert f"{key} {TOPOLOGY[key]}" in caught.value.reason
-    assert f"{key} 99" in caught.value.reason
+    assert f"{key} {changed}" in caught.value.reason
     assert "-m wavemare.universal --input_folder" in caught.value.remedy
 
 
@@ -252,5 +269,5 @@ def test_what_one_rank_cannot_read_all_refuse(monkeypatch, error):
 
     told = f"checkpoint = 'run/step_2': it cannot be read \\({type(error).__name__}"
     with pytest.raises(CheckpointError, match=told):
-        checkpoint._agree(Path("run/step_2"), check)
+        checkpoint.agree(Path("run/step_2"), check)
     assert len(met) == 1

@@ -8,13 +8,14 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.ops.adam import FusedAdam
-from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 
 from wavemare.engine import PipelineEngine
 from wavemare.engine.config import zero_section
-from wavemare.engine.initialize import _check, _data_ranks_of, _without_compiled_optimizer
+from wavemare.engine.initialize import ENGINES, build_engine
 from wavemare.errors import ModelError, PlanError
 from wavemare.pipeline.plan import Plan
+
+SIZES = {"train_micro_batch_size_per_gpu": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +23,22 @@ def one_rank_on_a_cpu(monkeypatch):
     monkeypatch.delenv("WAVEMARE_COMPILED_OPS", raising=False)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setattr("wavemare.engine.initialize.dist.get_rank", lambda: 0)
+    monkeypatch.setattr("wavemare.engine.initialize.dist.get_world_size", lambda: 1)
+
+
+@pytest.fixture
+def given(monkeypatch):
+    """Return the configuration that DeepSpeed is given in the place of one of ours."""
+
+    def given(config, **arguments):
+        def initialize(*, config, **_):
+            return config, None, None, None
+
+        monkeypatch.setattr(deepspeed, "initialize", initialize)
+        arguments = {"model": torch.nn.Linear(2, 2), **arguments}
+        return build_engine({**SIZES, **config}, **arguments)[0]
+
+    return given
 
 
 def adam(kind="AdamW", **parameters):
@@ -29,20 +46,21 @@ def adam(kind="AdamW", **parameters):
 
 
 @pytest.mark.parametrize("kind", ["Adam", "AdamW", "adamw"])
-def test_torch_steps_with_the_defaults_of_the_optimizer_that_it_replaces(kind):
-    chosen = _without_compiled_optimizer(adam(kind, lr=0.1, bias_correction=True), None)
-    parameters = chosen["optimizer"]["params"]
+def test_torch_steps_with_the_defaults_of_the_optimizer_that_it_replaces(given, kind):
+    config = adam(kind, lr=0.1, bias_correction=True)
+    parameters = given(config)["optimizer"]["params"]
     assert parameters.pop("torch_adam") is True
     fused = inspect.signature(FusedAdam).parameters
     weight = torch.nn.Parameter(torch.ones(1))
     group = torch.optim.AdamW([weight], **parameters).param_groups[0]
     for name in ("weight_decay", "betas", "eps", "amsgrad"):
         assert group[name] == fused[name].default, name
+    assert config == adam(kind, lr=0.1, bias_correction=True)  # the caller's own
 
 
-def test_nothing_is_offloaded_to_no_device():
+def test_nothing_is_offloaded_to_no_device(given):
     config = {**adam(), "zero_optimization": {"offload_optimizer": {"device": "none"}}}
-    assert _without_compiled_optimizer(config, None)["optimizer"]["params"]["torch_adam"] is True
+    assert given(config)["optimizer"]["params"]["torch_adam"] is True
 
 
 @pytest.mark.parametrize(
@@ -55,20 +73,14 @@ def test_nothing_is_offloaded_to_no_device():
         {},
     ],
 )
-def test_other_choices_are_left_alone(config):
-    assert _without_compiled_optimizer(config, None) == config
+def test_other_choices_are_left_alone(given, config):
+    assert given(config) == {**SIZES, **config}
 
 
-def test_a_client_optimizer_and_the_switch_leave_the_configuration_alone(monkeypatch):
-    assert _without_compiled_optimizer(adam(), object()) == adam()
+def test_a_client_optimizer_and_the_switch_leave_the_configuration_alone(given, monkeypatch):
+    assert given(adam(), optimizer=object()) == {**SIZES, **adam()}
     monkeypatch.setenv("WAVEMARE_COMPILED_OPS", "1")
-    assert _without_compiled_optimizer(adam(), None) == adam()
-
-
-def test_the_callers_configuration_is_not_changed():
-    config = adam(lr=0.1)
-    _without_compiled_optimizer(config, None)
-    assert config == adam(lr=0.1)
+    assert given(adam()) == {**SIZES, **adam()}
 
 
 @pytest.mark.parametrize(("value", "stage"), [(True, 1), (False, 0), ({"stage": 3}, 3)])
@@ -76,43 +88,72 @@ def test_zero_may_be_a_truth_value(value, stage):
     assert zero_section({"zero_optimization": value})["stage"] == stage
 
 
-def test_a_sequence_parallel_mpu_knows_no_data_ranks():
-    class SequenceParallel:
-        def get_sequence_parallel_world_size(self):
-            return 2
+def test_a_sequence_parallel_mpu_knows_no_data_ranks(given, monkeypatch):
+    monkeypatch.setattr("wavemare.engine.initialize.dist.get_world_size", lambda: 8)
+    mpu = SimpleNamespace(get_sequence_parallel_world_size=lambda: 2)
+    config = {"train_batch_size": "auto", "gradient_accumulation_steps": 3}
+    assert given(config, mpu=mpu)["train_batch_size"] == 2 * 3 * 4
 
-    assert _data_ranks_of(SequenceParallel(), 8) == 4
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_deepspeed_finds_our_engine_under_the_name_of_its_own(monkeypatch, name):
+    assert name in deepspeed.initialize.__code__.co_names, f"it no longer looks up {name}"
+    stock, found = getattr(deepspeed, name), []
+
+    def initialize(**_):
+        found.append(getattr(deepspeed, name).func)
+        raise KeyError
+
+    monkeypatch.setattr(deepspeed, "initialize", initialize)
+    with pytest.raises(KeyError):
+        build_engine(dict(SIZES), model=torch.nn.Linear(2, 2))
+    assert found == [ENGINES[name]]
+    assert issubclass(found[0], stock)
+    assert getattr(deepspeed, name) is stock
+
+
+def test_an_engine_of_deepspeeds_own_is_noticed(monkeypatch):
+    stock = object.__new__(deepspeed.DeepSpeedEngine)
+    monkeypatch.setattr(deepspeed, "initialize", lambda **_: (stock, None, None, None))
+    with pytest.raises(RuntimeError, match="the dispatch by name changed"):
+        build_engine(dict(SIZES), model=torch.nn.Linear(2, 2))
 
 
 @pytest.fixture
-def engine():
+def load():
+    """Load micro-batches as DeepSpeed's instruction does."""
     engine = object.__new__(PipelineEngine)
     torch.nn.Module.__init__(engine)
-    engine.dynamic_shape = False
-    return engine
+    engine.dynamic_shape, engine.batch_fn = False, None
+
+    def load(*inputs):
+        engine.data_iterator = iter([(each, None) for each in inputs])
+        for _ in inputs:
+            engine._next_batch()
+
+    return load
 
 
-def test_a_pipeline_refuses_a_micro_batch_of_another_shape(engine):
-    engine._check_shapes(torch.ones(2, 8))
-    engine._check_shapes(torch.ones(2, 8))
+def test_a_pipeline_refuses_a_micro_batch_of_another_shape(load):
+    load(torch.ones(2, 8), torch.ones(2, 8))
     with pytest.raises(ModelError, match=r"\(\(2, 8\),\)") as caught:
-        engine._check_shapes(torch.ones(1, 8))
+        load(torch.ones(1, 8))
     assert caught.value.value == ((1, 8),)
     assert "dynamic_shape" in caught.value.remedy
 
 
-def test_a_pipeline_compares_all_inputs(engine):
-    engine._check_shapes((torch.ones(2, 8), torch.ones(2, 8)))
+def test_a_pipeline_compares_all_inputs(load):
+    load((torch.ones(2, 8), torch.ones(2, 8)))
     with pytest.raises(ModelError):
-        engine._check_shapes((torch.ones(2, 8), torch.ones(2, 4)))
+        load((torch.ones(2, 8), torch.ones(2, 4)))
 
 
-def staged(kind=deepspeed.PipelineModule, stages=2):
-    """Return a model of so many stages of which nothing but its grid is there."""
-    model = object.__new__(kind)
+def staged():
+    """Return a model of two stages of which nothing but its grid is there."""
+    model = object.__new__(deepspeed.PipelineModule)
     torch.nn.Module.__init__(model)
     grid = SimpleNamespace(
-        get_pipe_parallel_world_size=lambda: stages, get_slice_parallel_world_size=lambda: 1
+        get_pipe_parallel_world_size=lambda: 2, get_slice_parallel_world_size=lambda: 1
     )
     model.mpu = lambda: grid
     return model
@@ -141,16 +182,7 @@ def test_each_rank_refuses_a_plan_that_cannot_run_before_the_model_is_touched(mo
         "gradient_clipping": 1.0,
         "wavemare": {"pipeline": {"schedule": "pipemare", "stages": 2}},
     }
-    _check(dict(config), staged(), None, None)
     monkeypatch.setattr("wavemare.engine.initialize.run_plan", circle)
     with pytest.raises(PlanError, match="wait"):
-        _check(dict(config), staged(), None, None)
+        build_engine(config, model=staged())
     assert asked == [("pipemare", 2, 4, True)]
-
-
-def test_the_plans_of_others_are_not_checked(monkeypatch):
-    monkeypatch.setattr("wavemare.engine.initialize.dist.get_world_size", lambda: 2)
-    monkeypatch.setattr("wavemare.engine.initialize.run_plan", None)
-    config = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}
-    _check(dict(config), staged(DualPipeVModule), None, None)
-    _check(dict(config), torch.nn.Linear(2, 2), None, None)

@@ -9,13 +9,15 @@ import sys
 import pytest
 from torch.distributed import TCPStore
 
-from wavemare.engine import job_environment
 from wavemare.engine.job_environment import (
     Place,
     first_host,
+    free_port,
     launcher_variables,
     own_address,
     place_of,
+    ports_apart,
+    reserved_port,
 )
 from wavemare.errors import LaunchError
 
@@ -112,20 +114,46 @@ def test_own_address_is_that_of_the_named_interface():
     assert own_address({"NCCL_SOCKET_IFNAME": "=lo"}) == "127.0.0.1"
 
 
-def test_own_address_is_never_a_loopback_by_itself(monkeypatch):
-    monkeypatch.setattr(job_environment, "_address_of_name", lambda: "127.0.1.1")
-    monkeypatch.setattr(job_environment, "_address_of_route", lambda: "10.1.2.3")
-    assert own_address({}) == "10.1.2.3"
-    monkeypatch.setattr(job_environment, "_address_of_name", lambda: "10.9.9.9")
-    assert own_address({}) == "10.9.9.9"
+class Route:
+    """Stands for a socket, which the kernel gives the address of the default route."""
 
-    def no_route():
+    def __init__(self, *_):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def connect(self, address):
+        pass
+
+    def getsockname(self):
+        return "10.1.2.3", 9
+
+
+class NoRoute(Route):
+    def connect(self, address):
         raise OSError("Network is unreachable")
 
-    monkeypatch.setattr(job_environment, "_address_of_name", lambda: "127.0.1.1")
-    monkeypatch.setattr(job_environment, "_address_of_route", no_route)
-    with pytest.raises(LaunchError, match="MASTER_ADDR"):
-        own_address({})
+
+@pytest.mark.parametrize(
+    ("named", "route", "address"),
+    [
+        ("127.0.1.1", Route, "10.1.2.3"),
+        ("10.9.9.9", Route, "10.9.9.9"),
+        ("127.0.1.1", NoRoute, None),
+    ],
+)
+def test_own_address_is_never_a_loopback_by_itself(monkeypatch, named, route, address):
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: named)
+    monkeypatch.setattr(socket, "socket", route)
+    if address is None:
+        with pytest.raises(LaunchError, match="MASTER_ADDR"):
+            own_address({})
+    else:
+        assert own_address({}) == address
 
 
 def test_a_foreign_mpirun_is_named():
@@ -153,7 +181,7 @@ def test_a_foreign_mpirun_is_named():
 
 
 def test_a_reserved_port_is_given_to_rank_0_alone():
-    with job_environment.reserved_port() as port:
+    with reserved_port() as port:
         with pytest.raises(OSError, match="in use"), socket.socket() as other:
             other.bind(("", port))
         for host in ("127.0.0.1", "localhost"):
@@ -163,21 +191,24 @@ def test_a_reserved_port_is_given_to_rank_0_alone():
             del store
 
 
-def test_a_port_is_none_of_those_that_anybody_gets(tmp_path, monkeypatch):
-    monkeypatch.setattr(job_environment, "_EPHEMERAL_PORTS", tmp_path / "range")
+def test_a_port_is_none_of_those_that_anybody_gets(tmp_path):
     (tmp_path / "range").write_text("11000 60999")
-    assert all(10_000 <= job_environment.free_port() < 11_000 for _ in range(20))
+    ports = ports_apart(tmp_path / "range")
+    assert list(ports) == list(range(10_000, 11_000))
+    with reserved_port(ports) as port:
+        assert port in ports
     (tmp_path / "range").write_text("1024 65535")
-    assert len({job_environment.free_port() for _ in range(20)}) > 10  # any
+    assert not ports_apart(tmp_path / "range")
+    with reserved_port([]) as port:  # any
+        assert port
 
 
-def test_a_port_that_somebody_has_is_not_given_again(tmp_path, monkeypatch):
+def test_a_port_that_somebody_has_is_not_given_again():
     """Whether others could share it or not; without another, any port of the system's."""
-    with job_environment.reserved_port() as taken:
-        monkeypatch.setattr(job_environment, "_ports_apart", lambda: [taken] * 50)
-        assert job_environment.free_port() != taken
+    with reserved_port() as taken, reserved_port([taken]) as other:
+        assert other != taken
 
 
 def test_free_port_can_be_had():
-    with socket.create_server(("", job_environment.free_port())):
+    with socket.create_server(("", free_port())):
         pass

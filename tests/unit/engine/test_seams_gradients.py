@@ -5,6 +5,7 @@ The others are in `test_seams.py`.
 """
 
 import inspect
+import re
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -18,6 +19,8 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.engine import BF16_Optimizer as PipelineBF16Optimizer
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+ENGINE, PIPELINE = deepspeed.DeepSpeedEngine, deepspeed.PipelineEngine
 
 
 def names_in(function):
@@ -39,7 +42,7 @@ def test_the_optimizer_step_instruction_takes_the_model_step():
     engine = MagicMock()
     engine.wall_clock_breakdown.return_value = False
     engine.global_rank = 1
-    deepspeed.PipelineEngine._exec_optimizer_step(engine)
+    PIPELINE._exec_optimizer_step(engine)
     engine._take_model_step.assert_called_once_with(None)
 
 
@@ -54,7 +57,7 @@ def model_step(*, clipping=1.0, bf16=False, zero=False):
     engine.global_rank, engine.global_steps, engine.global_samples = 1, 0, 0
     engine.steps_per_print.return_value = None
     engine.train_batch_size.return_value = 8
-    deepspeed.DeepSpeedEngine._take_model_step(engine, None)
+    ENGINE._take_model_step(engine, None)
     assert (engine.global_steps, engine.global_samples) == (1, 8)
     engine.optimizer.step.assert_called_once_with()
     engine.lr_scheduler.step.assert_called_once_with()
@@ -68,48 +71,103 @@ def test_take_model_step_clips_through_clip_fp32_gradients_in_fp32_without_zero_
     assert model_step(zero=True) == 0
 
 
+CALLS = [
+    (PIPELINE._exec_reduce_grads, "_bf16_reduce_grads allreduce_gradients using_bf16_optimizer"),
+    (
+        PIPELINE._exec_backward_pass,
+        """clear_lp_grads update_hp_grads immediate_grad_update _running_engine_backward
+        using_bf16_optimizer""",
+    ),
+    (PIPELINE._bf16_reduce_grads, "buffered_allreduce_fallback"),
+    (ENGINE.step, "_take_model_step"),
+    (
+        ENGINE._backward_epilogue,
+        "allreduce_gradients inside_no_sync_ctxt enable_backward_allreduce",
+    ),
+    (ENGINE._get_gradients_for_reduction, "parameters requires_grad numel"),
+    (ENGINE.allreduce_bucket, "communication_data_type gradient_average"),
+    (
+        BF16_Optimizer.step,
+        """get_grads_for_norm get_global_norm_of_tensors mpu clip_tensors_by_global_norm
+        clip_grad""",
+    ),
+    (BF16_Optimizer.get_grads_for_reduction, "non_expert_gradients"),
+    (
+        DeepSpeedZeroOptimizer.get_grad_norm_direct,
+        "dp_process_group _model_parallel_all_reduce model_parallel_rank",
+    ),
+    (DeepSpeedZeroOptimizer.scaled_global_norm, "get_grad_norm_direct"),
+    # The owner of a range is the number of its partition.
+    (DeepSpeedZeroOptimizer.average_tensor, "param_to_partition_ids grad_start_offset"),
+]
+
+
+@pytest.mark.parametrize(("function", "names"), CALLS)
+def test_deepspeeds_function_uses_the_names(function, names):
+    assert set(names.split()) <= names_in(function)
+
+
 def test_reduce_grads_is_of_the_data_parallel_group_alone():
-    names = names_in(deepspeed.PipelineEngine._exec_reduce_grads)
-    assert {"_bf16_reduce_grads", "allreduce_gradients", "using_bf16_optimizer"} <= names
-    assert "_exec_reduce_tied_grads" not in names
+    assert "_exec_reduce_tied_grads" not in names_in(PIPELINE._exec_reduce_grads)
 
 
 def test_using_bf16_optimizer_means_the_class_that_we_look_for():
     assert PipelineBF16Optimizer is BF16_Optimizer
     assert (
         "self.using_bf16_optimizer = type(self.optimizer) == BF16_Optimizer"
-        in inspect.getsource(deepspeed.PipelineEngine.__init__)
+        in inspect.getsource(PIPELINE.__init__)
     )
 
 
-@pytest.mark.parametrize(
-    "attribute", ["mpu", "clip_grad", "fp32_groups_gradients_flat", "fp32_groups_has_gradients"]
-)
-def test_the_bf16_optimizer_has_the_attribute(attribute):
-    assert f"self.{attribute} = " in inspect.getsource(BF16_Optimizer.__init__)
+ATTRIBUTES = {
+    BF16_Optimizer.__init__: """
+        mpu clip_grad fp32_groups_gradients_flat fp32_groups_has_gradients""",
+    DeepSpeedZeroOptimizer.__init__: """
+        model_parallel_group model_parallel_rank clip_grad reduce_bucket_size reduce_scatter
+        overlap_comm reduction_stream use_grad_accum_attribute ipg_buckets bit16_groups
+        param_to_partition_ids grad_start_offset""",
+    deepspeed.DeepSpeedEngine: "gradient_average sequence_parallel_size has_moe_layers config",
+}
 
 
-@pytest.mark.parametrize(
-    ("method", "parameters"),
-    [
-        ("get_grads_for_norm", ["self", "for_clipping"]),
-        ("clear_lp_grads", ["self", "set_to_none"]),
-        ("update_hp_grads", ["self", "clear_lp_grads"]),
-    ],
-)
-def test_the_bf16_optimizer_has_the_method(method, parameters):
-    assert parameters_of(getattr(BF16_Optimizer, method)) == parameters
+@pytest.mark.parametrize("owner", ATTRIBUTES)
+def test_deepspeed_sets_the_attributes(owner):
+    source = inspect.getsource(owner)
+    for name in ATTRIBUTES[owner].split():
+        assert re.search(rf"self\.{name}(: .*)? = ", source), name
 
 
-def test_the_pipelines_backward_pass_accumulates_bf16_gradients_as_ours_does():
-    names = names_in(deepspeed.PipelineEngine._exec_backward_pass)
-    assert {
-        "clear_lp_grads",
-        "update_hp_grads",
-        "immediate_grad_update",
-        "_running_engine_backward",
-        "using_bf16_optimizer",
-    } <= names
+METHODS = [
+    (BF16_Optimizer, "get_grads_for_norm", "for_clipping"),
+    (BF16_Optimizer, "clear_lp_grads", "set_to_none"),
+    (BF16_Optimizer, "update_hp_grads", "clear_lp_grads"),
+    (deepspeed.DeepSpeedEngine, "buffered_allreduce_fallback", "grads elements_per_buffer"),
+    (DeepSpeedZeroOptimizer, "average_tensor", "tensor communication_data_type"),
+    (DeepSpeedZeroOptimizer, "reduce_ipg_grads", "comm_dtype"),
+    (
+        DeepSpeedZeroOptimizer,
+        "buffered_reduce_fallback",
+        "rank grads communication_data_type elements_per_buffer log",
+    ),
+    (
+        DeepSpeedZeroOptimizer,
+        "_buffered_reduce_fallback_preserving_fp32",
+        "grads grad_params communication_data_type elements_per_buffer",
+    ),
+    (DeepSpeedZeroOptimizer, "get_param_comm_dtype", "param"),
+    (DeepSpeedZeroOptimizer, "get_param_id", "param"),
+    (DeepSpeedZeroOptimizer, "get_gradient_for_reduction", "param"),
+    (
+        DeepSpeedZeroOptimizer,
+        "_get_compact_grad_partition_slice",
+        "group_idx partition_id param_id num_elements",
+    ),
+]
+
+
+@pytest.mark.parametrize(("owner", "method", "parameters"), METHODS)
+def test_deepspeed_has_the_method(owner, method, parameters):
+    assert parameters_of(getattr(owner, method)) == ["self", *parameters.split()]
 
 
 def bf16_optimizer():
@@ -156,12 +214,6 @@ def test_clear_lp_grads_leaves_the_flat_gradients():
     assert optimizer.fp32_groups_gradients_flat[0].tolist() == [7.0] * 5
 
 
-def test_the_bf16_step_reduces_its_norm_over_its_mpu_alone_and_clips_to_clip_grad():
-    names = names_in(BF16_Optimizer.step)
-    assert {"get_grads_for_norm", "get_global_norm_of_tensors", "mpu"} <= names
-    assert {"clip_tensors_by_global_norm", "clip_grad"} <= names
-
-
 def test_the_norm_of_tensors_without_an_mpu_reduces_nothing(monkeypatch):
     refuse = MagicMock(side_effect=AssertionError("a collective"))
     monkeypatch.setattr(runtime_utils.dist, "all_reduce", refuse)
@@ -196,12 +248,6 @@ def test_the_zero_optimizer_reduces_over_its_model_parallel_group_or_not_at_all(
     optimizer = SimpleNamespace(model_parallel_group=None)
     DeepSpeedZeroOptimizer._model_parallel_all_reduce(optimizer, torch.ones(1), "sum")
     reduce.assert_not_called()
-    norm = names_in(DeepSpeedZeroOptimizer.get_grad_norm_direct)
-    assert {"dp_process_group", "_model_parallel_all_reduce", "model_parallel_rank"} <= norm
-    assert "get_grad_norm_direct" in names_in(DeepSpeedZeroOptimizer.scaled_global_norm)
-    source = inspect.getsource(DeepSpeedZeroOptimizer.__init__)
-    for attribute in ("model_parallel_group", "model_parallel_rank", "clip_grad"):
-        assert f"self.{attribute} = " in source
 
 
 def test_the_zero_norm_of_one_rank_is_that_of_its_gradients(monkeypatch):
@@ -263,88 +309,23 @@ def test_deepspeeds_own_optimizers_have_the_step_hooks():
 
 
 def test_gradients_without_zero_are_reduced_through_buffered_allreduce_fallback():
-    reduce = behind(deepspeed.DeepSpeedEngine.allreduce_gradients)
+    reduce = behind(ENGINE.allreduce_gradients)
     assert "buffered_allreduce_fallback" in names_in(reduce)
-    assert "buffered_allreduce_fallback" in names_in(deepspeed.PipelineEngine._bf16_reduce_grads)
-    stock = deepspeed.DeepSpeedEngine.buffered_allreduce_fallback
-    assert parameters_of(stock) == ["self", "grads", "elements_per_buffer"]
-
-
-def test_gradients_are_reduced_after_the_backward_pass_unless_in_no_sync():
-    names = names_in(deepspeed.DeepSpeedEngine._backward_epilogue)
-    assert {"allreduce_gradients", "inside_no_sync_ctxt", "enable_backward_allreduce"} <= names
 
 
 def test_gradients_without_zero_that_a_rank_lacks_are_zero():
-    source = inspect.getsource(deepspeed.DeepSpeedEngine._get_gradients_for_reduction)
+    source = inspect.getsource(ENGINE._get_gradients_for_reduction)
     assert "param.grad = torch.zeros(" in source
-    names = names_in(deepspeed.DeepSpeedEngine._get_gradients_for_reduction)
-    assert {"parameters", "requires_grad", "numel"} <= names
-
-
-@pytest.mark.parametrize(
-    "attribute", ["gradient_average", "sequence_parallel_size", "has_moe_layers", "config"]
-)
-def test_the_engine_has_the_attribute(attribute):
-    sources = inspect.getsource(deepspeed.DeepSpeedEngine)
-    assert f"self.{attribute} = " in sources
 
 
 def test_the_engine_tells_the_type_in_which_gradients_travel():
-    assert isinstance(deepspeed.DeepSpeedEngine.communication_data_type, property)
-    names = names_in(deepspeed.DeepSpeedEngine.allreduce_bucket)
-    assert {"communication_data_type", "gradient_average"} <= names
+    assert isinstance(ENGINE.communication_data_type, property)
 
 
 def test_the_bf16_optimizer_reduces_the_gradients_of_its_groups():
     source = inspect.getsource(BF16_Optimizer._setup_for_real_optimizer)
     assert "self.non_expert_gradients.append(fp32_flat_buffer)" in source
     assert "self.fp32_groups_gradients.append(fp32_gradients)" in source
-    assert "non_expert_gradients" in names_in(BF16_Optimizer.get_grads_for_reduction)
-
-
-@pytest.mark.parametrize(
-    ("method", "parameters"),
-    [
-        ("average_tensor", ["self", "tensor", "communication_data_type"]),
-        ("reduce_ipg_grads", ["self", "comm_dtype"]),
-        (
-            "buffered_reduce_fallback",
-            ["self", "rank", "grads", "communication_data_type", "elements_per_buffer", "log"],
-        ),
-        (
-            "_buffered_reduce_fallback_preserving_fp32",
-            ["self", "grads", "grad_params", "communication_data_type", "elements_per_buffer"],
-        ),
-        ("get_param_comm_dtype", ["self", "param"]),
-        ("get_param_id", ["self", "param"]),
-        ("get_gradient_for_reduction", ["self", "param"]),
-        (
-            "_get_compact_grad_partition_slice",
-            ["self", "group_idx", "partition_id", "param_id", "num_elements"],
-        ),
-    ],
-)
-def test_the_zero_optimizer_has_the_method(method, parameters):
-    assert parameters_of(getattr(DeepSpeedZeroOptimizer, method)) == parameters
-
-
-@pytest.mark.parametrize(
-    "attribute",
-    [
-        "reduce_bucket_size",
-        "reduce_scatter",
-        "overlap_comm",
-        "reduction_stream",
-        "use_grad_accum_attribute",
-        "ipg_buckets",
-        "bit16_groups",
-        "param_to_partition_ids",
-        "grad_start_offset",
-    ],
-)
-def test_the_zero_optimizer_has_the_attribute(attribute):
-    assert f"self.{attribute}" in inspect.getsource(DeepSpeedZeroOptimizer.__init__)
 
 
 def test_zero_reduces_gathered_gradients_in_reduce_ipg_grads_alone():
@@ -384,11 +365,6 @@ def test_zeros_buckets_know_their_parameters_gradients_and_producers():
     assert "bucket.grads.append(grad_reduc)" in gather
 
 
-def test_the_owner_of_a_range_is_the_number_of_its_partition():
-    names = names_in(DeepSpeedZeroOptimizer.average_tensor)
-    assert {"param_to_partition_ids", "grad_start_offset"} <= names
-
-
 @pytest.mark.parametrize(
     ("place", "seams"),
     [
@@ -405,7 +381,3 @@ def test_the_optimizers_keep_gradients_and_skip_steps_where_the_guard_looks(plac
     source = inspect.getsource(place)
     for seam in seams:
         assert seam in source, seam
-
-
-def test_a_step_is_taken_by_take_model_step():
-    assert "_take_model_step" in names_in(deepspeed.DeepSpeedEngine.step)

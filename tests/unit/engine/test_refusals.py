@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sections that do not go together, or would have no effect, are refused by name."""
+
+import pytest
+
+from wavemare.engine.config import WavemareConfig, check_config
+from wavemare.engine.guard_config import GuardConfig, check_checksums
+from wavemare.errors import ConfigError
+
+FP16 = {"fp16": {"enabled": True}}
+BF16 = {"bf16": {"enabled": True}}
+SPLIT = {"pipeline": {"stages": 2}, "tensor_parallel": {"size": 2}}
+COMPRESSOR = {"compressor": {"type": "block_topk"}}
+
+
+def zero(stage, **more):
+    return {"zero_optimization": {"stage": stage, **more}}
+
+
+def check(section, config, world_size=4):
+    config = {"train_micro_batch_size_per_gpu": 1, **config, "wavemare": section}
+    return check_config(config, world_size=world_size)
+
+
+def refusal(section, config, **more):
+    with pytest.raises(ConfigError) as caught:
+        check(section, config, **more)
+    assert caught.value.remedy
+    return caught.value
+
+
+def test_the_defaults_change_nothing():
+    ours = WavemareConfig.of({})
+    assert (ours.guard.nonfinite, ours.guard.max_skips) == ("stop", 10)
+    assert not ours.guard.message_checksum
+    assert ours.guard.replica_digest_interval == 0
+    assert ours.wavelet.mode == ours.sparse_collective.mode == "off"
+    assert ours.watchdog.timeout_s == 300
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("inf")])
+def test_a_time_limit_is_a_positive_number(seconds):
+    error = refusal({"watchdog": {"timeout_s": seconds}}, {})
+    assert error.key == "wavemare.watchdog.timeout_s"
+
+
+@pytest.mark.parametrize(
+    ("guard", "config", "key"),
+    [
+        ({"nonfinite": "skip"}, FP16, "nonfinite"),
+        ({"nonfinite": "maybe"}, {}, "nonfinite"),
+        ({"max_skips": 3}, {}, "max_skips"),
+        ({"nonfinite": "skip", "max_skips": 0}, {}, "max_skips"),
+        ({"message_checksum": 1}, {}, "message_checksum"),
+        ({"replica_digest_interval": 5}, zero(3), "replica_digest_interval"),
+        ({"replica_digest_interval": -1}, {}, "replica_digest_interval"),
+        ({"checksum": True}, {}, "checksum"),
+    ],
+)
+def test_guards_that_would_have_no_effect(guard, config, key):
+    assert refusal({"guard": guard}, config).key == f"wavemare.guard.{key}"
+
+
+def test_checksums_are_refused_where_nothing_carries_them():
+    guard = GuardConfig(message_checksum=True)
+    check_checksums(guard, staged=True, sparse=False)
+    check_checksums(guard, staged=False, sparse=True)
+    check_checksums(GuardConfig(), staged=False, sparse=False)
+    with pytest.raises(ConfigError, match=r"wavemare\.guard\.message_checksum"):
+        check_checksums(guard, staged=False, sparse=False)
+
+
+@pytest.mark.parametrize(
+    ("section", "config", "key", "reason"),
+    [
+        ({"mode": "snyc"}, {}, "wavemare.wavelet.mode", "Did you mean 'sync'?"),
+        ({"mod": "sync"}, {}, "wavemare.wavelet.mod", "does not exist"),
+        ({"budget": 1.5}, {}, "wavemare.wavelet.budget", "no effect"),
+        ({"mode": "sync", "budget": 0.9}, {}, "wavemare.wavelet.budget", "greater than"),
+        ({"mode": "sync", "pair_order": "bb"}, {}, "wavemare.wavelet.pair_order", "'fb'"),
+        ({"mode": "sync", "streams": 3}, {}, "wavemare.wavelet.streams", "1 or 2"),
+        ({"mode": "sync", "warmup_steps": 3}, {}, "wavemare.wavelet.warmup_steps", "no effect"),
+        ({"mode": "async"}, zero(1), "zero_optimization.stage", "two versions"),
+        ({"mode": "async"}, BF16, "bf16.enabled", "in fp32"),
+        ({"mode": "replica"}, FP16, "fp16.enabled", "in fp32"),
+        ({"mode": "replica"}, {"optimizer": {"type": "AdamW"}}, "optimizer.type", "drift apart"),
+        (
+            {"mode": "sync"},
+            {"flops_profiler": {"enabled": True}},
+            "flops_profiler.enabled",
+            "whole forward passes",
+        ),
+    ],
+)
+def test_what_waves_do_not_go_with(section, config, key, reason):
+    error = refusal({"wavelet": section}, config)
+    assert error.key == key
+    assert reason in str(error)
+
+
+def test_a_pipeline_has_no_waves():
+    error = refusal({"wavelet": {"mode": "sync"}, "pipeline": {"stages": 2}}, {})
+    assert error.key == "wavemare.wavelet.mode"
+    assert "in turns already" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "reason"),
+    [
+        ({"pipeline": {"pipe_partitioned": True}}, "pipeline.pipe_partitioned", "whole tensors"),
+        ({"pipeline": {"grad_partitioned": True}}, "pipeline.grad_partitioned", "whole tensors"),
+        (FP16, "fp16.enabled", "one rank alone"),
+        (zero(2), "zero_optimization.stage", "pipeline"),
+    ],
+)
+def test_what_split_stages_do_not_go_with(config, key, reason):
+    error = refusal(SPLIT, config)
+    assert error.key == key
+    assert reason in str(error)
+
+
+def test_split_stages_need_enough_ranks():
+    error = refusal(SPLIT, {}, world_size=6)
+    assert error.key == "wavemare.tensor_parallel.size"
+    assert "times the 2 pipeline stages" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("section", "config", "key", "reason"),
+    [
+        (
+            {"micro_steps": [1], "shares": [1]},
+            {},
+            "balance.micro_steps",
+            "unequal micro-batches, or",
+        ),
+        ({"micro_steps": [1], "mean": "tokens"}, {}, "balance.mean", "sum their tokens"),
+        ({"micro_steps": [1]}, zero(3), "balance.micro_steps", "wait for ever"),
+        ({"micro_steps": [1]}, BF16, "bf16.enabled", "16-bit optimizers"),
+        ({"share": [1]}, {}, "balance.share", "shares"),
+    ],
+)
+def test_what_balance_does_not_go_with(section, config, key, reason):
+    error = refusal({"balance": section}, config)
+    assert error.key.endswith(key)
+    assert reason in str(error)
+
+
+@pytest.mark.parametrize(
+    ("balance", "more", "reason"),
+    [
+        ({"shares": [1, 1]}, {"wavelet": {"mode": "sync"}}, "alike on all ranks"),
+        ({"micro_steps": [1, 1]}, {"pipeline": {"stages": 2}}, "all stages of all replicas"),
+    ],
+)
+def test_which_sections_balance_does_not_go_with(balance, more, reason):
+    assert reason in str(refusal({"balance": balance, **more}, {}))
+
+
+WITHOUT_SUMS = {
+    "zero_optimization.stage": zero(3),
+    "zero_optimization.offload_optimizer": zero(2, offload_optimizer={"device": "cpu"}),
+    "zero_optimization.zenflow": zero(2, zenflow={"topk_ratio": 0.1}),
+    "tensor_parallel.autotp_size": {"tensor_parallel": {"autotp_size": 2}},
+    "sequence_parallel_size": {"sequence_parallel_size": 2},
+    "expert_parallel.enabled": {"expert_parallel": {"enabled": True}},
+    "compile.deepcompile": {"compile": {"deepcompile": True}},
+    "hybrid_engine.enabled": {"hybrid_engine": {"enabled": True}},
+}
+
+
+@pytest.mark.parametrize("key", WITHOUT_SUMS)
+def test_the_sparse_collective_needs_sums_of_gradients(key):
+    config = WITHOUT_SUMS[key]
+    assert refusal({"sparse_collective": {"mode": "pushpull"}}, config).key == key
+    check({"sparse_collective": {"mode": "off"}}, config)
+
+
+@pytest.mark.parametrize(
+    ("section", "config", "key", "reason"),
+    [
+        ({"mode": "off", **COMPRESSOR}, {}, "compressor", "it has no effect"),
+        ({"block": 64}, {}, "block", "mode is 'off'"),
+        (
+            {"mode": "auto", "hierarchical": True},
+            zero(1),
+            "hierarchical",
+            "no effect on the reduce-scatters of ZeRO 1",
+        ),
+        ({"mode": "sparcml"}, {}, "mode", "does not sum in the order of the ranks"),
+    ],
+)
+def test_sparse_settings_that_contradict_each_other(section, config, key, reason):
+    error = refusal({"sparse_collective": section}, config)
+    assert error.key == f"wavemare.sparse_collective.{key}"
+    assert reason in str(error)
+
+
+def test_a_skipped_step_would_lose_what_a_compressor_has_sent():
+    sparse = {"sparse_collective": {"mode": "pushpull", **COMPRESSOR}}
+    error = refusal({**sparse, "guard": {"nonfinite": "skip"}}, {})
+    assert error.key == "wavemare.guard.nonfinite"
+
+
+@pytest.mark.parametrize("scale", [{}, {"loss_scale": 0}, {"loss_scale": 128}, {"enabled": 1}])
+def test_residuals_cannot_go_with_steps_that_overflow(scale):
+    sparse = {"sparse_collective": {"mode": "pushpull", **COMPRESSOR}}
+    assert refusal(sparse, {"fp16": {"enabled": True, **scale}}).key == "fp16.enabled"
+
+
+SPARSE = {"sparse_collective": {"mode": "pushpull"}}
+
+
+@pytest.mark.parametrize(
+    ("section", "config"),
+    [
+        ({"guard": {"nonfinite": "off"}}, FP16),
+        ({"guard": {}}, FP16),
+        ({"guard": {"nonfinite": "skip", "max_skips": 1}}, {}),
+        ({"guard": {"replica_digest_interval": 5}}, zero(2)),
+        (
+            {
+                "pipeline": {"schedule": "pipemare", "stages": 2},
+                "guard": {"message_checksum": True},
+            },
+            {},
+        ),
+        *[({"wavelet": {"mode": mode}}, zero(n)) for mode in ("auto", "sync") for n in range(4)],
+        ({"wavelet": {"mode": "replica"}}, {"optimizer": {"type": "SGD"}}),
+        ({"wavelet": {"mode": "replica"}}, {"optimizer": {"type": "sgd"}}),
+        (SPLIT, {}),
+        (SPLIT, BF16),
+        (SPLIT, zero(1)),
+        ({"balance": {"shares": [1, 1]}, "pipeline": {"stages": 2}}, zero(1)),
+        ({"balance": {"shares": [1, 1, 1, 1], "mean": "tokens"}}, zero(3)),
+        ({"balance": {"micro_steps": [1, 1, 1, 1]}}, {**BF16, **zero(1)}),
+        ({"balance": {}, "wavelet": {"mode": "sync"}}, {}),
+        ({**SPARSE, "guard": {"nonfinite": "stop"}}, {}),
+        (SPARSE, zero(2, offload_optimizer={"device": "none"})),
+        (SPARSE, {"zero_optimization": True}),
+        (SPARSE, {"sequence_parallel_size": 1, "tensor_parallel": {"autotp_size": 1}}),
+        (SPARSE, FP16),
+        (SPARSE, {"expert_parallel": {"enabled": False}}),
+        ({"sparse_collective": {"mode": "pushpull", **COMPRESSOR}}, {}),
+    ],
+)
+def test_what_goes_together_passes(section, config):
+    check(section, config)
+
+
+def test_ranks_of_a_model_are_its_stages_times_their_parts():
+    assert check(SPLIT, {}).model_ranks == 4
+    assert check(SPLIT, {}, world_size=8).model_ranks == 4
