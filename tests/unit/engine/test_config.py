@@ -23,9 +23,23 @@ BATCH = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}
 
 
 def error_of(function, *args, **kwargs):
+    """Return the error, which must say all that its reader needs."""
     with pytest.raises(ConfigError) as caught:
         function(*args, **kwargs)
-    return caught.value
+    error = caught.value
+    for part in (error.key, error.reason, error.remedy):
+        assert part
+        assert part in str(error)
+    assert not error.reason.endswith(".")
+    assert not error.remedy.endswith(".")
+    return error
+
+
+def nested(key, value):
+    """Return our section with a value under a key of dots."""
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return {"wavemare": value}
 
 
 def test_an_absent_section_has_the_defaults():
@@ -33,24 +47,46 @@ def test_an_absent_section_has_the_defaults():
 
 
 @pytest.mark.parametrize(
-    ("section", "key", "hint"),
+    ("key", "hint"),
     [
-        ({"pipline": {}}, "wavemare.pipline", "Did you mean 'pipeline'"),
-        ({"pipeline": {"stage": 2}}, "wavemare.pipeline.stage", "Did you mean 'stages'"),
-        ({"pipeline": {"partition": "time", "input": []}}, "wavemare.pipeline.input", "'inputs'"),
+        ("pipline", "Did you mean 'pipeline'"),
+        ("pipeline.stage", "Did you mean 'stages'"),
+        ("pipeline.input", "'inputs'"),
+        ("pipeline.pipemare.warmup", "'warmup_steps'"),
+        ("pipeline.pipemare.drain_intervals", "'drain_interval'"),
+        ("pipeline.pipemare.lr_rescheduling.anneal", "'anneal_steps'"),
+        ("pipeline.pipemare.discrepancy_correction.modes", "'mode'"),
+        ("pipeline.pipemare.lr_rescheduling.xyz", "Valid names are 'anneal_steps', 'enabled'"),
     ],
 )
-def test_an_unknown_key_names_the_nearest_valid_one(section, key, hint):
-    error = error_of(WavemareConfig.of, {"wavemare": section})
-    assert error.key == key
+def test_an_unknown_key_names_the_nearest_valid_one_or_all(key, hint):
+    error = error_of(WavemareConfig.of, nested(key, 1))
+    assert (error.key, error.value) == (f"wavemare.{key}", 1)
     assert hint in error.remedy
 
 
-@pytest.mark.parametrize("stages", [0, -1, "2", 1.5, True])
-def test_a_wrong_number_of_stages_is_named(stages):
-    error = error_of(WavemareConfig.of, {"wavemare": {"pipeline": {"stages": stages}}})
-    assert error.key == "wavemare.pipeline.stages"
-    assert error.value == stages
+WRONG = {
+    "stages": [0, -1, "2", 1.5, True],
+    "pipemare.warmup_steps": [-1, 1.5, "3", True],
+    "pipemare.drain_interval": [-1],
+    "pipemare.slack": [-1],
+    "pipemare.clipping": ["x"],
+    "pipemare.lr_rescheduling.enabled": ["yes"],
+    "pipemare.lr_rescheduling.anneal_steps": [0],
+    "pipemare.discrepancy_correction.mode": ["x"],
+    "pipemare.discrepancy_correction.decay": [1.5, 1.0, 0.0, math.nan],
+    "pipemare.discrepancy_correction": [3],
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, value) for key, values in WRONG.items() for value in values]
+)
+def test_a_wrong_value_is_named(key, value):
+    error = error_of(WavemareConfig.of, nested(f"pipeline.{key}", value))
+    assert error.key == f"wavemare.pipeline.{key}"
+    assert repr(error.value) == repr(value)
+    assert repr(error.value) in str(error)
 
 
 def test_the_section_must_be_a_mapping():
@@ -65,14 +101,6 @@ def test_stages_must_divide_the_processes_and_a_missing_launcher_is_suspected():
     assert "started with deepspeed" in error.reason
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_pipelines_refuse_zero_2_and_3_and_name_what_works(stage):
-    config = {"zero_optimization": {"stage": stage}, "wavemare": {"pipeline": {"stages": 2}}}
-    error = error_of(check_config, config, world_size=2)
-    assert error.key == "zero_optimization.stage"
-    assert "0 or 1" in error.remedy
-
-
 def pipemare(pipemare=None, config=None, **pipeline):
     """A configuration of the asynchronous schedule, with additions to its sections."""
     pipeline = {"schedule": "pipemare", "stages": 2, **pipeline}
@@ -82,14 +110,7 @@ def pipemare(pipemare=None, config=None, **pipeline):
 
 
 def refusal(config):
-    """The error of a configuration, which must say all that its reader needs."""
-    error = error_of(check_config, config, world_size=2)
-    for part in (error.key, repr(error.value), error.reason, error.remedy):
-        assert part
-        assert part in str(error)
-    assert not error.reason.endswith(".")
-    assert not error.remedy.endswith(".")
-    return error
+    return error_of(check_config, config, world_size=2)
 
 
 def test_the_asynchronous_schedule_has_defaults_that_work():
@@ -157,10 +178,11 @@ def test_half_precision_that_asynchronous_stages_cannot_hold_is_refused_by_name(
     )
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 2), ("pipemare", 1), ("pipemare", 2)])
 @pytest.mark.parametrize("stage", [2, 3])
-def test_the_asynchronous_schedule_refuses_zero_2_and_3(stage, stages):
-    error = refusal(pipemare(config={"zero_optimization": {"stage": stage}}, stages=stages))
+def test_pipelines_refuse_zero_2_and_3_and_name_what_works(schedule, stages, stage):
+    zero = {"zero_optimization": {"stage": stage}}
+    error = refusal(pipemare(config=zero, schedule=schedule, stages=stages))
     assert (error.key, error.value) == ("zero_optimization.stage", stage)
     assert "0 or 1" in error.remedy
 
@@ -168,56 +190,6 @@ def test_the_asynchronous_schedule_refuses_zero_2_and_3(stage, stages):
 @pytest.mark.parametrize("section", [{"stage": 0}, {"stage": 1}, {}, True, False])
 def test_the_asynchronous_schedule_takes_zero_0_and_1(section):
     check_config(pipemare(config={"zero_optimization": section}), world_size=2)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("warmup_steps", -1),
-        ("warmup_steps", 1.5),
-        ("warmup_steps", "3"),
-        ("warmup_steps", True),
-        ("drain_interval", -1),
-        ("slack", -1),
-        ("clipping", "x"),
-        ("lr_rescheduling.enabled", "yes"),
-        ("lr_rescheduling.anneal_steps", 0),
-        ("discrepancy_correction.mode", "x"),
-        ("discrepancy_correction.decay", 1.5),
-        ("discrepancy_correction.decay", 1.0),
-        ("discrepancy_correction.decay", 0.0),
-        ("discrepancy_correction.decay", math.nan),
-        ("discrepancy_correction", 3),
-    ],
-)
-def test_a_wrong_asynchronous_setting_is_named(key, value):
-    *sections, name = key.split(".")
-    settings = {name: value}
-    for section in reversed(sections):
-        settings = {section: settings}
-    error = refusal(pipemare(settings))
-    assert error.key == f"wavemare.pipeline.pipemare.{key}"
-    assert repr(error.value) == repr(value)
-
-
-@pytest.mark.parametrize(
-    ("key", "hint"),
-    [
-        ("warmup", "'warmup_steps'"),
-        ("drain_intervals", "'drain_interval'"),
-        ("lr_rescheduling.anneal", "'anneal_steps'"),
-        ("discrepancy_correction.modes", "'mode'"),
-        ("lr_rescheduling.xyz", "Valid names are 'anneal_steps', 'enabled'"),
-    ],
-)
-def test_an_unknown_asynchronous_setting_names_the_valid_ones(key, hint):
-    *sections, name = key.split(".")
-    settings = {name: 1}
-    for section in reversed(sections):
-        settings = {section: settings}
-    error = refusal(pipemare(settings))
-    assert (error.key, error.value) == (f"wavemare.pipeline.pipemare.{key}", 1)
-    assert hint in error.remedy
 
 
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 8))
@@ -264,15 +236,11 @@ def test_a_batch_smaller_than_the_ranks_is_refused():
     assert "Give at least 4" in error.remedy
 
 
-def test_no_batch_size_at_all_is_refused():
-    assert error_of(check_batch_sizes, {}, data_world_size=2).key == "train_batch_size"
-
-
-@pytest.mark.parametrize("value", [0, -3, "8", 2.0, True])
-def test_a_batch_size_must_be_a_positive_whole_number(value):
-    error = error_of(check_batch_sizes, {"train_batch_size": value}, data_world_size=1)
+@pytest.mark.parametrize("given", [{}, *({"train_batch_size": n} for n in (0, -3, "8", 2.0, True))])
+def test_a_batch_size_must_be_given_as_a_positive_whole_number(given):
+    error = error_of(check_batch_sizes, given, data_world_size=1)
     assert error.key == "train_batch_size"
-    assert error.value == value
+    assert error.value == given.get("train_batch_size")
 
 
 def test_a_missing_file_is_named(tmp_path):

@@ -38,18 +38,6 @@ def test_an_iterator_given_before_the_first_ended_is_read_at_once():
     assert ours.next_inputs() == (2, (1, 0))
 
 
-def test_labels_come_from_the_iterator_that_the_inputs_came_from():
-    first, last = feed(), feed()
-    for stage in (first, last):
-        stage.use(numbered(0, 2))
-    read = [first.next_inputs(), first.next_inputs()]
-    for stage in (first, last):
-        stage.use(numbered(1, 2))
-    read += [first.next_inputs(), first.next_inputs()]
-    assert read == [(1, (0, 0)), (1, (0, 1)), (2, (1, 0)), (2, (1, 1))]
-    assert [last.next_labels(source) for source, _ in read] == [batch for _, batch in read]
-
-
 def test_labels_let_older_iterators_go():
     ours = feed()
     for epoch in range(3):
@@ -138,27 +126,6 @@ def test_the_end_is_none_and_the_data_goes_on_with_another_iterator():
     assert ours.next_inputs() == (2, (1, 0))
     assert ours.next_inputs() is None
     assert not ours.goes_on
-
-
-def test_what_is_put_back_comes_first_and_in_order_with_its_own_number():
-    ours = feed()
-    ours.use(numbered(0, 4))
-    read = [ours.next_inputs() for _ in range(3)]
-    ours.use(numbered(1, 1))
-    ours.put_back(read[1:])
-    assert [ours.next_inputs() for _ in range(3)] == [*read[1:], (2, (1, 0))]
-    ours.put_back([])
-    assert ours.next_inputs() is None
-
-
-def test_a_second_put_back_comes_before_what_was_left_of_the_first():
-    ours = feed()
-    ours.use(numbered(0, 4))
-    read = [ours.next_inputs() for _ in range(4)]
-    ours.put_back(read[1:])
-    again = ours.next_inputs()
-    ours.put_back([again])
-    assert [ours.next_inputs() for _ in range(3)] == read[1:]
 
 
 def test_an_error_of_the_data_is_passed_on():

@@ -170,50 +170,6 @@ def test_deepspeed_has_the_method(owner, method, parameters):
     assert parameters_of(getattr(owner, method)) == ["self", *parameters.split()]
 
 
-def bf16_optimizer():
-    """As much of one as its gradients need: one group of two parameters, one without gradient."""
-    flat = torch.zeros(5)
-    weights = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2))]
-    return SimpleNamespace(
-        mpu=None,
-        has_moe_layers=False,
-        immediate_grad_update=False,
-        autoep_folding_tp_group=None,
-        optimizer=SimpleNamespace(param_groups=[{}]),
-        bf16_groups=[weights],
-        fp32_groups_gradients_flat=[flat],
-        fp32_groups_gradients=[[flat[:3], flat[3:]]],
-        fp32_groups_has_gradients=[[True, False]],
-    )
-
-
-def test_update_hp_grads_adds_the_gradients_to_the_flat_ones():
-    optimizer = bf16_optimizer()
-    update = BF16_Optimizer._update_hp_grad
-    optimizer._update_hp_grad = lambda *args: update(optimizer, *args)
-    optimizer.bf16_groups[0][0].grad = torch.tensor([1.0, 2.0, 3.0])
-    for _ in range(2):
-        BF16_Optimizer.update_hp_grads(optimizer, clear_lp_grads=False)
-    assert optimizer.fp32_groups_gradients_flat[0].tolist() == [2.0, 4.0, 6.0, 0.0, 0.0]
-
-
-def test_get_grads_for_norm_returns_views_of_the_flat_gradients_without_an_mpu():
-    optimizer = bf16_optimizer()
-    (gradients,), experts = BF16_Optimizer.get_grads_for_norm(optimizer)
-    assert gradients.data_ptr() == optimizer.fp32_groups_gradients_flat[0].data_ptr()
-    assert gradients.shape == (3,)
-    assert experts == {}
-
-
-def test_clear_lp_grads_leaves_the_flat_gradients():
-    optimizer = bf16_optimizer()
-    optimizer.fp32_groups_gradients_flat[0].fill_(7.0)
-    optimizer.bf16_groups[0][0].grad = torch.ones(3)
-    BF16_Optimizer.clear_lp_grads(optimizer)
-    assert not optimizer.bf16_groups[0][0].grad.any()
-    assert optimizer.fp32_groups_gradients_flat[0].tolist() == [7.0] * 5
-
-
 def test_the_norm_of_tensors_without_an_mpu_reduces_nothing(monkeypatch):
     refuse = MagicMock(side_effect=AssertionError("a collective"))
     monkeypatch.setattr(runtime_utils.dist, "all_reduce", refuse)
@@ -250,55 +206,12 @@ def test_the_zero_optimizer_reduces_over_its_model_parallel_group_or_not_at_all(
     reduce.assert_not_called()
 
 
-def test_the_zero_norm_of_one_rank_is_that_of_its_gradients(monkeypatch):
-    reduced = []
-    monkeypatch.setattr(
-        stage_1_and_2.dist, "all_reduce", lambda tensor, op, group: reduced.append(group)
-    )
-    optimizer = SimpleNamespace(
-        bit16_groups=[None],
-        cpu_offload=False,
-        has_moe_layers=False,
-        averaged_gradients={0: [torch.tensor([3.0]), torch.tensor([4.0])]},
-        params_in_partition=[[torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]],
-        model_parallel_group=None,
-        model_parallel_rank=0,
-        dp_process_group="replicas",
-        device="cpu",
-        _muon_update_lacks_loss_scale=lambda group: False,
-    )
-    for name in ("get_grad_norm_direct", "_model_parallel_all_reduce"):
-        method = getattr(DeepSpeedZeroOptimizer, name)
-        setattr(optimizer, name, method.__get__(optimizer))
-    cpu = SimpleNamespace(current_device_name=lambda: "cpu")
-    monkeypatch.setattr(stage_1_and_2, "get_accelerator", lambda: cpu)
-    assert float(DeepSpeedZeroOptimizer.scaled_global_norm(optimizer)) == 5.0
-    assert reduced == ["replicas"]
-
-
 def test_the_base_engine_runs_a_forward_and_a_backward_pass():
     engine = deepspeed.DeepSpeedEngine
     assert parameters_of(behind(engine.forward)) == ["self", "inputs", "kwargs"]
     backward = inspect.signature(behind(engine.backward)).parameters
     assert list(backward) == ["self", "loss", "retain_graph", "scale_wrt_gas"]
     assert backward["scale_wrt_gas"].default is True
-
-
-def test_the_step_hooks_see_and_change_the_rate_of_this_very_step():
-    weight = torch.nn.Parameter(torch.tensor([1.0]))
-    optimizer = torch.optim.SGD([weight], lr=0.5)
-    order = []
-
-    def before(optimizer, args, kwargs):
-        order.append("before")
-        optimizer.param_groups[0]["lr"] = 0.25
-
-    optimizer.register_step_pre_hook(before)
-    optimizer.register_step_post_hook(lambda optimizer, args, kwargs: order.append("after"))
-    weight.grad = torch.tensor([1.0])
-    optimizer.step()
-    assert weight.item() == 0.75
-    assert order == ["before", "after"]
 
 
 def test_deepspeeds_own_optimizers_have_the_step_hooks():
