@@ -59,12 +59,11 @@ def test_a_plan_changes_the_shares_and_nothing_that_is_learnt(
     assert "it was saved under the plan" in ended.output
 
 
-def test_a_file_that_is_no_plan_is_refused(command, small_options, tmp_path):
+def test_a_file_that_is_no_plan_is_refused(recipe, small_options, recipe_config, tmp_path):
     file = tmp_path / "shares.json"
     file.write_text("{}")
-    ended = command(
-        "wavemare", "train", "gpt", *small_options("gpt", tmp_path / "run", balance=file)
-    )
+    words = ["gpt/pretrain", "--deepspeed_config", recipe_config("gpt/pretrain", "zero")]
+    ended = recipe(*words, *small_options("gpt", tmp_path / "run", balance=file))
     assert ended.code == 2
     assert "--balance" in ended.output
     assert "version" in ended.output
