@@ -46,7 +46,7 @@ def test_two_sizes_make_a_line_once_they_are_warm(clock, alone, dtype):
     state = torch.get_rng_state()
     (found,) = measure_speeds(model, batch_of, (4, 8), dtype=dtype)
     assert found.whole == found.forward == Line(3.0 / 256, 2.0 / 256)
-    assert list(model.passes) == [8, 4]
+    assert list(model.passes.items()) == [(8, 4 + 8), (4, 4 + 8)]
     assert model.types == {dtype or torch.float32}
     assert not model.training
     assert model.layer.weight.grad is None

@@ -41,19 +41,20 @@ def test_only_gathers_of_zero_3_are_hidden(zero, passes):
 
 
 @pytest.mark.parametrize(
-    ("degrees", "units", "groups"),
+    ("nodes", "degrees", "units", "groups"),
     [
         # One group over both nodes; two of them, each of half the weights; two stages' groups.
-        ((1, 1, 4), (((0,), (1,), (2,), (3,)),), 1),
-        ((1, 2, 2), (((0, 1), (2, 3)),), 2),
-        ((2, 1, 2), (((0,), (2,)), ((1,), (3,))), 2),
-        # The replicas of a stage on one node do not meet those of the other.
-        ((2, 1, 2), (((0,), (1,)), ((2,), (3,))), None),
+        ("aabb", (1, 1, 4), (((0,), (1,), (2,), (3,)),), 1),
+        ("aabb", (1, 2, 2), (((0, 1), (2, 3)),), 2),
+        ("aabb", (2, 1, 2), (((0,), (2,)), ((1,), (3,))), 2),
+        # Replicas of a stage on one node do not use the link between nodes.
+        ("aabb", (2, 1, 2), (((0,), (1,)), ((2,), (3,))), 0),
+        ("aaab", (2, 1, 2), (((0,), (3,)), ((1,), (2,))), 1),
     ],
 )
-def test_groups_that_reduce_between_nodes_share_the_link(degrees, units, groups):
+def test_groups_that_reduce_between_nodes_share_the_link(nodes, degrees, units, groups):
     stages, splits, replicas = degrees
-    devices = tuple(replace(DEVICE, node=name) for name in "aabb")
+    devices = tuple(replace(DEVICE, node=name) for name in nodes)
     cluster = Cluster(devices=devices, within=Link(0.0, 1e12), between=SLOW)
     scene = Scene(model_costs(GPT2, 64), cluster, Settings(global_batch=8))
     variant = Variant(stages=stages, tensor_parallel=splits, data_parallel=replicas)
@@ -70,7 +71,8 @@ def test_groups_that_reduce_between_nodes_share_the_link(degrees, units, groups)
     for stage in range(stages):
         layers = scene.costs.layers[bounds[stage] : bounds[stage + 1]]
         parameters = sum(layer.parameters for layer in layers) / splits
-        link = Link(0.0, 1e12) if groups is None else Link(0.0, 1e6 / groups)
+        is_within = len({nodes[unit[0]] for unit in units[stage]}) == 1
+        link = Link(0.0, 1e12 if is_within else 1e6 / groups)
         ring_s = 2 * (replicas - 1) * 4 * parameters / replicas / link.bytes_s
         ends.append(ring_s + optimizer_s(DEVICE, parameters, variant))
     predicted = scene.predict(layout)
