@@ -333,6 +333,7 @@ def test_norms_are_those_in_double_precision(block, dtype):
     assert np.allclose(found.double().numpy(), expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("error_feedback", [True, False])
 @every_dtype
 def test_a_step_needs_no_temporary_as_large_as_the_bucket(error_feedback, dtype):

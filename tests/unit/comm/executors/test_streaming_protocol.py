@@ -155,7 +155,7 @@ def test_slots_are_dealt_to_all_ranks():
     assert [lanes.owner(slot) for slot in range(7)] == [0, 1, 2, 0, 1, 2, 0]
 
 
-def messages(density, width, ranks=8, blocks=1024, slots=8):
+def messages(density, width, ranks=3, blocks=1024, slots=8):
     generator = np.random.default_rng(3)
     values = generator.random((ranks, blocks)) < density
     network = Network(Lanes(blocks, ranks, slots, width, patience=1 << 30), values, 0)

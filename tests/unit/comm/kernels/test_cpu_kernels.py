@@ -4,6 +4,7 @@
 import importlib.util
 import sys
 import threading
+from pathlib import Path
 
 import block_cases
 import numpy as np
@@ -61,10 +62,23 @@ def spin(flag, counts, limit):
 """
 
 
-def test_compiled_functions_let_other_threads_run():
+@pytest.fixture(params=["kept on disk", "not kept"])
+def spin(request, tmp_path):
+    """Return a function of a file, beside which numba can keep it, or one without a file."""
+    file = tmp_path / "spinning.py"
+    file.write_text(SPIN)
     names = {}
-    exec(SPIN, names)  # a function without a file, so numba cannot keep it on disk
-    spin = compiled(names["spin"])
+    exec(SPIN, names)
+    if request.param == "not kept":
+        return names["spin"]
+    spec = importlib.util.spec_from_file_location("spinning", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.spin
+
+
+def test_compiled_functions_let_other_threads_run(spin):
+    spin = compiled(spin)
     flag, counts = np.zeros(1, np.int64), np.zeros(8, np.int64)
     assert not spin(flag, counts, 1)
     begun, seen = threading.Event(), []
@@ -87,20 +101,14 @@ def test_compiled_functions_let_other_threads_run():
     assert seen == [True]
 
 
-def test_compiled_functions_are_kept_on_disk(tmp_path):
-    file = tmp_path / "twice.py"
-    file.write_text("def twice(x):\n    return 2 * x\n")
-    spec = importlib.util.spec_from_file_location("twice", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-
+def test_compiled_functions_are_kept_on_disk_where_they_have_a_file(spin, tmp_path):
     def run():
-        assert compiled(module.twice)(21) == 42
+        assert not compiled(spin)(np.zeros(1, np.int64), np.zeros(8, np.int64), 1)
         return {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.nb?")}
 
     first = run()
-    assert first
     assert run() == first
+    assert bool(first) == Path(spin.__code__.co_filename).exists()
 
 
 def test_a_cpu_has_compiled_kernels_where_numba_is_installed(without_numba):
