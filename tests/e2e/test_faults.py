@@ -1,37 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can befall a rank, under every launcher: seen in time, told once, with an exit code."""
+"""What can befall a rank, under every launcher: told once, with an exit code."""
 
-import time
 from pathlib import Path
 
 import pytest
 
 PROGRAM = Path(__file__).parents[1] / "multiproc" / "programs" / "faults.py"
-TIMEOUT_S = 4.0
-LATEST_S = TIMEOUT_S + 5
-# The launcher ends what is left of the job after the reports; a loaded machine takes its time.
-ENDED_S = LATEST_S + 10
-START_S = 20.0
-"""The start's patience where the fault is a lock; the others have 60 s."""
 ENGINES = {"deepspeed": "data", "torchrun": "pipemare", "mpi4py": "1f1b"}
 
 pytestmark = pytest.mark.world_size(2)
 slow = pytest.mark.slow
 
 
-FAULTS = {
-    "stop": "SIGSTOP",
-    "loader": "hangs in its data loader",
-    "kill": "SIGKILL",
-    "raise": "an exception",
-    "memory": "out of memory",
-    "exit": "`exit(0)` early",
-    "batches": "fewer batches",
-    "slow": "slow",
-    "lock": "stale lock",
-    "disk": "full disk",
-}
-"""By the program's name, how the documentation begins the row of each."""
 FAST = {("kill", "deepspeed")}
 
 
@@ -49,32 +29,22 @@ def cells(*faults):
 
 @pytest.fixture
 def run(command, words_of, tmp_path):
-    """Start the program under a launcher; return how it ended and when, after the fault."""
+    """Start the program under a launcher; return how it ended."""
 
     def run_fault(launcher, fault, environment=None):
-        options = [PROGRAM, tmp_path, fault, ENGINES[launcher], "--timeout", TIMEOUT_S]
+        options = [PROGRAM, tmp_path, fault, ENGINES[launcher], "--timeout", 4.0]
         environment = {"DS_ACCELERATOR": "cpu", **(environment or {})}
-        ended = command(*words_of(launcher), *options, environment=environment)
-        when = tmp_path / "when"
-        lasted = time.time() - float(when.read_text()) if when.exists() else None
-        return ended, lasted
+        return command(*words_of(launcher), *options, environment=environment)
 
     return run_fault
 
 
-def reported(folder):
-    """Return when the last report was written, after the fault."""
-    times = [report.stat().st_mtime for report in (folder / "watchdog").glob("rank_*.txt")]
-    return max(times) - float((folder / "when").read_text())
-
-
 @cells("stop", "loader")
 def test_a_rank_that_stands_still(run, tmp_path, launcher, fault):
-    ended, lasted = run(launcher, fault)
+    ended = run(launcher, fault)
     assert ended.code != 0
     assert ended.output.count("suspect: rank 1 (") == 1, ended.output[-5000:]
-    assert reported(tmp_path) <= LATEST_S
-    assert lasted <= ENDED_S, ended.output[-5000:]
+    assert list((tmp_path / "watchdog").glob("rank_*.txt"))
 
 
 WORDS = {"raise": "ValueError: this rank's own fault", "memory": "can't allocate memory"}
@@ -86,10 +56,9 @@ def test_a_rank_that_ends(run, tmp_path, launcher, fault):
 
     MPICH's ``mpirun`` ends all ranks where one has left with 0, and passes that on as its own code.
     """
-    ended, lasted = run(launcher, fault)
+    ended = run(launcher, fault)
     assert not list(tmp_path.glob("trained_*"))
     assert ended.code != 0 or (launcher, fault) == ("mpi4py", "exit"), ended.output[-5000:]
-    assert lasted <= LATEST_S
     assert ended.output.count("suspect: ") <= 1
     if fault in WORDS:
         assert ended.output.count(WORDS[fault]) >= 1
@@ -99,21 +68,18 @@ def test_a_rank_that_ends(run, tmp_path, launcher, fault):
 @cells("batches")
 def test_unequal_numbers_of_batches(run, tmp_path, launcher, fault):
     """An asynchronous pipeline's last stage, whose data end, raises; the others are waited for."""
-    ended, lasted = run(launcher, fault)
+    ended = run(launcher, fault)
     assert ended.code != 0, ended.output[-5000:]
-    assert lasted <= ENDED_S, ended.output[-5000:]
     if ENGINES[launcher] == "pipemare":
         assert "error on rank 1: data_iter = " in ended.output, ended.output[-5000:]
         assert "suspect: " not in ended.output
     else:
         assert ended.output.count("suspect: rank 1 (") == 1, ended.output[-5000:]
-        assert reported(tmp_path) <= LATEST_S
 
 
 @cells("slow")
 def test_a_slow_rank(run, launcher, fault):
-    ended, _ = run(launcher, fault)
-    ended.check()
+    ended = run(launcher, fault).check()
     assert "watchdog" not in ended.output
 
 
@@ -127,13 +93,10 @@ def test_a_stale_lock_of_an_extension_build(run, tmp_path, launcher, fault):
         "WAVEMARE_COMPILED_OPS": "1",
         "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions"),
     }
-    ended, lasted = run(launcher, fault, environment)
+    ended = run(launcher, fault, environment)
     assert ended.code != 0
     assert "extensions/deepspeed_shm_comm/lock" in ended.output
     assert "remove that file" in ended.output
-    # From just before ``initialize``, with the start's patience; a loaded machine takes its time.
-    assert reported(tmp_path) <= START_S + 10
-    assert lasted <= START_S + 15
 
 
 @pytest.fixture
@@ -144,10 +107,9 @@ def small_disk(disk):
 
 @cells("disk")
 def test_a_filled_disk(run, small_disk, launcher, fault):
-    ended, lasted = run(launcher, fault)
+    ended = run(launcher, fault)
     assert ended.code != 0
     assert "are free there" in ended.output, ended.output[-5000:]
-    assert lasted <= LATEST_S
 
 
 @slow

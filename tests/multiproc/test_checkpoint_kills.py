@@ -29,7 +29,7 @@ def killed(launch, tmp_path):
             folder = tmp_path / f"run-{moment}"
             folder.mkdir()
             words = [work, how, "after" if by_clock else "at", number, victim]
-            run = launch("checkpoint_kills.py", *words, ranks=ranks, folder=folder)
+            run = launch("checkpoint_kills.py", *words, ranks=ranks, folder=folder, own=True)
             story = (moment, words[1:], run.codes, [text[-3000:] for text in run.outputs])
             # No kill comes before all have resumed: one that has not has failed, or hung.
             assert all((folder / f"resumed_{rank}").exists() for rank in range(ranks)), story

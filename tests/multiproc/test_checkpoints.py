@@ -150,7 +150,7 @@ def test_another_topology_goes_through_the_universal_checkpoint(run, saved, tmp_
 def test_a_save_that_dies_leaves_the_older_checkpoint_whole(launch, tmp_path, files_written):
     checkpoints = tmp_path / "checkpoints"
     words = ["checkpoints.py", checkpoints, "interrupt", f"run:{files_written}"]
-    before = launch(*words, ranks=1).check().result(0)
+    before = launch(*words, ranks=1, own=True).check().result(0)
     folder = checkpoints / "run" / "only"
     assert sorted(path.name for path in folder.iterdir()) == before["files"]
     assert (checkpoints / "run" / "latest").read_text() == "only"

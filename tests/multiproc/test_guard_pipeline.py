@@ -167,7 +167,7 @@ def test_clipping_tells_earlier_stages_of_a_gradient_that_leaves_no_other_trace(
 def test_a_stage_that_stops_alone_is_followed_at_once(launch):
     """The others hear of no bad number, but lose their neighbour, which has told why."""
     settings = {"trouble": [0, GRADIENT, 5], "micro_batches": 2, "section": {}, "uncaught": True}
-    finished = launch("guard_pipeline.py", json.dumps({"stop": ["stop", settings]}))
+    finished = launch("guard_pipeline.py", json.dumps({"stop": ["stop", settings]}), own=True)
     assert finished.codes == [2, 1]  # within the seconds for which `launch` waits
     assert f"first on {place(0, GRADIENT, 5)}" in finished.outputs[0]
     assert "Traceback" not in "".join(finished.outputs)
@@ -199,7 +199,9 @@ def test_checksums_change_no_loss_and_without_them_no_byte_more_is_sent(found, s
 )
 def test_a_wrong_bit_is_an_error_in_dualpipev(launch, sender, contents):
     settings = {"sender": sender, "what": contents, "checksum": True}
-    finished = launch("guard_pipeline.py", json.dumps({"flip": ["flip_dualpipev", settings]}))
+    finished = launch(
+        "guard_pipeline.py", json.dumps({"flip": ["flip_dualpipev", settings]}), own=True
+    )
     found = finished.result(1 - sender)["flip"]
     assert found["type"] == "MessageError"
     assert f"message from rank {sender} to rank {1 - sender} = '{contents}'" in found["error"]
@@ -220,7 +222,7 @@ def test_a_wrong_bit_in_a_message_is_an_error_with_checksum(
     launch, schedule, sender, message, contents
 ):
     settings = {"sender": sender, "message": message, "checksum": True, "schedule": schedule}
-    finished = launch("guard_pipeline.py", json.dumps({"flip": ["flip", settings]}))
+    finished = launch("guard_pipeline.py", json.dumps({"flip": ["flip", settings]}), own=True)
     receiver = 1 - sender
     found = finished.result(receiver)["flip"]
     assert found["type"] == "MessageError"

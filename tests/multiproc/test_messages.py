@@ -7,7 +7,7 @@ import pytest
 @pytest.mark.parametrize("then", ["go on", "end"])
 def test_what_a_stage_has_sent_arrives_whatever_it_does_next(launch, then):
     """As at the end of an engine, or of a process, on a stage that is ahead of its neighbour."""
-    finished = launch("messages.py", then, timeout=60).check()
+    finished = launch("messages.py", then, own=True).check()
     assert finished.result(1) is True
 
 
@@ -15,4 +15,4 @@ def test_what_a_stage_has_sent_arrives_whatever_it_does_next(launch, then):
 def test_gloos_threads_do_not_abort_a_process_that_ends(launch, code):
     """They give back tensors of Python's while it ends; the interpreter's shutdown forbids it."""
     for _ in range(1 if code else 4):
-        assert launch("abandoned_sums.py", str(code), timeout=60).codes == [code, code]
+        assert launch("abandoned_sums.py", str(code), own=True).codes == [code, code]

@@ -1,12 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transformers models as pipelines of two real ranks, beside the unsplit models."""
 
+import json
 import subprocess
 import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
+
+pytestmark = pytest.mark.world_size(2)
+# Plain models first: in one process DeepSpeed keeps a pipeline's grid for all engines after it.
+CASES = {
+    "zero": ["gpt2"],
+    "train": ["gpt2", "bert-mlm", "bert-cls", "qwen3", "qwen3-untied"],
+    "train-untied": ["gpt2", "bert-mlm", "qwen3", "qwen3-untied"],
+    "train-reentrant": ["gpt2", "bert-mlm"],
+    "train-non-reentrant": ["gpt2", "bert-mlm"],
+    "train-zero1": ["gpt2", "bert-mlm"],
+    "save": ["gpt2", "bert-mlm", "bert-cls", "qwen3", "qwen3-untied"],
+    "checkpoint": ["gpt2", "bert-mlm", "qwen3-untied"],
+    "save-untied": ["gpt2", "bert-mlm"],
+    "load-untied": ["gpt2", "bert-mlm"],
+    "replicas": ["gpt2"],
+    "cuts": ["gpt2"],
+    "half": ["gpt2", "qwen3"],
+    "memory": ["gpt2", "bert-mlm"],
+    "memory-untied": ["gpt2", "bert-mlm"],
+    "failure": ["gpt2"],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def done():
+    return []
+
+
+@pytest.fixture
+def found(launch, folder, done):
+    """Return what each rank has seen of a case, by model; all cases are run once."""
+    if not done:
+        done.append(launch("models.py", json.dumps(CASES), folder=folder).check())
+    return lambda case: [done[0].result(rank)[case] for rank in range(2)]
 
 
 def folder_contents(folder):
@@ -25,12 +65,9 @@ def check_training(results, name):
     assert abs(first["losses"][-1] - first["losses"][0]) > 1e-3
 
 
-@pytest.mark.world_size(2)
-def test_two_stages_train_like_the_unsplit_model(launch):
-    names = ["gpt2", "bert-mlm", "bert-cls", "qwen3", "qwen3-untied"]
-    finished = launch("models.py", "train", *names).check()
-    results = [finished.result(rank) for rank in range(2)]
-    for name in names:
+def test_two_stages_train_like_the_unsplit_model(found):
+    results = found("train")
+    for name in CASES["train"]:
         check_training(results, name)
         first, last = (result[name] for result in results)
         # Clipping at 0.1 was at work, by the norm of the whole model.
@@ -40,13 +77,9 @@ def test_two_stages_train_like_the_unsplit_model(launch):
         assert max(first["own"], last["own"]) < first["whole"]
 
 
-@pytest.mark.world_size(2)
-def test_untied_stages_train_like_the_unsplit_model_with_a_head_of_its_own(launch):
-    names = ["gpt2", "bert-mlm", "qwen3", "qwen3-untied"]
-    finished = launch("models.py", "train-untied", *names).check()
-    assert [output.count("no longer tied") for output in finished.outputs] == [3, 0]
-    results = [finished.result(rank) for rank in range(2)]
-    for name in names:
+def test_untied_stages_train_like_the_unsplit_model_with_a_head_of_its_own(found):
+    results = found("train-untied")
+    for name in CASES["train-untied"]:
         check_training(results, name)
         first, last = (result[name] for result in results)
         assert min(first["norms"]) > 0.2
@@ -61,47 +94,32 @@ def test_untied_stages_train_like_the_unsplit_model_with_a_head_of_its_own(launc
         assert all(distance > 1e-3 for distance in first["apart"])
 
 
-@pytest.mark.world_size(2)
 @pytest.mark.parametrize("case", ["train-reentrant", "train-non-reentrant", "train-zero1"])
-def test_activation_checkpoints_and_zero1_change_nothing(launch, case):
-    finished = launch("models.py", case, "gpt2", "bert-mlm").check()
-    for name in ("gpt2", "bert-mlm"):
-        check_training([finished.result(rank) for rank in range(2)], name)
+def test_activation_checkpoints_and_zero1_change_nothing(found, case):
+    for name in CASES[case]:
+        check_training(found(case), name)
 
 
-@pytest.mark.world_size(2)
-def test_without_steps_the_saved_folder_is_the_models_byte_for_byte(launch, tmp_path):
-    names = ["gpt2", "bert-mlm", "bert-cls", "qwen3", "qwen3-untied"]
-    launch("models.py", "save", *names).check()
-    for name in names:
-        theirs = folder_contents(tmp_path / name / "theirs")
-        assert folder_contents(tmp_path / name / "ours") == theirs
+def test_without_steps_the_saved_folder_is_the_models_byte_for_byte(found, folder):
+    for name in found("save")[0]:
+        theirs = folder_contents(folder / "save" / name / "theirs")
+        assert folder_contents(folder / "save" / name / "ours") == theirs
         assert "model.safetensors" in theirs
 
 
-@pytest.mark.world_size(2)
-def test_deepspeed_checkpoints_hold_every_weight(launch):
-    names = ["gpt2", "bert-mlm", "qwen3-untied"]
-    finished = launch("models.py", "checkpoint", *names).check()
-    for name in names:
-        result = finished.result(0)[name]
+def test_deepspeed_checkpoints_hold_every_weight(found):
+    for result in found("checkpoint")[0].values():
         assert result["difference"] == 0.0
         assert result["moved"] > 1e-3
 
 
-@pytest.mark.world_size(2)
-def test_an_untied_checkpoint_holds_both_weights_and_resumes_to_the_bit(launch, tmp_path):
-    names = ["gpt2", "bert-mlm"]
-    saved = launch("models.py", "save-untied", *names).check()
-    expected = [saved.result(rank) for rank in range(2)]
-    loaded = launch("models.py", "load-untied", *names).check()
-    for rank, result in enumerate(expected):
-        for name in names:
-            again = loaded.result(rank)[name]
+def test_an_untied_checkpoint_holds_both_weights_and_resumes_to_the_bit(found, folder):
+    for result, loaded in zip(found("save-untied"), found("load-untied"), strict=True):
+        for name, again in loaded.items():
             assert again["fresh"] != again["digest"] == result[name]["digest"]
             assert again["losses"] == result[name]["losses"]
     assert_universal_weights(
-        tmp_path / "gpt2",
+        folder / "untied" / "gpt2",
         {"0.embedding.weight": "transformer.wte.weight", "6.module.weight": "lm_head.weight"},
     )
 
@@ -126,57 +144,45 @@ def assert_universal_weights(folder, names):
     assert not torch.equal(first, second)
 
 
-@pytest.mark.world_size(2)
-def test_plain_engines_of_all_zero_stages_are_saved(launch, tmp_path):
-    finished = launch("models.py", "zero", "gpt2").check()
-    theirs = folder_contents(tmp_path / "gpt2" / "theirs")
+def test_plain_engines_of_all_zero_stages_are_saved(found, folder):
+    moved = found("zero")[0]["gpt2"]["moved"]
+    theirs = folder_contents(folder / "zero" / "gpt2" / "theirs")
     for stage in range(4):
-        assert folder_contents(tmp_path / "gpt2" / f"untouched_{stage}") == theirs
-    moved = finished.result(0)["gpt2"]["moved"]
+        assert folder_contents(folder / "zero" / "gpt2" / f"untouched_{stage}") == theirs
     assert moved == pytest.approx([moved[0]] * 4, rel=1e-3)
     assert moved[0] > 1e-3
 
 
-@pytest.mark.world_size(2)
-def test_one_stage_of_two_replicas_is_gathered_once(launch):
-    finished = launch("models.py", "replicas", "gpt2").check()
-    first, second = (finished.result(rank)["gpt2"] for rank in range(2))
+def test_one_stage_of_two_replicas_is_gathered_once(found):
+    first, second = (result["gpt2"] for result in found("replicas"))
     assert first["gathered"]
     assert not second["gathered"]
     assert first["difference"] < 1e-5
 
 
-@pytest.mark.world_size(2)
-def test_all_ranks_find_the_same_cuts(launch):
-    finished = launch("models.py", "cuts", "gpt2").check()
-    first, second = (finished.result(rank)["gpt2"] for rank in range(2))
+def test_all_ranks_find_the_same_cuts(found):
+    first, second = (result["gpt2"] for result in found("cuts"))
     assert first == second
     assert first["[0, 5]"] == [0, 5, 7]
     assert first["type:block"] in ([0, 3, 7], [0, 4, 7])
 
 
-@pytest.mark.world_size(2)
-def test_dropping_the_model_frees_the_layers_of_other_stages(launch):
-    finished = launch("models.py", "memory", "gpt2", "bert-mlm").check()
-    for rank in range(2):
-        for counts in finished.result(rank).values():
+def test_dropping_the_model_frees_the_layers_of_other_stages(found):
+    for result in found("memory"):
+        for counts in result.values():
             assert counts["kept"] == counts["own"] < counts["whole"]
 
 
-@pytest.mark.world_size(2)
-def test_no_stage_keeps_both_copies_of_an_untied_weight(launch):
-    finished = launch("models.py", "memory-untied", "gpt2", "bert-mlm").check()
-    for rank in range(2):
-        for counts in finished.result(rank).values():
+def test_no_stage_keeps_both_copies_of_an_untied_weight(found):
+    for rank, result in enumerate(found("memory-untied")):
+        for counts in result.values():
             assert counts["kept"] == counts["own"] - rank  # the copy is none of the model's
             assert counts["vocabularies"] == 1
 
 
-@pytest.mark.world_size(2)
-def test_bfloat16_engines_train_and_save_bfloat16(launch):
-    finished = launch("models.py", "half", "gpt2", "qwen3").check()
-    for name in ("gpt2", "qwen3"):
-        first, last = (finished.result(rank)[name] for rank in range(2))
+def test_bfloat16_engines_train_and_save_bfloat16(found):
+    for name in CASES["half"]:
+        first, last = (result[name] for result in found("half"))
         assert first["type"] == "torch.bfloat16"
         assert first["difference"] == 0.0
         assert first["losses"] == last["losses"] == pytest.approx(first["expected"], rel=1e-2)
@@ -184,11 +190,9 @@ def test_bfloat16_engines_train_and_save_bfloat16(launch):
         assert last["tied_equal"]
 
 
-@pytest.mark.world_size(2)
-def test_a_failure_to_write_is_raised_on_all_ranks(launch):
-    finished = launch("models.py", "failure", "gpt2").check()
-    for rank in range(2):
-        errors = finished.result(rank)["gpt2"]["errors"]
+def test_a_failure_to_write_is_raised_on_all_ranks(found):
+    for result in found("failure"):
+        errors = result["gpt2"]["errors"]
         for error, place in zip(errors, ("occupied", "small"), strict=True):
             assert "could not be saved" in error
             assert place in error

@@ -18,7 +18,7 @@ NAMED = {"two waves": "DualPipeVModule", "no pipeline": "Linear", "no stages": "
 
 
 def test_what_cannot_work_is_refused_on_all_ranks_before_the_first_step(launch):
-    done = launch("pipemare_refusals.py", "refused", timeout=120).check()
+    done = launch("pipemare_refusals.py", "refused").check()
     for rank in range(2):
         found = done.result(rank)
         without = found.pop("no data")
@@ -57,7 +57,7 @@ def test_what_cannot_work_is_refused_on_all_ranks_before_the_first_step(launch):
 def test_what_breaks_within_a_step_says_where_and_ends_both_ranks(
     launch, case, step, action, message
 ):
-    done = launch("pipemare_refusals.py", case, timeout=60)
+    done = launch("pipemare_refusals.py", case, own=True)
     assert message in done.outputs[1]
     assert (
         f"rank 1, stage 1, optimizer step {step}: in action {action} of the plan"
@@ -71,7 +71,7 @@ def test_what_breaks_within_a_step_says_where_and_ends_both_ranks(
 
 
 def test_a_change_of_shape_in_static_mode_is_refused_and_not_computed_wrongly(launch):
-    done = launch("pipemare_refusals.py", "shapes", timeout=60)
+    done = launch("pipemare_refusals.py", "shapes", own=True)
     assert "error on rank 0: activations = ((1, 8),): " in done.outputs[0]
     assert '"dynamic_shape": true' in done.outputs[0]
     assert "rank 0, stage 0, optimizer step 2: in action 0SA3@" in done.outputs[0]

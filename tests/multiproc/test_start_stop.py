@@ -7,10 +7,9 @@ import pytest
 @pytest.mark.slow
 @pytest.mark.world_size(1)
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("what", ["engines", "loaders"])
-def test_what_is_started_and_stopped_holds_nothing(launch_once, what):
-    (result,) = launch_once("start_stop.py", 20, 200, ranks=1, timeout=800)
-    before = result["early" if what == "engines" else "engines"]
-    for kind, held in result[what].items():
-        assert held == before[kind], kind
-    assert not result[what]["children"]
+def test_what_is_started_and_stopped_holds_nothing(launch):
+    result = launch("start_stop.py", 20, 200, ranks=1, timeout=800, own=True).check().result(0)
+    for what, before in (("engines", "early"), ("loaders", "engines")):
+        for kind, held in result[what].items():
+            assert held == result[before][kind], (what, kind)
+        assert not result[what]["children"]

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPT-2 and BERT split by tensors over real ranks, beside the whole models."""
 
+import json
+
 import pytest
 
 NAMES = [
@@ -14,6 +16,8 @@ NAMES = [
     "bert-cls",
     "bert-regression",
 ]
+DROPPED = ["gpt2", "gpt2-eager", "bert-mlm"]
+CASES = json.dumps({"equal": NAMES, "functions": [], "dropout": DROPPED})
 
 
 def check_equality(results):
@@ -33,27 +37,25 @@ def check_equality(results):
 
 
 @pytest.mark.world_size(2)
-def test_two_ranks_compute_loss_and_gradients_of_the_whole_model(launch):
-    finished = launch("tensor_parallel.py", "equal", *NAMES).check()
-    results = [finished.result(rank) for rank in range(2)]
+def test_two_ranks_compute_loss_and_gradients_of_the_whole_model(launch_once):
+    results = launch_once("tensor_parallel.py", CASES)
     for name in NAMES:
-        check_equality([result[name] for result in results])
+        check_equality([result["equal"][name] for result in results])
 
 
 @pytest.mark.world_size(4)
 def test_four_ranks_of_which_one_may_hold_no_token(launch):
     names = ["gpt2-101", "gpt2-20", "bert-mlm-101"]
-    finished = launch("tensor_parallel.py", "equal", *names, ranks=4).check()
-    results = [finished.result(rank) for rank in range(4)]
+    finished = launch("tensor_parallel.py", json.dumps({"equal": names}), ranks=4).check()
+    results = [finished.result(rank)["equal"] for rank in range(4)]
     for name in names:
         check_equality([result[name] for result in results])
 
 
 @pytest.mark.world_size(2)
-def test_sums_and_cross_entropy_over_the_group(launch):
-    finished = launch("tensor_parallel.py", "functions").check()
-    for rank in range(2):
-        result = finished.result(rank)
+def test_sums_and_cross_entropy_over_the_group(launch_once):
+    for rank, found in enumerate(launch_once("tensor_parallel.py", CASES)):
+        result = found["functions"]
         assert "different weights, for example transformer.h.1.ln_1.weight" in result["refused"]
         for dtype in ("torch.float32", "torch.bfloat16", "torch.float16"):
             assert result[dtype] == {
@@ -71,11 +73,12 @@ def test_sums_and_cross_entropy_over_the_group(launch):
 
 
 @pytest.mark.world_size(2)
-def test_ranks_drop_the_same_elements_of_what_is_replicated_and_others_inside_attention(launch):
-    names = ["gpt2", "gpt2-eager", "bert-mlm"]
-    finished = launch("tensor_parallel.py", "dropout", *names).check()
-    for name in names:
-        first, second = (finished.result(rank)[name] for rank in range(2))
+def test_ranks_drop_the_same_elements_of_what_is_replicated_and_others_inside_attention(
+    launch_once,
+):
+    for name in DROPPED:
+        results = launch_once("tensor_parallel.py", CASES)
+        first, second = (result["dropout"][name] for result in results)
         for result in (first, second):
             # Without dropout inside attention the whole model, seeded alike, drops the same.
             assert result["residual_alone"] < 1e-5

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train transformers models as pipelines of two stages beside the unsplit models.
 
-The second argument names the case; every rank leaves what it saw as JSON.
+The second argument is a JSON object of models by case; every rank leaves what it saw as JSON.
 """
 
 import gc
+import json
 import resource
 import sys
 import weakref
@@ -15,6 +16,7 @@ import deepspeed
 import torch
 import transformers
 from common import leave, train_plainly, weights_digest
+from deepspeed.utils import groups
 
 import wavemare
 from wavemare.engine import init_distributed
@@ -272,9 +274,10 @@ def cuts(folder: Path, name: str) -> dict[str, Any]:
 
 def memory(folder: Path, name: str, **options: Any) -> dict[str, Any]:
     """Which parameters live on when the caller has dropped the model."""
+    gc.collect()
+    before = count_vocabularies()
     model = build(name)
     alive = [weakref.ref(parameter) for parameter in model.parameters()]
-    vocabulary = model.get_input_embeddings().weight.shape
     module = to_pipeline(model, num_stages=2, **options)
     del model
     gc.collect()
@@ -283,13 +286,19 @@ def memory(folder: Path, name: str, **options: Any) -> dict[str, Any]:
         "kept": len(kept),
         "own": len(list(module.parameters())),
         "whole": len(alive),
-        "vocabularies": sum(
-            isinstance(thing, torch.nn.Parameter)
-            and thing.shape == vocabulary
-            and not thing.is_meta  # those of what is kept for saving
-            for thing in gc.get_objects()
-        ),
+        "vocabularies": count_vocabularies() - before,
     }
+
+
+def count_vocabularies() -> int:
+    """Return how many weights there are with a row for each token; not those kept for saving."""
+    return sum(
+        isinstance(thing, torch.nn.Parameter)
+        and thing.shape[0] == VOCABULARY
+        and thing.ndim == 2
+        and not thing.is_meta
+        for thing in gc.get_objects()
+    )
 
 
 def half(folder: Path, name: str) -> dict[str, Any]:
@@ -328,11 +337,11 @@ def failure(folder: Path, name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    folder, case, names = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    folder = Path(sys.argv[1])
     init_distributed()
     reentrant = {"pipeline": {"activation_checkpoint_interval": 1}}
     plain = {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": False}}
-    run = {
+    cases = {
         "train": train,
         "train-reentrant": lambda f, n: train(f, n, config=reentrant),
         "train-non-reentrant": lambda f, n: train(f, n, config=plain),
@@ -349,12 +358,14 @@ def main() -> None:
         "memory": memory,
         "memory-untied": lambda f, n: memory(f, n, untie=True),
         "half": half,
-    }[case]
-    results = {}
-    for name in names:
-        place = folder / name
-        place.mkdir(exist_ok=True)
-        results[name] = run(place, name)
+    }
+    results: dict[str, Any] = {}
+    for case, names in json.loads(sys.argv[2]).items():
+        groups.mpu = None  # that of the engine before
+        for name in names:
+            place = folder / case.removeprefix("save-").removeprefix("load-") / name
+            place.mkdir(exist_ok=True, parents=True)
+            results.setdefault(case, {})[name] = cases[case](place, name)
     leave(results)
 
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models split by tensors over all ranks beside the whole ones.
 
-The second argument names the case, the others the models; every rank leaves what it saw as JSON.
+The second argument is a JSON object of models by case; every rank leaves what it saw as JSON.
 """
 
 import copy
 import hashlib
+import json
 import sys
 from typing import Any
 
@@ -230,4 +231,5 @@ CASES = {"equal": equal, "functions": functions, "dropout": dropout}
 
 if __name__ == "__main__":
     init_distributed()
-    leave(CASES[sys.argv[2]](sys.argv[3:]))
+    cases = json.loads(sys.argv[2])
+    leave({case: CASES[case](names) for case, names in cases.items()})
