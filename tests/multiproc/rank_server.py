@@ -45,6 +45,7 @@ from typing import IO, Any
 
 import numpy
 import torch
+import tqdm
 
 LIBRARIES = [
     "deepspeed",
@@ -97,20 +98,30 @@ def same(value: Any, other: Any) -> bool:
     return len(value) == len(other) and all(map(operator.is_, value, other))
 
 
-@dataclass
+def containers(value: Any) -> Iterator[Any]:
+    """Yield the plain container that a name stands for, or those of a function's defaults."""
+    if type(value) in (dict, list, set):
+        yield value
+    elif callable(value):
+        while inner := vars(value).get("__wrapped__") if hasattr(value, "__dict__") else None:
+            value = inner
+        for default in getattr(value, "__defaults__", None) or ():
+            if type(default) in (dict, list, set):
+                yield default
+
+
 class Saved:
     """What a module or class holds, and what its plain containers hold."""
 
-    owner: Any
-    values: dict[str, Any]
-    contents: dict[str, Any]
-
-    @classmethod
-    def of(cls, owner: Any) -> Saved:
-        values = {name: value for name, value in vars(owner).items() if not name.startswith("__")}
-        kinds = (dict, list, set, itertools.count)
-        contents = {n: copy.copy(v) for n, v in values.items() if type(v) in kinds}
-        return cls(owner, values, contents)
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+        self.values = {n: value for n, value in vars(owner).items() if not n.startswith("__")}
+        self.counters = {
+            name: copy.copy(value)
+            for name, value in self.values.items()
+            if isinstance(value, itertools.count)
+        }
+        self.contents = [(c, copy.copy(c)) for v in self.values.values() for c in containers(v)]
 
     def restore(self) -> None:
         present = vars(self.owner)
@@ -121,20 +132,21 @@ class Saved:
         for name, value in self.values.items():
             if present.get(name) is not value:
                 setattr(self.owner, name, value)
-        for name, content in self.contents.items():
-            value = self.values[name]
-            if isinstance(value, itertools.count):
-                setattr(self.owner, name, copy.copy(content))
-            elif not same(value, content):
-                value.clear()
-                value.extend(content) if isinstance(value, list) else value.update(content)
+        for name, counter in self.counters.items():
+            setattr(self.owner, name, copy.copy(counter))
+        for container, content in self.contents:
+            if not same(container, content):
+                container.clear()
+                container.extend(content) if isinstance(container, list) else container.update(
+                    content
+                )
 
 
 class Start:
     """The state in which every program begins."""
 
     def __init__(self) -> None:
-        self.saved = [Saved.of(owner) for owner in namespaces()]
+        self.saved = [Saved(owner) for owner in namespaces()]
         self.modules = set(sys.modules)
         self.path, self.hook, self.folder = sys.path[:], sys.excepthook, os.getcwd()
         self.loggers = [(each, each.level, each.handlers[:]) for each in loggers()]
@@ -344,6 +356,7 @@ def serve(pool: Pool) -> None:
 if __name__ == "__main__":
     for library in LIBRARIES:
         importlib.import_module(library)
+    tqdm.tqdm.monitor_interval = 0  # without a thread
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"{len(threads)} threads: a fork would lose all but one"
     pool = Pool(Start())
