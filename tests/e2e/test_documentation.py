@@ -7,11 +7,10 @@ are taken from top to bottom.
 
 import fcntl
 import hashlib
-import importlib
 import json
 import os
 import re
-import shlex
+import shutil
 import sys
 import tomllib
 from dataclasses import dataclass
@@ -25,13 +24,12 @@ import typer
 from typer.core import TyperGroup
 
 from wavemare.cli import app
-from wavemare.cli.recipes import find_recipe
 from wavemare.data import train_tokenizer
 from wavemare.engine.job_environment import reserved_port
-from wavemare.recipes.arguments import parse_arguments
 from wavemare.report import read_run
 
 ROOT = Path(__file__).resolve().parents[2]
+OPTIONS = Path(__file__).with_name("programs") / "commands.py"
 RULES = tomllib.loads(Path(__file__).with_name("documentation.toml").read_text())
 FENCE = re.compile(
     r"^```([\w{}]+)?(?: title=\"([^\"\n]*)\")?([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL
@@ -86,19 +84,12 @@ COMMANDS = sorted(
     | {line for block in REST if block.language == "bash" for line in block.commands()}
 )
 PROGRAMS = [block for block in REST if block.language in ("python", "json")]
-SHOWN = [block for block in REST if block.language in ("text", "diff")]
 
 
-def rule_of(kind, text, page=""):
-    """Return the first rule that matches; None if there is none."""
-    for rule in RULES[kind]:
-        if re.fullmatch(rule.get("page", ".*"), page) and re.search(rule["match"], text, re.M):
-            return rule
-    return None
-
-
-def is_run(rule):
-    return rule is not None and not {"skip", "by"} & rule.keys()
+def find(table, text):
+    """Return the value of the first pattern of a table that a text has; None if it has none."""
+    patterns = RULES[table].items()
+    return next((value for key, value in patterns if re.search(key, text, re.M | re.S)), None)
 
 
 def small(text):
@@ -106,75 +97,28 @@ def small(text):
     return re.sub(r"\{(\w+)\}", lambda found: RULES["small"][found[1]], text)
 
 
-def change(command, rule):
-    changed = command.replace(*rule["change"]) if "change" in rule else command
-    return small(f"{changed} {rule.get('add', '')}".strip())
+def change(text, subject):
+    return text.replace(*(find("change", subject) or ("", "")))
+
+
+def steps(line):
+    """Return the lines to run for a command: what comes before it, and the command made small."""
+    before = find("before", line) or []
+    return tuple(map(small, [*before, f"{change(line, line)} {find('add', line) or ''}".strip()]))
 
 
 def test_every_block_is_run_or_listed():
+    """Commands are run if they are not listed; text and changes of files are there to be read."""
     known = {"bash", "python", "json", "diff", "text", "{toctree}"}
     assert [block.name for block in BLOCKS if block.language not in known] == []
-    missing = [line for line in COMMANDS if rule_of("command", line) is None]
-    for kind, found in (("program", PROGRAMS), ("shown", SHOWN)):
-        missing += [b.name for b in found if rule_of(kind, b.text, b.page) is None]
+    found = [(block.name, f"{block.page}\n{block.text}") for block in PROGRAMS]
+    missing = [name for name, text in found if not (find("skip", text) or find("program", text))]
     assert missing == []
 
 
-def test_every_rule_is_of_use_and_what_it_names_exists():
-    used = [(rule_of("command", line), line) for line in COMMANDS]
-    used += [(rule_of("program", block.text, block.page), block.text) for block in PROGRAMS]
-    used += [(rule_of("shown", block.text, block.page), block.text) for block in SHOWN]
-    for rule in [rule for kind in ("command", "program", "shown") for rule in RULES[kind]]:
-        texts = [text for found, text in used if found is rule]
-        assert texts, rule
-        assert any(rule.get("change", [""])[0] in text for text in texts), rule
-        assert len({"skip", "by", "prelude"} & rule.keys()) <= 1, rule
-        assert rule.get("skip", "-"), rule
-        if "by" in rule:
-            file, _, test = rule["by"].partition("::")
-            assert f"def {test}(" in (ROOT / file).read_text(), rule
-        for path in re.findall(r"tests/[\w/.*]+\w", rule.get("skip", "")):
-            assert list(ROOT.glob(path)), rule
-
-
-def test_the_page_of_performance_names_the_commands_of_its_data():
-    """As they stand in the files, so that a row can be measured again."""
-    named = set()
-    for block in BLOCKS:
-        if (block.page, block.language) == ("docs/performance.md", "bash"):
-            named.update(block.commands())
-    files = {line: re.findall(r"--json (\S+)", line) for line in named}
-    assert len(named) > 25
-    for line, written in files.items():
-        for file in written:
-            assert json.loads((ROOT / file).read_text())["command"] == line
-    # The rest is a test, or stands on the page of its figures alone.
-    without = sorted(line for line, written in files.items() if not written)
-    assert without == [
-        "pytest tests/multiproc/test_pipemare.py",
-        "torchrun --nproc-per-node 2 -m wavemare.bench.checkpoints FOLDER",
-    ]
-
-
-OURS = [line for line in COMMANDS if re.match(r"wavemare .", line) and ">" not in line]
-
-
-@pytest.mark.parametrize("line", [pytest.param(line, id=line[:90]) for line in OURS])
-def test_a_command_has_options_that_exist(line, monkeypatch):
-    """Those of the slow commands too; what values mean to each other is seen when they run."""
-    command, words = typer.main.get_command(app), shlex.split(line)[1:]
-    while isinstance(command, TyperGroup):
-        name, *words = words
-        command = command.commands[name]
-    context = command.make_context(name, words)
-    if name in ("train", "simulate"):
-        recipe = find_recipe(context.params["recipe"])
-        own = name == "train"
-        module = importlib.import_module(recipe.module if own else "wavemare.recipes.simulate")
-        of = recipe.task if own else recipe.area
-        kind = getattr(module, f"{of.capitalize()}Arguments")
-        monkeypatch.setattr(sys, "argv", [name, "--deepspeed_config", "x.json", *context.args])
-        parse_arguments(kind)
+def test_the_tests_that_stand_for_blocks_exist():
+    named = [reason for reason in RULES["skip"].values() if reason.startswith("tests/")]
+    assert [file for file in named if not (ROOT / file).is_file()] == []
 
 
 @pytest.fixture
@@ -184,6 +128,11 @@ def place(tmp_path, text_folder):
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     (tmp_path / "docs" / "results").mkdir(parents=True)
     (tmp_path / "docs" / "results" / "configs").symlink_to(ROOT / "docs" / "results" / "configs")
+    for file in (ROOT / "docs" / "results").glob("scaling-*.json"):
+        shutil.copy(file, tmp_path / "docs" / "results")
+    shutil.copy(ROOT / "docs" / "results" / "scaling-pipeline-2.json", tmp_path / "2.json")
+    (tmp_path / "train.py").write_text("import wavemare; wavemare.init_distributed()")
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
     for name, values in (("gpt", GPT), ("bert", BERT)):
         (tmp_path / f"{name}.json").write_text(json.dumps(values))
     texts = [file.read_text() for file in sorted(text_folder.iterdir())]
@@ -229,14 +178,54 @@ def shell(command, monkeypatch):
     return run
 
 
-RUN = [line for line in COMMANDS if is_run(rule_of("command", line))]
+# A shell's redirections, and the files that they make, are there when a command really runs.
+OURS = [
+    line
+    for line in COMMANDS
+    if re.match(r"wavemare .|.* -m(odule)? wavemare\.(recipes|bench)", line)
+    and not re.search(r" > | --file ", line)
+]
 
 
-BEFORE = {
-    tuple(map(small, rule["before"][: n + 1]))
-    for rule in RULES["command"]
-    for n in range(len(rule.get("before", [])))
-}
+def test_the_options_of_all_commands_are_accepted(launch, place):
+    """Each command checks its options and their values, and those of what it starts."""
+    # Files that other commands make, of which no more is looked at than that they are there.
+    for run in (place / "runs" / "gpt-pretrain", place / "runs" / "bert-pretrain"):
+        (run / "checkpoints" / "step-000002").mkdir(parents=True)
+        (run / "checkpoints" / "latest").write_text("step-000002")
+        (run / "model").mkdir()
+        (run / "model" / "config.json").write_text('{"model_type": "gpt2"}')
+        (run / "model" / "model.safetensors").touch()
+    (place / "notes").symlink_to("texts")
+    (place / "tokenizer").symlink_to("my-tokenizer")
+    for file in ("corpus.bin", "corpus.idx", "tokens.bin", "tokens.idx", "docs/page.md"):
+        (place / file).write_text("text")
+    # Only on the page of Megatron `corpus` is no folder of texts.
+    lines = json.dumps(
+        [line.replace("--data-path corpus ", "--data-path tokens ") for line in OURS]
+    )
+    finished = launch(OPTIONS, lines, ranks=1, timeout=250, folder=place, own=True).check()
+    assert finished.result(0) == {}
+
+
+RUN = [line for line in COMMANDS if find("skip", line) is None]
+CI = {min((line for line in RUN if re.search(key, line)), key=len) for key in RULES["ci"]}
+
+
+def subcommands(command, name="wavemare"):
+    if not isinstance(command, TyperGroup):
+        return [name]
+    return [n for key, each in command.commands.items() for n in subcommands(each, f"{name} {key}")]
+
+
+def test_a_command_of_each_subcommand_runs_in_ci():
+    names = subcommands(typer.main.get_command(app))
+    missing = [name for name in names if not any(f"{line} ".startswith(f"{name} ") for line in CI)]
+    # Each has a run of its own in test_bench.py, test_simulate.py or test_soak.py.
+    assert [name for name in missing if not name.startswith("wavemare bench ")] == []
+
+
+BEFORE = {steps(line)[:n] for line in RUN for n in range(1, len(steps(line)))}
 
 
 @pytest.fixture
@@ -271,10 +260,15 @@ def take(shell, place, tmp_path_factory):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("line", [pytest.param(line, id=line[:90]) for line in RUN])
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(line, id=line[:90], marks=[] if line in CI else [pytest.mark.nightly])
+        for line in RUN
+    ],
+)
 def test_a_command_runs(take, line):
-    rule = rule_of("command", line)
-    take((*map(small, rule.get("before", [])), change(line, rule)))
+    take(steps(line))
 
 
 @pytest.mark.parametrize("page", ["docs/plans.md", "docs/planner.md"])
@@ -299,11 +293,11 @@ RANKS = (1, 2, 4, 8)
 
 def cases(ranks):
     for block in PROGRAMS:
-        rule = rule_of("program", block.text, block.page)
-        if is_run(rule) and rule["ranks"] == ranks:
-            text = block.text.replace(*rule["change"]) if "change" in rule else block.text
-            text = rule.get("setup", "") + text
-            yield {"name": block.name, "page": block.page, "text": text, "prelude": rule["prelude"]}
+        subject = f"{block.page}\n{block.text}"
+        prelude, wanted = find("program", subject) or (None, None)
+        if wanted == ranks and find("skip", subject) is None:
+            text = (find("setup", subject) or "") + change(block.text, subject)
+            yield {"name": block.name, "page": block.page, "text": text, "prelude": prelude}
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -335,11 +329,6 @@ def check_recorded(runs):
     assert None not in (loop.summary, trainer.summary)
 
 
-def test_no_program_is_left_out():
-    run = [b.name for b in PROGRAMS if is_run(rule_of("program", b.text, b.page))]
-    assert sorted(run) == sorted(case["name"] for ranks in RANKS for case in cases(ranks))
-
-
 def apply(change, text):
     """Apply a diff without line numbers: what it removes stands there once."""
     lines = change.splitlines(keepends=True)
@@ -349,6 +338,7 @@ def apply(change, text):
     return text.replace(old, new)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("page", TUTORIALS)
 def test_a_tutorial_runs_from_top_to_bottom(shell, tmp_path, page):

@@ -19,7 +19,7 @@ def built(text_folder, tmp_path, command):
     return tmp_path
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_blend_with_split(built, command, small_options, recipe_config):
     ours = ("data", "model_config", "sequence_length", "max_steps", "vocab_size")
     options = small_options("gpt", built / "run", **dict.fromkeys(ours))

@@ -8,10 +8,12 @@ import shlex
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 from wavemare.cli import app
@@ -81,7 +83,7 @@ def fields(spec, value, path="$"):
 REPLICAS = {
     "replicas": int,
     "restartPolicy": {"Always", "OnFailure", "Never", "ExitCode"},
-    "template": {"spec": {"*": object}, "metadata": dict},
+    "template": dict,
 }
 MPI_JOB_FIELDS = {
     "apiVersion": {"kubeflow.org/v2beta1"},
@@ -120,36 +122,13 @@ SERVICE = {
 }
 
 
-def without_templates(job):
-    """The MPIJob alone; pods are Kubernetes' own and are validated as such."""
-    copy = json.loads(json.dumps(job))
-    for replicas in copy["spec"]["mpiReplicaSpecs"].values():
-        replicas["template"] = {}
-    return copy
-
-
 def test_the_mpijob_has_known_fields_only():
-    assert list(fields(MPI_JOB_FIELDS, without_templates(MPI_JOB))) == []
-    assert MPI_JOB["spec"]["mpiReplicaSpecs"].keys() == {"Launcher", "Worker"}
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "problem"),
-    [
-        (("spec", "slotPerWorker"), 2, "$.spec.slotPerWorker: unknown"),
-        (("spec", "slotsPerWorker"), "2", "'2' is no int"),
-        (("spec", "mpiImplementation"), "MPI", "'MPI' is none of"),
-        (("spec", "mpiReplicaSpecs", "Worker", "replica"), 1, "Worker.replica: unknown"),
-    ],
-)
-def test_a_broken_mpijob_is_caught(path, value, problem):
-    broken = without_templates(MPI_JOB)
-    place = broken
-    for name in path[:-1]:
-        place = place[name]
-    place[path[-1]] = value
-    (found,) = fields(MPI_JOB_FIELDS, broken)
-    assert problem in found
+    job = kind("mpijob.yaml", "MPIJob")
+    replicas = job["spec"]["mpiReplicaSpecs"]
+    assert replicas.keys() == {"Launcher", "Worker"}
+    for each in replicas.values():
+        each["template"] = {}  # pods are Kubernetes' own, which validates them below
+    assert list(fields(MPI_JOB_FIELDS, job)) == []
 
 
 @pytest.mark.parametrize("name", ["mpijob.yaml", "torchrun-job.yaml"])
@@ -163,16 +142,9 @@ def test_kubernetes_takes_the_other_documents(name):
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_kubernetes_takes_the_pods(name):
     validator = pytest.importorskip("kubernetes_validate", reason=NO_VALIDATOR)
-    pod = {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": "x"},
-        "spec": TEMPLATES[name]["spec"],
-    }
+    spec = TEMPLATES[name]["spec"]
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": spec}
     validator.validate(pod, "1.28", strict=True)
-    pod["spec"] = {**pod["spec"], "container": []}
-    with pytest.raises(validator.ValidationError):
-        validator.validate(pod, "1.28", strict=True)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -216,26 +188,22 @@ def test_the_torchrun_job_trains_on_its_configuration():
     job = kind("torchrun-job.yaml", "Job")
     (container,) = TEMPLATES["torchrun"]["spec"]["containers"]
     words = dict(word.split("=", 1) for word in container["args"] if word.startswith("--"))
-    assert words["--nnodes"] == str(job["spec"]["completions"] == 2 and 2)
-    assert job["spec"]["parallelism"] == job["spec"]["completions"]
+    nodes = int(words["--nnodes"])
+    assert job["spec"]["parallelism"] == job["spec"]["completions"] == nodes
     assert words["--node-rank"] == "$(JOB_COMPLETION_INDEX)"
     name, service = job["metadata"]["name"], kind("torchrun-job.yaml", "Service")
     assert words["--master-addr"] == f"{name}-0.{service['metadata']['name']}"
     assert TEMPLATES["torchrun"]["spec"]["subdomain"] == service["metadata"]["name"]
     assert service["spec"]["selector"] == {"job-name": name}
     config = json.loads(kind("torchrun-job.yaml", "ConfigMap")["data"]["ds.json"])
-    ranks = 2 * int(words["--nproc-per-node"])
+    ranks = nodes * int(words["--nproc-per-node"])
     check_config(config, world_size=ranks)
     check_batch_sizes(config, data_world_size=ranks)
 
 
 def test_compose_has_known_fields_only():
-    known = {
-        "name": str,
-        "x-node": SERVICE,
-        "services": {"*": SERVICE},
-        "volumes": {"*": type(None)},
-    }
+    services, volumes = {"*": SERVICE}, {"*": type(None)}
+    known = {"name": str, "x-node": SERVICE, "services": services, "volumes": volumes}
     assert list(fields(known, COMPOSE)) == []
     for name, service in COMPOSE["services"].items():
         for volume in service["volumes"]:
@@ -299,20 +267,13 @@ def test_what_is_copied_into_the_image_is_there_and_not_ignored():
     assert allowed <= set(names)
 
 
-def test_the_image_is_as_the_documentation_says():
-    assert re.findall(r"^USER (.*)$", DOCKERFILE, re.MULTILINE)[-1] == "${UID}"
-    assert re.search(
-        r'^HEALTHCHECK .*\\\n +CMD \["wavemare", "doctor"\]$', DOCKERFILE, re.MULTILINE
-    )
-    assert len(re.findall(r"^FROM ", DOCKERFILE, re.MULTILINE)) == 3
+def test_the_image_runs_its_entry_point_and_not_as_root():
+    user = re.findall(r"^USER (.*)$", DOCKERFILE, re.MULTILINE)[-1]
+    assert user not in {"0", "root"}
     assert os.access(CLUSTER / "entrypoint", os.X_OK)
 
 
 def test_pins_are_within_the_floors_of_the_package():
-    from importlib import metadata
-
-    from packaging.requirements import Requirement
-
     pins = dict(line.split("==") for line in (CLUSTER / "constraints.txt").read_text().splitlines())
     for text in metadata.requires("wavemare"):
         needed = Requirement(text)
