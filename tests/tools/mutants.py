@@ -7,7 +7,7 @@
     python tests/tools/mutants.py table           # write docs/results/mutants.md and .json
 
 All but the table works on copies of the last commit in --folder, with the interpreter that starts
-it. ``run --only 3,7 --tests FILE`` tries new tests on old mutants.
+it. ``run --only ID,ID --tests FILE`` tries new tests on old mutants.
 
 A mutant is one changed operator, one changed constant, or one statement that ``pass`` replaces. Not
 changed: annotations, imports, docstrings and other texts for people (those with a space; those in
@@ -30,6 +30,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -77,11 +78,11 @@ from os import O_APPEND, O_CREAT, O_WRONLY, close, write, open as open_file
 
 FOLDER, seen, last = {folder!r}, set(), ["import"]
 
-def hit(number):
+def hit(mutant):
     test = last[0] = os.environ.get("PYTEST_CURRENT_TEST", last[0])
-    if (number, test) not in seen:
-        seen.add((number, test))
-        add(f"{{number}}.txt", test)
+    if (mutant, test) not in seen:
+        seen.add((mutant, test))
+        add(f"{{mutant}}.txt", test)
 
 def add(name, text):
     file = open_file(f"{{FOLDER}}/{{name}}", O_APPEND | O_CREAT | O_WRONLY, 0o644)
@@ -188,9 +189,11 @@ def sample(options: argparse.Namespace) -> None:
         for kind, start, end, new in edits(source, source.tree):
             old, before = source.text[start:end].decode(), lines_at(source.text, start, end)
             what = (file, kind, before, old)
-            generator = random.Random(f"{int(options.seed, 16)} {what} {seen[what]}")
+            name = f"{what} {seen[what]}"
             seen[what] += 1
-            mutant = {"file": file, "line": source.text.count(b"\n", 0, start) + 1, "kind": kind}
+            generator = random.Random(f"{int(options.seed, 16)} {name}")
+            mutant = {"id": f"{zlib.crc32(name.encode()):08x}", "file": file}
+            mutant |= {"line": source.text.count(b"\n", 0, start) + 1, "kind": kind}
             mutant |= {"start": start, "end": end, "old": old, "before": before}
             drawn.append((generator.random(), mutant | {"new": generator.choice(new)}))
     drawn.sort(key=itemgetter(0))
@@ -202,8 +205,8 @@ def sample(options: argparse.Namespace) -> None:
             if ast.dump(ast.parse(changed)) != ast.dump(source.tree):
                 start, new = mutant["start"], mutant["new"].strip()
                 after = lines_at(changed, start, start + len(new))
-                mutants.append({"number": len(mutants) + 1, "after": after} | mutant)
-                print("{number:3} {file}:{line}  {before}  ->  {after}".format(**mutants[-1]))
+                mutants.append(mutant | {"after": after})
+                print("{id} {file}:{line}  {before}  ->  {after}".format(**mutants[-1]))
         if len(mutants) == options.count:
             break
     write(
@@ -222,7 +225,7 @@ def lines_at(text: bytes, start: int, end: int) -> str:
 def mutated(text: bytes, mutant: dict[str, Any]) -> bytes:
     start, end = mutant["start"], mutant["end"]
     if text[start:end] != mutant["old"].encode():
-        sys.exit(f"{mutant['file']} has changed since the sample was drawn")
+        sys.exit(f"{mutant['file']} has changed: draw the sample again, whose ids stay")
     return text[:start] + mutant["new"].encode() + text[end:]
 
 
@@ -282,16 +285,16 @@ def map_tests(options: argparse.Namespace) -> None:
         (file, function): {getattr(n, "id", getattr(n, "attr", "")) for n in ast.walk(function)}
         for file, function in functions
     }
-    numbers: dict[tuple[str, int], list[int]] = {}
+    calls: dict[tuple[str, int], list[str]] = {}
     for mutant in drawn["mutants"]:
         mutated(sources[mutant["file"]].text, mutant)
         for place in set(probes(sources, uses, mutant)):
-            numbers.setdefault(place, []).append(mutant["number"])
-    for file, place in sorted(numbers, reverse=True):  # from a file's end to its beginning
+            calls.setdefault(place, []).append(mutant["id"])
+    for file, place in sorted(calls, reverse=True):  # from a file's end to its beginning
         text = (copy / file).read_bytes()
         before = text[text.rfind(b"\n", 0, place) + 1 : place]
-        calls = [f"__import__('mutant_probe').hit({n})" for n in numbers[file, place]]
-        probe = "; ".join(calls).encode() + (b"; " if before.strip() else b"\n" + before)
+        hits_here = [f"__import__('mutant_probe').hit('{name}')" for name in calls[file, place]]
+        probe = "; ".join(hits_here).encode() + (b"; " if before.strip() else b"\n" + before)
         (copy / file).write_bytes(text[:place] + probe + text[place:])
     variables = environment(copy) | {"PYTEST_PLUGINS": "mutant_probe"}
     variables["PYTEST_ADDOPTS"] = "-p no:cacheprovider"
@@ -317,15 +320,15 @@ def read_hits(hits: Path, mutants: list[dict[str, Any]]) -> dict[str, Any]:
     print(f"{len(seconds)} tests; failed with the probes: {sorted(failed) or 'none'}")
     covering = {}
     for mutant in mutants:
-        file = hits / f"{mutant['number']}.txt"
+        file = hits / f"{mutant['id']}.txt"
         found = set(file.read_text().splitlines()) if file.exists() else set()
         tests = {line.rpartition(" (")[0] for line in found}
         # What a fixture has made, other tests of the file may use.
         shared = {t.split("::")[0] for t in tests if t.startswith(SHARED)}
         shared |= {line.split("::")[0] for line in found if line.endswith(" (setup)")}
         chosen = [test for test in seconds if test in tests or test.split("::")[0] in shared]
-        print(f"{mutant['number']:3} {len(chosen)} tests, {sum(map(seconds.get, chosen)):.0f} s")
-        covering[mutant["number"]] = chosen
+        print(f"{mutant['id']} {len(chosen)} tests, {sum(map(seconds.get, chosen)):.0f} s")
+        covering[mutant["id"]] = chosen
     return {"seconds": seconds, "covering": covering}
 
 
@@ -428,16 +431,16 @@ def run(options: argparse.Namespace) -> None:
     drawn = json.loads((options.folder / "sample.json").read_text())
     known = json.loads((options.folder / "map.json").read_text())
     results = options.folder / "results.jsonl"
-    done = {result["number"] for result in read_lines(results)}
-    chosen = [m for m in drawn["mutants"] if m["number"] not in done]
+    done = {result["id"] for result in read_lines(results)}
+    chosen = [m for m in drawn["mutants"] if m["id"] not in done]
     if options.only:
-        chosen = [m for m in drawn["mutants"] if str(m["number"]) in options.only.split(",")]
+        chosen = [m for m in drawn["mutants"] if m["id"] in options.only.split(",")]
     free: queue.Queue[Job] = queue.Queue()
     for number in range(options.jobs):
         free.put(Job(copy_of(options, f"job{number}"), known["seconds"]))
 
     def one(mutant: dict[str, Any]) -> None:
-        covering = known["covering"][str(mutant["number"])]
+        covering = known["covering"][mutant["id"]]
         unit = [test for test in covering if test.startswith("tests/unit/")]
         ranks = [test for test in covering if test not in unit]
         # Last, as what they need another test may have imported or cached: the area's unit tests.
@@ -446,11 +449,13 @@ def run(options: argparse.Namespace) -> None:
         others = [test for test in others if test not in unit]
         stages = [options.tests] if options.tests else [unit, ranks, others]
         job = free.get()
-        result = mutant | {"covering": len(covering)} | job.verdict(mutant, stages)
-        free.put(job)
+        try:
+            result = mutant | {"covering": len(covering)} | job.verdict(mutant, stages)
+        finally:
+            free.put(job)
         with results.open("a") as file:
             file.write(json.dumps(result) + "\n")
-        print("{number:3} {file}:{line} {result} {by}".format(**result), flush=True)
+        print("{id} {file}:{line} {result} {by}".format(**result), flush=True)
 
     with ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(one, chosen))
@@ -459,16 +464,19 @@ def run(options: argparse.Namespace) -> None:
 def table(options: argparse.Namespace) -> None:
     drawn = json.loads((options.folder / "sample.json").read_text())
     reasons = json.loads(options.arguments.read_text()) if options.arguments else {}
-    found = {result["number"]: result for result in read_lines(options.folder / "results.jsonl")}
-    lines = ["| | place | line, and what it becomes | noticed by |", "|---:|---|---|---|"]
+    results = {result["id"]: result for result in read_lines(options.folder / "results.jsonl")}
+    found = [
+        results[mutant["id"]] | mutant for mutant in drawn["mutants"] if mutant["id"] in results
+    ]
+    lines = ["| id | place | line, and what it becomes | noticed by |", "|---|---|---|---|"]
     states = []
-    for number, result in sorted(found.items()):
-        result["argument"] = reason = reasons.get(str(number), "")
+    for result in found:
+        result["argument"] = reason = reasons.get(result["id"], "")
         killed = result["result"] == "killed"
         states.append("killed" if killed else "equivalent" if reason else "alive")
         why = f"`{result['by']}`" if killed else f"{states[-1]}: {reason or 'no test notices it'}"
         change = f"`{result['before']}`<br>`{result['after']}`"
-        cells = [str(number), f"`{result['file']}:{result['line']}`", change, why]
+        cells = [f"`{result['id']}`", f"`{result['file']}:{result['line']}`", change, why]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     killed, equivalent, alive = map(states.count, ("killed", "equivalent", "alive"))
     heading = [
@@ -482,8 +490,7 @@ def table(options: argparse.Namespace) -> None:
         "",
     ]
     options.output.write_text("\n".join([*heading, *lines]) + "\n")
-    drawn["mutants"] = [found[number] for number in sorted(found)]
-    write(options.output.with_suffix(".json"), drawn)
+    write(options.output.with_suffix(".json"), drawn | {"mutants": found})
     print(" ".join(heading[2:4]))
 
 
@@ -541,11 +548,11 @@ def main() -> None:
     command.set_defaults(do=map_tests)
     command = commands.add_parser("run")
     command.add_argument("--jobs", type=int, default=1)
-    command.add_argument("--only", help="numbers of mutants, parted by commas: try them again")
+    command.add_argument("--only", help="ids of mutants, parted by commas: try them again")
     command.add_argument("--tests", action="append", help="a test or file in place of the map's")
     command.set_defaults(do=run)
     command = commands.add_parser("table")
-    command.add_argument("--arguments", type=Path, help="JSON: number to why it is equivalent")
+    command.add_argument("--arguments", type=Path, help="JSON: id to why it is equivalent")
     command.add_argument("--output", type=Path, default=ROOT / "docs" / "results" / "mutants.md")
     command.set_defaults(do=table)
     options = parser.parse_args()
