@@ -253,7 +253,7 @@ def test_an_error_in_the_background_waits_to_be_asked_for(tmp_path):
 def test_background_saves_leave_no_thread_and_no_descriptor(tmp_path):
     prepare(tmp_path, "one").complete()
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
-    for number in range(50):
+    for number in range(20):
         save = prepare(tmp_path, "one")
         if number % 10 == 0:
             save.files.take({}, "/dev/full")

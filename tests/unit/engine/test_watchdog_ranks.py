@@ -96,6 +96,7 @@ def pair(tmp_path, monkeypatch, clock, leaving):
     os.kill(worker, signal.SIGKILL)
     peer.process.kill()
     peer.process.join()
+    peer.pipe.close()
 
 
 def test_a_rank_on_this_machine_has_ended_when_its_process_has(pair):

@@ -175,7 +175,9 @@ def peak_of(model, actions, micro_batches):
     return live.most, found.saved_bytes
 
 
-@pytest.mark.parametrize("layers", [2, 4, 8, 12, 24])
+@pytest.mark.parametrize(
+    "layers", [2, 12, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8, 24))]
+)
 def test_the_peak_is_that_of_one_wave(layers):
     model = Stack([64] * layers)
     one, saved = peak_of(model, accumulation_step(layers + 1, 2), 2)
