@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # make train   sets everything up and runs the main job
-# make test    sets everything up and passes the unit tests but the longest, and one proof of each engine
-# make test-ci, test-all   all but the slow proofs, and all (what CI runs)
+# make test    sets everything up, lints, and runs the short unit tests and one proof of each engine
+# make test-ci all tests but the nightly ones: what CI runs
+# make test-nightly   the others, in parts (test-nightly-PART) that can be run one by one
 # make test-openmpi, test-hosts, test-gpu   those of another MPI, of several hosts, of a GPU
 # make docs    builds the site of the documentation into build/docs; make reference writes the tables
 #              of keys in docs/configuration.md
@@ -19,7 +20,7 @@ ARGS   ?=
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup train test test-ci test-all test-mpi test-openmpi test-hosts test-gpu docs reference lint clean
+.PHONY: setup train test test-ci test-nightly test-mpi test-openmpi test-hosts test-gpu docs reference lint clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -42,34 +43,47 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Of what several ranks must do, a proof of each engine.
+# The proofs of several ranks that `make test` runs, one of each engine.
 CORE := $(addprefix tests/multiproc/test_,annotations.py initialize.py pipemare_equality.py resume.py \
         sparse_engine.py stock_equality.py train_batch.py wavelet.py)
-
-# They measure times, or their ranks never sleep.
+# Ranks of MPI never sleep while they wait: these tests have the machine for themselves.
 ALONE := tests/mpi $(wildcard tests/e2e/test_bench*.py) tests/e2e/test_balance.py tests/e2e/test_soak.py
-TOGETHER := $(ALONE:%=--ignore=%) tests/multiproc tests/e2e
-PYTEST := $(BIN)/python -m pytest
+TOGETHER := $(ALONE:%=--ignore=%) tests
+
+# Each run prints its longest tests and leaves junit XML in build/tests, named after the target.
+pytest = $(BIN)/python -m pytest --durations=40 --junitxml=build/tests/$(@:test-%=%)$(1).xml
 # Two tests at a time: most of them wait as long as they compute.
-TWO := $(PYTEST) -n 2 --dist worksteal
+TWO := -n 2 --dist worksteal
 
 test: lint
-	$(TWO) -m 'not slow and not long' tests/unit
-	$(TWO) -m 'not slow' $(CORE) $(ARGS)
+	$(call pytest) $(TWO) -m 'not nightly and not long' tests/unit $(CORE) $(ARGS)
 
-test-ci: test
-	$(PYTEST) -n 2 --dist loadfile -m long tests/unit
-	$(TWO) -m 'not slow' $(CORE:%=--ignore=%) $(TOGETHER) $(ARGS)
-	$(PYTEST) -m 'not slow' $(ALONE) $(ARGS)
+test-ci: lint
+	$(call pytest) $(TWO) -m 'not nightly' $(TOGETHER) $(ARGS)
+	$(call pytest,-alone) -m 'not nightly' $(ALONE) $(ARGS)
 
-test-all: test-ci
-	$(TWO) -m slow tests/unit
-	$(TWO) -m slow $(TOGETHER) $(ARGS)
-	$(PYTEST) -m slow $(ALONE) $(ARGS)
+# A part that has passed at this commit is not run again; `make clean` forgets it.
+NIGHTLY := unit ranks commands pages alone
+PASSED := build/tests/passed-$(shell git rev-parse --short HEAD 2>/dev/null)
+test-nightly: $(NIGHTLY:%=test-nightly-%) test-hosts test-openmpi
+
+$(NIGHTLY:%=test-nightly-%): test-nightly-%: $(PASSED)-%
+
+$(PASSED)-%: $(READY)
+	$(BIN)/python -m pytest --durations=40 --junitxml=build/tests/nightly-$*.xml \
+	    -m nightly $(NIGHTLY_$*) $(ARGS)
+	touch $@
+
+NIGHTLY_unit := $(TWO) tests/unit
+NIGHTLY_ranks := $(TWO) tests/multiproc
+NIGHTLY_pages := $(TWO) tests/e2e/test_documentation.py
+NIGHTLY_commands := $(TWO) $(ALONE:%=--ignore=%) --ignore=tests/e2e/test_documentation.py \
+    --ignore=tests/e2e/test_hosts.py tests/e2e
+NIGHTLY_alone := $(ALONE)
 
 test-mpi: $(READY)
-	$(PYTEST) tests/mpi tests/e2e/test_launchers.py $(ARGS)
-	$(PYTEST) tests/e2e/test_restart.py -k supervisor $(ARGS)
+	$(call pytest) tests/mpi tests/e2e/test_launchers.py $(ARGS)
+	$(call pytest,-restart) tests/e2e/test_restart.py -k supervisor $(ARGS)
 
 # The same with the other MPI, in an environment of its own.
 test-openmpi:
@@ -77,10 +91,10 @@ test-openmpi:
 
 # On two hosts with sshd, as namespaces: root, openssh-server, openssh-client, pdsh, iproute2.
 test-hosts: $(READY)
-	$(PYTEST) tests/e2e/test_hosts.py $(ARGS)
+	$(call pytest) tests/e2e/test_hosts.py $(ARGS)
 
 test-gpu: $(READY)
-	$(PYTEST) -s tests/gpu $(ARGS)
+	$(call pytest) -s tests/gpu $(ARGS)
 
 docs: $(READY)
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
