@@ -82,7 +82,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_an_unfinished_build_goes_on_to_the_same_bytes(tmp_path, texts, gpt_tokenizer, killed):
     gpt_tokenizer.save_pretrained(tmp_path / "tokenizer")
     (tmp_path / "texts").mkdir()

@@ -176,7 +176,7 @@ def peak_of(model, actions, micro_batches):
 
 
 @pytest.mark.parametrize(
-    "layers", [2, 12, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8, 24))]
+    "layers", [2, 12, *(pytest.param(n, marks=pytest.mark.nightly) for n in (4, 8, 24))]
 )
 def test_the_peak_is_that_of_one_wave(layers):
     model = Stack([64] * layers)

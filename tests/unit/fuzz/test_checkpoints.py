@@ -162,7 +162,7 @@ def test_what_is_done_with_a_file_keeps_its_own_errors(file):
         torch.load(file, weights_only=False)["optimizer"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", FILES)
 @SLOW
 @given(data=st.data())

@@ -151,14 +151,14 @@ def test_any_variables(environment):
     assert error is None or error.key in environment
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @SLOW
 @given(changed(VALID))
 def test_many_changed_configurations(config):
     examine(config)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @SLOW
 @given(st.data())
 def test_many_damaged_files(tmp_path, data):

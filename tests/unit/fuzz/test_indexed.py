@@ -109,7 +109,7 @@ def test_any_bytes(prefix, index, tokens):
     examine(prefix, index, tokens)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @SLOW
 @given(damaged())
 def test_many_damaged_files(prefix, files):

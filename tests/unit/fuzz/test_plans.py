@@ -168,14 +168,14 @@ def test_hostfiles(text):
     assert all(finding.status == "fail" and finding.remedy for finding in findings)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @SLOW
 @given(schedules())
 def test_many_texts_of_schedules(text):
     refusal(read_schedule, text)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @SLOW
 @given(changed(LAYOUT), changed(CLUSTER))
 def test_many_layouts_and_clusters(layout, cluster):

@@ -101,7 +101,7 @@ def random_cluster(draw):
 @pytest.mark.parametrize(
     "part",
     [
-        pytest.param(part, marks=pytest.mark.slow if part else pytest.mark.long)
+        pytest.param(part, marks=pytest.mark.nightly if part else pytest.mark.long)
         for part in range(10)
     ],
 )
@@ -149,7 +149,7 @@ def check_units(cluster, chosen):
         assert len({(device.type, device.node) for device in unit}) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_64_devices_of_3_types_and_100_layers():
     config = gpt2(2048, 96, 16, 50257)
     found = plan(config, "3x8xA100-80,3x8xV100-32,2x8xA10", global_batch=512, sequence_length=1024)
