@@ -172,7 +172,7 @@ def test_a_checkpoint_that_was_cut_short(refused, checkpoints, tmp_path):
     assert "bytes instead of" in message
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_without_a_launcher(refused, recipe_config):
     config = recipe_config("gpt/pretrain", "zero")
     words = ["python", "-m", "wavemare.recipes.gpt.pretrain", "--deepspeed_config", config]

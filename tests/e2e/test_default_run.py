@@ -6,7 +6,7 @@ import json
 import pytest
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1500)
 def test_the_default_run_ends_below_the_unigram_entropy(command, tmp_path):
     command("wavemare", "train", "gpt", "--output", tmp_path / "run", timeout=1400).check()

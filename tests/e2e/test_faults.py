@@ -9,7 +9,7 @@ PROGRAM = Path(__file__).parents[1] / "multiproc" / "programs" / "faults.py"
 ENGINES = {"deepspeed": "data", "torchrun": "pipemare", "mpi4py": "1f1b"}
 
 pytestmark = pytest.mark.world_size(2)
-slow = pytest.mark.slow
+nightly = pytest.mark.nightly
 
 
 FAST = {("kill", "deepspeed")}
@@ -20,7 +20,7 @@ def cells(*faults):
     return pytest.mark.parametrize(
         ("launcher", "fault"),
         [
-            pytest.param(launcher, fault, marks=() if (fault, launcher) in FAST else slow)
+            pytest.param(launcher, fault, marks=() if (fault, launcher) in FAST else nightly)
             for fault in faults
             for launcher in ENGINES
         ],
@@ -112,7 +112,7 @@ def test_a_filled_disk(run, small_disk, launcher, fault):
     assert "are free there" in ended.output, ended.output[-5000:]
 
 
-@slow
+@nightly
 def test_a_full_disk_ends_what_a_run_notes_and_the_next_checkpoint(
     small_disk, recipe, recipe_config, small_options
 ):

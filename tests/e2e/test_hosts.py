@@ -69,7 +69,7 @@ def obstacle():
 
 
 OBSTACLE, REASON = Laboratory.obstacle(), obstacle()
-BY_SSH = (pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=str(REASON)))
+BY_SSH = (pytest.mark.nightly, pytest.mark.skipif(REASON is not None, reason=str(REASON)))
 pytestmark = pytest.mark.timeout(900)
 
 
@@ -317,7 +317,7 @@ def start_to_cut(launcher, laboratory, folder, log):
         pytest.param(
             "torchrun",
             marks=(
-                pytest.mark.slow,
+                pytest.mark.nightly,
                 pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE)),
             ),
         ),

@@ -84,7 +84,7 @@ def metrics_of(folder, part):
     return json.loads((folder / f"{part}_results.json").read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("engine", ["zero", "pipeline", "pipemare"])
 def test_transformers_own_scripts_run_with_one_line_more(examples, command, engine):
@@ -111,7 +111,7 @@ def test_transformers_own_scripts_run_with_one_line_more(examples, command, engi
     assert {row.split("\t")[1] for row in predicted[1:]} <= set(CHOICES)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.world_size(2)
 def test_a_script_in_their_manner_trains_stops_and_goes_on(command, tmp_path):
     write_texts(tmp_path)

@@ -82,7 +82,7 @@ def check_stop(run, code, output):
     return step
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("engine", ["pipeline", "zero"])
 def test_a_stopped_and_resumed_run_equals_a_whole_one(
     command, small_options, recipe_config, stopped, tmp_path, engine
@@ -111,7 +111,7 @@ def test_a_stopped_and_resumed_run_equals_a_whole_one(
     assert "stopped_after" not in (parted / "summary.json").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_signal_to_one_rank_stops_all(small_options, recipe_config, stopped, tmp_path):
     run = tmp_path / "run"
     words = ["deepspeed", "--num_gpus", 2, "--master_port", free_port(), "--log_level", "critical"]

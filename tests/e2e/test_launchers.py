@@ -19,7 +19,7 @@ import torch
 BIN = Path(sys.executable).parent
 SCRIPT = Path(__file__).parent / "programs" / "script.py"
 FAULT = "ValueError: this rank's own fault"
-slow = pytest.mark.slow
+nightly = pytest.mark.nightly
 OTHERS = ("deepspeed", "torchrun", "mpi4py", "launch", "launch-mpirun")
 
 
@@ -62,7 +62,7 @@ def check_results(folder):
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     "launcher",
-    ["mpirun", *(pytest.param(name, marks=slow) for name in OTHERS)],
+    ["mpirun", *(pytest.param(name, marks=nightly) for name in OTHERS)],
 )
 def test_a_script_runs_unchanged(words_of, command, tmp_path, launcher):
     command(*words_of(launcher), SCRIPT, tmp_path, environment={"DS_ACCELERATOR": "cpu"}).check()
@@ -84,7 +84,7 @@ def test_a_script_runs_by_the_variables_of_srun(launch, tmp_path):
     [
         ("launch-mpirun", "kill", 137),
         *(
-            pytest.param(*case, marks=slow)
+            pytest.param(*case, marks=nightly)
             for case in [
                 ("mpirun", "raise", 1),
                 ("mpi4py", "exit", 3),
@@ -121,7 +121,7 @@ def test_a_failure_is_the_result_and_the_last_word(
 
 
 @pytest.mark.world_size(2)
-@slow
+@nightly
 @pytest.mark.parametrize("launcher", ["launch-mpirun", "launch"])
 def test_ctrl_c_ends_all_ranks(words_of, tmp_path, launcher):
     process = subprocess.Popen(

@@ -20,7 +20,7 @@ from wavemare.engine.job_environment import free_port
 from wavemare.report import read_run
 from wavemare.report.traces import category
 
-SLOW = pytest.mark.slow
+SLOW = pytest.mark.nightly
 GPT_ENGINES = ["pipeline", pytest.param("zero", marks=SLOW), pytest.param("wave", marks=SLOW)]
 BERT_ENGINES = ["zero", pytest.param("pipeline", marks=SLOW), pytest.param("wave", marks=SLOW)]
 SMALL_BERT = {
@@ -141,7 +141,7 @@ def test_bert_pretraining_and_finetuning(recipe, small_options, recipe_config, t
     assert sorted(model.config.id2label.values()) == ["neg", "pos"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_default_classification_corpus_beats_the_majority(
     command, small_options, recipe_config, tmp_path
 ):
@@ -173,7 +173,7 @@ def test_the_default_classification_corpus_beats_the_majority(
 COMPUTED = {"step", "loss", "learning_rate", "grad_norm", "samples", "held_out_loss"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_resumed_run_logs_the_losses_of_an_uninterrupted_one(command, small_options, tmp_path):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     command("wavemare", "train", "gpt", *small_options("gpt", whole)).check()
@@ -199,7 +199,7 @@ def test_a_resumed_run_logs_the_losses_of_an_uninterrupted_one(command, small_op
     assert (resumed / "summary.json").read_text() == summary
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_deepspeed_launcher_and_torchrun_run_a_recipe_as_a_module(
     command, small_options, recipe_config, tmp_path
 ):

@@ -15,7 +15,7 @@ import pytest
 BIN = Path(sys.executable).parent
 STEPS, INTERVAL = 40, 10
 OPTIONS = {"max_steps": STEPS, "eval_interval": STEPS, "save_interval": INTERVAL}
-slow = pytest.mark.slow
+nightly = pytest.mark.nightly
 
 pytestmark = [pytest.mark.world_size(2), pytest.mark.timeout(900)]
 
@@ -95,8 +95,8 @@ def killed(tmp_path):
     ("engine", "interval", "kills"),
     [
         ("zero", 3, 1),
-        pytest.param("zero", INTERVAL, 2, marks=slow),
-        pytest.param("pipemare", INTERVAL, 2, marks=slow),
+        pytest.param("zero", INTERVAL, 2, marks=nightly),
+        pytest.param("pipemare", INTERVAL, 2, marks=nightly),
     ],
 )
 def test_a_job_survives_the_death_of_ranks(
@@ -120,7 +120,7 @@ def test_a_job_survives_the_death_of_ranks(
     assert weights[0] == weights[1]
 
 
-@slow
+@nightly
 def test_torchrun_starts_ranks_again_by_itself(
     command, small_options, recipe_config, killed, tmp_path
 ):
@@ -136,7 +136,7 @@ def test_torchrun_starts_ranks_again_by_itself(
     assert figures(parted) == figures(whole)
 
 
-@slow
+@nightly
 def test_fewer_ranks_go_on_with_the_same_batch(command, small_options, recipe_config, tmp_path):
     """By a universal checkpoint, made on the way: the sums have another order, nothing else."""
     words = ["wavemare", "train", "gpt", "--config", recipe_config("gpt/pretrain", "zero")]
@@ -175,7 +175,7 @@ def in_peace(command, small_options, folder_in_peace):
     return run
 
 
-@slow
+@nightly
 def test_ranks_under_mpirun_are_started_again_by_their_supervisors(
     words_of, in_peace, small_options, recipe_config, killed, tmp_path
 ):
@@ -194,7 +194,7 @@ def test_ranks_under_mpirun_are_started_again_by_their_supervisors(
     assert weights[0] == weights[1]
 
 
-@slow
+@nightly
 def test_a_lost_supervisor_leaves_a_smaller_job(
     words_of, in_peace, small_options, recipe_config, killed, tmp_path
 ):

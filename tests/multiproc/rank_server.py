@@ -216,7 +216,7 @@ def enter(request: dict[str, Any]) -> None:
 
 
 def exit_code_of(program: str) -> int:
-    """Run it to the end as an interpreter does; return its exit code."""
+    """Run it, and wait for no threads; return the exit code that an interpreter would end with."""
     try:
         runpy.run_path(program, run_name="__main__")
         code: Any = 0
@@ -228,9 +228,6 @@ def exit_code_of(program: str) -> int:
     except BaseException:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         code = 1
-    for thread in threading.enumerate():
-        if thread is not threading.main_thread() and not thread.daemon:
-            thread.join()
     return code
 
 

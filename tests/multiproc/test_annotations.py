@@ -69,7 +69,7 @@ def test_what_is_refused(launch):
         assert "Start 4 processes, or use one of 1 x 2 x 1, 2 x 1 x 1" in result["world size"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_another_plan_goes_on_from_a_universal_checkpoint(launch):
     for result in run(launch, "universal"):
         first, second = result["plans"]
@@ -78,7 +78,7 @@ def test_another_plan_goes_on_from_a_universal_checkpoint(launch):
         assert result["losses"] != pytest.approx(result["fresh"], abs=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_programs_of_the_documentation_run(launch):
     results = run(launch, "documented", PAGE)
     degrees = [case[:3] for case in results[0].values()]
@@ -88,7 +88,7 @@ def test_the_programs_of_the_documentation_run(launch):
     assert all(0.5 < case[3] < 5 for case in results[0].values())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.world_size(4)
 def test_stages_splits_and_replicas_together(launch):
     for result in run(launch, "grid", ranks=4):

@@ -133,7 +133,7 @@ def test_replicas_of_a_pipeline_take_unequal_shares(launch):
             assert found["losses"] <= 1e-6, (rank, name)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sparse_reductions_of_unequal_work(launch):
     for found in launch("balance.py", json.dumps(MORE)).check().result(1).values():
         assert found["weights"] <= 2e-7
@@ -145,7 +145,7 @@ def paced(launch):
     return launch("balance_guard.py", timeout=120).check().result(0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_device_of_half_the_speed_gets_half_the_share(paced):
     assert paced["shares"] == [16, 8]
     bound = (1 + 2) / 2

@@ -14,7 +14,7 @@ SYNCHRONOUS = [name for name, system in SYSTEMS.items() if not system.steady]
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("counts", [[5], pytest.param([1, 2, 5], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("counts", [[5], pytest.param([1, 2, 5], marks=pytest.mark.nightly)])
 def test_synchronous_systems_train_what_one_process_trains(
     launch: Callable[..., Any], counts: list[int]
 ) -> None:

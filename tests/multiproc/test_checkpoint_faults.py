@@ -12,7 +12,7 @@ from wavemare.engine.manifest import complete_tags, read_manifest, verify_conten
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     "cases",
-    [["1", "pipemare"], pytest.param(["0", "2", "3", "pipeline"], marks=pytest.mark.slow)],
+    [["1", "pipemare"], pytest.param(["0", "2", "3", "pipeline"], marks=pytest.mark.nightly)],
     ids="-".join,
 )
 def test_training_goes_on_while_a_thread_writes_what_was(launch, tmp_path, cases):
@@ -107,7 +107,9 @@ def test_a_rank_that_dies_while_it_writes_is_not_waited_for(launch, tmp_path):
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("case", ["foreground", pytest.param("background", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "case", ["foreground", pytest.param("background", marks=pytest.mark.nightly)]
+)
 def test_a_full_disk_ends_all_ranks_and_leaves_what_was_complete(launch, tmp_path, disk, case):
     checkpoints = disk(2048)
     run = launch("checkpoint_faults.py", checkpoints, "too_small", case, folder=tmp_path, own=True)

@@ -56,7 +56,7 @@ def test_three_kills_of_two_ranks(killed):
     check_saved(killed(3, ranks=2, seed=2, clocks=0), 3)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.timeout(1500)
 def test_fifty_kills(killed, ranks):

@@ -111,7 +111,7 @@ def test_a_checkpoint_that_was_cut_short_is_refused_naming_the_file(run, saved, 
 
 @pytest.mark.world_size(1)
 @pytest.mark.parametrize(
-    "case", ["1", "pipeline", pytest.param("pipemare", marks=pytest.mark.slow)]
+    "case", ["1", "pipeline", pytest.param("pipemare", marks=pytest.mark.nightly)]
 )
 def test_another_topology_goes_through_the_universal_checkpoint(run, saved, tmp_path, case):
     if case == "pipemare":

@@ -9,7 +9,7 @@ import pytest
 
 from wavemare.bench.network import Laboratory
 
-slow = pytest.mark.slow
+nightly = pytest.mark.nightly
 PROGRAM = "faults.py"
 TIMEOUT_S = 3.0
 
@@ -29,11 +29,11 @@ def told(finished, words):
     ("fault", "engine", "codes", "suspect", "count"),
     [
         ("stop", "data", [124, -9], "does not answer", 1),
-        pytest.param("stop", "1f1b", [124, -9], "does not answer", 1, marks=slow),
+        pytest.param("stop", "1f1b", [124, -9], "does not answer", 1, marks=nightly),
         ("loader", "pipemare", [124, 124], "in load of micro-batch 6", 2),
-        pytest.param("loader", "data", [124, 124], "in the data loader", 2, marks=slow),
+        pytest.param("loader", "data", [124, 124], "in the data loader", 2, marks=nightly),
         ("kill", "pipemare", [1, -9], "ended without a word", 1),
-        pytest.param("exit", "data", [1, 0], "ended without a word", 1, marks=slow),
+        pytest.param("exit", "data", [1, 0], "ended without a word", 1, marks=nightly),
     ],
 )
 def test_the_rank_that_holds_up_the_others_is_named(launch, fault, engine, codes, suspect, count):
@@ -55,7 +55,7 @@ def test_a_rank_that_is_killed_with_half_a_message_sent_is_noticed(launch):
     assert "watchdog: rank 0 has not moved for" in finished.outputs[0]
 
 
-@slow
+@nightly
 @pytest.mark.world_size(2)
 def test_an_engine_is_watched_after_another_has_been_destroyed(launch):
     finished = launch(PROGRAM, "loader", "data", "--second", "--timeout", TIMEOUT_S, own=True)
@@ -67,7 +67,7 @@ def test_an_engine_is_watched_after_another_has_been_destroyed(launch):
     assert not (finished.folder / "second").exists()
 
 
-@slow
+@nightly
 @pytest.mark.world_size(2)
 def test_a_rank_whose_data_ends_early_is_named(launch):
     finished = launch(PROGRAM, "batches", "data", "--timeout", TIMEOUT_S, own=True)
@@ -78,7 +78,7 @@ def test_a_rank_whose_data_ends_early_is_named(launch):
     assert any(way in finished.outputs[0] for way in ways)
 
 
-@slow
+@nightly
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("engine", ["data", "pipemare"])
 def test_a_slow_rank_is_left_in_peace(launch, engine):
@@ -87,7 +87,7 @@ def test_a_slow_rank_is_left_in_peace(launch, engine):
 
 
 @pytest.mark.world_size(3)
-@slow
+@nightly
 @pytest.mark.parametrize("rank", [0, 2])
 def test_any_of_three_ranks_is_found(launch, rank):
     """Also rank 0, with which the store of the process group goes."""
@@ -111,7 +111,7 @@ def start_on_hosts(laboratory, folder, fault, timeout_s):
     return laboratory.start_ranks(words, environment=environment, logs=folder)
 
 
-@slow
+@nightly
 @pytest.mark.world_size(2)
 @pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
 def test_half_a_message_of_a_rank_that_was_killed_on_another_host(tmp_path):
@@ -128,7 +128,7 @@ def test_half_a_message_of_a_rank_that_was_killed_on_another_host(tmp_path):
     assert (tmp_path / "watchdog/rank_00000.txt").exists()
 
 
-@slow
+@nightly
 @pytest.mark.world_size(2)
 @pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
 def test_both_sides_of_a_cut_link_name_the_other(tmp_path):

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-slow = pytest.mark.slow
+nightly = pytest.mark.nightly
 ACTIVATION, GRADIENT = "activation", "gradient"
 TROUBLES = [[stage, what, 5] for stage in (0, 1) for what in (ACTIVATION, GRADIENT)]
 # Of a gradient that only the first stage has the last one does not hear.
@@ -195,7 +195,7 @@ def test_checksums_change_no_loss_and_without_them_no_byte_more_is_sent(found, s
 
 
 @pytest.mark.parametrize(
-    ("sender", "contents"), [(0, "activation"), pytest.param(1, "gradient", marks=slow)]
+    ("sender", "contents"), [(0, "activation"), pytest.param(1, "gradient", marks=nightly)]
 )
 def test_a_wrong_bit_is_an_error_in_dualpipev(launch, sender, contents):
     settings = {"sender": sender, "what": contents, "checksum": True}
@@ -211,10 +211,10 @@ def test_a_wrong_bit_is_an_error_in_dualpipev(launch, sender, contents):
     ("schedule", "sender", "message", "contents"),
     [
         ("pipemare", 0, 6, "activation of micro-batch"),
-        pytest.param("pipemare", 1, 6, "gradient of micro-batch", marks=slow),
-        pytest.param("1f1b", 0, 1, "activation", marks=slow),  # its shapes
-        pytest.param("1f1b", 0, 7, "activation", marks=slow),
-        pytest.param("1f1b", 0, 8, "activation", marks=slow),  # its checksum
+        pytest.param("pipemare", 1, 6, "gradient of micro-batch", marks=nightly),
+        pytest.param("1f1b", 0, 1, "activation", marks=nightly),  # its shapes
+        pytest.param("1f1b", 0, 7, "activation", marks=nightly),
+        pytest.param("1f1b", 0, 8, "activation", marks=nightly),  # its checksum
         ("1f1b", 1, 5, "gradient"),
     ],
 )

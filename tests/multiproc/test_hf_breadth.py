@@ -84,7 +84,7 @@ def test_tensor_parallelism_predicts_beside_the_loss(launch):
         assert result["mean"] == pytest.approx(result["expected"], abs=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("case", ["replicas", "stages_of_parts"])
 def test_four_ranks_train_two_stages(launch, case):

@@ -6,7 +6,7 @@ import pytest
 # By day each engine with one kind of model.
 CHOSEN = [("gpt2", "zero1"), ("bert", "1f1b"), ("gpt2", "pipemare")]
 OTHERS = [("bert", "zero1"), ("gpt2", "1f1b"), ("bert", "pipemare")]
-ENGINES = [*CHOSEN, *(pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS)]
+ENGINES = [*CHOSEN, *(pytest.param(*other, marks=pytest.mark.nightly) for other in OTHERS)]
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ LOOPS = ["rank 0", "rank 2", "ahead, all", "none", "lead too small"]
     "loops",
     [
         LOOPS,
-        pytest.param([*LOOPS, "all", "ahead, rank 0", "ahead, rank 1"], marks=pytest.mark.slow),
+        pytest.param([*LOOPS, "all", "ahead, rank 0", "ahead, rank 1"], marks=pytest.mark.nightly),
     ],
 )
 def test_ranks_of_different_speeds_stop_after_the_same_step(launch, loops):
@@ -28,7 +28,7 @@ def test_ranks_of_different_speeds_stop_after_the_same_step(launch, loops):
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("case", ["1", "pipeline", pytest.param("3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", ["1", "pipeline", pytest.param("3", marks=pytest.mark.nightly)])
 def test_a_stopped_and_resumed_engine_equals_one_that_went_on(launch_once, case):
     cases = ["3"] if case == "3" else ["1", "pipeline"]
     ranks = [ranks[case] for ranks in launch_once("interruption.py", "engines", *cases)]

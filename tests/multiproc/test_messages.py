@@ -11,7 +11,7 @@ def test_what_a_stage_has_sent_arrives_whatever_it_does_next(launch, then):
     assert finished.result(1) is True
 
 
-@pytest.mark.parametrize("code", [3, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("code", [3, pytest.param(0, marks=pytest.mark.nightly)])
 def test_gloos_threads_do_not_abort_a_process_that_ends(launch, code):
     """They give back tensors of Python's while it ends; the interpreter's shutdown forbids it."""
     for _ in range(1 if code else 4):

@@ -114,7 +114,7 @@ def test_ranks_have_torchruns_variables_and_none_of_another_job(tmp_path, pair, 
         assert outputs(tmp_path, 4) == ["node0", "node0", "node1", "node1"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_laboratory
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("library", ["gloo", "mpi"])
@@ -143,7 +143,7 @@ def test_what_ranks_exchange_goes_over_the_links_at_their_speed(tmp_path, librar
     assert seconds.get(None, 0.0) < wire / 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_laboratory
 @pytest.mark.world_size(3)
 @pytest.mark.parametrize("way", ["gather", "scatter"])
@@ -176,7 +176,7 @@ def test_a_rank_that_fails_ends_those_that_wait_for_it(tmp_path, pair):
     assert group.pids() == {}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_laboratory
 @pytest.mark.parametrize("launcher", ["torch", "mpirun"])
 def test_ranks_that_hang_are_killed_with_all_their_children(tmp_path, pair, launcher):
@@ -187,7 +187,7 @@ def test_ranks_that_hang_are_killed_with_all_their_children(tmp_path, pair, laun
     assert pair.run_ranks(["true"], timeout_s=30, launcher=launcher, logs=tmp_path) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_laboratory
 @pytest.mark.parametrize("launcher", ["torch", "mpirun"])
 def test_single_ranks_can_be_stopped_and_killed(tmp_path, pair, launcher):
@@ -212,7 +212,7 @@ def test_single_ranks_can_be_stopped_and_killed(tmp_path, pair, launcher):
     assert pair.rank_pids() == {}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_laboratory
 def test_a_rank_may_stop_for_a_while(tmp_path, pair):
     group = pair.start_ranks(shell("sleep 0.5"), logs=tmp_path)
@@ -234,7 +234,7 @@ def test_output_is_printed_with_the_rank_before_each_line(pair, capsys):
     assert "/no/such/program: not found" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_laboratory
 def test_laboratories_do_not_meet(tmp_path):
     before = seen_from_outside()
@@ -267,7 +267,7 @@ def test_laboratories_do_not_meet(tmp_path):
     [
         signal.SIGKILL,
         *(
-            pytest.param(how, marks=pytest.mark.slow)
+            pytest.param(how, marks=pytest.mark.nightly)
             for how in (signal.SIGINT, signal.SIGTERM, "raise")
         ),
     ],

@@ -46,7 +46,7 @@ def test_zero_changes_no_bit_on_two_ranks(launch):
         check_equal(found[8], found[0])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_zero_changes_no_bit_on_four_ranks(launch):
     cases = [
         {"engine": "1f1b", "type": kind, "zero": zero, "alike": True}
@@ -115,7 +115,7 @@ def test_stages_step_their_own_matrices(launch, engine):
     assert kinds == KINDS
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_replicas_of_asynchronous_stages_train_as_one(launch, tmp_path):
     cases = [
         {

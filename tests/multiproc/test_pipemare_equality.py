@@ -59,7 +59,7 @@ def test_real_processes_equal_the_simulation_of_versions(launch):
     check(launch, 2, 16, CHOSEN, timeout=240)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_every_combination_equals_the_simulation(launch, num_stages):

@@ -10,7 +10,7 @@ CHECKPOINTING = ["non-reentrant", "reentrant"]
 DROPOUT = [0.0, 0.2]
 
 
-@pytest.mark.parametrize("num_stages", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_stages", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_recomputed_activations_are_the_first_ones_where_weights_are_exact(launch, num_stages):
     done = launch("pipemare_recompute.py", num_stages, ranks=num_stages, timeout=240).check()
     results = [done.result(rank) for rank in range(num_stages)]

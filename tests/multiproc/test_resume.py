@@ -7,7 +7,7 @@ CASES = ["1", "3", "pipeline", "asynchronous"]
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("half", [4, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("half", [4, pytest.param(20, marks=pytest.mark.nightly)])
 def test_resumed_losses_and_weights_equal_the_uninterrupted_run_bitwise(launch, tmp_path, half):
     folders = [tmp_path / name for name in ("whole", "resumed", "checkpoints")]
     for folder in folders:

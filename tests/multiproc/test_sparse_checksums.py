@@ -51,7 +51,7 @@ def test_the_library_reduces_only_without_them(found, mode):
     [
         "ordered",
         *(
-            pytest.param(m, marks=pytest.mark.slow)
+            pytest.param(m, marks=pytest.mark.nightly)
             for m in ("pushpull", "streaming", "agsparse", "rows")
         ),
     ],

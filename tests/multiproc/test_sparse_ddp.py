@@ -12,8 +12,8 @@ OTHERS = ["compressed", "refused", "mismatch"]
     [
         (2, ["plain", "auto", "unused", "types", "sparse", *OTHERS]),
         (3, ["plain", "accumulation", "sparse"]),
-        pytest.param(2, [*CASES, *OTHERS], marks=pytest.mark.slow),
-        pytest.param(3, [*CASES, *OTHERS], marks=pytest.mark.slow),
+        pytest.param(2, [*CASES, *OTHERS], marks=pytest.mark.nightly),
+        pytest.param(3, [*CASES, *OTHERS], marks=pytest.mark.nightly),
     ],
 )
 def test_ddp_through_the_hook_equals_plain_ddp_bitwise(launch, ranks, cases):

@@ -138,7 +138,7 @@ def test_two_ranks_equal_stock_deepspeed_bitwise(launch):
     assert density < 0.7  # one of two tables is an embedding, with few rows
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1000)
 @pytest.mark.world_size(2)
 def test_fifty_steps_of_every_way_equal_stock_deepspeed_bitwise(launch):
@@ -169,7 +169,7 @@ def test_three_ranks_equal_the_dense_sum_in_order_bitwise(launch):
     assert len(ends) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(700)
 @pytest.mark.world_size(3)
 def test_fifty_steps_of_three_ranks_equal_the_dense_sum_in_order_bitwise(launch):
@@ -197,7 +197,7 @@ def test_replicas_of_pipeline_stages_equal_deepspeeds_reduction_bitwise(launch):
     assert "bubble" in metrics
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(700)
 @pytest.mark.world_size(4)
 def test_fifty_steps_of_replicated_stages_equal_deepspeeds_reduction_bitwise(launch):

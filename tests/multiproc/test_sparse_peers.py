@@ -20,7 +20,7 @@ def check(result):
 
 
 @pytest.mark.parametrize(
-    "ranks", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))]
+    "ranks", [1, 3, *(pytest.param(n, marks=pytest.mark.nightly) for n in (2, 4))]
 )
 def test_sums_are_those_of_the_ranks_in_order_over_gloo(launch, ranks):
     finished = launch(PROGRAM, "torch", ranks=ranks).check()
@@ -29,7 +29,7 @@ def test_sums_are_those_of_the_ranks_in_order_over_gloo(launch, ranks):
 
 
 @pytest.mark.skipif(not MPIRUN.exists(), reason="no mpirun in this environment")
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [3, 5])
 def test_sums_are_those_of_the_ranks_in_order_over_mpi(tmp_path, ranks):
     program = [sys.executable, "-m", "mpi4py", str(PROGRAM), str(tmp_path), "mpi"]

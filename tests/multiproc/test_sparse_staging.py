@@ -7,7 +7,7 @@ MODES = ["ordered", "pushpull", "allgather", "packed", "dense"]
 
 
 @pytest.mark.world_size(3)
-@pytest.mark.parametrize("modes", [MODES[:2], pytest.param(MODES[2:], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("modes", [MODES[:2], pytest.param(MODES[2:], marks=pytest.mark.nightly)])
 def test_staged_messages_change_nothing(launch, modes):
     finished = launch("sparse_staging.py", *modes, ranks=3).check()
     for rank in range(3):

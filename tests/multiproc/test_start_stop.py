@@ -4,7 +4,7 @@
 import pytest
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.world_size(1)
 @pytest.mark.timeout(900)
 def test_what_is_started_and_stopped_holds_nothing(launch):

@@ -7,7 +7,7 @@ CASES = ["defaults", "0", "1", "2", "3", "pipeline"]
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("steps", [4, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [4, pytest.param(20, marks=pytest.mark.nightly)])
 def test_training_equals_stock_deepspeed_bitwise(launch, steps):
     finished = launch("stock_equality.py", steps, *CASES).check()
     for rank in range(2):

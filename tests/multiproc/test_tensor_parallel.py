@@ -114,7 +114,7 @@ def check_training(results, ranks):
         assert results[2]["losses"] == results[3]["losses"] != results[0]["losses"]
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_engines_train_a_split_model_as_stock_deepspeed_the_whole_one(launch, ranks):
     names = ["gpt2-101", "bert-mlm", "bert-cls"] if ranks == 2 else ["gpt2-101", "bert-cls"]
     finished = launch("tensor_training.py", *names, ranks=ranks).check()

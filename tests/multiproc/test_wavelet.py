@@ -80,7 +80,7 @@ def test_the_model_parallel_form_is_zero_3(results):
         assert result["model parallel"]["got"]["zero"] == 3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_more_settings_equal_accumulation_bitwise(launch):
     finished = launch("wavelet.py", json.dumps(MORE), timeout=380).check()
@@ -89,7 +89,7 @@ def test_more_settings_equal_accumulation_bitwise(launch):
             check(result)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_split_models_reduce_sparsely(launch):
     case = {"model": "gpt", "zero": 0, "wavemare": SPARSE | SPLIT}
     finished = launch("wavelet.py", json.dumps({"sparse": case}), ranks=4).check()
@@ -97,7 +97,7 @@ def test_split_models_reduce_sparsely(launch):
         check(finished.result(rank)["sparse"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(500)
 def test_compiled_segments_train_alike(launch):
     # Compiled dropout draws other numbers.
