@@ -38,6 +38,7 @@ import threading
 import traceback
 import types
 import warnings
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,7 @@ LIBRARIES = [
 ]
 RESTORED = ("accelerate", "deepspeed", "torch.distributed", "transformers", "wavemare")
 """The packages whose modules and classes are restored; of torch itself, the functions."""
+CONTAINERS = (dict, list, set, Counter, OrderedDict, defaultdict)
 PROGRAMS_PER_PROCESS = 40
 """After so many a process is replaced, so that memory cannot pile up."""
 STACKS = signal.SIGRTMIN
@@ -100,13 +102,13 @@ def same(value: Any, other: Any) -> bool:
 
 def containers(value: Any) -> Iterator[Any]:
     """Yield the plain container that a name stands for, or those of a function's defaults."""
-    if type(value) in (dict, list, set):
+    if type(value) in CONTAINERS:
         yield value
     elif callable(value):
         while inner := vars(value).get("__wrapped__") if hasattr(value, "__dict__") else None:
             value = inner
         for default in getattr(value, "__defaults__", None) or ():
-            if type(default) in (dict, list, set):
+            if type(default) in CONTAINERS:
                 yield default
 
 
