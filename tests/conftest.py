@@ -31,6 +31,13 @@ from wavemare.engine.job_environment import reserved_port
 settings.register_profile("suite", deadline=None)
 settings.load_profile("suite")
 
+LIMIT_S = 600.0
+"""How long a program may run: a net below hangs, far from what any takes on a busy machine."""
+FAILED_S = 60.0
+"""How long the other ranks may go on after one has failed."""
+STACKS_S = 2.0
+"""How long ranks that are ended have to write their stacks."""
+
 PROGRAMS = Path(__file__).parent / "multiproc" / "programs"
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -183,7 +190,7 @@ def launch(
         program: str | Path,
         *arguments: object,
         ranks: int = 2,
-        timeout: float = 150,
+        timeout: float = LIMIT_S,
         environment: Mapping[str, str] | None = None,
         folder: Path | None = None,
         own: bool = False,
@@ -242,7 +249,7 @@ def launch_once(
 ) -> Callable[..., list[Any]]:
     """Run a program once for all tests of a file; return the results by rank."""
 
-    def run(*command: object, ranks: int = 2, timeout: float = 150) -> list[Any]:
+    def run(*command: object, ranks: int = 2, timeout: float = LIMIT_S) -> list[Any]:
         key = (*command, ranks)
         if key not in _launched:
             _launched[key] = launch(*command, ranks=ranks, timeout=timeout)
@@ -257,7 +264,7 @@ def launch_cases(launch_once: Callable[..., list[Any]]) -> Callable[..., list[An
     """Run all cases that need as many ranks as one of them does; return its results by rank."""
 
     def run(
-        program: str, cases: Mapping[int, Mapping[str, Any]], name: str, timeout: float = 280
+        program: str, cases: Mapping[int, Mapping[str, Any]], name: str, timeout: float = LIMIT_S
     ) -> list[Any]:
         ranks = next(ranks for ranks, named in cases.items() if name in named)
         results = launch_once(program, json.dumps(cases[ranks]), ranks=ranks, timeout=timeout)
@@ -284,12 +291,6 @@ def disk(tmp_path: Path) -> Iterator[Callable[..., Path]]:
     yield mount
     for folder in mounted:
         subprocess.run(["umount", str(folder)], check=True)
-
-
-FAILED_S = 15.0
-"""How long the other ranks may go on after one has failed."""
-STACKS_S = 2.0
-"""How long ranks that are ended have to write their stacks."""
 
 
 def _wait(processes: Sequence[Rank], timeout: float) -> frozenset[int]:

@@ -66,7 +66,7 @@ def command(tmp_path: Path, fork: Callable[..., Any]) -> Callable[..., Ended]:
 
     def run(
         *words: object,
-        timeout: float = 200,
+        timeout: float = 600,
         environment: dict[str, str] | None = None,
         interpreter: bool = False,
     ) -> Ended:
@@ -112,7 +112,7 @@ def recipe(
     def run(name: str, *options: object) -> Ended:
         module = f"wavemare.recipes.{name.replace('/', '.')}"
         folder = tmp_path_factory.mktemp("ranks")
-        finished = launch(PROGRAM, module, *options, timeout=200, folder=folder)
+        finished = launch(PROGRAM, module, *options, folder=folder)
         return Ended(max(finished.codes, key=abs), "".join(finished.outputs))
 
     return run

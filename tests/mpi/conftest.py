@@ -62,7 +62,7 @@ def start(launch: Callable[..., Any], tmp_path: Path) -> Callable[..., Job]:
     ) -> Job:
         words = [str(PROGRAMS / program), str(tmp_path), kind, *map(str, arguments)]
         if kind == "torch":
-            done = launch(words[0], *words[2:], ranks=ranks, timeout=280)
+            done = launch(words[0], *words[2:], ranks=ranks)
             return Job(max(done.codes, key=abs), "\n".join(done.outputs), tmp_path)
         if kind == "mpi":
             words = ["-m", "mpi4py", *words]

@@ -24,7 +24,7 @@ if rank == 2:
 def test_the_ranks_that_the_harness_ends_are_told_apart(launch, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PARTS)
-    finished = launch(program, ranks=3, timeout=15)
+    finished = launch(program, ranks=3, timeout=5)
     assert finished.codes == [0, -signal.SIGKILL, -signal.SIGKILL]
     assert finished.ended_by_harness == {1}
     with pytest.raises(AssertionError, match="ended by the harness"):
