@@ -349,7 +349,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail if processes, with their ports, shared memory or network namespaces are left."""
     if hasattr(session.config, "workerinput"):
         return
-    before, deadline = session.config.stash[_BEFORE], time.monotonic() + 2 * GRACE_S
+    before, deadline = session.config.stash[_BEFORE], time.monotonic() + GRACE_S
     while (left := _left_by_the_suite(before)) and time.monotonic() < deadline:
         time.sleep(0.1)
     session.config.stash[_LEFT] = left
@@ -398,7 +398,7 @@ def _is_of_this_suite(process: psutil.Process) -> bool:
 
 # --- what one test leaves behind -----------------------------------------------------------------
 
-GRACE_S = 5.0
+GRACE_S = 60.0
 """How long threads and processes may outlive what they served, and orphans their parent."""
 
 

@@ -24,7 +24,7 @@ if rank == 2:
 def test_the_ranks_that_the_harness_ends_are_told_apart(launch, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PARTS)
-    finished = launch(program, ranks=3, timeout=5)
+    finished = launch(program, ranks=3, timeout=15)
     assert finished.codes == [0, -signal.SIGKILL, -signal.SIGKILL]
     assert finished.ended_by_harness == {1}
     with pytest.raises(AssertionError, match="ended by the harness"):
@@ -56,7 +56,7 @@ def test_a_rank_that_hangs_shows_its_stacks_and_is_replaced(launch, tmp_path):
 
     first = pids()
     assert pids() == first
-    hung = launch(tmp_path / "hangs.py", timeout=3, folder=tmp_path)
+    hung = launch(tmp_path / "hangs.py", timeout=10, folder=tmp_path)
     assert hung.codes == [0, -signal.SIGKILL]
     assert hung.ended_by_harness == {1}
     assert "in waits_for_ever" in hung.outputs[1]
@@ -127,7 +127,7 @@ def test_leaks(tmp_path):
 def run_suite(folder, text, area="unit"):
     """Run pytest with the fixtures of this suite on a file of one of its areas."""
     source = (Path(__file__).parents[1] / "conftest.py").read_text()
-    (folder / "conftest.py").write_text(source.replace("GRACE_S = 5.0", "GRACE_S = 2.0"))
+    (folder / "conftest.py").write_text(source.replace("GRACE_S = 60.0", "GRACE_S = 2.0"))
     (folder / area).mkdir()
     (folder / area / "test_leaks.py").write_text(text)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rE", folder]
