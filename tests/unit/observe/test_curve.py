@@ -9,7 +9,7 @@ from wavemare.observe.curve import moving_average
 
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=200))
-def test_moving_average_equals_its_definition(losses: list[float]) -> None:
+def test_moving_average_equals_its_definition(losses):
     reach = max(1, len(losses) // 60)
     expected = []
     for i in range(len(losses)):
@@ -19,6 +19,6 @@ def test_moving_average_equals_its_definition(losses: list[float]) -> None:
     assert moving_average(losses) == pytest.approx(expected, abs=1e-9)
 
 
-def test_straight_line_stays_where_it_is() -> None:
+def test_straight_line_stays_where_it_is():
     line = [10.0 - 0.01 * step for step in range(600)]
     assert moving_average(line) == pytest.approx(line)

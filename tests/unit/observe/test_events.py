@@ -4,7 +4,6 @@
 import json
 import logging
 import warnings
-from pathlib import Path
 
 import pytest
 
@@ -12,12 +11,12 @@ from wavemare.errors import DataError
 from wavemare.observe.events import Events, read_events
 
 
-def lines(folder: Path, rank: int) -> list[dict[str, object]]:
+def lines(folder, rank):
     file = folder / "events" / f"rank_{rank:05d}.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_nothing_is_written_before_the_folder_is_open(tmp_path: Path) -> None:
+def test_nothing_is_written_before_the_folder_is_open(tmp_path):
     events = Events(tmp_path, rank=2, clock=lambda: 5.0)
     events.note("memory", 1, bytes=10)
     assert list(tmp_path.iterdir()) == []
@@ -30,18 +29,16 @@ def test_nothing_is_written_before_the_folder_is_open(tmp_path: Path) -> None:
     ]
 
 
-def test_a_rank_with_nothing_to_say_leaves_no_file(tmp_path: Path) -> None:
+def test_a_rank_with_nothing_to_say_leaves_no_file(tmp_path):
     events = Events(tmp_path, rank=0)
     events.open()
     events.close()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_warnings_are_noted_and_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_warnings_are_noted_and_shown(tmp_path, capsys, caplog):
     events = Events(tmp_path, rank=0, clock=lambda: 1.0)
-    shown: list[str] = []
+    shown = []
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = lambda message, *rest, **named: shown.append(str(message))
@@ -67,9 +64,7 @@ def test_warnings_are_noted_and_shown(
     ]
 
 
-def test_a_warning_that_only_python_would_show_is_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_warning_that_only_python_would_show_is_shown(tmp_path, monkeypatch, capsys):
     """Python has a last resort for loggers without a handler; a listener is one."""
     logger = logging.getLogger("wavemare")
     monkeypatch.setattr(logger, "propagate", False)  # the root logger has pytest's handlers
@@ -90,9 +85,9 @@ def test_a_warning_that_only_python_would_show_is_shown(
     assert first.warnings == second.warnings == 3
 
 
-def test_events_of_all_ranks_are_read_in_the_order_of_time(tmp_path: Path) -> None:
+def test_events_of_all_ranks_are_read_in_the_order_of_time(tmp_path):
     for rank, time in ((0, 3.0), (1, 2.0)):
-        events = Events(tmp_path, rank=rank, clock=lambda time=time: time)  # type: ignore[misc]
+        events = Events(tmp_path, rank=rank, clock=lambda time=time: time)
         events.open()
         events.note("memory", 7, bytes=rank)
         events.close()
@@ -104,7 +99,7 @@ def test_events_of_all_ranks_are_read_in_the_order_of_time(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "line", ["[]", '{"step": 1, "time": 2}', '{"step": 1, "time": 2, "kind": "party"}']
 )
-def test_a_line_that_is_no_event_is_named(tmp_path: Path, line: str) -> None:
+def test_a_line_that_is_no_event_is_named(tmp_path, line):
     file = tmp_path / "events" / "rank_00000.jsonl"
     file.parent.mkdir()
     file.write_text(f"{line}\n")

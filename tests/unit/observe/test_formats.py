@@ -21,49 +21,40 @@ COUNTS += [(999_999, "1.00M"), (1_240_000, "1.24M"), (-2_500, "-2.50k")]
 COUNTS += [(math.inf, "?"), (math.nan, "?")]
 
 
-@pytest.mark.parametrize(("number", "text"), COUNTS)
-def test_count(number: float, text: str) -> None:
-    assert format_count(number) == text
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [(0, "0 B"), (512, "512 B"), (1000, "0.98 KiB"), (2**30, "1.00 GiB"), (3 * 2**29, "1.50 GiB")],
-)
-def test_bytes(number: int, text: str) -> None:
-    assert format_bytes(number) == text
-
-
-@given(st.floats(min_value=1, max_value=1e16))
-def test_count_is_right_to_three_digits(number: float) -> None:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kMGTP]?)", format_count(number))
-    assert match is not None
-    factor = 1000 ** ("", "k", "M", "G", "T", "P").index(match[2])
-    assert float(match[1]) * factor == pytest.approx(number, rel=5.1e-3)
-
-
+BYTES = [(0, "0 B"), (512, "512 B"), (1000, "0.98 KiB"), (2**30, "1.00 GiB")]
+BYTES += [(3 * 2**29, "1.50 GiB")]
 DURATIONS = [(0.44, "0.4s"), (9.96, "10s"), (59.4, "59s"), (59.7, "1m 00s"), (65, "1m 05s")]
 DURATIONS += [(3599.6, "1h 00m"), (7384, "2h 03m"), (90_000, "1d 01h"), (math.inf, "?")]
 
 
-@pytest.mark.parametrize(("seconds", "text"), DURATIONS)
-def test_duration(seconds: float, text: str) -> None:
-    assert format_duration(seconds) == text
+@pytest.mark.parametrize(
+    ("shown", "cases"),
+    [(format_count, COUNTS), (format_bytes, BYTES), (format_duration, DURATIONS)],
+)
+def test_numbers_have_a_unit_that_keeps_them_short(shown, cases):
+    assert [shown(number) for number, _ in cases] == [text for _, text in cases]
 
 
-def test_parts_share_the_unit_of_their_sum() -> None:
+@given(st.floats(min_value=1, max_value=1e16))
+def test_count_is_right_to_three_digits(number):
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kMGTP]?)", format_count(number))
+    factor = 1000 ** ("", "k", "M", "G", "T", "P").index(match[2])
+    assert float(match[1]) * factor == pytest.approx(number, rel=5.1e-3)
+
+
+def test_parts_share_the_unit_of_their_sum():
     parts = {"weights": 3 * 2**28, "gradients": 3 * 2**28, "cache": 0}
     assert format_byte_parts(parts) == "1.5 GiB (weights 0.8, gradients 0.8, cache 0.0)"
 
 
-def test_progress() -> None:
+def test_progress():
     line = format_progress(
         7, 400, loss=2.34567, learning_rate=3e-4, tokens_per_second=12_345, seconds_left=65
     )
     assert line == "step   7/400  loss 2.3457  lr 3.00e-04  12.3k tokens/s  1m 05s left"
 
 
-def test_progress_leaves_out_what_is_unknown_or_past() -> None:
+def test_progress_leaves_out_what_is_unknown_or_past():
     line = format_progress(
         9, 9, loss=None, learning_rate=None, tokens_per_second=None, seconds_left=0.0
     )
@@ -77,9 +68,7 @@ def test_progress_leaves_out_what_is_unknown_or_past() -> None:
     speed=st.floats(0, 1e15),
     left=st.floats(0, 1e9),
 )
-def test_progress_fits_80_columns(
-    total: int, loss: float, rate: float, speed: float, left: float
-) -> None:
+def test_progress_fits_80_columns(total, loss, rate, speed, left):
     line = format_progress(
         total - 1, total, loss=loss, learning_rate=rate, tokens_per_second=speed, seconds_left=left
     )

@@ -10,8 +10,6 @@ import sys
 from io import FileIO
 from pathlib import Path
 
-import pytest
-
 from wavemare.observe import lines as module
 from wavemare.observe.events import Events, read_events
 from wavemare.observe.lines import Lines
@@ -35,11 +33,11 @@ print("trained")
 """
 
 
-def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+def warnings_of(caplog):
     return [record.getMessage() for record in caplog.records if record.name == "wavemare"]
 
 
-def test_lines_are_added_to_what_is_there(tmp_path: Path) -> None:
+def test_lines_are_added_to_what_is_there(tmp_path):
     lines = Lines(tmp_path / "deep" / "file", tmp_path)
     lines.add("")
     assert not (tmp_path / "deep").exists()
@@ -52,9 +50,7 @@ def test_lines_are_added_to_what_is_there(tmp_path: Path) -> None:
     assert (tmp_path / "deep" / "file").read_text(encoding="utf-8") == "one\ntwo\nö\n"
 
 
-def test_a_full_disk_is_told_once_with_its_reason(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_is_told_once_with_its_reason(tmp_path, caplog):
     lines = Lines(Path("/dev/full"), tmp_path)
     for _ in range(3):
         lines.add("1234567\n")
@@ -64,11 +60,9 @@ def test_a_full_disk_is_told_once_with_its_reason(
     assert "the training goes on" in warning
 
 
-def test_a_file_system_that_tells_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_system_that_tells_at_the_end(tmp_path, monkeypatch, caplog):
     class Late(FileIO):
-        def close(self) -> None:
+        def close(self):
             was_open = not self.closed
             super().close()
             if was_open:
@@ -81,19 +75,18 @@ def test_a_file_system_that_tells_at_the_end(
     assert len(warnings_of(caplog)) == 1
 
 
-def limit_files() -> None:
+def limit_files():
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
 
 
-def test_a_process_at_its_limit_goes_on_and_says_so_once(tmp_path: Path) -> None:
+def test_a_process_at_its_limit_goes_on_and_says_so_once(tmp_path):
     """A limit of file sizes stands in for a full disk, without mounting one."""
     run = tmp_path / "run"
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(run)],
         capture_output=True,
         text=True,
-        timeout=120,
         preexec_fn=limit_files,
         check=False,
     )

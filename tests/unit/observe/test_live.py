@@ -4,7 +4,7 @@
 from wavemare.observe.live import live_facts
 
 
-def test_subjects_that_a_run_does_not_have_are_left_out() -> None:
+def test_subjects_that_a_run_does_not_have_are_left_out():
     assert live_facts({}) == {}
     metrics = {"bubble": 0.312, "bubble_predicted": 0.05, "staleness_10": 0.0, "staleness_9": 0.75}
     assert live_facts(metrics) == {"pipeline": "idle 31% (5% by unevenness), staleness 0.75 0"}
@@ -14,7 +14,7 @@ def test_subjects_that_a_run_does_not_have_are_left_out() -> None:
     }
 
 
-def test_collective() -> None:
+def test_collective():
     metrics = {
         "sparse_density": 0.042,
         "sparse_bytes_up": 2**20,

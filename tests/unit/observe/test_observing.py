@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Noting steps is no reason for a training to end, and ends with the step that fails."""
 
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -15,7 +13,7 @@ from wavemare.report.traces import read_traces
 STEPS = {"first_step": 1, "last_step": 3, "settled": 0}
 
 
-def test_a_step_that_raises_is_followed_no_longer(tmp_path: Path) -> None:
+def test_a_step_that_raises_is_followed_no_longer(tmp_path):
     observing = Observing(Events(tmp_path, rank=0), tmp_path, 0, trace_steps=3, **STEPS)
     with observing.step(1, None):
         assert PROGRESS.follower is not None
@@ -28,9 +26,7 @@ def test_a_step_that_raises_is_followed_no_longer(tmp_path: Path) -> None:
     assert not (tmp_path / "timeline").exists()
 
 
-def test_a_trace_that_cannot_be_written_is_left_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_trace_that_cannot_be_written_is_left_out(tmp_path, caplog):
     (tmp_path / "timeline").write_text("somebody's own")
     train(tmp_path, first=1, last=3, trace_steps=3)
     assert PROGRESS.follower is None
@@ -38,7 +34,7 @@ def test_a_trace_that_cannot_be_written_is_left_out(
     assert f"{tmp_path / 'timeline'} cannot be written (File exists)" in warning
 
 
-def train(folder: Path, *, first: int, last: int, trace_steps: int, settled: int = 0) -> None:
+def train(folder, *, first, last, trace_steps, settled=0):
     events = Events(folder, rank=0)
     numbers = {"first_step": first, "last_step": last, "settled": settled}
     observing = Observing(events, folder, 0, trace_steps=trace_steps, **numbers)
@@ -60,9 +56,7 @@ def train(folder: Path, *, first: int, last: int, trace_steps: int, settled: int
         (1, 30, 0, 0, None),
     ],
 )
-def test_the_noted_steps(
-    tmp_path: Path, first: int, last: int, trace_steps: int, settled: int, noted: Any
-) -> None:
+def test_the_noted_steps(tmp_path, first, last, trace_steps, settled, noted):
     train(tmp_path, first=first, last=last, trace_steps=trace_steps, settled=settled)
     assert PROGRESS.follower is None
     trace = read_traces(tmp_path)
@@ -74,7 +68,7 @@ def test_the_noted_steps(
     assert rank.stage == 1
 
 
-def test_memory_and_checkpoints_are_events(tmp_path: Path) -> None:
+def test_memory_and_checkpoints_are_events(tmp_path):
     events = Events(tmp_path, rank=0)
     observing = Observing(events, tmp_path, 0, trace_steps=0, first_step=1, last_step=1, settled=0)
     with observing.step(1, None):

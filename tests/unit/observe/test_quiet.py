@@ -5,7 +5,6 @@ import logging
 import os
 import sys
 import types
-from collections.abc import Iterator
 
 import pytest
 
@@ -13,7 +12,7 @@ from wavemare.observe.quiet import quiet_environment, quiet_libraries
 
 
 @pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def clean(monkeypatch):
     """Begin without settings of the user, and put DeepSpeed's logger back."""
     monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"]})
     logger = logging.getLogger("DeepSpeed")
@@ -23,11 +22,11 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     logger.setLevel(level)
 
 
-def test_deepspeed_says_errors_alone_even_if_it_sets_its_level_later() -> None:
+def test_deepspeed_says_errors_alone_even_if_it_sets_its_level_later():
     logger = logging.getLogger("DeepSpeed")
-    seen: list[str] = []
+    seen = []
     handler = logging.Handler()
-    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: seen.append(record.getMessage())
     logger.addHandler(handler)
     try:
         quiet_libraries()
@@ -42,8 +41,8 @@ def test_deepspeed_says_errors_alone_even_if_it_sets_its_level_later() -> None:
     assert seen == ["error"]
 
 
-def test_loaded_libraries_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
+def test_loaded_libraries_are_told(monkeypatch):
+    told = []
     module = types.SimpleNamespace(
         set_verbosity_error=lambda: told.append("verbosity"),
         disable_progress_bar=lambda: told.append("bar"),
@@ -56,7 +55,7 @@ def test_loaded_libraries_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ["TRANSFORMERS_VERBOSITY"] == "debug"  # the user's
 
 
-def test_verbose_changes_nothing() -> None:
+def test_verbose_changes_nothing():
     os.environ["WAVEMARE_VERBOSE"] = "1"
     before = dict(os.environ)
     filters = list(logging.getLogger("DeepSpeed").filters)

@@ -3,7 +3,6 @@
 
 import io
 import re
-from collections.abc import Callable
 
 import pytest
 from rich.console import Console
@@ -16,23 +15,23 @@ from wavemare.observe.speed import Speed
 class Clock:
     """Seconds that go by only when told."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 100.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
 @pytest.fixture
-def clock() -> Clock:
+def clock():
     return Clock()
 
 
 @pytest.fixture
-def draw(clock: Clock) -> Callable[..., str]:
+def draw(clock):
     """Run a function with a screen and return what was drawn."""
 
-    def run(use: Callable[[Screen], None], *, rank: int = 0, terminal: bool = False) -> str:
+    def run(use, *, rank=0, terminal=False):
         file = io.StringIO()
         console = Console(file=file, force_terminal=terminal, width=80, highlight=False)
         use(Screen(rank=rank, console=console, clock=clock))
@@ -41,10 +40,8 @@ def draw(clock: Clock) -> Callable[..., str]:
     return run
 
 
-def train(
-    clock: Clock, steps: int, *, seconds: float, logged: int = 10
-) -> Callable[[Screen], None]:
-    def use(screen: Screen) -> None:
+def train(clock, steps, *, seconds, logged=10):
+    def use(screen):
         with screen.progress(steps) as progress:
             for step in range(1, steps + 1):
                 clock.now += seconds
@@ -54,9 +51,7 @@ def train(
     return use
 
 
-def test_pipe_gets_the_first_line_the_last_and_one_per_log_interval(
-    clock: Clock, draw: Callable[..., str]
-) -> None:
+def test_pipe_gets_the_first_line_the_last_and_one_per_log_interval(clock, draw):
     lines = draw(train(clock, 45, seconds=0.5)).splitlines()
     shown = [int(line.split()[1].split("/")[0]) for line in lines]
     assert shown == [1, 10, 20, 30, 40, 45]
@@ -68,9 +63,7 @@ def test_pipe_gets_the_first_line_the_last_and_one_per_log_interval(
     assert all(character.isprintable() for line in lines for character in line)
 
 
-def test_terminal_shows_the_newest_figures_below_the_line(
-    clock: Clock, draw: Callable[..., str]
-) -> None:
+def test_terminal_shows_the_newest_figures_below_the_line(clock, draw):
     text = draw(train(clock, 45, seconds=0.5), terminal=True)
     assert final_lines(text)[-2:] == [
         "step 45/45  loss 0.2222  lr 1.00e-03  2.00k tokens/s",
@@ -78,7 +71,7 @@ def test_terminal_shows_the_newest_figures_below_the_line(
     ]
 
 
-def final_lines(text: str) -> list[str]:
+def final_lines(text):
     """Return what a terminal shows in the end."""
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "", text).splitlines()
 
@@ -98,10 +91,8 @@ METRICS |= {f"staleness_{stage}": (3 - stage) / 8 for stage in range(4)}
         ),
     ],
 )
-def test_terminal_is_readable_at_80_columns(
-    draw: Callable[..., str], facts: dict[str, str], shown: str
-) -> None:
-    def use(screen: Screen) -> None:
+def test_terminal_is_readable_at_80_columns(draw, facts, shown):
+    def use(screen):
         with screen.progress(10) as progress:
             progress.step(1, tokens=1, loss=1.0, facts=facts)
 
@@ -110,17 +101,15 @@ def test_terminal_is_readable_at_80_columns(
     assert lines[-1] == shown
 
 
-def test_line_held_back_is_printed_when_the_run_breaks(
-    clock: Clock, draw: Callable[..., str]
-) -> None:
-    def break_at_step_8(screen: Screen) -> None:
+def test_line_held_back_is_printed_when_the_run_breaks(clock, draw):
+    def break_at_step_8(screen):
         with screen.progress(50) as progress:
             for step in range(1, 8):
                 clock.now += 0.1
                 progress.step(step, tokens=1, loss=1.0)
             raise ZeroDivisionError
 
-    def use(screen: Screen) -> None:
+    def use(screen):
         with pytest.raises(ZeroDivisionError):
             break_at_step_8(screen)
 
@@ -128,8 +117,8 @@ def test_line_held_back_is_printed_when_the_run_breaks(
     assert [line.split()[1] for line in lines] == ["1/50", "7/50"]
 
 
-def test_resumed_run_prints_its_first_step(clock: Clock, draw: Callable[..., str]) -> None:
-    def use(screen: Screen) -> None:
+def test_resumed_run_prints_its_first_step(clock, draw):
+    def use(screen):
         with screen.progress(100, done=40) as progress:
             clock.now += 1.0
             progress.step(41, tokens=500, loss=2.0)
@@ -138,7 +127,7 @@ def test_resumed_run_prints_its_first_step(clock: Clock, draw: Callable[..., str
     assert draw(use).startswith("step  41/100  loss 2.0000  500 tokens/s  59s left")
 
 
-def everything(screen: Screen) -> None:
+def everything(screen):
     screen.panel("title", {"model": {"layers": 4, "heads": "[2]"}, "batch": {"size": 32}})
     with screen.progress(1) as progress:
         progress.step(1, tokens=1, loss=1.0)
@@ -147,30 +136,19 @@ def everything(screen: Screen) -> None:
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_other_ranks_draw_nothing(draw: Callable[..., str], terminal: bool) -> None:
+def test_other_ranks_draw_nothing(draw, terminal):
     assert draw(everything, rank=1, terminal=terminal) == ""
 
 
-def test_rank_0_draws_all_and_takes_text_literally(draw: Callable[..., str]) -> None:
+def test_rank_0_draws_all_and_takes_text_literally(draw):
     text = draw(everything)
     assert "a [bold]note[/bold] of 100 % of the steps" in text
-    for part in (
-        "title",
-        "model",
-        "layers",
-        "[2]",
-        "batch",
-        "32",
-        "results",
-        "1.2500",
-        "steps",
-        "7",
-    ):
+    for part in "title model layers [2] batch 32 results 1.2500 steps 7".split():
         assert part in text
     assert all(len(line) <= 80 for line in text.splitlines())
 
 
-def test_speed_is_that_of_the_window(clock: Clock) -> None:
+def test_speed_is_that_of_the_window(clock):
     speed = Speed(window=4, clock=clock)
     speed.start(0)
     assert speed.tokens_per_second is None

@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run folders made by hand: their numbers are those that a report must show."""
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Callable
 from html import unescape
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -50,7 +45,7 @@ STEPS = [[0.0, 10.0], [2.0, 10.0]]
 ORIGIN = 1_700_000_000.0
 
 
-def write_run(folder: Path, metrics: list[dict[str, Any]] = METRICS) -> Path:
+def write_run(folder, metrics=METRICS):
     """Write a run as its two ranks would have left it."""
     for name in ("timeline", "events", "checkpoints/step-4"):
         (folder / name).mkdir(parents=True)
@@ -92,21 +87,21 @@ def write_run(folder: Path, metrics: list[dict[str, Any]] = METRICS) -> Path:
 
 
 @pytest.fixture(scope="session")
-def sample() -> SimpleNamespace:
+def sample():
     """What run folders are made of, for tests that make their own."""
     return SimpleNamespace(metrics=METRICS, sparse=SPARSE, write=write_run)
 
 
 @pytest.fixture
-def run_folder(tmp_path: Path) -> Path:
+def run_folder(tmp_path):
     return write_run(tmp_path / "one")
 
 
 @pytest.fixture
-def figures_of() -> Callable[[str], dict[str, Any]]:
+def figures_of():
     """Read the figures of a page, by the heading above each."""
 
-    def read(html: str) -> dict[str, Any]:
+    def read(html):
         figures = json.loads(re.findall(r'id="figures">(.*?)</script>', html, re.DOTALL)[0])
         pattern = r"<h[23][^>]*>([^<]*)</h[23]>|id=\"figure-(\d+)\""
         found, heading = {}, ""

@@ -1,13 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pages in a headless Chromium: they work without a network, at the width of a phone and a desk."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from playwright.sync_api import sync_playwright
@@ -29,7 +23,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def browser():
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=CHROMIUM,
@@ -46,20 +40,20 @@ def browser() -> Iterator[Any]:
 class Opened:
     """A page and all that its browser complained of or asked for."""
 
-    def __init__(self, browser: Any, file: Path, width: int) -> None:
+    def __init__(self, browser, file, width):
         self.page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme="light")
         self.page.set_default_timeout(200_000)  # on a machine that does other things as well
-        self.complaints: list[str] = []
-        self.requests: list[str] = []
+        self.complaints = []
+        self.requests = []
         self.page.on("console", lambda message: self.complaints.append(message.text))
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.goto(file.as_uri())
 
-    def count(self, selector: str) -> int:
+    def count(self, selector):
         return int(self.page.locator(selector).count())
 
-    def check_contrast(self) -> None:
+    def check_contrast(self):
         text, page, ticks = self.page.evaluate(
             "[getComputedStyle(document.body).color,"
             " getComputedStyle(document.body).backgroundColor,"
@@ -70,7 +64,7 @@ class Opened:
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory, sample: SimpleNamespace) -> Path:
+def report(tmp_path_factory, sample):
     folder = tmp_path_factory.mktemp("runs")
     runs = [
         sample.write(folder / "one", [{**sample.metrics[0], **sample.sparse}, *sample.metrics[1:]]),
@@ -82,16 +76,14 @@ def report(tmp_path_factory: pytest.TempPathFactory, sample: SimpleNamespace) ->
 
 
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plan(tmp_path_factory):
     file = tmp_path_factory.mktemp("plan") / "plan.html"
     file.write_text(plan_page(PLAN, check(PLAN), TIMELINE, ["a fact"]))
     return file
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_a_report_is_drawn_without_complaint_or_network(
-    browser: Any, report: Path, width: int
-) -> None:
+def test_a_report_is_drawn_without_complaint_or_network(browser, report, width):
     opened = Opened(browser, report, width)
     places = opened.count(".figure")
     assert places >= 12
@@ -120,9 +112,7 @@ def test_a_report_is_drawn_without_complaint_or_network(
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_the_timeline_of_a_plan_is_zoomed_by_drawing_a_frame(
-    browser: Any, plan: Path, width: int
-) -> None:
+def test_the_timeline_of_a_plan_is_zoomed_by_drawing_a_frame(browser, plan, width):
     opened = Opened(browser, plan, width)
     events = [event for events in TIMELINE.ranks for event in events]
     assert opened.count(".barlayer .point") == sum(e.end_s > e.start_s for e in events)
@@ -145,10 +135,10 @@ def test_the_timeline_of_a_plan_is_zoomed_by_drawing_a_frame(
     opened.page.close()
 
 
-def contrast(one: str, other: str) -> float:
+def contrast(one, other):
     """Ratio of two colours' luminances (WCAG 2.1)."""
 
-    def luminance(colour: str) -> float:
+    def luminance(colour):
         parts = colour.partition("(")[2].rstrip(")").split(",")[:3]
         linear = [
             c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4

@@ -14,13 +14,13 @@ from wavemare.report import run_page
 from wavemare.report.runs import Checkpoint, read_run
 
 
-def error_of(*words: object) -> WavemareError:
+def error_of(*words):
     with pytest.raises(WavemareError) as caught:
         CliRunner().invoke(app, ["report", *map(str, words)], catch_exceptions=False)
     return caught.value
 
 
-def test_facts_are_those_of_the_files(run_folder: Path) -> None:
+def test_facts_are_those_of_the_files(run_folder):
     run = read_run(run_folder)
     assert run.name == "one"
     assert run.series("loss") == [(2, 5.5), (4, 4.25)]
@@ -35,7 +35,7 @@ def test_facts_are_those_of_the_files(run_folder: Path) -> None:
     assert run.trace is not None
 
 
-def test_a_loop_of_ones_own_writes_the_configuration_as_it_was_given(run_folder: Path) -> None:
+def test_a_loop_of_ones_own_writes_the_configuration_as_it_was_given(run_folder):
     given = {"gradient_accumulation_steps": 2, "train_batch_size": "auto"}
     section = {"pipeline": {"stages": 2, "schedule": "pipemare", "pipemare": {"slack": 1}}}
     config = {"configuration": {"deepspeed": {**given, "wavemare": section}}}
@@ -48,13 +48,13 @@ def test_a_loop_of_ones_own_writes_the_configuration_as_it_was_given(run_folder:
     assert "does not say how many micro-batches" in run_page([read_run(run_folder)])
 
 
-def test_a_checkpoint_that_lost_a_file_is_not_complete(run_folder: Path) -> None:
+def test_a_checkpoint_that_lost_a_file_is_not_complete(run_folder):
     (run_folder / "checkpoints/step-4/weights.pt").write_bytes(b"1234")
     (checkpoint,) = read_run(run_folder).checkpoints
     assert not checkpoint.complete
 
 
-def trainer_saves(folder: Path, step: int, *, ends: bool = True) -> Path:
+def trainer_saves(folder, step, *, ends=True):
     """Write a checkpoint as a Trainer with an engine of ours does."""
     checkpoint = folder / f"checkpoint-{step}"
     inner = checkpoint / f"global_step{step}"
@@ -72,9 +72,7 @@ def trainer_saves(folder: Path, step: int, *, ends: bool = True) -> Path:
     return checkpoint
 
 
-def test_checkpoints_of_a_trainer_are_found_where_it_saves(
-    run_folder: Path, tmp_path: Path
-) -> None:
+def test_checkpoints_of_a_trainer_are_found_where_it_saves(run_folder, tmp_path):
     output = tmp_path / "trained"
     for step in (9, 10, 100):
         trainer_saves(output, step, ends=step != 100)
@@ -104,7 +102,7 @@ def test_checkpoints_of_a_trainer_are_found_where_it_saves(
         assert f"<td>{cell}</td>" in html, cell
 
 
-def test_checkpoints_that_are_not_on_this_machine_are_none(run_folder: Path) -> None:
+def test_checkpoints_that_are_not_on_this_machine_are_none(run_folder):
     for elsewhere in (str(run_folder / "gone"), "a\0b", "a" * 300):
         config = {"configuration": {"checkpoints": elsewhere}}
         (run_folder / "config.json").write_text(json.dumps(config))
@@ -113,7 +111,7 @@ def test_checkpoints_that_are_not_on_this_machine_are_none(run_folder: Path) -> 
     assert len(read_run(run_folder).checkpoints) == 1
 
 
-def test_a_run_that_goes_on_is_read(run_folder: Path) -> None:
+def test_a_run_that_goes_on_is_read(run_folder):
     (run_folder / "summary.json").unlink()
     with (run_folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')  # being written
@@ -122,7 +120,7 @@ def test_a_run_that_goes_on_is_read(run_folder: Path) -> None:
     assert run.series("loss")[-1] == (4, 4.25)
 
 
-def test_a_folder_that_is_no_run_is_refused(run_folder: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_no_run_is_refused(run_folder, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     (other / "notes.txt").write_text("hello")
@@ -162,7 +160,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize(("name", "content", "reason"), DAMAGES)
-def test_a_damaged_file_is_named(run_folder: Path, name: str, content: bytes, reason: str) -> None:
+def test_a_damaged_file_is_named(run_folder, name, content, reason):
     (run_folder / name).write_bytes(content)
     error = error_of(run_folder, "--output", "x.html")
     assert isinstance(error, DataError)
@@ -182,7 +180,7 @@ SPOILT = [
 
 
 @pytest.mark.parametrize("change", SPOILT, ids=str)
-def test_a_spoilt_timeline_is_named(run_folder: Path, change: dict[str, object]) -> None:
+def test_a_spoilt_timeline_is_named(run_folder, change):
     file = run_folder / "timeline" / "rank_00000.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     with pytest.raises(DataError) as caught:
@@ -190,7 +188,7 @@ def test_a_spoilt_timeline_is_named(run_folder: Path, change: dict[str, object])
     assert str(file) in str(caught.value)
 
 
-def test_an_output_that_cannot_be_written_is_refused(run_folder: Path) -> None:
+def test_an_output_that_cannot_be_written_is_refused(run_folder):
     error = error_of(run_folder, "--output", run_folder)
     assert (error.key, error.reason) == ("--output", "this is a folder")
     error = error_of(run_folder, "--output", run_folder / "config.json" / "x.html")
