@@ -15,6 +15,8 @@ from wavemare.recipes.gpt import pretrain
 SEARCH = "plan search --cluster 2xV100 --global-batch 8 --sequence 128 --model"
 COMMANDS = [
     ("train gtp", "RECIPE = 'gtp'", "Did you mean 'gpt'?"),
+    ("train bert/pretrian", "RECIPE = 'bert/pretrian'", "Did you mean 'bert/pretrain'?"),
+    ("train GPT", "RECIPE = 'GPT'", "'gpt'"),
     ("train gpt --config nosuch.json", "--config = 'nosuch.json'", "Name an existing"),
     ("train gpt --deepspeed_config=x.json", "--deepspeed_config = 'x.json'", "--config FILE"),
     ("train gpt --hostfile nosuch", "--hostfile = 'nosuch'", "existing"),
@@ -34,10 +36,18 @@ COMMANDS = [
     ("plan show --forward-ms 1;2", "--forward-ms = '1;2'", "no numbers"),
     ("plan show --forward-ms nan", "--forward-ms = 'nan'", "finite"),
     ("plan show --send-ms 1,2", "--send-ms = '1,2'", "2 numbers for 4 stages"),
+    ("plan show --backward-ms -1", "--backward-ms = '-1'", "0 or more"),
+    ("plan show --micro-batches 0", "micro_batches = 0", "at least one"),
+    ("plan show --collective-ms 1", "--collective-ms = '1'", "'pipemare' has no collectives"),
+    ("plan show --schedule 1f1b --warmup-steps 2", "--warmup-steps = 2", "with pipemare"),
+    ("plan show --schedule 1f1b --drain-interval 2", "--drain-interval = 2", "with pipemare"),
+    ("plan show --schedule tick-tock --slack 1", "--slack = 1", "with pipemare"),
     ("plan show --file nosuch", "--file = 'nosuch'", "No such file"),
     ("plan show --file x --steps 2", "--steps = 2", "Leave out --steps or --file"),
     ("plan show --output /proc/nosuch", "--output = '/proc/nosuch'", "Name another folder"),
     (f"{SEARCH} gpt9", "--model = 'gpt9'", "Did you mean 'gpt2'?"),
+    (f"{SEARCH} gpt2 --dtype fp8", "dtype = 'fp8'", "no such dtype"),
+    (f"{SEARCH} gpt2 --margin 0.999", "--cluster = ", "equal parts need"),
     (
         f"{SEARCH} gpt2 --output /proc/nosuch/plan.json",
         "--output = '/proc/nosuch'",

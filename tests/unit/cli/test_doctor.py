@@ -9,8 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
-from pathlib import Path
 
 import pytest
 from packaging.specifiers import SpecifierSet
@@ -24,18 +22,18 @@ from wavemare.comm.mpi import MpiInfo
 doctor = sys.modules["wavemare.cli.doctor"]  # the package's name is the function
 
 
-def only(findings: Iterable[Finding]) -> Finding:
+def only(findings):
     (finding,) = findings
     return finding
 
 
-def fake(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> None:
+def fake(monkeypatch, *findings):
     monkeypatch.setattr(doctor, "diagnose", lambda hostfile, master_port: list(findings))
 
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])
-def test_exit_code_and_json(monkeypatch: pytest.MonkeyPatch, status: str, code: int) -> None:
-    fake(monkeypatch, Finding("check", status, "value", "remedy"))  # type: ignore[arg-type]
+def test_exit_code_and_json(monkeypatch, status, code):
+    fake(monkeypatch, Finding("check", status, "value", "remedy"))
     result = CliRunner().invoke(app, ["doctor", "--json"])
     assert result.exit_code == code
     assert json.loads(result.stdout) == [
@@ -43,7 +41,7 @@ def test_exit_code_and_json(monkeypatch: pytest.MonkeyPatch, status: str, code: 
     ]
 
 
-def test_table_takes_text_literally(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_takes_text_literally(monkeypatch):
     remedy = 'pip install "wavemare[mpi]"'
     fake(monkeypatch, Finding("host [b]a[/b]", "fail", "value", remedy))
     result = CliRunner().invoke(app, ["doctor"])
@@ -51,7 +49,7 @@ def test_table_takes_text_literally(monkeypatch: pytest.MonkeyPatch) -> None:
         assert text in result.stdout
 
 
-def test_this_environment_has_no_failure() -> None:
+def test_this_environment_has_no_failure():
     failures = [f for f in doctor.diagnose() if f.status == "fail" and f.check != "extension locks"]
     assert failures == []
 
@@ -64,18 +62,18 @@ def test_this_environment_has_no_failure() -> None:
         ("no-such-package", ">=1", "fail", 'pip install "no-such-package>=1"'),
     ],
 )
-def test_versions(name: str, wanted: str, status: str, remedy: str) -> None:
+def test_versions(name, wanted, status, remedy):
     finding = software.check_version(name, SpecifierSet(wanted))
     assert (finding.status, finding.remedy) == (status, remedy)
 
 
-def test_a_local_build_counts_as_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_build_counts_as_its_version(monkeypatch):
     monkeypatch.setattr(software.metadata, "version", lambda name: "2.13.0+cpu")
     assert software.check_version("torch", SpecifierSet(">=2.13")).status == "ok"
     assert software.check_version("torch", SpecifierSet(">2.13")).status == "fail"
 
 
-def test_mpi_states() -> None:
+def test_mpi_states():
     none = only(mpi.check_mpi(MpiInfo(problem="cannot load MPI library")))
     assert (none.status, "cannot load MPI library" in none.value) == ("ok", True)
     known = {"mpi4py": "4.1", "flavour": "MPICH", "version": "5.0.2", "thread_level": "multiple"}
@@ -90,7 +88,7 @@ def test_mpi_states() -> None:
     assert "PATH" in finding.remedy
 
 
-def make_lock(folder: Path, *, age: float) -> Path:
+def make_lock(folder, *, age):
     lock = folder / "py311_cpu" / "my op" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
@@ -98,7 +96,7 @@ def make_lock(folder: Path, *, age: float) -> Path:
     return lock
 
 
-def test_stale_lock_names_the_command_that_removes_it(tmp_path: Path) -> None:
+def test_stale_lock_names_the_command_that_removes_it(tmp_path):
     lock = make_lock(tmp_path, age=7200)
     finding = only(machine.check_extension_locks(tmp_path))
     assert finding.status == "fail"
@@ -109,7 +107,7 @@ def test_stale_lock_names_the_command_that_removes_it(tmp_path: Path) -> None:
     assert only(machine.check_extension_locks(tmp_path / "missing")).status == "ok"
 
 
-def test_lock_that_may_have_a_builder_is_left_alone(tmp_path: Path) -> None:
+def test_lock_that_may_have_a_builder_is_left_alone(tmp_path):
     make_lock(tmp_path / "young", age=5)
     assert only(machine.check_extension_locks(tmp_path / "young")).status == "warn"
     lock = make_lock(tmp_path, age=7200)
@@ -119,7 +117,7 @@ def test_lock_that_may_have_a_builder_is_left_alone(tmp_path: Path) -> None:
     assert only(machine.check_extension_locks(tmp_path)).status == "fail"
 
 
-def test_extensions_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_extensions_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     assert machine.extensions_folder() == tmp_path
     make_lock(tmp_path, age=7200)
@@ -130,9 +128,7 @@ def test_extensions_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("free", "status"), [(2**20, "warn"), (2**40, "ok")])
-def test_shared_memory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: int, status: str
-) -> None:
+def test_shared_memory(monkeypatch, tmp_path, free, status):
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: type("Usage", (), {"free": free}))
     assert only(machine.check_shared_memory(tmp_path)).status == status
     assert only(machine.check_shared_memory(tmp_path / "missing")).status == "warn"
@@ -142,9 +138,7 @@ def test_shared_memory(
     ("limits", "status", "remedy"),
     [((256, 4096), "warn", "ulimit -n 4096"), ((1024, 1024), "ok", ""), ((-1, -1), "ok", "")],
 )
-def test_descriptors(
-    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], status: str, remedy: str
-) -> None:
+def test_descriptors(monkeypatch, limits, status, remedy):
     monkeypatch.setattr(machine.resource, "getrlimit", lambda _: limits)
     finding = only(machine.check_descriptors())
     assert (finding.status, finding.remedy) == (status, remedy)
@@ -157,9 +151,7 @@ ens5 00000000 0100000A 0003 0 0 0 00000000 0 0 0
 
 
 @pytest.mark.parametrize(("address", "status"), [("127.0.1.1", "warn"), ("10.0.0.7", "ok")])
-def test_host_name(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, address: str, status: str
-) -> None:
+def test_host_name(monkeypatch, tmp_path, address, status):
     assert network.default_interface(tmp_path / "route") is None
     (tmp_path / "route").write_text(ROUTES)
     monkeypatch.setattr(network.socket, "gethostbyname", lambda name: address)
@@ -168,16 +160,14 @@ def test_host_name(
     assert ("GLOO_SOCKET_IFNAME=ens5" in finding.remedy) is (status == "warn")
 
 
-def test_host_name_that_resolves_slowly_or_not(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_host_name_that_resolves_slowly_or_not(monkeypatch, tmp_path):
     ended = threading.Event()
     monkeypatch.setattr(network.socket, "gethostbyname", lambda name: ended.wait())
     slow = only(network.check_hostname(tmp_path / "none", limit_s=0.05))
     ended.set()
     assert (slow.status, "longer than 0.05 s" in slow.value) == ("warn", True)
 
-    def refuse(name: str) -> str:
+    def refuse(name):
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(network.socket, "gethostbyname", refuse)
@@ -195,9 +185,7 @@ def test_host_name_that_resolves_slowly_or_not(
         ("NCCL_SOCKET_IFNAME", "nosuch0,lo", "fail"),
     ],
 )
-def test_interface_variables(
-    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, status: str
-) -> None:
+def test_interface_variables(monkeypatch, variable, value, status):
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     assert list(network.check_interface_variables()) == []
@@ -206,7 +194,7 @@ def test_interface_variables(
     assert (finding.check, finding.status) == (variable, status)
 
 
-def test_hostfile_is_read_as_deepspeed_reads_it() -> None:
+def test_hostfile_is_read_as_deepspeed_reads_it():
     from deepspeed.launcher import runner
 
     text = "# cluster\n\nnode0 slots=4\n  node1   slots=2  \n"
@@ -217,7 +205,7 @@ def test_hostfile_is_read_as_deepspeed_reads_it() -> None:
     assert [host.line for host in hosts] == [3, 4]
 
 
-def test_hostfile_problems_name_the_line() -> None:
+def test_hostfile_problems_name_the_line():
     hosts, findings = hostfile.parse_hostfile("node0 slots=2\nnode1\nnode2 slots=1 max=2\n")
     assert [host.name for host in hosts] == ["node0"]
     assert [finding.status for finding in findings] == ["fail", "fail"]
@@ -226,26 +214,16 @@ def test_hostfile_problems_name_the_line() -> None:
     assert all(finding.remedy for finding in findings)
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (b"# nobody\n", "it names no host"),
-        (b"\xffnode slots\n", "line 1: "),
-        (None, "deepspeed would use this host alone"),
-    ],
-)
-def test_hostfile_without_hosts(tmp_path: Path, content: bytes | None, reason: str) -> None:
-    if content is not None:
-        (tmp_path / "hosts").write_bytes(content)
+def test_hostfile_without_hosts(tmp_path):
     finding = only(hostfile.check_hostfile(tmp_path / "hosts"))
     assert finding.status == "fail"
-    assert reason in finding.value
+    assert "deepspeed would use this host alone" in finding.value
+    (tmp_path / "hosts").write_text("# nobody\n")
+    assert only(hostfile.check_hostfile(tmp_path / "hosts")).value == "it names no host"
 
 
 @pytest.mark.parametrize("name", ["localhost", "127.0.0.1", socket.gethostname()])
-def test_this_host_alone_needs_no_ssh(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
-) -> None:
+def test_this_host_alone_needs_no_ssh(monkeypatch, tmp_path, name):
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "hosts").write_text(f"{name} slots=2\n")
     with socket.create_server(("", 0)) as taken:
@@ -255,7 +233,7 @@ def test_this_host_alone_needs_no_ssh(
 
 
 @pytest.fixture
-def ssh_config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def ssh_config(monkeypatch, tmp_path):
     """Return the user's configuration of ssh, which ssh reads from elsewhere."""
     real = shutil.which("ssh")
     if real is None:
@@ -268,7 +246,7 @@ def ssh_config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "config"
 
 
-def test_each_host_is_asked_where_ssh_would(ssh_config: Path, tmp_path: Path) -> None:
+def test_each_host_is_asked_where_ssh_would(ssh_config, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         good, shut = server.getsockname()[1], closed.getsockname()[1]

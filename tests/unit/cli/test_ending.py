@@ -5,8 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -56,28 +54,21 @@ open(f"{folder}/saved{rank}", "w").write(str(helper_lived))
 sys.exit(%(code)s)
 """
 
-Launcher = subprocess.Popen[bytes]
-
 
 @pytest.fixture
-def start(tmp_path: Path, wait_for: Callable[..., None]) -> Iterator[Callable[..., Launcher]]:
+def start(tmp_path, wait_for):
     """Start a launcher in a session of its own, and wait until its ranks are up."""
-    launchers: list[Launcher] = []
+    launchers = []
 
-    def run(*, seconds: float = 0.5, code: int = 0) -> Launcher:
+    def run(*, seconds=0.5, code=0):
         package = tmp_path / "path" / "deepspeed" / "launcher"
         package.mkdir(parents=True)
         for file in (package.parent / "__init__.py", package / "__init__.py"):
             file.touch()
         (package / "launch.py").write_text(STARTER)
+        rank = RANK % {"seconds": seconds, "code": code}
         launcher = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                RUNNER,
-                str(tmp_path),
-                RANK % {"seconds": seconds, "code": code},
-            ],
+            [sys.executable, "-c", RUNNER, str(tmp_path), rank],
             env={**os.environ, "PYTHONPATH": str(tmp_path / "path")},
             start_new_session=True,
         )
@@ -96,7 +87,7 @@ def start(tmp_path: Path, wait_for: Callable[..., None]) -> Iterator[Callable[..
         launcher.wait()
 
 
-def processes_of(launcher: Launcher) -> list[psutil.Process]:
+def processes_of(launcher):
     """Return the runner, the starter, and two ranks with a helper each."""
     main = psutil.Process(launcher.pid)
     found = [main, *main.children(recursive=True)]
@@ -104,7 +95,7 @@ def processes_of(launcher: Launcher) -> list[psutil.Process]:
     return found
 
 
-def have_ended(processes: list[psutil.Process]) -> bool:
+def have_ended(processes):
     """Whether no process is left; a zombie may wait for its parent."""
     for process in processes:
         try:
@@ -115,12 +106,12 @@ def have_ended(processes: list[psutil.Process]) -> bool:
     return True
 
 
-def saved(folder: Path) -> list[str]:
+def saved(folder):
     return [file.read_text() for file in sorted(folder.glob("saved*"))]
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_ranks_save_and_leave(start: Callable[..., Launcher], tmp_path: Path, code: int) -> None:
+def test_ranks_save_and_leave(start, tmp_path, code):
     launcher = start(code=code)
     processes = processes_of(launcher)
     assert end_job(launcher, [signal.SIGTERM]) == code
@@ -133,13 +124,7 @@ def test_ranks_save_and_leave(start: Callable[..., Launcher], tmp_path: Path, co
     [([signal.SIGTERM], 0.5), ([signal.SIGTERM, signal.SIGINT], 600.0)],
     ids=["too slow", "a second signal"],
 )
-def test_slow_ranks_are_ended(
-    start: Callable[..., Launcher],
-    tmp_path: Path,
-    wait_for: Callable[..., None],
-    received: list[int],
-    limit_s: float,
-) -> None:
+def test_slow_ranks_are_ended(start, tmp_path, wait_for, received, limit_s):
     launcher = start(seconds=600)
     processes = processes_of(launcher)
     assert end_job(launcher, received, limit_s) == -signal.SIGTERM
@@ -147,9 +132,7 @@ def test_slow_ranks_are_ended(
     wait_for(lambda: have_ended(processes))
 
 
-def test_ranks_save_although_every_process_was_signalled(
-    start: Callable[..., Launcher], tmp_path: Path
-) -> None:
+def test_ranks_save_although_every_process_was_signalled(start, tmp_path):
     launcher = start()
     processes = processes_of(launcher)
     for process in processes[:2]:
@@ -160,7 +143,7 @@ def test_ranks_save_although_every_process_was_signalled(
     assert have_ended(processes)
 
 
-def test_a_job_that_has_ended_keeps_its_code(start: Callable[..., Launcher]) -> None:
+def test_a_job_that_has_ended_keeps_its_code(start):
     launcher = start(seconds=0, code=4)
     for process in processes_of(launcher)[2:4]:
         process.terminate()

@@ -4,8 +4,6 @@
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import psutil
 import pytest
@@ -33,7 +31,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     ("code", "shell"),
     [(0, 0), (2, 2), (130, 130), (-9, 137), (-15, 143), (247, 137), (250, 134), (255, 255)],
 )
-def test_exit_code(code: int, shell: int) -> None:
+def test_exit_code(code, shell):
     assert launch.exit_code(code) == shell
 
 
@@ -48,9 +46,7 @@ def test_exit_code(code: int, shell: int) -> None:
         (255, True, 255, ""),
     ],
 )
-def test_run_returns_and_explains_the_exit_code(
-    capfd: pytest.CaptureFixture[str], code: int, bare: bool, expected: int, said: str
-) -> None:
+def test_run_returns_and_explains_the_exit_code(capfd, code, bare, expected, said):
     before = [signal.getsignal(number) for number in SIGNALS]
     program = [sys.executable, "-c", f"import sys; sys.exit({code})"]
     assert launch.run(program, {}, bare_signals=bare) == expected
@@ -58,16 +54,14 @@ def test_run_returns_and_explains_the_exit_code(
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
-def test_variables_reach_the_ranks(capfd: pytest.CaptureFixture[str]) -> None:
+def test_variables_reach_the_ranks(capfd):
     program = "import os; print(os.environ['MARK'], 'PATH' in os.environ)"
     assert launch.run([sys.executable, "-c", program], {"MARK": "x"}) == 0
     assert capfd.readouterr().out == "x True\n"
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_signal_ends_all_processes_in_silence(
-    tmp_path: Path, wait_for: Callable[..., None], number: int
-) -> None:
+def test_signal_ends_all_processes_in_silence(tmp_path, wait_for, number):
     program = tmp_path / "launcher.py"
     program.write_text(LAUNCHER)
     ranks = tmp_path / "ranks"
@@ -85,7 +79,7 @@ def test_signal_ends_all_processes_in_silence(
     assert "launcher.py" not in errors  # no traceback of the launcher
 
 
-def alive(pid: int) -> bool:
+def alive(pid):
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -93,15 +87,13 @@ def alive(pid: int) -> bool:
 
 
 @pytest.fixture
-def torch_version(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def torch_version(monkeypatch):
     for name in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     return lambda version: monkeypatch.setattr(launch.metadata, "version", lambda _: version)
 
 
-def test_cpu_is_said_outright_unless_the_user_has_set_it(
-    torch_version: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cpu_is_said_outright_unless_the_user_has_set_it(torch_version, monkeypatch):
     torch_version("2.13.0+cpu")
     assert launch.extra_environment() == {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
@@ -111,9 +103,7 @@ def test_cpu_is_said_outright_unless_the_user_has_set_it(
 
 
 @pytest.mark.parametrize("devices", [[], ["/dev/nvidia0"]])
-def test_device_files_decide_with_a_torch_for_gpus(
-    torch_version: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, devices: list[str]
-) -> None:
+def test_device_files_decide_with_a_torch_for_gpus(torch_version, monkeypatch, devices):
     torch_version("2.13.0+cu130")
     matches = {"/dev/nvidia[0-9]*": devices}
     monkeypatch.setattr(launch.glob, "glob", lambda pattern: matches.get(pattern, []))

@@ -4,7 +4,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 HEAVY = {"torch", "deepspeed", "transformers", "datasets", "numpy", "matplotlib", "mpi4py"}
 PROGRAM = """
@@ -24,7 +23,7 @@ open(file, "w").write(json.dumps(found))
 """
 
 
-def test_help_plans_and_refusals_are_light(tmp_path: Path) -> None:
+def test_help_plans_and_refusals_are_light(tmp_path):
     plan = ["plan", "show", "--stages", "4", "--micro-batches", "8", "--output", str(tmp_path)]
     codes = [
         (["--help"], 0),

@@ -4,7 +4,6 @@
 import io
 import json
 import sys
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -12,7 +11,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from wavemare.cli import app
-from wavemare.errors import ConfigError, PlanError, WavemareError
+from wavemare.errors import ConfigError, PlanError
 from wavemare.pipeline.check import check
 from wavemare.pipeline.draw import grid, to_csv
 from wavemare.pipeline.plan import Plan
@@ -23,7 +22,7 @@ from wavemare.pipeline.wave import accumulation, in_phase, tick_tock
 FILES = ["plan.csv", "plan.png", "plan.svg", "plan.txt", "trace.json"]
 
 
-def show(*options: str) -> str:
+def show(*options):
     result = CliRunner().invoke(
         app, ["plan", "show", *options], catch_exceptions=False, env={"COLUMNS": "80"}
     )
@@ -31,13 +30,7 @@ def show(*options: str) -> str:
     return result.stdout
 
 
-def error_of(*options: str) -> WavemareError:
-    with pytest.raises(WavemareError) as caught:
-        CliRunner().invoke(app, ["plan", "show", *options], catch_exceptions=False)
-    return caught.value
-
-
-def test_defaults_are_those_of_the_help() -> None:
+def test_defaults_are_those_of_the_help():
     plan = pipemare(4, 8, 4)
     text = show()
     assert text.startswith(str(check(plan)))
@@ -65,7 +58,7 @@ CHAIN = {"sums_output": (False, True, False), "sums_gradient": (False, True, Tru
     ],
     ids=str,
 )
-def test_options_choose_the_plan(options: list[str], plan: Plan) -> None:
+def test_options_choose_the_plan(options, plan):
     numbers = ["--stages", "3", "--micro-batches", "4", "--steps", "2"]
     assert Plan.parse(show(*numbers, "--text", *options)) == plan
     text = show(*numbers, *options)
@@ -73,7 +66,7 @@ def test_options_choose_the_plan(options: list[str], plan: Plan) -> None:
     assert text.endswith(f"\n{grid(plan)}\n")
 
 
-def test_hidden_collectives_are_predicted(tmp_path: Path) -> None:
+def test_hidden_collectives_are_predicted(tmp_path):
     # Micro-batches of 4 x (1 + 2) ms; the sums of the first forward and the last backward pass
     # have nothing to run behind, 1 ms for each of the three segments below the head.
     numbers = ("--stages", "4", "--micro-batches", "2", "--steps", "1", "--collective-ms", "1")
@@ -89,7 +82,7 @@ def test_hidden_collectives_are_predicted(tmp_path: Path) -> None:
     assert hidden in show("--file", file, "--collective-ms", "1")
 
 
-def test_text_is_read_back(tmp_path: Path) -> None:
+def test_text_is_read_back(tmp_path):
     file = tmp_path / "plan.txt"
     options = ["--schedule", "1f1b", "--stages", "2", "--steps", "2"]
     file.write_text(show(*options, "--text"))
@@ -97,7 +90,7 @@ def test_text_is_read_back(tmp_path: Path) -> None:
     assert show("--file", str(file), "--text") == file.read_text()
 
 
-def test_prediction_is_that_of_the_simulation() -> None:
+def test_prediction_is_that_of_the_simulation():
     # Flush 1F1B of P stages and M micro-batches of equal cost: M + P - 1 rounds, M of them busy.
     text = show("--schedule", "1f1b", "--stages", "4", "--micro-batches", "8", "--steps", "1")
     assert "time: 33 ms, 33 ms per step" in text
@@ -105,7 +98,7 @@ def test_prediction_is_that_of_the_simulation() -> None:
     assert f"busy: {8 / 11:.1%} (by rank {8 / 11:.1%} to {8 / 11:.1%})" in text
 
 
-def test_costs_may_differ_by_stage() -> None:
+def test_costs_may_differ_by_stage():
     text = show(
         *("--stages", "2", "--micro-batches", "1", "--steps", "1", "--schedule", "inference"),
         *("--forward-ms", "1.5,0.5", "--send-ms", "0.25"),
@@ -115,7 +108,7 @@ def test_costs_may_differ_by_stage() -> None:
     assert f"(by rank {0.5 / 2.25:.1%} to {1.5 / 2.25:.1%})" in text
 
 
-def test_output_holds_every_form(tmp_path: Path) -> None:
+def test_output_holds_every_form(tmp_path):
     folder = tmp_path / "new" / "folder"
     plan = pipemare(3, 2, 2)
     numbers = ("--stages", "3", "--micro-batches", "2", "--steps", "2", "--step-ms", "0.5")
@@ -135,9 +128,9 @@ def test_output_holds_every_form(tmp_path: Path) -> None:
     assert Image.open(io.BytesIO((folder / "plan.png").read_bytes())).width == 1200
 
 
-def test_grid_has_colours_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grid_has_colours_on_a_terminal(monkeypatch):
     class Terminal(io.StringIO):
-        def isatty(self) -> bool:
+        def isatty(self):
             return True
 
     for variable in ("NO_COLOR", "CI"):
@@ -152,43 +145,15 @@ def test_grid_has_colours_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    ("options", "key", "reason"),
-    [
-        (["--micro-batches", "0"], "micro_batches", "at least one"),
-        (["--schedule", "1f1b", "--warmup-steps", "2"], "--warmup-steps", "with pipemare"),
-        (["--schedule", "1f1b", "--drain-interval", "2"], "--drain-interval", "with pipemare"),
-        (["--send-ms", "1,,2"], "--send-ms", "no numbers"),
-        (["--backward-ms", "-1"], "--backward-ms", "0 or more"),
-        (["--send-ms", "inf"], "--send-ms", "0 or more"),
-        (["--collective-ms", "1"], "--collective-ms", "'pipemare' has no collectives"),
-        (["--schedule", "tick-tock", "--slack", "1"], "--slack", "with pipemare"),
-        (["--schedule", "tick-tok"], "schedule", "Did you mean 'tick-tock'"),
-    ],
-    ids=" ".join,
-)
-def test_impossible_options_are_refused(options: list[str], key: str, reason: str) -> None:
-    error = error_of(*options)
-    assert error.key == key
-    assert reason in str(error)
-    assert error.exit_code == 2
-
-
-@pytest.mark.parametrize(
     ("content", "kind", "reason"),
     [
         (b"\xff\xfe\x00", ConfigError, "this is not text"),
-        (b"", PlanError, "plan"),
-        (b"plan schedule=x", PlanError, "plan schedule=x"),
         (b"0: 0F0", PlanError, "0: 0F0"),
         # Without the receive of its gradient the first stage's backward pass has no input.
         (str(pipemare(2, 1, 1)).replace(" 0RG0@0", "").encode(), PlanError, "0B0"),
     ],
 )
-def test_bad_files_are_refused(
-    tmp_path: Path, content: bytes, kind: type[WavemareError], reason: str
-) -> None:
-    file = tmp_path / "plan.txt"
-    file.write_bytes(content)
-    error = error_of("--file", str(file))
-    assert isinstance(error, kind)
-    assert reason in str(error)
+def test_bad_files_are_refused(tmp_path, content, kind, reason):
+    (tmp_path / "plan.txt").write_bytes(content)
+    with pytest.raises(kind, match=reason):
+        show("--file", str(tmp_path / "plan.txt"))
