@@ -149,19 +149,6 @@ def has_circle(plan):
         after = {place: needs - free for place, needs in after.items() if place not in free}
 
 
-def test_sends_wait_only_when_their_slots_are_in_use():
-    plan = messages(2, "0SA0 0SA1 0SA2 0SA3", "1F0 1RA0 1F0 1RA1 1F0 1RA2 1RA3")
-    times = execute(plan, lambda *_: 10.0, lambda _: 1.0)
-    assert times[0] == [0.0, 0.0, 10.0, 20.0]
-    assert times[1] == [10.0, 10.0, 20.0, 20.0, 30.0, 30.0, 30.0]
-
-
-def test_blocking_sends_end_with_their_receives():
-    plan = messages(0, "0SA0 0F0 0SA1", "1F0 1RA0 1RA1")
-    times = execute(plan, lambda *_: 10.0, lambda _: 1.0)
-    assert times == [[11.0, 21.0, 22.0], [10.0, 11.0, 22.0]]
-
-
 def test_waiting_for_what_never_comes_is_told_from_a_circle():
     with pytest.raises(PlanError, match="a rank waits for what never comes") as info:
         execute(messages(1, "0SA0", "1RA0 1RA1 1F1"), no_time, no_time)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from wavemare.errors import PlanError
 from wavemare.pipeline.action import Action, Kind
-from wavemare.pipeline.order import Stream, ahead, compute_order
+from wavemare.pipeline.order import Stream, ahead
 
 
 def twin_order(stage, num_stages, count):
@@ -39,16 +39,6 @@ def test_without_an_end_the_stream_stays_ahead(num_stages, micro_batches, data):
     # The clock of a longer run, up to the same backward pass.
     longer = twin_order(stage, num_stages, 3 * micro_batches + num_stages)
     assert got == longer[: len(got)]
-
-
-def test_an_order_that_stands_in_a_book():
-    order = compute_order(1, 3, first=0, last=3, forwarded=0, stop=3)
-    assert " ".join(map(str, order)) == "1F0 1F1 1B0 1F2 1B1 1B2"
-
-
-def test_forwards_are_not_repeated_beyond_a_stop():
-    order = compute_order(0, 4, first=2, last=4, forwarded=5, stop=4)
-    assert " ".join(map(str, order)) == "0B2 0B3"
 
 
 @pytest.mark.parametrize(("stage", "num_stages"), [(-1, 2), (2, 2), (0, 0)])

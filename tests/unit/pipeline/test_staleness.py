@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight versions against a pipeline played tick by tick, and against the plans."""
+"""Weight versions against a pipeline played tick by tick."""
 
 import math
 
@@ -8,9 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wavemare.errors import PlanError
-from wavemare.pipeline.action import Kind
 from wavemare.pipeline.order import ahead
-from wavemare.pipeline.schedules import drain_boundary, pipemare
 from wavemare.pipeline.staleness import (
     MODES,
     ema_decay,
@@ -53,36 +51,6 @@ def test_versions_are_those_of_the_pipeline_played_tick_by_tick(num_stages, micr
             sum(settled) / len(settled), abs=1e-12
         )
         assert max_staleness(stage, num_stages, micro_batches) == max(settled)
-
-
-@given(
-    num_stages=st.integers(1, 6),
-    micro_batches=st.integers(1, 5),
-    warmup_steps=st.integers(0, 3),
-    drain_interval=st.integers(0, 5),
-)
-def test_versions_with_drains_are_those_of_the_plan(
-    num_stages, micro_batches, warmup_steps, drain_interval
-):
-    steps = 9
-    drains = {"warmup_steps": warmup_steps, "drain_interval": drain_interval}
-    plan = pipemare(num_stages, micro_batches, steps, **drains)
-    drained = 0
-    expected = {}
-    for step in range(steps):
-        first = step * micro_batches
-        for m in range(first, first + micro_batches):
-            for stage in range(num_stages):
-                seen = forward_version(m, ahead(stage, num_stages), micro_batches, drained)
-                expected[stage, m] = (seen, m // micro_batches)
-        if drain_boundary(step, first, micro_batches, **drains) == first + micro_batches:
-            drained = step + 1
-    actions = [action for rank in plan.ranks for action in rank]
-    versions = {(a.kind, a.stage, a.micro_batch): a.version for a in actions}
-    assert expected == {
-        (stage, m): (versions[Kind.FORWARD, stage, m], versions[Kind.BACKWARD, stage, m])
-        for stage, m in expected
-    }
 
 
 def test_learning_rate_rises_from_the_divided_to_the_whole():

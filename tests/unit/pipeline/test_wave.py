@@ -57,53 +57,43 @@ def text(actions):
     return " ".join(map(str, (a._replace(version=-1, wave=0) for a in actions)))
 
 
-# The orders, written out.
+# Norm, products, norm, products, norm, head.
+CHAIN = {"sums_output": [0, 1, 0, 1, 0, 0], "sums_gradient": [0, 1, 0, 1, 0, 0]}
+HEAD_SUMS = {"sums_output": [1, 0, 1, 0], "sums_gradient": [0, 1, 0, 1]}
+BEHIND_HEAD = "0F0 1F0 2F0 3F0 3B0 0F1 2B0 1B0 1F1 2F1 0B0 3F1 3B1 2B1 1B1 0B1"
 
 
-def test_tick_tock_of_three_segments_and_three_micro_batches():
-    assert text(passes(tick_tock(3, 3))) == (
-        "0F0 1F0 2F0 2B0 1B0 0F1 0B0 1F1 2F1 2B1 1B1 0F2 0B1 1F2 2F2 2B2 1B2 0B2"
-    )
-
-
-def test_the_other_pair_order():
-    assert text(passes(tick_tock(3, 2, pair_order="fb"))) == (
-        "0F0 1F0 2F0 2B0 0F1 1B0 1F1 0B0 2F1 2B1 1B1 0B1"
-    )
+@pytest.mark.parametrize(
+    ("plan", "expected"),
+    [
+        (
+            tick_tock(3, 3),
+            "0F0 1F0 2F0 2B0 1B0 0F1 0B0 1F1 2F1 2B1 1B1 0F2 0B1 1F2 2F2 2B2 1B2 0B2",
+        ),
+        (tick_tock(3, 2, pair_order="fb"), "0F0 1F0 2F0 2B0 0F1 1B0 1F1 0B0 2F1 2B1 1B1 0B1"),
+        (in_phase(3, 3), "0F0 0F1 1F0 1F1 2F0 2B0 2F1 2B1 1B0 1B1 0B0 0B1 0F2 1F2 2F2 2B2 1B2 0B2"),
+        (
+            tick_tock(6, 2, **CHAIN),
+            "0F0 1F0 2F0 3F0 4F0 5F0 5B0 4B0 3B0 0F1 1F1 2B0 1B0 2F1 3F1 0B0 4F1 5F1 5B1 4B1 3B1 "
+            "2B1 1B1 0B1",
+        ),
+        (
+            in_phase(6, 2, **CHAIN),
+            "0F0 1F0 0F1 1F1 2F0 3F0 2F1 3F1 4F0 4F1 5F0 5B0 5F1 5B1 4B0 3B0 4B1 3B1 2B0 1B0 2B1 "
+            "1B1 0B0 0B1",
+        ),
+        (tick_tock(4, 2, **HEAD_SUMS), BEHIND_HEAD),
+        (tick_tock(4, 2, **HEAD_SUMS, pair_order="fb"), BEHIND_HEAD),
+    ],
+)
+def test_the_order_of_passes(plan, expected):
+    assert text(passes(plan)) == expected
 
 
 def test_accumulation_takes_one_micro_batch_after_the_other():
     assert text(accumulation(2, 2).ranks[0]) == (
         "0L0 0F0 1F0 1B0 0B0 0L1 0F1 1F1 1B1 0B1 0R1 1R1 0S1 1S1"
     )
-
-
-def test_in_phase_goes_forward_and_backward_in_pairs():
-    assert text(passes(in_phase(3, 3))) == (
-        "0F0 0F1 1F0 1F1 2F0 2B0 2F1 2B1 1B0 1B1 0B0 0B1 0F2 1F2 2F2 2B2 1B2 0B2"
-    )
-
-
-CHAIN = {"sums_output": [0, 1, 0, 1, 0, 0], "sums_gradient": [0, 1, 0, 1, 0, 0]}
-"""Norm, products, norm, products, norm, head."""
-
-
-def test_waves_alternate_by_groups_that_end_in_collectives():
-    assert text(passes(tick_tock(6, 2, **CHAIN))) == (
-        "0F0 1F0 2F0 3F0 4F0 5F0 5B0 4B0 3B0 0F1 1F1 2B0 1B0 2F1 3F1 0B0 4F1 5F1 5B1 4B1 3B1 "
-        "2B1 1B1 0B1"
-    )
-    assert text(passes(in_phase(6, 2, **CHAIN))) == (
-        "0F0 1F0 0F1 1F1 2F0 3F0 2F1 3F1 4F0 4F1 5F0 5B0 5F1 5B1 4B0 3B0 4B1 3B1 2B0 1B0 2B1 1B1 "
-        "0B0 0B1"
-    )
-
-
-def test_a_head_that_sums_its_gradient_is_a_group():
-    expected = "0F0 1F0 2F0 3F0 3B0 0F1 2B0 1B0 1F1 2F1 0B0 3F1 3B1 2B1 1B1 0B1"
-    sums = {"sums_output": [1, 0, 1, 0], "sums_gradient": [0, 1, 0, 1]}
-    for order in ("bf", "fb"):
-        assert text(passes(tick_tock(4, 2, **sums, pair_order=order))) == expected
 
 
 @pytest.mark.parametrize("make", [accumulation, in_phase, tick_tock])
@@ -195,24 +185,23 @@ def test_steps_end_empty_with_at_most_two_waves_under_way(made):
     assert steps == expected
 
 
-@some
-@given(made=plans())
-def test_steps_are_the_windows_of_the_plan(made):
-    plan, sums = made
-    size = plan.num_stages, plan.micro_batches
-    make = {"accumulation": accumulation_step, "in-phase": in_phase_step}.get(plan.schedule)
-    if make is None:
-        return
-    options = {} if plan.schedule == "accumulation" else sums
-    steps = [make(*size, step, **options) for step in range(plan.num_steps)]
-    assert plan.ranks == (sum(steps, ()),)
-
-
-def test_a_step_of_tick_tock():
-    options = {"pair_order": "fb", "saved_bytes": [3, 2, 1], "budget": 7}
-    plan = tick_tock(3, 4, 3, **options)
-    assert sum((tick_tock_step(3, 4, step, **options) for step in range(3)), ()) == plan.ranks[0]
-    assert {a.version for a in tick_tock_step(3, 4, 2, **options)} == {2}
+@pytest.mark.parametrize(
+    ("make_plan", "make_step", "options"),
+    [
+        (accumulation, accumulation_step, {}),
+        (in_phase, in_phase_step, CHAIN),
+        (tick_tock, tick_tock_step, CHAIN),
+        (
+            tick_tock,
+            tick_tock_step,
+            {"pair_order": "fb", "saved_bytes": [6, 5, 4, 3, 2, 1], "budget": 24},
+        ),
+    ],
+)
+def test_steps_are_the_windows_of_the_plan(make_plan, make_step, options):
+    steps = [make_step(6, 3, step, **options) for step in range(3)]
+    assert make_plan(6, 3, 3, **options).ranks == (sum(steps, ()),)
+    assert {action.version for action in steps[2]} == {2}
 
 
 # Collectives.
