@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from wavemare.parallel.speed import Line, measure_speeds
+from wavemare.parallel.speed import Line, example_samples, measure_speeds
 
 
 class Clocked(nn.Module):
@@ -57,3 +57,14 @@ def test_slow_passes_are_fewer(clock, alone):
     model = Clocked(clock, unit_s=1.0)
     measure_speeds(model, batch_of, (4, 8))
     assert model.passes == {8: 2, 4: 2}
+
+
+@pytest.mark.parametrize("head", ["LMHeadModel", "ForSequenceClassification"])
+def test_examples_use_the_whole_vocabulary_and_suit_the_head(head):
+    model = type(head, (), {"config": SimpleNamespace(vocab_size=60)})()
+    batch = example_samples(model, sequence_length=12, samples=5)
+    tokens = batch["input_ids"]
+    assert tokens.shape == (5, 12)
+    assert sorted(tokens.flatten().tolist()) == list(range(60))
+    labels = tokens if head == "LMHeadModel" else torch.zeros(5, dtype=torch.long)
+    assert torch.equal(batch["labels"], labels)

@@ -15,6 +15,7 @@ from wavemare.parallel.planner.layout import Scene
 from wavemare.parallel.planner.memory import Variant
 from wavemare.parallel.planner.probe import group_types
 from wavemare.parallel.planner.proposals import unlike_layouts
+from wavemare.parallel.planner.variants import variants
 
 GIB = 2**30
 
@@ -246,3 +247,25 @@ def test_neighbours_are_stages_of_a_replica_or_replicas_of_a_stage():
     variant = Variant(stages=2, tensor_parallel=1, data_parallel=2)
     grids = {layout.units for layout in unlike_layouts(scene, variant, 2, float("inf"))}
     assert grids == {(((0,), (2,)), ((1,), (3,))), (((0,), (1,)), ((2,), (3,)))}
+
+
+@pytest.mark.parametrize("pipemare", [False, True])
+def test_the_best_plan_is_as_fast_as_the_fastest_of_all_layouts(pipemare):
+    devices = [
+        Device(type=f"{tflops}", tflops=tflops, memory_gib=16, memory_gb_s=1e5)
+        for tflops in (3, 3, 1, 1)
+    ]
+    cluster = Cluster(devices=tuple(devices), within=Link(0, 1e15), between=Link(0, 1e15))
+    costs = model_costs(gpt2(64, 2, 4, 100), 64)
+    settings = Settings(global_batch=6, pipemare=pipemare, max_tensor_parallel=1)
+    scene = Scene(costs, cluster, settings)
+    seconds = [
+        scene.predict(layout).step_s
+        for variant in variants(scene)
+        for micro_steps in (1, 2, 3, 6)
+        if 6 % (micro_steps * variant.data_parallel) == 0
+        for layout in unlike_layouts(scene, variant, micro_steps, float("inf"))
+    ]
+    found = search_plans(costs, cluster, settings).best
+    assert found.predicted.step_s == pytest.approx(min(seconds))
+    assert found.schedule == ("pipemare" if pipemare else "1f1b")

@@ -38,6 +38,9 @@ def test_only_gathers_of_zero_3_are_hidden(zero, passes):
     found = reduction_s(SLOW, 8e6, variant, micro_steps=3, layers=5, overlap=0.5)
     # A pass of a ring of 4: 3 messages of a quarter.
     assert found == pytest.approx(passes * 3 * 2e6 / 1e6)
+    single = replace(variant, data_parallel=1)
+    nowhere = Link(float("inf"), 1.0)
+    assert reduction_s(nowhere, 8e6, single, micro_steps=3, layers=5, overlap=0.5) == 0
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,10 @@ def test_boxes_lie_where_their_times_are() -> None:
         assert box.right == pytest.approx(first.left + end_s * second_px, abs=1.5)
     assert first.top == waiting.top == last.top
     assert second.top == step.top >= first.top + first.height
+    places = {label.text: label.y for label in picture.labels}
+    assert places["two ranks"] < 40  # nothing but a margin is above
+    for name, box in (("rank 0", first), ("rank 1", second)):
+        assert places[name] == pytest.approx(box.top + box.height / 2)
 
 
 def test_labels_say_which_rank_micro_batch_and_share() -> None:
@@ -161,6 +165,7 @@ def test_numbers_appear_when_they_fit() -> None:
         return sum(bool(re.fullmatch(r"1\d\d\d", text)) for text in found)
 
     assert numbers(20) == 20
+    assert numbers(46) == 46  # at the least size
     assert numbers(60) == 0  # they would have to be tiny
     assert numbers(300) == 0
 
