@@ -2,9 +2,9 @@
 """Tiny models of each family, their batches, and a group of one process."""
 
 import os
-import socket
 from unittest import mock
 
+import deepspeed
 import pytest
 import torch
 import transformers
@@ -24,20 +24,11 @@ _SIZES = {
     "eos_token_id": 2,
 }
 _GROUPED = {**_SIZES, "num_key_value_heads": 2, "head_dim": 8}
-_GPT2 = {
-    "vocab_size": VOCABULARY,
-    "n_positions": 64,
-    "n_embd": 32,
-    "n_layer": 3,
-    "n_head": 4,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 
 MODELS = {
-    "gpt2": lambda **k: transformers.GPT2LMHeadModel(transformers.GPT2Config(**_GPT2, **k)),
+    "gpt2": lambda **k: transformers.GPT2LMHeadModel(transformers.GPT2Config(**_SIZES, **k)),
     "gpt2-untied": lambda **k: transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(**_GPT2, tie_word_embeddings=False, **k)
+        transformers.GPT2Config(**_SIZES, tie_word_embeddings=False, **k)
     ),
     "bert-mlm": lambda **k: transformers.BertForMaskedLM(transformers.BertConfig(**_SIZES, **k)),
     "bert-cls": lambda **k: transformers.BertForSequenceClassification(
@@ -110,26 +101,14 @@ def make_batch():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def group_of_one():
+def group_of_one(tmp_path_factory):
     """Initialize torch.distributed for this process alone, and undo it."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    variables = {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    import deepspeed
-
-    available = dict(deepspeed.ops.__compatible_ops__)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled for minutes
-    with mock.patch.dict(os.environ, variables):
-        deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    store = tmp_path_factory.mktemp("group") / "store"
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    ops = deepspeed.ops.__compatible_ops__  # one of them would be compiled for minutes
+    with mock.patch.dict(os.environ, variables), mock.patch.dict(ops, deepspeed_shm_comm=False):
+        options = {"init_method": f"file://{store}", "rank": 0, "world_size": 1, "verbose": False}
+        deepspeed.init_distributed("gloo", auto_mpi_discovery=False, **options)
         yield
         torch.distributed.destroy_process_group()
         deepspeed_comm.cdb = None
-    deepspeed.ops.__compatible_ops__.clear()
-    deepspeed.ops.__compatible_ops__.update(available)
