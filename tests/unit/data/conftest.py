@@ -2,20 +2,21 @@
 
 import numpy as np
 import pytest
+from huggingface_hub import constants
 
+from wavemare.data.default_corpus import load_default_corpus
 from wavemare.data.documents import Document
+from wavemare.data.tokenizer import train_tokenizer
 from wavemare.data.tokens import TokenStore
 
 
 @pytest.fixture(autouse=True)
 def quiet_datasets(monkeypatch):
     """Fail at once, rather than after many retries, where a test would use the network."""
-    from huggingface_hub import constants
-
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_store():
     def make(documents, vocab_size=None):
         offsets = np.cumsum([0, *map(len, documents)]).astype(np.int64)
@@ -38,20 +39,14 @@ def documents(texts):
 
 @pytest.fixture(scope="session")
 def gpt_tokenizer(texts):
-    from wavemare.data.tokenizer import train_tokenizer
-
     return train_tokenizer(texts, 280, kind="gpt")
 
 
 @pytest.fixture(scope="session")
 def bert_tokenizer(texts):
-    from wavemare.data.tokenizer import train_tokenizer
-
     return train_tokenizer(texts, 290, kind="bert")
 
 
 @pytest.fixture(scope="session")
 def default_corpus():
-    from wavemare.data.default_corpus import load_default_corpus
-
     return load_default_corpus()

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from filelock import FileLock
 from typer.testing import CliRunner
 
 from wavemare.cli import app
@@ -35,14 +34,8 @@ def test_tokens_are_those_of_tokenize(tmp_path, documents, gpt_tokenizer, worker
     special = Document("forged", "the end<|endoftext|>of a text\nthat goes on\n" * 3)
     documents = [*documents, special, Document("blank", " \n")]
     calls = []
-    build(
-        documents,
-        gpt_tokenizer,
-        tmp_path / "c",
-        workers=workers,
-        batch_characters=500,
-        progress=lambda *at: calls.append(at),
-    )
+    options = {"workers": workers, "progress": lambda *at: calls.append(at)}
+    build(documents, gpt_tokenizer, tmp_path / "c", batch_characters=500, **options)
     expected = tokenize(documents[:-1], gpt_tokenizer, tmp_path / "cache")
     found = read_indexed(tmp_path / "c")
     assert np.array_equal(found.tokens, expected.tokens)
@@ -156,9 +149,6 @@ def test_refusals(tmp_path, documents, gpt_tokenizer):
     with pytest.raises(DataError, match="holds no text besides blanks"):
         build([Document("", "  ")], gpt_tokenizer, tmp_path / "empty")
     assert not list(tmp_path.glob("*empty*"))
-    lock = FileLock(tmp_path / ".d.lock.partial")
-    with lock, pytest.raises(DataError, match="another process builds it"):
-        build(documents, gpt_tokenizer, tmp_path / "d")
 
 
 def run(*arguments):

@@ -72,14 +72,9 @@ def test_golden_bytes(tmp_path):
     write(tmp_path / "corpus", [[[1, 2], [3]], [[500]]])
     assert files(tmp_path / "corpus") == (INDEX, TOKENS)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.bin", "corpus.idx"]
-
-
-def test_golden_bytes_with_modes(tmp_path):
-    write(tmp_path / "corpus", [[[1, 2], [3]], [[500]]], modes=True)
-    assert files(tmp_path / "corpus") == (INDEX + b"\x00\x01\x00", TOKENS)
-    modes = open_indexed(tmp_path / "corpus").modes
-    assert modes is not None
-    assert modes.tolist() == [0, 1, 0]
+    write(tmp_path / "modes", [[[1, 2], [3]], [[500]]], modes=True)
+    assert files(tmp_path / "modes") == (INDEX + b"\x00\x01\x00", TOKENS)
+    assert open_indexed(tmp_path / "modes").modes.tolist() == [0, 1, 0]
 
 
 DOCUMENTS = st.lists(
@@ -168,10 +163,8 @@ def test_merging_writes_over_nothing_unasked(tmp_path):
     notes.write_text("{}")
     with pytest.raises(DataError, match=r"an unfinished build is there.*--overwrite"):
         merge_indexed([tmp_path / "1"], tmp_path / "3")
-    with (
-        FileLock(tmp_path / ".4.lock.partial"),
-        pytest.raises(DataError, match="another process builds it"),
-    ):
+    lock = FileLock(tmp_path / ".4.lock.partial")
+    with lock, pytest.raises(DataError, match="another process builds it"):
         merge_indexed([tmp_path / "1"], tmp_path / "4")
     for target in ("2", "3"):
         merge_indexed([tmp_path / "1"], tmp_path / target, overwrite=True)
@@ -191,8 +184,6 @@ def test_what_cannot_be_merged(tmp_path):
         merge_indexed([tmp_path / "a", tmp_path / "b"], tmp_path / "out")
     with pytest.raises(DataError, match=r"kind is multimodal where that of .*a is plain"):
         merge_indexed([tmp_path / "a", tmp_path / "c"], tmp_path / "out")
-    with pytest.raises(DataError, match="the target is one of"):
-        merge_indexed([tmp_path / "a"], tmp_path / "a")
     with pytest.raises(DataError, match="nothing to merge"):
         merge_indexed([], tmp_path / "out")
     with pytest.raises(DataError, match=r"no such type.*uint16"):

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from wavemare.data.packing import PackedDataset, check_fits
-from wavemare.data.tokens import TokenStore
 from wavemare.errors import ConfigError, DataError
 
 
@@ -26,15 +24,13 @@ def slow_windows(documents, length):
     documents=st.lists(st.lists(st.integers(0, 99), max_size=9), min_size=1, max_size=9),
     length=st.integers(2, 8),
 )
-def test_windows_equal_the_slow_twin(documents, length):
-    offsets = np.cumsum([0, *map(len, documents)]).astype(np.int64)
-    tokens = np.array([t for d in documents for t in d], dtype=np.uint16)
+def test_windows_equal_the_slow_twin(make_store, documents, length):
     expected = slow_windows(documents, length)
     if not expected:
         with pytest.raises(DataError, match="do not fill one window"):
-            PackedDataset(TokenStore(tokens, offsets), length)
+            PackedDataset(make_store(documents), length)
         return
-    packed = PackedDataset(TokenStore(tokens, offsets), length)
+    packed = PackedDataset(make_store(documents), length)
     items = [packed[i] for i in range(len(packed))]
     assert [(i["input_ids"].tolist(), i["labels"].tolist()) for i in items] == expected
     assert {i["input_ids"].dtype for i in items} == {torch.int64}

@@ -3,7 +3,6 @@ import math
 from collections import Counter
 from itertools import pairwise
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,19 +10,13 @@ from hypothesis import strategies as st
 from wavemare.data.packing import PackedDataset
 from wavemare.data.statistics import bigram_cross_entropy, unigram_cross_entropy
 from wavemare.data.tokenizer import cached_tokenizer
-from wavemare.data.tokens import TokenStore, tokenize
+from wavemare.data.tokens import tokenize
 from wavemare.errors import DataError
 
 VOCABULARY = 6
 DOCUMENTS = st.lists(
     st.lists(st.integers(0, VOCABULARY - 1), max_size=12), min_size=1, max_size=6
 ).filter(lambda documents: any(len(d) > 1 for d in documents))
-
-
-def store_of(documents):
-    offsets = np.cumsum([0, *map(len, documents)]).astype(np.int64)
-    tokens = np.array([t for d in documents for t in d], dtype=np.uint16)
-    return TokenStore(tokens, offsets, vocab_size=VOCABULARY)
 
 
 def pairs_of(documents):
@@ -47,16 +40,16 @@ def slow_bigram(train, before):
 
 
 @given(DOCUMENTS, DOCUMENTS, st.none() | st.integers(2, 5))
-def test_both_equal_the_slow_twin(train, held_out, length):
+def test_both_equal_the_slow_twin(make_store, train, held_out, length):
     """With a length, of the positions that a packed model of such sequences is scored on."""
-    store = store_of(held_out)
+    store = make_store(held_out, VOCABULARY)
     scored = [] if length else pairs_of(held_out)
     if length and store.num_tokens >= length:
         packed = PackedDataset(store, length)
         for i in range(len(packed)):
             inputs, labels = packed[i]["input_ids"].tolist(), packed[i]["labels"].tolist()
             scored += [(h, w) for h, w in zip(inputs, labels[1:], strict=False) if w != -100]
-    arguments = store_of(train), store
+    arguments = make_store(train, VOCABULARY), store
     if not scored:
         with pytest.raises(DataError, match="nothing to predict"):
             unigram_cross_entropy(*arguments, sequence_length=length)

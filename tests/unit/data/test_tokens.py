@@ -183,10 +183,8 @@ def test_the_largest_token_and_its_first_place(place):
     st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=2, max_size=30),
     st.floats(0.01, 0.99),
 )
-def test_split_store_by_document(documents, fraction):
-    offsets = np.cumsum([0, *map(len, documents)]).astype(np.int64)
-    store = TokenStore(np.array([t for d in documents for t in d], dtype=np.int32), offsets)
-    train, held_out = split_store(store, fraction)
+def test_split_store_by_document(make_store, documents, fraction):
+    train, held_out = split_store(make_store(documents), fraction)
     assert train.num_documents >= 1
     assert held_out.num_documents >= 1
     both = [
