@@ -6,6 +6,7 @@ Usage: train_batch.py FOLDER. On each rank.
 
 import gc
 import weakref
+from collections import namedtuple
 from itertools import islice
 
 import torch
@@ -14,6 +15,8 @@ from common import ACCUMULATION, build_gpt2, configuration, leave, token_batches
 import wavemare
 from wavemare.engine import init_distributed
 from wavemare.errors import DataError
+
+Unlabelled = namedtuple("Unlabelled", ["input_ids", "past_key_values"])
 
 
 def make(**ours):
@@ -69,7 +72,7 @@ def evaluate(engine) -> dict[str, object]:
 
 
 def refusals(engine) -> list[str]:
-    unlabelled = [{"input_ids": batch["input_ids"]} for batch in engine.rank_batches]
+    unlabelled = [Unlabelled(batch["input_ids"], None) for batch in engine.rank_batches]
     said = []
     for data in (None, iter(unlabelled)):
         try:

@@ -9,8 +9,10 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from torch import distributed as dist
 
 from wavemare.comm.mpi import MpiInfo, describe_mpi
+from wavemare.comm.transport import open_transport
 
 
 @pytest.fixture
@@ -125,6 +127,9 @@ def test_open_mpi_is_asked_for_cuda_by_its_own_tool(machine, value):
         ("HYDRA build details:", "MPICH"),
         ("mpirun (Open MPI) 5.0.11", "Open MPI"),
         ("mpirun (OpenRTE) 4.0.3", "Open MPI"),
+        ("Report bugs to http://www.open-mpi.org/community/help/", "Open MPI"),
+        ("prterun 3.0.6", "Open MPI"),
+        ("PRRTE 3.0.6", "Open MPI"),
         ("Intel(R) MPI Library for Linux* OS, Version 2021.11", "Intel MPI"),
         ("something else", None),
     ],
@@ -146,3 +151,13 @@ def test_without_mpi4py(machine, monkeypatch):
 
     monkeypatch.setattr(metadata, "version", missing)
     assert describe(machine) == MpiInfo(problem="mpi4py is not installed")
+
+
+def test_ranks_of_mpirun_use_torch_where_mpi4py_is_missing(monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        assert open_transport().name == "gloo"
+    finally:
+        dist.destroy_process_group()

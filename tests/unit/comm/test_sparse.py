@@ -81,3 +81,15 @@ def test_empty_pieces_may_lie_anywhere_on_a_border():
     assert pieces_of(pieces, 10, 2) == pieces
     with pytest.raises(ConfigError):
         pieces_of([Piece(0, 6, 0), Piece(5, 10, 1)], 10, 2)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "density"), [(0, 0.0), (1, 1.0), (1 << 24, 2**-24), ((1 << 24) + 1, None)]
+)
+def test_only_ids_of_large_tables_are_hashed(alone, num_rows, density):
+    ids = torch.arange(max(num_rows - 1, 0), num_rows)
+    with SparseComm(alone) as comm:
+        handle = comm.allreduce_rows_(ids, torch.ones(ids.numel(), 3), num_rows)
+        assert handle.wait()[0].tolist() == ids.tolist()
+    assert (handle.stats.executor == "rows-hashed") == (density is None)
+    assert handle.stats.density == density
