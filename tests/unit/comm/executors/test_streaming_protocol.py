@@ -2,7 +2,6 @@
 """The streaming protocol without a network: messages come in any order that a network allows."""
 
 import random
-import tracemalloc
 from collections import deque
 
 import numpy as np
@@ -187,12 +186,3 @@ def test_look_ahead_ends_beyond_the_bucket_in_the_same_lane():
     found = lanes.first_nonzero_from(nonzero)
     assert found[:10].tolist() == [6, 4, 11, 6, 4, 11, 6, 10, 11, 9]
     assert lanes.columns(found[:3]).tolist() == [0, 1, 2]
-
-
-def test_a_worker_keeps_few_numbers_for_each_block():
-    lanes, nonzero = Lanes(4000, 2, max_slots=4, width=5), np.ones(4000, dtype=bool)
-    tracemalloc.start()
-    Worker(lanes, nonzero)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 10 * 8 * 4000
