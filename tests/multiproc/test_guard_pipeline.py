@@ -12,11 +12,18 @@ ACTIVATION, GRADIENT = "activation", "gradient"
 TROUBLES = [[stage, what, 5] for stage in (0, 1) for what in (ACTIVATION, GRADIENT)]
 # Of a gradient that only the first stage has the last one does not hear.
 HEARD = [t for t in TROUBLES if t[:2] != [0, GRADIENT]]
+
+
+def troubled(name, trouble, micro_batches=2, **settings):
+    return [name, {"trouble": trouble, "micro_batches": micro_batches, **settings}]
+
+
+def flipped(name, sender, checksum, **settings):
+    return [name, {"sender": sender, "checksum": checksum, **settings}]
+
+
 REPLAYS = {
-    f"{mode} {micro_batches} {trouble}": [
-        "replay",
-        {"trouble": trouble, "micro_batches": micro_batches, "mode": mode},
-    ]
+    f"{mode} {micro_batches} {trouble}": troubled("replay", trouble, micro_batches, mode=mode)
     for mode, micro_batches, trouble in [
         ("off", 1, [3, ACTIVATION, 6]),
         ("exact", 1, [1, ACTIVATION, 6]),
@@ -24,60 +31,27 @@ REPLAYS = {
         ("ema", 1, [2, GRADIENT, 6]),
     ]
 }
+ZEROS = [{"gradient_clipping": 0.5, "zero_optimization": {"stage": zero}} for zero in (0, 1)]
+FLIPS = [("unnoticed", 0, False), ("off", None, False), ("on", None, True)]
 CASES = {
     2: {
-        **{f"skip {t}": ["skip", {"trouble": t, "micro_batches": 2}] for t in TROUBLES},
-        "skip ZeRO-1": [
-            "skip",
-            {
-                "trouble": [0, GRADIENT, 5],
-                "micro_batches": 2,
-                "zero_optimization": {"stage": 1},
-                "gradient_clipping": 0.5,
-            },
-        ],
+        **{f"skip {t}": troubled("skip", t) for t in TROUBLES},
+        "skip ZeRO-1": troubled("skip", [0, GRADIENT, 5], **ZEROS[1]),
+        **{f"stop 1f1b {t}": troubled("stop", t) for t in TROUBLES},
+        **{f"stop pipemare {t}": troubled("stop", t, section={}) for t in HEARD},
         **{
-            f"stop {name} {t}": ["stop", {"trouble": t, "micro_batches": 2, **settings}]
-            for t in TROUBLES
-            for name, settings in (("1f1b", {}), ("pipemare", {"section": {}}))
-            if name == "1f1b" or t in HEARD
+            f"stop clipping {zero}": troubled("stop", [1, "weight", 5], section={}, **ZEROS[zero])
+            for zero in (0, 1)
+        },
+        "unnoticed": flipped("flip", 0, False, message=6),
+        "clean": flipped("flip", 0, False, message=-1),
+        **{
+            f"1f1b {name}": flipped("flip", sender, on, message=6, schedule="1f1b")
+            for name, sender, on in FLIPS
         },
         **{
-            f"stop clipping {stage}": [
-                "stop",
-                {
-                    "trouble": [1, "weight", 5],
-                    "micro_batches": 2,
-                    "section": {},
-                    "gradient_clipping": 0.5,
-                    "zero_optimization": {"stage": stage},
-                },
-            ]
-            for stage in (0, 1)
-        },
-        "unnoticed": ["flip", {"sender": 0, "message": 6, "checksum": False}],
-        "clean": ["flip", {"sender": 0, "message": -1, "checksum": False}],
-        **{
-            f"1f1b {name}": [
-                "flip",
-                {"sender": sender, "message": 6, "checksum": on, "schedule": "1f1b"},
-            ]
-            for name, sender, on in [
-                ("unnoticed", 0, False),
-                ("off", None, False),
-                ("on", None, True),
-            ]
-        },
-        **{
-            f"dualpipev {name}": [
-                "flip_dualpipev",
-                {"sender": sender, "what": ACTIVATION, "checksum": on},
-            ]
-            for name, sender, on in [
-                ("unnoticed", 0, False),
-                ("off", None, False),
-                ("on", None, True),
-            ]
+            f"dualpipev {name}": flipped("flip_dualpipev", sender, on, what=ACTIVATION)
+            for name, sender, on in FLIPS
         },
         "tied": ["tied", {"rank": 1}],
     },

@@ -9,41 +9,28 @@ pytestmark = pytest.mark.world_size(4)
 
 SKIPPED, ALL = [True, True, False, True, True, True], [True] * 6
 TOKENS = {"balance": {"mean": "tokens"}}
+SCHEDULES = ("1f1b", "pipemare")
+
+
+def replicas(what, schedule, policy, bad_rank, **sections):
+    given = {"what": what, "schedule": schedule, "policy": policy, "bad_rank": bad_rank}
+    return ["replicas", {**given, **sections}]
+
+
 # Ranks 0 and 1 are the first stage, 2 and 3 the second.
 CASES = {
     4: {
+        **{f"mask {schedule}": replicas("mask", schedule, "skip", 1) for schedule in SCHEDULES},
         **{
-            f"mask {schedule}": [
-                "replicas",
-                {"what": "mask", "schedule": schedule, "policy": "skip", "bad_rank": 1},
-            ]
-            for schedule in ("1f1b", "pipemare")
-        },
-        **{
-            f"tokens {schedule} {policy}": [
-                "replicas",
-                {
-                    "what": "activation",
-                    "schedule": schedule,
-                    "policy": policy,
-                    "bad_rank": 3,
-                    **TOKENS,
-                },
-            ]
-            for schedule in ("1f1b", "pipemare")
+            f"tokens {schedule} {policy}": replicas("activation", schedule, policy, 3, **TOKENS)
+            for schedule in SCHEDULES
             for policy in ("skip", "stop")
         },
-        "arrived": [
-            "replicas",
-            {"what": "activation", "schedule": "pipemare", "policy": "stop", "bad_rank": 1},
-        ],
+        "arrived": replicas("activation", "pipemare", "stop", 1),
         "after reduction": ["after_reduction", {"bad_rank": 2}],
         "grid": ["grid", {"bad_rank": 1}],
         "slice": ["split", {"pairs": False, "schedule": "pipemare"}],
-        **{
-            f"pairs {schedule}": ["split", {"pairs": True, "schedule": schedule}]
-            for schedule in ("1f1b", "pipemare")
-        },
+        **{f"pairs {s}": ["split", {"pairs": True, "schedule": s}] for s in SCHEDULES},
     },
 }
 

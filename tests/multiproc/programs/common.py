@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,23 +16,40 @@ import torch
 import transformers
 
 import wavemare
+from wavemare.errors import WavemareError
 
 ACCUMULATION, MICRO, LENGTH, VOCABULARY, HIDDEN = 2, 2, 16, 50, 32
+QUIET = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+"""GPT-2 without dropout."""
 
 
 def build_gpt2(**changes: Any) -> transformers.GPT2LMHeadModel:
     transformers.set_seed(7)
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=LENGTH,
-        n_embd=HIDDEN,
-        n_layer=2,
-        n_head=2,
-        bos_token_id=0,
-        eos_token_id=0,
-        **changes,
-    )
-    return transformers.GPT2LMHeadModel(config)
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "n_positions": LENGTH,
+        "n_embd": HIDDEN,
+        "n_layer": 2,
+        "n_head": 2,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**sizes, **changes}))
+
+
+def build_bert(
+    kind: Any = transformers.BertForMaskedLM, **changes: Any
+) -> transformers.BertPreTrainedModel:
+    transformers.set_seed(7)
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 2 * HIDDEN,
+        "max_position_embeddings": LENGTH,
+    }
+    return kind(transformers.BertConfig(**{**sizes, **changes}))
 
 
 def build_pipeline() -> deepspeed.PipelineModule:
@@ -96,6 +113,21 @@ def furthest(these: Any, those: Any) -> float:
     """Return the largest difference between two lists of tensors."""
     pairs = zip(these, those, strict=True)
     return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
+def difference(these: Any, those: Any) -> float:
+    """Return the largest difference between two models' weights by name."""
+    assert list(these) == list(those)
+    return furthest(these.values(), those.values())
+
+
+def refusal(action: Callable[[], Any]) -> str:
+    """Return what an action says that must not be done, and of what kind the error is."""
+    try:
+        action()
+    except WavemareError as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
 
 
 def configuration(zero_stage: int, **changes: Any) -> dict[str, Any]:

@@ -78,18 +78,6 @@ def ends(num_stages, micro_batches):
     return {"losses": losses, "samples": samples, "epoch": epoch, "weights": weights_digest(engine)}
 
 
-def epochs(num_stages, micro_batches):
-    """Epochs counted by the caller, each of whole steps: as one that is drained between them."""
-    found = []
-    for section in (None, {"drain_interval": 2}):
-        engine = build(num_stages, micro_batches, section=section)
-        for epoch in range(4):
-            data = islice(batches(seed=epoch), 2 * micro_batches)
-            train(engine, data, 2)
-        found.append(weights_digest(engine))
-    return found
-
-
 def drains(num_stages, micro_batches, folder):
     """Evaluation and saving in the middle, a planned drain there, and a resume."""
     evaluated = build(num_stages, micro_batches, gradient_clipping=0.2)
@@ -261,8 +249,8 @@ def slack(num_stages, micro_batches, slack):
     }
 
 
-def epoch_norms(num_stages, micro_batches, config):
-    """The norms that epochs of finite iterators clip by, and those of a drain between them."""
+def epochs(num_stages, micro_batches, config):
+    """The norms and weights of epochs of finite iterators, and of drains between them."""
     found = []
     for section in (None, {"drain_interval": 2}):
         engine = build(num_stages, micro_batches, section=section, **config)
