@@ -12,8 +12,6 @@ import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from safetensors.torch import load_file
 
-from wavemare.engine.manifest import read_manifest
-
 CASES = ["1", "3", "pipeline"]
 
 
@@ -93,22 +91,6 @@ def test_a_checkpoint_of_another_topology_is_refused_naming_both(run):
         assert "pipemare unties heads" in to_untied["remedy"]
 
 
-@pytest.mark.world_size(2)
-def test_a_checkpoint_that_was_cut_short_is_refused_naming_the_file(run, saved, tmp_path):
-    folder = tmp_path / "damaged"
-    for case in CASES:
-        shutil.copytree(saved / case, folder / case)
-        largest = max((folder / case / "first").glob("*.pt"), key=lambda file: file.stat().st_size)
-        with largest.open("r+b") as file:
-            file.truncate(largest.stat().st_size // 2)
-    refused = run("refuse", *CASES, folder=folder)
-    for rank in range(2):
-        assert refused.result(rank).keys() == set(CASES)
-        for case, error in refused.result(rank).items():
-            assert "bytes instead of" in error["reason"], case
-            assert error["key"] == "checkpoint"
-
-
 @pytest.mark.world_size(1)
 @pytest.mark.parametrize(
     "case", ["1", "pipeline", pytest.param("pipemare", marks=pytest.mark.nightly)]
@@ -121,9 +103,7 @@ def test_another_topology_goes_through_the_universal_checkpoint(run, saved, tmp_
     tool = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
     folders = ["--input_folder", saved / case / "first"]
     folders += ["--output_folder", folder / case / "universal"]
-    done = subprocess.run(
-        [*tool, *folders], check=False, timeout=100, capture_output=True, text=True
-    )
+    done = subprocess.run([*tool, *folders], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (folder / case / "latest_universal").write_text("universal")
 
@@ -146,20 +126,13 @@ def test_another_topology_goes_through_the_universal_checkpoint(run, saved, tmp_
 
 
 @pytest.mark.world_size(1)
-@pytest.mark.parametrize("files_written", [2])
-def test_a_save_that_dies_leaves_the_older_checkpoint_whole(launch, tmp_path, files_written):
-    checkpoints = tmp_path / "checkpoints"
-    words = ["checkpoints.py", checkpoints, "interrupt", f"run:{files_written}"]
-    before = launch(*words, ranks=1, own=True).check().result(0)
-    folder = checkpoints / "run" / "only"
-    assert sorted(path.name for path in folder.iterdir()) == before["files"]
-    assert (checkpoints / "run" / "latest").read_text() == "only"
-    assert read_manifest(folder)["global_steps"] == 0
-
-    # What the dead run left, here with a file of a rank that is no more, is not in the next save.
-    partial = checkpoints / "run" / ".only.partial"
-    partial.mkdir(exist_ok=True)
-    (partial / "zero_pp_rank_7_mp_rank_00_optim_states.pt").write_bytes(b"old")
-    launch("checkpoints.py", checkpoints, "again", "run:1", ranks=1).check()
-    assert sorted(path.name for path in folder.iterdir()) == before["files"]
+def test_what_a_save_that_died_has_left_is_not_in_the_next_one(launch_once, tmp_path):
+    partial = tmp_path / "run" / ".only.partial"
+    partial.mkdir(parents=True)
+    (partial / "zero_pp_rank_7_mp_rank_00_optim_states.pt").write_bytes(
+        b"of a rank that is no more"
+    )
+    launch_once("checkpoints.py", tmp_path, "again", "run:1", ranks=1)
+    assert not list((tmp_path / "run").rglob("zero_pp_rank_7*"))
+    assert list((tmp_path / "run" / "only").glob("zero_pp_rank_0*"))
     assert not partial.exists()

@@ -3,35 +3,11 @@
 
 import pytest
 
-LOOPS = ["rank 0", "rank 2", "ahead, all", "none", "lead too small"]
-
-
-@pytest.mark.world_size(4)
-@pytest.mark.parametrize(
-    "loops",
-    [
-        LOOPS,
-        pytest.param([*LOOPS, "all", "ahead, rank 0", "ahead, rank 1"], marks=pytest.mark.nightly),
-    ],
-)
-def test_ranks_of_different_speeds_stop_after_the_same_step(launch, loops):
-    finished = launch("interruption.py", "loops", *loops, ranks=4).check()
-    results = [finished.result(rank) for rank in range(4)]
-    for name in set(loops) - {"none", "lead too small"}:
-        (stop,) = {result[name]["stopped"] for result in results}
-        assert stop is not None, name
-        assert 10 < stop < 30, name
-        assert not any(result[name]["error"] for result in results)
-        small = [result["lead too small"] for result in results]
-    assert small[0]["stopped"] is not None
-    assert small[1] == {"stopped": None, "error": "lead", "furthest": 4}
-
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("case", ["1", "pipeline", pytest.param("3", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("case", ["1", "pipeline"])
 def test_a_stopped_and_resumed_engine_equals_one_that_went_on(launch_once, case):
-    cases = ["3"] if case == "3" else ["1", "pipeline"]
-    ranks = [ranks[case] for ranks in launch_once("interruption.py", "engines", *cases)]
+    ranks = [ranks[case] for ranks in launch_once("interruption.py", "engines", "1", "pipeline")]
     for result in ranks:
         # Told in step 3; rank 0 knows it after this step or the next, and takes one more.
         assert result["stopped"] in {4, 5}
@@ -43,10 +19,10 @@ def test_a_stopped_and_resumed_engine_equals_one_that_went_on(launch_once, case)
 
 
 @pytest.mark.world_size(4)
-def test_an_asynchronous_pipeline_stops_at_one_version(launch):
-    finished = launch("interruption.py", "asynchronous", ranks=4).check()
+def test_an_asynchronous_pipeline_stops_at_one_version(launch_once):
+    results = launch_once("interruption.py", "asynchronous", ranks=4)
     for micro_batches in (1, 2):
-        ranks = [finished.result(rank)[str(micro_batches)] for rank in range(4)]
+        ranks = [result[str(micro_batches)] for result in results]
         (stopped,) = {rank["stopped"] for rank in ranks}
         assert 10 < stopped < 40
         assert all(rank["ahead"] <= stage // micro_batches for stage, rank in enumerate(ranks))

@@ -4,19 +4,17 @@
 Arguments: result folder, checkpoint folder, action, then what the action needs.
 """
 
-import os
 import sys
 from pathlib import Path
 
 import deepspeed
 import torch
-from common import build_gpt2, configuration, leave, token_batches, weights_digest
+from common import QUIET, build_gpt2, configuration, leave, token_batches, weights_digest
 
 import wavemare
 
 STEPS = 3
 PIPELINES = ("pipeline", "pipemare")
-QUIET = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
 def build(initialize, case: str, **changes):
@@ -86,27 +84,6 @@ def refuse(folder: Path, case: str, action=load) -> dict:
     return {}
 
 
-def interrupt(folder: Path, case: str) -> dict:
-    """Save twice under one tag; the second time the process dies at the given file."""
-    engine = build(wavemare.initialize, "1")
-    engine.save_checkpoint(str(folder), "only")
-    before = weights_digest(engine)
-    train(engine, "1", batches("1", first=0))
-    leave({"weights": before, "files": sorted(p.name for p in (folder / "only").iterdir())}, False)
-    remaining = int(case)
-
-    def dying_save(*args, **kwargs):
-        nonlocal remaining
-        remaining -= 1
-        if remaining < 0:
-            os._exit(0)
-        real_save(*args, **kwargs)
-
-    real_save, torch.save = torch.save, dying_save
-    engine.save_checkpoint(str(folder), "only")
-    raise AssertionError("the process did not die")
-
-
 def again(folder: Path, case: str) -> dict:
     build(wavemare.initialize, case).save_checkpoint(str(folder), "only")
     return {}
@@ -122,7 +99,6 @@ if __name__ == "__main__":
         "universal": universal,
         "refuse": refuse,
         "refuse_universal": lambda where, case: refuse(where, case, universal),
-        "interrupt": interrupt,
         "again": again,
     }
     leave(

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loops without a model in ranks of different speeds that get SIGTERM; then engines that do.
+"""Engines whose ranks get SIGTERM while they train.
 
-Arguments: result folder, ``loops`` or ``engines`` and their cases, or ``asynchronous``.
+Arguments: result folder, ``engines`` and their cases, or ``asynchronous``.
 """
 
 import os
-import random
 import signal
 import sys
-import time
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,103 +25,6 @@ from torch import distributed
 
 import wavemare
 from wavemare.engine import Interruption
-from wavemare.errors import ConfigError
-
-STEPS, SIGNALLED_AT = 30, 10
-
-
-class SlowStore(distributed.Store):
-    """Lets the other ranks run on between what rank 0 reads and what it writes."""
-
-    def __init__(self, store: distributed.Store, let_run: Callable[[], None]) -> None:
-        super().__init__()
-        self.store, self.let_run = store, let_run
-
-    def add(self, key: str, amount: int) -> int:
-        if key.endswith("stop_at"):
-            self.let_run()
-        return int(self.store.add(key, amount))
-
-    def check(self, keys: list[str]) -> bool:
-        return bool(self.store.check(keys))
-
-    def get(self, key: str) -> bytes:
-        return bytes(self.store.get(key))
-
-
-def open_store(name: str) -> Any:
-    """Return a store of all ranks."""
-    return distributed.FileStore(str(Path(sys.argv[1], name)), distributed.get_world_size())
-
-
-def interruption_of(name: str, lead: int, let_run: Callable[[], None]) -> Interruption:
-    """Return one with a store that lets the others run on before rank 0 writes."""
-    store = open_store(name)
-    slow = SlowStore(store, let_run) if distributed.get_rank() == 0 else store
-    return Interruption(lead=lead, store=slow)
-
-
-class Loop:
-    """Steps that no rank finishes before rank 0 has begun the one ``lead`` steps before."""
-
-    def __init__(self, name: str, lead: int) -> None:
-        self.lead, self.rank = lead, distributed.get_rank()
-        self.store = open_store(f"{name} steps")
-        self.seconds = [0.01, 0.0, 0.002, 0.015][self.rank]
-        self.furthest = 0
-        self.store.set(str(self.rank), "0")
-
-    def step(self, step: int) -> None:
-        time.sleep(random.uniform(0, 2 * self.seconds))
-        self.store.set(str(self.rank), str(step))
-        while self.rank and self.begun(0) < step - self.lead:
-            time.sleep(0.001)
-        self.furthest = max(self.furthest, step - self.begun(0))
-
-    def begun(self, rank: int) -> int:
-        return int(self.store.get(str(rank)))
-
-    def let_run(self) -> None:
-        """Wait until all others wait for this rank's next step."""
-        while min(map(self.begun, (1, 2, 3))) <= self.begun(0) + self.lead:
-            time.sleep(0.001)
-
-
-def loop(name: str, signalled: set[int], *, lead: int = 0, told: int | None = None) -> dict:
-    """Run one loop on all ranks, and return how it ended on this one."""
-    steps, rank = Loop(name, lead), distributed.get_rank()
-    result: dict[str, Any] = {"stopped": None, "error": None}
-    distributed.barrier()
-    with interruption_of(name, lead if told is None else told, steps.let_run) as interruption:
-        for step in range(1, STEPS + 1):
-            steps.step(step)
-            # Each rank at a step of its own, and once more.
-            if rank in signalled and step - SIGNALLED_AT in (rank, rank + 2):
-                os.kill(os.getpid(), signal.SIGTERM)
-            try:
-                if interruption.stops_after(step):
-                    result["stopped"] = step
-                    os.kill(os.getpid(), signal.SIGTERM)  # as schedulers repeat it
-                    break
-            except ConfigError as error:
-                result["error"] = error.key
-                break
-    result["furthest"] = steps.furthest
-    distributed.barrier()
-    return result
-
-
-EVERY = {0, 1, 2, 3}
-LOOPS: dict[str, Any] = {
-    "rank 0": {"signalled": {0}},
-    "rank 2": {"signalled": {2}},
-    "all": {"signalled": EVERY},
-    "none": {"signalled": set()},
-    "ahead, rank 0": {"signalled": {0}, "lead": 3},
-    "ahead, rank 1": {"signalled": {1}, "lead": 3},
-    "ahead, all": {"signalled": EVERY, "lead": 3},
-    "lead too small": {"signalled": {0}, "lead": 4, "told": 0},
-}
 
 
 def build(case: str) -> tuple[Any, Any]:
@@ -180,10 +80,10 @@ def asynchronous(signalled: int, micro_batches: int) -> dict:
     """Stop and resume an asynchronous pipeline, and train one that drains where it stopped."""
     rank, steps = distributed.get_rank(), 40
     lead = (distributed.get_world_size() - 1) // micro_batches
-    folder, name, ahead = Path(sys.argv[1]) / str(signalled), f"begun {signalled}", 0
+    folder, ahead = Path(sys.argv[1]) / str(signalled), 0
     engine, batches, losses = build_asynchronous(micro_batches), sine_batches(16), []
-    begun = open_store(f"{name} steps")
-    with interruption_of(name, lead, lambda: time.sleep(0.2)) as interruption:
+    begun = distributed.FileStore(f"{folder} begun", distributed.get_world_size())
+    with Interruption(lead=lead) as interruption:
         for step in range(1, steps + 1):
             if rank == 0:
                 begun.set("step", str(step))
@@ -214,8 +114,6 @@ def asynchronous(signalled: int, micro_batches: int) -> dict:
 
 
 def main(mode: str, *cases: str) -> dict:
-    if mode == "loops":
-        return {name: loop(name, **LOOPS[name]) for name in cases}
     if mode == "engines":
         return {case: train(case, Path(sys.argv[1]) / case) for case in cases}
     return {"1": asynchronous(0, 1), "2": asynchronous(3, 2)}
