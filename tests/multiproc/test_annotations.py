@@ -13,11 +13,6 @@ EXACT = 1e-6
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "annotations.md"
 
 
-def run(launch, part, *arguments, ranks=2):
-    finished = launch("annotations.py", part, *arguments, ranks=ranks).check()
-    return [finished.result(rank) for rank in range(ranks)]
-
-
 def check_training(result):
     assert result["losses"] == pytest.approx(result["expected"], abs=EXACT)
     assert len(set(result["losses"])) == len(result["losses"])
@@ -25,8 +20,8 @@ def check_training(result):
         assert result["difference"] <= EXACT
 
 
-def test_three_lines_scale_a_local_model(launch):
-    results = run(launch, "lines")
+def test_three_lines_scale_a_local_model(launch_once):
+    results = launch_once("annotations.py", "lines")
     expected = {
         "gpt2 pipeline": [2, 1, 1],
         "bert pipeline": [2, 1, 1],
@@ -42,16 +37,16 @@ def test_three_lines_scale_a_local_model(launch):
         assert results[0][name]["difference"] is not None
 
 
-def test_plans_are_given_in_four_ways(launch):
-    for result in run(launch, "given"):
+def test_plans_are_given_in_four_ways(launch_once):
+    for result in launch_once("annotations.py", "given"):
         assert len(result) == 4
         assert len({case["digest"] for case in result.values()}) == 1
         for case in result.values():
             check_training(case)
 
 
-def test_what_is_refused(launch):
-    for result in run(launch, "refusals"):
+def test_what_is_refused(launch_once):
+    for result in launch_once("annotations.py", "refusals"):
         assert "PlanError" in result["disagree"]
         assert "the ranks' plans differ: rank 0 has" in result["disagree"]
         assert "cannot be read (No such file" in result["no file"]
@@ -70,8 +65,8 @@ def test_what_is_refused(launch):
 
 
 @pytest.mark.nightly
-def test_another_plan_goes_on_from_a_universal_checkpoint(launch):
-    for result in run(launch, "universal"):
+def test_another_plan_goes_on_from_a_universal_checkpoint(launch_once):
+    for result in launch_once("annotations.py", "universal"):
         first, second = result["plans"]
         assert first != second
         assert result["losses"] == pytest.approx(result["expected"], abs=EXACT)
@@ -79,8 +74,8 @@ def test_another_plan_goes_on_from_a_universal_checkpoint(launch):
 
 
 @pytest.mark.nightly
-def test_the_programs_of_the_documentation_run(launch):
-    results = run(launch, "documented", PAGE)
+def test_the_programs_of_the_documentation_run(launch_once):
+    results = launch_once("annotations.py", "documented", PAGE)
     degrees = [case[:3] for case in results[0].values()]
     pipeline, split, replica = [2, 1, 1], [1, 2, 1], [1, 1, 2]
     assert degrees == [pipeline, split, pipeline, split, pipeline, replica]
@@ -90,8 +85,8 @@ def test_the_programs_of_the_documentation_run(launch):
 
 @pytest.mark.nightly
 @pytest.mark.world_size(4)
-def test_stages_splits_and_replicas_together(launch):
-    for result in run(launch, "grid", ranks=4):
+def test_stages_splits_and_replicas_together(launch_once):
+    for result in launch_once("annotations.py", "grid", ranks=4):
         assert len(result) == 6
         for name, case in result.items():
             assert "".join(map(str, case["degrees"])) == name.split()[1]

@@ -16,9 +16,8 @@ from wavemare.optim import refresh_of
 KINDS = ["SOAP", "Muon", "NAdam"]
 
 
-def run(launch, cases, ranks=2, **options):
-    done = launch("optimizers.py", json.dumps(cases), ranks=ranks, **options).check()
-    return [done.result(rank) for rank in range(ranks)]
+def run(launch_once, cases, ranks=2):
+    return launch_once("optimizers.py", json.dumps(cases), ranks=ranks)
 
 
 def check_equal(found, expected):
@@ -27,7 +26,7 @@ def check_equal(found, expected):
     assert found["losses"][-1] < found["losses"][0] - 0.05  # it does train
 
 
-def test_zero_changes_no_bit_on_two_ranks(launch):
+def test_zero_changes_no_bit_on_two_ranks(launch_once):
     both = [("data", "SOAP"), ("data", "NAdam"), ("1f1b", "Muon")]
     cases = [
         {"engine": engine, "type": kind, "zero": zero} for engine, kind in both for zero in (0, 1)
@@ -37,7 +36,7 @@ def test_zero_changes_no_bit_on_two_ranks(launch):
         {"engine": "data", "type": "SOAP", "zero": zero, "accumulation": 1} for zero in (0, 2)
     ]
     cases += [{**cases[1], "zero_options": {"round_robin_gradients": True}}]
-    for found in run(launch, cases):
+    for found in run(launch_once, cases):
         for i in range(0, 8, 2):
             check_equal(found[i + 1], found[i])
             assert found[i + 1]["wrapper"] == "DeepSpeedZeroOptimizer"
@@ -47,34 +46,26 @@ def test_zero_changes_no_bit_on_two_ranks(launch):
 
 
 @pytest.mark.nightly
-def test_zero_changes_no_bit_on_four_ranks(launch):
+def test_zero_changes_no_bit_on_four_ranks(launch_once):
     cases = [
         {"engine": "1f1b", "type": kind, "zero": zero, "alike": True}
         for kind in ("SOAP", "Muon")
         for zero in (0, 1)
     ]
-    for found in run(launch, cases, ranks=4):
+    for found in run(launch_once, cases, ranks=4):
         for i in (0, 2):
             check_equal(found[i + 1], found[i])
             assert found[i + 1]["cut"] > 240  # several cuts
 
 
-def folders(tmp_path, count):
-    made = [tmp_path / str(i) for i in range(count)]
-    for folder in made:
-        folder.mkdir()
-    return made
-
-
-def test_two_ranks_train_in_bf16_as_one(launch, tmp_path):
+def test_two_ranks_train_in_bf16_as_one(launch_once, tmp_path):
     cases = [
         {"engine": "1f1b", "type": kind, "zero": zero, "alike": True, "bf16": True}
         for kind in KINDS
         for zero in (0, 1)
     ]
-    one, two = folders(tmp_path, 2)
-    expected = run(launch, cases, ranks=1, folder=one)[0]
-    for found in run(launch, cases, folder=two):
+    expected = run(launch_once, cases, ranks=1)[0]
+    for found in run(launch_once, cases):
         for case, whole, cut in zip(cases, expected, found, strict=True):
             check_equal(cut, whole)
             wrapper = "DeepSpeedZeroOptimizer" if case["zero"] else "BF16_Optimizer"
@@ -84,7 +75,7 @@ def test_two_ranks_train_in_bf16_as_one(launch, tmp_path):
 
 
 @pytest.mark.parametrize("engine", ["pipemare", "1f1b"])
-def test_stages_step_their_own_matrices(launch, engine):
+def test_stages_step_their_own_matrices(launch_once, engine):
     cases = [
         {"engine": engine, "type": kind, "zero": zero, "stages": 2, "bf16": bf16}
         for kind in KINDS
@@ -92,7 +83,7 @@ def test_stages_step_their_own_matrices(launch, engine):
         for zero in (0, 1)
     ]
     cases += [{**cases[i], "clip": 0.05} for i in (4, 5)]
-    found = run(launch, cases)
+    found = run(launch_once, cases)
     assert [rank[0]["stage"] for rank in found] == [0, 1]
     for stage, results in enumerate(found):
         for i in range(0, 12, 4):
@@ -116,7 +107,7 @@ def test_stages_step_their_own_matrices(launch, engine):
 
 
 @pytest.mark.nightly
-def test_replicas_of_asynchronous_stages_train_as_one(launch, tmp_path):
+def test_replicas_of_asynchronous_stages_train_as_one(launch_once, tmp_path):
     cases = [
         {
             "engine": "pipemare",
@@ -129,9 +120,8 @@ def test_replicas_of_asynchronous_stages_train_as_one(launch, tmp_path):
         for kind in KINDS
         for zero, bf16 in ((0, False), (1, False), (0, True))
     ]
-    two, four = folders(tmp_path, 2)
-    expected = run(launch, cases, ranks=2, folder=two)
-    found = run(launch, cases, ranks=4, folder=four)
+    expected = run(launch_once, cases, ranks=2)
+    found = run(launch_once, cases, ranks=4)
     for rank in range(4):
         for i, case in enumerate(cases):
             result = found[rank][i]
@@ -152,13 +142,15 @@ CHECKPOINTS = [
 ]
 
 
-def test_resumed_runs_equal_uninterrupted_ones_and_universal_ones_are_refused(launch, tmp_path):
+def test_resumed_runs_equal_uninterrupted_ones_and_universal_ones_are_refused(
+    launch_once, tmp_path
+):
     cases = []
     for i, case in enumerate(CHECKPOINTS):
         folder = str(tmp_path / f"saved-{i}")
         cases += [{**case, "folder": folder, how: 4} for how in ("save", "resume")]
     cases += [{**cases[i], "resume": 4, "save": None, "universal": True} for i in (4, 8, 12, 14)]
-    for found in run(launch, cases):
+    for found in run(launch_once, cases):
         for i in range(0, 2 * len(CHECKPOINTS), 2):
             whole, resumed = found[i : i + 2]
             assert len(resumed["losses"]) == 4, cases[i]
@@ -229,7 +221,7 @@ def test_the_first_rank_alone_tells_how_stale_gradients_are_and_what_the_policy_
     assert all(result["told"] == [] for results in grid for result in results[:5])
 
 
-def test_what_cannot_work_is_refused_by_name(launch):
+def test_what_cannot_work_is_refused_by_name(launch_once):
     base = {"engine": "data", "type": "SOAP", "zero": 1, "steps": 1}
     cpu = {"offload_optimizer": {"device": "cpu"}}
     pipeline = {**base, "engine": "1f1b"}
@@ -250,7 +242,7 @@ def test_what_cannot_work_is_refused_by_name(launch):
         {**base, "type": "NAdam", "name": "nadam"},
         {**pipeline, "type": "Muon", "name": "MUON"},
     ]
-    found = run(launch, [*(case for case, *_ in refused), *fine])
+    found = run(launch_once, [*(case for case, *_ in refused), *fine])
     for results in found:
         for (case, key, part), result in zip(refused, results, strict=False):
             assert result.get("error") == "ConfigError", case

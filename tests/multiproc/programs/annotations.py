@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 import transformers
-from common import leave, train_plainly, weights_digest
+from common import difference, leave, refusal, train_plainly, weights_digest
 from deepspeed.utils import groups
 from tensor_models import batch, build
 
 import wavemare
 from wavemare.engine import init_distributed
-from wavemare.errors import WavemareError
 from wavemare.models import pipeline_state_dict
 
 STEPS, MICRO_BATCHES, MICRO, RATE = 3, 4, 3, 0.02
@@ -65,11 +64,6 @@ def start(model: Any, replicas: int = 1, **changes: Any) -> Any:
 def train(engine: Any, name: str, steps: int = STEPS, data: Any = None) -> list[float]:
     data = data or micro_batches(build(name), engine.data_rank, engine.data_world_size)
     return [float(engine.train_batch(data)) for _ in range(steps)]
-
-
-def difference(these: Any, those: Any) -> float:
-    assert list(these) == list(those)
-    return max(float((these[name] - those[name]).abs().max()) for name in these)
 
 
 def beside_whole(engine: Any, name: str) -> dict[str, Any]:
@@ -127,14 +121,6 @@ def given() -> dict[str, Any]:
     return result
 
 
-def refused(build_engine: Any) -> str:
-    try:
-        build_engine()
-    except WavemareError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
 def refusals() -> dict[str, Any]:
     """Plans that cannot be run, and checkpoints of another plan."""
     rank, folder = torch.distributed.get_rank(), Path(sys.argv[1], "checkpoint")
@@ -142,8 +128,8 @@ def refusals() -> dict[str, Any]:
     def staged(layout: Any) -> Any:
         return start(wavemare.annotate(build("gpt2"), {"stages": layout}))
 
-    result = {"disagree": refused(lambda: staged(["Et|tL", "Ett|L"][rank]))}
-    result["no file"] = refused(
+    result = {"disagree": refusal(lambda: staged(["Et|tL", "Ett|L"][rank]))}
+    result["no file"] = refusal(
         lambda: start(build("gpt2"), wavemare={"parallel": {"plan": "/nowhere/plan.json"}})
     )
     engine = staged("Et|tL")
@@ -157,20 +143,20 @@ def refusals() -> dict[str, Any]:
     result["resumed"] = [train(again, "gpt2", 2), expected]
     result["digests"] = [weights_digest(again), weights_digest(engine)]
     other = staged("Ett|L")
-    result["other plan"] = refused(lambda: other.load_checkpoint(folder, "one"))
+    result["other plan"] = refusal(lambda: other.load_checkpoint(folder, "one"))
     result["plans"] = [plan.digest, other.parallel_plan.digest, manifest["plan"]["digest"]]
     result["layout"] = manifest["plan"]["layout"] == json.loads(plan.to_json())
-    result["twice"] = refused(
+    result["twice"] = refusal(
         lambda: start(
             wavemare.annotate(build("gpt2"), {"stages": 2}), wavemare={"parallel": {"split": 2}}
         )
     )
     longer = replace(plan, num_layers=7, cuts=(0, 3, 7))
-    result["other model"] = refused(lambda: start(wavemare.annotate(build("gpt2"), longer)))
+    result["other model"] = refusal(lambda: start(wavemare.annotate(build("gpt2"), longer)))
     wider = replace(plan, tensor_parallel=2)
-    result["more processes"] = refused(lambda: start(wavemare.annotate(build("gpt2"), wider)))
+    result["more processes"] = refusal(lambda: start(wavemare.annotate(build("gpt2"), wider)))
     section = {"parallel": {"split": 2, "stages": 2}}
-    result["world size"] = refused(lambda: start(build("gpt2"), wavemare=section))
+    result["world size"] = refusal(lambda: start(build("gpt2"), wavemare=section))
     return result
 
 
@@ -191,7 +177,7 @@ def universal() -> dict[str, Any]:
     if torch.distributed.get_rank() == 0:
         words = ["--input_folder", folder / "one", "--output_folder", folder / "universal"]
         tool = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
-        subprocess.run([*tool, *words], check=True, timeout=120, stdout=subprocess.DEVNULL)
+        subprocess.run([*tool, *words], check=True, stdout=subprocess.DEVNULL)
         (folder / "latest_universal").write_text("universal")
     torch.distributed.barrier()
     other = staged("Ett|L", checkpoint={"load_universal": True})

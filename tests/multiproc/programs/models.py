@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train transformers models as pipelines of two stages beside the unsplit models.
 
-The second argument is a JSON object of models by case; every rank leaves what it saw as JSON.
+Arguments: result folder, a folder for models, a JSON object of models by case.
 """
 
 import gc
@@ -15,7 +15,7 @@ from typing import Any
 import deepspeed
 import torch
 import transformers
-from common import leave, train_plainly, weights_digest
+from common import QUIET, difference, leave, train_plainly, weights_digest
 from deepspeed.utils import groups
 
 import wavemare
@@ -48,9 +48,7 @@ def build(name: str) -> Any:
             n_head=4,
             bos_token_id=1,
             eos_token_id=2,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
+            **QUIET,
         )
         return transformers.GPT2LMHeadModel(config)
     if name in ("bert-mlm", "bert-cls"):
@@ -123,11 +121,6 @@ def train_whole(
 def train_pipeline(engine: Any, name: str) -> list[float]:
     data = iter([engine.module.split_batch(batch) for batch in batches(name)])
     return [engine.train_batch(data).item() for _ in range(STEPS)]
-
-
-def difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    assert list(ours) == list(theirs)
-    return max(float((ours[name] - theirs[name]).abs().max()) for name in theirs)
 
 
 def tied_copies_equal(module: Any) -> bool:
@@ -337,7 +330,7 @@ def failure(folder: Path, name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
+    folder = Path(sys.argv[2])
     init_distributed()
     reentrant = {"pipeline": {"activation_checkpoint_interval": 1}}
     plain = {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": False}}
@@ -360,7 +353,7 @@ def main() -> None:
         "half": half,
     }
     results: dict[str, Any] = {}
-    for case, names in json.loads(sys.argv[2]).items():
+    for case, names in json.loads(sys.argv[3]).items():
         groups.mpu = None  # that of the engine before
         for name in names:
             place = folder / case.removeprefix("save-").removeprefix("load-") / name
