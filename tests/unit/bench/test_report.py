@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """From samples to rows and the table of ``wavemare bench pipeline``: numbers worked out by hand."""
 
-from collections.abc import Callable
-
 import pytest
 
 from wavemare.bench.recorder import Busy
@@ -13,17 +11,17 @@ from wavemare.bench.table import result_table, skipped_lines, with_ends
 STOCK, OURS, BOUND = "deepspeed-1f1b", "wavemare-pipemare", "no-communication-bound"
 
 
-def rounds(*slow: float) -> list[list[Sample]]:
+def rounds(*slow):
     """Rounds of two ranks, the second of which is the slower one."""
     return [[Sample(seconds - 0.5), Sample(seconds)] for seconds in slow]
 
 
-def test_the_median_is_that_of_the_slowest_ranks() -> None:
+def test_the_median_is_that_of_the_slowest_ranks():
     samples = {(STOCK, 1): [[Sample(1.0), Sample(4.0)], [Sample(9.0), Sample(2.0)], rounds(5.0)[0]]}
     assert step_medians(samples) == {(STOCK, 1): 5.0}
 
 
-def test_rows_are_ordered_and_compared_at_equal_micro_batches() -> None:
+def test_rows_are_ordered_and_compared_at_equal_micro_batches():
     request = PipelineRequest(micro_batches=(2, 1), systems=(BOUND, OURS, STOCK))
     samples = {
         (OURS, 1): rounds(2.0, 2.5, 30.0),
@@ -48,13 +46,13 @@ def test_rows_are_ordered_and_compared_at_equal_micro_batches() -> None:
     assert "utilisation" not in ours
 
 
-def test_without_the_baseline_there_is_no_ratio() -> None:
+def test_without_the_baseline_there_is_no_ratio():
     request = PipelineRequest(micro_batches=(8,), systems=("torch-zbv",))
     (row,) = build_rows(request, {("torch-zbv", 8): rounds(1.0)})
     assert (row["ratio"], row["ideal"], row["waiting"], row["ranks"]) == (None, None, None, None)
 
 
-def test_waiting_is_that_of_the_busiest_rank() -> None:
+def test_waiting_is_that_of_the_busiest_rank():
     idle = Sample(10.0, Busy(compute_s=2.0, step_s=1.0, message_s=6.0))
     busy = Sample(10.0, Busy(compute_s=5.0, step_s=3.0, message_s=1.0))
     slow = Sample(20.0, Busy(compute_s=5.0, step_s=3.0, message_s=1.0))
@@ -72,7 +70,7 @@ def test_waiting_is_that_of_the_busiest_rank() -> None:
     }
 
 
-def test_utilisation_is_the_nominal_work_over_the_measured_time() -> None:
+def test_utilisation_is_the_nominal_work_over_the_measured_time():
     request = PipelineRequest(
         stages=4, micro_batches=(4,), systems=(STOCK, OURS), forward_ms=7.0, backward_ms=13.0
     )
@@ -84,7 +82,7 @@ def test_utilisation_is_the_nominal_work_over_the_measured_time() -> None:
     assert ours["ideal_utilisation"] == 1.0
 
 
-def test_skipped_systems_have_a_reason() -> None:
+def test_skipped_systems_have_a_reason():
     request = PipelineRequest(micro_batches=(1, 2, 4), systems=("torch-1f1b", STOCK))
     (entry,) = skipped(request)
     assert (entry["system"], entry["stages"], entry["micro_batches"]) == ("torch-1f1b", 2, 1)
@@ -105,7 +103,7 @@ ROW = {
 }
 
 
-def test_full_rows_fit_a_narrow_screen(shown: Callable[..., str]) -> None:
+def test_full_rows_fit_a_narrow_screen(shown):
     full = {**ROW, "median_s": 1.2345, "ideal": 2.0, "bound_fraction": 1.0, "busy": 0.971}
     result = {"rows": [full], "stage_s": [0.1, 0.3], "imbalance": 0.5}
     text = shown(result_table(result), width=80)
@@ -116,7 +114,7 @@ def test_full_rows_fit_a_narrow_screen(shown: Callable[..., str]) -> None:
     assert "50.0% above" in text
 
 
-def test_columns_that_no_row_fills_are_left_out(shown: Callable[..., str]) -> None:
+def test_columns_that_no_row_fills_are_left_out(shown):
     result = {"rows": [ROW, {**ROW, "ratio": None}], "stage_s": [0.1, 0.1], "imbalance": 0.0}
     text = shown(result_table(result), width=80)
     assert "waiting" in text
@@ -126,7 +124,7 @@ def test_columns_that_no_row_fills_are_left_out(shown: Callable[..., str]) -> No
     assert lines[1].split()[3] == "-"
 
 
-def test_a_group_ends_where_the_next_row_is_of_another() -> None:
+def test_a_group_ends_where_the_next_row_is_of_another():
     rows = [{"group": 1}, {"group": 1}, {"group": 2}]
     found = [ends for _, ends in with_ends(rows, lambda row: row["group"])]
     assert found == [False, True, False]  # nothing ends behind the last one

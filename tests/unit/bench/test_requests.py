@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each ``wavemare bench`` may be asked: options refused by their name, and JSON for ranks."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from wavemare.bench.options import parse_names, parse_numbers
@@ -17,7 +14,7 @@ from wavemare.bench.whale.request import WhaleJob, WhaleRequest, device_shares
 from wavemare.cli import app
 from wavemare.errors import ConfigError
 
-REFUSED: dict[type[Any], list[tuple[dict[str, Any], str, str]]] = {
+REFUSED = {
     PipelineRequest: [
         ({"stages": 1}, "--stages", "two"),
         ({"micro_batches": (1, 0)}, "--micro-batches", "1,2,4,8"),
@@ -92,9 +89,7 @@ REFUSED: dict[type[Any], list[tuple[dict[str, Any], str, str]]] = {
     ("request_type", "values", "option", "named"),
     [(kind, *case) for kind, cases in REFUSED.items() for case in cases],
 )
-def test_a_bad_value_is_refused_by_its_option(
-    request_type: type[Any], values: dict[str, Any], option: str, named: str
-) -> None:
+def test_a_bad_value_is_refused_by_its_option(request_type, values, option, named):
     with pytest.raises(ConfigError) as caught:
         request_type(**values).check()
     assert caught.value.key == option
@@ -119,7 +114,7 @@ def test_a_bad_value_is_refused_by_its_option(
     ],
     ids=str,
 )
-def test_a_good_request_reaches_the_ranks_as_json(request_: Any) -> None:
+def test_a_good_request_reaches_the_ranks_as_json(request_):
     request_.check()
     assert type(request_).from_json(request_.to_json()) == request_
 
@@ -138,20 +133,20 @@ def test_a_good_request_reaches_the_ranks_as_json(request_: Any) -> None:
         (["whale", "--ranks", "3"], "--ranks"),
     ],
 )
-def test_the_command_line_refuses_before_it_starts_ranks(words: list[str], option: str) -> None:
+def test_the_command_line_refuses_before_it_starts_ranks(words, option):
     with pytest.raises(ConfigError) as caught:
         app(["bench", *words], standalone_mode=False)
     assert caught.value.key == option
 
 
-def test_no_folder_is_left_by_a_refused_request(tmp_path: Path) -> None:
+def test_no_folder_is_left_by_a_refused_request(tmp_path):
     folder = tmp_path / "trace"
     with pytest.raises(ConfigError):
         app(["bench", "pipeline", "--stages", "0", "--trace", str(folder)], standalone_mode=False)
     assert not folder.exists()
 
 
-def test_numbers_and_names_between_commas() -> None:
+def test_numbers_and_names_between_commas():
     assert parse_numbers("--micro-batches", "1, 2,4,2") == (1, 2, 4)
     assert parse_names(" a,b ,,a") == ("a", "b")
     for text in ("1,x", "-1", "1.5", "1 2"):
@@ -160,16 +155,14 @@ def test_numbers_and_names_between_commas() -> None:
 
 
 @pytest.mark.parametrize(("micro_batches", "steps"), [(1, 8), (2, 4), (3, 3), (4, 2), (8, 2)])
-def test_rounds_of_few_micro_batches_have_more_steps(micro_batches: int, steps: int) -> None:
+def test_rounds_of_few_micro_batches_have_more_steps(micro_batches, steps):
     assert PipelineRequest().steps(micro_batches) == steps
     assert PipelineRequest(steps_per_round=5).steps(micro_batches) == 5
 
 
 @pytest.mark.parametrize("stages", [2, 7])
 @pytest.mark.parametrize("micro_batches", [1, 3, 8])
-def test_the_pipeline_is_full_before_and_behind_the_timed_steps(
-    stages: int, micro_batches: int
-) -> None:
+def test_the_pipeline_is_full_before_and_behind_the_timed_steps(stages, micro_batches):
     request = PipelineRequest(stages=stages)
     for system in SYSTEMS.values():
         lead = request.lead(system, micro_batches) * micro_batches
@@ -182,31 +175,31 @@ def test_the_pipeline_is_full_before_and_behind_the_timed_steps(
             assert (lead, tail) == (micro_batches, 0)
 
 
-def test_all_sparse_patterns_are_one_where_nothing_is_zero() -> None:
+def test_all_sparse_patterns_are_one_where_nothing_is_zero():
     cases = SparseRequest(densities=(1.0, 0.1)).cases
     assert cases == [Case("random", 1.0), *(Case(pattern, 0.1) for pattern in PATTERNS)]
 
 
-def test_systems_that_multiply_the_bytes_are_left_out_of_dense_cases() -> None:
+def test_systems_that_multiply_the_bytes_are_left_out_of_dense_cases():
     request = SparseRequest()
     left_out = {name for name in SPARSE_SYSTEMS if request.obstacle(name, Case("random", 1.0))}
     assert {"torch-sparse", "deepspeed-sparse", "wavemare-agsparse-gloo"} <= left_out
     assert not any(request.obstacle(name, Case("random", 0.4)) for name in SPARSE_SYSTEMS)
 
 
-def test_links_are_shaped_for_exposed_communication_alone() -> None:
+def test_links_are_shaped_for_exposed_communication_alone():
     assert WaveRequest().shaped
     assert not WaveRequest(exposed=(0,)).shaped
 
 
-def test_whale_devices_share_the_cores_by_their_speeds() -> None:
+def test_whale_devices_share_the_cores_by_their_speeds():
     assert device_shares((2, 1), 1.35) == pytest.approx((0.9, 0.45))
     assert device_shares((2, 2, 1, 1), 1.35) == pytest.approx((0.45, 0.45, 0.225, 0.225))
     # However many cores there are, a rank of one thread has some rest.
     assert device_shares((2, 1), 64) == pytest.approx((0.9, 0.45))
 
 
-def test_half_of_the_whale_ranks_share_less_and_either_end_of_a_pipeline_is_slow() -> None:
+def test_half_of_the_whale_ranks_share_less_and_either_end_of_a_pipeline_is_slow():
     jobs = list(WhaleRequest(ranks=(2,), schedules=("1f1b", "pipemare"), factor=3.0).jobs(2))
     assert [(job.part, job.schedule, job.ranks) for job in jobs] == [
         ("shares", "1f1b", 2),
@@ -221,7 +214,7 @@ def test_half_of_the_whale_ranks_share_less_and_either_end_of_a_pipeline_is_slow
     assert WhaleJob.from_json(jobs[0].to_json()) == jobs[0]
 
 
-def test_the_planner_is_tried_on_four_ranks() -> None:
+def test_the_planner_is_tried_on_four_ranks():
     request = WhaleRequest(clusters=("unlike", "hosts"))
     (first, unlike), (second, hosts) = request.cluster_jobs(2)
     assert (first, second) == ("unlike", "hosts")

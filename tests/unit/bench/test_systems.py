@@ -14,7 +14,7 @@ from wavemare.pipeline.simulate import Costs, simulate
 
 @pytest.mark.parametrize("stages", [2, 3, 8])
 @pytest.mark.parametrize("micro_batches", [1, 2, 5, 16])
-def test_the_ideal_is_what_one_f_one_b_wastes(stages: int, micro_batches: int) -> None:
+def test_the_ideal_is_what_one_f_one_b_wastes(stages, micro_batches):
     makespan = simulate(one_f_one_b(stages, micro_batches), Costs(1.0, 1.0)).makespan_s
     wasted = pytest.approx(makespan / (2 * micro_batches))
     for name, ideal in (("wavemare-pipemare", wasted), (BOUND, wasted), (BASELINE, 1.0)):
@@ -25,12 +25,10 @@ def test_the_ideal_is_what_one_f_one_b_wastes(stages: int, micro_batches: int) -
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("micro_batches", range(1, 10))
-def test_too_few_micro_batches_are_those_that_the_libraries_refuse(
-    stages: int, micro_batches: int
-) -> None:
-    def refused(make: object) -> bool:
+def test_too_few_micro_batches_are_those_that_the_libraries_refuse(stages, micro_batches):
+    def refused(make):
         try:
-            make()  # type: ignore[operator]
+            make()
         except (ValueError, AssertionError):
             return True
         return False
@@ -44,7 +42,7 @@ def test_too_few_micro_batches_are_those_that_the_libraries_refuse(
     assert (obstacle is not None) == dual_refuses
 
 
-def test_other_systems_take_one_micro_batch_and_all_but_one_take_waits() -> None:
+def test_other_systems_take_one_micro_batch_and_all_but_one_take_waits():
     for name in (BASELINE, "torch-zbv", "wavemare-pipemare", BOUND):
         assert SYSTEMS[name].obstacle(8, 1, synthetic=False) is None
     obstacles = {name: system.obstacle(2, 8, synthetic=True) for name, system in SYSTEMS.items()}

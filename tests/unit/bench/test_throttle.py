@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes get their share of a core: by quotas of the kernel, or by signals; nothing stays."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,7 +17,7 @@ from wavemare.errors import LaunchError
 
 
 @contextmanager
-def started() -> Iterator[subprocess.Popen[bytes]]:
+def started():
     """A process that waits."""
     process = subprocess.Popen(["sleep", "600"])
     try:
@@ -31,18 +28,18 @@ def started() -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.parametrize("late_s", [0.0, 0.03], ids=["on time", "late"])
-def test_a_late_pacer_keeps_the_share(late_s: float) -> None:
+def test_a_late_pacer_keeps_the_share(late_s):
     now, ran, since = 0.0, 0.0, 0.0
-    signals: list[int] = []
+    signals = []
 
     class Late(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
+        def wait(self, timeout=None):
             nonlocal now
             assert timeout is not None
             now += timeout + late_s * (1 + len(signals) % 3)
             return now > 60.0
 
-    def send(_: int, number: int) -> None:
+    def send(_, number):
         nonlocal ran, since
         signals.append(number)
         if number == signal.SIGSTOP:
@@ -54,12 +51,12 @@ def test_a_late_pacer_keeps_the_share(late_s: float) -> None:
     assert ran / now == pytest.approx(0.25, rel=0.02)
 
 
-def test_nothing_stays_after_an_error_and_after_a_process_that_has_ended() -> None:
-    def groups() -> list[Path]:
+def test_nothing_stays_after_an_error_and_after_a_process_that_has_ended():
+    def groups():
         own = f"wavemare-{os.getpid()}-*"
         return [*CONTROL_GROUPS.glob(own), *CONTROL_GROUPS.glob(f"*/{own}")]
 
-    def fail(how: Callable[[], object]) -> None:
+    def fail(how):
         with open_throttle() as throttle:
             with started() as process:
                 throttle.limit(process.pid, 0.5)
@@ -79,7 +76,7 @@ def test_nothing_stays_after_an_error_and_after_a_process_that_has_ended() -> No
     assert groups() == []
 
 
-def test_quotas_are_written_as_the_kernel_reads_them() -> None:
+def test_quotas_are_written_as_the_kernel_reads_them():
     assert quota_files("cgroup v1", 0.45) == {
         "cpu.cfs_period_us": "10000",
         "cpu.cfs_quota_us": "4500",
@@ -91,25 +88,23 @@ def test_quotas_are_written_as_the_kernel_reads_them() -> None:
     assert quota_files("cgroup v2", None) == {"cpu.max": "max 10000"}
 
 
-def test_groups_of_version_2_get_the_controller(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_groups_of_version_2_get_the_controller(tmp_path, monkeypatch):
     """A folder behaves as control groups do: new folders have files, and need not keep them."""
     files = ("cgroup.procs", "cgroup.subtree_control", "cpu.weight", "cpu.max")
     mkdir, rmdir, write = Path.mkdir, Path.rmdir, Path.write_text
-    written: list[tuple[str, str]] = []
+    written = []
 
-    def make(path: Path) -> None:
+    def make(path):
         mkdir(path)
         for name in files:
             write(path / name, "")
 
-    def remove(path: Path) -> None:
+    def remove(path):
         for name in files:
             (path / name).unlink()
         rmdir(path)
 
-    def note(path: Path, text: str) -> int:
+    def note(path, text):
         name = re.sub(r"wavemare-[^/]+", "HOME", str(path.relative_to(tmp_path)))
         written.append((name, text))
         return write(path, text)
@@ -132,7 +127,7 @@ def test_groups_of_version_2_get_the_controller(
     assert not list(tmp_path.glob("wavemare-*"))
 
 
-def test_signals_are_the_way_where_there_are_no_groups(tmp_path: Path) -> None:
+def test_signals_are_the_way_where_there_are_no_groups(tmp_path):
     (tmp_path / "cpu").mkdir()  # an ordinary folder, in which groups have no quota
     with open_throttle(tmp_path) as throttle:
         assert throttle.way == "pacing"
@@ -150,20 +145,20 @@ class Noted(Throttle):
 
     way = "noted"
 
-    def __init__(self) -> None:
-        self.asked: list[tuple[int, float | None]] = []
+    def __init__(self):
+        self.asked = []
 
-    def limit(self, pid: int, share: float | None) -> None:
+    def limit(self, pid, share):
         self.asked.append((pid, share))
 
-    def close(self) -> None:
+    def close(self):
         return None
 
 
 @pytest.mark.parametrize(
     ("pids", "known"), [(None, os.getpid()), ({3: 99}, 99)], ids=["own", "told"]
 )
-def test_ranks_get_the_share_that_they_ask_for(pids: Mapping[int, int] | None, known: int) -> None:
+def test_ranks_get_the_share_that_they_ask_for(pids, known):
     throttle = Noted()
     with shares_on_demand(throttle, None if pids is None else lambda: pids) as folder:
         ask_for_share(folder, 3, 0.5)
@@ -172,6 +167,6 @@ def test_ranks_get_the_share_that_they_ask_for(pids: Mapping[int, int] | None, k
     assert not folder.exists()
 
 
-def test_a_rank_that_nobody_answers_says_so(tmp_path: Path) -> None:
+def test_a_rank_that_nobody_answers_says_so(tmp_path):
     with pytest.raises(LaunchError, match="nobody has limited this rank"):
         ask_for_share(tmp_path, 0, 0.5, timeout_s=0.05)

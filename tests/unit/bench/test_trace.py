@@ -2,7 +2,6 @@
 """Timelines of all ranks on one clock, and their files."""
 
 import json
-from pathlib import Path
 
 from wavemare.bench.trace import (
     build_timeline,
@@ -22,7 +21,7 @@ RANKS = [
 ]
 
 
-def test_the_clock_begins_with_the_first_event_of_all_ranks() -> None:
+def test_the_clock_begins_with_the_first_event_of_all_ranks():
     timeline = build_timeline("title", RANKS)
     assert timeline == Timeline(
         "title",
@@ -37,7 +36,7 @@ def test_the_clock_begins_with_the_first_event_of_all_ranks() -> None:
     assert build_timeline("nothing", [[], []]) is None
 
 
-def test_rank_0_alone_writes_and_only_what_was_noted(tmp_path: Path) -> None:
+def test_rank_0_alone_writes_and_only_what_was_noted(tmp_path):
     save_timelines(tmp_path, "torch-zbv", 2, [[], []], rank=0)
     save_timelines(tmp_path, "deepspeed-1f1b", 2, RANKS, rank=1)
     assert list(tmp_path.iterdir()) == []

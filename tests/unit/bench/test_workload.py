@@ -17,14 +17,14 @@ SMALL = PipelineRequest(layers=4, hidden=16, heads=2, vocabulary=11, sequence=6,
 
 
 @pytest.fixture
-def gpt(monkeypatch: pytest.MonkeyPatch) -> GPTWorkload:
+def gpt(monkeypatch):
     # Timing the layers takes several processes.
     monkeypatch.setattr(workload, "layer_times", lambda model, chain, inputs: [1.0] * len(chain))
     return GPTWorkload(SMALL)
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_parts_compute_what_the_model_computes(gpt: GPTWorkload, count: int) -> None:
+def test_parts_compute_what_the_model_computes(gpt, count):
     inputs, labels = gpt.batches[2]
     hidden = inputs
     parts = gpt.parts(count)
@@ -38,7 +38,7 @@ def test_parts_compute_what_the_model_computes(gpt: GPTWorkload, count: int) -> 
     torch.testing.assert_close(gpt.loss(hidden, labels), expected)
 
 
-def test_every_system_gets_new_modules_with_the_same_weights(gpt: GPTWorkload) -> None:
+def test_every_system_gets_new_modules_with_the_same_weights(gpt):
     weights = [
         [weight for part in gpt.parts(count) for weight in part.parameters()] for count in (1, 2, 4)
     ]
@@ -47,13 +47,13 @@ def test_every_system_gets_new_modules_with_the_same_weights(gpt: GPTWorkload) -
         assert all(torch.equal(a, b) and a is not b for a, b in zip(one, other, strict=True))
 
 
-def test_batches_differ_and_are_the_same_for_all(gpt: GPTWorkload) -> None:
+def test_batches_differ_and_are_the_same_for_all(gpt):
     assert not torch.equal(gpt.batches[0][0], gpt.batches[1][0])
     again = GPTWorkload(SMALL)
     assert all(torch.equal(a[0], b[0]) for a, b in zip(gpt.batches, again.batches, strict=True))
 
 
-def test_a_wait_is_a_linear_layer_to_autograd() -> None:
+def test_a_wait_is_a_linear_layer_to_autograd():
     torch.manual_seed(0)
     wait = TimedWait(1e-3, 1e-3)
     plain = nn.Linear(64, 64)
@@ -69,7 +69,7 @@ def test_a_wait_is_a_linear_layer_to_autograd() -> None:
 
 
 @pytest.mark.parametrize("needs_gradient", [True, False])
-def test_waits_last_as_long_as_asked(needs_gradient: bool) -> None:
+def test_waits_last_as_long_as_asked(needs_gradient):
     wait = TimedWait(0.01, 0.02)
     started = time.perf_counter()
     output = wait(torch.randn(2, 64, requires_grad=needs_gradient))
@@ -80,7 +80,7 @@ def test_waits_last_as_long_as_asked(needs_gradient: bool) -> None:
     assert time.perf_counter() - between >= 0.02
 
 
-def test_waits_add_up_to_the_same_whole() -> None:
+def test_waits_add_up_to_the_same_whole():
     request = PipelineRequest(stages=4, forward_ms=6.0, backward_ms=10.0)
     synthetic = SyntheticWorkload(request)
     for count in (4, 8):

@@ -2,7 +2,6 @@
 """The thread of the collectives: order, handles, errors, and its end."""
 
 import gc
-import os
 import threading
 import time
 import weakref
@@ -153,18 +152,3 @@ def test_closing_ends_what_was_submitted():
     worker.close()
     with pytest.raises(CommError, match="closed"):
         worker.submit(lambda stats: None, CPU)
-
-
-def test_many_workers_leave_no_thread_and_no_descriptor():
-    def run():
-        worker = CollectiveThread("many")
-        handle = worker.submit(lambda statistics: 5, CPU)
-        assert handle.wait() == 5
-        worker.close()
-
-    run()
-    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
-    for _ in range(50):
-        run()
-    assert threading.active_count() == threads
-    assert len(os.listdir("/proc/self/fd")) == files

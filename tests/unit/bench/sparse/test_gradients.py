@@ -10,7 +10,7 @@ from wavemare.bench.sparse.request import PATTERNS, Case
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("density", [1.0, 0.1, 0.0])
-def test_a_gradient_has_the_density_that_its_name_says(pattern: str, density: float) -> None:
+def test_a_gradient_has_the_density_that_its_name_says(pattern, density):
     case = Case(pattern, density)
     gradient = make_gradient(case, 64 * 1000, 64, rank=1).view(1000, 64)
     found = gradient.ne(0).any(dim=1).nonzero().flatten().numpy()
@@ -18,8 +18,8 @@ def test_a_gradient_has_the_density_that_its_name_says(pattern: str, density: fl
     assert len(found) == round(1000 * density)
 
 
-def test_patterns_overlap_as_their_names_say() -> None:
-    def union(pattern: str) -> int:
+def test_patterns_overlap_as_their_names_say():
+    def union(pattern):
         ranks = [set(active_blocks(Case(pattern, 0.1), 10_000, rank)) for rank in range(4)]
         return len(set.union(*ranks))
 

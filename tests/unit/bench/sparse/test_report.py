@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows, ratios and the model of ``wavemare bench sparse``; the table and the picture."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 from wavemare.bench.sparse.report import Sample, build_result
@@ -14,7 +11,7 @@ from wavemare.comm.statistics import Statistics
 CASE = Case("identical", 0.5)
 
 
-def sample(seconds: float, executor: str = "", **phases: float) -> Sample:
+def sample(seconds, executor="", **phases):
     if not executor:
         return Sample(seconds, None, None)
     statistics = Statistics(
@@ -23,7 +20,7 @@ def sample(seconds: float, executor: str = "", **phases: float) -> Sample:
     return Sample(seconds, statistics, None)
 
 
-def result(mbit: float | None = 8.0) -> dict[str, Any]:
+def result(mbit=8.0):
     request = SparseRequest(
         ranks=2,
         mbit=mbit,
@@ -46,11 +43,11 @@ def result(mbit: float | None = 8.0) -> dict[str, Any]:
     return build_result(request, measured, {})
 
 
-def rows(of: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def rows(of):
     return {row["system"]: row for row in of["rows"]}
 
 
-def test_ratios_are_to_the_faster_dense_system() -> None:
+def test_ratios_are_to_the_faster_dense_system():
     found = rows(result())
     assert found["mpi-dense"]["median_s"] == 4.0
     assert {name: row["ratio"] for name, row in found.items()} == {
@@ -61,7 +58,7 @@ def test_ratios_are_to_the_faster_dense_system() -> None:
     assert found["wavemare-auto"]["rounds_s"] == [1.0, 2.0, 4.0]
 
 
-def test_the_model_is_bytes_over_the_rate_and_measured_kernels() -> None:
+def test_the_model_is_bytes_over_the_rate_and_measured_kernels():
     row = rows(result())["wavemare-auto"]
     # Push and pull of half the bucket each, half of both within the rank: 0.5 MiB at 1 MB/s.
     assert row["model_s"] == pytest.approx(2**19 / 1e6 + 0.2 + 0.1)
@@ -69,7 +66,7 @@ def test_the_model_is_bytes_over_the_rate_and_measured_kernels() -> None:
     assert rows(result(mbit=None))["wavemare-auto"]["model_s"] is None
 
 
-def test_skipped_systems_have_a_reason() -> None:
+def test_skipped_systems_have_a_reason():
     skipped = result()["skipped"]
     assert [(row["system"], row["density"]) for row in skipped] == [
         ("torch-sparse", 1.0),
@@ -78,9 +75,7 @@ def test_skipped_systems_have_a_reason() -> None:
     assert all("dense bytes" in row["reason"] for row in skipped)
 
 
-def test_the_table_and_the_picture_show_each_row(
-    shown: Callable[..., str], check_picture: Callable[..., None]
-) -> None:
+def test_the_table_and_the_picture_show_each_row(shown, check_picture):
     text = shown(result_table(result()))
     assert "2 ranks over 8 Mbit/s" in text
     assert all(name in text for name in ("mpi-dense", "gloo-dense", "wavemare-auto", "pushpull"))

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows, ratios and gaps of ``wavemare bench training``; the tables and the pictures."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 from wavemare.bench.training.quality import Curve, learning_rate
@@ -20,11 +17,11 @@ FIGURES = {
 }
 
 
-def rounds(*seconds: float, link: float | None = None, **figures: float) -> list[Sample]:
+def rounds(*seconds, link=None, **figures):
     return [Sample(s, 1.0 + s, link, figures) for s in seconds]
 
 
-def times(bound: float = 1.0, *, with_bound: bool = True) -> dict[str, Any]:
+def times(bound=1.0, *, with_bound=True):
     samples = {
         BASELINE: rounds(5.0, 90.0, 4.0, link=100.0),
         "wavemare-auto": rounds(2.0, 1.0, 3.0, link=10.0, **FIGURES),
@@ -35,11 +32,11 @@ def times(bound: float = 1.0, *, with_bound: bool = True) -> dict[str, Any]:
     return build_result(TrainingRequest(mbit=8.0), samples, task_name="some texts")
 
 
-def rows(of: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def rows(of):
     return {row["system"]: row for row in of["rows"]}
 
 
-def quality() -> dict[str, Any]:
+def quality():
     curves = {
         BASELINE: Curve([1.0, 0.5], [(0, 2.0), (2, 0.5)]),
         "wavemare-auto": Curve([1.0, 0.5], [(0, 2.0), (2, 0.5)], 2**20),
@@ -50,7 +47,7 @@ def quality() -> dict[str, Any]:
     return build_quality(request, curves, task_name="some texts")
 
 
-def test_ratios_and_communication_are_of_medians() -> None:
+def test_ratios_and_communication_are_of_medians():
     found = rows(times())
     dense, ours, bound = found[BASELINE], found["wavemare-auto"], found[BOUND]
     assert (dense["median_s"], dense["ratio"], ours["ratio"], bound["ratio"]) == (5, 1, 2.5, 5)
@@ -61,7 +58,7 @@ def test_ratios_and_communication_are_of_medians() -> None:
     assert bound["communication_s"] is None
 
 
-def test_no_ratio_is_made_of_noise_or_without_the_bound() -> None:
+def test_no_ratio_is_made_of_noise_or_without_the_bound():
     noisy = rows(times(bound=2.5))["wavemare-auto"]
     assert (noisy["communication_s"], noisy["communication_ratio"]) == (0.0, None)
     alone = rows(times(with_bound=False))["wavemare-auto"]
@@ -69,7 +66,7 @@ def test_no_ratio_is_made_of_noise_or_without_the_bound() -> None:
     assert alone["ratio"] == 2.5
 
 
-def test_the_row_has_the_figures_of_the_collectives() -> None:
+def test_the_row_has_the_figures_of_the_collectives():
     row = rows(times())["wavemare-auto"]
     assert row["executor"] == "allgather+ordered"
     assert (row["bytes_up"], row["link_bytes_up"]) == (1000, 10.0)
@@ -78,7 +75,7 @@ def test_the_row_has_the_figures_of_the_collectives() -> None:
     assert (stock["executor"], stock["bytes_up"], stock["link_bytes_up"]) == (None, None, 100.0)
 
 
-def test_gaps_are_of_the_last_held_out_losses() -> None:
+def test_gaps_are_of_the_last_held_out_losses():
     found = {row["system"]: row for row in quality()["quality"]}
     assert found["torch-ddp"]["gap_percent"] == pytest.approx(-1.0)
     assert found["wavemare-topk"]["gap_percent"] == 0.0
@@ -86,7 +83,7 @@ def test_gaps_are_of_the_last_held_out_losses() -> None:
     assert same == {BASELINE, "wavemare-auto"}
 
 
-def test_the_learning_rate_rises_and_falls() -> None:
+def test_the_learning_rate_rises_and_falls():
     rates = [learning_rate(step, 20, 1.0) for step in range(20)]
     assert rates[:3] == [0.5, 1.0, 1.0]
     assert rates[2:] == sorted(rates[2:], reverse=True)
@@ -95,9 +92,7 @@ def test_the_learning_rate_rises_and_falls() -> None:
 
 
 @pytest.mark.parametrize("result", [times(), times(with_bound=False), quality()])
-def test_tables_and_pictures_show_each_system(
-    result: dict[str, Any], shown: Callable[..., str], check_picture: Callable[..., None]
-) -> None:
+def test_tables_and_pictures_show_each_system(result, shown, check_picture):
     text = shown(result_table(result))
     assert "2 ranks over" in text
     for row in result.get("rows", result.get("quality")):

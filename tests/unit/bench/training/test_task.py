@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The texts of ``wavemare bench training``, and the model that learns them."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
 from wavemare.bench.training.request import TrainingRequest
-from wavemare.bench.training.task import Batch, make_task
+from wavemare.bench.training.task import make_task
 
-SMALL: dict[str, Any] = {"vocabulary": 2000, "batch": 4, "sequence": 16}
+SMALL = {"vocabulary": 2000, "batch": 4, "sequence": 16}
 
 
-def same(first: Batch, second: Batch) -> bool:
+def same(first, second):
     return all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_batches_depend_on_step_and_rank_and_seed_alone() -> None:
+def test_batches_depend_on_step_and_rank_and_seed_alone():
     task = make_task(TrainingRequest(**SMALL))
     batch = task.batch(3, 1)
     assert batch["input_ids"].shape == (4, 16)
@@ -27,7 +24,7 @@ def test_batches_depend_on_step_and_rank_and_seed_alone() -> None:
     assert not any(same(batch, other) for other in others)
 
 
-def test_words_are_as_frequent_as_in_a_language() -> None:
+def test_words_are_as_frequent_as_in_a_language():
     task = make_task(TrainingRequest(vocabulary=30_522, batch=64))
     ids = torch.cat([task.batch(step, 0)["input_ids"].flatten() for step in range(20)])
     counts = ids.bincount(minlength=30_522).sort(descending=True).values
@@ -38,7 +35,7 @@ def test_words_are_as_frequent_as_in_a_language() -> None:
     assert task.batch(0, 0)["input_ids"][:8].unique().numel() < 0.02 * 30_522
 
 
-def test_each_pass_over_a_table_gives_each_text_once(tmp_path: Path) -> None:
+def test_each_pass_over_a_table_gives_each_text_once(tmp_path):
     table = tmp_path / "texts.tsv"
     table.write_text("".join(f"text number {n} of these\t{n % 2}\n" for n in range(50)))
     request = TrainingRequest(data=str(table), batch=3, vocabulary=1000, sequence=16)

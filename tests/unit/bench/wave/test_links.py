@@ -2,9 +2,7 @@
 """The speed of links for a share of exposed communication, and how ranks get it."""
 
 import threading
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -20,16 +18,16 @@ from wavemare.errors import LaunchError
 FRAMING = 1514 / 1448
 
 
-def wire_s(mbit: float, sent: float) -> float:
+def wire_s(mbit, sent):
     return sent * FRAMING * 8 / (mbit * 1e6)
 
 
-def test_a_ring_sends_a_tensor_once_on_two_ranks_and_nearly_twice_on_many() -> None:
+def test_a_ring_sends_a_tensor_once_on_two_ranks_and_nearly_twice_on_many():
     assert sent_bytes(100.0, 2) == 100.0
     assert sent_bytes(100.0, 4) == 150.0
 
 
-def test_a_speed_is_mended_for_what_messages_take_beyond_the_wire() -> None:
+def test_a_speed_is_mended_for_what_messages_take_beyond_the_wire():
     sent, compute_s, overhead_s, share = 1e7, 3.0, 0.3, 0.25
     first = link_mbit(share, compute_s, sent)
     waiting_s = wire_s(first, sent) + overhead_s
@@ -38,14 +36,14 @@ def test_a_speed_is_mended_for_what_messages_take_beyond_the_wire() -> None:
     assert waiting_s / (compute_s + waiting_s) == pytest.approx(share)
 
 
-def test_a_speed_stays_finite_where_overhead_alone_is_more_than_the_share() -> None:
+def test_a_speed_stays_finite_where_overhead_alone_is_more_than_the_share():
     mbit = adjusted_mbit(100.0, 0.1, 1e7, compute_s=1.0, waiting_s=50.0)
     assert mbit == pytest.approx(400.0)
 
 
-def test_ranks_get_the_links_they_ask_for(tmp_path: Path) -> None:
-    speeds: list[float | None] = []
-    laboratory: Any = SimpleNamespace(shape=speeds.append)
+def test_ranks_get_the_links_they_ask_for(tmp_path):
+    speeds = []
+    laboratory = SimpleNamespace(shape=speeds.append)
     before = threading.active_count()
     with links_on_demand(laboratory, tmp_path):
         for mbit in (100.0, None, 12.5):

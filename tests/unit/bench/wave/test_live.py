@@ -2,7 +2,7 @@
 """What autograd keeps at each moment: counted when it is kept, and until it is dropped."""
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from wavemare.bench.wave.live import LiveBytes
 from wavemare.engine.survey import SavedBytes
@@ -12,18 +12,18 @@ WIDTH, ROWS = 8, 4
 BLOCK = ROWS * WIDTH * 4
 
 
-def forward(layers: nn.Sequential) -> Tensor:
+def forward(layers):
     return layers(torch.ones(ROWS, WIDTH)).sum()
 
 
-def model(layers: int = 3) -> nn.Sequential:
+def model(layers=3):
     torch.manual_seed(0)
     return nn.Sequential(
         *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(layers))
     )
 
 
-def test_a_forward_pass_keeps_what_the_survey_counts() -> None:
+def test_a_forward_pass_keeps_what_the_survey_counts():
     layers = model()
     live, counter = LiveBytes(layers), SavedBytes(layers)
     with live.hooks():
@@ -37,7 +37,7 @@ def test_a_forward_pass_keeps_what_the_survey_counts() -> None:
     assert live.peak == 4 * BLOCK
 
 
-def test_bytes_count_for_the_wave_that_keeps_them() -> None:
+def test_bytes_count_for_the_wave_that_keeps_them():
     layers = model(1)
     times = iter(range(10))
     live = LiveBytes(layers, clock=lambda: float(next(times)))
@@ -58,7 +58,7 @@ def test_bytes_count_for_the_wave_that_keeps_them() -> None:
     assert live.peak == 4 * BLOCK
 
 
-def test_memory_that_two_keep_counts_once_until_both_have_dropped_it() -> None:
+def test_memory_that_two_keep_counts_once_until_both_have_dropped_it():
     live = LiveBytes(nn.Module())
     value = torch.ones(ROWS, WIDTH, requires_grad=True)
     with live.hooks():

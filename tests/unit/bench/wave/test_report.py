@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows, ratios, models and verdicts of ``wavemare bench wave``; the tables and the pictures."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 from wavemare.bench.wave.live import Moment
@@ -17,7 +14,7 @@ SEGMENTS = 25
 HEAD = SEGMENTS - 1
 
 
-def costs(collective_s: float) -> Costs:
+def costs(collective_s):
     """Equal segments, each of which sums in both directions, and a head that costs nothing."""
     return Costs(
         forward_s=(*(1.0 for _ in range(HEAD)), 0.0),
@@ -27,11 +24,11 @@ def costs(collective_s: float) -> Costs:
     )
 
 
-def rounds(*seconds: float, waiting: float = 0.0) -> list[Sample]:
+def rounds(*seconds, waiting=0.0):
     return [Sample(s, s * (1 - waiting), s * waiting) for s in seconds]
 
 
-def result(split_loss: float = 0.0, disturbed: int = 0) -> dict[str, Any]:
+def result(split_loss=0.0, disturbed=0):
     samples = {
         "accumulation": rounds(4.0, 90.0, 3.0, waiting=0.25),
         "in-phase": rounds(3.0, 3.0, 3.0),
@@ -51,11 +48,11 @@ def result(split_loss: float = 0.0, disturbed: int = 0) -> dict[str, Any]:
     )
 
 
-def rows(of: dict[str, Any], exposed: float) -> dict[str, dict[str, Any]]:
+def rows(of, exposed):
     return {row["system"]: row for row in of["rows"] if row["exposed"] == exposed}
 
 
-def test_ratios_are_of_medians_to_accumulation() -> None:
+def test_ratios_are_of_medians_to_accumulation():
     found = rows(result(), 0.25)
     assert tuple(found) == SYSTEMS
     assert {name: row["ratio"] for name, row in found.items()} == {
@@ -73,7 +70,7 @@ def test_ratios_are_of_medians_to_accumulation() -> None:
     assert exposed_share(shares) == 0.3  # a median
 
 
-def test_models_are_those_of_the_gain_model() -> None:
+def test_models_are_those_of_the_gain_model():
     found = rows(result(), 0.25)
     # Per segment 3 + 2 c for each of 8 micro-batches. Of tick-tock's, the first forward and the
     # last backward passes have nothing beside them: 1 + c and 2 + c, and 7 pairs of 3.
@@ -85,7 +82,7 @@ def test_models_are_those_of_the_gain_model() -> None:
     assert all(row["model"] == pytest.approx(1) for row in rows(result(), 0.0).values())
 
 
-def test_auto_is_on_where_communication_is_exposed() -> None:
+def test_auto_is_on_where_communication_is_exposed():
     off, on = result()["auto"]
     assert (off["exposed"], off["on"]) == (0.0, False)
     assert (on["exposed"], on["on"]) == (0.25, True)
@@ -95,16 +92,14 @@ def test_auto_is_on_where_communication_is_exposed() -> None:
     assert remarks(result(disturbed=3))[-1].startswith("3 steps count though")
 
 
-def test_memory_is_compared_with_one_wave_and_with_two() -> None:
+def test_memory_is_compared_with_one_wave_and_with_two():
     found = {row["system"]: row for row in result()["memory"]}
     assert found["tick-tock"]["of_accumulation"] == 1.01
     assert found["tick-tock"]["of_in_phase"] == 0.505
     assert [name for name, row in found.items() if not row["bitwise"]] == ["domino"]
 
 
-def test_the_tables_and_pictures_show_every_system(
-    shown: Callable[..., str], check_picture: Callable[..., None]
-) -> None:
+def test_the_tables_and_pictures_show_every_system(shown, check_picture):
     times = shown(result_table(result()))
     assert "2 layers of 768" in times
     assert times.count("tick-tock") == 2

@@ -11,14 +11,14 @@ from wavemare.bench.whale.bounds import best_cut, cut_step_s, fluid_cut_step_s, 
 
 @pytest.mark.parametrize("rho", [1.0, 1.5, 15.7 / 9.3, 2.0])
 @pytest.mark.parametrize("half", [1, 2, 8])
-def test_two_types_in_equal_numbers_gain_the_mean_of_their_speeds(rho: float, half: int) -> None:
+def test_two_types_in_equal_numbers_gain_the_mean_of_their_speeds(rho, half):
     seconds = [1.0] * half + [rho] * half
     assert share_gain(seconds) == pytest.approx((1 + rho) / 2)
     assert share_gain([1.0, 2.0, 1.0, 1.0]) == pytest.approx(3.5 / 2)
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
-def test_a_pipeline_fills_and_empties_unless_it_is_asynchronous(stages: int) -> None:
+def test_a_pipeline_fills_and_empties_unless_it_is_asynchronous(stages):
     like = [3.0] * stages
     assert cut_step_s(like, 8, "1f1b") == pytest.approx((8 + stages - 1) * 3)
     assert cut_step_s(like, 8, "pipemare") == 8 * 3
@@ -26,14 +26,14 @@ def test_a_pipeline_fills_and_empties_unless_it_is_asynchronous(stages: int) -> 
     assert cut_step_s(slow_last, 8, "1f1b") == pytest.approx(sum(slow_last) + 7 * 3)
 
 
-def test_a_slow_first_stage_works_while_the_others_fill() -> None:
+def test_a_slow_first_stage_works_while_the_others_fill():
     assert cut_step_s([3.0, 1.0], 8, "1f1b") == pytest.approx(8 * 3)
     assert 8 * 3 < cut_step_s([3.0, 2.0, 2.0, 2.0], 8, "1f1b") < 9 + 7 * 3
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipemare"])
 @pytest.mark.parametrize("seed", range(5))
-def test_the_best_cut_is_that_of_a_slow_search(schedule: str, seed: int) -> None:
+def test_the_best_cut_is_that_of_a_slow_search(schedule, seed):
     table = np.random.default_rng(seed).uniform(0.5, 2.0, size=(3, 7)).tolist()
     best = np.inf
     for places in product(range(3), repeat=7):  # the stage of each layer
@@ -48,7 +48,7 @@ def test_the_best_cut_is_that_of_a_slow_search(schedule: str, seed: int) -> None
     assert (bounds[0], bounds[-1], len(bounds)) == (0, 7, 4)
 
 
-def test_layers_that_could_be_cut_anywhere_are_no_slower_than_the_best_cut() -> None:
+def test_layers_that_could_be_cut_anywhere_are_no_slower_than_the_best_cut():
     layers = [1.0] * 12
     table = [[2 * spent for spent in layers], layers]
     # Twelve layers divide 1:2 without a rest.

@@ -1,26 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The best plan for all axes of four ranks, of which the planner's choice is the first."""
 
-from typing import Any
-
 import pytest
 
 from wavemare.bench.whale.candidates import plans_by_axes
 from wavemare.parallel.planner.api import plan
 from wavemare.parallel.planner.chains import model_costs
 from wavemare.parallel.planner.cluster import Cluster, Device, Link
-from wavemare.parallel.planner.costs import ModelCosts
 from wavemare.parallel.planner.settings import Settings
 
 ALL = {(1, 1, 4), (1, 2, 2), (1, 4, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1)}
 
 
-def costs() -> ModelCosts:
+def costs():
     sizes = {"n_embd": 256, "n_layer": 8, "n_head": 4, "n_positions": 128, "vocab_size": 32}
     return model_costs({"model_type": "gpt2", **sizes}, 128, head="GPT2LMHeadModel")
 
 
-def cluster(*speeds: float, nodes: str = "0000") -> Cluster:
+def cluster(*speeds, nodes="0000"):
     devices = tuple(
         Device(type=f"x{speed:g}", tflops=speed / 100, memory_gib=4, memory_gb_s=4, node=node)
         for speed, node in zip(speeds, nodes, strict=True)
@@ -37,10 +34,8 @@ def cluster(*speeds: float, nodes: str = "0000") -> Cluster:
         (cluster(1, 1, 1, 1, nodes="0011"), ALL - {(1, 4, 1)}),
     ],
 )
-def test_there_is_a_plan_for_all_legal_axes_and_the_first_is_the_planners(
-    devices: Cluster, legal: set[tuple[int, int, int]]
-) -> None:
-    options: dict[str, Any] = {"zero_stages": (0, 1), "waves": False, "recompute": False}
+def test_there_is_a_plan_for_all_legal_axes_and_the_first_is_the_planners(devices, legal):
+    options = {"zero_stages": (0, 1), "waves": False, "recompute": False}
     plans = plans_by_axes(costs(), devices, Settings(global_batch=16, **options))
     assert set(plans) == legal
     steps = [found.predicted.step_s for found in plans.values() if found.predicted]

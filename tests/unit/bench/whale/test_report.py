@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows, ratios, bounds and errors of ``wavemare bench whale``; its table and picture."""
 
-from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
 
 import pytest
 
@@ -24,7 +22,7 @@ SHARES = WhaleJob(part="shares", ranks=2, devices=(0.9, 0.45))
 CUTS = WhaleJob(part="cuts", ranks=2, devices=(0.45, 0.9), micro_batches=8)
 
 
-def shares(gap: float = 0.0) -> list[dict[str, Any]]:
+def shares(gap=0.0):
     measured = SharesMeasured(
         shares={"equal": (6, 6), "planned": (8, 4)},
         seconds={
@@ -41,7 +39,7 @@ def shares(gap: float = 0.0) -> list[dict[str, Any]]:
     return share_rows(SHARES, measured)
 
 
-def cuts(schedule: str = "1f1b", slowness: float = 1.0) -> list[dict[str, Any]]:
+def cuts(schedule="1f1b", slowness=1.0):
     """Return rows of a pipeline whose first rank takes so many times as long as was measured."""
     job = WhaleJob(**{**asdict(CUTS), "schedule": schedule})
     measured = CutsMeasured(
@@ -57,7 +55,7 @@ def cuts(schedule: str = "1f1b", slowness: float = 1.0) -> list[dict[str, Any]]:
     return cut_rows(job, measured)
 
 
-def test_shares_are_judged_by_the_slowest_rank_and_by_the_speeds_alone() -> None:
+def test_shares_are_judged_by_the_slowest_rank_and_by_the_speeds_alone():
     equal, planned = shares()
     assert (equal["median_s"], equal["ratio"], equal["ideal"]) == (2.0, 1.0, 1.0)
     assert planned["rounds_s"] == [1.5, 1.6, 1.25]
@@ -73,7 +71,7 @@ def test_shares_are_judged_by_the_slowest_rank_and_by_the_speeds_alone() -> None
     assert (equal["predicted_s"], planned["predicted_s"]) == (None, 1.3)
 
 
-def test_losses_of_the_same_batches_must_agree() -> None:
+def test_losses_of_the_same_batches_must_agree():
     assert shares(gap=9e-7)[1]["loss_gap"] == pytest.approx(9e-7)
     with pytest.raises(CommError, match="off by 2e-06"):
         shares(gap=2e-6)
@@ -81,7 +79,7 @@ def test_losses_of_the_same_batches_must_agree() -> None:
         shares(gap=float("nan"))
 
 
-def test_cuts_are_judged_by_the_best_cut_of_the_measured_table() -> None:
+def test_cuts_are_judged_by_the_best_cut_of_the_measured_table():
     equal, planned = cuts()
     # Equal parts: 8 * 0.6, and the first one has done two forward passes (0.4) when the other one
     # has done its first micro-batch (0.2 + 0.3). The best ones: 0.4 + 0.4 + 7 * 0.4.
@@ -93,17 +91,17 @@ def test_cuts_are_judged_by_the_best_cut_of_the_measured_table() -> None:
     assert (planned["slow"], equal["ideal"]) == (0, 1.0)
 
 
-def test_an_asynchronous_pipeline_gains_more() -> None:
+def test_an_asynchronous_pipeline_gains_more():
     assert cuts("pipemare")[1]["ideal"] == pytest.approx(0.6 / 0.4)
 
 
-def test_predictions_are_compared_stage_by_stage() -> None:
+def test_predictions_are_compared_stage_by_stage():
     equal, planned = cuts(slowness=1.25)
     assert planned["stage_s"] == pytest.approx([0.5, 0.4])
     assert [planned["stage_error"], equal["stage_error"]] == pytest.approx([0.2, 0.2])
 
 
-def test_the_ideal_is_one_of_the_speeds_in_the_rounds() -> None:
+def test_the_ideal_is_one_of_the_speeds_in_the_rounds():
     planned = cuts(slowness=1.25)[1]
     # 0.25 and 0.1 for each layer: equal parts wait for 0.25 + 0.3 - 0.5, and the best ones are 1:5.
     assert planned["ideal"] == pytest.approx((8 * 0.75 + 0.05) / (0.25 + 0.5 + 7 * 0.5))
@@ -111,8 +109,8 @@ def test_the_ideal_is_one_of_the_speeds_in_the_rounds() -> None:
     assert cuts()[1]["ideal_before"] == pytest.approx(cuts()[1]["ideal"])
 
 
-def choice() -> list[dict[str, Any]]:
-    def plan(step_s: float, **axes: Any) -> ParallelPlan:
+def choice():
+    def plan(step_s, **axes):
         predicted = Prediction(
             step_s=step_s, tokens_per_s=1.0, stage_s=(), rank_s=(), memory_bytes=()
         )
@@ -129,7 +127,7 @@ def choice() -> list[dict[str, Any]]:
     return choice_rows(WhaleJob(part="choice", ranks=4, devices=(0.3,) * 4), "like", plans, trials)
 
 
-def test_the_choice_stands_beside_what_was_fastest() -> None:
+def test_the_choice_stands_beside_what_was_fastest():
     chosen, other = choice()
     assert (chosen["system"], chosen["chosen"]) == ("1x1x4", True)
     assert (other["system"], other["chosen"]) == ("4x1x1", False)
@@ -140,9 +138,7 @@ def test_the_choice_stands_beside_what_was_fastest() -> None:
     assert (other["predicted_s"], other["disturbed"]) == (3.0, 1)
 
 
-def test_the_table_and_the_picture_show_every_row(
-    shown: Callable[..., str], check_picture: Callable[..., None]
-) -> None:
+def test_the_table_and_the_picture_show_every_row(shown, check_picture):
     rows = shares() + cuts() + choice()
     result = {"throttle": "cgroup v1", "request": asdict(WhaleRequest()), "rows": rows}
     text = shown(result_table(result))
