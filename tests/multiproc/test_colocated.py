@@ -8,9 +8,8 @@ pytestmark = pytest.mark.world_size(2)
 EXACT = 1e-6
 
 
-def test_a_split_head_trains_like_a_whole_one(launch):
-    finished = launch("colocated.py").check()
-    results = [finished.result(rank) for rank in range(2)]
+def test_a_split_head_trains_like_a_whole_one(launch_once):
+    results = launch_once("colocated.py")
     for rank, result in enumerate(results):
         assert len(result["training"]) == 4
         for name, case in result["training"].items():

@@ -5,9 +5,8 @@ import pytest
 
 
 @pytest.mark.world_size(2)
-def test_a_converted_checkpoint_in_a_pipeline_engine(launch):
-    done = launch("megatron_pipeline.py", ranks=2).check()
-    first, second = done.result(0), done.result(1)
+def test_a_converted_checkpoint_in_a_pipeline_engine(launch_once):
+    first, second = launch_once("megatron_pipeline.py")
     assert first["loaded"]
     assert first["changed"]
     assert first["equal"]
@@ -15,9 +14,8 @@ def test_a_converted_checkpoint_in_a_pipeline_engine(launch):
 
 
 @pytest.mark.world_size(2)
-def test_megatrons_forward_step(launch):
-    done = launch("megatron_step.py", ranks=2).check()
-    first, second = done.result(0), done.result(1)
+def test_megatrons_forward_step(launch_once):
+    first, second = launch_once("megatron_step.py")
     both = [(a + b) / 2 for a, b in zip(first["data"], second["data"], strict=True)]
     assert both == pytest.approx(first["twin_2"], rel=1e-5)
     assert first["data"] != second["data"]
@@ -40,9 +38,8 @@ def test_megatrons_forward_step(launch):
 
 
 @pytest.mark.world_size(4)
-def test_an_mpu_in_every_dialect(launch):
-    done = launch("megatron_mpu.py", ranks=4).check()
-    results = [done.result(rank) for rank in range(4)]
+def test_an_mpu_in_every_dialect(launch_once):
+    results = launch_once("megatron_mpu.py", ranks=4)
     digests = set()
     for result in results:
         for zero_stage in ("zero_0", "zero_1"):

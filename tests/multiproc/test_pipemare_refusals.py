@@ -17,10 +17,8 @@ EXPECTED = {
 NAMED = {"two waves": "DualPipeVModule", "no pipeline": "Linear", "no stages": "Linear"}
 
 
-def test_what_cannot_work_is_refused_on_all_ranks_before_the_first_step(launch):
-    done = launch("pipemare_refusals.py", "refused").check()
-    for rank in range(2):
-        found = done.result(rank)
+def test_what_cannot_work_is_refused_on_all_ranks_before_the_first_step(launch_once):
+    for rank, found in enumerate(launch_once("pipemare_refusals.py", "refused")):
         without = found.pop("no data")
         assert found.keys() == EXPECTED.keys()
         for name, (kind, key, value, remedy) in EXPECTED.items():

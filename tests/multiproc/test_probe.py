@@ -4,14 +4,12 @@
 import json
 
 
-def test_all_ranks_get_the_same_cluster_and_plan(launch):
-    finished = launch("probe.py", ranks=2).check()
-    first, second = finished.result(0), finished.result(1)
+def test_all_ranks_get_the_same_cluster_and_plan(launch_once):
+    first, second = launch_once("probe.py")
     assert first["cluster"] == second["cluster"] == first["again"] == second["again"]
     assert first["digest"] == second["digest"]
     assert first["world_size"] == 2
     assert first["untouched"]
-    assert max(first["seconds"], second["seconds"]) < 12
     cluster = json.loads(first["cluster"])
     assert len(cluster["devices"]) == 2
     for device in cluster["devices"]:

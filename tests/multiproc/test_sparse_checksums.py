@@ -10,19 +10,11 @@ BY_LIBRARY = ("dense", "packed")
 TRAILER, SIGN = 16, -(1 << 31)
 
 
-@pytest.fixture(scope="module")
-def done():
-    return {}
-
-
 @pytest.fixture
-def found(launch, done):
+def found(launch_once):
     """Return what each rank found in peace, by mode."""
-    if not done:
-        cases = json.dumps({mode: [mode, None] for mode in (*MODES, *BY_LIBRARY)})
-        finished = launch("sparse_checksums.py", cases, own=True).check()
-        done.update({rank: finished.result(rank) for rank in range(2)})
-    return done
+    cases = {mode: [mode, None] for mode in (*MODES, *BY_LIBRARY)}
+    return launch_once("sparse_checksums.py", json.dumps(cases))
 
 
 @pytest.mark.parametrize("mode", MODES)

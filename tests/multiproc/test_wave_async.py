@@ -8,7 +8,7 @@ BITWISE = ("sgd, 1", "sgd, 3", "adamw, 2", "sparse, 2")
 
 @pytest.fixture
 def results(launch_once):
-    return launch_once("wave_async.py", timeout=250)
+    return launch_once("wave_async.py")
 
 
 @pytest.mark.parametrize("name", BITWISE)

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from annotations import refused
-from common import leave, weights_digest
+from common import leave, refusal, weights_digest
 from deepspeed.utils import groups
 from tensor_models import KINDS, batch, build
 
@@ -129,8 +128,8 @@ def resumed(zero: int) -> dict[str, Any]:
         "expected": expected,
         "digests": [weights_digest(again), weights_digest(engine)],
         "exported": difference(weights(again), loaded.state_dict()),
-        "plain": refused(lambda: plain.load_checkpoint(folder / "checkpoint", "one")),
-        "universal": refused(lambda: universal.load_checkpoint(folder / "checkpoint", "one")),
+        "plain": refusal(lambda: plain.load_checkpoint(folder / "checkpoint", "one")),
+        "universal": refusal(lambda: universal.load_checkpoint(folder / "checkpoint", "one")),
     }
 
 
@@ -138,7 +137,7 @@ def refusals() -> dict[str, str]:
     def annotated(name: str, layout: Any, **changes: Any) -> str:
         config = {"train_micro_batch_size_per_gpu": MICRO, "optimizer": {"type": "Adam"}}
         model = wavemare.annotate(build(name), layout)
-        return refused(lambda: wavemare.initialize(model=model, config={**config, **changes}))
+        return refusal(lambda: wavemare.initialize(model=model, config={**config, **changes}))
 
     return {
         "tied": annotated("gpt2", {"colocated": ["lm_head"]}),

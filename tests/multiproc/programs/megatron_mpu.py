@@ -5,7 +5,15 @@ import importlib.util
 from types import SimpleNamespace
 
 import torch
-from common import build_gpt2, build_pipeline, configuration, leave, token_batches, weights_digest
+from common import (
+    QUIET,
+    build_gpt2,
+    build_pipeline,
+    configuration,
+    leave,
+    token_batches,
+    weights_digest,
+)
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from deepspeed.utils import groups
 
@@ -13,8 +21,6 @@ import wavemare
 from wavemare.engine import init_distributed
 from wavemare.errors import ConfigError
 from wavemare.parallel import ProcessGrid
-
-PLAIN = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
 def megatron(grid):
@@ -33,7 +39,7 @@ def megatron(grid):
 
 def trained(mpu, data_rank, zero_stage):
     groups.mpu = None  # where DeepSpeed keeps that of the engine before
-    model = build_gpt2(**PLAIN)
+    model = build_gpt2(**QUIET)
     engine, *_ = wavemare.initialize(model=model, config=configuration(zero_stage), mpu=mpu)
     batches = token_batches(data_rank)
     for _ in range(6):

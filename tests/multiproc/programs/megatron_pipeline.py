@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import torch
-from common import build_gpt2, configuration, leave
+from common import QUIET, build_gpt2, configuration, leave
 
 import wavemare
 from wavemare.engine import init_distributed
@@ -14,7 +14,7 @@ from wavemare.models import pipeline_state_dict
 
 init_distributed()
 folder, main = Path(sys.argv[1]), torch.distributed.get_rank() == 0
-source = build_gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+source = build_gpt2(**QUIET)
 expected = {name: weight.clone() for name, weight in source.state_dict().items()}
 if main:
     source.save_pretrained(folder / "hf")

@@ -4,15 +4,23 @@
 from functools import partial
 
 import torch
-from common import ACCUMULATION, LENGTH, MICRO, VOCABULARY, build_gpt2, configuration, leave
+from common import (
+    ACCUMULATION,
+    LENGTH,
+    MICRO,
+    QUIET,
+    VOCABULARY,
+    build_gpt2,
+    configuration,
+    leave,
+    refusal,
+)
 
 import wavemare
 from wavemare.engine import init_distributed
-from wavemare.errors import WavemareError
 from wavemare.megatron.step import megatron_train_step
 
 STEPS = 4
-PLAIN = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
 def loss_func(loss_mask, output_tensor):
@@ -50,7 +58,7 @@ def megatron_batches(shard, shards):
 
 def twin(shards):
     """Train one plain model on all samples, without any engine."""
-    model = build_gpt2(**PLAIN)
+    model = build_gpt2(**QUIET)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     readers = [megatron_batches(shard, shards) for shard in range(shards)]
     losses = []
@@ -71,7 +79,7 @@ def twin(shards):
 
 
 def trained(shard, **changes):
-    model = build_gpt2(**PLAIN)
+    model = build_gpt2(**QUIET)
     config = {**configuration(0, **changes), "gradient_clipping": 0.0}
     del config["scheduler"]
     optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01, "torch_adam": True}}
@@ -79,14 +87,6 @@ def trained(shard, **changes):
     reader = megatron_batches(*shard)
     results = [megatron_train_step(engine, forward_step, reader) for _ in range(STEPS)]
     return engine, [float(r.loss) for r in results], [r.reports for r in results]
-
-
-def refusal(call):
-    try:
-        call()
-    except WavemareError as error:
-        return str(error)
-    return None
 
 
 init_distributed()
@@ -122,12 +122,12 @@ result["refusals"] = [
 ]
 result["restored"] = engine.module.loss_fn is loss_fn
 stages["wavemare"]["guard"] = {"nonfinite": "stop"}
-engine, *_ = wavemare.initialize(model=build_gpt2(**PLAIN), config=configuration(0, **stages))
+engine, *_ = wavemare.initialize(model=build_gpt2(**QUIET), config=configuration(0, **stages))
 if engine.is_last_stage():
     vectors = [p for p in engine.module.parameters() if p.ndim == 1]
     vectors[-1].data.fill_(float("nan"))
 result["spoilt"] = refusal(lambda: megatron_train_step(engine, forward_step, reader))
 asynchronous = {"wavemare": {"pipeline": {"stages": 2, "schedule": "pipemare"}}}
-engine, *_ = wavemare.initialize(model=build_gpt2(**PLAIN), config=configuration(0, **asynchronous))
+engine, *_ = wavemare.initialize(model=build_gpt2(**QUIET), config=configuration(0, **asynchronous))
 result["asynchronous"] = refusal(lambda: megatron_train_step(engine, forward_step, reader))
 leave(result)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Probe two ranks: all get the same cluster, in time; it becomes a file and a plan."""
+"""Probe two ranks: all get the same cluster; it becomes a file and a plan."""
 
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -13,11 +12,9 @@ from wavemare.parallel.planner import Cluster, plan, probe_cluster, read_cluster
 from wavemare.parallel.planner.probe import BlockSize
 
 init_distributed()
-started = time.perf_counter()
 block = BlockSize(width=HIDDEN, inner=4 * HIDDEN, heads=2, sequence=LENGTH)
 random_state = torch.get_rng_state()
 cluster = probe_cluster(block, limit_s=4.0)
-seconds = time.perf_counter() - started
 untouched = bool(torch.equal(random_state, torch.get_rng_state()))
 
 if torch.distributed.get_rank() == 0:
@@ -27,7 +24,6 @@ again: Cluster = read_cluster(Path(sys.argv[1], "cluster.json"))
 found = plan(build_gpt2(), again, global_batch=8, sequence_length=LENGTH)
 leave(
     {
-        "seconds": seconds,
         "cluster": cluster.to_json(),
         "again": again.to_json(),
         "untouched": untouched,
