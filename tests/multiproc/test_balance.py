@@ -105,7 +105,7 @@ def results(launch_once):
         for name, (sections, more, _) in REFUSED.items()
     }
     wrong = {f"wrong {name}": case for name, case in WRONG.items()}
-    return launch_once("balance.py", json.dumps(EXACT | wrong | refused), timeout=200)[1]
+    return launch_once("balance.py", json.dumps(EXACT | wrong | refused))[1]
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -125,10 +125,9 @@ def test_what_cannot_be_is_refused(results, name):
     assert REFUSED[name][2] in results[f"refused {name}"]["refused"]
 
 
-def test_replicas_of_a_pipeline_take_unequal_shares(launch):
-    program = launch("balance.py", json.dumps(PIPES), ranks=4, timeout=200).check()
-    for rank in range(4):
-        for name, found in program.result(rank).items():
+def test_replicas_of_a_pipeline_take_unequal_shares(launch_once):
+    for rank, each in enumerate(launch_once("balance.py", json.dumps(PIPES), ranks=4)):
+        for name, found in each.items():
             assert found["weights"] <= 1e-6, (rank, name)
             assert found["losses"] <= 1e-6, (rank, name)
 
@@ -142,7 +141,7 @@ def test_sparse_reductions_of_unequal_work(launch):
 
 @pytest.fixture
 def paced(launch):
-    return launch("balance_guard.py", timeout=120).check().result(0)
+    return launch("balance_guard.py").check().result(0)
 
 
 @pytest.mark.nightly

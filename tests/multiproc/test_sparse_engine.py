@@ -46,11 +46,10 @@ def pair(model, steps, *, ours=PUSHPULL, stock=None, of=None, **settings):
     ]
 
 
-def run(launch, cases, ranks=2, timeout=280):
+def run(launch_once, cases, ranks=2, **options):
     """Run each case once, also where several are compared with it; return the results by rank."""
     cases = list({case["name"]: case for case in cases}.values())
-    finished = launch("sparse_engine.py", json.dumps(cases), ranks=ranks, timeout=timeout).check()
-    return [finished.result(rank) for rank in range(ranks)]
+    return launch_once("sparse_engine.py", json.dumps(cases), ranks=ranks, **options)
 
 
 def check_pairs(cases, results):
@@ -117,8 +116,8 @@ LONG = [
 
 
 @pytest.mark.world_size(2)
-def test_two_ranks_equal_stock_deepspeed_bitwise(launch):
-    results = run(launch, SHORT)
+def test_two_ranks_equal_stock_deepspeed_bitwise(launch_once):
+    results = run(launch_once, SHORT)
     check_pairs(SHORT, results)
     [early, late] = [
         results[0][name]["sent"]
@@ -135,14 +134,15 @@ def test_two_ranks_equal_stock_deepspeed_bitwise(launch):
     assert min(early[1:]) >= 2
     assert min(late) >= 2
     density = results[0][f"{json.dumps(['gpt', PUSHPULL, {}])}/ours"]["metrics"]["sparse_density"]
-    assert density < 0.7  # one of two tables is an embedding, with few rows
+    # The words' table is 188 of 416 blocks; a rank's 64 tokens of a step are in 64 of them at most.
+    assert density < 0.71
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1000)
 @pytest.mark.world_size(2)
-def test_fifty_steps_of_every_way_equal_stock_deepspeed_bitwise(launch):
-    assert check_pairs(LONG, run(launch, LONG, timeout=900)) == len(LONG) // 2
+def test_fifty_steps_of_every_way_equal_stock_deepspeed_bitwise(launch_once):
+    assert check_pairs(LONG, run(launch_once, LONG, timeout=900)) == len(LONG) // 2
 
 
 def of_three_ranks(steps):
@@ -155,7 +155,7 @@ def of_three_ranks(steps):
 
 
 @pytest.mark.world_size(3)
-def test_three_ranks_equal_the_dense_sum_in_order_bitwise(launch):
+def test_three_ranks_equal_the_dense_sum_in_order_bitwise(launch_once):
     # Each rank has a branch of its own: what a rank owns may have come from others alone.
     alone = {"gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
     branching = [
@@ -163,18 +163,17 @@ def test_three_ranks_equal_the_dense_sum_in_order_bitwise(launch):
         for zero in (0, 1, 2)
     ]
     pairs = of_three_ranks(3)
-    results = run(launch, pairs + branching, ranks=3)
+    results = run(launch_once, pairs + branching, ranks=3)
     check_pairs(pairs, results)
     ends = {results[0][each["name"]]["weights"] for each in branching}
     assert len(ends) == 1
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(700)
 @pytest.mark.world_size(3)
-def test_fifty_steps_of_three_ranks_equal_the_dense_sum_in_order_bitwise(launch):
+def test_fifty_steps_of_three_ranks_equal_the_dense_sum_in_order_bitwise(launch_once):
     pairs = of_three_ranks(50)
-    check_pairs(pairs, run(launch, pairs, ranks=3, timeout=600))
+    check_pairs(pairs, run(launch_once, pairs, ranks=3))
 
 
 def pipelines(steps):
@@ -187,33 +186,33 @@ def pipelines(steps):
 
 
 @pytest.mark.world_size(4)
-def test_replicas_of_pipeline_stages_equal_deepspeeds_reduction_bitwise(launch):
+def test_replicas_of_pipeline_stages_equal_deepspeeds_reduction_bitwise(launch_once):
     pairs = pipelines(4)
-    results = run(launch, pairs, ranks=4)
+    results = run(launch_once, pairs, ranks=4)
     check_pairs(pairs, results)
     sparse = f"{json.dumps(['pipeline', PUSHPULL, {'zero': 0, 'wavemare': PIPEMARE}])}/ours"
     metrics = results[0][sparse]["metrics"]
-    assert metrics["sparse_density"] < 0.25
+    # Of the words' 188 blocks of the first stage's 192 a rank's 64 tokens are in 64 at most.
+    assert metrics["sparse_density"] < 0.36
     assert "bubble" in metrics
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(700)
 @pytest.mark.world_size(4)
-def test_fifty_steps_of_replicated_stages_equal_deepspeeds_reduction_bitwise(launch):
+def test_fifty_steps_of_replicated_stages_equal_deepspeeds_reduction_bitwise(launch_once):
     pairs = pipelines(50)
-    check_pairs(pairs, run(launch, pairs, ranks=4, timeout=600))
+    check_pairs(pairs, run(launch_once, pairs, ranks=4))
 
 
 @pytest.mark.world_size(2)
-def test_a_resumed_compressor_goes_on_bitwise(launch):
+def test_a_resumed_compressor_goes_on_bitwise(launch_once):
     compressor = {"type": "block_topk", "ratio": 0.1}
     compressing = {**PUSHPULL, "compressor": compressor}
     cases = [
         {**case(f"{zero}", "gpt", compressing, 6, zero=zero), "save_after": 3} for zero in (0, 1, 2)
     ]
     weighing = {**compressing, "compressor": {**compressor, "type": "block_topk_ratio"}}
-    results = run(launch, [*cases, case("weights", "gpt", weighing, 3)])
+    results = run(launch_once, [*cases, case("weights", "gpt", weighing, 3)])
     for result, zero in product(results, ("0", "1", "2")):
         assert result[zero]["resumed"] == result[zero]["weights"]
         assert result[zero]["metrics"]["sparse_density"] < 0.15

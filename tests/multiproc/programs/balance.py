@@ -13,8 +13,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-import transformers
-from common import build_gpt2, leave
+from common import QUIET, build_bert, build_gpt2, leave
 from torch import Tensor
 
 import wavemare
@@ -199,31 +198,20 @@ def masked_samples(seed: int, count: int) -> dict[str, Tensor]:
     return {**batch, "labels": torch.where(kept, batch["labels"], -100)}
 
 
-def build_bert() -> Any:
-    transformers.set_seed(7)
-    return transformers.BertForMaskedLM(
-        transformers.BertConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=WIDTH,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=4 * WIDTH,
-            max_position_embeddings=LENGTH,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-    )
+def bert() -> Any:
+    drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return build_bert(**drops, max_position_embeddings=LENGTH)
 
 
 def gpt() -> Any:
-    return build_gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    return build_gpt2(**QUIET)
 
 
 MODELS = {
     "net": (net_samples, Net),
     "gpt": (gpt_samples, gpt),
     "masked gpt": (masked_samples, gpt),
-    "masked bert": (masked_samples, build_bert),
+    "masked bert": (masked_samples, bert),
 }
 
 main()

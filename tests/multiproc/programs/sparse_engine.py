@@ -18,7 +18,7 @@ from unittest import mock
 import deepspeed
 import torch
 import transformers
-from common import leave, weights_digest
+from common import build_bert, build_gpt2, leave, weights_digest
 
 import wavemare
 from wavemare.comm import SparseComm
@@ -78,31 +78,10 @@ class Shared(torch.nn.Module):
 
 def build(model: str) -> torch.nn.Module:
     transformers.set_seed(7)
-    sizes = {"vocab_size": VOCABULARY}
     if model == "bert":
-        return transformers.BertForMaskedLM(
-            transformers.BertConfig(
-                **sizes,
-                hidden_size=HIDDEN,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                intermediate_size=2 * HIDDEN,
-                max_position_embeddings=LENGTH,
-            )
-        )
+        return build_bert(vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=2 * HIDDEN)
     if model == "gpt":
-        return transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(
-                **sizes,
-                n_positions=LENGTH,
-                n_embd=HIDDEN,
-                n_layer=2,
-                n_head=2,
-                bos_token_id=0,
-                eos_token_id=0,
-                tie_word_embeddings=False,
-            )
-        )
+        return build_gpt2(vocab_size=VOCABULARY, n_embd=HIDDEN, tie_word_embeddings=False)
     if model == "pipeline":
         return _pipeline()
     if model.startswith("rows"):
