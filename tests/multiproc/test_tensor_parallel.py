@@ -44,12 +44,11 @@ def test_two_ranks_compute_loss_and_gradients_of_the_whole_model(launch_once):
 
 
 @pytest.mark.world_size(4)
-def test_four_ranks_of_which_one_may_hold_no_token(launch):
+def test_four_ranks_of_which_one_may_hold_no_token(launch_once):
     names = ["gpt2-101", "gpt2-20", "bert-mlm-101"]
-    finished = launch("tensor_parallel.py", json.dumps({"equal": names}), ranks=4).check()
-    results = [finished.result(rank)["equal"] for rank in range(4)]
+    results = launch_once("tensor_parallel.py", json.dumps({"equal": names}), ranks=4)
     for name in names:
-        check_equality([result[name] for result in results])
+        check_equality([result["equal"][name] for result in results])
 
 
 @pytest.mark.world_size(2)
@@ -115,10 +114,9 @@ def check_training(results, ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
-def test_engines_train_a_split_model_as_stock_deepspeed_the_whole_one(launch, ranks):
+def test_engines_train_a_split_model_as_stock_deepspeed_the_whole_one(launch_once, ranks):
     names = ["gpt2-101", "bert-mlm", "bert-cls"] if ranks == 2 else ["gpt2-101", "bert-cls"]
-    finished = launch("tensor_training.py", *names, ranks=ranks).check()
-    results = [finished.result(rank) for rank in range(ranks)]
+    results = launch_once("tensor_training.py", *names, ranks=ranks)
     for name in names:
         for zero in ("0", "1"):
             check_training([result[f"{name} {zero}"] for result in results], ranks)

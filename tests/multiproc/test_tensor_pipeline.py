@@ -19,20 +19,15 @@ def check_training(results):
     assert [result["difference"] for result in results[1:]] == [None] * 3
 
 
-def run(launch, part, *names):
-    finished = launch("tensor_pipeline.py", part, *names, ranks=4).check()
-    return [finished.result(rank) for rank in range(4)]
-
-
-def test_two_split_stages_train_like_the_whole_model(launch):
+def test_two_split_stages_train_like_the_whole_model(launch_once):
     names = ["gpt2-101", "bert-mlm", "bert-cls"]
-    results = run(launch, "synchronous", *names)
+    results = launch_once("tensor_pipeline.py", "synchronous", *names, ranks=4)
     for name in names:
         check_training([result[name] for result in results])
 
 
-def test_split_asynchronous_stages_train_like_whole_ones(launch):
-    results = run(launch, "asynchronous", "gpt2-101")
+def test_split_asynchronous_stages_train_like_whole_ones(launch_once):
+    results = launch_once("tensor_pipeline.py", "asynchronous", "gpt2-101", ranks=4)
     for case in ("fp32", "zero"):
         check_training([result[f"gpt2-101 {case}"] for result in results])
         for result in results:
@@ -47,8 +42,10 @@ def test_split_asynchronous_stages_train_like_whole_ones(launch):
     assert half["moved"] > 0.02
 
 
-def test_split_stages_are_saved_whole_and_go_on_from_checkpoints(launch):
-    for rank, result in enumerate(run(launch, "saved", "bert-mlm-101")):
+def test_split_stages_are_saved_whole_and_go_on_from_checkpoints(launch_once):
+    for rank, result in enumerate(
+        launch_once("tensor_pipeline.py", "saved", "bert-mlm-101", ranks=4)
+    ):
         left = result["bert-mlm-101"]
         assert left["losses"] == left["expected"]
         assert left["digests"][0] == left["digests"][1]
@@ -56,9 +53,9 @@ def test_split_stages_are_saved_whole_and_go_on_from_checkpoints(launch):
         assert left["norms"][0] == pytest.approx(left["norms"][1], rel=0.01)
 
 
-def test_pairs_of_passes_train_to_the_same_bits(launch):
+def test_pairs_of_passes_train_to_the_same_bits(launch_once):
     names = ["gpt2-101", "gpt2-untied", "bert-cls"]
-    for result in run(launch, "pairs", *names):
+    for result in launch_once("tensor_pipeline.py", "pairs", *names, ranks=4):
         assert list(result) == names
         for alone, together in result.values():
             for key in ("losses", "evaluated", "again", "digest"):

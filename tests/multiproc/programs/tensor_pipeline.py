@@ -6,11 +6,15 @@ The second argument names the part; every rank leaves what it saw as JSON.
 
 import itertools
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
-from common import leave, train_plainly, weights_digest
+from common import difference, leave, train_plainly, weights_digest
 from deepspeed.utils import groups
 from tensor_models import batch, build
 
@@ -65,11 +69,6 @@ def start(
 def train(engine: Any, name: str, steps: int = STEPS) -> list[float]:
     data = batches(name)
     return [float(engine.train_batch(data)) for _ in range(steps)]
-
-
-def difference(these: Any, those: Any) -> float:
-    assert list(these) == list(those)
-    return max(float((these[name] - those[name]).abs().max()) for name in these)
 
 
 def seen(engine: Any, name: str, expected: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -192,8 +191,7 @@ def pairs(names: list[str]) -> dict[str, Any]:
 def run_pairs(name: str, pipeline: dict[str, Any], **changes: Any) -> dict[str, Any]:
     torch.manual_seed(3)  # seeds dropout
     engine = start(name, pipeline, dropout=0.1, **changes)
-    count = Count()
-    with count:
+    with counting() as found:
         losses = train(engine, name, 3)
     evaluated = float(engine.eval_batch(batches(name), num_micro_batches=2))
     return {
@@ -201,45 +199,30 @@ def run_pairs(name: str, pipeline: dict[str, Any], **changes: Any) -> dict[str, 
         "evaluated": evaluated,
         "again": train(engine, name, 1),
         "digest": weights_digest(engine),
-        "hidden": count.hidden,
-        "sums": count.sums,
+        **found,
     }
 
 
-class Count:
-    """Counts asynchronous all-reduces, and those that ran beside the other micro-batch's pass.
+@contextmanager
+def counting() -> Iterator[dict[str, int]]:
+    """Count asynchronous all-reduces (sums), and those that had not ended when another began."""
+    stock, found = torch.distributed.all_reduce, {"sums": 0, "hidden": 0}
 
-    Attributes:
-        sums: Asynchronous all-reduces.
-        hidden: Those of them after whose start another one began before their wait.
-    """
+    def all_reduce(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        work = stock(*args, async_op=async_op, **kwargs)
+        if not async_op:
+            return work
+        found["sums"] += 1
+        number = found["sums"]
 
-    def __init__(self) -> None:
-        self.sums = self.hidden = 0
+        def wait() -> None:
+            found["hidden"] += found["sums"] > number
+            work.wait()
 
-    def __enter__(self) -> None:
-        self._stock = torch.distributed.all_reduce
+        return SimpleNamespace(wait=wait)
 
-        def all_reduce(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
-            work = self._stock(*args, async_op=async_op, **kwargs)
-            if not async_op:
-                return work
-            self.sums += 1
-            return Waited(work, self, self.sums)
-
-        torch.distributed.all_reduce = all_reduce
-
-    def __exit__(self, *_: Any) -> None:
-        torch.distributed.all_reduce = self._stock
-
-
-class Waited:
-    def __init__(self, work: Any, count: Count, number: int) -> None:
-        self._work, self._count, self._number = work, count, number
-
-    def wait(self) -> None:
-        self._count.hidden += self._count.sums > self._number
-        self._work.wait()
+    with mock.patch.object(torch.distributed, "all_reduce", all_reduce):
+        yield found
 
 
 PARTS = {

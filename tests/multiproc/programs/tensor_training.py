@@ -10,7 +10,7 @@ from typing import Any
 
 import deepspeed
 import torch
-from common import leave
+from common import difference, leave
 from deepspeed.utils import groups
 from tensor_models import batch, build
 
@@ -52,11 +52,6 @@ def norm(engine: Any) -> float:
     parameters = list(engine.module.parameters())
     found = deepspeed.runtime.utils.clip_grad_norm_(parameters, float("inf"), mpu=engine.mpu)
     return float(found)
-
-
-def difference(these: Any, those: Any) -> float:
-    assert list(these) == list(those)
-    return max(float((these[name] - those[name]).abs().max()) for name in these)
 
 
 if __name__ == "__main__":
