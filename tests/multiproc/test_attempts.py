@@ -27,7 +27,7 @@ def test_each_attempt_has_a_name_of_its_own():
         found = {}
 
         def join(rank, found=found):
-            found[rank] = agree_on_name(store, rank, 3, timedelta(seconds=20))
+            found[rank] = agree_on_name(store, rank, 3, timedelta(seconds=120))
 
         threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 2, 1)]
         for thread in threads:

@@ -16,11 +16,9 @@ SYNCHRONOUS = [name for name, system in SYSTEMS.items() if not system.steady]
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("counts", [[5], pytest.param([1, 2, 5], marks=pytest.mark.nightly)])
 def test_synchronous_systems_train_what_one_process_trains(
-    launch: Callable[..., Any], counts: list[int]
+    launch_once: Callable[..., Any], counts: list[int]
 ) -> None:
-    finished = launch("bench_systems.py", *counts).check()
-    for rank in range(2):
-        result = finished.result(rank)
+    for rank, result in enumerate(launch_once("bench_systems.py", *counts)):
         bound = result.pop("bound")
         assert {key.split()[0] for key in result} == set(SYNCHRONOUS)
         for key, entry in result.items():

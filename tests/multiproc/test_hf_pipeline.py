@@ -76,5 +76,5 @@ def test_what_would_not_be_called_is_refused(results):
         assert "Own.compute_loss would not be called" in refusals["own loss"]
         assert "wavemare.wavelet.mode" in refusals["smoothed waves"]
         assert "auto_find_batch_size" in refusals["batch size"]
-        assert refusals["half"].startswith("fp16.enabled = True: ")
+        assert refusals["half"].startswith("ConfigError: fp16.enabled = True: ")
         assert "bf16" in refusals["half"]

@@ -106,9 +106,8 @@ def test_what_cannot_work_is_refused_by_name(results):
 
 
 @pytest.mark.world_size(4)
-def test_stages_and_replicas_together(launch):
-    finished = launch("initialize.py", "four_ranks", ranks=4).check()
-    results = [finished.result(rank) for rank in range(4)]
+def test_stages_and_replicas_together(launch_once):
+    results = launch_once("initialize.py", "four_ranks", ranks=4)
     reference = results[0]["reference"][1]
     for result in results:
         assert result["four_ranks"]["losses"] == pytest.approx(reference, rel=1e-5)

@@ -11,9 +11,8 @@ DROPOUT = [0.0, 0.2]
 
 
 @pytest.mark.parametrize("num_stages", [2, pytest.param(4, marks=pytest.mark.nightly)])
-def test_recomputed_activations_are_the_first_ones_where_weights_are_exact(launch, num_stages):
-    done = launch("pipemare_recompute.py", num_stages, ranks=num_stages, timeout=240).check()
-    results = [done.result(rank) for rank in range(num_stages)]
+def test_recomputed_activations_are_the_first_ones_where_weights_are_exact(launch_once, num_stages):
+    results = launch_once("pipemare_recompute.py", num_stages, ranks=num_stages)
     for stage, ours in enumerate(results):
         staleness = num_stages - 1 - stage
         for kind, dropout in product(CHECKPOINTING, DROPOUT):

@@ -16,9 +16,8 @@ OTHERS = ["compressed", "refused", "mismatch"]
         pytest.param(3, [*CASES, *OTHERS], marks=pytest.mark.nightly),
     ],
 )
-def test_ddp_through_the_hook_equals_plain_ddp_bitwise(launch, ranks, cases):
-    finished = launch("sparse_ddp.py", *cases, ranks=ranks).check()
-    results = [finished.result(rank) for rank in range(ranks)]
+def test_ddp_through_the_hook_equals_plain_ddp_bitwise(launch_once, ranks, cases):
+    results = launch_once("sparse_ddp.py", *cases, ranks=ranks)
     for case in set(cases) - set(OTHERS):
         for result in results:
             assert result[case]["ordered"] == 0.0, case

@@ -5,8 +5,7 @@ import pytest
 
 
 @pytest.mark.world_size(2)
-def test_uneven_data_trains_as_without_the_hook(launch):
-    finished = launch("sparse_ddp_join.py").check()
-    results = [finished.result(rank) for rank in range(2)]
+def test_uneven_data_trains_as_without_the_hook(launch_once):
+    results = launch_once("sparse_ddp_join.py")
     assert results[0] == results[1]
     assert results[0]["hooked"] == results[0]["plain"]

@@ -8,10 +8,8 @@ MODES = ["ordered", "pushpull", "allgather", "packed", "dense"]
 
 @pytest.mark.world_size(3)
 @pytest.mark.parametrize("modes", [MODES[:2], pytest.param(MODES[2:], marks=pytest.mark.nightly)])
-def test_staged_messages_change_nothing(launch, modes):
-    finished = launch("sparse_staging.py", *modes, ranks=3).check()
-    for rank in range(3):
-        results = finished.result(rank)
+def test_staged_messages_change_nothing(launch_once, modes):
+    for results in launch_once("sparse_staging.py", *modes, ranks=3):
         assert len(results) == 2 * len(modes)
         for name, result in results.items():
             assert result["staged"]["same"], name

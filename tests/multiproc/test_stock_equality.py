@@ -8,10 +8,8 @@ CASES = ["defaults", "0", "1", "2", "3", "pipeline"]
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("steps", [4, pytest.param(20, marks=pytest.mark.nightly)])
-def test_training_equals_stock_deepspeed_bitwise(launch, steps):
-    finished = launch("stock_equality.py", steps, *CASES).check()
-    for rank in range(2):
-        results = finished.result(rank)
+def test_training_equals_stock_deepspeed_bitwise(launch_once, steps):
+    for results in launch_once("stock_equality.py", steps, *CASES):
         assert set(results) == set(CASES)
         for case, result in results.items():
             stock, ours = result["stock"], result["ours"]

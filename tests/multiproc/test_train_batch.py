@@ -5,10 +5,8 @@ import pytest
 
 
 @pytest.mark.world_size(2)
-def test_data_that_ends_too_early_leaves_nothing_behind(launch):
-    finished = launch("train_batch.py").check()
-    for rank in range(2):
-        found = finished.result(rank)
+def test_data_that_ends_too_early_leaves_nothing_behind(launch_once):
+    for found in launch_once("train_batch.py"):
         whole, cut = found["digests"]
         assert whole == cut
         assert found["evaluation"] == {

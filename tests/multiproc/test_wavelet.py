@@ -46,7 +46,7 @@ MORE = {
 
 @pytest.fixture
 def results(launch_once):
-    return launch_once("wavelet.py", json.dumps(OTHERS | CASES), timeout=250)
+    return launch_once("wavelet.py", json.dumps(OTHERS | CASES))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -81,30 +81,25 @@ def test_the_model_parallel_form_is_zero_3(results):
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(400)
-def test_more_settings_equal_accumulation_bitwise(launch):
-    finished = launch("wavelet.py", json.dumps(MORE), timeout=380).check()
-    for rank in range(2):
-        for result in finished.result(rank).values():
+def test_more_settings_equal_accumulation_bitwise(launch_once):
+    for each in launch_once("wavelet.py", json.dumps(MORE)):
+        for result in each.values():
             check(result)
 
 
 @pytest.mark.nightly
-def test_split_models_reduce_sparsely(launch):
+def test_split_models_reduce_sparsely(launch_once):
     case = {"model": "gpt", "zero": 0, "wavemare": SPARSE | SPLIT}
-    finished = launch("wavelet.py", json.dumps({"sparse": case}), ranks=4).check()
-    for rank in range(4):
-        check(finished.result(rank)["sparse"])
+    for result in launch_once("wavelet.py", json.dumps({"sparse": case}), ranks=4):
+        check(result["sparse"])
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(500)
-def test_compiled_segments_train_alike(launch):
+def test_compiled_segments_train_alike(launch_once):
     # Compiled dropout draws other numbers.
     keys = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     case = {"model": "gpt", "zero": 1, "wavelet": {"compile": True}, "model_keys": keys}
-    finished = launch("wavelet.py", json.dumps({"compiled": case}), timeout=480).check()
-    for rank in range(2):
-        result = finished.result(rank)["compiled"]
+    for found in launch_once("wavelet.py", json.dumps({"compiled": case})):
+        result = found["compiled"]
         assert result["paired"]
         assert result["got"]["losses"] == pytest.approx(result["expected"]["losses"], abs=1e-5)

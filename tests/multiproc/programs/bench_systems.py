@@ -7,7 +7,6 @@ from those of plain training, and the actions that were noted.
 
 import sys
 from collections import Counter
-from pathlib import Path
 
 import torch
 from common import leave
@@ -44,7 +43,7 @@ def weights_of(runner: Runner) -> list[torch.Tensor]:
     return runner.optimizer.param_groups[0]["params"]
 
 
-def main() -> None:
+if __name__ == "__main__":
     init_distributed()
     rank, stages = torch.distributed.get_rank(), torch.distributed.get_world_size()
     request = PipelineRequest(
@@ -82,8 +81,3 @@ def main() -> None:
     bound.step()
     results["bound"] = [str(event.action) for event in bound.recorder.take()]
     leave(results)
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
-    main()

@@ -60,7 +60,7 @@ def background(folder: Path, case: str) -> dict:
 
     def wait_and_write(*args, **kwargs):
         assert threading.current_thread() is not threading.main_thread()
-        held.wait(60)
+        held.wait(500)
         return write(*args, **kwargs)
 
     checkpoint_files.write_file = wait_and_write

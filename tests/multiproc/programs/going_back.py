@@ -153,7 +153,7 @@ def nothing_there(folder, tag):
     return found
 
 
-def main():
+if __name__ == "__main__":
     wavemare.init_distributed()
     rank, folder = torch.distributed.get_rank(), Path(sys.argv[1])
     sparse = {"sparse_collective": {"mode": "pushpull", "bucket_bytes": 20_000}}
@@ -178,7 +178,3 @@ def main():
     for tag in (None, "none"):
         result[f"nothing there, {tag}"] = nothing_there(folder / "empty", tag)
     leave(result)
-
-
-if __name__ == "__main__":
-    main()

@@ -9,12 +9,11 @@ import torch
 import transformers
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DeepSpeedPlugin, DummyOptim
-from common import leave
+from common import leave, refusal
 from hf_common import Rows, plain_model
 
 import wavemare
 import wavemare.accelerate
-from wavemare.errors import ConfigError
 
 
 def configuration(section: Any = None) -> dict[str, Any]:
@@ -58,14 +57,6 @@ def loop(accelerator_class: Any, section: Any = None, rows: int = 2) -> dict[str
     }
 
 
-def refusal(section: Any) -> str:
-    try:
-        loop(wavemare.accelerate.Accelerator, section)
-    except ConfigError as error:
-        return str(error)
-    return "accepted"
-
-
 def patched() -> dict[str, bool]:
     import wavemare.hf
 
@@ -81,15 +72,16 @@ def patched() -> dict[str, bool]:
 
 if __name__ == "__main__":
     wavemare.init_distributed()
+    ours = wavemare.accelerate.Accelerator
     auto = {"sparse_collective": {"mode": "auto"}}
     leave(
         {
             "stock": loop(accelerate.Accelerator),
-            "ours": loop(wavemare.accelerate.Accelerator),
-            "sparse": loop(wavemare.accelerate.Accelerator, auto),
-            "pipeline": refusal({"pipeline": {"stages": 2}}),
-            "waves": refusal({"wavelet": {"mode": "sync"}}),
-            "tensor": loop(wavemare.accelerate.Accelerator, {"tensor_parallel": {"size": 2}}, 4),
+            "ours": loop(ours),
+            "sparse": loop(ours, auto),
+            "pipeline": refusal(lambda: loop(ours, {"pipeline": {"stages": 2}})),
+            "waves": refusal(lambda: loop(ours, {"wavelet": {"mode": "sync"}})),
+            "tensor": loop(ours, {"tensor_parallel": {"size": 2}}, 4),
             "patched": patched(),
         }
     )

@@ -6,28 +6,13 @@ import sys
 from typing import Any
 
 import torch
-import transformers
-from common import build_gpt2
-from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
+from common import LENGTH, VOCABULARY, build_bert, build_gpt2
+from transformers import BertForSequenceClassification, TrainingArguments
 
-VOCABULARY, LENGTH = 50, 16
-
-
-def build_bert() -> Any:
-    transformers.set_seed(7)
-    config = BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=LENGTH,
-        num_labels=3,
-    )
-    return BertForSequenceClassification(config)
-
-
-MODELS = {"gpt2": build_gpt2, "bert": build_bert}
+MODELS = {
+    "gpt2": build_gpt2,
+    "bert": lambda: build_bert(BertForSequenceClassification, num_labels=3),
+}
 
 
 def plain_model(kind: str) -> Any:

@@ -7,14 +7,13 @@ from unittest import mock
 
 import torch
 import transformers
-from common import leave, warnings_told
+from common import leave, refusal, warnings_told
 from deepspeed.accelerator import get_accelerator
 from hf_common import MODELS, Rows, arguments, file_digest, json_file, losses, pad, plain_model
 from torch.nn.functional import cross_entropy
 
 import wavemare
 import wavemare.hf
-from wavemare.errors import ConfigError
 from wavemare.hf.steps import seeded
 
 SECTIONS = {
@@ -177,18 +176,14 @@ def varied(kind: str) -> dict[str, Any]:
 
 def refusals() -> dict[str, str]:
     def message(section: Any, trainer_class: Any = wavemare.hf.Trainer, **changes: Any) -> str:
-        options = {k: changes.pop(k) for k in ("compute_loss_func",) if k in changes}
-        try:
-            trainer = trainer_class(
+        def train() -> None:
+            trainer_class(
                 model=MODELS["gpt2"](),
                 args=arguments("refused", json_file(0, section), **changes),
                 train_dataset=Rows("gpt2", 8),
-                **options,
-            )
-            trainer.train()
-        except ConfigError as error:
-            return str(error)
-        return "accepted"
+            ).train()
+
+        return refusal(train)
 
     class Own(wavemare.hf.Trainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:

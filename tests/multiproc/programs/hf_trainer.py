@@ -2,16 +2,16 @@
 """``wavemare.hf.Trainer`` with data-parallel engines, beside transformers' own."""
 
 import sys
+from functools import partial
 from typing import Any
 
 import torch
 import transformers
-from common import leave
+from common import leave, refusal
 from hf_common import MODELS, Rows, arguments, file_digest, json_file, losses, plain_model
 
 import wavemare
 import wavemare.hf
-from wavemare.errors import ConfigError
 
 
 def run(kind: str, name: str, trainer_class: Any, config: Any, **changes: Any) -> dict[str, Any]:
@@ -69,32 +69,20 @@ def tokens() -> dict[str, Any]:
     return run("gpt2", "tokens", wavemare.hf.Trainer, config)
 
 
-def given_optimizer() -> str:
-    model = MODELS["gpt2"]()
-    trainer = wavemare.hf.Trainer(
-        model=model,
-        args=arguments("given", json_file(optimizer=None)),
-        train_dataset=Rows("gpt2", 8),
-        optimizers=(torch.optim.SGD(model.parameters(), lr=0.1), None),
-    )
-    try:
-        trainer.train()
-    except ConfigError as error:
-        return str(error)
-    return "accepted"
-
-
 def refusals() -> dict[str, str]:
-    def message(config: Any, **changes: Any) -> str:
-        try:
+    def message(config: Any, optimizer_class: Any = None, **changes: Any) -> str:
+        model = MODELS["gpt2"]()
+        optimizer = optimizer_class and optimizer_class(model.parameters(), lr=0.1)
+
+        def train() -> None:
             wavemare.hf.Trainer(
-                model=MODELS["gpt2"](),
+                model=model,
                 args=arguments("refused", config, **changes),
                 train_dataset=Rows("gpt2", 8),
-            )
-        except ConfigError as error:
-            return str(error)
-        return "accepted"
+                optimizers=(optimizer, None),
+            ).train()
+
+        return refusal(train)
 
     different = json_file(train_micro_batch_size_per_gpu=3, gradient_clipping=0.5)
     different["optimizer"]["params"]["lr"] = 0.5
@@ -102,7 +90,7 @@ def refusals() -> dict[str, str]:
     return {
         "differences": message(different),
         "types": message(scheduled, optim="sgd", lr_scheduler_type="cosine"),
-        "objects": given_optimizer(),
+        "objects": message(json_file(optimizer=None), torch.optim.SGD),
         "unknown key": message(json_file(0, {"pipelin": {}})),
         "shares": message(json_file(0, {"balance": {"shares": [3, 1]}})),
         "parallel": message(json_file(0, {"parallel": {"split": 2}})),
@@ -112,7 +100,7 @@ def refusals() -> dict[str, str]:
 
 
 CASES = {
-    **{f"{k}_zero{s}": (lambda k=k, s=s: same_as_stock(k, s)) for k in MODELS for s in range(4)},
+    **{f"{k}_zero{s}": partial(same_as_stock, k, s) for k in MODELS for s in range(4)},
     "sparse": sparse,
     "model_parallel_waves": model_parallel_waves,
     "tokens": tokens,

@@ -14,17 +14,17 @@ from common import (
     ACCUMULATION,
     HIDDEN,
     LENGTH,
+    QUIET,
     build_gpt2,
     configuration,
     leave,
+    refusal,
     token_batches,
 )
 
 import wavemare
 from wavemare.engine.watchdog.progress import PROGRESS
-from wavemare.errors import ConfigError
 
-QUIET = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 STAGES = {"pipeline": {"stages": 2}}
 STEPS = 3
 
@@ -71,16 +71,22 @@ def describe(engine, losses):
     }
 
 
+def trained(model=None, **given):
+    """Train an engine on named batches; describe it."""
+    model = build_gpt2(**QUIET) if model is None else model
+    engine, *_ = wavemare.initialize(model=model, **given)
+    data = named_batches(engine.data_rank)
+    found = describe(engine, [engine.train_batch(data).item() for _ in range(STEPS)])
+    return {**found, "data": [engine.data_rank, engine.data_world_size]}
+
+
 def case_pipeline():
     """A transformers model becomes a pipeline, with parameter groups of the whole model."""
     model = build_gpt2(**QUIET)
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.01}]
-    config = plain(wavemare=STAGES)
-    engine, *_ = wavemare.initialize(model=model, model_parameters=groups, config=config)
-    data = named_batches()
-    return describe(engine, [engine.train_batch(data).item() for _ in range(STEPS)])
+    return trained(model, model_parameters=groups, config=plain(wavemare=STAGES))
 
 
 def case_client_optimizer():
@@ -89,9 +95,7 @@ def case_client_optimizer():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     config = plain(wavemare=STAGES)
     del config["optimizer"]
-    engine, *_ = wavemare.initialize(model=model, optimizer=optimizer, config=config)
-    data = named_batches()
-    return describe(engine, [engine.train_batch(data).item() for _ in range(STEPS)])
+    return trained(model, optimizer=optimizer, config=config)
 
 
 def case_interleaved_evaluation():
@@ -143,9 +147,7 @@ def case_dynamic_shapes():
 
 def case_data_parallel():
     """The data-parallel engine trains batches like the pipeline's, and averages over ranks."""
-    engine, *_ = wavemare.initialize(model=build_gpt2(**QUIET), config=plain(2))
-    data = named_batches(engine.data_rank)
-    return describe(engine, [engine.train_batch(data).item() for _ in range(STEPS)])
+    return trained(config=plain(2))
 
 
 def case_training_data(pipeline=True):
@@ -166,10 +168,7 @@ def case_training_data_plain():
 
 
 def case_bf16():
-    config = plain(1, wavemare=STAGES, bf16={"enabled": True})
-    engine, *_ = wavemare.initialize(model=build_gpt2(**QUIET), config=config)
-    data = named_batches()
-    return {"losses": [engine.train_batch(data).item() for _ in range(STEPS)]}
+    return trained(config=plain(1, wavemare=STAGES, bf16={"enabled": True}))
 
 
 def case_dualpipev():
@@ -203,12 +202,8 @@ def case_one_file():
 
 
 def case_refusals():
-    def refusal(**given):
-        try:
-            wavemare.initialize(**given)
-        except ConfigError as error:
-            return str(error)
-        return ""
+    def refused(**given):
+        return refusal(lambda: wavemare.initialize(**given))
 
     pipeline = wavemare.to_pipeline(build_gpt2(**QUIET), num_stages=2)
     linear = torch.nn.Linear(2, 2)
@@ -217,14 +212,14 @@ def case_refusals():
     optimizer = torch.optim.AdamW([{"params": weights[:1]}, {"params": weights[1:]}], lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     return {
-        "scheduler": refusal(
+        "scheduler": refused(
             model=model, optimizer=optimizer, lr_scheduler=scheduler, config=plain(wavemare=STAGES)
         ),
-        "no pipeline of it": refusal(model=linear, config=plain(wavemare=STAGES)),
-        "other stages": refusal(model=pipeline, config=plain(wavemare={"pipeline": {"stages": 1}})),
-        "no configuration": refusal(model=linear),
-        "batch": refusal(model=linear, config=plain(train_batch_size=7)),
-        "stages do not divide": refusal(
+        "no pipeline of it": refused(model=linear, config=plain(wavemare=STAGES)),
+        "other stages": refused(model=pipeline, config=plain(wavemare={"pipeline": {"stages": 1}})),
+        "no configuration": refused(model=linear),
+        "batch": refused(model=linear, config=plain(train_batch_size=7)),
+        "stages do not divide": refused(
             model=linear, config=plain(wavemare={"pipeline": {"stages": 3}})
         ),
     }
@@ -232,11 +227,7 @@ def case_refusals():
 
 def case_four_ranks():
     """Two stages, two replicas: the loss is the mean over micro-batches and replicas."""
-    config = plain(1, wavemare=STAGES)
-    engine, *_ = wavemare.initialize(model=build_gpt2(**QUIET), config=config)
-    data = named_batches(engine.data_rank)
-    result = describe(engine, [engine.train_batch(data).item() for _ in range(STEPS)])
-    return {**result, "data": [engine.data_rank, engine.data_world_size]}
+    return trained(config=plain(1, wavemare=STAGES))
 
 
 if __name__ == "__main__":

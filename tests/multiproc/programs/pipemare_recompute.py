@@ -62,7 +62,7 @@ def compare(num_stages, checkpointing, mode, dropout):
     }
 
 
-def main() -> None:
+if __name__ == "__main__":
     init_distributed()
     num_stages = int(sys.argv[2])
     leave(
@@ -73,7 +73,3 @@ def main() -> None:
             for dropout in (0.0, 0.2)
         }
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -7,6 +7,7 @@ Arguments: result folder, then the names of cases.
 import io
 import sys
 from contextlib import nullcontext
+from itertools import islice
 from typing import Any
 
 import torch
@@ -144,26 +145,19 @@ def compressed() -> dict[str, Any]:
         train(whole, data, 1)
     comm.close()
     state = torch.load(io.BytesIO(kept or b""))
-    resumed, data = build({}), batches()
-    for _ in range(STEPS // 2):
-        next(data)
-    resumed.load_state_dict(state["model"])
-    comm = register_ddp_hook(resumed, **options)
-    comm.load_state_dict(state["comm"])
-    train(resumed, data, STEPS - STEPS // 2)
-    comm.close()
-    forgetful, data = build({}), batches()
-    for _ in range(STEPS // 2):
-        next(data)
-    forgetful.load_state_dict(state["model"])
-    comm = register_ddp_hook(forgetful, **options)
-    train(forgetful, data, STEPS - STEPS // 2)
-    comm.close()
+    models = {}
+    for name in ("resumed", "forgetful"):
+        model = models[name] = build({})
+        model.load_state_dict(state["model"])
+        comm = register_ddp_hook(model, **options)
+        if name == "resumed":
+            comm.load_state_dict(state["comm"])
+        train(model, islice(batches(), STEPS // 2, None), STEPS - STEPS // 2)
+        comm.close()
     residuals = state["comm"]["compressor"]["residuals"]
     return {
         "whole": weights(whole),
-        "resumed": weights(resumed),
-        "forgetful": weights(forgetful),
+        **{name: weights(model) for name, model in models.items()},
         "names": sorted(residuals),
         "waiting": max(part.abs().max().item() for part in residuals.values()),
     }

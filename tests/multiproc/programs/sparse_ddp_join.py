@@ -14,7 +14,7 @@ def train(hooked: bool) -> list[float]:
     torch.manual_seed(0)
     layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
     model = DistributedDataParallel(layers)
-    comm = register_ddp_hook(model, mode="pushpull", timeout_s=60) if hooked else None
+    comm = register_ddp_hook(model, mode="pushpull") if hooked else None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         with model.join():

@@ -168,7 +168,7 @@ def check_modes(transport_name):
     return sums
 
 
-def main():
+if __name__ == "__main__":
     folder, kind = sys.argv[1:3]
     if kind == "torch":
         dist.init_process_group("gloo")
@@ -181,6 +181,3 @@ def main():
     transport.close()
     if kind == "torch":
         dist.destroy_process_group()
-
-
-main()

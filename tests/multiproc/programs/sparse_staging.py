@@ -23,7 +23,7 @@ def bucket(rank: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def run(staged: bool, mode: str, dtype: torch.dtype) -> dict:
-    inner = TorchTransport(timeout_s=60)
+    inner = TorchTransport()
     transport = StagedTransport(inner, stages_host=True) if staged else inner
     deterministic = mode not in ("dense", "packed")
     flats = [bucket(transport.rank, dtype) for _ in range(3)]

@@ -82,12 +82,9 @@ def refusals(engine) -> list[str]:
     return said
 
 
-def main() -> None:
+if __name__ == "__main__":
     init_distributed()
     digests = [train(make(), cut=cut) for cut in (False, True)]
     engine = make()
     refused = refusals(make())
     leave({"digests": digests, "evaluation": evaluate(engine), "refusals": refused})
-
-
-main()

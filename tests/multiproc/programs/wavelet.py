@@ -9,25 +9,11 @@ import sys
 
 import deepspeed
 import torch
-import transformers
-from common import build_gpt2, configuration, leave, token_batches, weights_digest
+from common import build_bert, build_gpt2, configuration, leave, token_batches, weights_digest
 
 import wavemare
 
 MICRO_BATCHES = 3
-
-
-def build_bert():
-    transformers.set_seed(7)
-    config = transformers.BertConfig(
-        vocab_size=50,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=16,
-    )
-    return transformers.BertForMaskedLM(config)
 
 
 def build(case):
