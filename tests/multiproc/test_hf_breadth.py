@@ -76,10 +76,9 @@ def test_integrations_log_once(results):
 
 
 @pytest.mark.world_size(2)
-def test_tensor_parallelism_predicts_beside_the_loss(launch):
-    finished = launch("hf_breadth.py", "parts").check()
-    for rank in range(2):
-        result = finished.result(rank)["parts"]
+def test_tensor_parallelism_predicts_beside_the_loss(launch_once):
+    for found in launch_once("hf_breadth.py", "parts"):
+        result = found["parts"]
         assert result["shapes"] == [[7, 16, 50]]
         assert result["mean"] == pytest.approx(result["expected"], abs=1e-6)
 
@@ -87,11 +86,10 @@ def test_tensor_parallelism_predicts_beside_the_loss(launch):
 @pytest.mark.nightly
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("case", ["replicas", "stages_of_parts"])
-def test_four_ranks_train_two_stages(launch, case):
-    finished = launch("hf_breadth.py", case, ranks=4).check()
+def test_four_ranks_train_two_stages(launch_once, case):
     digests = set()
-    for rank in range(4):
-        result = finished.result(rank)[case]
+    for found in launch_once("hf_breadth.py", case, ranks=4):
+        result = found[case]
         check_steps(result, 3)
         digests.add(result["digest"])
         if case == "stages_of_parts":  # two replicas would fill up the short batch

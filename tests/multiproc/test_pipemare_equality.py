@@ -44,23 +44,23 @@ CHOSEN = [
 ALL = [case(*chosen) for chosen in product(OPTIMIZERS, CORRECTIONS, SIZES)]
 
 
-def check(launch, num_stages, steps, cases, timeout=500):
+def check(launch_once, num_stages, steps, cases, **options):
     words = [num_stages, steps, json.dumps(cases)]
-    done = launch("pipemare_equality.py", *words, ranks=num_stages, timeout=timeout).check()
-    for rank in range(num_stages):
-        for chosen, found in zip(cases, done.result(rank), strict=True):
+    results = launch_once("pipemare_equality.py", *words, ranks=num_stages, **options)
+    for rank, result in enumerate(results):
+        for chosen, found in zip(cases, result, strict=True):
             # A synchronous pipeline ends elsewhere: the simulation is no trivial one.
             assert found["staleness"] > 1e-4, (rank, chosen, found)
             assert found["weights"] <= 1e-6, (rank, chosen, found)
             assert found["losses"] <= 1e-6, (rank, chosen, found)
 
 
-def test_real_processes_equal_the_simulation_of_versions(launch):
-    check(launch, 2, 16, CHOSEN, timeout=240)
+def test_real_processes_equal_the_simulation_of_versions(launch_once):
+    check(launch_once, 2, 16, CHOSEN)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("num_stages", [2, 4])
-def test_every_combination_equals_the_simulation(launch, num_stages):
-    check(launch, num_stages, 50, ALL + CHOSEN, timeout=800)
+def test_every_combination_equals_the_simulation(launch_once, num_stages):
+    check(launch_once, num_stages, 50, ALL + CHOSEN, timeout=800)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy
 import torch
 from common import leave
-from hf_common import Rows, arguments, json_file, losses, pad, plain_model
-from hf_pipeline import compared, reference
+from hf_common import Rows, losses, pad, plain_model
+from hf_pipeline import compared, reference, trainer_of
 from transformers import TrainerCallback
 
 import wavemare
@@ -49,7 +49,7 @@ def read_by_workers() -> dict[str, Any]:
     """Each process has a worker of its own, which masks the same tokens on all stages."""
     section = {"pipeline": {"stages": 2, "inputs": "auto"}}
     changes = {"dataloader_num_workers": 1}
-    trainer = trainer_of("gpt2", "workers", section, arguments=changes, data_collator=masked)
+    trainer = trainer_of("gpt2", "workers", section, data_collator=masked, **changes)
     trainer.train()
     return {"losses": losses(trainer), "expected": reference("gpt2", trainer)["losses"]}
 
@@ -81,18 +81,6 @@ def parts() -> dict[str, Any]:
     return {"shapes": shapes, "mean": found["eval_mean"], "expected": float(expected.mean())}
 
 
-def trainer_of(kind: str, name: str, section: Any, **options: Any) -> Any:
-    changes = options.pop("arguments", {})
-    model = options.pop("model", None)
-    return wavemare.hf.Trainer(
-        model=plain_model(kind) if model is None else model,
-        args=arguments(name, json_file(options.pop("stage", 0), section), **changes),
-        train_dataset=Rows(kind, 21),
-        eval_dataset=Rows(kind, 7, seed=1),
-        **options,
-    )
-
-
 def again(kind: str, section: Any) -> dict[str, Any]:
     """A second ``train`` goes on with the weights, and is a new run in all else."""
     name = f"again-{kind}-{section['pipeline'].get('schedule')}"
@@ -115,7 +103,7 @@ def again(kind: str, section: Any) -> dict[str, Any]:
 def noisy() -> dict[str, Any]:
     """NEFTune's noise is in training, and in nothing else."""
     plain = trainer_of("gpt2", "plain", PIPELINE)
-    noised = trainer_of("gpt2", "noised", PIPELINE, arguments={"neftune_noise_alpha": 50.0})
+    noised = trainer_of("gpt2", "noised", PIPELINE, neftune_noise_alpha=50.0)
     before = noised.evaluate()["eval_loss"]
     same = plain.evaluate()["eval_loss"]
     for trainer in (plain, noised):
@@ -137,15 +125,9 @@ def noisy() -> dict[str, Any]:
 
 def halves(kind: str, section: Any) -> dict[str, Any]:
     """bf16 beside fp32."""
-    found = {}
+    found, config = {}, {"bf16": {"enabled": "auto"}}
     for name, changes in (("fp32", {}), ("bf16", {"bf16": True})):
-        config = json_file(0, section, bf16={"enabled": "auto"})
-        trainer = wavemare.hf.Trainer(
-            model=plain_model(kind),
-            args=arguments(f"half-{name}-{len(section)}", config, **changes),
-            train_dataset=Rows(kind, 21),
-            eval_dataset=Rows(kind, 7, seed=1),
-        )
+        trainer = trainer_of(kind, f"half-{name}-{len(section)}", section, config=config, **changes)
         trainer.train()
         found[name] = [*losses(trainer), trainer.evaluate()["eval_loss"]]
         parameters = list(trainer.deepspeed.module.parameters())
@@ -167,7 +149,8 @@ def classified() -> dict[str, Any]:
         "classified",
         PIPELINE,
         compute_metrics=metrics,
-        arguments={"include_for_metrics": ["inputs"], "eval_accumulation_steps": 2},
+        include_for_metrics=["inputs"],
+        eval_accumulation_steps=2,
     )
     trainer.train()
     found = trainer.evaluate()
@@ -196,7 +179,7 @@ def logged() -> dict[str, Any]:
     main = Main()
     has_writer = importlib.util.find_spec("tensorboardX") is not None
     changes = {"report_to": ["tensorboard"] if has_writer else []}
-    trainer = trainer_of("gpt2", "logged", PIPELINE, callbacks=[main], arguments=changes)
+    trainer = trainer_of("gpt2", "logged", PIPELINE, callbacks=[main], **changes)
     trainer.train()
     torch.distributed.barrier()
     files = list(Path(trainer.args.output_dir).rglob("events.out.tfevents*"))

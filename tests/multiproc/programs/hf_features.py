@@ -2,6 +2,8 @@
 """What users of the Trainer rely on, with our engines: resume, callbacks, metrics, best models."""
 
 import sys
+from collections import Counter
+from functools import partial
 from typing import Any
 
 import numpy
@@ -24,16 +26,12 @@ class Recorder(TrainerCallback):
     """Counts what happens."""
 
     def __init__(self) -> None:
-        self.counts: dict[str, int] = {}
+        self.counts: Counter[str] = Counter()
+        for event in (name for name in dir(self) if name.startswith("on_")):
+            setattr(self, event, partial(self.count, event))
 
-    def __getattribute__(self, name: str) -> Any:
-        if not name.startswith("on_"):
-            return super().__getattribute__(name)
-
-        def count(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.counts[name] = self.counts.get(name, 0) + 1
-
-        return count
+    def count(self, event: str, *args: Any, **kwargs: Any) -> None:
+        self.counts[event] += 1
 
 
 def largest(logits: Any, labels: Any) -> Any:

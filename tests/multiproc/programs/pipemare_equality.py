@@ -119,11 +119,7 @@ def compare(num_stages, case):
     }
 
 
-def main() -> None:
+if __name__ == "__main__":
     init_distributed()
     num_stages, cases = int(sys.argv[2]), json.loads(sys.argv[4])
     leave([compare(num_stages, case) for case in cases])
-
-
-if __name__ == "__main__":
-    main()
