@@ -1,26 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starting a program by the ``mpirun`` of the interpreter's MPI, or over torch."""
 
-from __future__ import annotations
-
 import contextlib
-import functools
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from wavemare.comm.mpi import describe_mpi
+sys.path.append(str(Path(__file__).parent))  # of mpi_jobs
+from mpi_jobs import needed_mpi, remove_left, segments
 
 PROGRAMS = Path(__file__).parent / "programs"
-mpi = functools.cache(describe_mpi)  # it starts processes
 
 
 @dataclass(frozen=True)
@@ -37,29 +32,27 @@ class Job:
     output: str
     folder: Path
 
-    def results(self) -> dict[int, Any]:
+    def results(self):
         """Return the results of the ranks that left one."""
         files = sorted(self.folder.glob("rank_*.json"))
         return {
             int(file.stem.removeprefix("rank_")): json.loads(file.read_text()) for file in files
         }
 
-    def check(self) -> Job:
+    def check(self):
         assert self.code == 0, f"exit code {self.code}\n{self.output[-6000:]}"
         return self
 
 
 @pytest.fixture
-def start(launch: Callable[..., Any], tmp_path: Path) -> Callable[..., Job]:
+def start(launch, tmp_path):
     """Run a file of ``tests/mpi/programs`` as several ranks, over MPI or torch.
 
     The program gets a folder and the name of the transport as its first arguments. Over ``mpi``
     mpi4py runs it, so that an exception of one rank ends all; ``mpirun`` is without that.
     """
 
-    def run(
-        program: str, kind: str, *arguments: object, ranks: int, options: Sequence[str] = ()
-    ) -> Job:
+    def run(program, kind, *arguments, ranks, options=()):
         words = [str(PROGRAMS / program), str(tmp_path), kind, *map(str, arguments)]
         if kind == "torch":
             done = launch(words[0], *words[2:], ranks=ranks)
@@ -73,10 +66,10 @@ def start(launch: Callable[..., Any], tmp_path: Path) -> Callable[..., Job]:
 
 
 @pytest.fixture
-def prove(start: Callable[..., Job]) -> Callable[..., None]:
+def prove(start):
     """Run proofs in one start of all ranks, and check what each rank found."""
 
-    def run(kind: str, sizes: str, *names: str, ranks: int) -> None:
+    def run(kind, sizes, *names, ranks):
         job = start("proofs.py", kind, sizes, *names, ranks=ranks)
         found = job.results()
         assert sorted(found) == list(range(ranks)), job.output[-6000:]
@@ -90,17 +83,13 @@ def prove(start: Callable[..., Job]) -> Callable[..., None]:
     return run
 
 
-def _run_by_mpirun(
-    words: Sequence[str], ranks: int, options: Sequence[str], log: Path
-) -> tuple[int, str]:
-    info = mpi()
-    if info.launcher is None or info.flavour is None or not info.launcher_matches:
-        pytest.skip(f"needs MPI and its mpirun (the extra 'mpi'): {info.problem or info}")
+def _run_by_mpirun(words, ranks, options, log):
+    info, before = needed_mpi(), segments()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     if info.flavour == "Open MPI":
         options = [*options, "--oversubscribe", "--bind-to", "none"]
         environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    command = [info.launcher, *options, "-n", str(ranks), sys.executable, *words]
+    command = [str(info.launcher), *options, "-n", str(ranks), sys.executable, *words]
     with log.open("w") as out:
         process = subprocess.Popen(
             command,
@@ -111,7 +100,7 @@ def _run_by_mpirun(
             start_new_session=True,
         )
         try:
-            code = process.wait(280)
+            code = process.wait(600)
         except subprocess.TimeoutExpired:
             code = -signal.SIGALRM
             process.terminate()  # mpirun ends the ranks
@@ -121,5 +110,7 @@ def _run_by_mpirun(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+    if code:
+        remove_left(before)
     output = log.read_text(errors="replace")
     return code, output + ("\ntook too long" if code == -signal.SIGALRM else "")

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import torch
 
+from wavemare.comm.cost import Constants
+from wavemare.comm.sparse import SparseComm
+
 torch.set_num_threads(1)
 
 
@@ -32,7 +35,7 @@ class World:
         else:
             from torch import distributed
 
-            distributed.init_process_group("gloo", timeout=timedelta(seconds=120))
+            distributed.init_process_group("gloo", timeout=timedelta(seconds=600))
             self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
 
     def groups_of(self, ranks):
@@ -77,6 +80,12 @@ class World:
             from torch import distributed
 
             distributed.barrier()
+
+
+def sparse_comm(world, group=None, **settings):
+    """Return a communicator of the world's kind that measures nothing at its start."""
+    settings = {"constants": Constants(), "timeout_s": 600, **settings}
+    return SparseComm(group, transport=world.kind, **settings)
 
 
 class Checks:

@@ -2,10 +2,10 @@
 """Ranks that call something else than the others: an error that names one of them, and no hang."""
 
 import torch
+from common import sparse_comm
 
 from wavemare.comm.cost import Constants
 from wavemare.comm.layout import Piece
-from wavemare.comm.sparse import SparseComm
 from wavemare.errors import CommError
 
 
@@ -52,8 +52,7 @@ def _either(odd, one, other, partition):
 
 def _expect(world, checks, name, keys, call):
     world.meet()
-    settings = {"constants": Constants(), "timeout_s": 100, **keys}
-    comm = SparseComm(transport=world.kind, **settings)
+    comm = sparse_comm(world, **keys)
     others = "rank 0" if world.rank == world.size - 1 else f"rank {world.size - 1}"
     checks.refuses(CommError, lambda: call(comm), "differ in", name, says=f"{others} calls")
     # Whatever else is called fails too.

@@ -4,13 +4,12 @@
 import itertools
 
 import torch
+from common import sparse_comm
 from inputs import buckets
 from oracle import ordered_sum, same_bits
 
 from wavemare.comm.agreement import HEADER_BYTES
-from wavemare.comm.cost import Constants
 from wavemare.comm.layout import Piece
-from wavemare.comm.sparse import SparseComm
 
 BLOCK = 64
 NUMEL = BLOCK * 31 + 13
@@ -48,7 +47,9 @@ def reduce_scatters(world, checks, sizes):
     for ranks in sizes:
         group, _, _ = world.groups_of(ranks)
         for mode in MODES:
-            with _comm(group, world, mode) as comm:
+            # Whatever the executor, a reduce-scatter is made of ordered sums.
+            exact = mode not in {"packed", "dense"}
+            with sparse_comm(world, group, mode=mode, block=BLOCK, deterministic=exact) as comm:
                 for name, partition in partitions(comm.size).items():
                     for pattern, dtype in (
                         ("tenth", torch.float32),
@@ -69,7 +70,7 @@ def reduce_scatters(world, checks, sizes):
 def allgathers(world, checks, sizes):
     for ranks in sizes:
         group, _, _ = world.groups_of(ranks)
-        with _comm(group, world, "ordered") as comm:
+        with sparse_comm(world, group, mode="ordered", block=BLOCK) as comm:
             for (name, partition), dtype in itertools.product(
                 partitions(comm.size).items(), (torch.float32, torch.float16, torch.int32)
             ):
@@ -85,16 +86,3 @@ def allgathers(world, checks, sizes):
                 found = handle.stats.bytes_down - HEADER_BYTES * (comm.size - 1)
                 checks(found == down * flat.element_size(), comm.size, name, dtype, "bytes")
                 checks(same_bits(flat, expected), comm.size, name, dtype)
-
-
-def _comm(group, world, mode):
-    return SparseComm(
-        group,
-        transport=world.kind,
-        mode=mode,
-        block=BLOCK,
-        # Whatever the executor, a reduce-scatter is made of ordered sums.
-        deterministic=mode not in {"packed", "dense"},
-        constants=Constants(),
-        timeout_s=60,
-    )

@@ -2,15 +2,13 @@
 """Allreduce by every executor, for every type, block and pattern."""
 
 import torch
-from common import digest
+from common import digest, sparse_comm
 from inputs import ALL, SPECIAL, buckets
 from oracle import close, mask_of, ordered_sum, same_bits, traffic
 
-from wavemare.comm.cost import Constants
 from wavemare.comm.executors import EXECUTOR_TYPES
 from wavemare.comm.kernels import num_blocks
 from wavemare.comm.masks import mask_bytes
-from wavemare.comm.sparse import SparseComm
 
 MODES = ("ordered", "pushpull", "allgather", "auto", "packed", "dense")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -52,16 +50,9 @@ def reductions(world, checks, sizes, blocks=(64, 256, 4096, 100), modes=MODES, w
         for block in blocks:
             for mode in modes:
                 average = block != 64
-                with SparseComm(
-                    group,
-                    transport=world.kind,
-                    mode=mode,
-                    block=block,
-                    average=average,
-                    deterministic=mode == "auto" or EXECUTOR_TYPES[mode].deterministic,
-                    constants=Constants(),
-                    timeout_s=60,
-                ) as comm:
+                exact = mode == "auto" or EXECUTOR_TYPES[mode].deterministic
+                settings = {"mode": mode, "block": block, "average": average}
+                with sparse_comm(world, group, deterministic=exact, **settings) as comm:
                     checks((comm.rank, comm.size) == (rank, count), "place", rank, count)
                     told = [_one(checks, comm, case, whole) for case in cases(block, average)]
                 table = world.gather((world.rank - rank, told))

@@ -5,18 +5,17 @@ import functools
 import threading
 
 import torch
+from common import sparse_comm
 from inputs import buckets
 from oracle import ordered_sum, same_bits
 
-from wavemare.comm.cost import Constants
 from wavemare.comm.layout import Piece
-from wavemare.comm.sparse import SparseComm
 from wavemare.errors import CommError, ConfigError
 
 
 def refusals(world, checks, sizes):
     """Buckets, rows and partitions that are refused, on all ranks or on one."""
-    with SparseComm(transport=world.kind, constants=Constants(), timeout_s=60) as comm:
+    with sparse_comm(world) as comm:
         sparse = torch.eye(4).to_sparse()
         eight = [0] * comm.size + [8]
         with torch.inference_mode():
@@ -77,14 +76,16 @@ def refusals(world, checks, sizes):
         comm.allreduce_(flat)
         checks(same_bits(flat, ordered_sum(everyone, 1 / comm.size)), "after refusals")
     for name, value in {"block": 0, "mode": "ordred"}.items():
-        checks.refuses(ConfigError, lambda n=name, v=value: _make(world, **{n: v}), name)
+        checks.refuses(ConfigError, lambda n=name, v=value: sparse_comm(world, **{n: v}), name)
     for mode in ("dense", "packed"):
-        checks.refuses(ConfigError, lambda m=mode: _make(world, mode=m), mode, says="determin")
+        checks.refuses(
+            ConfigError, lambda m=mode: sparse_comm(world, mode=m), mode, says="determin"
+        )
 
 
 def unusual(world, checks, sizes):
     """Tensors that look odd and are sums all the same."""
-    with _make(world, average=True) as comm:
+    with sparse_comm(world) as comm:
         everyone = buckets("half", comm.size, 3000, 256, torch.float32)
         expected = ordered_sum(everyone, 1 / comm.size)
 
@@ -126,7 +127,7 @@ def unusual(world, checks, sizes):
 def closing(world, checks, sizes):
     """A closed communicator says so; closing twice is nothing; the thread ends."""
     before = {thread.name for thread in threading.enumerate()}
-    comm = _make(world)
+    comm = sparse_comm(world, average=False)
     comm.allreduce_(torch.ones(300))
     pending = comm.allreduce_(torch.ones(300), async_op=True)
     comm.close()
@@ -139,8 +140,3 @@ def closing(world, checks, sizes):
 
 def rows_of(count):
     return torch.ones(count, 3)
-
-
-def _make(world, **keys):
-    defaults = {"constants": Constants(), "timeout_s": 60, "average": False}
-    return SparseComm(transport=world.kind, **{**defaults, **keys})

@@ -3,11 +3,10 @@
 
 import numpy as np
 import torch
-from common import digest
+from common import digest, sparse_comm
 from oracle import same_bits, summed_rows
 
 from wavemare.comm.cost import Constants
-from wavemare.comm.sparse import SparseComm
 
 SLOW_WIRE = Constants(exchange_s=1e-6, plan_s=0.0)
 FAST_WIRE = Constants(exchange_s=0.0, message_s=1.0)
@@ -32,13 +31,7 @@ def rows(world, checks, sizes):
     for ranks in sizes:
         group, _, _ = world.groups_of(ranks)
         for average, constants in ((True, SLOW_WIRE), (False, FAST_WIRE)):
-            with SparseComm(
-                group,
-                transport=world.kind,
-                average=average,
-                constants=constants,
-                timeout_s=60,
-            ) as comm:
+            with sparse_comm(world, group, average=average, constants=constants) as comm:
                 told = []
                 for num_rows, bound in ((40, 40), (40, None), (2**40, None), (2**40, 2**40)):
                     for name, ids in patterns(comm.size, num_rows).items():

@@ -6,6 +6,7 @@ import time
 from dataclasses import astuple
 
 import torch
+from common import sparse_comm
 from inputs import buckets
 from oracle import ordered_sum, same_bits
 
@@ -13,10 +14,13 @@ from wavemare.comm.cost import Constants
 from wavemare.comm.sparse import SparseComm
 from wavemare.comm.transport import open_transport
 
+# So fast that dense is the best for dense buckets, in any case.
+FAST_WIRE = Constants(exchange_s=1e-10, message_s=1e-6, mask_s=1e-9, plan_s=1e-7)
+
 
 def handles(world, checks, sizes):
     """Many buckets in flight at once, waited for in another order, with callbacks."""
-    with SparseComm(transport=world.kind, constants=Constants(), timeout_s=60) as comm:
+    with sparse_comm(world) as comm:
         pending, ended = [], []
         for number, pattern in enumerate(("half", "tenth", "dense", "zero") * 5):
             numel = 10_000 + 37 * number
@@ -45,7 +49,7 @@ def handles(world, checks, sizes):
 
 def in_turn(world, checks, sizes):
     """More transports, one after the other, than MPICH has room for at a time (2,048)."""
-    whole = open_transport(choice=world.kind, timeout_s=60)
+    whole = open_transport(choice=world.kind, timeout_s=600)
     for _ in range(2_200):
         whole.split(world.rank % 2).close()
     part = whole.split(0)
@@ -58,7 +62,7 @@ def in_turn(world, checks, sizes):
 
 def counters(world, checks, sizes):
     """A transport counts the bytes of its own messages."""
-    transport = open_transport(choice=world.kind, staging="direct", timeout_s=60)
+    transport = open_transport(choice=world.kind, staging="direct", timeout_s=600)
     after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     arrived = torch.zeros(1000)
     exchange = transport.begin()
@@ -75,7 +79,7 @@ def counters(world, checks, sizes):
 
 def large_message(world, checks, sizes):
     """A message of more than 2 GiB between two ranks, and a byte of each of its parts."""
-    transport = open_transport(choice=world.kind, timeout_s=200)
+    transport = open_transport(choice=world.kind, timeout_s=600)
     num_bytes = (2 << 30) + 12_345
     content = torch.arange(251, dtype=torch.uint8).repeat(num_bytes // 251 + 1)[:num_bytes]
     exchange = transport.begin()
@@ -94,10 +98,7 @@ def large_message(world, checks, sizes):
 
 def two_communicators(world, checks, sizes):
     """Two threads, each with a communicator of its own, whose calls interleave at random."""
-    pair = [
-        SparseComm(transport=world.kind, mode=mode, constants=Constants(), timeout_s=60)
-        for mode in ("pushpull", "ordered")
-    ]
+    pair = [sparse_comm(world, mode=mode) for mode in ("pushpull", "ordered")]
     failures = []
 
     def work(comm, seed):
@@ -138,7 +139,7 @@ def nodes(world, checks, sizes):
         return
     for names in (("a", "a", "b", "b"), ("a", "b", "a", "b")):
         for mode in ("ordered", "pushpull", "allgather", "auto"):
-            transport = open_transport(group, choice=world.kind, timeout_s=60)
+            transport = open_transport(group, choice=world.kind, timeout_s=600)
             kind = type(transport)
             transport.__class__ = type("Placed", (kind,), {"host": names[rank]})
             with SparseComm(
@@ -167,9 +168,7 @@ def nodes(world, checks, sizes):
 
 def one_node(world, checks, sizes):
     """Where all ranks share a machine, a hierarchy is none."""
-    with SparseComm(
-        transport=world.kind, hierarchical=True, constants=Constants(), timeout_s=60
-    ) as comm:
+    with sparse_comm(world, hierarchical=True) as comm:
         everyone = buckets("half", comm.size, 3000, 256, torch.float32)
         flat = everyone[comm.rank].clone()
         comm.allreduce_(flat)
@@ -178,10 +177,7 @@ def one_node(world, checks, sizes):
 
 def unnamed(world, checks, sizes):
     """Buckets without a key: a scatter has a history of its own, whatever reductions had."""
-    constants = Constants(exchange_s=1e-10, message_s=1e-6, mask_s=1e-9, plan_s=1e-7)
-    with SparseComm(
-        transport=world.kind, constants=constants, deterministic=False, timeout_s=60
-    ) as comm:
+    with sparse_comm(world, constants=FAST_WIRE, deterministic=False) as comm:
         numel = 256 * comm.size
         for _ in range(8):  # until it goes without looking
             flat = torch.full((numel,), float(comm.rank + 1))
@@ -196,9 +192,7 @@ def unnamed(world, checks, sizes):
 
 def selection(world, checks, sizes):
     """The ranks choose alike, although their clocks differ; dense buckets are rarely looked at."""
-    # A wire so fast that dense is the best for dense buckets, in any case.
-    constants = Constants(exchange_s=1e-10, message_s=1e-6, mask_s=1e-9, plan_s=1e-7)
-    with SparseComm(transport=world.kind, constants=constants, timeout_s=60) as comm:
+    with sparse_comm(world, constants=FAST_WIRE) as comm:
         told, looked = [], []
         for step in range(60):
             pattern = "dense" if step < 40 else "hundredth"
@@ -222,7 +216,7 @@ def selection(world, checks, sizes):
 
 def calibrated(world, checks, sizes):
     """Constants that are measured are positive and the same on all ranks."""
-    with SparseComm(transport=world.kind, timeout_s=60) as comm:
+    with sparse_comm(world, constants=None) as comm:
         told = world.gather(list(astuple(comm.constants)))
         checks(all(one == told[0] for one in told), "constants", told)
         checks(all(0 < value < 1 for value in told[0]) or comm.size == 1, "sane", told[0])

@@ -7,12 +7,9 @@ import weakref
 
 import numpy as np
 import torch
-from common import resident_bytes
+from common import resident_bytes, sparse_comm
 from inputs import DENSITIES, buckets
 from oracle import ordered_sum, same_bits, summed_rows
-
-from wavemare.comm.cost import Constants
-from wavemare.comm.sparse import SparseComm
 
 CALLS = ("allreduce", "reduce_scatter", "rows")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -20,11 +17,7 @@ SIZES = (1, 300, 5_000, 20_001)
 
 
 def soak(world, checks, sizes, steps=1000):
-    modes = ("auto", "pushpull")
-    comms = [
-        SparseComm(transport=world.kind, mode=mode, constants=Constants(), timeout_s=60)
-        for mode in modes
-    ]
+    comms = [sparse_comm(world, mode=mode) for mode in ("auto", "pushpull")]
     rng = np.random.default_rng(5)
     resident, threads, references, pending = [], set(), [], []
     for step in range(steps):

@@ -17,7 +17,7 @@ from pathlib import Path
 from wavemare.cli.supervisor import supervise
 from wavemare.engine.job_environment import mpi_place, place_of
 
-PATIENCE_S = 120
+PATIENCE_S = 600
 
 
 def attend(folder, attempt, size):
