@@ -1,25 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small texts and models, and the commands that a person would type."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from wavemare.comm.mpi import describe_mpi
 from wavemare.engine.job_environment import reserved_port
 
+sys.path.append(str(Path(__file__).parents[1] / "mpi"))  # of mpi_jobs
+from mpi_jobs import needed_mpi, remove_left, segments
+
+LIMIT_S = 600
+"""How long a command may run: a net below hangs, far from what any takes on a busy machine."""
+CPU = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 BIN = Path(sys.executable).parent
 PROGRAM = Path(__file__).parent / "programs" / "recipe.py"
 LAUNCHERS = {
@@ -52,64 +54,100 @@ class Ended:
     code: int
     output: str
 
-    def check(self) -> Ended:
+    def check(self):
         assert self.code == 0, self.output[-6000:]
         return self
 
 
+@dataclass(frozen=True)
+class Started:
+    """A command that runs, and the file in which all is that it prints."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def output(self):
+        return self.log.read_text(errors="replace")
+
+    def wait_until(self, condition):
+        """Wait for a condition while the command runs."""
+        deadline = time.monotonic() + LIMIT_S
+        while not condition():
+            assert self.process.poll() is None, self.output[-4000:]
+            assert time.monotonic() < deadline, self.output[-4000:]
+            time.sleep(0.01)
+
+    def end(self, timeout=LIMIT_S):
+        """Wait for its end."""
+        try:
+            return Ended(self.process.wait(timeout), self.output)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"longer than {timeout} s:\n{self.output[-4000:]}")
+
+    def finish(self, segments_before):
+        """End what is left of it."""
+        if self.process.poll() is None:
+            # Launchers give sessions to what they start: all descendants are ended one by one.
+            for descendant in psutil.Process(self.process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    descendant.kill()
+            self.process.kill()
+            self.process.wait()
+        if self.process.returncode:
+            remove_left(segments_before)
+
+
 @pytest.fixture
-def command(tmp_path: Path, fork: Callable[..., Any]) -> Callable[..., Ended]:
-    """Run a program of this environment from a folder of its own; all of it ends at the limit.
+def start(tmp_path, tmp_path_factory):
+    """Start a program of this environment in a folder of its own; it ends with the test."""
+
+    def run(*words, environment=None):
+        program, *options = map(str, words)
+        log, before = tmp_path_factory.mktemp("log") / "log", segments()
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                [str(BIN / program), *options],
+                cwd=tmp_path,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **CPU, **(environment or {})},
+                start_new_session=True,
+            )
+        started = Started(process, log)
+        ends.callback(started.finish, before)
+        return started
+
+    with contextlib.ExitStack() as ends:
+        yield run
+
+
+@pytest.fixture
+def command(tmp_path, fork, start):
+    """Run a program of this environment to its end, which must come within a time limit.
 
     ``wavemare`` runs in a process that has imported it, unless it is to have its own interpreter.
     """
 
-    def run(
-        *words: object,
-        timeout: float = 600,
-        environment: dict[str, str] | None = None,
-        interpreter: bool = False,
-    ) -> Ended:
-        program, *options = map(str, words)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
-        if program == "wavemare" and not interpreter:
-            ended = fork(
-                BIN / program, *options, folder=tmp_path, timeout=timeout, environment=environment
-            )
-            assert not ended.ended_by_harness, (
-                f"longer than {timeout} s:\n{ended.outputs[0][-8000:]}"
-            )
-            return Ended(ended.codes[0], ended.outputs[0])
-        process = subprocess.Popen(
-            [str(BIN / program), *options],
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-            start_new_session=True,
-        )
-        try:
-            output, _ = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            # The launcher has a session of its own: all descendants are ended one by one.
-            for descendant in psutil.Process(process.pid).children(recursive=True):
-                descendant.kill()
-            process.kill()
-            output, _ = process.communicate()
-            pytest.fail(f"{program} took longer than {timeout} s:\n{output[-4000:]}")
-        return Ended(process.returncode, output)
+    def run(*words, timeout=LIMIT_S, environment=None, interpreter=False):
+        if words[0] != "wavemare" or interpreter:
+            return start(*words, environment=environment).end(timeout)
+        environment, before = {**os.environ, **CPU, **(environment or {})}, segments()
+        words = [BIN / words[0], *words[1:]]
+        ended = fork(*words, folder=tmp_path, timeout=timeout, environment=environment)
+        assert not ended.ended_by_harness, f"longer than {timeout} s:\n{ended.outputs[0][-8000:]}"
+        if ended.codes[0]:
+            remove_left(before)
+        return Ended(ended.codes[0], ended.outputs[0])
 
     return run
 
 
 @pytest.fixture
-def recipe(
-    launch: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Ended]:
+def recipe(launch, tmp_path_factory):
     """Run a recipe as two ranks, as a launcher does, but without its start-up."""
 
-    def run(name: str, *options: object) -> Ended:
+    def run(name, *options):
         module = f"wavemare.recipes.{name.replace('/', '.')}"
         folder = tmp_path_factory.mktemp("ranks")
         finished = launch(PROGRAM, module, *options, folder=folder)
@@ -119,7 +157,7 @@ def recipe(
 
 
 @pytest.fixture(scope="session")
-def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text_folder(tmp_path_factory):
     """Forty documents of a small made-up language, in which words predict each other."""
     folder = tmp_path_factory.mktemp("text")
     subjects, verbs = ["the wave", "a stage", "one rank", "this batch"], ["sends", "holds", "waits"]
@@ -133,14 +171,12 @@ def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def small_options(
-    text_folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Any]:
+def small_options(text_folder, tmp_path_factory):
     """Options that make a recipe small, with a model configuration for its family."""
     folder = tmp_path_factory.mktemp("models")
     cache = tmp_path_factory.mktemp("cache")
 
-    def options(family: str, output: Path, **changes: Any) -> list[str]:
+    def options(family, output, **changes):
         config = folder / f"{family}.json"
         config.write_text(json.dumps(TINY_GPT if family == "gpt" else TINY_BERT))
         values = {
@@ -166,24 +202,21 @@ def small_options(
 
 
 @pytest.fixture
-def recipe_config() -> Callable[[str, str], Path]:
+def recipe_config():
     """The JSON that stands beside a recipe."""
     return lambda recipe, engine: RECIPES / f"{recipe}_{engine}.json"
 
 
 @pytest.fixture
-def words_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], list[str]]]:
+def words_of(monkeypatch):
     """Return the words by which a launcher starts two ranks of the script that follows them."""
     for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
         monkeypatch.setenv(name, "1")
 
-    def words(launcher: str) -> list[str]:
+    def words(launcher):
         found = LAUNCHERS[launcher]
         if "mpi" in launcher:
-            mpi = describe_mpi()
-            if mpi.launcher is None or mpi.flavour is None or not mpi.launcher_matches:
-                pytest.skip(f"needs MPI and its mpirun (the extra 'mpi'): {mpi.problem or mpi}")
-            if mpi.flavour == "Open MPI" and found[0] == "mpirun":
+            if needed_mpi().flavour == "Open MPI" and found[0] == "mpirun":
                 found = ["mpirun", "--oversubscribe", *found[1:]]
         if found[-1].endswith("port"):
             found = [*found, str(held.enter_context(reserved_port()))]

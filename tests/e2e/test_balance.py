@@ -6,14 +6,14 @@ import json
 import pytest
 
 from wavemare.parallel.plan import ParallelPlan
+from wavemare.report import read_run
 
 TINY_GPT = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 64}
 DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 
 
 def losses_of(run):
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
+    return [loss for _, loss in read_run(run).series("loss")]
 
 
 def test_a_plan_changes_the_shares_and_nothing_that_is_learnt(
@@ -57,16 +57,6 @@ def test_a_plan_changes_the_shares_and_nothing_that_is_learnt(
     )
     assert ended.code == 2
     assert "it was saved under the plan" in ended.output
-
-
-def test_a_file_that_is_no_plan_is_refused(recipe, small_options, recipe_config, tmp_path):
-    file = tmp_path / "shares.json"
-    file.write_text("{}")
-    words = ["gpt/pretrain", "--deepspeed_config", recipe_config("gpt/pretrain", "zero")]
-    ended = recipe(*words, *small_options("gpt", tmp_path / "run", balance=file))
-    assert ended.code == 2
-    assert "--balance" in ended.output
-    assert "version" in ended.output
 
 
 @pytest.mark.nightly

@@ -1,12 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``wavemare bench`` as a person types it: one small run of each in CI, more of them at night."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -38,12 +33,12 @@ WHALE = [
 
 
 @pytest.fixture
-def bench(command: Callable[..., Any], tmp_path: Path) -> Callable[..., dict[str, Any]]:
+def bench(command, tmp_path):
     """Run a benchmark; return its JSON, and what it said as ``output``."""
 
-    def run(*words: object) -> dict[str, Any]:
+    def run(*words):
         ended = command("wavemare", "bench", *words, "--json", "result.json").check()
-        result: dict[str, Any] = json.loads((tmp_path / "result.json").read_text())
+        result = json.loads((tmp_path / "result.json").read_text())
         line = " ".join(map(str, ("wavemare", "bench", *words)))
         assert result["command"].startswith(line)
         assert {"processor", "cores", "torch", "deepspeed"} <= result["machine"].keys()
@@ -56,7 +51,7 @@ def bench(command: Callable[..., Any], tmp_path: Path) -> Callable[..., dict[str
     return run
 
 
-def by(result: dict[str, Any], *keys: str) -> dict[Any, dict[str, Any]]:
+def by(result, *keys):
     """Return the rows by some of their columns."""
     return {
         tuple(row[key] for key in keys) if len(keys) > 1 else row[keys[0]]: row
@@ -72,9 +67,7 @@ def by(result: dict[str, Any], *keys: str) -> dict[Any, dict[str, Any]]:
     ],
     ids=["three", "all"],
 )
-def test_pipelines_have_rows_and_timelines(
-    bench: Callable[..., dict[str, Any]], tmp_path: Path, systems: tuple[str, ...]
-) -> None:
+def test_pipelines_have_rows_and_timelines(bench, tmp_path, systems):
     options = ["--micro-batches", "1,4", *GPT, "--systems", ",".join(systems)]
     result = bench("pipeline", *options, "--trace", "trace")
     assert result["baseline"] == "deepspeed-1f1b"
@@ -100,7 +93,7 @@ def test_pipelines_have_rows_and_timelines(
 
 
 @nightly
-def test_waits_have_a_utilisation_beside_the_ideal(bench: Callable[..., dict[str, Any]]) -> None:
+def test_waits_have_a_utilisation_beside_the_ideal(bench):
     systems = "deepspeed-1f1b,wavemare-pipemare,no-communication-bound"
     options = ["--synthetic", "--stages", 4, "--micro-batches", "1,4", "--rounds", 3]
     rows = by(bench("pipeline", *options, "--systems", systems), "system", "micro_batches")
@@ -111,9 +104,7 @@ def test_waits_have_a_utilisation_beside_the_ideal(bench: Callable[..., dict[str
         assert all(0 < rows[name, count]["utilisation"] <= 1 for name in systems.split(","))
 
 
-def test_collectives_are_measured_and_checked_against_each_other(
-    bench: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
+def test_collectives_are_measured_and_checked_against_each_other(bench, tmp_path):
     options = ["--ranks", 2, "--mib", 1, "--densities", "1,0.1", "--patterns", "zipf"]
     options += ["--rounds", 1, "--warmups", 0, "--plot", "plot.png"]
     result = bench("sparse", *options)
@@ -129,7 +120,7 @@ def test_collectives_are_measured_and_checked_against_each_other(
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
-def test_kernels_are_measured_beside_memcpy(bench: Callable[..., dict[str, Any]]) -> None:
+def test_kernels_are_measured_beside_memcpy(bench):
     result = bench("kernels", "--mib", 1, "--rounds", 2)
     rows = by(result, "kernel", "density")
     assert rows["memcpy", 1.0]["of_memcpy"] == 1
@@ -143,9 +134,7 @@ def test_kernels_are_measured_beside_memcpy(bench: Callable[..., dict[str, Any]]
     [("deepspeed-dense", "wavemare-pushpull"), pytest.param(TRAINING_SYSTEMS, marks=nightly)],
     ids=["two", "all"],
 )
-def test_training_with_each_system_learns_the_same(
-    bench: Callable[..., dict[str, Any]], tmp_path: Path, systems: tuple[str, ...]
-) -> None:
+def test_training_with_each_system_learns_the_same(bench, tmp_path, systems):
     options = [*WORDS, "--rounds", 2, "--plot", "a.png", "--systems", ",".join(systems)]
     rows = by(bench("training", *options), "system")
     assert tuple(rows) == systems
@@ -163,9 +152,7 @@ def test_training_with_each_system_learns_the_same(
 
 
 @nightly
-def test_held_out_losses_are_compared_with_those_of_dense_deepspeed(
-    bench: Callable[..., dict[str, Any]],
-) -> None:
+def test_held_out_losses_are_compared_with_those_of_dense_deepspeed(bench):
     systems = "deepspeed-dense,wavemare-auto,wavemare-ddp,wavemare-topk"
     # At this rate gradients are so large that a system which clips them shows.
     options = ["--quality-steps", 6, "--learning-rate", 0.1, "--systems", systems]
@@ -180,9 +167,7 @@ def test_held_out_losses_are_compared_with_those_of_dense_deepspeed(
     assert "held-out loss" in result["output"]
 
 
-def test_waves_are_measured_beside_accumulation(
-    bench: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
+def test_waves_are_measured_beside_accumulation(bench, tmp_path):
     files = ["--plot", "a.png", "--trace", "t.json", "--timeline", "t.png", "--memory", "m.png"]
     result = bench("wave", "--exposed", 0, *WAVE, *files)
     rows = by(result, "system")
@@ -210,15 +195,13 @@ def test_waves_are_measured_beside_accumulation(
 
 @nightly
 @pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
-def test_links_are_made_for_the_share(bench: Callable[..., dict[str, Any]]) -> None:
+def test_links_are_made_for_the_share(bench):
     rows = by(bench("wave", "--exposed", "0,60", *WAVE), "system", "exposed")
     assert rows["accumulation", 0.0]["mbit"] is None
     assert rows["accumulation", 0.6]["mbit"] > 0
 
 
-def test_shares_that_fit_unlike_devices_are_measured_beside_equal_ones(
-    bench: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
+def test_shares_that_fit_unlike_devices_are_measured_beside_equal_ones(bench, tmp_path):
     options = ["--micro-steps", 2, "--factor", 4, "--plot", "a.png"]
     result = bench("whale", *WHALE, "--parts", "shares", *options)
     assert result["throttle"] in {"cgroup v1", "cgroup v2", "pacing"}
@@ -237,9 +220,7 @@ def test_shares_that_fit_unlike_devices_are_measured_beside_equal_ones(
 
 @nightly
 @pytest.mark.parametrize("schedule", ["1f1b", "pipemare"])
-def test_cuts_are_measured_with_either_end_slow(
-    bench: Callable[..., dict[str, Any]], schedule: str
-) -> None:
+def test_cuts_are_measured_with_either_end_slow(bench, schedule):
     result = bench("whale", *WHALE, "--parts", "cuts", "--schedules", schedule)
     rows = [(row["slow"], row["system"]) for row in result["rows"]]
     assert rows == [(0, "equal"), (0, "planned"), (1, "equal"), (1, "planned")]

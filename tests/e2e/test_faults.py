@@ -33,7 +33,6 @@ def run(command, words_of, tmp_path):
 
     def run_fault(launcher, fault, environment=None):
         options = [PROGRAM, tmp_path, fault, ENGINES[launcher], "--timeout", 4.0]
-        environment = {"DS_ACCELERATOR": "cpu", **(environment or {})}
         return command(*words_of(launcher), *options, environment=environment)
 
     return run_fault

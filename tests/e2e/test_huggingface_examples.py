@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers' example scripts, by the commands of docs/huggingface.md, and one in their manner.
+"""The scripts of docs/huggingface.md, transformers' own examples, and one in their manner.
 
 transformers' own are no part of any package: WAVEMARE_TRANSFORMERS_EXAMPLES names a folder of them.
 """
 
+import ast
 import importlib.util
 import json
 import os
@@ -23,34 +24,36 @@ from transformers import (
 from wavemare.data import train_tokenizer
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "huggingface.md"
-HEADING = "\n## transformers' example scripts\n"
-SECTION = PAGE.read_text().partition(HEADING)[2].partition("\n## ")[0]
-COMMANDS = re.findall(r"^torchrun (?:.*\\\n)*.*$", SECTION, re.MULTILINE)
+SCRIPT, EXAMPLE_SCRIPTS = (
+    PAGE.read_text().partition(heading)[2].partition("\n## ")[0]
+    for heading in ("A whole script, `mlm.py`", "\n## transformers' example scripts\n")
+)
+COMMANDS = re.findall(r"^torchrun (?:.*\\\n)*.*$", EXAMPLE_SCRIPTS, re.MULTILINE)
 EXAMPLES = os.environ.get("WAVEMARE_TRANSFORMERS_EXAMPLES")
 SCRIPTS = {
     "run_clm.py": AutoModelForCausalLM,
     "run_mlm.py": AutoModelForMaskedLM,
     "run_glue.py": AutoModelForSequenceClassification,
 }
-ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1"}
 CHOICES = ["no", "maybe", "yes"]
+LINES = [
+    f"stage {n % 5} holds batch {n % 7} and sends it on {'again ' * (n % 4)}" * 2
+    for n in range(200)
+]
 
 
-def blocks(language):
-    return re.findall(rf"^```{language}\n(.*?)^```$", SECTION, re.MULTILINE | re.DOTALL)
+def blocks(section, language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
 
 
 def write_texts(folder):
     """Texts for language models, and sentences whose class is one of their words."""
-    lines = [
-        f"stage {n % 5} holds batch {n % 7} and sends it on {'again ' * (n % 4)}" * 2
-        for n in range(200)
-    ]
-    (folder / "train.txt").write_text("\n".join(lines[20:]) + "\n")
-    (folder / "valid.txt").write_text("\n".join(lines[:20]) + "\n")
+    (folder / "train.txt").write_text("\n".join(LINES[20:]) + "\n")
+    (folder / "valid.txt").write_text("\n".join(LINES[:20]) + "\n")
     for name, first, last in (("train", 0, 90), ("valid", 90, 111), ("test", 111, 124)):
         rows = [
-            {"sentence": f"{CHOICES[n % 3]} {lines[n]}", "label": CHOICES[n % 3]}
+            {"sentence": f"{CHOICES[n % 3]} {LINES[n]}", "label": CHOICES[n % 3]}
             for n in range(first, last)
         ]
         (folder / f"{name}.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -70,13 +73,17 @@ def examples(tmp_path):
         first, _, rest = source.read_text().partition("\n")
         (tmp_path / name).write_text(f"{first}\nimport wavemare.hf.patch\n{rest}")
     write_texts(tmp_path)
-    prepare, metric = blocks("python")
+    prepare, metric = blocks(EXAMPLE_SCRIPTS, "python")
     (tmp_path / "prepare.py").write_text(prepare)
     (tmp_path / "accuracy").mkdir()
     (tmp_path / "accuracy" / "accuracy.py").write_text(metric)
-    for name, block in zip(("zero.json", "pipeline.json"), blocks("json"), strict=True):
+    for name, block in zip(
+        ("zero.json", "pipeline.json"), blocks(EXAMPLE_SCRIPTS, "json"), strict=True
+    ):
         (tmp_path / name).write_text(block)
-    (tmp_path / "pipemare.json").write_text(blocks("json")[1].replace("1f1b", "pipemare"))
+    (tmp_path / "pipemare.json").write_text(
+        blocks(EXAMPLE_SCRIPTS, "json")[1].replace("1f1b", "pipemare")
+    )
     return tmp_path
 
 
@@ -146,3 +153,18 @@ def test_a_script_in_their_manner_trains_stops_and_goes_on(command, tmp_path):
     assert (out / "predictions.txt").read_text().splitlines() == chosen
     right = sum(one == row["label"] for one, row in zip(chosen, rows, strict=True)) / len(rows)
     assert metrics_of(out, "eval")["eval_accuracy"] == pytest.approx(right)
+
+
+@pytest.mark.world_size(2)
+def test_a_script_trains_a_pipeline_with_one_line_more(command, tmp_path):
+    (tmp_path / "mlm.py").write_text(blocks(SCRIPT, "python")[0])
+    (tmp_path / "ds.json").write_text(blocks(SCRIPT, "json")[0])
+    (tmp_path / "notes.txt").write_text("\n".join(LINES[:60]))
+    (line,) = re.findall("^torchrun .*$", SCRIPT, re.MULTILINE)
+    ended = command(*line.split()).check()
+    logged = [ast.literal_eval(found) for found in re.findall(r"\{'loss'.*?\}", ended.output)]
+    assert len(logged) == 4
+    assert float(logged[-1]["loss"]) < float(logged[0]["loss"])
+    assert "eval_loss" in ended.output
+    model = AutoModelForMaskedLM.from_pretrained(tmp_path / "out")
+    assert model.config.num_hidden_layers == 4

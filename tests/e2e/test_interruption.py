@@ -2,24 +2,19 @@
 """SIGTERM stops a run with a checkpoint and exit code 0; what is resumed equals a whole run."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import psutil
 import pytest
 
 from wavemare.engine.job_environment import free_port
+from wavemare.report import read_run
 
-BIN = Path(sys.executable).parent
 STEPS = 80
 # Longer than the training: what is found after the stop was written by the stop.
 RARE = {"max_steps": STEPS, "eval_interval": STEPS, "save_interval": STEPS}
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 
 def steps_done(run):
@@ -35,33 +30,15 @@ def last_rank(process):
 
 
 @pytest.fixture
-def stopped(tmp_path):
+def stopped(start):
     """Run a command, call a function in the middle of its training, return code and output."""
 
-    def run(words, folder, interrupt, *, after=5, limit=100):
-        process = subprocess.Popen(
-            [str(BIN / words[0]), *map(str, words[1:])],
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-            start_new_session=True,
-        )
-        try:
-            deadline = time.monotonic() + limit
-            while steps_done(folder) < after:
-                assert process.poll() is None, process.communicate()[0][-4000:]
-                assert time.monotonic() < deadline, "the training does not begin"
-                time.sleep(0.01)
-            interrupt(process)
-            output, _ = process.communicate(timeout=limit)
-        finally:
-            if process.poll() is None:
-                for descendant in psutil.Process(process.pid).children(recursive=True):
-                    descendant.kill()
-                process.kill()
-        return process.returncode, output
+    def run(words, folder, interrupt):
+        started = start(*words)
+        started.wait_until(lambda: steps_done(folder) >= 5)
+        interrupt(started.process)
+        ended = started.end()
+        return ended.code, ended.output
 
     return run
 
@@ -102,7 +79,7 @@ def test_a_stopped_and_resumed_run_equals_a_whole_one(
     command(*words, *small_options("gpt", whole, **RARE)).check()
 
     def figures(run):
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        lines = read_run(run).metrics
         return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
 
     assert figures(parted) == figures(whole)

@@ -34,7 +34,7 @@ SMALL_BERT = {
 
 def check_run_folder(folder, *, steps=20, batch=32):
     """Check what every run leaves, and return its metrics and results."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = read_run(folder).metrics
     losses = [line["loss"] for line in lines if "loss" in line]
     assert len(losses) == steps
     assert losses[-1] < losses[0]
@@ -188,7 +188,7 @@ def test_a_resumed_run_logs_the_losses_of_an_uninterrupted_one(command, small_op
     assert "resumed after step 10" in ended.output
 
     def timeless(folder):
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        lines = read_run(folder).metrics
         return [{k: v for k, v in line.items() if k in COMPUTED} for line in lines]
 
     assert timeless(resumed) == timeless(whole)
@@ -209,20 +209,14 @@ def test_the_deepspeed_launcher_and_torchrun_run_a_recipe_as_a_module(
         config,
         *small_options("gpt", tmp_path / "run", max_steps=2, eval_interval=1, save_interval=2),
     ]
-    module = "wavemare.recipes.gpt.pretrain"
-    cpu = {"DS_ACCELERATOR": "cpu"}
-    command(
-        *("deepspeed", "--num_gpus", 2, "--master_port", free_port(), "--module", module, *options),
-        environment=cpu,
-    ).check()
-    first = (tmp_path / "run" / "summary.json").read_text()
-    command(
-        *("torchrun", "--nproc-per-node", 2, "--master-port", free_port(), "-m", module, *options),
-        environment=cpu,
-    ).check()
-    second = (tmp_path / "run" / "summary.json").read_text()
-    loss = "held_out_loss"
-    assert json.loads(first)["results"][loss] == json.loads(second)["results"][loss]
+    losses = []
+    for words in (
+        ["deepspeed", "--num_gpus", 2, "--master_port", free_port(), "--module"],
+        ["torchrun", "--nproc-per-node", 2, "--master-port", free_port(), "-m"],
+    ):
+        command(*words, "wavemare.recipes.gpt.pretrain", *options).check()
+        losses.append(read_run(tmp_path / "run").summary["results"]["held_out_loss"])
+    assert losses[0] == losses[1]
 
 
 def write_table(folder, kind, text_folder):
@@ -261,3 +255,12 @@ def test_other_kinds_of_data_reach_the_model(
     results = json.loads((run / "summary.json").read_text())["results"]
     assert results["bigram cross-entropy"] < results["unigram cross-entropy"] < 4
     assert results["held_out_loss"] < 6
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(6000)
+def test_the_default_run_ends_below_the_unigram_entropy(command, tmp_path):
+    command("wavemare", "train", "gpt", "--output", tmp_path / "run", timeout=5600).check()
+    results = read_run(tmp_path / "run").summary["results"]
+    assert results["held_out_loss"] < results["unigram cross-entropy"]
+    assert results["bigram cross-entropy"] < results["unigram cross-entropy"]

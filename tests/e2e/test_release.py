@@ -13,7 +13,6 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
-import tomllib
 import venv
 import zipfile
 from email import message_from_string
@@ -45,7 +44,6 @@ def run(*words, cwd):
         capture_output=True,
         text=True,
         check=False,
-        timeout=200,
     )
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
     return ended.stdout
@@ -164,11 +162,8 @@ def test_wheel_and_archive_hold_the_tree(built):
     assert {f"framework/{name}" for name in wanted} | set(FILES) <= files
 
 
-def test_the_version_stands_in_one_place():
+def test_the_changelog_and_the_citation_have_the_version():
     version = wavemare.__version__
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert "version" not in project["project"]
-    assert project["tool"]["setuptools"]["dynamic"] == {"version": {"attr": "wavemare.__version__"}}
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest
     assert newest[1] == version
@@ -203,23 +198,22 @@ def test_every_module_is_importable_by_its_full_name(launch, tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(600)
 def test_every_module_is_importable_with_the_declared_dependencies_alone(installed, command):
     environment = {"PYTHONPATH": ""}
-    ended = command(installed / "python", "-c", IMPORT_ALL, environment=environment, timeout=500)
+    ended = command(installed / "python", "-c", IMPORT_ALL, environment=environment)
     assert int(ended.check().output.split()[-1]) == number_of_modules()
 
 
 @pytest.mark.nightly
 @pytest.mark.world_size(2)
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_the_wheel_works_where_the_checkout_is_not(installed, command, small_options, tmp_path):
     path = f"{installed}{os.pathsep}{os.environ['PATH']}"
 
     def ours(program, *words):
         # An empty PYTHONPATH is none.
         environment = {"PATH": path, "PYTHONPATH": ""}
-        ended = command(installed / program, *words, environment=environment, timeout=500)
+        ended = command(installed / program, *words, environment=environment)
         return ended.check().output
 
     where = ours("python", "-c", "import wavemare; print(wavemare.__file__)")

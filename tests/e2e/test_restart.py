@@ -1,23 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks die; the job goes on from its last checkpoint by itself, as if nothing had happened."""
 
-import json
-import os
 import shutil
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+
+from wavemare.report import read_run
 
 BIN = Path(sys.executable).parent
 STEPS, INTERVAL = 40, 10
 OPTIONS = {"max_steps": STEPS, "eval_interval": STEPS, "save_interval": INTERVAL}
 nightly = pytest.mark.nightly
 
-pytestmark = [pytest.mark.world_size(2), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.world_size(2), pytest.mark.timeout(1800)]
 
 
 def steps_done(run):
@@ -30,7 +28,7 @@ def figures(run):
 
     The latter has gaps in the first step after a restart, which has no step before it.
     """
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = read_run(run).metrics
     told = ("tokens_per_second", "waiting_", "bubble", "staleness_", "update_gap_")
     return [{k: v for k, v in line.items() if not k.startswith(told)} for line in lines]
 
@@ -55,38 +53,19 @@ def is_rank(process):
 
 
 @pytest.fixture
-def killed(tmp_path):
+def killed(start):
     """Run a command, kill one of its ranks at each of some steps; return code and output."""
 
-    def run(words, folder, *, at, limit=400, victim=lambda rank: rank):
-        log = tmp_path / "log"
-        with log.open("w") as output:
-            process = subprocess.Popen(
-                [str(BIN / words[0]), *map(str, words[1:])],
-                cwd=tmp_path,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-                start_new_session=True,
-            )
-        try:
-            for step in at:
-                deadline = time.monotonic() + limit
-                while steps_done(folder) < step:
-                    assert process.poll() is None, log.read_text()[-4000:]
-                    assert time.monotonic() < deadline, log.read_text()[-4000:]
-                    time.sleep(0.01)
-                victim(max(ranks_of(process), key=lambda p: p.environ()["RANK"])).kill()
-                while steps_done(folder) >= step and process.poll() is None:
-                    time.sleep(0.01)  # until the next attempt has cut off what it does again
-                    assert time.monotonic() < deadline, log.read_text()[-4000:]
-            process.wait(limit)
-        finally:
-            if process.poll() is None:
-                for descendant in psutil.Process(process.pid).children(recursive=True):
-                    descendant.kill()
-                process.kill()
-        return process.returncode, log.read_text()
+    def run(words, folder, *, at, victim=lambda rank: rank):
+        started = start(*words)
+        for step in at:
+            started.wait_until(lambda step=step: steps_done(folder) >= step)
+            ranks = ranks_of(started.process)
+            victim(max(ranks, key=lambda rank: rank.environ()["RANK"])).kill()
+            # The next attempt cuts off what it does again.
+            started.wait_until(lambda step=step: steps_done(folder) < step)
+        ended = started.end()
+        return ended.code, ended.output
 
     return run
 
@@ -169,7 +148,7 @@ def in_peace(command, small_options, folder_in_peace):
     def run(words):
         if not folder_in_peace.exists():
             options = small_options("gpt", folder_in_peace, **OPTIONS)
-            command(*words, *options, timeout=500).check()
+            command(*words, *options).check()
         return folder_in_peace
 
     return run
@@ -183,7 +162,7 @@ def test_ranks_under_mpirun_are_started_again_by_their_supervisors(
     mpirun = [*words_of("mpirun")[:-1], BIN / words[0], *words[1:]]
     parted = tmp_path / "parted"
     options = small_options("gpt", parted, **OPTIONS)
-    code, output = killed([*mpirun, "--max-restarts", 1, *options], parted, at=(13,), limit=500)
+    code, output = killed([*mpirun, "--max-restarts", 1, *options], parted, at=(13,))
     assert code == 0, output[-4000:]
     assert "ended with 137" in output
     assert "restart 1 of 1 as 2 ranks" in output
@@ -206,7 +185,7 @@ def test_a_lost_supervisor_leaves_a_smaller_job(
     mpirun = [found[0], "--with-ft", "ulfm", *found[1:-1], BIN / words[0], *words[1:]]
     parted = tmp_path / "parted"
     options = [*mpirun, "--max-restarts", 1, *small_options("gpt", parted, **OPTIONS)]
-    code, output = killed(options, parted, at=(13,), limit=500, victim=lambda rank: rank.parent())
+    code, output = killed(options, parted, at=(13,), victim=lambda rank: rank.parent())
     assert code == 0, output[-4000:]
     assert "lost with its supervisor: rank 1" in output
     assert "restart 1 of 1 as 1 ranks" in output

@@ -5,6 +5,8 @@ import json
 
 import pytest
 
+from wavemare.report import read_run
+
 GPT = {
     "model_type": "gpt2",
     "n_layer": 4,
@@ -19,8 +21,7 @@ GPT = {
 
 
 def losses(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
+    return [loss for _, loss in read_run(folder).series("loss")]
 
 
 @pytest.fixture

@@ -12,10 +12,8 @@ import re
 import runpy
 import shlex
 import sys
-from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
 
 import typer
 
@@ -42,11 +40,11 @@ class WorkBegins(BaseException):
     """The options are accepted. Its arguments are the command of a process that is started."""
 
 
-def begin(command: object = (), *_: Any, **__: Any) -> NoReturn:
+def begin(command=(), *_, **__):
     raise WorkBegins(*(map(str, command) if isinstance(command, list) else ()))
 
 
-def run(words: Sequence[str]) -> None:
+def run(words):
     """Run a command of ours, or rank 0 of a program of ranks."""
     line = shlex.join(words)
     if (program := OF_RANKS.match(line)) and (ranks := RANKS.search(line)):
@@ -57,7 +55,7 @@ def run(words: Sequence[str]) -> None:
         COMMAND.main([*words[words.index("wavemare") + 1 :]], "wavemare")
 
 
-def accept(words: Sequence[str]) -> None:
+def accept(words):
     """Check the options of a command, and those of the command that it starts."""
     try:
         run(words)

@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPT recipe as a Megatron user starts it: data built, blended and split, Megatron's names."""
+"""The GPT recipe as a Megatron user starts it, and docs/megatron.md as it is written."""
 
 import json
+import re
+import shutil
+from pathlib import Path
 
 import pytest
 
 from wavemare.data import train_tokenizer
+from wavemare.report import read_run
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -32,11 +38,36 @@ def test_a_blend_with_split(built, command, small_options, recipe_config):
     config = recipe_config("gpt/pretrain", "pipeline")
     ended = command("wavemare", "train", "gpt", "--config", config, *options).check()
     assert "64 to train, 16 held out" in ended.output
-    lines = [json.loads(line) for line in (built / "run/metrics.jsonl").read_text().splitlines()]
-    losses = [line["loss"] for line in lines if "loss" in line]
+    run = read_run(built / "run")
+    losses = [loss for _, loss in run.series("loss")]
     assert len(losses) == 6
     assert losses[-1] < losses[0]
-    assert "held_out_loss" in lines[-1]
+    assert run.series("held_out_loss")[-1][0] == 6
     model = json.loads((built / "run/model/config.json").read_text())
     assert (model["n_layer"], model["n_embd"], model["n_head"]) == (4, 32, 2)
     assert model["vocab_size"] == 320
+
+
+def blocks(language):
+    text = (ROOT / "docs" / "megatron.md").read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_the_page_runs_as_written(command, tmp_path):
+    shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("results"))
+    (tmp_path / "tokenizer.py").write_text(blocks("python")[0])
+    command("python", "tokenizer.py").check()
+    for block in blocks("bash"):
+        for line in block.replace("\\\n", " ").strip().splitlines():
+            words = [word.strip("'") for word in re.findall(r"'[^']*'|\S+", line)]
+            ended = command(*words).check()
+            if words[1] == "convert":
+                assert "logits differ by at most" in ended.output
+    assert (tmp_path / "named" / "model" / "config.json").is_file()
+    first, again = (
+        (tmp_path / folder / "model.safetensors").read_bytes()
+        for folder in ("runs/gpt-pretrain/model", "again")
+    )
+    assert first == again
