@@ -36,27 +36,22 @@ def test_training_goes_on_while_a_thread_writes_what_was(launch, tmp_path, cases
 @pytest.mark.world_size(2)
 def test_damage_is_named_on_all_ranks_before_anything_is_loaded(launch, tmp_path):
     run = launch("checkpoint_faults.py", tmp_path / "work", "damage", "1").check()
-    reasons = {
-        "weights": "the file's checksum is",
-        "moments": "the file's checksum is",
-        "random": "the file's checksum is",
-        "cut": "999 bytes instead of",
-        "missing": "the file is missing",
-        "extra": "was not there when the checkpoint was complete",
-    }
-    files = {
-        "weights": "mp_rank_00_model_states.pt",
-        "moments": "zero_pp_rank_1_mp_rank_00_optim_states.pt",
-        "random": "wavemare_rank_00001_state.pt",
-        "cut": "zero_pp_rank_1_mp_rank_00_optim_states.pt",
-        "missing": "wavemare_rank_00000_state.pt",
-        "extra": "zero_pp_rank_2_mp_rank_00_optim_states.pt",
+    damaged = {
+        "weights": ("mp_rank_00_model_states.pt", "the file's checksum is"),
+        "moments": ("zero_pp_rank_1_mp_rank_00_optim_states.pt", "the file's checksum is"),
+        "random": ("wavemare_rank_00001_state.pt", "the file's checksum is"),
+        "cut": ("zero_pp_rank_1_mp_rank_00_optim_states.pt", "999 bytes instead of"),
+        "missing": ("wavemare_rank_00000_state.pt", "the file is missing"),
+        "extra": (
+            "zero_pp_rank_2_mp_rank_00_optim_states.pt",
+            "was not there when the checkpoint was complete",
+        ),
     }
     for rank in range(2):
         found = run.result(rank)["1"]
-        for name, reason in reasons.items():
+        for name, (file, reason) in damaged.items():
             assert reason in found[name]["reason"], name
-            assert found[name]["file"].endswith(files[name]), name
+            assert found[name]["file"].endswith(file), name
             assert "Load the tag 'older'" in found[name]["remedy"], name
             assert found[name]["untouched"], name
         assert (found["older"], found["newer"]) == (1, 2)

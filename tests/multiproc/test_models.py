@@ -19,7 +19,6 @@ CASES = {
     "train-non-reentrant": ["gpt2", "bert-mlm"],
     "train-zero1": ["gpt2", "bert-mlm"],
     "save": ["gpt2", "bert-mlm", "bert-cls", "qwen3", "qwen3-untied"],
-    "checkpoint": ["gpt2", "bert-mlm", "qwen3-untied"],
     "save-untied": ["gpt2", "bert-mlm"],
     "load-untied": ["gpt2", "bert-mlm"],
     "replicas": ["gpt2"],
@@ -99,12 +98,6 @@ def test_without_steps_the_saved_folder_is_the_models_byte_for_byte(found, folde
         theirs = folder_contents(folder / "save" / name / "theirs")
         assert folder_contents(folder / "save" / name / "ours") == theirs
         assert "model.safetensors" in theirs
-
-
-def test_deepspeed_checkpoints_hold_every_weight(found):
-    for result in found("checkpoint")[0].values():
-        assert result["difference"] == 0.0
-        assert result["moved"] > 1e-3
 
 
 def test_an_untied_checkpoint_holds_both_weights_and_resumes_to_the_bit(found, folder):

@@ -2,9 +2,7 @@
 """Wrong numbers in data-parallel training: marked micro-batches spoil one module on one rank."""
 
 import json
-import logging
 import sys
-from functools import partial
 
 import torch
 from common import (
@@ -16,6 +14,7 @@ from common import (
     build_gpt2,
     configuration,
     leave,
+    warnings_told,
     weights_digest,
 )
 from deepspeed import init_distributed
@@ -111,17 +110,17 @@ def run(engine, ids, loop):
     return rates, applied
 
 
-def skip(what, rank=1, loop="train_batch", said=(), **settings):
+def skip(what, rank=1, loop="train_batch", **settings):
     """A step is left out: the weights are those of a run that never sees its data."""
     ids = batches(5, 2, 1, rank)
     engine = build(what, {"nonfinite": "skip"}, **settings)
-    before = len(said)
-    rates, applied = run(engine, ids, globals()[f"by_{loop}"])
+    with warnings_told("guard") as said:
+        rates, applied = run(engine, ids, globals()[f"by_{loop}"])
     found = {
         "applied": applied,
         "skipped": engine.skipped_steps,
         "steps": engine.global_steps,
-        "said": list(said[before:]),
+        "said": said,
     }
     twin = build("nothing", {"nonfinite": "off"}, **settings)
     left = ids[: 2 * ACCUMULATION] + ids[3 * ACCUMULATION :]
@@ -131,7 +130,7 @@ def skip(what, rank=1, loop="train_batch", said=(), **settings):
     return found
 
 
-def stop(what, rank=1, loop="train_batch", guard=None, said=(), **settings):
+def stop(what, rank=1, loop="train_batch", guard=None, **settings):
     """The run ends, with the weights of before."""
     guard = {"nonfinite": "stop"} if guard is None else guard
     engine = build(what, guard, **settings)
@@ -147,7 +146,7 @@ def stop(what, rank=1, loop="train_batch", guard=None, said=(), **settings):
     return {"error": None, "at": reached, "finite": finite}
 
 
-def too_many(said=()):
+def too_many():
     """Each step is bad: the third one in a row is too many."""
     engine = build("loss", {"nonfinite": "skip", "max_skips": 3})
     ids = batches(1, 0, 0, 1)
@@ -159,7 +158,7 @@ def too_many(said=()):
     return None
 
 
-def resized(counts, bad, said=()):
+def resized(counts, bad):
     """Waves whose steps have other numbers of micro-batches; one is spoilt, and judged later."""
     engine = build("activation", {"nonfinite": "stop"}, wavelet={"mode": "async"})
     ids = batches(sum(counts) // ACCUMULATION, *divmod(bad, ACCUMULATION), 1)
@@ -174,7 +173,7 @@ def resized(counts, bad, said=()):
     return {"error": None}
 
 
-def exact(said=()):
+def exact():
     """A guarded run without trouble is an unguarded one, bit for bit."""
     ids = batches(4, -1, 0, 0)
     digests = []
@@ -185,7 +184,7 @@ def exact(said=()):
     return {"same": digests[0] == digests[1]}
 
 
-def flipped(rank, zero=0, interval=2, bf16=False, said=()):
+def flipped(rank, zero=0, interval=2, bf16=False):
     """A bit of a weight changes on one rank after the third step."""
     engine = build("nothing", {"replica_digest_interval": interval}, zero=zero, bf16=bf16)
     ids = batches(6, -1, 0, 0)
@@ -202,19 +201,11 @@ def flipped(rank, zero=0, interval=2, bf16=False, said=()):
     return {"error": None}
 
 
-def main() -> None:
+if __name__ == "__main__":
     init_distributed()
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("wavemare").addHandler(handler)
     found = {}
     for key, (name, settings) in json.loads(sys.argv[2]).items():
         if settings.pop("sparse", False):
             settings["sparse_collective"] = SPARSE
-        found[key] = partial(globals()[name], said=said)(**settings)
+        found[key] = globals()[name](**settings)
     leave(found)
-
-
-if __name__ == "__main__":
-    main()

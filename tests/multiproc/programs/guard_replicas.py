@@ -127,11 +127,7 @@ def grid(bad_rank):
     }
 
 
-def main() -> None:
+if __name__ == "__main__":
     init_distributed()
     cases = json.loads(sys.argv[2])
     leave({key: globals()[name](**settings) for key, (name, settings) in cases.items()})
-
-
-if __name__ == "__main__":
-    main()

@@ -85,7 +85,7 @@ WAYS = {
 }
 
 
-def main() -> None:
+if __name__ == "__main__":
     folder, exchange = Path(sys.argv[1]), WAYS[sys.argv[2]]
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     sent, received = np.full(NUMBERS, rank, np.float32), np.full(NUMBERS, -1, np.float32)
@@ -94,6 +94,3 @@ def main() -> None:
     assert (received == source).all()
     result = {"seconds": seconds, "host": os.uname().nodename}
     (folder / f"rank_{rank}.json").write_text(json.dumps(result))
-
-
-main()

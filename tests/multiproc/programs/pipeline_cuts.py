@@ -71,7 +71,7 @@ def train(cuts: list[int], clipping: float, zero: int, **sections: Any) -> list[
     return [float(engine.train_batch(data)) for _ in range(STEPS)]
 
 
-def main() -> None:
+if __name__ == "__main__":
     wavemare.init_distributed()
     leave(
         {
@@ -82,6 +82,3 @@ def main() -> None:
             "version": deepspeed.__version__,
         }
     )
-
-
-main()

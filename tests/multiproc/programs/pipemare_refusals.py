@@ -13,7 +13,7 @@ from pathlib import Path
 
 import deepspeed
 import torch
-from common import leave
+from common import leave, sine_batches
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
 import wavemare
@@ -52,13 +52,6 @@ def build(model, optimizer=None, micro_batches=2, stages=2, **config):
         **config,
     }
     return wavemare.initialize(model=model, optimizer=optimizer, config=config)[0]
-
-
-def batches():
-    generator = torch.Generator().manual_seed(1)
-    while True:
-        inputs = torch.randn(SIZE, WIDTH, generator=generator)
-        yield inputs, torch.sin(3 * inputs)
 
 
 def line_search(parameters):
@@ -107,13 +100,13 @@ class WithAdditionalLosses(deepspeed.PipelineModule):
 
 def additional():
     engine = build(module_of(layers(), WithAdditionalLosses))
-    return engine, count(), batches()
+    return engine, count(), sine_batches(WIDTH)
 
 
 def data():
     """The last stage's iterator has two micro-batches less than the first stage's."""
     engine = build(module_of(layers()))
-    return engine, count(), islice(batches(), 6 if engine.is_last_stage() else 8)
+    return engine, count(), islice(sine_batches(WIDTH), 6 if engine.is_last_stage() else 8)
 
 
 def loss():
@@ -125,7 +118,7 @@ def loss():
             raise ArithmeticError("the loss function broke down")
         return torch.nn.functional.mse_loss(outputs, labels)
 
-    return build(module_of(layers(), loss_fn=break_down)), count(), batches()
+    return build(module_of(layers(), loss_fn=break_down)), count(), sine_batches(WIDTH)
 
 
 class Shrinking(torch.nn.Linear):
@@ -140,7 +133,7 @@ class Shrinking(torch.nn.Linear):
 
 def shapes():
     """The outputs of the first stage change their shape, and its inputs do not."""
-    return build(module_of([Shrinking(WIDTH, WIDTH), *layers()[1:]])), count(), batches()
+    return build(module_of([Shrinking(WIDTH, WIDTH), *layers()[1:]])), count(), sine_batches(WIDTH)
 
 
 def main() -> None:

@@ -10,11 +10,11 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from common import build_gpt2, configuration, leave, token_batches
+from common import QUIET, build_gpt2, configuration, leave, token_batches
 
 import wavemare
 
-QUIET = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
+PLAIN = {**QUIET, "use_cache": False}
 STEPS = 6
 OPTIMIZERS = {
     "sgd": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
@@ -44,7 +44,7 @@ def engine_of(kind, micro_batches, wavelet, *, clipping=0.0, wavemare_keys=None)
     config["gradient_accumulation_steps"] = micro_batches
     del config["scheduler"]
     config["wavemare"] = {"wavelet": wavelet, **(wavemare_keys or {})}
-    engine, *_ = wavemare.initialize(model=build_gpt2(**QUIET), config=config)
+    engine, *_ = wavemare.initialize(model=build_gpt2(**PLAIN), config=config)
     return engine
 
 
@@ -86,7 +86,7 @@ def averaged(gradients):
 
 def delayed_loop(kind, data, micro_batches, clipping=0.0):
     """``w_(n+1) = w_n - rate * g(w_(n-1); x_n)``, one step after the other."""
-    model = build_gpt2(**QUIET)
+    model = build_gpt2(**PLAIN)
     parameters = list(model.parameters())
     optimizer = reference_optimizer(kind, parameters)
     former = newest = values(parameters)
@@ -183,7 +183,7 @@ def case_replica(rank, micro_batches):
     config["gradient_accumulation_steps"] = micro_batches
     del config["scheduler"]
     config["wavemare"] = {"wavelet": {"mode": "replica"}}
-    engine, *_ = wavemare.initialize(model=build_gpt2(**QUIET).double(), config=config)
+    engine, *_ = wavemare.initialize(model=build_gpt2(**PLAIN).double(), config=config)
     losses = train(engine, data, micro_batches)
     engine.drain()
     # The replica that is next in turn is in place; one step of the first shows the second.
@@ -191,25 +191,14 @@ def case_replica(rank, micro_batches):
     train(engine, data[:micro_batches], micro_batches)
     engine.drain()
     ours.append(values(engine.module.parameters()))
-    model = build_gpt2(**QUIET).double()
-    parameters = list(model.parameters())
-    replicas = [values(parameters), values(parameters)]
-    expected, last, all_gradients = [], None, []
-    for step in range(2 * STEPS):
-        put(parameters, replicas[step % 2])
-        chosen = data[step * micro_batches : (step + 1) * micro_batches]
-        gradients, loss = mean_gradients(model, chosen, micro_batches)
-        expected.append(loss)
-        smooth = [(new + old) / 2 for new, old in zip(gradients, last or gradients, strict=True)]
-        last = [gradient.clone() for gradient in gradients]
-        all_gradients.append(averaged([gradient.clone() for gradient in gradients]))
-        updates = averaged(smooth)
-        replicas[step % 2] = [
-            w - rate * g for w, g in zip(replicas[step % 2], updates, strict=True)
-        ]
+    models = [build_gpt2(**PLAIN).double() for _ in range(2)]
+    sgd = [torch.optim.SGD(model.parameters(), lr=rate) for model in models]
+    expected, gradients = two_replicas(models, sgd, data, micro_batches)
+    first, last = averaged(gradients[0]), averaged(gradients[-1])
+    replicas = [values(model.parameters()) for model in models]
     gap = max(
         (w0 - w1 + rate / 2 * (g0 - gl)).abs().max().item()
-        for w0, w1, g0, gl in zip(*ours, all_gradients[0], all_gradients[-1], strict=True)
+        for w0, w1, g0, gl in zip(*ours, first, last, strict=True)
     )
     result = {
         "losses": losses,
@@ -225,26 +214,32 @@ def case_replica(rank, micro_batches):
     return result
 
 
-def two_replicas(engine, data, micro_batches):
-    """Losses of the paper's rule from an engine's weights and momentum on, in two plain models."""
-    models = [build_gpt2(**QUIET), build_gpt2(**QUIET)]
-    optimizers = [reference_optimizer("sgd", list(model.parameters())) for model in models]
-    for model, optimizer in zip(models, optimizers, strict=True):
-        put(list(model.parameters()), values(engine.module.parameters()))
-        optimizer.load_state_dict(copy.deepcopy(engine.optimizer.state_dict()))
-    losses, last = [], None
+def two_replicas(models, optimizers, data, micro_batches):
+    """The paper's rule in two plain models: its losses, and this rank's gradients of each step."""
+    losses, all_gradients = [], []
     for step in range(len(data) // micro_batches):
         model, optimizer = models[step % 2], optimizers[step % 2]
         chosen = data[step * micro_batches : (step + 1) * micro_batches]
         gradients, loss = mean_gradients(model, chosen, micro_batches)
-        smooth = [(new + old) / 2 for new, old in zip(gradients, last or gradients, strict=True)]
-        last = gradients
+        last = all_gradients[-1] if all_gradients else gradients
+        smooth = [(new + old) / 2 for new, old in zip(gradients, last, strict=True)]
+        all_gradients.append(gradients)
         for parameter, gradient in zip(model.parameters(), averaged(smooth), strict=True):
             parameter.grad = gradient
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss)
-    return losses
+    return losses, all_gradients
+
+
+def replicas_of(engine, data):
+    """Losses of the paper's rule from an engine's weights and momentum on."""
+    models = [build_gpt2(**PLAIN), build_gpt2(**PLAIN)]
+    optimizers = [reference_optimizer("sgd", list(model.parameters())) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        put(list(model.parameters()), values(engine.module.parameters()))
+        optimizer.load_state_dict(copy.deepcopy(engine.optimizer.state_dict()))
+    return two_replicas(models, optimizers, data, 2)[0]
 
 
 def case_late_replicas(rank, folder):
@@ -257,7 +252,7 @@ def case_late_replicas(rank, folder):
     train(warm, data, 2)
     loaded = engine_of("sgd", 2, {"mode": "replica"})
     loaded.load_checkpoint(folder, tag="synchronous")
-    expected = two_replicas(synchronous, more, 2)
+    expected = replicas_of(synchronous, more)
     # Weights alone: the momentum of an engine that has not trained is that of its first steps.
     bare = engine_of("sgd", 2, {"mode": "replica"})
     bare.load_checkpoint(folder, tag="synchronous", load_optimizer_states=False)
@@ -266,7 +261,7 @@ def case_late_replicas(rank, folder):
         "losses": [train(engine, more, 2) for engine in (warm, loaded)],
         "expected": expected,
         "bare": train(bare, more, 2),
-        "expected bare": two_replicas(synchronous, more, 2),
+        "expected bare": replicas_of(synchronous, more),
     }
 
 
