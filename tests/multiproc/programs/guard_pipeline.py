@@ -254,7 +254,7 @@ def tied(rank):
     return {"error": None}
 
 
-def main() -> None:
+if __name__ == "__main__":
     init_distributed()
     cases = json.loads(sys.argv[2])
     found = {key: globals()[name](**settings) for key, (name, settings) in cases.items()}
@@ -265,7 +265,3 @@ def main() -> None:
     leave(found, part=not alone)
     if alone:  # the other rank waits for what will not come
         os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

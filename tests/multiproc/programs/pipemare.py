@@ -332,7 +332,7 @@ def overflow(num_stages, micro_batches, bad, guard, config):
     return {"steps": found, "finite": finite}
 
 
-def main() -> None:
+if __name__ == "__main__":
     init_distributed()
     found = {}
     for key, (name, settings) in json.loads(sys.argv[2]).items():
@@ -340,7 +340,3 @@ def main() -> None:
             settings["folder"] = str(Path(sys.argv[1]) / name)
         found[key] = globals()[name](**settings)
     leave(found)
-
-
-if __name__ == "__main__":
-    main()
