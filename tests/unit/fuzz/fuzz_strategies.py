@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mappings like a valid one, and the values that are put into them."""
+"""Mappings like a valid one, the values that are put into them, and what may come of it."""
 
 import copy
 
+from hypothesis import settings
 from hypothesis import strategies as st
+
+FAST, SLOW = settings.get_profile("fuzz"), settings.get_profile("fuzz at night")
 
 # Values that some reader knows, beside arbitrary ones.
 WORDS = ["auto", "off", "time", "type:(", "type:Block", "rest", "1f1b", "pipemare", "sync", "true"]
@@ -16,6 +19,18 @@ VALUES = st.recursive(
     ),
     max_leaves=6,
 )
+
+
+def refusal(act, kind, *arguments):
+    """Return the error of a kind that a call ends with, or None; any other is a finding."""
+    try:
+        act(*arguments)
+        return None
+    except kind as error:
+        found = error
+    assert len(str(found)) < 2000
+    assert kind is ValueError or (found.key and found.remedy)
+    return found
 
 
 @st.composite

@@ -2,11 +2,10 @@
 """Whatever a configuration holds: `ConfigError`, or a configuration. Variables: `LaunchError`."""
 
 import json
-from functools import partial
 
 import pytest
-from fuzz_strategies import VALUES, changed
-from hypothesis import given, settings
+from fuzz_strategies import FAST, SLOW, VALUES, changed, refusal
+from hypothesis import given
 from hypothesis import strategies as st
 
 from wavemare.engine.config import (
@@ -19,8 +18,6 @@ from wavemare.engine.config import (
 from wavemare.engine.job_environment import check_environment
 from wavemare.errors import ConfigError, LaunchError
 from wavemare.json_text import parse_json
-
-FAST, SLOW = settings.get_profile("fuzz"), settings.get_profile("fuzz at night")
 
 VALID = {
     "train_batch_size": 16,
@@ -56,15 +53,6 @@ VALID = {
 }
 
 
-def refusal(act, kind):
-    """Return the error of that kind that a call ends with, or None; any other is a finding."""
-    try:
-        act()
-    except kind as error:
-        return error
-    return None
-
-
 def start_up(config, world_size):
     ours = check_config(load_config(config), world_size=world_size)
     check_batch_sizes(config, data_world_size=max(world_size // ours.model_ranks, 1))
@@ -74,8 +62,7 @@ def start_up(config, world_size):
 def examine(config):
     """Do what start-up does with a configuration before there is a model."""
     for world_size in (1, 4):
-        error = refusal(partial(start_up, config, world_size), ConfigError)
-        assert error is None or (error.key and error.remedy and len(str(error)) < 2000)
+        refusal(start_up, ConfigError, config, world_size)
 
 
 @FAST
@@ -87,7 +74,7 @@ def test_changed_configurations(config):
 @FAST
 @given(VALUES)
 def test_any_value_as_our_section(value):
-    error = refusal(lambda: WavemareConfig.of({"wavemare": value}), ConfigError)
+    error = refusal(WavemareConfig.of, ConfigError, {"wavemare": value})
     assert error is None or error.key.startswith("wavemare")
 
 
@@ -109,8 +96,7 @@ def damaged_text(text, data):
 
 def read(file, content):
     file.write_bytes(content)
-    error = refusal(lambda: load_config(file), ConfigError)
-    assert len(str(error)) < 2000
+    refusal(load_config, ConfigError, file)
 
 
 @FAST
@@ -129,13 +115,13 @@ def test_files_of_any_bytes(tmp_path, content):
 @FAST
 @given(st.text(max_size=30) | VALUES)
 def test_names_of_any_kind(name):
-    refusal(lambda: load_config(name), ConfigError)
+    refusal(load_config, ConfigError, name)
 
 
 @FAST
 @given(st.text(max_size=40) | VALUES.map(json.dumps))
 def test_json_is_parsed_or_refused_by_one_error(text):
-    assert type(refusal(lambda: parse_json(text), ValueError)) in (type(None), ValueError)
+    assert type(refusal(parse_json, ValueError, text)) in (type(None), ValueError)
 
 
 NAMES = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
@@ -147,7 +133,7 @@ NUMBERS = st.integers(-2, 4).map(str)
 @FAST
 @given(st.dictionaries(st.sampled_from(NAMES), NUMBERS | st.text(max_size=4)))
 def test_any_variables(environment):
-    error = refusal(lambda: check_environment(environment), LaunchError)
+    error = refusal(check_environment, LaunchError, environment)
     assert error is None or error.key in environment
 
 

@@ -6,14 +6,14 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from fuzz_strategies import FAST, SLOW
+from hypothesis import given
 from hypothesis import strategies as st
 
 from wavemare.data import open_indexed
 from wavemare.errors import DataError
 
 HEADER = struct.Struct("<9sQBQQ")
-FAST, SLOW = settings.get_profile("fuzz"), settings.get_profile("fuzz at night")
 MOST_BYTES = 8 << 20  # of memory, for files of a few hundred bytes
 
 EXTREMES = [0, 1, 2, 127, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63 - 1, 2**63, 2**64 - 1]
