@@ -25,9 +25,10 @@ def refusal(act, kind, *arguments):
     """Return the error of a kind that a call ends with, or None; any other is a finding."""
     try:
         act(*arguments)
-        return None
     except kind as error:
         found = error
+    else:
+        return None
     assert len(str(found)) < 2000
     assert kind is ValueError or (found.key and found.remedy)
     return found
