@@ -56,8 +56,7 @@ def check_results(folder):
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
-    "launcher",
-    ["mpirun", *(pytest.param(name, marks=nightly) for name in OTHERS)],
+    "launcher", ["mpirun", *(pytest.param(name, marks=nightly) for name in OTHERS)]
 )
 def test_a_script_runs_unchanged(words_of, command, tmp_path, launcher):
     command(*words_of(launcher), SCRIPT, tmp_path).check()

@@ -10,13 +10,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from wavemare.comm.mpi import MpiInfo, describe_mpi
+from wavemare.comm.mpi import describe_mpi
 
 OWNER = "PYTEST_CURRENT_TEST"
 mpi = functools.cache(describe_mpi)  # it starts processes
 
 
-def needed_mpi(flavour: str | None = None) -> MpiInfo:
+def needed_mpi(flavour=None):
     """Return what is known of MPI; skip the test where it or its launcher is missing."""
     info = mpi()
     if info.launcher is None or info.flavour is None or not info.launcher_matches:
@@ -26,12 +26,12 @@ def needed_mpi(flavour: str | None = None) -> MpiInfo:
     return info
 
 
-def segments() -> set[Path]:
+def segments():
     """Return the shared memory of MPICH's jobs; only ranks that end by themselves remove it."""
     return set(Path("/dev/shm").glob("mpich_shm_*"))
 
 
-def remove_left(before: set[Path]) -> None:
+def remove_left(before):
     """Remove what a job of this test left that was killed: what no other process has open."""
     new = segments() - before
     if not new:

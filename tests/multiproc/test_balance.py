@@ -90,10 +90,7 @@ PIPES = {
         "model": "masked gpt",
         "shares": [6, 2],
         "accumulation": 2,
-        "wavemare": {
-            "balance": {"shares": [6, 2], "mean": "tokens"},
-            "pipeline": {"stages": 2},
-        },
+        "wavemare": {"balance": {"shares": [6, 2], "mean": "tokens"}, "pipeline": {"stages": 2}},
     },
 }
 

@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 from wavemare.bench.systems import SYSTEMS
@@ -15,9 +12,7 @@ SYNCHRONOUS = [name for name, system in SYSTEMS.items() if not system.steady]
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("counts", [[5], pytest.param([1, 2, 5], marks=pytest.mark.nightly)])
-def test_synchronous_systems_train_what_one_process_trains(
-    launch_once: Callable[..., Any], counts: list[int]
-) -> None:
+def test_synchronous_systems_train_what_one_process_trains(launch_once, counts):
     for rank, result in enumerate(launch_once("bench_systems.py", *counts)):
         bound = result.pop("bound")
         assert {key.split()[0] for key in result} == set(SYNCHRONOUS)

@@ -31,7 +31,7 @@ CASES = {
         "grid": ["grid", {"bad_rank": 1}],
         "slice": ["split", {"pairs": False, "schedule": "pipemare"}],
         **{f"pairs {s}": ["split", {"pairs": True, "schedule": s}] for s in SCHEDULES},
-    },
+    }
 }
 
 

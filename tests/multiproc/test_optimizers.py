@@ -109,14 +109,7 @@ def test_stages_step_their_own_matrices(launch_once, engine):
 @pytest.mark.nightly
 def test_replicas_of_asynchronous_stages_train_as_one(launch_once, tmp_path):
     cases = [
-        {
-            "engine": "pipemare",
-            "type": kind,
-            "zero": zero,
-            "stages": 2,
-            "alike": True,
-            "bf16": bf16,
-        }
+        {"engine": "pipemare", "type": kind, "zero": zero, "stages": 2, "alike": True, "bf16": bf16}
         for kind in KINDS
         for zero, bf16 in ((0, False), (1, False), (0, True))
     ]
@@ -177,12 +170,7 @@ GRID = [
     {**REPLICAS, "type": "AdamW", "bf16": True, "folder": "adamw", "resume": 4},
     {**REPLICAS, "type": "SOAP", "pipemare": {}},
     # With slack two stages are as stale as five without.
-    {
-        **REPLICAS,
-        "type": "AdamW",
-        "pipemare": {"optimizer_policy": "auto", "slack": 3},
-        "steps": 1,
-    },
+    {**REPLICAS, "type": "AdamW", "pipemare": {"optimizer_policy": "auto", "slack": 3}, "steps": 1},
 ]
 
 

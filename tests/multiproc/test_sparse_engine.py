@@ -13,17 +13,7 @@ TWO_STAGES = {"pipeline": {"stages": 2}}
 PIPEMARE = {"pipeline": {"stages": 2, "schedule": "pipemare"}}
 
 
-def case(
-    name,
-    model,
-    section,
-    steps,
-    *,
-    zero=0,
-    wavemare=None,
-    zero_keys=None,
-    **config,
-):
+def case(name, model, section, steps, *, zero=0, wavemare=None, zero_keys=None, **config):
     return {
         "name": name,
         "model": model,
@@ -123,10 +113,7 @@ def test_two_ranks_equal_stock_deepspeed_bitwise(launch_once):
         results[0][name]["sent"]
         for name in (
             f"{json.dumps(['gpt', PUSHPULL, settings])}/ours"
-            for settings in (
-                {},
-                {"zero": 2, "zero_keys": {"contiguous_gradients": False}},
-            )
+            for settings in ({}, {"zero": 2, "zero_keys": {"contiguous_gradients": False}})
         )
     ]
     # The first step without ZeRO learns; from then on most buckets leave before the pass ends.

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -30,7 +29,7 @@ LICENCE = "# SPDX-License-Identifier: Apache-2.0"
 BROUGHT_ALONG = {"triton"}
 
 
-def modules() -> Iterator[tuple[str, Path]]:
+def modules():
     """Yield the dotted name below ``wavemare`` and the file of every module."""
     # rglob does not follow symbolic links: the four areas are walked on their own.
     for base, prefix in ((PACKAGE, ()), *((ROOT / area, (area,)) for area in AREAS)):
@@ -47,13 +46,13 @@ SOURCES = sorted([*MODULES.values(), *TESTS_AND_DOCS])
 
 
 @cache
-def nodes(file: Path) -> list[ast.AST]:
+def nodes(file):
     """Return all of a file's syntax, functions' insides too."""
     return list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
 
 
 @cache
-def imports(name: str) -> list[tuple[int, str]]:
+def imports(name):
     """Return line and full name of everything that a module imports, wherever it does so."""
     full = f"wavemare.{name}".rstrip(".")
     package = full if MODULES[name].name == "__init__.py" else full.rpartition(".")[0]
@@ -70,7 +69,7 @@ def imports(name: str) -> list[tuple[int, str]]:
     return found
 
 
-def named(name: str) -> Iterator[tuple[int, str]]:
+def named(name):
     """Yield line and name of our modules that stand in one as text, to be imported later."""
     for node in nodes(MODULES[name]):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -79,7 +78,7 @@ def named(name: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, node.value
 
 
-def leaves() -> set[str]:
+def leaves():
     """Return the modules beside the areas that know only each other, so that all may use them."""
     found = {name for name, file in MODULES.items() if file.parent == PACKAGE and name}
     ours = {
@@ -94,7 +93,7 @@ def leaves() -> set[str]:
 LEAVES = leaves()
 
 
-def area(module: str) -> str:
+def area(module):
     """Return the area of a module below ``wavemare``."""
     first = module.split(".", maxsplit=1)[0]
     if first in AREAS:
@@ -102,7 +101,7 @@ def area(module: str) -> str:
     return "leaf" if first in LEAVES else "framework"
 
 
-def upwards(name: str) -> Iterator[str]:
+def upwards(name):
     """Yield what a module imports and must not."""
     file, own = MODULES[name].relative_to(ROOT), area(name)
     # The command line alone starts recipes, by their names.
@@ -121,12 +120,12 @@ def upwards(name: str) -> Iterator[str]:
             yield f"{file}:{line}: the bare name of wavemare.{parts[0]}"
 
 
-def test_imports_go_downwards_only() -> None:
+def test_imports_go_downwards_only():
     assert {area(name) for name in MODULES} == LEVELS.keys()
     assert [guilty for name in MODULES for guilty in upwards(name)] == []
 
 
-def test_every_library_that_is_imported_is_declared() -> None:
+def test_every_library_that_is_imported_is_declared():
     """Those too that some other dependency happens to bring, for it may cease to."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {canonicalize_name(Requirement(text).name) for text in project["dependencies"]}
@@ -146,21 +145,21 @@ def test_every_library_that_is_imported_is_declared() -> None:
     assert guilty == []
 
 
-def python(program: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def python(program, cwd):
     return subprocess.run(
         [sys.executable, "-c", program], cwd=cwd, capture_output=True, text=True, check=False
     )
 
 
 @pytest.mark.parametrize("name", AREAS)
-def test_bare_import_is_refused(name: str) -> None:
+def test_bare_import_is_refused(name):
     result = python(f"import {name}", ROOT)
     assert result.returncode != 0
     message = f"ImportError: '{name}' is part of wavemare: import 'wavemare.{name}' instead\n"
     assert result.stderr.endswith(message)
 
 
-def test_the_package_and_its_leaves_import_nothing_heavy(tmp_path: Path) -> None:
+def test_the_package_and_its_leaves_import_nothing_heavy(tmp_path):
     names = ["wavemare", *(f"wavemare.{name}" for name in sorted(LEAVES))]
     program = (
         "import sys\n"
@@ -170,7 +169,7 @@ def test_the_package_and_its_leaves_import_nothing_heavy(tmp_path: Path) -> None
     assert python(program, tmp_path).stdout == "[]\n"
 
 
-def too_long(file: Path) -> Iterator[str]:
+def too_long(file):
     """Yield what of a file is longer than a reader holds in mind, without a reason given."""
     lines = file.read_text(encoding="utf-8").splitlines()
     if len(lines) > FILE_LINES and not any(map(REASON.search, lines[:3])):
@@ -182,11 +181,11 @@ def too_long(file: Path) -> Iterator[str]:
                 yield f"{file}:{node.lineno}: {node.name} has {len(body)} lines"
 
 
-def test_files_and_functions_are_short_or_say_why_not() -> None:
+def test_files_and_functions_are_short_or_say_why_not():
     assert [found for file in SOURCES for found in too_long(file)] == []
 
 
-def test_every_source_names_the_licence() -> None:
+def test_every_source_names_the_licence():
     others = ["Makefile", "Dockerfile", ".ci/run", "docs/cluster/entrypoint"]
     scripts = (ROOT / "docs" / "cluster").glob("*.sbatch")
     without = [

@@ -37,7 +37,7 @@ class DataTrainingArguments:
     max_seq_length: int = field(default=32, metadata={"help": "Longer texts are cut."})
 
 
-def main() -> None:
+def main():
     parser = HfArgumentParser((ModelArguments, DataTrainingArguments, TrainingArguments))
     model_args, data_args, args = parser.parse_args_into_dataclasses()
     checkpoint = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None

@@ -47,13 +47,13 @@ def main():
         noticed = error
     # The library may still write into the byte in which each peer was asked to answer.
     kept = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.nbytes == 1]
-    # To close what is broken must not hang either.
-    comm.close()
     leave(world, {"value": noticed.value, "error": str(noticed), "kept": len(kept)})
-    # All the others must have had their time, before this one's end ends the job.
+    # All the others must have noticed, before this one's end ends the job.
     deadline = time.monotonic() + 600
     while len(list(folder.glob("rank_*.json"))) < world.size - 1 and time.monotonic() < deadline:
         time.sleep(0.02)
+    # To close what is broken must not hang either.
+    comm.close()
     if kind == "torch" and how == "stop" and world.rank == (victim + 1) % world.size:
         os.kill(pids[victim], signal.SIGKILL)
     raise noticed

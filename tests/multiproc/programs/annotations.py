@@ -26,7 +26,7 @@ from wavemare.models import pipeline_state_dict
 STEPS, MICRO_BATCHES, MICRO, RATE = 3, 4, 3, 0.02
 
 
-def micro_batches(model: Any, replica: int = 0, replicas: int = 1) -> Any:
+def micro_batches(model, replica=0, replicas=1):
     """Yield the micro-batches of a replica: of those of a step each takes an equal part."""
     part = MICRO_BATCHES // replicas
     for step in range(100):
@@ -34,7 +34,7 @@ def micro_batches(model: Any, replica: int = 0, replicas: int = 1) -> Any:
             yield batch(model, step * MICRO_BATCHES + number, MICRO)
 
 
-def train_whole(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train_whole(name):
     """The model in this process, by plain PyTorch."""
     model = build(name).train()
     sgd = torch.optim.SGD(model.parameters(), lr=RATE)
@@ -43,7 +43,7 @@ def train_whole(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     return losses, model.state_dict()
 
 
-def configuration(replicas: int, **changes: Any) -> dict[str, Any]:
+def configuration(replicas, **changes):
     return {
         "train_micro_batch_size_per_gpu": MICRO,
         "train_batch_size": MICRO * MICRO_BATCHES,
@@ -55,18 +55,18 @@ def configuration(replicas: int, **changes: Any) -> dict[str, Any]:
     }
 
 
-def start(model: Any, replicas: int = 1, **changes: Any) -> Any:
+def start(model, replicas=1, **changes):
     groups.mpu = None
     engine, *_ = wavemare.initialize(model=model, config=configuration(replicas, **changes))
     return engine
 
 
-def train(engine: Any, name: str, steps: int = STEPS, data: Any = None) -> list[float]:
+def train(engine, name, steps=STEPS, data=None):
     data = data or micro_batches(build(name), engine.data_rank, engine.data_world_size)
     return [float(engine.train_batch(data)) for _ in range(steps)]
 
 
-def beside_whole(engine: Any, name: str) -> dict[str, Any]:
+def beside_whole(engine, name):
     expected, weights = train_whole(name)
     losses = train(engine, name)
     plan = engine.parallel_plan
@@ -80,7 +80,7 @@ def beside_whole(engine: Any, name: str) -> dict[str, Any]:
     }
 
 
-def lines() -> dict[str, Any]:
+def lines():
     """GPT-2 and BERT laid out by the lines of the documentation."""
     result = {}
 
@@ -103,7 +103,7 @@ def lines() -> dict[str, Any]:
     return result
 
 
-def given() -> dict[str, Any]:
+def given():
     """One layout by the configuration, by a plan's file, by the plan itself and by annotate."""
     folder, name = Path(sys.argv[1]), "gpt2"
     section: dict[str, Any] = {"stages": "Et|tL", "pipeline": {"micro_batches": 4}}
@@ -121,11 +121,11 @@ def given() -> dict[str, Any]:
     return result
 
 
-def refusals() -> dict[str, Any]:
+def refusals():
     """Plans that cannot be run, and checkpoints of another plan."""
     rank, folder = torch.distributed.get_rank(), Path(sys.argv[1], "checkpoint")
 
-    def staged(layout: Any) -> Any:
+    def staged(layout):
         return start(wavemare.annotate(build("gpt2"), {"stages": layout}))
 
     result = {"disagree": refusal(lambda: staged(["Et|tL", "Ett|L"][rank]))}
@@ -160,11 +160,11 @@ def refusals() -> dict[str, Any]:
     return result
 
 
-def universal() -> dict[str, Any]:
+def universal():
     """A checkpoint of one plan goes on under another through DeepSpeed's universal format."""
     folder = Path(sys.argv[1], "checkpoint")
 
-    def staged(layout: Any, **changes: Any) -> Any:
+    def staged(layout, **changes):
         model = wavemare.annotate(build("gpt2"), {"stages": layout})
         adam = {"type": "AdamW", "params": {"lr": RATE}}
         zero = {"zero_optimization": {"stage": 1}}
@@ -191,7 +191,7 @@ def universal() -> dict[str, Any]:
     }
 
 
-def grid() -> dict[str, Any]:
+def grid():
     """All of stages, splits and replicas on four ranks, tied and untied."""
     result = {}
     for name in ("gpt2-101", "bert-mlm-101"):
@@ -205,7 +205,7 @@ def grid() -> dict[str, Any]:
     return result
 
 
-def documented() -> dict[str, Any]:
+def documented():
     """Each program of the documentation, with small models of the names that it loads."""
     text = Path(sys.argv[3]).read_text()
     os.chdir(sys.argv[1])
@@ -232,7 +232,7 @@ def documented() -> dict[str, Any]:
     return result
 
 
-def small_models() -> dict[str, Any]:
+def small_models():
     """Models with as many layers as those of the documentation."""
     transformers.set_seed(3)
     gpt2 = transformers.GPT2Config(vocab_size=40, n_positions=16, n_embd=8, n_layer=12, n_head=2)
@@ -251,7 +251,7 @@ def small_models() -> dict[str, Any]:
     }
 
 
-def blocks(text: str, language: str) -> list[str]:
+def blocks(text, language):
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 

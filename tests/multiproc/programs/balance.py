@@ -7,8 +7,6 @@ of a loop without DeepSpeed, and of the losses.
 
 import json
 import sys
-from collections.abc import Iterator
-from typing import Any
 
 import deepspeed
 import torch
@@ -21,12 +19,12 @@ import wavemare
 STEPS, RESHARED, LENGTH, VOCABULARY, WIDTH = 3, 1, 8, 50, 24
 
 
-def main() -> None:
+def main():
     wavemare.init_distributed()
     leave({name: run(case) for name, case in json.loads(sys.argv[2]).items()})
 
 
-def run(case: dict[str, Any]) -> Any:
+def run(case):
     samples, build = MODELS[case["model"]]
     try:
         return compare(case, samples, build)
@@ -34,7 +32,7 @@ def run(case: dict[str, Any]) -> Any:
         return {"refused": str(error)}
 
 
-def compare(case: dict[str, Any], samples: Any, build: Any) -> dict[str, float]:
+def compare(case, samples, build):
     sections = case.get("wavemare", {})
     replicas = dist.get_world_size() // sections.get("pipeline", {}).get("stages", 1)
     micro, steps = case.get("micro", 4), case.get("accumulation", 1)
@@ -75,7 +73,7 @@ def compare(case: dict[str, Any], samples: Any, build: Any) -> dict[str, float]:
     return {"weights": max(gaps), "losses": loss_gap, "compared": len(gaps)}
 
 
-def loop(engine: Any, own: Iterator[dict[str, Tensor]], case: dict[str, Any]) -> None:
+def loop(engine, own, case):
     """A step of a caller's own loop."""
     batch = next(own)
     loss = engine(**batch)
@@ -87,14 +85,7 @@ def loop(engine: Any, own: Iterator[dict[str, Tensor]], case: dict[str, Any]) ->
     engine.step()
 
 
-def parts(
-    whole: list[dict[str, Tensor]],
-    case: dict[str, Any],
-    rank: int,
-    replicas: int,
-    micro: int,
-    steps: int,
-) -> Iterator[dict[str, Tensor]]:
+def parts(whole, case, rank, replicas, micro, steps):
     """Yield this rank's micro-batches: contiguous parts of all samples."""
     counts, shares = case.get("counts"), case.get("shares") or [micro] * replicas
     for step, batch in enumerate(whole):
@@ -110,14 +101,7 @@ def parts(
             yield {name: value[start : start + size] for name, value in batch.items()}
 
 
-def reference(
-    model: Any,
-    whole: list[dict[str, Tensor]],
-    case: dict[str, Any],
-    replicas: int,
-    micro: int,
-    steps: int,
-) -> tuple[list[float], dict[str, Tensor]]:
+def reference(model, whole, case, replicas, micro, steps):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     losses = []
     chunk = micro * replicas
@@ -137,7 +121,7 @@ def reference(
     return losses, {name: value.detach() for name, value in model.named_parameters()}
 
 
-def weights_of(engine: Any) -> dict[str, Tensor]:
+def weights_of(engine):
     module = engine.module
     if isinstance(module, deepspeed.PipelineModule):
         return {name: value.float() for name, value in module.local_weights().items()}
@@ -151,44 +135,44 @@ def weights_of(engine: Any) -> dict[str, Tensor]:
 class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
     """All samples of all steps, which torch's own sampler puts into their order."""
 
-    def __init__(self, whole: list[dict[str, Tensor]]) -> None:
+    def __init__(self, whole):
         self.all = {name: torch.cat([b[name] for b in whole]) for name in whole[0]}
         order = torch.utils.data.DistributedSampler(range(len(self)), num_replicas=1, rank=0)
         self.place = {index: place for place, index in enumerate(order)}
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(next(iter(self.all.values())))
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index):
         return {name: value[self.place[index]] for name, value in self.all.items()}
 
 
 class Net(torch.nn.Module):
     """Two layers and a mean squared error."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.a = torch.nn.Linear(WIDTH, 4 * WIDTH)
         self.b = torch.nn.Linear(4 * WIDTH, WIDTH)
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+    def forward(self, x, y):
         output = self.b(torch.nn.functional.gelu(self.a(x)))
         return torch.nn.functional.mse_loss(output, y)
 
 
-def net_samples(seed: int, count: int) -> dict[str, Tensor]:
+def net_samples(seed, count):
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(count, WIDTH, generator=generator) for name in "xy"}
 
 
-def gpt_samples(seed: int, count: int) -> dict[str, Tensor]:
+def gpt_samples(seed, count):
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, VOCABULARY, (count, LENGTH), generator=generator)
     return {"input_ids": tokens, "labels": tokens}
 
 
-def masked_samples(seed: int, count: int) -> dict[str, Tensor]:
+def masked_samples(seed, count):
     """Very unequal numbers of labels; the last quarter of the samples has none at all."""
     batch = gpt_samples(seed, count)
     generator = torch.Generator().manual_seed(1000 + seed)
@@ -198,12 +182,12 @@ def masked_samples(seed: int, count: int) -> dict[str, Tensor]:
     return {**batch, "labels": torch.where(kept, batch["labels"], -100)}
 
 
-def bert() -> Any:
+def bert():
     drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     return build_bert(**drops, max_position_embeddings=LENGTH)
 
 
-def gpt() -> Any:
+def gpt():
     return build_gpt2(**QUIET)
 
 

@@ -3,12 +3,10 @@
 
 import time
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from common import leave
-from torch import Tensor
 
 import wavemare
 from wavemare.errors import ConfigError
@@ -27,13 +25,13 @@ class Sleep(torch.autograd.Function):
     """Takes its time: a third forward, two thirds backward."""
 
     @staticmethod
-    def forward(context: Any, tensor: Tensor, seconds: float) -> Tensor:
+    def forward(context, tensor, seconds):
         context.seconds = seconds
         time.sleep(seconds / 3)
         return tensor.clone()
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(context, gradient):
         time.sleep(context.seconds * 2 / 3)
         return gradient, None
 
@@ -41,18 +39,18 @@ class Sleep(torch.autograd.Function):
 class Paced(torch.nn.Module):
     """A layer on a device that takes a fixed time for a sample."""
 
-    def __init__(self, sample_s: float) -> None:
+    def __init__(self, sample_s):
         super().__init__()
         torch.manual_seed(0)
         self.layer = torch.nn.Linear(WIDTH, 1)
         self.sample_s = sample_s
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x):
         output = Sleep.apply(self.layer(x), len(x) * self.sample_s)
         return SimpleNamespace(loss=output.square().mean())
 
 
-def main() -> None:
+def main():
     wavemare.init_distributed()
     pace = FAST_S * (1 + dist.get_rank())
     batch = {
@@ -82,7 +80,7 @@ def main() -> None:
     )
 
 
-def guarded() -> dict[str, Any]:
+def guarded():
     """A plan that was made of wrong speeds is mended; then the fast device becomes slow."""
     pace = SHORT_S * (1 + dist.get_rank())
     line = Line(0.0, SHORT_S)
@@ -118,7 +116,7 @@ def guarded() -> dict[str, Any]:
     }
 
 
-def build(pace: float, shares: Any) -> Any:
+def build(pace, shares):
     config = {
         "train_micro_batch_size_per_gpu": MICRO,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
@@ -128,7 +126,7 @@ def build(pace: float, shares: Any) -> Any:
     return wavemare.initialize(model=Paced(pace), config=config)[0]
 
 
-def step(engine: Any, shares: list[int]) -> tuple[float, float]:
+def step(engine, shares):
     """Train on this rank's part of the same samples; return the slowest rank's seconds."""
     before, own = sum(shares[: engine.data_rank]), shares[engine.data_rank]
     batch = samples(2 * MICRO)["x"][before : before + own]
@@ -140,7 +138,7 @@ def step(engine: Any, shares: list[int]) -> tuple[float, float]:
     return float(seconds), float(loss)
 
 
-def samples(count: int) -> dict[str, Tensor]:
+def samples(count):
     return {"x": torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(1))}
 
 

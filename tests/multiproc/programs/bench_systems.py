@@ -12,19 +12,17 @@ import torch
 from common import leave
 
 from wavemare.bench.request import PipelineRequest
-from wavemare.bench.runner import ADAMW, Place, Runner
+from wavemare.bench.runner import ADAMW, Place
 from wavemare.bench.systems import SYSTEMS
 from wavemare.bench.worker import BUILDERS
-from wavemare.bench.workload import Workload, build_workload
+from wavemare.bench.workload import build_workload
 from wavemare.engine import init_distributed
 from wavemare.pipeline.soap import SOAP
 
 STEPS = 3
 
 
-def plain_training(
-    workload: Workload, parts: int, micro_batches: int, optimizer_of: type[torch.optim.Optimizer]
-) -> list[torch.nn.Module]:
+def plain_training(workload, parts, micro_batches, optimizer_of):
     model = torch.nn.Sequential(*workload.parts(parts))
     optimizer = optimizer_of(model.parameters(), **ADAMW)
     for step in range(STEPS):
@@ -37,7 +35,7 @@ def plain_training(
     return list(model)
 
 
-def weights_of(runner: Runner) -> list[torch.Tensor]:
+def weights_of(runner):
     if hasattr(runner, "engine"):
         return list(runner.engine.module.parameters())
     return runner.optimizer.param_groups[0]["params"]

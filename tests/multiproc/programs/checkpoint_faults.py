@@ -26,7 +26,7 @@ from wavemare.failure import run_main
 RANK = int(os.environ["RANK"])
 
 
-def build(case: str, **section):
+def build(case, **section):
     pipeline = {} if case.isdigit() else {"stages": 2, "inputs": ["input_ids"]}
     if case == "pipemare":
         pipeline |= {"schedule": "pipemare", "pipemare": {"drain_interval": 1}}
@@ -38,7 +38,7 @@ def build(case: str, **section):
     return engine, ({"input_ids": batch, "labels": batch} for batch in data)
 
 
-def refused(action) -> dict | None:
+def refused(action):
     try:
         action()
     except CheckpointError as error:
@@ -46,11 +46,11 @@ def refused(action) -> dict | None:
     return None
 
 
-def names(folder: Path) -> list[str]:
+def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def background(folder: Path, case: str) -> dict:
+def background(folder, case):
     """Train on while a writer that is held up has all still to write; then resume from that."""
     engine, batches = build(case)
     engine.train_batch(batches)
@@ -93,7 +93,7 @@ def background(folder: Path, case: str) -> dict:
     }
 
 
-def flip(file: Path) -> None:
+def flip(file):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
@@ -112,7 +112,7 @@ DAMAGES = {
 }
 
 
-def damage(folder: Path, case: str) -> dict:
+def damage(folder, case):
     """Save, damage one file after the other, and try to load."""
     engine, batches = build(case)
     engine.train_batch(batches)
@@ -148,14 +148,14 @@ def damage(folder: Path, case: str) -> dict:
 class Evil:
     """Makes a file when it is unpickled."""
 
-    def __init__(self, marker: Path) -> None:
+    def __init__(self, marker):
         self.marker = marker
 
     def __reduce__(self):
         return os.system, (f"touch {self.marker}",)
 
 
-def hostile(folder: Path, case: str) -> dict:
+def hostile(folder, case):
     """Put a file that runs code, with the right checksum, in place of each file."""
     engine, batches = build(case)
     engine.train_batch(batches)
@@ -179,7 +179,7 @@ def hostile(folder: Path, case: str) -> dict:
     return found
 
 
-def full(folder: Path, case: str) -> dict:
+def full(folder, case):
     """Save where rank 1 may write no large files; then where it may."""
     engine, batches = build("1", background=case == "background")
     engine.train_batch(batches)
@@ -213,7 +213,7 @@ def full(folder: Path, case: str) -> dict:
     return {**found, "after": (folder / "latest").read_text()}
 
 
-def too_small(folder: Path, case: str) -> None:
+def too_small(folder, case):
     """Save until the disk is full, and let the error end the process."""
     engine, batches = build("1", background=case == "background")
     for step in range(100):
@@ -222,7 +222,7 @@ def too_small(folder: Path, case: str) -> None:
     engine.finish_saving()
 
 
-def lost(folder: Path, case: str) -> None:
+def lost(folder, case):
     """Wait for what is written in the background, while a rank is killed that writes its part."""
     engine, batches = build(case, background=True)
     engine.train_batch(batches)

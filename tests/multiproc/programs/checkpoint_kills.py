@@ -26,12 +26,12 @@ STEPS = 300
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
 
 
-def kill_after(seconds: float) -> None:
+def kill_after(seconds):
     subprocess.Popen(["sh", "-c", f"sleep {seconds:.4f}; kill -9 {os.getpid()}"])
 
 
-def kill_at(count: int) -> None:
-    def hook(event: str, arguments: tuple) -> None:
+def kill_at(count):
+    def hook(event, arguments):
         nonlocal count
         writes = event == "open" and isinstance(arguments[1], str) and arguments[1][:1] in "wax"
         if not writes and event not in CHANGES:
@@ -43,12 +43,12 @@ def kill_at(count: int) -> None:
     sys.addaudithook(hook)
 
 
-def note(work: Path, line: str) -> None:
+def note(work, line):
     with (work / "journal").open("a") as journal:
         journal.write(f"{line}\n")
 
 
-def check_digest(work: Path, rank: int, step: int, digest: str) -> None:
+def check_digest(work, rank, step, digest):
     """Compare with what another run had after the step, or keep it for the next run."""
     file = work / "steps" / f"{step:04d}-{rank}"
     if file.exists() and len(file.read_text()) == len(digest):
@@ -57,7 +57,7 @@ def check_digest(work: Path, rank: int, step: int, digest: str) -> None:
         file.write_text(digest)
 
 
-def resume(work: Path, engine) -> int:
+def resume(work, engine):
     """Load what ``latest`` names; return its step."""
     folder = work / "checkpoints"
     journal = read(work / "journal").split("\n")[:-1]
@@ -77,7 +77,7 @@ def resume(work: Path, engine) -> int:
     return step
 
 
-def main(work: Path, how: str, kind: str, number: str, victim: str) -> None:
+def main(work, how, kind, number, victim):
     section = {"checkpoint": {"keep": 2, "background": how == "background"}}
     config = configuration(1, wavemare=section)
     engine = wavemare.initialize(model=build_gpt2(), config=config)[0]
@@ -111,7 +111,7 @@ def main(work: Path, how: str, kind: str, number: str, victim: str) -> None:
     raise AssertionError("nobody has killed this process")
 
 
-def read(file: Path) -> str:
+def read(file):
     return file.read_text() if file.exists() else ""
 
 

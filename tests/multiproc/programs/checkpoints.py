@@ -17,7 +17,7 @@ STEPS = 3
 PIPELINES = ("pipeline", "pipemare")
 
 
-def build(initialize, case: str, **changes):
+def build(initialize, case, **changes):
     """Return an engine for a ZeRO stage ('1', '3'), 'pipeline' or 'pipemare' (stages, ZeRO 1)."""
     model = build_gpt2(**QUIET)
     if case not in PIPELINES:
@@ -29,7 +29,7 @@ def build(initialize, case: str, **changes):
     return initialize(model=module, config=configuration(1, **changes))[0]
 
 
-def batches(case: str, *, first: int):
+def batches(case, *, first):
     """Yield a rank's micro-batches, from that which step ``first`` begins with."""
     rank = torch.distributed.get_rank()
     data = token_batches(0 if case in PIPELINES else rank)
@@ -38,7 +38,7 @@ def batches(case: str, *, first: int):
     return ((batch, batch) for batch in data)
 
 
-def train(engine, case: str, data) -> list[float]:
+def train(engine, case, data):
     """Train STEPS steps."""
     if case in PIPELINES:
         return [engine.train_batch(data).item() for _ in range(STEPS)]
@@ -52,7 +52,7 @@ def train(engine, case: str, data) -> list[float]:
     return losses
 
 
-def save(folder: Path, case: str) -> dict:
+def save(folder, case):
     engine = build(wavemare.initialize, case)
     data = batches(case, first=0)  # of which PipeMare has read one in advance when it is saved
     train(engine, case, data)
@@ -61,7 +61,7 @@ def save(folder: Path, case: str) -> dict:
     return {"losses": train(engine, case, data), "weights": weights_digest(engine)}
 
 
-def load(folder: Path, case: str, initialize=wavemare.initialize, **changes) -> dict:
+def load(folder, case, initialize=wavemare.initialize, **changes):
     engine = build(initialize, case, **changes)
     path, _ = engine.load_checkpoint(str(folder))
     assert path is not None
@@ -69,14 +69,14 @@ def load(folder: Path, case: str, initialize=wavemare.initialize, **changes) -> 
     return {"losses": losses, "weights": weights_digest(engine)}
 
 
-def universal(folder: Path, case: str) -> dict:
+def universal(folder, case):
     engine = build(wavemare.initialize, case, checkpoint={"load_universal": True})
     engine.load_checkpoint(str(folder))
     wavemare.save_pretrained(engine, folder / "model")
     return {"losses": train(engine, case, batches(case, first=STEPS))}
 
 
-def refuse(folder: Path, case: str, action=load) -> dict:
+def refuse(folder, case, action=load):
     try:
         action(folder, case)
     except wavemare.errors.CheckpointError as error:
@@ -84,7 +84,7 @@ def refuse(folder: Path, case: str, action=load) -> dict:
     return {}
 
 
-def again(folder: Path, case: str) -> dict:
+def again(folder, case):
     build(wavemare.initialize, case).save_checkpoint(str(folder), "only")
     return {}
 

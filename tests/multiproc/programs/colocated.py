@@ -6,7 +6,6 @@ Every rank leaves what it saw as JSON.
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -24,7 +23,7 @@ KINDS["bert-cls-11"] = ("bert-cls", {"vocab_size": 101, "num_labels": CLASSES})
 HEADS = {"bert-cls-11": "classifier", "gpt2-untied": "lm_head"}
 
 
-def batches(name: str) -> Any:
+def batches(name):
     """Yield this rank's micro-batches; of a language model, the ranks count unequal labels."""
     rank, model = torch.distributed.get_rank(), build(name)
     for step in range(100):
@@ -36,7 +35,7 @@ def batches(name: str) -> Any:
         yield made
 
 
-def start(name: str, split: bool, zero: int = 0, **changes: Any) -> Any:
+def start(name, split, zero=0, **changes):
     groups.mpu = None
     model = build(name)
     if split:
@@ -54,21 +53,21 @@ def start(name: str, split: bool, zero: int = 0, **changes: Any) -> Any:
     return wavemare.initialize(model=model, config=config)[0]
 
 
-def train(engine: Any, data: Any, steps: int = STEPS) -> list[float]:
+def train(engine, data, steps=STEPS):
     return [float(engine.train_batch(data)) for _ in range(steps)]
 
 
-def weights(engine: Any) -> dict[str, torch.Tensor]:
+def weights(engine):
     own = {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
     return own | whole_heads(engine.module)
 
 
-def difference(these: Any, those: Any) -> float:
+def difference(these, those):
     assert these.keys() == those.keys()
     return max(float((these[name] - those[name]).abs().max()) for name in these)
 
 
-def beside_plain(name: str, zero: int, clip: float) -> dict[str, Any]:
+def beside_plain(name, zero, clip):
     changes = {"gradient_clipping": clip, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     plain = start(name, False, zero, **changes)
     before = weights(plain)
@@ -90,14 +89,14 @@ def beside_plain(name: str, zero: int, clip: float) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def logits_apart(engine: Any, plain: Any, made: dict[str, torch.Tensor]) -> float:
+def logits_apart(engine, plain, made):
     made.pop("labels")
     own, whole = (e.module(**made).logits for e in (engine, plain))
     assert own.shape == whole.shape
     return float((own - whole).abs().max())
 
 
-def resumed(zero: int) -> dict[str, Any]:
+def resumed(zero):
     """Stop after a step of Adam and go on in another engine; export the model."""
     name, folder = "bert-cls-11", Path(sys.argv[1], f"zero{zero}")
     adam = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}}
@@ -133,8 +132,8 @@ def resumed(zero: int) -> dict[str, Any]:
     }
 
 
-def refusals() -> dict[str, str]:
-    def annotated(name: str, layout: Any, **changes: Any) -> str:
+def refusals():
+    def annotated(name, layout, **changes):
         config = {"train_micro_batch_size_per_gpu": MICRO, "optimizer": {"type": "Adam"}}
         model = wavemare.annotate(build(name), layout)
         return refusal(lambda: wavemare.initialize(model=model, config={**config, **changes}))

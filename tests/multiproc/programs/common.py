@@ -6,10 +6,8 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import deepspeed
 import torch
@@ -23,7 +21,7 @@ QUIET = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 """GPT-2 without dropout."""
 
 
-def build_gpt2(**changes: Any) -> transformers.GPT2LMHeadModel:
+def build_gpt2(**changes):
     transformers.set_seed(7)
     sizes = {
         "vocab_size": VOCABULARY,
@@ -37,9 +35,7 @@ def build_gpt2(**changes: Any) -> transformers.GPT2LMHeadModel:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**sizes, **changes}))
 
 
-def build_bert(
-    kind: Any = transformers.BertForMaskedLM, **changes: Any
-) -> transformers.BertPreTrainedModel:
+def build_bert(kind=transformers.BertForMaskedLM, **changes):
     transformers.set_seed(7)
     sizes = {
         "vocab_size": VOCABULARY,
@@ -52,32 +48,32 @@ def build_bert(
     return kind(transformers.BertConfig(**{**sizes, **changes}))
 
 
-def build_pipeline() -> deepspeed.PipelineModule:
+def build_pipeline():
     torch.manual_seed(7)
     layers: list[torch.nn.Module] = [torch.nn.Embedding(VOCABULARY, HIDDEN)]
     for _ in range(3):
         layers += [torch.nn.Linear(HIDDEN, HIDDEN), torch.nn.Dropout(0.1), torch.nn.Tanh()]
     layers.append(torch.nn.Linear(HIDDEN, VOCABULARY))
 
-    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def loss(logits, labels):
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
     return deepspeed.PipelineModule(layers, num_stages=2, loss_fn=loss)
 
 
 def start_stages(
-    layers: list[Any],
+    layers,
     *,
-    stages: int = 2,
-    size: int = 2,
-    micro_batches: int = 2,
-    section: dict[str, Any] | None = None,
-    sections: dict[str, Any] | None = None,
-    client_optimizer: Any = None,
-    kind: type[torch.nn.Module] = deepspeed.PipelineModule,
-    loss_fn: Any = torch.nn.functional.mse_loss,
-    **config: Any,
-) -> Any:
+    stages=2,
+    size=2,
+    micro_batches=2,
+    section=None,
+    sections=None,
+    client_optimizer=None,
+    kind=deepspeed.PipelineModule,
+    loss_fn=torch.nn.functional.mse_loss,
+    **config,
+):
     """Return an engine of as many layers on each stage, with keys of ``wavemare.pipeline``."""
     module = kind(layers, num_stages=stages, loss_fn=loss_fn, partition_method="uniform")
     pipeline = {} if section is None else {"pipeline": {"stages": stages, **section}}
@@ -94,34 +90,32 @@ def start_stages(
     return wavemare.initialize(model=module, config=config, optimizer=client_optimizer)[0]
 
 
-def sine_batches(
-    width: int, *, size: int = 2, seed: int = 1, dtype: torch.dtype = torch.float32
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def sine_batches(width, *, size=2, seed=1, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     while True:
         inputs = torch.randn(size, width, generator=generator)
         yield inputs.to(dtype), torch.sin(3 * inputs).to(dtype)
 
 
-def split_stages(layers: list[Any], stages: int) -> list[torch.nn.Sequential]:
+def split_stages(layers, stages):
     """Return the layers of each stage, for a twin in one process."""
     size = len(layers) // stages
     return [torch.nn.Sequential(*layers[s * size : (s + 1) * size]) for s in range(stages)]
 
 
-def furthest(these: Any, those: Any) -> float:
+def furthest(these, those):
     """Return the largest difference between two lists of tensors."""
     pairs = zip(these, those, strict=True)
     return max(float((a - b).detach().abs().max()) for a, b in pairs)
 
 
-def difference(these: Any, those: Any) -> float:
+def difference(these, those):
     """Return the largest difference between two models' weights by name."""
     assert list(these) == list(those)
     return furthest(these.values(), those.values())
 
 
-def refusal(action: Callable[[], Any]) -> str:
+def refusal(action):
     """Return what an action says that must not be done, and of what kind the error is."""
     try:
         action()
@@ -130,7 +124,7 @@ def refusal(action: Callable[[], Any]) -> str:
     return "accepted"
 
 
-def configuration(zero_stage: int, **changes: Any) -> dict[str, Any]:
+def configuration(zero_stage, **changes):
     return {
         "train_micro_batch_size_per_gpu": MICRO,
         "gradient_accumulation_steps": ACCUMULATION,
@@ -143,21 +137,13 @@ def configuration(zero_stage: int, **changes: Any) -> dict[str, Any]:
     }
 
 
-def token_batches(data_rank: int) -> Iterator[torch.Tensor]:
+def token_batches(data_rank):
     generator = torch.Generator().manual_seed(100 + data_rank)
     while True:
         yield torch.randint(0, VOCABULARY, (MICRO, LENGTH), generator=generator)
 
 
-def train_plainly(
-    model: Any,
-    optimizer: torch.optim.Optimizer,
-    batches: Iterator[dict[str, Any]],
-    *,
-    steps: int,
-    micro_batches: int,
-    clip: float = math.inf,
-) -> tuple[list[float], list[float]]:
+def train_plainly(model, optimizer, batches, *, steps, micro_batches, clip=math.inf):
     """Train in this process by plain PyTorch; return the losses and gradient norms of the steps."""
     losses, norms = [], []
     for _ in range(steps):
@@ -177,15 +163,15 @@ class InfiniteGradient(torch.autograd.Function):
     """The identity, whose gradient is not finite."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, value):
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx, gradient):
         return gradient * math.inf
 
 
-def weights_digest(engine: Any) -> str:
+def weights_digest(engine):
     digest = hashlib.sha256()
     for parameter in engine.module.parameters():
         gathered = engine.zero_optimization_stage() == 3
@@ -195,12 +181,12 @@ def weights_digest(engine: Any) -> str:
 
 
 @contextmanager
-def warnings_told(start: str) -> Iterator[list[str]]:
+def warnings_told(start):
     """Collect this rank's warnings that begin with some words."""
     lines: list[str] = []
 
     class Kept(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
+        def emit(self, record):
             if record.getMessage().startswith(start):
                 lines.append(record.getMessage())
 
@@ -212,7 +198,7 @@ def warnings_told(start: str) -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
-def leave(result: Any, part: bool = True) -> None:
+def leave(result, part=True):
     rank = torch.distributed.get_rank()
     Path(sys.argv[1], f"rank_{rank}.json").write_text(json.dumps(result))
     if not part:

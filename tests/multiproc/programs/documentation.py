@@ -8,7 +8,6 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ DS = {
 PIPELINE = {**DS, SECTION: {"pipeline": {"stages": 2, "schedule": "pipemare"}}}
 
 
-def gpt2() -> transformers.GPT2LMHeadModel:
+def gpt2():
     """As many layers as the documentation's models have, and else as little as can be."""
     transformers.set_seed(7)
     sizes = {"n_layer": 12, "n_embd": 16, "n_head": 2, "n_positions": LENGTH}
@@ -43,14 +42,14 @@ def gpt2() -> transformers.GPT2LMHeadModel:
     )
 
 
-def batches(size: int = 2) -> Iterator[dict[str, torch.Tensor]]:
+def batches(size=2):
     generator = torch.Generator().manual_seed(5)
     while True:
         tokens = torch.randint(0, VOCABULARY, (size, LENGTH), generator=generator)
         yield {"input_ids": tokens, "labels": tokens}
 
 
-def train_config(text: str) -> None:
+def train_config(text):
     """Train a step by a configuration."""
     config = {"steps_per_print": None, **json.loads(text)}
     engine, *_ = wavemare.initialize(model=gpt2(), config=config)
@@ -59,7 +58,7 @@ def train_config(text: str) -> None:
     assert 0.5 * math.log(VOCABULARY) < loss < 2 * math.log(VOCABULARY)
 
 
-def make_optimizer(text: str) -> None:
+def make_optimizer(text):
     """Step a matrix by an optimizer of a configuration."""
     config = json.loads(text)
     if config["optimizer"]["type"] == "Muon":  # ours is for the matrices of pipelines
@@ -78,11 +77,11 @@ def make_optimizer(text: str) -> None:
     assert any(not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 
 
-def nothing() -> dict[str, Any]:
+def nothing():
     return {}
 
 
-def training() -> dict[str, Any]:
+def training():
     write("ds.json", PIPELINE)
     for folder in ("model", "FOLDER"):
         if torch.distributed.get_rank() == 0:
@@ -98,30 +97,30 @@ def training() -> dict[str, Any]:
     }
 
 
-def engine() -> dict[str, Any]:
+def engine():
     built, *_ = wavemare.initialize(model=gpt2(), config=PIPELINE)
     return {"engine": built, "steps": 2, "batches": batches()}
 
 
-def observed() -> dict[str, Any]:
+def observed():
     rank = torch.distributed.get_rank()
     names = {"rank": rank, "stage": rank, "options": {"steps": 15}, "config": PIPELINE}
     return {**engine(), **names, "steps": 15}
 
 
-def model() -> dict[str, Any]:
+def model():
     init_distributed()
     return {"wavemare": wavemare, "model": gpt2(), "torch": torch}
 
 
-def simulation() -> dict[str, Any]:
+def simulation():
     pipeline = {"stages": 8, "schedule": "pipemare", "pipemare": {"optimizer_policy": "auto"}}
     write("ds.json", {**DS, "gradient_accumulation_steps": 8, SECTION: {"pipeline": pipeline}})
     held_out = [batch for batch, _ in zip(batches(), range(2), strict=False)]
     return {"model": gpt2(), "steps": 1, "batches": batches(), "held_out": held_out}
 
 
-def sums() -> dict[str, Any]:
+def sums():
     size = 4096
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     return {
@@ -135,21 +134,21 @@ def sums() -> dict[str, Any]:
     }
 
 
-def shares() -> dict[str, Any]:
+def shares():
     config = {key: value for key, value in DS.items() if key != "train_micro_batch_size_per_gpu"}
     return {**model(), "config": {**config, "train_micro_batch_size_per_gpu": 16}}
 
 
-def cluster() -> dict[str, Any]:
+def cluster():
     devices = [{"type": "T4", "count": 2, "node": "a"}, {"type": "V100", "count": 2, "node": "b"}]
     write("cluster.json", {"devices": devices})
     return {**model(), "model": "gpt2", "config": DS, "rank": torch.distributed.get_rank()}
 
 
-def megatron() -> dict[str, Any]:
+def megatron():
     write("ds.json", DS)
 
-    def get_batch(iterator: Iterator[Any]) -> tuple[torch.Tensor, ...]:
+    def get_batch(iterator):
         tokens = next(iterator)["input_ids"]
         places = torch.arange(LENGTH).expand_as(tokens)
         later = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
@@ -159,19 +158,19 @@ def megatron() -> dict[str, Any]:
     return {**model(), **names, "gpt2": gpt2()}
 
 
-def grid() -> dict[str, Any]:
+def grid():
     write("ds.json", DS)
     return model()
 
 
-def texts() -> dict[str, Any]:
+def texts():
     lines = [f"stage {n % 5} holds batch {n % 7} and sends it on\n" for n in range(200)]
     Path("train.txt").write_text("".join(lines))
     Path("data").mkdir(exist_ok=True)
     return {}
 
 
-def write(name: str, values: Any) -> None:
+def write(name, values):
     if torch.distributed.get_rank() == 0:
         Path(name).write_text(json.dumps(values))
     torch.distributed.barrier()
@@ -182,7 +181,7 @@ PRELUDES += (cluster, megatron, grid, texts)
 CHECKS = (train_config, make_optimizer)
 
 
-def run(case: dict[str, str], names: dict[str, Any]) -> dict[str, Any]:
+def run(case, names):
     """Run one case; return what it has defined, which the next one of its page may use."""
     groups.mpu = None  # where DeepSpeed keeps that of the engine before
     checks = {check.__name__: check for check in CHECKS}

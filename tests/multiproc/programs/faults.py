@@ -36,7 +36,7 @@ def tell_when():
     (options.folder / "when").write_text(str(time.time()))
 
 
-def most_bytes_to_be_sent() -> int:
+def most_bytes_to_be_sent():
     """Return how many bytes a socket of this process holds that the other side has not."""
     sizes = [0]
     for descriptor in map(int, os.listdir("/proc/self/fd")):

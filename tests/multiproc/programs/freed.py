@@ -16,10 +16,7 @@ SECTIONS = {
     "dualpipev": {},
     "1f1b": {"pipeline": {"stages": 2}},
     "pipemare": {"pipeline": {"stages": 2, "schedule": "pipemare"}},
-    "guarded": {
-        "pipeline": {"stages": 2, "schedule": "pipemare"},
-        "guard": {"nonfinite": "stop"},
-    },
+    "guarded": {"pipeline": {"stages": 2, "schedule": "pipemare"}, "guard": {"nonfinite": "stop"}},
 }
 
 

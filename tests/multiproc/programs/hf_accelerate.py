@@ -2,7 +2,6 @@
 """``wavemare.accelerate`` beside accelerate's own, and ``wavemare.hf.patch``."""
 
 import importlib
-from typing import Any
 
 import accelerate
 import torch
@@ -16,7 +15,7 @@ import wavemare
 import wavemare.accelerate
 
 
-def configuration(section: Any = None) -> dict[str, Any]:
+def configuration(section=None):
     values = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
@@ -27,13 +26,12 @@ def configuration(section: Any = None) -> dict[str, Any]:
     return values if section is None else {**values, "wavemare": section}
 
 
-def loop(accelerator_class: Any, section: Any = None, rows: int = 2) -> dict[str, Any]:
+def loop(accelerator_class, section=None, rows=2):
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState(cpu=True)  # an Accelerator(cpu=True) would leave DeepSpeed out
     config = {**configuration(section), "train_micro_batch_size_per_gpu": rows}
     accelerator = accelerator_class(
-        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
-        gradient_accumulation_steps=2,
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), gradient_accumulation_steps=2
     )
     model = plain_model("gpt2")
     transformers.set_seed(3)
@@ -57,7 +55,7 @@ def loop(accelerator_class: Any, section: Any = None, rows: int = 2) -> dict[str
     }
 
 
-def patched() -> dict[str, bool]:
+def patched():
     import wavemare.hf
 
     stock = transformers.trainer.Trainer

@@ -24,14 +24,14 @@ PIPEMARE = {"pipeline": {"stages": 2, "schedule": "pipemare"}}
 class Stream(torch.utils.data.IterableDataset):
     """Rows that have neither length nor index."""
 
-    def __init__(self, kind: str, count: int) -> None:
+    def __init__(self, kind, count):
         self.rows = Rows(kind, count)
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         return iter(self.rows.rows)
 
 
-def masked(features: list[Any]) -> dict[str, torch.Tensor]:
+def masked(features):
     """Hide tokens at random, by torch's generator and by Python's."""
     batch = pad(features)
     hidden = torch.rand(batch["input_ids"].shape) < 0.3
@@ -41,11 +41,11 @@ def masked(features: list[Any]) -> dict[str, torch.Tensor]:
     return batch
 
 
-def streamed() -> dict[str, Any]:
+def streamed():
     return compared("gpt2", "1f1b", train_dataset=Stream("gpt2", 21))
 
 
-def read_by_workers() -> dict[str, Any]:
+def read_by_workers():
     """Each process has a worker of its own, which masks the same tokens on all stages."""
     section = {"pipeline": {"stages": 2, "inputs": "auto"}}
     changes = {"dataloader_num_workers": 1}
@@ -54,21 +54,21 @@ def read_by_workers() -> dict[str, Any]:
     return {"losses": losses(trainer), "expected": reference("gpt2", trainer)["losses"]}
 
 
-def replicas() -> dict[str, Any]:
+def replicas():
     return compared("gpt2", "1f1b", config={"wavemare": PIPELINE}, train_dataset=Rows("gpt2", 42))
 
 
-def stages_of_parts() -> dict[str, Any]:
+def stages_of_parts():
     """Tensor parallelism inside of stages, with a loss that needs all logits of a token."""
     section = {**PIPELINE, "tensor_parallel": {"size": 2}}
     return compared("gpt2", "1f1b", 0.1, config={"wavemare": section})
 
 
-def parts() -> dict[str, Any]:
+def parts():
     """Logits of tensor parallelism alone, beside the loss."""
     shapes: list[Any] = []
 
-    def metrics(prediction: Any) -> dict[str, float]:
+    def metrics(prediction):
         shapes.append(list(prediction.predictions.shape))
         return {"mean": float(prediction.predictions.mean())}
 
@@ -81,7 +81,7 @@ def parts() -> dict[str, Any]:
     return {"shapes": shapes, "mean": found["eval_mean"], "expected": float(expected.mean())}
 
 
-def again(kind: str, section: Any) -> dict[str, Any]:
+def again(kind, section):
     """A second ``train`` goes on with the weights, and is a new run in all else."""
     name = f"again-{kind}-{section['pipeline'].get('schedule')}"
     first = trainer_of(kind, name, section)
@@ -100,7 +100,7 @@ def again(kind: str, section: Any) -> dict[str, Any]:
     return {"second": losses(first)[-before:], "other": losses(other), "steps": before}
 
 
-def noisy() -> dict[str, Any]:
+def noisy():
     """NEFTune's noise is in training, and in nothing else."""
     plain = trainer_of("gpt2", "plain", PIPELINE)
     noised = trainer_of("gpt2", "noised", PIPELINE, neftune_noise_alpha=50.0)
@@ -123,7 +123,7 @@ def noisy() -> dict[str, Any]:
     }
 
 
-def halves(kind: str, section: Any) -> dict[str, Any]:
+def halves(kind, section):
     """bf16 beside fp32."""
     found, config = {}, {"bf16": {"enabled": "auto"}}
     for name, changes in (("fp32", {}), ("bf16", {"bf16": True})):
@@ -135,11 +135,11 @@ def halves(kind: str, section: Any) -> dict[str, Any]:
     return found
 
 
-def classified() -> dict[str, Any]:
+def classified():
     """Metrics of a classification's own logits, in a pipeline, with the labels beside them."""
     seen: dict[str, Any] = {}
 
-    def metrics(prediction: Any) -> dict[str, float]:
+    def metrics(prediction):
         seen["inputs"] = list(prediction.inputs.shape)
         right = prediction.predictions.argmax(-1) == prediction.label_ids
         return {"accuracy": float(numpy.mean(right))}
@@ -168,14 +168,14 @@ def classified() -> dict[str, Any]:
 class Main(TrainerCallback):
     """Which process integrations log on."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.is_main: set[bool] = set()
 
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_log(self, args, state, control, **kwargs):
         self.is_main.add(state.is_world_process_zero)
 
 
-def logged() -> dict[str, Any]:
+def logged():
     main = Main()
     has_writer = importlib.util.find_spec("tensorboardX") is not None
     changes = {"report_to": ["tensorboard"] if has_writer else []}

@@ -3,7 +3,6 @@
 
 import hashlib
 import sys
-from typing import Any
 
 import torch
 from common import LENGTH, VOCABULARY, build_bert, build_gpt2
@@ -15,7 +14,7 @@ MODELS = {
 }
 
 
-def plain_model(kind: str) -> Any:
+def plain_model(kind):
     """Without dropout, so that nothing is drawn."""
     model = MODELS[kind]()
     for module in model.modules():
@@ -27,7 +26,7 @@ def plain_model(kind: str) -> Any:
 class Rows(torch.utils.data.Dataset):
     """Random token rows; what BERT is to classify is the first token."""
 
-    def __init__(self, kind: str, count: int, *, seed: int = 0, varied: bool = False) -> None:
+    def __init__(self, kind, count, *, seed=0, varied=False):
         generator = torch.Generator().manual_seed(seed)
         self.rows = []
         for number in range(count):
@@ -36,18 +35,18 @@ class Rows(torch.utils.data.Dataset):
             labels = ids.clone() if kind == "gpt2" else ids[0] % 3
             self.rows.append({"input_ids": ids, "labels": labels})
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return self.rows[index]
 
 
-def pad(features: list[Any]) -> dict[str, torch.Tensor]:
+def pad(features):
     """A collator of rows of unlike lengths."""
     longest = max(len(feature["input_ids"]) for feature in features)
 
-    def padded(values: torch.Tensor, filler: int) -> torch.Tensor:
+    def padded(values, filler):
         return torch.nn.functional.pad(values, (0, longest - len(values)), value=filler)
 
     labels = [f["labels"] for f in features]
@@ -60,7 +59,7 @@ def pad(features: list[Any]) -> dict[str, torch.Tensor]:
     }
 
 
-def json_file(stage: int = 0, section: dict[str, Any] | None = None, **changes: Any) -> Any:
+def json_file(stage=0, section=None, **changes):
     values = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
@@ -77,7 +76,7 @@ def json_file(stage: int = 0, section: dict[str, Any] | None = None, **changes: 
     return {key: value for key, value in values.items() if value is not None}
 
 
-def arguments(name: str, config: Any, **changes: Any) -> TrainingArguments:
+def arguments(name, config, **changes):
     return TrainingArguments(
         **{
             "output_dir": f"{sys.argv[1]}/{name}",
@@ -98,11 +97,11 @@ def arguments(name: str, config: Any, **changes: Any) -> TrainingArguments:
     )
 
 
-def losses(trainer: Any) -> list[float]:
+def losses(trainer):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def file_digest(path: str) -> str:
+def file_digest(path):
     """A digest of the weights in a folder for ``from_pretrained``."""
     from safetensors.torch import load_file
 

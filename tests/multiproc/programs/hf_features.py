@@ -4,7 +4,6 @@
 import sys
 from collections import Counter
 from functools import partial
-from typing import Any
 
 import numpy
 import torch
@@ -25,20 +24,20 @@ ENGINES = {
 class Recorder(TrainerCallback):
     """Counts what happens."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.counts: Counter[str] = Counter()
         for event in (name for name in dir(self) if name.startswith("on_")):
             setattr(self, event, partial(self.count, event))
 
-    def count(self, event: str, *args: Any, **kwargs: Any) -> None:
+    def count(self, event, *args, **kwargs):
         self.counts[event] += 1
 
 
-def largest(logits: Any, labels: Any) -> Any:
+def largest(logits, labels):
     return logits.argmax(-1)
 
 
-def trainer_of(kind: str, engine: str, name: str, **options: Any) -> Any:
+def trainer_of(kind, engine, name, **options):
     stage, section = ENGINES[engine]
     changes = options.pop("arguments", {})
     return wavemare.hf.Trainer(
@@ -51,7 +50,7 @@ def trainer_of(kind: str, engine: str, name: str, **options: Any) -> Any:
     )
 
 
-def resumed(kind: str, engine: str) -> dict[str, Any]:
+def resumed(kind, engine):
     """Eight steps at once, and four that go on from the fourth, in an epoch's middle."""
     changes = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4, "logging_steps": 1}
     whole = trainer_of(kind, engine, "run", arguments=changes)
@@ -69,11 +68,11 @@ def resumed(kind: str, engine: str) -> dict[str, Any]:
     }
 
 
-def best(kind: str, engine: str) -> dict[str, Any]:
+def best(kind, engine):
     """A metric that only falls: the first evaluation is the best one, and the second the last."""
     recorder, seen = Recorder(), []
 
-    def metrics(prediction: Any) -> dict[str, float]:
+    def metrics(prediction):
         seen.append([list(prediction.predictions.shape), list(prediction.label_ids.shape)])
         right = numpy.mean(prediction.predictions == prediction.label_ids)
         return {"score": -float(len(seen)), "right": float(right)}
@@ -113,7 +112,7 @@ def best(kind: str, engine: str) -> dict[str, Any]:
     }
 
 
-def evaluated_first(kind: str, engine: str) -> dict[str, Any]:
+def evaluated_first(kind, engine):
     """An evaluation before training, an evaluation without labels, then training."""
     trainer = trainer_of(kind, engine, "first")
     before = trainer.evaluate()["eval_loss"]

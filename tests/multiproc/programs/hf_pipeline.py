@@ -23,7 +23,7 @@ SECTIONS = {
 }
 
 
-def trainer_of(kind: str, name: str, section: Any, **options: Any) -> Any:
+def trainer_of(kind, name, section, **options):
     changes = {k: options.pop(k) for k in list(options) if k in ARGUMENTS}
     config = json_file(0, section, **options.pop("config", {}))
     given = {
@@ -38,7 +38,7 @@ def trainer_of(kind: str, name: str, section: Any, **options: Any) -> Any:
 ARGUMENTS = set(transformers.TrainingArguments.__dataclass_fields__)
 
 
-def reference(kind: str, trainer: Any, smoothing: float = 0.0) -> dict[str, Any]:
+def reference(kind, trainer, smoothing=0.0):
     """A loop in one process over the very batches: means over a step's labels, AdamW, clipping."""
     args = trainer.args
     model = plain_model(kind).train()
@@ -77,7 +77,7 @@ def reference(kind: str, trainer: Any, smoothing: float = 0.0) -> dict[str, Any]
     return {"losses": found}
 
 
-def _of_all_ranks(batches: list[Any], ranks: int) -> list[Any]:
+def _of_all_ranks(batches, ranks):
     if ranks == 1:
         return batches
     everywhere: list[Any] = [None] * torch.distributed.get_world_size()
@@ -86,7 +86,7 @@ def _of_all_ranks(batches: list[Any], ranks: int) -> list[Any]:
     return [batch for together in zip(*first_stage, strict=True) for batch in together]
 
 
-def compared(kind: str, schedule: str, smoothing: float = 0.0, **options: Any) -> dict[str, Any]:
+def compared(kind, schedule, smoothing=0.0, **options):
     name = f"{kind}-{schedule}-{smoothing}-{len(options)}"
     trainer = trainer_of(
         kind, name, SECTIONS[schedule], label_smoothing_factor=smoothing, **options
@@ -122,7 +122,7 @@ def compared(kind: str, schedule: str, smoothing: float = 0.0, **options: Any) -
     }
 
 
-def begun() -> dict[str, Any]:
+def begun():
     """Gradients of any length, after an evaluation of the model as it was given."""
     trainer = trainer_of("gpt2", "begun", SECTIONS["1f1b"], max_grad_norm=0.0, eval_on_start=True)
     trainer.train()
@@ -135,7 +135,7 @@ def begun() -> dict[str, Any]:
     }
 
 
-def _eval_loss(kind: str, model: Any, trainer: Any, smoothing: float) -> float:
+def _eval_loss(kind, model, trainer, smoothing):
     """The mean over rows of their batch's loss, as transformers weighs batches."""
     rows, means = trainer.eval_dataset, []
     for start in range(0, len(rows), 2):
@@ -151,7 +151,7 @@ def _eval_loss(kind: str, model: Any, trainer: Any, smoothing: float) -> float:
     return sum(means) / len(means)
 
 
-def stale(**config: Any) -> dict[str, Any]:
+def stale(**config):
     """The arguments' two micro-batches, where four would bound the staleness."""
     section = {**SECTIONS["pipemare"]["pipeline"], "pipemare": {"slack": 3}}
     trainer = trainer_of(
@@ -168,15 +168,15 @@ VARIED: dict[str, Any] = {
 }
 
 
-def varied(kind: str) -> dict[str, Any]:
+def varied(kind):
     """Rows of unlike lengths, grouped by length, with a collator of the script's own."""
     options = {**VARIED, "train_dataset": Rows(kind, 11, varied=True)}
     return compared(kind, "1f1b", train_sampling_strategy="group_by_length", **options)
 
 
-def refusals() -> dict[str, str]:
-    def message(section: Any, trainer_class: Any = wavemare.hf.Trainer, **changes: Any) -> str:
-        def train() -> None:
+def refusals():
+    def message(section, trainer_class=wavemare.hf.Trainer, **changes):
+        def train():
             trainer_class(
                 model=MODELS["gpt2"](),
                 args=arguments("refused", json_file(0, section), **changes),
@@ -186,7 +186,7 @@ def refusals() -> dict[str, str]:
         return refusal(train)
 
     class Own(wavemare.hf.Trainer):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        def compute_loss(self, *args, **kwargs):
             return super().compute_loss(*args, **kwargs)
 
     # Some CPUs do train in fp16.

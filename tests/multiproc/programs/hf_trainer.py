@@ -3,7 +3,6 @@
 
 import sys
 from functools import partial
-from typing import Any
 
 import torch
 import transformers
@@ -14,7 +13,7 @@ import wavemare
 import wavemare.hf
 
 
-def run(kind: str, name: str, trainer_class: Any, config: Any, **changes: Any) -> dict[str, Any]:
+def run(kind, name, trainer_class, config, **changes):
     build = MODELS[kind] if kind == "bert" else lambda: plain_model(kind)
     trainer = trainer_class(
         model=build(),
@@ -38,7 +37,7 @@ def run(kind: str, name: str, trainer_class: Any, config: Any, **changes: Any) -
     }
 
 
-def same_as_stock(kind: str, stage: int) -> dict[str, Any]:
+def same_as_stock(kind, stage):
     config = json_file(stage)
     if stage == 3:
         config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
@@ -49,32 +48,32 @@ def same_as_stock(kind: str, stage: int) -> dict[str, Any]:
     }
 
 
-def sparse() -> dict[str, Any]:
+def sparse():
     config = json_file(0, {"sparse_collective": {"mode": "auto"}})
     return run("bert", "sparse", wavemare.hf.Trainer, config)
 
 
-def model_parallel_waves() -> dict[str, Any]:
+def model_parallel_waves():
     config = json_file(0, {"wavelet": {"mode": "model_parallel"}})
     return run("gpt2", "waves", wavemare.hf.Trainer, config)
 
 
-def tensor_parallel() -> dict[str, Any]:
+def tensor_parallel():
     config = json_file(0, {"tensor_parallel": {"size": 2}})
     return run("gpt2", "tensor", wavemare.hf.Trainer, config, per_device_train_batch_size=4)
 
 
-def tokens() -> dict[str, Any]:
+def tokens():
     config = json_file(0, {"balance": {"mean": "tokens"}})
     return run("gpt2", "tokens", wavemare.hf.Trainer, config)
 
 
-def refusals() -> dict[str, str]:
-    def message(config: Any, optimizer_class: Any = None, **changes: Any) -> str:
+def refusals():
+    def message(config, optimizer_class=None, **changes):
         model = MODELS["gpt2"]()
         optimizer = optimizer_class and optimizer_class(model.parameters(), lr=0.1)
 
-        def train() -> None:
+        def train():
             wavemare.hf.Trainer(
                 model=model,
                 args=arguments("refused", config, **changes),

@@ -9,7 +9,6 @@ import signal
 import sys
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from common import (
@@ -27,7 +26,7 @@ import wavemare
 from wavemare.engine import Interruption
 
 
-def build(case: str) -> tuple[Any, Any]:
+def build(case):
     pipeline, rank = case == "pipeline", distributed.get_rank()
     section = {"pipeline": {"stages": 2, "inputs": ["input_ids"]}} if pipeline else {}
     config = configuration(1 if pipeline else int(case), wavemare=section)
@@ -37,7 +36,7 @@ def build(case: str) -> tuple[Any, Any]:
     return engine, ({"input_ids": batch, "labels": batch} for batch in data)
 
 
-def train(case: str, folder: Path) -> dict:
+def train(case, folder):
     """Train some steps, and again with a stop and a resumption in between."""
     steps, losses, parted = 9, [], []
     engine, batches = build(case)
@@ -68,7 +67,7 @@ def train(case: str, folder: Path) -> dict:
     }
 
 
-def build_asynchronous(micro_batches: int) -> Any:
+def build_asynchronous(micro_batches):
     torch.manual_seed(7)
     stages = distributed.get_world_size()
     layers = [torch.nn.Linear(16, 16) for _ in range(2 * stages)]
@@ -76,7 +75,7 @@ def build_asynchronous(micro_batches: int) -> Any:
     return start_stages(layers, stages=stages, micro_batches=micro_batches, section=section)
 
 
-def asynchronous(signalled: int, micro_batches: int) -> dict:
+def asynchronous(signalled, micro_batches):
     """Stop and resume an asynchronous pipeline, and train one that drains where it stopped."""
     rank, steps = distributed.get_rank(), 40
     lead = (distributed.get_world_size() - 1) // micro_batches
@@ -113,7 +112,7 @@ def asynchronous(signalled: int, micro_batches: int) -> dict:
     }
 
 
-def main(mode: str, *cases: str) -> dict:
+def main(mode, *cases):
     if mode == "engines":
         return {case: train(case, Path(sys.argv[1]) / case) for case in cases}
     return {"1": asynchronous(0, 1), "2": asynchronous(3, 2)}

@@ -37,7 +37,7 @@ SIZES: dict[str, Any] = {
 }
 
 
-def build(name: str) -> Any:
+def build(name):
     transformers.set_seed(7)
     if name == "gpt2":
         config: Any = transformers.GPT2Config(
@@ -67,7 +67,7 @@ def build(name: str) -> Any:
     return transformers.Qwen3ForCausalLM(config)
 
 
-def batches(name: str) -> list[dict[str, torch.Tensor]]:
+def batches(name):
     generator = torch.Generator().manual_seed(13)
     result = []
     for _ in range(STEPS * ACCUMULATION):
@@ -79,11 +79,11 @@ def batches(name: str) -> list[dict[str, torch.Tensor]]:
     return result
 
 
-def optimizer(parameters: Any) -> torch.optim.Optimizer:
+def optimizer(parameters):
     return torch.optim.AdamW(parameters, lr=5e-3)
 
 
-def start(module: Any, **changes: Any) -> Any:
+def start(module, **changes):
     config = {
         "train_micro_batch_size_per_gpu": MICRO,
         "gradient_accumulation_steps": ACCUMULATION,
@@ -97,7 +97,7 @@ def start(module: Any, **changes: Any) -> Any:
     return engine
 
 
-def build_untied(name: str) -> Any:
+def build_untied(name):
     """The model with a head of its own, by the means of PyTorch alone."""
     model = build(name)
     head = model.get_output_embeddings()
@@ -105,9 +105,7 @@ def build_untied(name: str) -> Any:
     return model
 
 
-def train_whole(
-    name: str, make: Any = build
-) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+def train_whole(name, make=build):
     """The unsplit model under plain PyTorch: losses, gradient norms, weights."""
     model = make(name).train()
     adam = optimizer(model.parameters())
@@ -118,12 +116,12 @@ def train_whole(
     return losses, norms, model.state_dict()
 
 
-def train_pipeline(engine: Any, name: str) -> list[float]:
+def train_pipeline(engine, name):
     data = iter([engine.module.split_batch(batch) for batch in batches(name)])
     return [engine.train_batch(data).item() for _ in range(STEPS)]
 
 
-def tied_copies_equal(module: Any) -> bool:
+def tied_copies_equal(module):
     """Compare each tied weight with its first owner's."""
     equal = True
     for weight, group in module.get_tied_weights_and_groups():
@@ -133,7 +131,7 @@ def tied_copies_equal(module: Any) -> bool:
     return equal
 
 
-def train(folder: Path, name: str, **options: Any) -> dict[str, Any]:
+def train(folder, name, **options):
     settings = options.pop("config", {})
     module = to_pipeline(build(name), num_stages=2, **options)
     make = build_untied if options.get("untie") else build
@@ -163,7 +161,7 @@ def train(folder: Path, name: str, **options: Any) -> dict[str, Any]:
     return result
 
 
-def save_untouched(folder: Path, name: str) -> dict[str, Any]:
+def save_untouched(folder, name):
     if torch.distributed.get_rank() == 0:
         build(name).save_pretrained(folder / "theirs")
     torch.distributed.barrier()
@@ -173,7 +171,7 @@ def save_untouched(folder: Path, name: str) -> dict[str, Any]:
     return {}
 
 
-def untied_engine(name: str) -> Any:
+def untied_engine(name):
     module = to_pipeline(build(name), num_stages=2, untie=True)
     config = {
         "train_micro_batch_size_per_gpu": MICRO,
@@ -186,13 +184,13 @@ def untied_engine(name: str) -> Any:
     )[0]
 
 
-def second_half(engine: Any, name: str) -> list[float]:
+def second_half(engine, name):
     data = [engine.module.split_batch(batch) for batch in batches(name)]
     rest = iter(data[STEPS // 2 * ACCUMULATION :])
     return [engine.train_batch(rest).item() for _ in range(STEPS // 2)]
 
 
-def save_untied(folder: Path, name: str) -> dict[str, Any]:
+def save_untied(folder, name):
     """Train half of the steps, save a checkpoint and the model, train the rest."""
     engine = untied_engine(name)
     data = iter([engine.module.split_batch(batch) for batch in batches(name)])
@@ -204,7 +202,7 @@ def save_untied(folder: Path, name: str) -> dict[str, Any]:
     return {"digest": digest, "losses": second_half(engine, name)}
 
 
-def load_untied(folder: Path, name: str) -> dict[str, Any]:
+def load_untied(folder, name):
     """Load what :func:`save_untied` left and train the rest."""
     engine = untied_engine(name)
     fresh = weights_digest(engine)
@@ -213,7 +211,7 @@ def load_untied(folder: Path, name: str) -> dict[str, Any]:
     return {"fresh": fresh, "digest": digest, "losses": second_half(engine, name)}
 
 
-def zero(folder: Path, name: str) -> dict[str, Any]:
+def zero(folder, name):
     """Save plain engines of all ZeRO stages, untouched and after a step."""
     differences = []
     for stage in range(4):
@@ -231,7 +229,7 @@ def zero(folder: Path, name: str) -> dict[str, Any]:
     return {"moved": differences}
 
 
-def replicas(folder: Path, name: str) -> dict[str, Any]:
+def replicas(folder, name):
     """One stage, two data-parallel replicas."""
     engine = start(to_pipeline(build(name), num_stages=1))
     train_pipeline(engine, name)
@@ -243,14 +241,14 @@ def replicas(folder: Path, name: str) -> dict[str, Any]:
     return result
 
 
-def cuts(folder: Path, name: str) -> dict[str, Any]:
+def cuts(folder, name):
     return {
         str(partition): to_pipeline(build(name), num_stages=2, partition=partition).parts
         for partition in ("time", "parameters", "uniform", "type:block", [0, 5])
     }
 
 
-def memory(folder: Path, name: str, **options: Any) -> dict[str, Any]:
+def memory(folder, name, **options):
     """Which parameters live on when the caller has dropped the model."""
     gc.collect()
     before = count_vocabularies()
@@ -268,7 +266,7 @@ def memory(folder: Path, name: str, **options: Any) -> dict[str, Any]:
     }
 
 
-def count_vocabularies() -> int:
+def count_vocabularies():
     """Return how many weights there are with a row for each token; not those kept for saving."""
     return sum(
         isinstance(thing, torch.nn.Parameter)
@@ -279,7 +277,7 @@ def count_vocabularies() -> int:
     )
 
 
-def half(folder: Path, name: str) -> dict[str, Any]:
+def half(folder, name):
     """Train and save in bfloat16."""
     engine = start(to_pipeline(build(name), num_stages=2), bf16={"enabled": True})
     losses = train_pipeline(engine, name)
@@ -296,7 +294,7 @@ def half(folder: Path, name: str) -> dict[str, Any]:
     return result
 
 
-def failure(folder: Path, name: str) -> dict[str, Any]:
+def failure(folder, name):
     """Rank 0 cannot write: all ranks learn of it."""
     module = to_pipeline(build(name), num_stages=2)
     (folder / "occupied").touch()

@@ -5,7 +5,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ NUMBERS = 5_000_000  # of 4 bytes
 ROUNDS = 3
 
 
-def best_of(barrier: Callable[[], object], exchange: Callable[[], object]) -> float:
+def best_of(barrier, exchange):
     seconds = []
     for _ in range(ROUNDS):
         barrier()
@@ -25,11 +24,11 @@ def best_of(barrier: Callable[[], object], exchange: Callable[[], object]) -> fl
     return min(seconds)
 
 
-def exchange_by_gloo(sent: np.ndarray, received: np.ndarray, to: int, source: int) -> float:
+def exchange_by_gloo(sent, received, to, source):
     import torch
     from torch import distributed
 
-    def exchange() -> None:
+    def exchange():
         work = distributed.irecv(torch.from_numpy(received), source)
         distributed.isend(torch.from_numpy(sent), to).wait()
         work.wait()
@@ -40,7 +39,7 @@ def exchange_by_gloo(sent: np.ndarray, received: np.ndarray, to: int, source: in
     return seconds
 
 
-def exchange_by_mpi(sent: np.ndarray, received: np.ndarray, to: int, source: int) -> float:
+def exchange_by_mpi(sent, received, to, source):
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -49,7 +48,7 @@ def exchange_by_mpi(sent: np.ndarray, received: np.ndarray, to: int, source: int
     return best_of(world.Barrier, lambda: world.Sendrecv(sent, to, recvbuf=received, source=source))
 
 
-def gather_by_mpi(sent: np.ndarray, received: np.ndarray, to: int, source: int) -> float:
+def gather_by_mpi(sent, received, to, source):
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -60,12 +59,12 @@ def gather_by_mpi(sent: np.ndarray, received: np.ndarray, to: int, source: int) 
     return seconds
 
 
-def scatter_by_mpi(sent: np.ndarray, received: np.ndarray, to: int, source: int) -> float:
+def scatter_by_mpi(sent, received, to, source):
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
 
-    def scatter() -> None:
+    def scatter():
         if world.Get_rank() > 0:
             world.Recv(received, 0)
             return

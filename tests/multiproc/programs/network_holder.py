@@ -8,7 +8,7 @@ import time
 from wavemare.bench.network import Laboratory
 
 
-def main() -> None:
+def main():
     with Laboratory(2, 500.0) as laboratory:
         group = laboratory.start_ranks(["sleep", "1000"], ranks_per_host=2)
         while len(group.pids()) < 4:

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """One chain cut in three places; with clipping, stock DeepSpeed makes three trainings of it."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import deepspeed
 import torch
 from common import leave
 from deepspeed.pipe import LayerSpec, PipelineModule
-from torch import Tensor, nn
+from torch import nn
 
 import wavemare
 
@@ -19,11 +16,11 @@ CUTS = ([0, 4, 8], [0, 6, 8], [0, 1, 8])
 class Cut(PipelineModule):
     """A pipeline with given bounds."""
 
-    def __init__(self, *args: Any, cuts: list[int], **kwargs: Any) -> None:
+    def __init__(self, *args, cuts, **kwargs):
         self._cuts = cuts
         super().__init__(*args, **kwargs)
 
-    def _partition_layers(self, method: str = "uniform") -> None:
+    def _partition_layers(self, method="uniform"):
         self.parts = self._cuts
         stage = self._topo.get_coord(self.global_rank).pipe
         self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
@@ -32,29 +29,26 @@ class Cut(PipelineModule):
 class Block(nn.Module):
     """Weights that do not depend on the stage."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index):
         super().__init__()
         generator = torch.Generator().manual_seed(index)
         self.up, self.down = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
         for parameter in self.parameters():
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.down(nn.functional.gelu(self.up(x)))
 
 
-def batches() -> Iterator[tuple[Tensor, Tensor]]:
+def batches():
     generator = torch.Generator().manual_seed(5)
     while True:
         yield tuple(torch.randn(MICRO, WIDTH, generator=generator) for _ in range(2))  # type: ignore[misc]
 
 
-def train(cuts: list[int], clipping: float, zero: int, **sections: Any) -> list[float]:
+def train(cuts, clipping, zero, **sections):
     module = Cut(
-        [LayerSpec(Block, i) for i in range(LAYERS)],
-        num_stages=2,
-        loss_fn=nn.MSELoss(),
-        cuts=cuts,
+        [LayerSpec(Block, i) for i in range(LAYERS)], num_stages=2, loss_fn=nn.MSELoss(), cuts=cuts
     )
     config = {
         "train_micro_batch_size_per_gpu": MICRO,

@@ -34,10 +34,7 @@ def train(num_stages, checkpointing, mode, dropout):
         [build_layer(dropout) for _ in range(2 * num_stages)],
         stages=num_stages,
         micro_batches=1,
-        section={
-            "schedule": "pipemare",
-            "pipemare": {"discrepancy_correction": {"mode": mode}},
-        },
+        section={"schedule": "pipemare", "pipemare": {"discrepancy_correction": {"mode": mode}}},
         pipeline=KINDS[checkpointing],
     )
     forwards = []

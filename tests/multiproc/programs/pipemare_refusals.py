@@ -136,7 +136,7 @@ def shapes():
     return build(module_of([Shrinking(WIDTH, WIDTH), *layers()[1:]])), count(), sine_batches(WIDTH)
 
 
-def main() -> None:
+def main():
     init_distributed()
     name = sys.argv[2]
     if name == "refused":

@@ -3,7 +3,6 @@
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import transformers
 from common import configuration, leave, token_batches
@@ -18,7 +17,7 @@ STEPS, TOKENS = 13, 64  # 2 micro-batches of 2 rows of 16
 ROOT = Path(sys.argv[1])
 
 
-def by_trainer(name: str, trainer_class: Any, section: dict[str, Any] | None) -> dict[str, Any]:
+def by_trainer(name, trainer_class, section):
     changes = {
         "max_steps": STEPS,
         "logging_steps": 2,
@@ -38,7 +37,7 @@ def by_trainer(name: str, trainer_class: Any, section: dict[str, Any] | None) ->
     return {"losses": losses(trainer), "eval": evaluated}
 
 
-def by_loop(name: str) -> dict[str, Any]:
+def by_loop(name):
     config = {**configuration(0), "wavemare": PIPELINE}
     engine, *_ = wavemare.initialize(model=plain_model("gpt2"), config=config)
     batches = ({"input_ids": rows, "labels": rows} for rows in token_batches(0))

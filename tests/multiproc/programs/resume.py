@@ -16,7 +16,7 @@ import wavemare
 STEPS = int(sys.argv[4])
 
 
-def train(case: str, folder: Path, resumed: bool) -> dict:
+def train(case, folder, resumed):
     pipeline = case in ("pipeline", "asynchronous")
     rank = torch.distributed.get_rank()
     section = {"pipeline": {"stages": 2, "inputs": ["input_ids"]}} if pipeline else {}

@@ -26,7 +26,7 @@ VOCABULARY, HIDDEN, LENGTH, SIZE, STEPS = 5_000, 8, 6, 4, 6
 class Model(torch.nn.Module):
     """Two tables and a few layers; ``unused`` has a gradient on one rank alone."""
 
-    def __init__(self, *, sparse: bool = False, skips: bool = False, halves: bool = False) -> None:
+    def __init__(self, *, sparse=False, skips=False, halves=False):
         super().__init__()
         self.words = torch.nn.Embedding(VOCABULARY, HIDDEN, sparse=sparse)
         self.bags = torch.nn.EmbeddingBag(VOCABULARY, HIDDEN, sparse=sparse)
@@ -37,7 +37,7 @@ class Model(torch.nn.Module):
             self.layers[1].to(torch.bfloat16)
         self.skips = skips
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids):
         hidden = self.words(ids).mean(1) + self.bags(ids)
         for layer in self.layers:
             hidden = torch.tanh(layer(hidden.to(layer.weight.dtype))).float()
@@ -46,7 +46,7 @@ class Model(torch.nn.Module):
         return self.out(hidden)
 
 
-def ordered_sum(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def ordered_sum(state, bucket):
     """The twin: all gradients are gathered and summed in the order of the ranks, in float32."""
     buffer = bucket.buffer()
     parts = [torch.empty_like(buffer) for _ in range(dist.get_world_size())]
@@ -72,13 +72,13 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def batches() -> Any:
+def batches():
     generator = torch.Generator().manual_seed(100 + dist.get_rank())
     while True:
         yield torch.randint(0, VOCABULARY, (SIZE, LENGTH), generator=generator)
 
 
-def build(case: dict[str, Any]) -> DistributedDataParallel:
+def build(case):
     torch.manual_seed(7)
     # Small buckets, so that there are several.
     return DistributedDataParallel(
@@ -86,7 +86,7 @@ def build(case: dict[str, Any]) -> DistributedDataParallel:
     )
 
 
-def train(model: DistributedDataParallel, data: Any, steps: int, accumulation: int = 1) -> None:
+def train(model, data, steps, accumulation=1):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for _ in range(steps):
         for number in range(accumulation):
@@ -99,11 +99,11 @@ def train(model: DistributedDataParallel, data: Any, steps: int, accumulation: i
         optimizer.zero_grad()
 
 
-def weights(model: DistributedDataParallel) -> list[Any]:
+def weights(model):
     return [parameter.detach().double().sum().item() for parameter in model.parameters()]
 
 
-def differences(name: str) -> dict[str, Any]:
+def differences(name):
     """Train three twins: by torch's own sum, by the ordered one, and by the hook."""
     case = CASES[name]
     found = {}
@@ -130,7 +130,7 @@ def differences(name: str) -> dict[str, Any]:
     return found
 
 
-def compressed() -> dict[str, Any]:
+def compressed():
     """Train six steps; train three, save, and train three more in new objects."""
     config = CompressorConfig(type="block_topk", ratio=0.3)
     options = {"mode": "pushpull", "block": 16, "compressor": config}
@@ -163,7 +163,7 @@ def compressed() -> dict[str, Any]:
     }
 
 
-def refused() -> dict[str, Any]:
+def refused():
     with (
         SparseComm(mode="pushpull") as comm,
         SparseComm(mode="pushpull", compressor=CompressorConfig()) as compressing,
@@ -174,7 +174,7 @@ def refused() -> dict[str, Any]:
         }
 
 
-def refusal(action: Any) -> list[str] | None:
+def refusal(action):
     try:
         action()
     except WavemareError as error:
@@ -182,7 +182,7 @@ def refusal(action: Any) -> list[str] | None:
     return None
 
 
-def mismatch() -> dict[str, Any]:
+def mismatch():
     """Rank 0's model has another bucket: the error is the collective's own."""
     torch.manual_seed(7)
     model = DistributedDataParallel(torch.nn.Linear(4, 4))

@@ -10,7 +10,7 @@ import wavemare
 from wavemare.comm import register_ddp_hook
 
 
-def train(hooked: bool) -> list[float]:
+def train(hooked):
     torch.manual_seed(0)
     layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
     model = DistributedDataParallel(layers)

@@ -9,7 +9,6 @@ configuration. Or "lose a rank", which ends in an error.
 import json
 import os
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,13 +29,13 @@ VOCABULARY, LENGTH, MICRO, ACCUMULATION, HIDDEN = 3_000, 16, 2, 2, 16
 class Rows(torch.nn.Module):
     """A classifier on a bag of words, whose tables have sparse gradients or dense ones."""
 
-    def __init__(self, *, sparse: bool) -> None:
+    def __init__(self, *, sparse):
         super().__init__()
         self.words = torch.nn.EmbeddingBag(VOCABULARY, HIDDEN, sparse=sparse)
         self.positions = torch.nn.Embedding(LENGTH, HIDDEN, sparse=sparse)
         self.out = torch.nn.Linear(HIDDEN, 3)
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(self, input_ids, labels):
         places = torch.arange(input_ids.shape[1])
         hidden = self.words(input_ids) + self.positions(places).mean(0)
         return torch.nn.functional.cross_entropy(self.out(hidden), labels[:, 0] % 3)
@@ -45,14 +44,14 @@ class Rows(torch.nn.Module):
 class Branching(torch.nn.Module):
     """Each rank uses another branch in turn, and nobody uses the third."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.words = torch.nn.Embedding(VOCABULARY, HIDDEN)
         self.branches = torch.nn.ModuleList(torch.nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
         self.out = torch.nn.Linear(HIDDEN, 3)
         self.calls = 0
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(self, input_ids, labels):
         self.calls += 1
         rank = torch.distributed.get_rank()
         hidden = self.words(input_ids).mean(1)
@@ -63,20 +62,20 @@ class Branching(torch.nn.Module):
 class Shared(torch.nn.Module):
     """One layer used twice within segments that are computed again in the backward pass."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.words = torch.nn.Embedding(VOCABULARY, HIDDEN)
         self.shared = torch.nn.Linear(HIDDEN, HIDDEN)
         self.out = torch.nn.Linear(HIDDEN, 3)
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(self, input_ids, labels):
         hidden = self.words(input_ids).mean(1)
         for _ in range(2):
             hidden = torch.utils.checkpoint.checkpoint(self.shared, hidden, use_reentrant=True)
         return torch.nn.functional.cross_entropy(self.out(hidden), labels[:, 0] % 3)
 
 
-def build(model: str) -> torch.nn.Module:
+def build(model):
     transformers.set_seed(7)
     if model == "bert":
         return build_bert(vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=2 * HIDDEN)
@@ -89,19 +88,19 @@ def build(model: str) -> torch.nn.Module:
     return {"branching": Branching, "shared": Shared}[model]()
 
 
-def _pipeline() -> deepspeed.PipelineModule:
+def _pipeline():
     layers: list[Any] = [torch.nn.Embedding(VOCABULARY, HIDDEN)]
     for _ in range(3):
         layers += [torch.nn.Linear(HIDDEN, HIDDEN), torch.nn.Tanh()]
     layers.append(torch.nn.Linear(HIDDEN, 50))
 
-    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def loss(logits, labels):
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten() % 50)
 
     return deepspeed.PipelineModule(layers, num_stages=2, loss_fn=loss, partition_method="uniform")
 
 
-def batches(rank: int, pipeline: bool) -> Iterator[Any]:
+def batches(rank, pipeline):
     generator = torch.Generator().manual_seed(100 + rank)
     while True:
         # Few words often and many seldom, as in a language.
@@ -110,7 +109,7 @@ def batches(rank: int, pipeline: bool) -> Iterator[Any]:
         yield (ids, ids) if pipeline else {"input_ids": ids, "labels": ids}
 
 
-def initialize(case: dict[str, Any]) -> Any:
+def initialize(case):
     config = {
         "train_micro_batch_size_per_gpu": MICRO,
         "gradient_accumulation_steps": ACCUMULATION,
@@ -131,13 +130,13 @@ def initialize(case: dict[str, Any]) -> Any:
 
 
 @contextmanager
-def noting_sent(module: torch.nn.Module) -> Iterator[list[int]]:
+def noting_sent(module):
     """Give a list of how many buckets were on their way when the steps' backward passes ended."""
     sent: list[int] = []
     calls = {"all": 0, "before": 0}
 
-    def counting(real: Any) -> Any:
-        def call(self: SparseComm, *args: Any, **kwargs: Any) -> Any:
+    def counting(real):
+        def call(self, *args, **kwargs):
             calls["all"] += 1
             return real(self, *args, **kwargs)
 
@@ -153,7 +152,7 @@ def noting_sent(module: torch.nn.Module) -> Iterator[list[int]]:
         yield sent
 
 
-def train(case: dict[str, Any]) -> dict[str, Any]:
+def train(case):
     engine = initialize(case)
     pipeline = case["model"] == "pipeline"
     torch.manual_seed(1000 + engine.data_rank)
@@ -177,7 +176,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def resume(case: dict[str, Any]) -> str:
+def resume(case):
     engine = initialize(case)
     data = batches(engine.data_rank, case["model"] == "pipeline")
     for _ in range(case["save_after"] * ACCUMULATION):
@@ -190,7 +189,7 @@ def resume(case: dict[str, Any]) -> str:
     return digest
 
 
-def lose_a_rank() -> None:
+def lose_a_rank():
     """Rank 1 dies within the third step."""
     engine = initialize({"model": "gpt", "section": {"mode": "pushpull"}})
     data = batches(engine.data_rank, pipeline=False)

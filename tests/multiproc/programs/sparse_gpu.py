@@ -14,7 +14,7 @@ from wavemare.comm import SparseComm
 LARGE = 100 * 2**20 // 4
 
 
-def check(mode: str, dtype: torch.dtype, rank: int) -> bool:
+def check(mode, dtype, rank):
     """Compare the sums of buckets on the device with those on the host, bit for bit."""
     host, device = bucket(rank, dtype), bucket(rank, dtype).cuda()
     with SparseComm(transport="torch", mode=mode) as comm:
@@ -28,7 +28,7 @@ def check(mode: str, dtype: torch.dtype, rank: int) -> bool:
     return same and torch.equal(doubled.cpu(), host * 2) and device.numel() == NUMEL
 
 
-def speed(mode: str, density: float, rank: int) -> dict:
+def speed(mode, density, rank):
     """Time 100 MiB from the device to the device; return the phases of the last call."""
     generator = torch.Generator().manual_seed(rank)
     blocks = torch.rand(LARGE // 256, 1, generator=generator) < density

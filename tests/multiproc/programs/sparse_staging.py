@@ -14,7 +14,7 @@ from wavemare.comm.transport.torch_transport import TorchTransport
 NUMEL = 3 * (1 << 20) + 77  # more than one chunk, and a ragged tail
 
 
-def bucket(rank: int, dtype: torch.dtype) -> torch.Tensor:
+def bucket(rank, dtype):
     generator = torch.Generator().manual_seed(rank)
     flat = torch.randn(NUMEL, generator=generator)
     blocks = torch.arange(NUMEL) // 256
@@ -22,7 +22,7 @@ def bucket(rank: int, dtype: torch.dtype) -> torch.Tensor:
     return (flat * active[blocks]).to(dtype)
 
 
-def run(staged: bool, mode: str, dtype: torch.dtype) -> dict:
+def run(staged, mode, dtype):
     inner = TorchTransport()
     transport = StagedTransport(inner, stages_host=True) if staged else inner
     deterministic = mode not in ("dense", "packed")
@@ -51,8 +51,5 @@ if __name__ == "__main__":
     for mode in sys.argv[2:]:
         for dtype in (torch.float32, torch.bfloat16):
             name = f"{mode} {dtype}"
-            results[name] = {
-                "staged": run(True, mode, dtype),
-                "plain": run(False, mode, dtype),
-            }
+            results[name] = {"staged": run(True, mode, dtype), "plain": run(False, mode, dtype)}
     leave(results)

@@ -29,7 +29,7 @@ class Texts(torch.utils.data.Dataset):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def held() -> dict:
+def held():
     """Return what the process has got from the system."""
     gc.collect()
     targets = Counter()
@@ -48,7 +48,7 @@ def held() -> dict:
     }
 
 
-def engine_once(folder: Path) -> None:
+def engine_once(folder):
     section = {
         "checkpoint": {"background": True},
         "watchdog": {"timeout_s": 60.0, "folder": str(folder / "watchdog")},
@@ -65,7 +65,7 @@ def engine_once(folder: Path) -> None:
     shutil.rmtree(folder / "checkpoints")
 
 
-def loader_once(seed: int) -> None:
+def loader_once(seed):
     stream = ResumableLoader(
         Texts(), micro_batch_size=MICRO, data_rank=0, data_world_size=1, seed=seed
     )
@@ -74,7 +74,7 @@ def loader_once(seed: int) -> None:
             next(batches)
 
 
-def main(folder: Path, engines: int, loaders: int) -> dict:
+def main(folder, engines, loaders):
     early = engines // 4
     for _ in range(early):
         engine_once(folder)

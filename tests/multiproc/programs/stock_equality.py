@@ -23,7 +23,7 @@ import wavemare
 ZERO_STAGES = {"pipeline": 0, "defaults": 1}
 
 
-def train(initialize, case: str, steps: int) -> dict:
+def train(initialize, case, steps):
     pipeline = case == "pipeline"
     rank = torch.distributed.get_rank()
     data = token_batches(0 if pipeline else rank)
@@ -48,11 +48,7 @@ def train(initialize, case: str, steps: int) -> dict:
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
-    return {
-        "engine": type(engine).__module__,
-        "losses": losses,
-        "weights": weights_digest(engine),
-    }
+    return {"engine": type(engine).__module__, "losses": losses, "weights": weights_digest(engine)}
 
 
 if __name__ == "__main__":

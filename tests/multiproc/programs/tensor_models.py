@@ -50,7 +50,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def build(name: str, residual: float = 0.0, attention: float = 0.0) -> Any:
+def build(name, residual=0.0, attention=0.0):
     kind, changes = KINDS[name]
     transformers.set_seed(7)
     if kind == "gpt2":
@@ -73,7 +73,7 @@ def build(name: str, residual: float = 0.0, attention: float = 0.0) -> Any:
     return model
 
 
-def batch(model: Any, seed: int = 13, texts: int = 3) -> dict[str, torch.Tensor]:
+def batch(model, seed=13, texts=3):
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, model.config.vocab_size, (texts, LENGTH), generator=generator)
     ids[0, :2] = 3  # BERT's padding, which is a token of these texts as well
@@ -90,7 +90,7 @@ def batch(model: Any, seed: int = 13, texts: int = 3) -> dict[str, torch.Tensor]
     return result
 
 
-def gradients(model: Any) -> dict[str, torch.Tensor]:
+def gradients(model):
     """Gradients by the names of the state dict, without padding; names that are tied share one."""
     share = next((m.share for m in model.modules() if hasattr(m, "share")), None)
     found = {}
@@ -107,7 +107,7 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
 TOKENS = ("wte", "lm_head", "word_embeddings", "decoder", "predictions")
 
 
-def distance(these: dict[str, Any], those: dict[str, Any]) -> float:
+def distance(these, those):
     """Largest difference, against the largest element of that tensor."""
     assert these.keys() == those.keys(), these.keys() ^ those.keys()
     worst = 0.0
@@ -119,11 +119,11 @@ def distance(these: dict[str, Any], those: dict[str, Any]) -> float:
     return worst
 
 
-def own_part(whole: dict[str, torch.Tensor], group: Any) -> dict[str, torch.Tensor]:
+def own_part(whole, group):
     return split_state_dict(whole, dist.get_rank(group), dist.get_world_size(group))
 
 
-def run_segments(segments: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
+def run_segments(segments, given):
     """Forward and backward, each segment by itself, each sum at once; return the loss."""
     carry, labels = segments.split(given)
     passes = []
@@ -150,7 +150,7 @@ def run_segments(segments: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
     return loss.detach()
 
 
-def cut(carry: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+def cut(carry):
     return tuple(
         value.clone().requires_grad_() if value.is_floating_point() else value for value in carry
     )

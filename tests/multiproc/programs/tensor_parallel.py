@@ -28,11 +28,11 @@ from wavemare.parallel.tensor import (
 )
 
 
-def equal(names: list[str]) -> dict[str, Any]:
+def equal(names):
     return {name: equality(name) for name in names}
 
 
-def equality(name: str) -> dict[str, Any]:
+def equality(name):
     group = dist.group.WORLD
     whole = build(name)
     given = batch(whole)
@@ -65,7 +65,7 @@ def equality(name: str) -> dict[str, Any]:
     }
 
 
-def copied(model: Any, name: str, group: Any) -> Any:
+def copied(model, name, group):
     """A second split model with the same weights; process groups cannot be copied."""
     other = split_model(build(name, *DROPOUTS.get(name, ())), group)
     other.load_state_dict(model.state_dict())
@@ -75,13 +75,13 @@ def copied(model: Any, name: str, group: Any) -> Any:
 DROPOUTS: dict[str, tuple[float, float]] = {}
 
 
-def same_bytes(these: Any, those: Any) -> bool:
+def same_bytes(these, those):
     return list(these) == list(those) and all(
         these[name].numpy().tobytes() == value.numpy().tobytes() for name, value in those.items()
     )
 
 
-def replicated_digest(model: Any) -> str:
+def replicated_digest(model):
     """Of the gradients of weights that all ranks hold: they must be the same to the bit."""
     digest = hashlib.sha256()
     for value in model.parameters():
@@ -90,7 +90,7 @@ def replicated_digest(model: Any) -> str:
     return digest.hexdigest()
 
 
-def functions(names: list[str]) -> dict[str, Any]:
+def functions(names):
     group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     result: dict[str, Any] = {}
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -115,7 +115,7 @@ def functions(names: list[str]) -> dict[str, Any]:
     return result
 
 
-def refused() -> str:
+def refused():
     model = build("gpt2")
     with torch.no_grad():
         model.transformer.h[1].ln_1.weight[0] += dist.get_rank()
@@ -126,7 +126,7 @@ def refused() -> str:
     return ""
 
 
-def cross_entropy(share: VocabularyShare, scale: float) -> list[float]:
+def cross_entropy(share, scale):
     """Differences from torch's function in fp64 of loss (relative) and gradient; in bf16, too."""
     torch.manual_seed(3)
     whole = (torch.randn(2, 5, share.tokens) * scale).requires_grad_()
@@ -150,11 +150,11 @@ def cross_entropy(share: VocabularyShare, scale: float) -> list[float]:
     return differences
 
 
-def dropout(names: list[str]) -> dict[str, Any]:
+def dropout(names):
     return {name: drop(name) for name in names}
 
 
-def drop(name: str) -> dict[str, Any]:
+def drop(name):
     group = dist.group.WORLD
     whole = build(name, residual=0.1).train()
     given = batch(whole)
@@ -197,14 +197,14 @@ def drop(name: str) -> dict[str, Any]:
     }
 
 
-def watch(model: Any) -> dict[str, list[str]]:
+def watch(model):
     """Digests of what each block gives out, and of what each split attention drops."""
     seen: dict[str, list[str]] = {"residual": [], "attention": []}
 
-    def residual(module: Any, inputs: Any, output: Any) -> None:
+    def residual(module, inputs, output):
         seen["residual"].append(hashlib.sha256(output.detach().numpy().tobytes()).hexdigest())
 
-    def attention(module: Any, inputs: Any) -> None:
+    def attention(module, inputs):
         # Drawn after the region's own hook, so inside it; put back, so that nothing changes.
         state = torch.get_rng_state()
         seen["attention"].append(str(torch.rand(4).tolist()))
@@ -218,7 +218,7 @@ def watch(model: Any) -> dict[str, list[str]]:
     return seen
 
 
-def train(model: Any, given: Any, seed: int | None) -> tuple[float, dict[str, torch.Tensor]]:
+def train(model, given, seed):
     model.zero_grad()
     if seed is not None:
         torch.manual_seed(seed)

@@ -6,7 +6,6 @@ The second argument names the part; every rank leaves what it saw as JSON.
 
 import itertools
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,13 +25,13 @@ STEPS, ACCUMULATION, MICRO, CLIP = 5, 4, 3, 0.05
 ADAM: dict[str, Any] = {"lr": 1e-2, "eps": 1e-4}
 
 
-def batches(name: str) -> Any:
+def batches(name):
     model = build(name)
     for seed in itertools.count():
         yield batch(model, seed, MICRO)
 
 
-def train_whole(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train_whole(name):
     """The whole model in this process, by plain PyTorch."""
     model = build(name).train()
     adam = torch.optim.AdamW(model.parameters(), **ADAM)
@@ -42,9 +41,7 @@ def train_whole(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     return losses, model.state_dict()
 
 
-def start(
-    name: str, pipeline: dict[str, Any], split: int = 2, dropout: float = 0.0, **changes: Any
-) -> Any:
+def start(name, pipeline, split=2, dropout=0.0, **changes):
     config = {
         "train_micro_batch_size_per_gpu": MICRO,
         "gradient_accumulation_steps": ACCUMULATION,
@@ -54,10 +51,7 @@ def start(
             "type": "AdamW",
             "params": {**ADAM, "weight_decay": 0.01, "torch_adam": True},
         },
-        "wavemare": {
-            "pipeline": {"stages": 2, **pipeline},
-            "tensor_parallel": {"size": split},
-        },
+        "wavemare": {"pipeline": {"stages": 2, **pipeline}, "tensor_parallel": {"size": split}},
         **changes,
     }
     groups.mpu = None
@@ -66,12 +60,12 @@ def start(
     return engine
 
 
-def train(engine: Any, name: str, steps: int = STEPS) -> list[float]:
+def train(engine, name, steps=STEPS):
     data = batches(name)
     return [float(engine.train_batch(data)) for _ in range(steps)]
 
 
-def seen(engine: Any, name: str, expected: dict[str, torch.Tensor]) -> dict[str, Any]:
+def seen(engine, name, expected):
     merged = pipeline_state_dict(engine)
     return {
         "difference": None if merged is None else difference(merged, expected),
@@ -83,7 +77,7 @@ def seen(engine: Any, name: str, expected: dict[str, torch.Tensor]) -> dict[str,
     }
 
 
-def synchronous(names: list[str]) -> dict[str, Any]:
+def synchronous(names):
     """1F1B beside the whole model, the last one under ZeRO 1."""
     result = {}
     for name in names:
@@ -94,7 +88,7 @@ def synchronous(names: list[str]) -> dict[str, Any]:
     return result
 
 
-def asynchronous(names: list[str]) -> dict[str, Any]:
+def asynchronous(names):
     """PipeMare beside itself on whole stages, whose two replicas get the same data."""
     result = {}
     for name in names:
@@ -114,7 +108,7 @@ def asynchronous(names: list[str]) -> dict[str, Any]:
     return result
 
 
-def half_step(name: str) -> dict[str, Any]:
+def half_step(name):
     """One step of PipeMare in bf16, as long as the gradient is clipped to be."""
     changes = {
         "bf16": {"enabled": True},
@@ -139,7 +133,7 @@ def half_step(name: str) -> dict[str, Any]:
     }
 
 
-def saved(names: list[str]) -> dict[str, Any]:
+def saved(names):
     """Hugging Face folders and checkpoints; bf16 without ZeRO, and its norms."""
     result = {}
     for name in names:
@@ -170,7 +164,7 @@ def saved(names: list[str]) -> dict[str, Any]:
     return result
 
 
-def pairs(names: list[str]) -> dict[str, Any]:
+def pairs(names):
     """Schedules with passes in pairs and without, also where a stage is a single layer."""
     asynchronous = {"schedule": "pipemare", "pipemare": {"slack": 1}}
     zero, half = {"zero_optimization": {"stage": 1}}, {"bf16": {"enabled": True}}
@@ -188,7 +182,7 @@ def pairs(names: list[str]) -> dict[str, Any]:
     return result
 
 
-def run_pairs(name: str, pipeline: dict[str, Any], **changes: Any) -> dict[str, Any]:
+def run_pairs(name, pipeline, **changes):
     torch.manual_seed(3)  # seeds dropout
     engine = start(name, pipeline, dropout=0.1, **changes)
     with counting() as found:
@@ -204,18 +198,18 @@ def run_pairs(name: str, pipeline: dict[str, Any], **changes: Any) -> dict[str, 
 
 
 @contextmanager
-def counting() -> Iterator[dict[str, int]]:
+def counting():
     """Count asynchronous all-reduces (sums), and those that had not ended when another began."""
     stock, found = torch.distributed.all_reduce, {"sums": 0, "hidden": 0}
 
-    def all_reduce(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+    def all_reduce(*args, async_op=False, **kwargs):
         work = stock(*args, async_op=async_op, **kwargs)
         if not async_op:
             return work
         found["sums"] += 1
         number = found["sums"]
 
-        def wait() -> None:
+        def wait():
             found["hidden"] += found["sums"] > number
             work.wait()
 
@@ -225,12 +219,7 @@ def counting() -> Iterator[dict[str, int]]:
         yield found
 
 
-PARTS = {
-    "synchronous": synchronous,
-    "asynchronous": asynchronous,
-    "saved": saved,
-    "pairs": pairs,
-}
+PARTS = {"synchronous": synchronous, "asynchronous": asynchronous, "saved": saved, "pairs": pairs}
 
 if __name__ == "__main__":
     init_distributed()

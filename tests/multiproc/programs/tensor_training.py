@@ -6,7 +6,6 @@ batch there as well, so that the mean over all ranks is that over the models.
 """
 
 import sys
-from typing import Any
 
 import deepspeed
 import torch
@@ -23,7 +22,7 @@ STEPS, CLIP, TENSOR = 5, 0.05, 2
 CASES = [(name, stage) for name in sys.argv[2:] for stage in (0, 1)]
 
 
-def train(initialize: Any, model: Any, stage: int, data_rank: int, **arguments: Any) -> Any:
+def train(initialize, model, stage, data_rank, **arguments):
     config = {
         "train_micro_batch_size_per_gpu": 3,
         # An epsilon above the rounding errors of gradients that are zero, as of biases of keys.
@@ -47,7 +46,7 @@ def train(initialize: Any, model: Any, stage: int, data_rank: int, **arguments: 
     return engine, losses, norms
 
 
-def norm(engine: Any) -> float:
+def norm(engine):
     """The norm that clipping at stage 0 takes; clipping to infinity changes nothing."""
     parameters = list(engine.module.parameters())
     found = deepspeed.runtime.utils.clip_grad_norm_(parameters, float("inf"), mpu=engine.mpu)

@@ -30,7 +30,7 @@ def make(**ours):
     return engine
 
 
-def train(engine, *, cut: bool) -> str:
+def train(engine, *, cut):
     """Train two steps; between them data that ends within a step, or nothing."""
     batches = engine.rank_batches
     engine.train_batch(iter(batches[:ACCUMULATION]))
@@ -45,7 +45,7 @@ def train(engine, *, cut: bool) -> str:
     return weights_digest(engine)
 
 
-def evaluate(engine) -> dict[str, object]:
+def evaluate(engine):
     """What the guard keeps of evaluations, and of a training's forward pass."""
     ended, batches = False, engine.rank_batches
     kept = [weakref.ref(batch["input_ids"]) for batch in batches]
@@ -71,7 +71,7 @@ def evaluate(engine) -> dict[str, object]:
     }
 
 
-def refusals(engine) -> list[str]:
+def refusals(engine):
     unlabelled = [Unlabelled(batch["input_ids"], None) for batch in engine.rank_batches]
     said = []
     for data in (None, iter(unlabelled)):

@@ -18,10 +18,7 @@ PLAIN = {**QUIET, "use_cache": False}
 STEPS = 6
 OPTIMIZERS = {
     "sgd": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
-    "adamw": {
-        "type": "AdamW",
-        "params": {"lr": 1e-2, "weight_decay": 0.01, "torch_adam": True},
-    },
+    "adamw": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01, "torch_adam": True}},
 }
 
 

@@ -6,12 +6,7 @@ import pytest
 
 from wavemare.bench.scaling import collectives, picture, pipelines
 from wavemare.bench.scaling.pipelines import StageCosts, calibrate, predict, step_s
-from wavemare.bench.scaling.study import (
-    PIPELINE_KEYS,
-    collective_rows,
-    pipeline_rows,
-    read_results,
-)
+from wavemare.bench.scaling.study import PIPELINE_KEYS, collective_rows, pipeline_rows, read_results
 from wavemare.bench.sparse.request import Case
 from wavemare.comm import cost
 from wavemare.comm.masks import Masks

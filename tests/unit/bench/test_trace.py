@@ -3,12 +3,7 @@
 
 import json
 
-from wavemare.bench.trace import (
-    build_timeline,
-    draw_timelines,
-    load_timeline,
-    save_timelines,
-)
+from wavemare.bench.trace import build_timeline, draw_timelines, load_timeline, save_timelines
 from wavemare.pipeline.action import Action, Kind
 from wavemare.pipeline.timeline import Event, Timeline
 

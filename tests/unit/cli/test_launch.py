@@ -67,9 +67,7 @@ def test_signal_ends_all_processes_in_silence(tmp_path, wait_for, number):
     ranks = tmp_path / "ranks"
     ranks.mkdir()
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(program), f"{ranks}/"],
-        stderr=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", PARENT, str(program), f"{ranks}/"], stderr=subprocess.PIPE, text=True
     )
     wait_for(lambda: len(list(ranks.iterdir())) == 2)
     parent.send_signal(number)

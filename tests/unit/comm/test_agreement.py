@@ -7,13 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from wavemare.comm.agreement import (
-    HEADER_BYTES,
-    Header,
-    agree,
-    digest_of,
-    exchange_masks,
-)
+from wavemare.comm.agreement import HEADER_BYTES, Header, agree, digest_of, exchange_masks
 from wavemare.comm.layout import Piece
 from wavemare.errors import CommError
 

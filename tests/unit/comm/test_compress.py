@@ -311,10 +311,9 @@ def test_a_loaded_state_is_a_copy():
     ],
 )
 def test_a_state_of_other_settings_is_refused_by_name(other, name):
-    own = {
-        "seed": BlockRandomK(8, ratio=0.1),
-        "threshold": BlockThreshold(8, 2.0),
-    }.get(name, BlockTopK(8, ratio=0.1))
+    own = {"seed": BlockRandomK(8, ratio=0.1), "threshold": BlockThreshold(8, 2.0)}.get(
+        name, BlockTopK(8, ratio=0.1)
+    )
     with pytest.raises(CheckpointError) as caught:
         own.load_state_dict(other.state_dict())
     assert caught.value.key == f"compressor.{name}"

@@ -89,8 +89,7 @@ def test_table_is_that_of_the_slow_twin(hashing, ids, keys, data):
 
 
 @pytest.mark.parametrize(
-    ("load", "expected"),
-    [(0.5, [21.3, 9.0, 4.2, 2.0]), (0.25, [11.5, 2.7, 0.66, 0.16])],
+    ("load", "expected"), [(0.5, [21.3, 9.0, 4.2, 2.0]), (0.25, [11.5, 2.7, 0.66, 0.16])]
 )
 def test_few_ids_are_left_for_the_serial_area(hashing, load, expected):
     ids = distinct(100_000)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wavemare.comm.executors.ranges import equal_pieces
-from wavemare.comm.layout import Layout, Piece, deal, gathered, owned_ranges
+from wavemare.comm.layout import Piece, deal, gathered, owned_ranges
 from wavemare.comm.masks import Masks
 
 
@@ -22,7 +22,7 @@ def tables(draw, max_ranks=6, max_blocks=50):
     return rng.random((ranks, blocks)) < density * rng.random((ranks, 1)) ** 0.2
 
 
-def check_messages(layout: Layout, table):
+def check_messages(layout, table):
     """Play all messages: an owner must find each rank's copy of each of its blocks."""
     ranks = len(table)
     counts = layout.push_counts()

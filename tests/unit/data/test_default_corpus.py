@@ -4,11 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from wavemare.data.default_corpus import (
-    is_held_out,
-    load_default_corpus,
-    read_standard_library,
-)
+from wavemare.data.default_corpus import is_held_out, load_default_corpus, read_standard_library
 from wavemare.errors import DataError
 
 

@@ -48,7 +48,7 @@ def state():
     }
 
 
-def as_saved(value) -> bytes:
+def as_saved(value):
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()

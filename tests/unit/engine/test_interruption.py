@@ -6,9 +6,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
 
 import pytest
 from deepspeed import accelerator
@@ -27,34 +25,34 @@ class FakeEvent:
     happened: list[str]
     made = 0
 
-    def __init__(self) -> None:
+    def __init__(self):
         FakeEvent.made += 1
         self.name = str(FakeEvent.made)
 
-    def record(self) -> None:
+    def record(self):
         self.happened.append(f"record {self.name}")
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         self.happened.append(f"wait {self.name}")
 
 
 class FakeAccelerator:
     """A device that works while the process goes on."""
 
-    def __init__(self, event: type[FakeEvent] | None) -> None:
+    def __init__(self, event):
         self.Event = event
         self.happened: list[str] = []
 
-    def is_synchronized_device(self) -> bool:
+    def is_synchronized_device(self):
         return False
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         self.happened.append("synchronize")
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeAccelerator]:
-    def use(*, events: bool = True) -> FakeAccelerator:
+def device(monkeypatch):
+    def use(*, events=True):
         fake = FakeAccelerator(FakeEvent if events else None)
         FakeEvent.happened, FakeEvent.made = fake.happened, 0
         monkeypatch.setattr(accelerator, "get_accelerator", lambda: fake)
@@ -64,19 +62,19 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeAccelerator]:
 
 
 @pytest.fixture(autouse=True)
-def handlers() -> Iterator[None]:
+def handlers():
     before = [signal.getsignal(number) for number in SIGNALS]
     yield
     for number, handler in zip(SIGNALS, before, strict=True):
         signal.signal(number, handler)
 
 
-def one(store: Any = None, **changes: Any) -> Interruption:
+def one(store=None, **changes):
     values = {"rank": 0, "signals": SIGNALS[:1], **changes}
     return Interruption(store=HashStore() if store is None else store, **values)
 
 
-def simulate(seed: int, *, lead: int, ahead: int, told: int | None = None) -> list[int | None]:
+def simulate(seed, *, lead, ahead, told=None):
     """Let three ranks step in a random order that an engine of this lead allows.
 
     A rank other than 0 finishes step k, on its device, only once rank 0 has begun step k - lead;
@@ -132,9 +130,7 @@ def simulate(seed: int, *, lead: int, ahead: int, told: int | None = None) -> li
 
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("lead", [0, 1, 3])
-def test_all_ranks_stop_after_the_same_step(
-    device: Callable[..., FakeAccelerator], lead: int, ahead: int
-) -> None:
+def test_all_ranks_stop_after_the_same_step(device, lead, ahead):
     if ahead:
         device()
     results = [simulate(seed, lead=lead, ahead=ahead) for seed in range(150)]
@@ -142,7 +138,7 @@ def test_all_ranks_stop_after_the_same_step(
     assert sum(stops[0] is not None for stops in results) > 75
 
 
-def test_a_lead_that_is_too_small_is_named() -> None:
+def test_a_lead_that_is_too_small_is_named():
     wrong = 0
     for seed in range(60):
         try:
@@ -155,19 +151,19 @@ def test_a_lead_that_is_too_small_is_named() -> None:
     assert wrong > 10
 
 
-def test_a_negative_lead_is_refused() -> None:
+def test_a_negative_lead_is_refused():
     with pytest.raises(ConfigError, match="lead = -1"):
         one(lead=-1)
 
 
-def test_it_stops_as_soon_as_it_can() -> None:
+def test_it_stops_as_soon_as_it_can():
     with one(lead=2) as interruption:
         assert not interruption.stops_after(1)
         os.kill(os.getpid(), SIGNALS[0])
         assert [interruption.stops_after(step) for step in (2, 3, 4, 5)] == [0, 0, 0, 1]
 
 
-def test_rank_0_needs_no_signal_of_its_own() -> None:
+def test_rank_0_needs_no_signal_of_its_own():
     store = HashStore()
     with one(store) as first, one(store, rank=1, signals=SIGNALS[1:2]) as second:
         os.kill(os.getpid(), SIGNALS[1])
@@ -177,7 +173,7 @@ def test_rank_0_needs_no_signal_of_its_own() -> None:
         assert second.stops_after(2)
 
 
-def test_handlers_are_put_back() -> None:
+def test_handlers_are_put_back():
     noted: list[int] = []
     signal.signal(SIGNALS[0], lambda number, _: noted.append(number))
     with one() as interruption:
@@ -188,7 +184,7 @@ def test_handlers_are_put_back() -> None:
     assert noted == [SIGNALS[0]]
 
 
-def test_after_a_stop_further_signals_do_no_harm() -> None:
+def test_after_a_stop_further_signals_do_no_harm():
     with one() as interruption:
         os.kill(os.getpid(), SIGNALS[0])
         assert not interruption.stops_after(1)
@@ -197,7 +193,7 @@ def test_after_a_stop_further_signals_do_no_harm() -> None:
     assert signal.getsignal(SIGNALS[0]) is signal.SIG_IGN
 
 
-def test_a_later_loop_begins_anew() -> None:
+def test_a_later_loop_begins_anew():
     store = HashStore()
     for _ in range(2):
         with one(store) as interruption:
@@ -207,10 +203,10 @@ def test_a_later_loop_begins_anew() -> None:
             assert interruption.stops_after(3)
 
 
-def test_outside_the_main_thread_it_only_follows() -> None:
+def test_outside_the_main_thread_it_only_follows():
     store, before, stops = HashStore(), signal.getsignal(SIGNALS[0]), []
 
-    def loop() -> None:
+    def loop():
         with one(store, rank=1) as interruption:
             assert signal.getsignal(SIGNALS[0]) is before
             stops.extend(interruption.stops_after(step) for step in (1, 2))
@@ -224,7 +220,7 @@ def test_outside_the_main_thread_it_only_follows() -> None:
     assert stops == [False, True]
 
 
-def test_a_lost_store_does_not_end_the_rank() -> None:
+def test_a_lost_store_does_not_end_the_rank():
     limit = timedelta(seconds=60)
     master = TCPStore("127.0.0.1", 0, None, True, timeout=limit)
     client = TCPStore("127.0.0.1", master.port, None, False, timeout=limit)
@@ -235,7 +231,7 @@ def test_a_lost_store_does_not_end_the_rank() -> None:
         assert not any(interruption.stops_after(step) for step in (2, 3, 4))
 
 
-def test_a_forked_child_ends_by_the_signal() -> None:
+def test_a_forked_child_ends_by_the_signal():
     with one() as interruption:
         read, write = os.pipe()
         child = os.fork()
@@ -253,9 +249,7 @@ def test_a_forked_child_ends_by_the_signal() -> None:
     os.close(write)
 
 
-def test_the_process_stays_within_a_step_of_its_device(
-    device: Callable[..., FakeAccelerator],
-) -> None:
+def test_the_process_stays_within_a_step_of_its_device(device):
     happened = device().happened
     with one() as interruption:
         for step in (1, 2, 3):
@@ -263,7 +257,7 @@ def test_the_process_stays_within_a_step_of_its_device(
     assert happened == ["record 1", "wait 1", "record 2", "wait 2", "record 3"]
 
 
-def test_a_device_without_events_is_waited_for(device: Callable[..., FakeAccelerator]) -> None:
+def test_a_device_without_events_is_waited_for(device):
     fake = device(events=False)
     with one() as interruption:
         os.kill(os.getpid(), SIGNALS[0])

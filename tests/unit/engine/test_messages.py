@@ -49,12 +49,7 @@ def random_bits(shape, dtype, seed):
 
 
 shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)
-tensors = st.builds(
-    random_bits,
-    shapes,
-    st.sampled_from(DTYPES),
-    st.integers(0, 2**31),
-)
+tensors = st.builds(random_bits, shapes, st.sampled_from(DTYPES), st.integers(0, 2**31))
 sendable = st.one_of(tensors, st.lists(tensors, max_size=5).map(tuple))
 headers = st.lists(st.sampled_from(SPECIAL) | st.floats(), max_size=9)
 

@@ -43,10 +43,7 @@ def test_blocking_sends_and_receives_meet_without_a_deadlock(num_stages, micro_b
         [type(c) for c in flat(PlanSchedule, num_stages, micro_batches, s)[1] if type(c) in kinds]
         for s in range(num_stages)
     ]
-    meets = {
-        schedule.SendActivation: schedule.RecvActivation,
-        schedule.SendGrad: schedule.RecvGrad,
-    }
+    meets = {schedule.SendActivation: schedule.RecvActivation, schedule.SendGrad: schedule.RecvGrad}
     progress = True
     while progress:
         progress = False

@@ -2,7 +2,6 @@
 """What a rank notes of its steps, with a clock that goes by only when told."""
 
 import json
-from pathlib import Path
 
 from wavemare.engine.trace import StepTrace
 from wavemare.engine.watchdog.progress import Progress
@@ -14,16 +13,16 @@ from wavemare.report.traces import Span, read_traces
 class Clock:
     now = 100.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
-def trace_with(clock: Clock) -> StepTrace:
+def trace_with(clock):
     sizes = iter(range(1, 1000))
     return StepTrace(lambda: next(sizes), clock=clock, wall=lambda: clock.now + 1000)
 
 
-def test_passes_of_the_data_parallel_engine_become_actions(tmp_path: Path) -> None:
+def test_passes_of_the_data_parallel_engine_become_actions(tmp_path):
     clock, progress = Clock(), Progress()
     trace = trace_with(clock)
     with progress.doing("train_batch"):  # one that began before
@@ -55,7 +54,7 @@ def test_passes_of_the_data_parallel_engine_become_actions(tmp_path: Path) -> No
     ]
 
 
-def test_each_action_of_a_plan_ends_where_the_next_begins(tmp_path: Path) -> None:
+def test_each_action_of_a_plan_ends_where_the_next_begins(tmp_path):
     clock, progress = Clock(), Progress()
     trace = trace_with(clock)
     trace.begin(progress)
@@ -84,7 +83,7 @@ def test_each_action_of_a_plan_ends_where_the_next_begins(tmp_path: Path) -> Non
     assert rank.busy == 5 / 7
 
 
-def test_an_exception_leaves_the_trace_in_order() -> None:
+def test_an_exception_leaves_the_trace_in_order():
     clock, progress = Clock(), Progress()
     trace = trace_with(clock)
     trace.begin(progress)

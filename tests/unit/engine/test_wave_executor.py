@@ -230,11 +230,7 @@ def test_a_tensor_that_is_not_handed_on_is_refused_by_name():
             def using(carry):
                 return (self.blocks[2](carry[0]) + self.hidden,)
 
-            body = (
-                Segment("first", keeping),
-                segments.body[1],
-                Segment("third", using),
-            )
+            body = (Segment("first", keeping), segments.body[1], Segment("third", using))
             return Segments(segments.split, body, segments.head)
 
     model = Leaky([2, 2, 2])

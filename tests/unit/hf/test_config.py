@@ -54,7 +54,7 @@ def test_every_auto_key_is_filled(tmp_path):
                 "warmup_steps": "auto",
                 "lr_rescheduling": {"enabled": True, "anneal_steps": "auto"},
             },
-        },
+        }
     }
     config = TrainerConfig({**ZERO, "wavemare": section}, world_size=4)
     assert config.wants_entries

@@ -46,10 +46,7 @@ def test_json_round_trip(plan):
 
 def test_digest_is_that_of_the_plan_without_its_prediction():
     assert replace(STAGES, predicted=None).digest == STAGES.digest
-    changed = {
-        "global_batch": 96,
-        "micro_steps": 16,
-    }
+    changed = {"global_batch": 96, "micro_steps": 16}
     others = [
         replace(STAGES, **changed),
         replace(STAGES, shares=(2, 4)),

@@ -244,11 +244,7 @@ def test_the_three_ways_make_one_plan():
             "pipeline": {"micro_batches": 4},
         },
     )
-    plans = [
-        plan(scopes, 8),
-        plan(decorated, 8, gradient_accumulation_steps=4),
-        plan(names, 8),
-    ]
+    plans = [plan(scopes, 8), plan(decorated, 8, gradient_accumulation_steps=4), plan(names, 8)]
     assert plans[0] == plans[1] == plans[2]
     assert (plans[0].cuts, plans[0].tensor_parallel, plans[0].data_parallel) == ((0, 3, 8), 2, 2)
 

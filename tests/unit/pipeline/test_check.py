@@ -50,14 +50,7 @@ def parsed(text):
     send_slots=st.integers(2, 4),
 )
 def test_pipemare_plans_are_sound(
-    num_stages,
-    micro_batches,
-    num_steps,
-    warmup_steps,
-    drain_interval,
-    correct,
-    norms,
-    send_slots,
+    num_stages, micro_batches, num_steps, warmup_steps, drain_interval, correct, norms, send_slots
 ):
     plan = pipemare(
         num_stages,

@@ -12,11 +12,7 @@ from hypothesis import strategies as st
 from torch.nn import Parameter
 
 from wavemare.errors import CheckpointError, ModelError, PlanError
-from wavemare.pipeline.correction import (
-    EmaCorrection,
-    ExactCorrection,
-    NoCorrection,
-)
+from wavemare.pipeline.correction import EmaCorrection, ExactCorrection, NoCorrection
 from wavemare.pipeline.corrections import make_correction
 from wavemare.pipeline.staleness import MODES, resolve_mode
 

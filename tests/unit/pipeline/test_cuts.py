@@ -36,10 +36,7 @@ def test_balanced_cuts_are_the_best_of_all_cuts(weights, data):
     assert balanced_cuts(weights, num_stages) == best_by_brute_force(weights, num_stages)
 
 
-@given(
-    weights=st.lists(st.floats(0, 1e12), min_size=1, max_size=30),
-    data=st.data(),
-)
+@given(weights=st.lists(st.floats(0, 1e12), min_size=1, max_size=30), data=st.data())
 def test_any_weights_give_non_empty_stages(weights, data):
     num_stages = data.draw(st.integers(1, len(weights)))
     bounds = balanced_cuts(weights, num_stages)

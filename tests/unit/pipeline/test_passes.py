@@ -12,10 +12,7 @@ from wavemare.errors import PlanError
 from wavemare.pipeline.action import RECEIVES, SENDS, Action, Kind
 from wavemare.pipeline.check import check
 from wavemare.pipeline.order import Stream
-from wavemare.pipeline.passes import (
-    pair_passes,
-    paired,
-)
+from wavemare.pipeline.passes import pair_passes, paired
 from wavemare.pipeline.schedules import one_f_one_b, paired_one_f_one_b
 
 

@@ -11,11 +11,7 @@ from wavemare.pipeline.config import PipelineConfig
 from wavemare.pipeline.order import Stream
 from wavemare.pipeline.passes import pair_passes
 from wavemare.pipeline.run_plan import MOST_PASSES, run_plan
-from wavemare.pipeline.schedules import (
-    drain_boundary,
-    one_f_one_b_stage,
-    paired_one_f_one_b_stage,
-)
+from wavemare.pipeline.schedules import drain_boundary, one_f_one_b_stage, paired_one_f_one_b_stage
 
 some = settings(max_examples=50, deadline=None)
 shapes = {"num_stages": st.integers(1, 8), "micro_batches": st.integers(1, 8)}

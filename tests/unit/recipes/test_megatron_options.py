@@ -5,7 +5,6 @@ import copy
 import json
 import sys
 from importlib.resources import files
-from pathlib import Path
 
 import pytest
 
@@ -118,7 +117,7 @@ def test_a_model_from_a_folder_has_its_own_size(monkeypatch):
         classification()
 
 
-def test_load_resumes_where_there_is_a_checkpoint(monkeypatch, tmp_path: Path):
+def test_load_resumes_where_there_is_a_checkpoint(monkeypatch, tmp_path):
     both = f"--save {tmp_path} --load {tmp_path}"
     arguments = parsed(monkeypatch, both)
     assert (arguments.output, arguments.resume) == (str(tmp_path), False)

@@ -24,15 +24,7 @@ GPT2 = {
 }
 
 
-@pytest.mark.parametrize(
-    ("zero", "passes"),
-    [
-        (0, 2),
-        (1, 2),
-        (2, 1 + 3),
-        (3, 3 * 3 * 0.5),
-    ],
-)
+@pytest.mark.parametrize(("zero", "passes"), [(0, 2), (1, 2), (2, 1 + 3), (3, 3 * 3 * 0.5)])
 def test_only_gathers_of_zero_3_are_hidden(zero, passes):
     variant = Variant(stages=1, tensor_parallel=1, data_parallel=4, zero_stage=zero)
     found = reduction_s(SLOW, 8e6, variant, micro_steps=3, layers=5, overlap=0.5)

@@ -6,13 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wavemare.pipeline.action import Action, Kind
-from wavemare.pipeline.draw.lane import (
-    WAITING,
-    busy_spans,
-    collective_spans,
-    lanes,
-    waiting_spans,
-)
+from wavemare.pipeline.draw.lane import WAITING, busy_spans, collective_spans, lanes, waiting_spans
 from wavemare.pipeline.timeline import Event, Timeline
 
 BUSY = {Kind.FORWARD, Kind.BACKWARD, Kind.STEP, Kind.CORRECT, Kind.RESTORE}
@@ -27,12 +21,12 @@ EVENTS = st.lists(
 )
 
 
-def covers(event: Event, tick: int) -> bool:
+def covers(event, tick):
     return event.start_s <= tick < event.end_s
 
 
 @given(EVENTS)
-def test_waiting_is_where_only_messages_are_under_way(events: list[Event]) -> None:
+def test_waiting_is_where_only_messages_are_under_way(events):
     waiting = set()
     for tick in range(25):
         kinds = {event.action.kind for event in events if covers(event, tick)}
@@ -47,14 +41,14 @@ def test_waiting_is_where_only_messages_are_under_way(events: list[Event]) -> No
 
 
 @pytest.mark.parametrize("kind", list(Kind))
-def test_only_work_is_busy_and_only_passes_are_numbered(kind: Kind) -> None:
+def test_only_work_is_busy_and_only_passes_are_numbered(kind):
     spans = busy_spans([Event(Action(kind, 2, 7, 1), 3.0, 4.0)])
     assert len(spans) == (kind in BUSY)
     assert [s.label for s in spans if s.label] == ["7"] * (kind in {Kind.FORWARD, Kind.BACKWARD})
     assert all((s.start_s, s.end_s, s.hint) == (3.0, 4.0, f"2{kind.value}7@1") for s in spans)
 
 
-def test_collectives_have_a_lane_below_their_rank() -> None:
+def test_collectives_have_a_lane_below_their_rank():
     events = (
         Event(Action(Kind.FORWARD, 0, 3), 0.0, 1.0),
         Event(Action(Kind.SUM_OUTPUT, 0, 3), 1.0, 4.0),

@@ -15,18 +15,17 @@ from wavemare.pipeline.action import Action, Kind
 from wavemare.pipeline.draw import png, svg
 from wavemare.pipeline.draw.lane import PAINTS, STEP
 from wavemare.pipeline.draw.layout import gantt
-from wavemare.pipeline.draw.picture import Box, Picture
 from wavemare.pipeline.timeline import Event, Timeline
 
 FORWARD, BACKWARD = PAINTS[:2]
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def event(kind: Kind, rank: int, micro_batch: int, start_s: float, end_s: float) -> Event:
+def event(kind, rank, micro_batch, start_s, end_s):
     return Event(Action(kind, rank, micro_batch, 0), start_s, end_s)
 
 
-def timeline(title: str = "two ranks") -> Timeline:
+def timeline(title="two ranks"):
     """Return one second: two forwards, two backwards, a step and a wait; idle ends."""
     first = (
         event(Kind.FORWARD, 0, 0, 0.0, 0.2),
@@ -41,16 +40,16 @@ def timeline(title: str = "two ranks") -> Timeline:
     return Timeline(title, (first, second))
 
 
-def boxes(picture: Picture, name: str) -> list[Box]:
+def boxes(picture, name):
     """Return the boxes of a kind without the legend's, which is the last one."""
     return [box for box in picture.boxes if box.paint.name == name][:-1]
 
 
-def texts(picture: Picture) -> list[str]:
+def texts(picture):
     return [label.text for label in picture.labels]
 
 
-def test_boxes_lie_where_their_times_are() -> None:
+def test_boxes_lie_where_their_times_are():
     picture = gantt(timeline())
     first, second = boxes(picture, "forward")
     (waiting,) = boxes(picture, "waiting for messages")
@@ -74,7 +73,7 @@ def test_boxes_lie_where_their_times_are() -> None:
         assert places[name] == pytest.approx(box.top + box.height / 2)
 
 
-def test_labels_say_which_rank_micro_batch_and_share() -> None:
+def test_labels_say_which_rank_micro_batch_and_share():
     found = Counter(texts(gantt(timeline(), title="Everything")))
     assert {"Everything", "two ranks", "rank 0", "rank 1", "time in ms"} <= found.keys()
     # Micro-batch 0 in four boxes, and the axis' own 0.
@@ -84,12 +83,12 @@ def test_labels_say_which_rank_micro_batch_and_share() -> None:
     assert [text for text in texts(gantt(timeline())) if text in legend] == legend
 
 
-def test_legend_names_only_what_occurs() -> None:
+def test_legend_names_only_what_occurs():
     picture = gantt(Timeline("", ((event(Kind.FORWARD, 0, 0, 0, 1),),)))
     assert {"forward", "backward"} & set(texts(picture)) == {"forward"}
 
 
-def test_timelines_share_one_time_axis() -> None:
+def test_timelines_share_one_time_axis():
     short = Timeline("short", ((event(Kind.FORWARD, 0, 3, 0.0, 0.5),),))
     picture = gantt([timeline(), short])
     *_, half = boxes(picture, "forward")
@@ -104,7 +103,7 @@ def test_timelines_share_one_time_axis() -> None:
     ]
 
 
-def test_a_window_cuts_boxes_off() -> None:
+def test_a_window_cuts_boxes_off():
     picture = gantt(timeline(), start_s=0.5, end_s=0.9)
     assert boxes(picture, "forward") == []
     first, second = boxes(picture, "backward")
@@ -116,7 +115,7 @@ def test_a_window_cuts_boxes_off() -> None:
 
 
 @pytest.mark.parametrize("window", [(0.0, 0.0), (2.0, None), (0.5, 0.1), (0.0, float("inf"))])
-def test_an_empty_window_is_refused(window: tuple[float, float | None]) -> None:
+def test_an_empty_window_is_refused(window):
     with pytest.raises(PlanError, match="nothing happens between"):
         gantt(timeline(), start_s=window[0], end_s=window[1])
     with pytest.raises(PlanError, match="nothing happens between"):
@@ -133,7 +132,7 @@ def test_an_empty_window_is_refused(window: tuple[float, float | None]) -> None:
         (0.0001, "µs", ["0", "10", "20"]),
     ],
 )
-def test_ticks_are_round(seconds: float, unit: str, ticks: list[str]) -> None:
+def test_ticks_are_round(seconds, unit, ticks):
     picture = gantt(Timeline("", ((event(Kind.STEP, 0, 0, 0, seconds),),)))
     axis = [label for label in picture.labels if label.anchor == "middle"]
     assert [label.text for label in axis][:3] == ticks
@@ -143,7 +142,7 @@ def test_ticks_are_round(seconds: float, unit: str, ticks: list[str]) -> None:
     assert f"time in {unit}" in texts(picture)
 
 
-def test_a_step_of_no_time_is_a_mark() -> None:
+def test_a_step_of_no_time_is_a_mark():
     events = (
         event(Kind.BACKWARD, 0, 0, 0.0, 0.5),
         event(Kind.STEP, 0, 0, 0.5, 0.5),
@@ -158,8 +157,8 @@ def test_a_step_of_no_time_is_a_mark() -> None:
     assert picture.boxes.index(marks[0]) > picture.boxes.index(forward)
 
 
-def test_numbers_appear_when_they_fit() -> None:
-    def numbers(count: int) -> int:
+def test_numbers_appear_when_they_fit():
+    def numbers(count):
         events = tuple(event(Kind.FORWARD, 0, 1000 + m, m, m + 1) for m in range(count))
         found = texts(gantt(Timeline("", (events,))))
         return sum(bool(re.fullmatch(r"1\d\d\d", text)) for text in found)
@@ -170,7 +169,7 @@ def test_numbers_appear_when_they_fit() -> None:
     assert numbers(300) == 0
 
 
-def test_crowded_lanes_keep_the_shares_of_their_colours() -> None:
+def test_crowded_lanes_keep_the_shares_of_their_colours():
     # 40000 boxes of which each is much smaller than a pixel; idle is 3/10 of the time.
     events = []
     for m in range(20000):
@@ -184,7 +183,7 @@ def test_crowded_lanes_keep_the_shares_of_their_colours() -> None:
     assert widths["backward"] / whole == pytest.approx(0.5, abs=0.03)
 
 
-def test_svg_is_well_formed_and_has_each_box() -> None:
+def test_svg_is_well_formed_and_has_each_box():
     root = ElementTree.fromstring(svg([timeline("a < b & c"), timeline()], title='"x"'))
     assert (root.tag, root.get("width")) == (f"{SVG}svg", "1200")
     count = Counter(rect.get("class") for rect in root.iter(f"{SVG}rect"))
@@ -202,7 +201,7 @@ def test_svg_is_well_formed_and_has_each_box() -> None:
 
 
 @pytest.mark.parametrize("width", [600, 1200])
-def test_png_has_the_colours_where_the_boxes_are(width: int) -> None:
+def test_png_has_the_colours_where_the_boxes_are(width):
     picture = gantt(timeline(), width=width)
     image = Image.open(io.BytesIO(png(timeline(), width=width)))
     assert (image.format, image.size) == ("PNG", (width, picture.height))
@@ -219,7 +218,7 @@ def test_png_has_the_colours_where_the_boxes_are(width: int) -> None:
     assert image.getpixel(idle) == (255, 255, 255)
 
 
-def test_png_hatches_waiting() -> None:
+def test_png_hatches_waiting():
     picture = gantt(timeline())
     image = Image.open(io.BytesIO(png(timeline())))
     (box,) = boxes(picture, "waiting for messages")

@@ -31,7 +31,7 @@ HEADER = "# plan schedule=pipemare stages=2 micro_batches=1 steps=1 send_slots=2
 COLUMNS = "rank,index,kind,stage,micro_batch,version,wave"
 
 
-def test_a_plan_in_full() -> None:
+def test_a_plan_in_full():
     assert to_csv(pipemare(2, 1, 1)).splitlines() == [
         HEADER,
         COLUMNS,
@@ -53,7 +53,7 @@ def test_a_plan_in_full() -> None:
 
 
 @given(PLANS)
-def test_the_lines_are_the_actions(plan: Plan) -> None:
+def test_the_lines_are_the_actions(plan):
     comment, _, table = to_csv(plan).partition("\n")
     header, _, count = comment.removeprefix("# ").partition(" ranks=")
     found: list[list[Action]] = [[] for _ in range(int(count))]
@@ -65,7 +65,7 @@ def test_the_lines_are_the_actions(plan: Plan) -> None:
     assert replace(Plan.parse(header), ranks=tuple(map(tuple, found))) == plan
 
 
-def test_a_timeline_has_exact_times() -> None:
+def test_a_timeline_has_exact_times():
     events = (
         Event(Action(Kind.FORWARD, 0, 5, 1), 0.1 + 0.2, 1 / 3),
         Event(Action(Kind.CORRECT, 0, 5, -1, 1), 1e-9, 2e5),

@@ -13,7 +13,7 @@ from wavemare.pipeline.draw import chrome_trace
 from wavemare.pipeline.timeline import Event, Timeline
 
 
-def timeline() -> Timeline:
+def timeline():
     """Return two ranks; the second one posts both of its receives at once."""
     first = (
         Event(Action(Kind.FORWARD, 0, 0, 0), 0.0, 0.010),
@@ -32,17 +32,17 @@ def timeline() -> Timeline:
     return Timeline("one", (first, second))
 
 
-def events_of(*timelines: Timeline) -> list[dict[str, Any]]:
+def events_of(*timelines):
     text = chrome_trace(timelines[0] if len(timelines) == 1 else timelines)
     events: list[dict[str, Any]] = json.loads(text)["traceEvents"]
     return events
 
 
-def boxes(events: list[dict[str, Any]]) -> dict[tuple[int, str], dict[str, Any]]:
+def boxes(events):
     return {(e["pid"], e["name"]): e for e in events if e["ph"] == "X"}
 
 
-def test_boxes_say_when_in_microseconds_and_what() -> None:
+def test_boxes_say_when_in_microseconds_and_what():
     found = boxes(events_of(timeline()))
     assert len(found) == 10
     for rank in timeline().ranks:
@@ -53,12 +53,12 @@ def test_boxes_say_when_in_microseconds_and_what() -> None:
             assert box["args"] == {**action._asdict(), "kind": action.kind.name.lower()}
 
 
-def test_categories() -> None:
+def test_categories():
     found = boxes(events_of(timeline())).values()
     assert Counter(e["cat"] for e in found) == {"compute": 3, "communication": 5, "step": 2}
 
 
-def test_a_process_for_each_timeline_and_a_thread_for_each_rank() -> None:
+def test_a_process_for_each_timeline_and_a_thread_for_each_rank():
     events = events_of(timeline(), Timeline("two", timeline().ranks))
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {0: "one", 1: "two"}
@@ -72,7 +72,7 @@ def test_a_process_for_each_timeline_and_a_thread_for_each_rank() -> None:
     assert threads[found[1, "0SA0"]["tid"]] == "rank 0, messages 1"
 
 
-def test_ranks_stay_together_in_the_order_of_the_viewer() -> None:
+def test_ranks_stay_together_in_the_order_of_the_viewer():
     events = events_of(timeline())
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     places = {e["tid"]: e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index"}
@@ -85,7 +85,7 @@ def test_ranks_stay_together_in_the_order_of_the_viewer() -> None:
     ]
 
 
-def test_no_thread_has_two_boxes_at_a_time() -> None:
+def test_no_thread_has_two_boxes_at_a_time():
     threads: dict[int, list[tuple[float, float]]] = {}
     for event in boxes(events_of(timeline())).values():
         threads.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
@@ -93,7 +93,7 @@ def test_no_thread_has_two_boxes_at_a_time() -> None:
         assert all(left[1] <= right[0] + 1e-6 for left, right in pairwise(sorted(spans)))
 
 
-def test_arrows_lead_from_sends_to_their_receives() -> None:
+def test_arrows_lead_from_sends_to_their_receives():
     events = events_of(timeline())
     found = boxes(events)
     arrows: dict[str, dict[str, dict[str, Any]]] = {}
