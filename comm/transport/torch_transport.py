@@ -141,7 +141,11 @@ class TorchTransport(Transport):
         """Return the error for a failure of torch's; the ranks tell each other who is left."""
         how = str(error).strip().splitlines()[-1]
         host = self._members.index(0) if 0 in self._members else None
-        culprits = _ask_around(self._label, self.rank, self.size, peer, host)
+        culprits = _ask_around(self._label, self.rank, self.size, peer)
+        if culprits is None:
+            # The store has gone with its host. Whoever is only silent may be waiting for that one.
+            suspects = [host, peer] if "Timed out" in how else [peer, host]
+            culprits = [rank for rank in suspects if rank is not None][:1]
         return self.lost(culprits, how)
 
 
@@ -212,9 +216,7 @@ def _new_label(members: list[int]) -> str:
     return f"wavemare/comm/{digest}/{number}"
 
 
-def _ask_around(
-    label: str, rank: int, size: int, suspect: int | None, host: int | None
-) -> Sequence[int]:
+def _ask_around(label: str, rank: int, size: int, suspect: int | None) -> Sequence[int] | None:
     """Find out which ranks are lost: those that do not tell of a failure of their own.
 
     A rank that has lost a peer is itself a lost peer to the others, once it leaves. So each tells
@@ -225,10 +227,10 @@ def _ask_around(
         rank: This one.
         size: Number of ranks.
         suspect: Whom this rank has lost, if it knows.
-        host: Who holds the store, if it is one of the group.
 
     Returns:
-        The ranks that told nothing; if all did, the first suspect; empty if nobody knows.
+        The ranks that told nothing; if all did, the first suspect; empty if nobody knows. None if
+        the store does not answer.
     """
     answers: list[Sequence[int] | None] = []
 
@@ -239,10 +241,7 @@ def _ask_around(
     thread = threading.Thread(target=ask, name="wavemare-ask-around", daemon=True)
     thread.start()
     thread.join(2 * _GRACE_S)
-    if answers and answers[0] is not None:
-        return answers[0]
-    # The store has gone with the rank that held it.
-    return [known for known in (suspect, host) if known is not None][:1]
+    return answers[0] if answers else None
 
 
 def _ask_store(label: str, rank: int, size: int, suspect: int | None) -> Sequence[int] | None:
