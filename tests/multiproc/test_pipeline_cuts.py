@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a pipeline is cut changes nothing of what it learns, with clipping neither."""
+"""Where a pipeline is cut changes nothing of what it learns; what a stage has sent arrives."""
 
 import pytest
 
@@ -13,3 +13,17 @@ def test_losses_do_not_depend_on_the_cuts(launch):
     # Without our section it is stock DeepSpeed, which counts the first stage's norm alone.
     assert [round(losses[1], 4) for losses in found["stock"]] == [2.3670, 2.3844, 2.3538]
     assert [round(losses[1], 4) for losses in found["clipped"]] == [2.3951] * 3
+
+
+@pytest.mark.parametrize("then", ["go on", "end"])
+def test_what_a_stage_has_sent_arrives_whatever_it_does_next(launch, then):
+    """As at the end of an engine, or of a process, on a stage that is ahead of its neighbour."""
+    finished = launch("messages.py", then, own=True).check()
+    assert finished.result(1) is True
+
+
+@pytest.mark.parametrize("code", [3, pytest.param(0, marks=pytest.mark.nightly)])
+def test_gloos_threads_do_not_abort_a_process_that_ends(launch, code):
+    """They give back tensors of Python's while it ends; the interpreter's shutdown forbids it."""
+    for _ in range(1 if code else 4):
+        assert launch("abandoned_sums.py", str(code), own=True).codes == [code, code]

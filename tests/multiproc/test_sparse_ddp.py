@@ -46,3 +46,10 @@ def check_compressed(results):
         assert result["forgetful"] != result["whole"]
         assert result["waiting"] > 0
         assert "layers.1.weight" in result["names"]
+
+
+@pytest.mark.world_size(2)
+def test_uneven_data_trains_as_without_the_hook(launch_once):
+    results = launch_once("sparse_ddp_join.py")
+    assert results[0] == results[1]
+    assert results[0]["hooked"] == results[0]["plain"]

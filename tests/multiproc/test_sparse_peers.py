@@ -37,3 +37,17 @@ def test_sums_are_those_of_the_ranks_in_order_over_mpi(tmp_path, ranks):
     assert finished.returncode == 0, finished.stdout + finished.stderr
     for rank in range(ranks):
         check(json.loads((tmp_path / f"rank_{rank}.json").read_text()))
+
+
+MODES = ["ordered", "pushpull", "streaming", "allgather", "packed", "dense"]
+
+
+@pytest.mark.world_size(3)
+@pytest.mark.parametrize("modes", [MODES[:3], pytest.param(MODES[3:], marks=pytest.mark.nightly)])
+def test_staged_messages_change_nothing(launch_once, modes):
+    for results in launch_once("sparse_staging.py", *modes, ranks=3):
+        assert len(results) == 2 * len(modes)
+        for name, result in results.items():
+            assert result["staged"]["same"], name
+            assert result["staged"] == result["plain"], name
+            assert any(result["plain"]["bytes"]), name

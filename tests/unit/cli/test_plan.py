@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``wavemare plan show``: what it prints, writes and what it refuses."""
+"""``wavemare plan show`` and ``plan search``: what they print, write and refuse."""
 
 import io
 import json
@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from wavemare.cli import app
 from wavemare.errors import ConfigError, PlanError
+from wavemare.parallel.plan import ParallelPlan
 from wavemare.pipeline.check import check
 from wavemare.pipeline.draw import grid, to_csv
 from wavemare.pipeline.plan import Plan
@@ -157,3 +158,18 @@ def test_bad_files_are_refused(tmp_path, content, kind, reason):
     (tmp_path / "plan.txt").write_bytes(content)
     with pytest.raises(kind, match=reason):
         show("--file", str(tmp_path / "plan.txt"))
+
+
+BASE = ["plan", "search", "--model", "gpt2", "--global-batch", "64", "--sequence", "256"]
+
+
+def test_plans_are_printed_and_written(tmp_path):
+    files = ["--json", str(tmp_path / "all.json"), "--output", str(tmp_path / "plan.json")]
+    result = CliRunner().invoke(app, [*BASE, "--cluster", "2xV100,2xP100", *files])
+    assert result.exit_code == 0, result.output
+    assert "gpt2, 124.4 M parameters, on 2xV100, 2xP100" in result.output
+    assert "\nequal " in result.output
+    best = ParallelPlan.from_json((tmp_path / "plan.json").read_text())
+    values = json.loads((tmp_path / "all.json").read_text())
+    assert ParallelPlan.from_json(json.dumps(values["plans"][0])) == best
+    assert best.digest[:12] in result.output

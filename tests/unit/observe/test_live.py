@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run says of itself, from the engine's figures."""
+"""What a run says of itself, from the engine's figures, and the average under its loss curve."""
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wavemare.observe.curve import moving_average
 from wavemare.observe.live import live_facts
 
 
@@ -25,3 +30,19 @@ def test_collective():
     text = "density 4.20%, up 1.00 MiB, down 2.00 MiB, dense x1, pushpull x3"
     assert live_facts(metrics) == {"collective": text}
     assert len(f"  {'collective':<12}{text}") <= 80
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=200))
+def test_moving_average_equals_its_definition(losses):
+    reach = max(1, len(losses) // 60)
+    expected = []
+    for i in range(len(losses)):
+        width = min(reach, i, len(losses) - 1 - i)
+        window = losses[i - width : i + width + 1]
+        expected.append(sum(window) / len(window))
+    assert moving_average(losses) == pytest.approx(expected, abs=1e-9)
+
+
+def test_straight_line_stays_where_it_is():
+    line = [10.0 - 0.01 * step for step in range(600)]
+    assert moving_average(line) == pytest.approx(line)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which held-out samples the recipes evaluate on."""
+"""Accuracy and F1 against counting, and which held-out samples recipes evaluate on."""
 
 from types import SimpleNamespace
 
@@ -9,6 +9,7 @@ import torch
 from wavemare.data import resolve
 from wavemare.data.indexed_writer import IndexedWriter
 from wavemare.errors import DataError
+from wavemare.recipes.bert.finetune import scores
 from wavemare.recipes.job import Job
 from wavemare.recipes.megatron_parts import MegatronParts
 
@@ -42,3 +43,27 @@ def test_data_of_which_nothing_is_held_out_is_refused(tmp_path):
     with pytest.raises(DataError, match="by these shares no document is held out") as caught:
         parts.samples(sequence_length=2, num_samples=4, seed=0)
     assert (caught.value.key, caught.value.value) == ("--split", "969,30,1")
+
+
+def test_a_constant_answer_scores_as_the_majority_baseline_does():
+    confusion = torch.tensor([[6, 0, 0], [3, 0, 0], [1, 0, 0]])
+    result = scores(confusion)
+    assert result["accuracy"] == pytest.approx(0.6)
+    assert result["macro_f1"] == pytest.approx((2 * 6 / (6 + 10)) / 3)
+
+
+def test_random_answers_are_counted_alike():
+    generator = torch.Generator().manual_seed(0)
+    labels, answers = (torch.randint(0, 5, (200,), generator=generator) for _ in range(2))
+    confusion = torch.zeros(5, 5, dtype=torch.long)
+    for label, answer in zip(labels, answers, strict=True):
+        confusion[label, answer] += 1
+    f1 = []
+    for kind in range(5):
+        hits = int(((labels == kind) & (answers == kind)).sum())
+        precision = hits / max(int((answers == kind).sum()), 1)
+        recall = hits / max(int((labels == kind).sum()), 1)
+        f1.append(2 * precision * recall / (precision + recall) if hits else 0.0)
+    result = scores(confusion)
+    assert result["accuracy"] == pytest.approx(float((labels == answers).float().mean()))
+    assert result["macro_f1"] == pytest.approx(sum(f1) / 5)
