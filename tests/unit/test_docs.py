@@ -61,7 +61,7 @@ def test_the_tables_of_keys_are_those_of_the_models():
     assert sorted(marked) == sorted(["wavemare", *REFERENCE.SECTIONS])
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 def test_the_site_is_built_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
     built = subprocess.run(
