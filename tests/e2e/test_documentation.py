@@ -169,7 +169,15 @@ def shell(command, monkeypatch):
         assert "Traceback" not in ended.output
         return ended.output
 
-    return run
+    before = stock_buffers()
+    yield run
+    for file in stock_buffers() - before:
+        file.unlink()
+
+
+def stock_buffers():
+    """Return the shared memory that stock DeepSpeed leaves behind, however its ranks end."""
+    return set(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"))
 
 
 # A shell's redirections, and the files that they make, are there when a command really runs.
