@@ -5,6 +5,7 @@ import pytest
 
 MANY = (
     "reductions",
+    "reductions.peers",
     "reductions.chunks",
     "partitions.reduce_scatters",
     "partitions.allgathers",
@@ -29,6 +30,11 @@ FOUR = (*ONE, "side_by_side.nodes", "disagreements")
 def case(kind, ranks, sizes, names):
     marks = [pytest.mark.world_size(ranks), pytest.mark.nightly]
     return pytest.param(kind, ranks, sizes, names, marks=marks)
+
+
+@pytest.mark.world_size(3)
+def test_three_ranks_sum_as_other_systems_do(prove):
+    prove("torch", "1,3", "reductions.peers", ranks=3)
 
 
 @pytest.mark.world_size(4)

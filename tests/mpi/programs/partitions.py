@@ -7,13 +7,14 @@ import torch
 from common import sparse_comm
 from inputs import buckets
 from oracle import ordered_sum, same_bits
+from reductions import PEERS
 
 from wavemare.comm.agreement import HEADER_BYTES
 from wavemare.comm.layout import Piece
 
 BLOCK = 64
 NUMEL = BLOCK * 31 + 13
-MODES = ("ordered", "pushpull", "allgather", "auto", "packed", "dense")
+MODES = ("ordered", "pushpull", "allgather", "auto", "packed", "dense", *PEERS)
 
 
 def partitions(ranks):
@@ -48,7 +49,7 @@ def reduce_scatters(world, checks, sizes):
         group, _, _ = world.groups_of(ranks)
         for mode in MODES:
             # Whatever the executor, a reduce-scatter is made of ordered sums.
-            exact = mode not in {"packed", "dense"}
+            exact = mode not in {"packed", "dense", "sparcml"}
             with sparse_comm(world, group, mode=mode, block=BLOCK, deterministic=exact) as comm:
                 for name, partition in partitions(comm.size).items():
                     for pattern, dtype in (

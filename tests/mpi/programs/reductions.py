@@ -11,6 +11,7 @@ from wavemare.comm.kernels import num_blocks
 from wavemare.comm.masks import mask_bytes
 
 MODES = ("ordered", "pushpull", "allgather", "auto", "packed", "dense")
+PEERS = ("streaming", "agsparse", "sparcml")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SHORT = ("half", "zero", "negative zeros")
 EMPTY_SIZES = (0, 1, 7, 255)
@@ -56,8 +57,12 @@ def reductions(world, checks, sizes, blocks=(64, 256, 4096, 100), modes=MODES, w
                     checks((comm.rank, comm.size) == (rank, count), "place", rank, count)
                     told = [_one(checks, comm, case, whole) for case in cases(block, average)]
                 table = world.gather((world.rank - rank, told))
-                alike = all(told == theirs for first, theirs in table if first == world.rank - rank)
-                checks(alike, "replicas differ:", mode, block, count)
+                group_told = [theirs for first, theirs in table if first == world.rank - rank]
+                for number, all_told in enumerate(zip(*group_told, strict=True)):
+                    replicas = {each[:2] for each in all_told}
+                    checks(len(replicas) == 1, "replicas differ:", mode, block, count, number)
+                    lost = sum(each[2] for each in all_told)
+                    checks(lost == 0, mode, block, count, number, "sent but not received:", lost)
 
 
 def _one(checks, comm, case, whole):
@@ -88,12 +93,17 @@ def _one(checks, comm, case, whole):
         union = len({number for mask in masks for number in mask}) / (total / len(masks))
         density = sum(map(len, masks)) / total
         checks(abs(stats.density - density) < 1e-12 and stats.union == union, *what, "densities")
-    return stats.executor, digest(flat)
+    return stats.executor, digest(flat), stats.bytes_up - stats.bytes_down
 
 
 def few(world, checks, sizes):
     """Every executor at two sizes of blocks."""
     reductions(world, checks, sizes, (256, 100))
+
+
+def peers(world, checks, sizes):
+    """The collectives of other systems, at two sizes of blocks."""
+    reductions(world, checks, sizes, (256, 100), PEERS)
 
 
 def chunks(world, checks, sizes):
