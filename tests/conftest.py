@@ -15,11 +15,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -65,10 +63,10 @@ class Finished:
     folder: Path
     ended_by_harness: frozenset[int] = frozenset()
 
-    def result(self, rank: int) -> Any:
+    def result(self, rank):
         return json.loads((self.folder / f"rank_{rank}.json").read_text())
 
-    def check(self) -> Finished:
+    def check(self):
         report = "\n".join(
             f"--- rank {rank}: exit code {code}"
             f"{' (ended by the harness)' if rank in self.ended_by_harness else ''}"
@@ -79,7 +77,7 @@ class Finished:
         return self
 
 
-def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+def rank_environment(rank, ranks, port):
     return {
         **os.environ,
         "RANK": str(rank),
@@ -97,7 +95,7 @@ def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 class RankServer:
     """Starts programs in processes of ``multiproc/rank_server.py``."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.process = subprocess.Popen(
             [sys.executable, str(PROGRAMS.parent / "rank_server.py")],
             stdin=subprocess.PIPE,
@@ -107,22 +105,14 @@ class RankServer:
         )
         _LASTING_PROCESSES.add(self.process.pid)
 
-    def ask(self, **request: Any) -> Any:
+    def ask(self, **request):
         assert self.process.stdin
         assert self.process.stdout
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
 
-    def start(
-        self,
-        command: Sequence[str],
-        log: Path,
-        environment: Mapping[str, str],
-        *,
-        folder: Path | None = None,
-        own: bool = False,
-    ) -> Rank:
+    def start(self, command, log, environment, *, folder=None, own=False):
         program, *arguments = command
         pid = self.ask(
             program=program,
@@ -134,7 +124,7 @@ class RankServer:
         )
         return Rank(self, pid)
 
-    def close(self) -> None:
+    def close(self):
         assert self.process.stdin
         self.process.stdin.close()
         self.process.wait(60)
@@ -151,16 +141,16 @@ class Rank:
     pid: int
     returncode: int | None = None
 
-    def poll(self) -> int | None:
+    def poll(self):
         if self.returncode is None:
             self.returncode = self.server.ask(poll=self.pid)
         return self.returncode
 
-    def print_stacks(self) -> None:
+    def print_stacks(self):
         """Have it write the stacks of its threads into its log."""
         os.kill(self.pid, signal.SIGRTMIN)
 
-    def kill(self) -> None:
+    def kill(self):
         """End it and the processes that it started."""
         with contextlib.suppress(psutil.Error):
             for descendant in psutil.Process(self.pid).children(recursive=True):
@@ -170,16 +160,14 @@ class Rank:
 
 
 @pytest.fixture(scope="session")
-def rank_server() -> Iterator[RankServer]:
+def rank_server():
     server = RankServer()
     yield server
     server.close()
 
 
 @pytest.fixture
-def launch(
-    request: pytest.FixtureRequest, tmp_path: Path, rank_server: RankServer
-) -> Callable[..., Finished]:
+def launch(request, tmp_path, rank_server):
     """Run a file of ``tests/multiproc/programs`` as several ranks, in processes of a pool.
 
     A program gets a folder as its first argument and leaves ``rank_N.json`` there. With ``own`` it
@@ -187,14 +175,8 @@ def launch(
     """
 
     def run(
-        program: str | Path,
-        *arguments: object,
-        ranks: int = 2,
-        timeout: float = LIMIT_S,
-        environment: Mapping[str, str] | None = None,
-        folder: Path | None = None,
-        own: bool = False,
-    ) -> Finished:
+        program, *arguments, ranks=2, timeout=LIMIT_S, environment=None, folder=None, own=False
+    ):
         mark = request.node.get_closest_marker("timeout")
         limit = float(mark.args[0] if mark else request.config.getini("timeout"))
         assert timeout < limit, "the test would end before its ranks are said to be late"
@@ -219,14 +201,10 @@ def launch(
 
 
 @pytest.fixture
-def fork(
-    rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Finished]:
+def fork(rank_server, tmp_path_factory):
     """Run a Python script in one process of the pool, from a folder."""
 
-    def run(
-        *command: object, folder: Path, timeout: float, environment: Mapping[str, str]
-    ) -> Finished:
+    def run(*command, folder, timeout, environment):
         logs = tmp_path_factory.mktemp("fork")
         process = rank_server.start([*map(str, command)], logs / "log", environment, folder=folder)
         ended = _wait([process], timeout)
@@ -239,17 +217,15 @@ def fork(
 
 
 @pytest.fixture(scope="module")
-def _launched() -> dict[tuple[object, ...], Finished]:
+def _launched():
     return {}
 
 
 @pytest.fixture
-def launch_once(
-    launch: Callable[..., Finished], _launched: dict[tuple[object, ...], Finished]
-) -> Callable[..., list[Any]]:
+def launch_once(launch, _launched):
     """Run a program once for all tests of a file; return the results by rank."""
 
-    def run(*command: object, ranks: int = 2, timeout: float = LIMIT_S) -> list[Any]:
+    def run(*command, ranks=2, timeout=LIMIT_S):
         key = (*command, ranks)
         if key not in _launched:
             _launched[key] = launch(*command, ranks=ranks, timeout=timeout)
@@ -260,12 +236,10 @@ def launch_once(
 
 
 @pytest.fixture
-def launch_cases(launch_once: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+def launch_cases(launch_once):
     """Run all cases that need as many ranks as one of them does; return its results by rank."""
 
-    def run(
-        program: str, cases: Mapping[int, Mapping[str, Any]], name: str, timeout: float = LIMIT_S
-    ) -> list[Any]:
+    def run(program, cases, name, timeout=LIMIT_S):
         ranks = next(ranks for ranks, named in cases.items() if name in named)
         results = launch_once(program, json.dumps(cases[ranks]), ranks=ranks, timeout=timeout)
         return [result[name] for result in results]
@@ -274,11 +248,11 @@ def launch_cases(launch_once: Callable[..., list[Any]]) -> Callable[..., list[An
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+def disk(tmp_path):
     """Mount a file system of so many KiB in the test's folder."""
     mounted: list[Path] = []
 
-    def mount(kib: int, name: str = "disk") -> Path:
+    def mount(kib, name="disk"):
         folder = tmp_path / name
         folder.mkdir()
         words = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(folder)]
@@ -293,13 +267,13 @@ def disk(tmp_path: Path) -> Iterator[Callable[..., Path]]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def _wait(processes: Sequence[Rank], timeout: float) -> frozenset[int]:
+def _wait(processes, timeout):
     """Wait for all; if one fails or time runs out, end the others soon, and return which.
 
     Those that are ended write their stacks first.
     """
 
-    def wait_until(deadline: float) -> list[Rank]:
+    def wait_until(deadline):
         while running := [process for process in processes if process.poll() is None]:
             if len(running) < len(processes) and any(each.returncode for each in processes):
                 deadline = min(deadline, time.monotonic() + FAILED_S)
@@ -320,7 +294,7 @@ def _wait(processes: Sequence[Rank], timeout: float) -> frozenset[int]:
 
 
 @pytest.fixture(autouse=True)
-def no_leaked_environment() -> Iterator[None]:
+def no_leaked_environment():
     """A test must leave the environment as it was."""
     # Set by torch and DeepSpeed when they are imported.
     ignored = {"PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR"}
@@ -338,14 +312,14 @@ _LEFT = pytest.StashKey[list[str]]()
 _BEFORE = pytest.StashKey[set[Path]]()
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     if not hasattr(config, "workerinput"):
         os.environ[_SESSION] = str(os.getpid())  # all processes that tests start inherit it
         config.stash[_BEFORE] = set(_named_resources())
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
+def pytest_sessionfinish(session):
     """Fail if processes, with their ports, shared memory or network namespaces are left."""
     if hasattr(session.config, "workerinput"):
         return
@@ -357,20 +331,18 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
+def pytest_terminal_summary(terminalreporter, config):
     for line in config.stash.get(_LEFT, []):
         terminalreporter.write_line(f"left behind by the tests: {line}", red=True)
 
 
-def _named_resources() -> Iterator[Path]:
+def _named_resources():
     for folder in Path("/dev/shm"), Path("/run/netns"):
         if folder.is_dir():
             yield from folder.iterdir()
 
 
-def _left_by_the_suite(before: set[Path]) -> list[str]:
+def _left_by_the_suite(before):
     found, used = [], set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -386,7 +358,7 @@ def _left_by_the_suite(before: set[Path]) -> list[str]:
     return found + sorted(str(path) for path in new if str(path) not in used)
 
 
-def _is_of_this_suite(process: psutil.Process) -> bool:
+def _is_of_this_suite(process):
     own = psutil.Process()
     return (
         process.environ().get(_SESSION) == str(own.pid)
@@ -402,7 +374,7 @@ GRACE_S = 60.0
 """How long threads and processes may outlive what they served, and orphans their parent."""
 
 
-def _check_nothing_left(find: Callable[[], list[str]], what: str) -> None:
+def _check_nothing_left(find, what):
     deadline = time.monotonic() + GRACE_S
     left = find()
     if left:
@@ -426,7 +398,7 @@ _LASTING_FILES = ("/dev/urandom", "/dev/shm/", "anon_inode:[eventpoll]", "anon_i
 
 
 @pytest.fixture(autouse=True)
-def no_leaked_descriptors(request: pytest.FixtureRequest) -> Iterator[None]:
+def no_leaked_descriptors(request):
     """A test must close the files, sockets and pipes that it opens in this process."""
     before = _descriptors()
     yield
@@ -439,7 +411,7 @@ def no_leaked_descriptors(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_descriptors_leaked_by_a_module(request: pytest.FixtureRequest) -> Iterator[None]:
+def no_descriptors_leaked_by_a_module(request):
     """What belongs to a module's process group must be closed when the module ends."""
     before = _descriptors()
     yield
@@ -447,11 +419,11 @@ def no_descriptors_leaked_by_a_module(request: pytest.FixtureRequest) -> Iterato
         _check_nothing_left(lambda: _opened(before), "still open")
 
 
-def _is_loose(request: pytest.FixtureRequest) -> bool:
+def _is_loose(request):
     return any(folder in request.path.parents for folder in _LOOSE)
 
 
-def _descriptors() -> set[tuple[int, str]]:
+def _descriptors():
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the listing's own one is closed again
@@ -459,7 +431,7 @@ def _descriptors() -> set[tuple[int, str]]:
     return found
 
 
-def _opened(before: set[tuple[int, str]]) -> list[str]:
+def _opened(before):
     found = {
         number: target
         for number, target in sorted(_descriptors() - before)
@@ -477,9 +449,7 @@ def _opened(before: set[tuple[int, str]]) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def no_leaked_threads_or_processes(
-    request: pytest.FixtureRequest, no_leaked_descriptors: None
-) -> Iterator[None]:
+def no_leaked_threads_or_processes(request, no_leaked_descriptors):
     """A test must end the threads and processes that it starts; only then are files looked at."""
     # Orphans of what it starts become this process's children, and count as left behind.
     adopts = not _is_loose(request)
@@ -489,7 +459,7 @@ def no_leaked_threads_or_processes(
     _check_nothing_left(lambda: _left(threads, children), "still running")
 
 
-def _children() -> set[int]:
+def _children():
     """Return the numbers of this process's children, by way of the threads that started them."""
     numbers = set()
     for file in Path("/proc/self/task").glob("*/children"):
@@ -498,7 +468,7 @@ def _children() -> set[int]:
     return numbers
 
 
-def _left(threads: set[threading.Thread], children: set[int]) -> list[str]:
+def _left(threads, children):
     found = [
         f"thread {thread.name}"
         for thread in threading.enumerate()

@@ -39,7 +39,6 @@ import traceback
 import types
 import warnings
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -80,7 +79,7 @@ STACKS = signal.SIGRTMIN
 # --- what a program may change ------------------------------------------------------------------
 
 
-def namespaces() -> Iterator[Any]:
+def namespaces():
     """Yield the modules that are restored, and the classes that they define."""
     packages = tuple(f"{package}." for package in RESTORED)
     for name, module in list(sys.modules.items()):
@@ -91,7 +90,7 @@ def namespaces() -> Iterator[Any]:
                     yield value
 
 
-def same(value: Any, other: Any) -> bool:
+def same(value, other):
     """Whether two containers of a kind hold the same objects in the same order."""
     if isinstance(value, dict):
         return same(list(value), list(other)) and same(list(value.values()), list(other.values()))
@@ -100,7 +99,7 @@ def same(value: Any, other: Any) -> bool:
     return len(value) == len(other) and all(map(operator.is_, value, other))
 
 
-def containers(value: Any) -> Iterator[Any]:
+def containers(value):
     """Yield the plain container that a name stands for, or those of a function's defaults."""
     if type(value) in CONTAINERS:
         yield value
@@ -115,7 +114,7 @@ def containers(value: Any) -> Iterator[Any]:
 class Saved:
     """What a module or class holds, and what its plain containers hold."""
 
-    def __init__(self, owner: Any) -> None:
+    def __init__(self, owner):
         self.owner = owner
         self.values = {n: value for n, value in vars(owner).items() if not n.startswith("__")}
         self.counters = {
@@ -125,7 +124,7 @@ class Saved:
         }
         self.contents = [(c, copy.copy(c)) for v in self.values.values() for c in containers(v)]
 
-    def restore(self) -> None:
+    def restore(self):
         present = vars(self.owner)
         for name in present.keys() - self.values.keys():
             # A submodule that was imported meanwhile stays imported.
@@ -147,7 +146,7 @@ class Saved:
 class Start:
     """The state in which every program begins."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.saved = [Saved(owner) for owner in namespaces()]
         self.modules = set(sys.modules)
         self.path, self.hook, self.folder = sys.path[:], sys.excepthook, os.getcwd()
@@ -156,7 +155,7 @@ class Start:
         self.filters = warnings.filters[:]
         self.random = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
 
-    def restore(self) -> bool:
+    def restore(self):
         """Restore it; return whether the process can run another program."""
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
@@ -192,7 +191,7 @@ class Start:
         return threading.active_count() == 1 and not children
 
 
-def loggers() -> list[logging.Logger]:
+def loggers():
     known = logging.root.manager.loggerDict.values()
     return [logging.root, *(each for each in known if isinstance(each, logging.Logger))]
 
@@ -200,7 +199,7 @@ def loggers() -> list[logging.Logger]:
 # --- a rank -------------------------------------------------------------------------------------
 
 
-def enter(request: dict[str, Any]) -> None:
+def enter(request):
     """Take the log, environment, folder and words of a program."""
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -217,7 +216,7 @@ def enter(request: dict[str, Any]) -> None:
     sys.path[0] = os.path.dirname(program)
 
 
-def exit_code_of(program: str) -> int:
+def exit_code_of(program):
     """Run it, and wait for no threads; return the exit code that an interpreter would end with."""
     try:
         runpy.run_path(program, run_name="__main__")
@@ -233,7 +232,7 @@ def exit_code_of(program: str) -> int:
     return code
 
 
-def work(start: Start, requests: IO[str], replies: IO[str]) -> None:
+def work(start, requests, replies):
     """Run programs until one leaves something behind."""
     atexit._clear()  # this process ends by os._exit
     for number, line in enumerate(requests, 1):
@@ -266,7 +265,7 @@ class Process:
     requests: IO[str] | None = None
     replies: IO[str] | None = None
 
-    def close(self) -> None:
+    def close(self):
         for pipe in (self.requests, self.replies):
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):
@@ -276,12 +275,12 @@ class Process:
 class Pool:
     """All forked processes, by pid, and those of the pool that wait for a program."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start):
         self.state = start
         self.idle: list[Process] = []
         self.running: dict[int, Process] = {}
 
-    def start(self, request: dict[str, Any]) -> int:
+    def start(self, request):
         process = self.fork_own(request) if request["own"] else self.take()
         self.running[process.pid] = process
         if process.requests is not None:
@@ -289,7 +288,7 @@ class Pool:
             process.requests.flush()
         return process.pid
 
-    def take(self) -> Process:
+    def take(self):
         """Return a process that waits, or a new one."""
         while self.idle:
             process = self.idle.pop()
@@ -307,7 +306,7 @@ class Pool:
         os.close(reply_in)
         return Process(pid, os.fdopen(request_in, "w"), os.fdopen(reply_out))
 
-    def fork_own(self, request: dict[str, Any]) -> Process:
+    def fork_own(self, request):
         if (pid := os.fork()) == 0:
             self.leave()
             enter(request)
@@ -316,14 +315,14 @@ class Pool:
             sys.exit()
         return Process(pid)
 
-    def leave(self) -> None:
+    def leave(self):
         """In a fork: let go of what is the server's."""
         os.setsid()
         for process in (*self.idle, *self.running.values()):
             process.close()
         faulthandler.register(STACKS, file=2, all_threads=True, chain=False)
 
-    def poll(self, pid: int) -> int | None:
+    def poll(self, pid):
         """Return the exit code of a process's program, or None while it runs."""
         process = self.running[pid]
         code, again = None, False
@@ -342,7 +341,7 @@ class Pool:
         return code
 
 
-def serve(pool: Pool) -> None:
+def serve(pool):
     for line in iter(sys.stdin.readline, ""):
         request = json.loads(line)
         answer = pool.poll(request["poll"]) if "poll" in request else pool.start(request)
