@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints are DeepSpeed's own, whole or refused, and bound to a topology."""
+"""Checkpoints are DeepSpeed's own, whole or refused, bound to a topology, and can be gone back to."""
 
 import json
 import os
@@ -136,3 +136,19 @@ def test_what_a_save_that_died_has_left_is_not_in_the_next_one(launch_once, tmp_
     assert not list((tmp_path / "run").rglob("zero_pp_rank_7*"))
     assert list((tmp_path / "run" / "only").glob("zero_pp_rank_0*"))
     assert not partial.exists()
+
+
+SITUATIONS = [
+    *(f"{what}, ZeRO {stage}" for what in ("bad", "open") for stage in range(4)),
+    *("open, offload", "bad, bf16", "bad, 1f1b", "bad, pipemare"),
+    *("waves, async", "waves, replica", "waves, sparse", "waves, sync"),
+    *("nothing there, None", "nothing there, none"),
+]
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_nothing_of_what_went_wrong_is_left(launch_once, name):
+    for result in launch_once("going_back.py"):
+        found, expected = result[name]
+        assert len(found) >= 3
+        assert found == expected

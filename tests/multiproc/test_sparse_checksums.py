@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checksums of the sparse collective's messages: they change no sum, and find each wrong bit."""
+"""Checksums and staging of the sparse collective's messages change no sum; wrong bits are found."""
 
 import json
 
@@ -61,3 +61,19 @@ def test_a_wrong_bit_is_found_before_it_is_used(launch, found, mode):
         assert told["notes"] == [f"in collective #0, {operation}"]
         assert told["code"] == 1  # which a restart may mend
         assert "error" not in finished.result(0)[name]
+
+
+STAGED_MODES = ["ordered", "pushpull", "streaming", "allgather", "packed", "dense"]
+
+
+@pytest.mark.world_size(3)
+@pytest.mark.parametrize(
+    "modes", [STAGED_MODES[:3], pytest.param(STAGED_MODES[3:], marks=pytest.mark.nightly)]
+)
+def test_staged_messages_change_nothing(launch_once, modes):
+    for results in launch_once("sparse_staging.py", *modes, ranks=3):
+        assert len(results) == 2 * len(modes)
+        for name, result in results.items():
+            assert result["staged"]["same"], name
+            assert result["staged"] == result["plain"], name
+            assert any(result["plain"]["bytes"]), name

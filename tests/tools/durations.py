@@ -11,7 +11,6 @@ import os
 import platform
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -20,7 +19,7 @@ SHORT_S = 5.0
 """Files that take less are added up by folder."""
 
 
-def rows(header: str, lines: Iterable[Iterable[object]]) -> Iterator[str]:
+def rows(header, lines):
     yield f"| {header} |"
     yield "|" + "---|" * (header.count("|") + 1)
     for cells in lines:
@@ -28,7 +27,7 @@ def rows(header: str, lines: Iterable[Iterable[object]]) -> Iterator[str]:
     yield ""
 
 
-def main(reports: list[Path]) -> None:
+def main(reports):
     ends: Counter[str] = Counter()
     by_file: defaultdict[str, float] = defaultdict(float)
     counts: Counter[str] = Counter()

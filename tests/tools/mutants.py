@@ -32,7 +32,6 @@ import sys
 import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from operator import itemgetter
 from pathlib import Path
@@ -97,23 +96,23 @@ def pytest_runtest_logreport(report):
 class Source:
     """A file's text and tree, and where its nodes lie in the text."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file):
         self.text = file.read_bytes()
         self.tree = ast.parse(self.text)
         self.lines = [0, *(line.end() for line in re.finditer(rb"\n", self.text))]
 
-    def start(self, node: Any) -> int:
+    def start(self, node):
         first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
         return self.lines[first - 1] + node.col_offset
 
-    def end(self, node: Any) -> int:
+    def end(self, node):
         return self.lines[node.end_lineno - 1] + node.end_col_offset
 
-    def code(self, node: Any) -> str:
+    def code(self, node):
         return self.text[self.start(node) : self.end(node)].decode()
 
 
-def sources_of(folder: Path, areas: tuple[str, ...]) -> dict[str, Source]:
+def sources_of(folder, areas):
     """Read the areas' Python files. Folders that are links belong to another area."""
     files = [
         Path(place, name)
@@ -129,7 +128,7 @@ Edit = tuple[str, int, int, list[str]]
 """A kind, the first byte, the byte after the last, and what may take their place."""
 
 
-def edits(source: Source, node: Any, messages: bool = False) -> Iterator[Edit]:
+def edits(source, node, messages=False):
     """Yield all changes of a node and of what lies in it. Strings in messages stay."""
     code = source.code(node) if hasattr(node, "lineno") else ""
     if SKIPPED.match(code) or isinstance(node, ast.JoinedStr) or is_text(node):
@@ -151,11 +150,11 @@ def edits(source: Source, node: Any, messages: bool = False) -> Iterator[Edit]:
                 yield from edits(source, part, messages or speaks)
 
 
-def is_text(node: ast.AST) -> bool:
+def is_text(node):
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
-def other_values(value: Any, messages: bool) -> list[Any]:
+def other_values(value, messages):
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, (int, float)):
@@ -164,7 +163,7 @@ def other_values(value: Any, messages: bool) -> list[Any]:
     return [value + "X"] if words else []
 
 
-def operators(source: Source, node: Any) -> list[tuple[ast.AST, int, int]]:
+def operators(source, node):
     """Return the operators of an expression, and between which bytes each is written."""
     if isinstance(node, (ast.Compare, ast.BoolOp)):
         logical = isinstance(node, ast.BoolOp)
@@ -181,7 +180,7 @@ def operators(source: Source, node: Any) -> list[tuple[ast.AST, int, int]]:
     return []
 
 
-def sample(options: argparse.Namespace) -> None:
+def sample(options):
     """Draw mutants, each by itself: what changes elsewhere changes nothing about it."""
     sources = sources_of(copy_of(options, "sample"), AREAS)
     drawn, seen = [], Counter()
@@ -215,14 +214,14 @@ def sample(options: argparse.Namespace) -> None:
     )
 
 
-def lines_at(text: bytes, start: int, end: int) -> str:
+def lines_at(text, start, end):
     """Return the lines in which a piece of a text lies, without indentation; at most two."""
     first, last = text.rfind(b"\n", 0, start) + 1, text.find(b"\n", end)
     lines = [line.strip() for line in text[first : None if last < 0 else last].splitlines()]
     return b" ".join(lines[:2]).decode() + (" ..." if lines[2:] else "")
 
 
-def mutated(text: bytes, mutant: dict[str, Any]) -> bytes:
+def mutated(text, mutant):
     start, end = mutant["start"], mutant["end"]
     if text[start:end] != mutant["old"].encode():
         sys.exit(f"{mutant['file']} has changed: draw the sample again, whose ids stay")
@@ -233,9 +232,7 @@ Function = tuple[str, Any]
 """A file, and a function in it."""
 
 
-def probes(
-    sources: dict[str, Source], uses: dict[Function, set[str]], mutant: dict[str, Any]
-) -> Iterator[tuple[str, int]]:
+def probes(sources, uses, mutant):
     """Yield the file and the place of all statements before which a probe is called.
 
     A statement at the level of a module or a class runs at its import, and numba and Triton take
@@ -267,11 +264,11 @@ def probes(
             yield name, sources[name].start(body[0])
 
 
-def is_compiled(function: Any) -> bool:
+def is_compiled(function):
     return any(COMPILED.search(ast.unparse(d)) for d in function.decorator_list)
 
 
-def map_tests(options: argparse.Namespace) -> None:
+def map_tests(options):
     drawn = json.loads((options.folder / "sample.json").read_text())
     copy, hits = copy_of(options, "map"), options.folder / "hits"
     shutil.rmtree(hits, ignore_errors=True)
@@ -304,13 +301,13 @@ def map_tests(options: argparse.Namespace) -> None:
     write(options.folder / "map.json", read_hits(hits, drawn["mutants"]))
 
 
-def ci_commands(copy: Path) -> list[str]:
+def ci_commands(copy):
     words = ["make", "-n", f"VENV={sys.prefix}", "test-ci"]
     planned = subprocess.run(words, cwd=copy, check=True, capture_output=True, text=True).stdout
     return [line for line in planned.splitlines() if "-m pytest" in line]
 
 
-def read_hits(hits: Path, mutants: list[dict[str, Any]]) -> dict[str, Any]:
+def read_hits(hits, mutants):
     """Return how long each test took, and which tests run each mutant's place."""
     seconds: dict[str, float] = {}
     reports = {(line[0], line[1]): line[2:] for line in read_lines(hits / "tests.jsonl")}
@@ -335,27 +332,27 @@ def read_hits(hits: Path, mutants: list[dict[str, Any]]) -> dict[str, Any]:
 class Chosen:
     """A plugin of pytest: run the tests with these ids, and report what runs and what fails."""
 
-    def __init__(self, tests: list[str], report: str) -> None:
+    def __init__(self, tests, report):
         self.tests, self.report = set(tests), Path(report)
 
-    def note(self, *words: str) -> None:
+    def note(self, *words):
         with self.report.open("a") as file:
             file.write(json.dumps(words) + "\n")
 
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+    def pytest_collection_modifyitems(self, items):
         items[:] = [i for i in items if {i.nodeid, i.nodeid.split("::")[0]} & self.tests]
 
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
+    def pytest_runtest_logstart(self, nodeid):
         self.note("running", nodeid)
 
-    def pytest_runtest_logreport(self, report: Any) -> None:
+    def pytest_runtest_logreport(self, report):
         self.note(report.outcome, report.nodeid)
 
-    def pytest_collectreport(self, report: Any) -> None:
+    def pytest_collectreport(self, report):
         self.note(report.outcome, report.nodeid)
 
 
-def run_pytest(request: str) -> int:
+def run_pytest(request):
     words, tests, report = json.loads(Path(request).read_text())
     sys.path[0] = os.getcwd()
     return pytest.main(
@@ -366,11 +363,11 @@ def run_pytest(request: str) -> int:
 class Job:
     """A copy of the repository in which mutants are tried, one after another."""
 
-    def __init__(self, copy: Path, seconds: dict[str, float]) -> None:
+    def __init__(self, copy, seconds):
         self.copy, self.seconds = copy, seconds
         self.sound: set[str] = set()
 
-    def first_failure(self, tests: list[str]) -> str:
+    def first_failure(self, tests):
         """Run tests, the shortest files first; return which fails, or how pytest ended."""
         lengths: dict[str, float] = {}
         for test in tests:
@@ -397,7 +394,7 @@ class Job:
             return failed[0] if failed else ""
         return f"{noted[-1][1] if noted else 'pytest'} ({ended})"
 
-    def verdict(self, mutant: dict[str, Any], stages: list[list[str]]) -> dict[str, Any]:
+    def verdict(self, mutant, stages):
         """Run the stages' tests until one fails that passes without the mutant."""
         file = self.copy / mutant["file"]
         original, unsound = file.read_bytes(), []
@@ -421,13 +418,13 @@ class Job:
                 rest = left if len(left) < len(rest) else []
         return {"result": "survived", "by": "", "unsound": unsound}
 
-    def forget_compiled(self, text: bytes) -> None:
+    def forget_compiled(self, text):
         """Discard numba's code, which would outlive a change of another file that it contains."""
         if b"import compiled" in text:
             shutil.rmtree(self.copy.with_suffix(".numba"), ignore_errors=True)
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options):
     drawn = json.loads((options.folder / "sample.json").read_text())
     known = json.loads((options.folder / "map.json").read_text())
     results = options.folder / "results.jsonl"
@@ -439,7 +436,7 @@ def run(options: argparse.Namespace) -> None:
     for number in range(options.jobs):
         free.put(Job(copy_of(options, f"job{number}"), known["seconds"]))
 
-    def one(mutant: dict[str, Any]) -> None:
+    def one(mutant):
         covering = known["covering"][mutant["id"]]
         unit = [test for test in covering if test.startswith("tests/unit/")]
         ranks = [test for test in covering if test not in unit]
@@ -461,7 +458,7 @@ def run(options: argparse.Namespace) -> None:
         list(pool.map(one, chosen))
 
 
-def table(options: argparse.Namespace) -> None:
+def table(options):
     drawn = json.loads((options.folder / "sample.json").read_text())
     reasons = json.loads(options.arguments.read_text()) if options.arguments else {}
     results = {result["id"]: result for result in read_lines(options.folder / "results.jsonl")}
@@ -494,7 +491,7 @@ def table(options: argparse.Namespace) -> None:
     print(" ".join(heading[2:4]))
 
 
-def copy_of(options: argparse.Namespace, name: str) -> Path:
+def copy_of(options, name):
     """Write a commit's files into a new folder, compiled such that any change is noticed."""
     folder = options.folder / name
     shutil.rmtree(folder, ignore_errors=True)
@@ -507,7 +504,7 @@ def copy_of(options: argparse.Namespace, name: str) -> Path:
     return folder
 
 
-def environment(copy: Path) -> dict[str, str]:
+def environment(copy):
     """Return variables with which Python imports a copy, and no cache hides a change in it."""
     return os.environ | {
         "PYTHONPATH": str(copy / "framework"),
@@ -517,7 +514,7 @@ def environment(copy: Path) -> dict[str, str]:
     }
 
 
-def end_all_of(copy: Path) -> None:
+def end_all_of(copy):
     """End the processes that were started with a copy's variables, whatever their session."""
     mark = f"PYTHONPATH={copy / 'framework'}\0".encode()
     for place in Path("/proc").glob("[0-9]*"):
@@ -526,15 +523,15 @@ def end_all_of(copy: Path) -> None:
                 os.kill(int(place.name), signal.SIGKILL)
 
 
-def read_lines(file: Path) -> list[Any]:
+def read_lines(file):
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def write(file: Path, value: Any) -> None:
+def write(file, value):
     file.write_text(json.dumps(value, indent=1) + "\n")
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description="How to use it: see the head of the file.")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "mutants"))
     parser.add_argument("--commit", default="HEAD", help="whose files are copied")

@@ -6,7 +6,7 @@ import pytest
 from wavemare.bench.recorder import Busy
 from wavemare.bench.report import Sample, build_rows, skipped, step_medians
 from wavemare.bench.request import PipelineRequest
-from wavemare.bench.table import result_table, skipped_lines, with_ends
+from wavemare.bench.table import skipped_lines
 
 STOCK, OURS, BOUND = "deepspeed-1f1b", "wavemare-pipemare", "no-communication-bound"
 
@@ -89,42 +89,3 @@ def test_skipped_systems_have_a_reason():
     assert "at least 2 micro-batches" in entry["reason"]
     (line,) = skipped_lines({"skipped": [entry]})
     assert line == f"torch-1f1b at M=1 is left out: {entry['reason']}"
-
-
-ROW = {
-    "system": BOUND,
-    "stages": 2,
-    "micro_batches": 1,
-    "median_s": 0.0123,
-    "ratio": 1.5,
-    "ideal": None,
-    "bound_fraction": None,
-    "waiting": 0.031,
-}
-
-
-def test_full_rows_fit_a_narrow_screen(shown):
-    full = {**ROW, "median_s": 1.2345, "ideal": 2.0, "bound_fraction": 1.0, "busy": 0.971}
-    result = {"rows": [full], "stage_s": [0.1, 0.3], "imbalance": 0.5}
-    text = shown(result_table(result), width=80)
-    lines = [line.split() for line in text.splitlines()]
-    assert ["1", BOUND, "1234.5", "1.50", "2.00", "1.000", "3.1%", "97.1%"] in lines
-    assert ["M", "system", "ms/step", "ratio", "ideal", "bound", "waiting", "busy"] in lines
-    assert "100.0, 300.0 ms" in text
-    assert "50.0% above" in text
-
-
-def test_columns_that_no_row_fills_are_left_out(shown):
-    result = {"rows": [ROW, {**ROW, "ratio": None}], "stage_s": [0.1, 0.1], "imbalance": 0.0}
-    text = shown(result_table(result), width=80)
-    assert "waiting" in text
-    assert "ideal" not in text
-    assert "busy" not in text
-    lines = [line for line in text.splitlines() if BOUND in line]
-    assert lines[1].split()[3] == "-"
-
-
-def test_a_group_ends_where_the_next_row_is_of_another():
-    rows = [{"group": 1}, {"group": 1}, {"group": 2}]
-    found = [ends for _, ends in with_ends(rows, lambda row: row["group"])]
-    assert found == [False, True, False]  # nothing ends behind the last one

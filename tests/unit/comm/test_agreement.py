@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Headers: each field makes calls differ, but for the time, and the message says in what."""
+"""Headers: each field but the time makes calls differ, and the message says in what. Masks."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from wavemare.comm.agreement import HEADER_BYTES, Header, agree, digest_of, exchange_masks
 from wavemare.comm.layout import Piece
+from wavemare.comm.masks import Masks, mask_bytes
 from wavemare.errors import CommError
 
 MINE = Header(7, "allreduce_", 1000, torch.float32, 256, took_ns=5, num_items=3, terms=9)
@@ -76,3 +79,35 @@ def test_masks_of_all_ranks():
     packed = [torch.from_numpy(np.packbits(row, bitorder="little")) for row in tables]
     masks = exchange_masks(Told(packed[1]), packed[0], 9)
     assert masks.matrix.tolist() == tables.tolist()
+
+
+TABLES = st.integers(0, 40).flatmap(
+    lambda blocks: st.lists(st.lists(st.booleans(), min_size=blocks, max_size=blocks), min_size=1)
+)
+
+
+@given(table=TABLES)
+def test_masks_hold_what_was_packed(table):
+    masks = Masks.of(np.array(table, dtype=bool).reshape(len(table), -1))
+    blocks = len(table[0])
+    union = [j for j in range(blocks) if any(row[j] for row in table)]
+    assert (masks.num_ranks, masks.num_blocks) == (len(table), blocks)
+    assert masks.matrix.tolist() == table
+    assert masks.counts.tolist() == [sum(row) for row in table]
+    assert masks.union.tolist() == union
+    assert masks.union_size == len(union)
+    for rank, row in enumerate(table):
+        assert masks.of_rank(rank).tolist() == [j for j in range(blocks) if row[j]]
+
+
+@given(table=TABLES)
+def test_bits_are_little_endian(table):
+    masks = Masks.of(np.array(table, dtype=bool).reshape(len(table), -1))
+    assert masks.bits.shape == (len(table), mask_bytes(len(table[0])))
+    for row, packed in zip(table, masks.bits.tolist(), strict=True):
+        number = sum(byte << 8 * place for place, byte in enumerate(packed))
+        assert number == sum(1 << place for place, bit in enumerate(row) if bit)
+
+
+def test_bytes_of_a_mask():
+    assert [mask_bytes(blocks) for blocks in (0, 1, 8, 9, 64, 65)] == [0, 1, 1, 2, 8, 9]

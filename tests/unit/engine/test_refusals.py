@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sections that do not go together, or would have no effect, are refused by name."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from wavemare.engine.config import WavemareConfig, check_config
 from wavemare.engine.guard_config import GuardConfig, check_checksums
+from wavemare.engine.stage_passes import StagePasses, check_pair_passes
 from wavemare.errors import ConfigError
 
 FP16 = {"fp16": {"enabled": True}}
@@ -244,3 +247,24 @@ def test_what_goes_together_passes(section, config):
 def test_ranks_of_a_model_are_its_stages_times_their_parts():
     assert check(SPLIT, {}).model_ranks == 4
     assert check(SPLIT, {}, world_size=8).model_ranks == 4
+
+
+KEY = "wavemare.pipeline.pair_passes"
+
+
+def test_without_sums_over_ranks_there_is_nothing_to_hide():
+    grid = SimpleNamespace(get_slice_parallel_world_size=lambda: 1)
+    whole = SimpleNamespace(mpu=lambda: grid, stage_segments=None)
+    for model in (object(), whole):
+        with pytest.raises(ConfigError, match="no sums over ranks") as caught:
+            check_pair_passes(model)
+        assert caught.value.key == KEY
+    grid.get_slice_parallel_world_size = lambda: 2
+    check_pair_passes(whole)
+
+
+def test_activation_checkpoints_are_refused():
+    engine = SimpleNamespace(module=SimpleNamespace(activation_checkpoint_interval=1))
+    with pytest.raises(ConfigError, match="no checkpoints") as caught:
+        StagePasses(engine)
+    assert caught.value.key == KEY

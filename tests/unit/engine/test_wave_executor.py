@@ -13,8 +13,10 @@ from torch import nn
 from wavemare.engine.segments import Segment, Segments
 from wavemare.engine.survey import survey
 from wavemare.engine.wave_executor import Hooks, WaveExecutor
+from wavemare.engine.wave_probe import WaveProbe
 from wavemare.errors import ModelError
 from wavemare.models.segments import segments_of
+from wavemare.pipeline.simulate import Costs
 from wavemare.pipeline.wave import accumulation_step, in_phase_step, tick_tock, tick_tock_step
 from wavemare.pipeline.wave_memory import peak as predicted_peak
 
@@ -314,3 +316,21 @@ def test_shapes_may_differ_between_micro_batches():
         for block in model.blocks:
             carry = block(carry)
         assert torch.equal(loss, carry.square().mean())
+
+
+SEGMENTS = 5
+COSTS = Costs(
+    forward_s=(1.0,) * SEGMENTS,
+    backward_s=(2.0,) * SEGMENTS,
+    sum_output_s=(*(0.4,) * 4, 0.0),
+    sum_gradient_s=(*(0.8,) * 4, 0.0),
+)
+
+
+@pytest.mark.parametrize(("budget", "on"), [(None, True), (124, True), (104, False)])
+def test_the_decision_is_about_the_plan_that_would_run(monkeypatch, budget, on):
+    probe = WaveProbe(torch.device("cpu"), SEGMENTS)
+    monkeypatch.setattr(probe, "costs", lambda: COSTS)
+    # With 104 the second wave may not begin before the first is done: nothing hides.
+    saved = (60, 40, 2, 1, 1)
+    assert probe.decide(8, pair_order="bf", saved_bytes=saved, budget=budget).on == on

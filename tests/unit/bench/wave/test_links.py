@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The speed of links for a share of exposed communication, and how ranks get it."""
+"""The speed of links for a share of exposed communication, how ranks get it; disturbed steps."""
 
 import threading
 from types import SimpleNamespace
 
 import pytest
 
+from wavemare.bench.wave.disturbance import Usage, others_share
 from wavemare.bench.wave.links import (
     adjusted_mbit,
     ask_for_links,
@@ -53,3 +54,10 @@ def test_ranks_get_the_links_they_ask_for(tmp_path):
     assert threading.active_count() == before
     with pytest.raises(LaunchError, match="nobody has changed the links"):
         ask_for_links(tmp_path, 100.0, timeout_s=0.05)
+
+
+def test_what_the_ranks_use_is_no_disturbance():
+    before, after = Usage(0.0, 100.0, 0.0), Usage(2.0, 103.8, 1.8)
+    assert others_share(before, after, own_s=3.6, cores=2) == pytest.approx(0.05)
+    # Clocks of processes are finer than the machine's.
+    assert others_share(before, after, own_s=4.0, cores=2) == 0.0

@@ -216,15 +216,3 @@ def test_png_has_the_colours_where_the_boxes_are(width):
     first, second = boxes(picture, "forward")
     idle = (round(first.left) + 4, round(second.top) + 4)
     assert image.getpixel(idle) == (255, 255, 255)
-
-
-def test_png_hatches_waiting():
-    picture = gantt(timeline())
-    image = Image.open(io.BytesIO(png(timeline())))
-    (box,) = boxes(picture, "waiting for messages")
-    area = (round(box.left), round(box.top), round(box.right) - 1, round(box.top + box.height) - 1)
-    colours = image.crop(area).getcolors(10000)
-    assert colours is not None
-    assert len(colours) > 1
-    # Pale for the most part.
-    assert max(colours)[1] == (0xF1, 0xF1, 0xF3)

@@ -72,19 +72,6 @@ def test_a_process_for_each_timeline_and_a_thread_for_each_rank():
     assert threads[found[1, "0SA0"]["tid"]] == "rank 0, messages 1"
 
 
-def test_ranks_stay_together_in_the_order_of_the_viewer():
-    events = events_of(timeline())
-    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    places = {e["tid"]: e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index"}
-    assert [names[tid] for tid in sorted(places, key=places.__getitem__)] == [
-        "rank 0",
-        "rank 0, messages 1",
-        "rank 1",
-        "rank 1, messages 1",
-        "rank 1, messages 2",
-    ]
-
-
 def test_no_thread_has_two_boxes_at_a_time():
     threads: dict[int, list[tuple[float, float]]] = {}
     for event in boxes(events_of(timeline())).values():
