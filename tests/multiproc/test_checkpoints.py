@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints are DeepSpeed's own, whole or refused, bound to a topology, and can be gone back to."""
+"""Checkpoints are DeepSpeed's own, whole or refused, bound to a topology; going back to one."""
 
 import json
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a `SparseComm` refuses before anything is sent, measures at start, and tells of its calls."""
+"""What a `SparseComm` refuses before anything is sent, measures at start and tells of calls."""
 
 from dataclasses import astuple
 

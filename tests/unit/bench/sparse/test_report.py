@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients, rows, ratios and the model of ``wavemare bench sparse``; the table and the picture."""
+"""Gradients, rows, ratios and model of ``wavemare bench sparse``; the table and the picture."""
 
 import numpy as np
 import pytest

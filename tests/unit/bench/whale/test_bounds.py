@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What shares and cuts can gain, beside closed forms and a slow search; the plans to choose from."""
+"""What shares and cuts can gain, beside closed forms and a slow search; plans to choose from."""
 
 from itertools import product
 
