@@ -4,8 +4,6 @@
 python tests/tools/durations.py build/tests/*.xml > docs/results/test-durations.md
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform
@@ -27,35 +25,29 @@ def rows(header, lines):
     yield ""
 
 
-def main(reports):
-    ends: Counter[str] = Counter()
-    by_file: defaultdict[str, float] = defaultdict(float)
-    counts: Counter[str] = Counter()
-    dearest = []
-    print("# How long the tests take\n\nMade by `tests/tools/durations.py`.\n")
-    lines = []
+def show(tier, reports):
+    """Print the tables of some runs; return how many tests failed in them."""
+    failed, by_file, counts = 0, defaultdict(float), Counter()
+    runs, dearest = [], []
     for report in reports:
         suite = ElementTree.parse(report).getroot()[0]
         cases = list(suite.iter("testcase"))
-        minutes = float(suite.get("time", 0)) / 60
-        start = suite.get("timestamp", "")[:16]
-        lines.append((report.stem, len(cases), suite.get("skipped"), f"{minutes:.1f}", start))
+        minutes, start = float(suite.get("time", 0)) / 60, suite.get("timestamp", "")[:16]
+        runs.append((report.stem, len(cases), suite.get("skipped"), f"{minutes:.1f}", start))
+        failed += int(suite.get("failures", 0)) + int(suite.get("errors", 0))
         for case in cases:
             seconds = float(case.get("time", 0))
             file = case.get("classname", "").replace(".", "/") + ".py"
-            ends["failed" if case.find("failure") is not None else "ran"] += 1
             by_file[file] += seconds
             counts[file] += 1
             dearest.append((seconds, f"`{file}::{case.get('name')}`".replace("|", "\\|")))
-    cores = len(os.sched_getaffinity(0))
-    print(f"Machine: {cores} cores, {platform.machine()}, Python {platform.python_version()}.\n")
-    print("\n".join(rows("run | tests | skipped | minutes | started", lines)))
-    print(f"## The {DEAREST} dearest tests\n")
+    print(f"## {tier}\n")
+    print("\n".join(rows("run | tests | skipped | minutes | started", runs)))
+    print(f"### {tier}: the {DEAREST} dearest tests\n")
     top = sorted(dearest, reverse=True)[:DEAREST]
     print("\n".join(rows("seconds | test", ((f"{seconds:.1f}", name) for seconds, name in top))))
-    print("## Minutes per file\n\nOf two tests at a time, each counts in full.\n")
-    rest: defaultdict[str, float] = defaultdict(float)
-    files = []
+    print(f"### {tier}: minutes per file\n\nOf two tests at a time, each counts in full.\n")
+    rest, files = defaultdict(float), []
     for file, seconds in sorted(by_file.items(), key=lambda item: -item[1]):
         if seconds >= SHORT_S:
             files.append((f"{seconds / 60:.2f}", counts[file], f"`{file}`"))
@@ -63,8 +55,18 @@ def main(reports):
             rest[str(Path(file).parent)] += seconds
     files += [(f"{s / 60:.2f}", "", f"other files of `{folder}`") for folder, s in rest.items()]
     print("\n".join(rows("minutes | tests | file", files)))
-    if ends["failed"]:
-        sys.exit(f"{ends['failed']} tests failed")
+    return failed
+
+
+def main(reports):
+    cores = len(os.sched_getaffinity(0))
+    print("# How long the tests take\n\nMade by `tests/tools/durations.py`.")
+    print(f"Machine: {cores} cores, {platform.machine()}, Python {platform.python_version()}.\n")
+    nightly = [report for report in reports if report.stem.startswith("nightly")]
+    others = [report for report in reports if report not in nightly]
+    tiers = {"make test, test-ci": others, "make test-nightly": nightly}
+    if failed := sum(show(tier, runs) for tier, runs in tiers.items() if runs):
+        sys.exit(f"{failed} tests failed")
 
 
 if __name__ == "__main__":
