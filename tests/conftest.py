@@ -313,6 +313,9 @@ _BEFORE = pytest.StashKey[set[Path]]()
 
 
 def pytest_configure(config):
+    # Shells let what they start in the background ignore Ctrl-C, and its children with it.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if not hasattr(config, "workerinput"):
         os.environ[_SESSION] = str(os.getpid())  # all processes that tests start inherit it
         config.stash[_BEFORE] = set(_named_resources())
