@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import wavemare
+from wavemare import initialize, to_pipeline
 from wavemare.comm import SparseComm
 from wavemare.comm.compress import BlockTopK
 from wavemare.engine.optimizers import take_optimizer
@@ -22,45 +22,40 @@ def optimizer(kind, **params):
     return lambda: take_optimizer(config, MODEL, None)
 
 
+ARGS = SimpleNamespace(deepspeed_config="a")
 CALLS = [
+    (lambda: initialize(model=MODEL), "config", ["no configuration", "--deepspeed_config"]),
+    (lambda: initialize(ARGS, MODEL, config={}), "config", ["as a parameter", "Give it once"]),
     (
-        lambda: wavemare.initialize(model=MODEL),
-        (ConfigError, "config", "there is no configuration", "--deepspeed_config"),
+        lambda: initialize(model=MODEL, config={"wavemare": {"pipline": {}}}),
+        "wavemare.pipline",
+        ["Did you mean 'pipeline'?"],
     ),
-    (
-        lambda: wavemare.initialize(SimpleNamespace(deepspeed_config="a"), MODEL, config={}),
-        (ConfigError, "config", "in args and as a parameter", "Give it once"),
-    ),
-    (
-        lambda: wavemare.initialize(model=MODEL, config={"wavemare": {"pipline": {}}}),
-        (ConfigError, "wavemare.pipline", "Did you mean 'pipeline'?"),
-    ),
-    (
-        lambda: wavemare.to_pipeline(MODEL, num_stages=2),
-        (LaunchError, "torch.distributed", "Start with a launcher"),
-    ),
-    (lambda: SparseComm(block=0), (ConfigError, "block", "Give 256")),
-    (lambda: SparseComm(mode="topk"), (ConfigError, "mode", "no such mode")),
-    (
-        lambda: SparseComm(mode="packed"),
-        (ConfigError, "mode", "order of the ranks", "deterministic to false"),
-    ),
-    (lambda: BlockTopK(256), (ConfigError, "ratio", "one of ratio and k")),
-    (lambda: BlockTopK(256, ratio=2), (ConfigError, "ratio", "at most 1")),
-    (lambda: BlockTopK(256, k=0), (ConfigError, "k", "Give 1 or more")),
-    (lambda: BlockTopK(256, ratio=math.nan), (ConfigError, "ratio", "no share")),
-    (optimizer("SOAP", lr=-1.0), (ConfigError, "optimizer.params.lr", "-1.0")),
-    (optimizer("SOAP", lr="x"), (ConfigError, "optimizer.params.lr", "'x'")),
-    (
-        optimizer("SOAP", refesh=3),
-        (ConfigError, "optimizer.params.refesh", "Did you mean 'refresh'?"),
-    ),
-    (optimizer("SOAP", betas=[0.9]), (ConfigError, "optimizer.params.betas", "Give two")),
-    (optimizer("NAdam", lr=-1.0), (ConfigError, "optimizer.params", "torch refuses it")),
-    (lambda: ParallelPlan(global_batch=8, shares=[8]), (PlanError, "shares", "no tuple")),
+    (lambda: SparseComm(block=0), "block", ["Give 256"]),
+    (lambda: SparseComm(mode="topk"), "mode", ["no such mode"]),
+    (lambda: SparseComm(mode="packed"), "mode", ["order of the ranks", "deterministic to false"]),
+    (lambda: BlockTopK(256), "ratio", ["one of ratio and k"]),
+    (lambda: BlockTopK(256, ratio=2), "ratio", ["at most 1"]),
+    (lambda: BlockTopK(256, k=0), "k", ["Give 1 or more"]),
+    (lambda: BlockTopK(256, ratio=math.nan), "ratio", ["no share"]),
+    (optimizer("SOAP", lr=-1.0), "optimizer.params.lr", ["-1.0"]),
+    (optimizer("SOAP", lr="x"), "optimizer.params.lr", ["'x'"]),
+    (optimizer("SOAP", refesh=3), "optimizer.params.refesh", ["Did you mean 'refresh'?"]),
+    (optimizer("SOAP", betas=[0.9]), "optimizer.params.betas", ["Give two"]),
+    (optimizer("NAdam", lr=-1.0), "optimizer.params", ["torch refuses it"]),
 ]
 
 
-@pytest.mark.parametrize(("act", "expected"), CALLS)
-def test_a_call(refused, act, expected):
-    refused(act, *expected)
+@pytest.mark.parametrize(("act", "key", "said"), CALLS)
+def test_a_call(refused, act, key, said):
+    refused(act, ConfigError, key, *said)
+
+
+def test_a_pipeline_without_a_launcher(refused):
+    act = lambda: to_pipeline(MODEL, num_stages=2)  # noqa: E731
+    refused(act, LaunchError, "torch.distributed", "Start with a launcher")
+
+
+def test_shares_that_are_no_tuple(refused):
+    act = lambda: ParallelPlan(global_batch=8, shares=[8])  # noqa: E731
+    refused(act, PlanError, "shares", "no tuple")

@@ -4,6 +4,7 @@
 import argparse
 import io
 import json
+import math
 import pickle
 
 import pytest
@@ -37,7 +38,14 @@ def folder(write, tmp_path):
 LATEST = "latest_checkpointed_iteration.txt"
 FILE = "mp_rank_00/model_optim_rng.pt"
 WEIGHTS = {"language_model": {"embedding": {"word_embeddings": {"weight": torch.zeros(2, 2)}}}}
-WHOLE = saved({"model": WEIGHTS, "checkpoint_version": 3.0})
+
+
+def whole(**changes):
+    """A checkpoint of one rank, with changes."""
+    return {FILE: saved({"model": WEIGHTS, "checkpoint_version": 3.0, **changes})}
+
+
+WHOLE = whole()[FILE]
 
 
 class Hostile:
@@ -65,18 +73,9 @@ MEGATRON = [
     ({FILE: saved([1])}, "it holds no model"),
     ({FILE: saved({"model": {}})}, "no language_model"),
     ({FILE: saved({"model0": {}, "model1": {}})}, "interleaved stages"),
-    (
-        {FILE: saved({"model": WEIGHTS, "checkpoint_version": 9.0})},
-        "checkpoint_version is 9 where 0 to 3",
-    ),
-    (
-        {FILE: saved({"model": WEIGHTS, "checkpoint_version": float("inf")})},
-        "checkpoint_version is inf, no number",
-    ),
-    (
-        {FILE: saved({"model": WEIGHTS, "args": argparse.Namespace(), "iteration": "x"})},
-        "iteration is 'x', no number",
-    ),
+    (whole(checkpoint_version=9.0), "checkpoint_version is 9 where 0 to 3"),
+    (whole(checkpoint_version=math.inf), "checkpoint_version is inf, no number"),
+    (whole(args=argparse.Namespace(), iteration="x"), "iteration is 'x', no number"),
 ]
 
 
@@ -87,45 +86,33 @@ def test_a_checkpoint_of_megatron(refused, capsys, folder, files, said):
     assert capsys.readouterr().out == ""  # nothing of it has run
 
 
-GPT2 = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 9}
-MODEL = {"config.json": json.dumps(GPT2)}
+def model(**changes):
+    """The configuration of a model, with changes."""
+    gpt2 = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 9}
+    return {"config.json": json.dumps({**gpt2, **changes})}
+
+
+PIPELINE = {"latest": "here", "here/x": b""}
+LIST = {"here/layer_00-model_states.pt": saved([1])}
 SOURCES = [
-    ({"config.json": "{"}, (ModelError, "model", "no model of transformers")),
-    ({"config.json": "{}"}, (ModelError, "model", "no model of transformers")),
-    (
-        {"config.json": json.dumps({**GPT2, "n_embd": "8"})},
-        (ModelError, "model", "expected int, got str"),
-    ),
-    ({"config.json": json.dumps({"model_type": "t5"})}, (ModelError, "model")),
-    (MODEL, (ModelError, "model", "weights cannot be read")),
-    ({**MODEL, "model.safetensors": b"\xff" * 64}, (ModelError, "model", "Copy its files again")),
-    ({"latest": "here", **MODEL}, (CheckpointError, "checkpoint", "latest says 'here'")),
-    pytest.param(
-        {"latest": b"\xff", **MODEL},
-        (CheckpointError, "checkpoint", "no such folder"),
-        id="latest no text",
-    ),
-    pytest.param(
-        {"latest": "here", "here/x": b""},
-        (ModelError, "SOURCE", "--config"),
-        id="a pipeline without configuration",
-    ),
-    pytest.param(
-        {"latest": "here", "here/x": b"", **MODEL},
-        (CheckpointError, "checkpoint", "layer 0 is missing"),
-        id="no layers",
-    ),
-    (
-        {"latest": "here", **MODEL, "here/layer_00-model_states.pt": saved([1])},
-        (CheckpointError, "checkpoint", "it holds a list, no weights"),
-    ),
+    ({"config.json": "{"}, ModelError, "model", "no model of transformers"),
+    ({"config.json": "{}"}, ModelError, "model", "no model of transformers"),
+    (model(n_embd="8"), ModelError, "model", "expected int, got str"),
+    (model(model_type="t5"), ModelError, "model", "t5"),
+    (model(), ModelError, "model", "weights cannot be read"),
+    ({**model(), "model.safetensors": b"\xff" * 64}, ModelError, "model", "Copy its files again"),
+    (PIPELINE, ModelError, "SOURCE", "--config"),
+    ({**model(), "latest": "here"}, CheckpointError, "checkpoint", "latest says 'here'"),
+    ({**model(), "latest": b"\xff"}, CheckpointError, "checkpoint", "no such folder"),
+    ({**model(), **PIPELINE}, CheckpointError, "checkpoint", "layer 0 is missing"),
+    ({**model(), **PIPELINE, **LIST}, CheckpointError, "checkpoint", "it holds a list, no weights"),
 ]
 
 
-@pytest.mark.parametrize(("files", "expected"), SOURCES)
-def test_a_folder_to_convert(refused, folder, tmp_path, files, expected):
+@pytest.mark.parametrize(("files", "kind", "key", "said"), SOURCES)
+def test_a_folder_to_convert(refused, folder, tmp_path, files, kind, key, said):
     given = folder(files)
-    refused(lambda: convert(given, tmp_path / "target", "hf"), *expected)
+    refused(lambda: convert(given, tmp_path / "target", "hf"), kind, key, said)
     assert [path.name for path in tmp_path.iterdir()] == ["given"]  # nothing is left behind
 
 

@@ -68,14 +68,6 @@ def test_a_key_of_the_file(refused, write, content, key, said):
     refused(lambda: load_config(write("config.json", content)), ConfigError, key, said)
 
 
-def ours(**section):
-    return {"wavemare": section}
-
-
-def pipemare(**settings):
-    return ours(pipeline={"schedule": "pipemare", "stages": 2, "pipemare": settings})
-
-
 VALUES = [
     ("zero_optimization.stage", "2", ["'2'", "text", "without quotes"]),
     ("zero_optimization.stage", 4, ["no such stage", "0, 1, 2 or 3"]),
@@ -96,11 +88,7 @@ VALUES = [
     ("wavemare.pipeline.stages", "2", ["'2'", "valid integer", "without quotes"]),
     ("wavemare.pipeline.stages", math.nan, ["nan"]),
     ("wavemare.pipeline.stages", 3, ["(2) is not a multiple", "Start a multiple of 3"]),
-    (
-        "wavemare.pipeline.partition",
-        "paramters",
-        ["no such partition", "Did you mean 'parameters'?"],
-    ),
+    ("wavemare.pipeline.partition", "paramters", ["no such", "Did you mean 'parameters'?"]),
     ("wavemare.pipeline.partition", "type:(", ["the expression is invalid", "Correct it"]),
     ("wavemare.pipeline.partition[1]", [0, "5"], ["'5'", "without quotes"]),
     ("wavemare.pipeline.partition", 5, ["string or a valid list"]),
@@ -128,78 +116,64 @@ def test_a_value(refused, key, value, said):
     refused(lambda: check_config(config, world_size=2), ConfigError, key, *said)
 
 
-def adamw(**params):
-    return {"optimizer": {"type": "AdamW", "params": params}}
+PIPEMARE = {"wavemare.pipeline.schedule": "pipemare", "wavemare.pipeline.stages": 2}
+SPARSE = {"wavemare.sparse_collective.mode": "auto"}
+COMPRESSOR = "wavemare.sparse_collective.compressor"
+ADAMW = {"optimizer.type": "AdamW"}
 
-
+# The first key is the one that is blamed.
 SECTIONS = [
-    ({3: 4}, "3", ["no text", "Put it in quotes"]),
+    ({"fp16.enabled": True, "bf16.enabled": True}, ["bf16 is enabled, too", "one of the two"]),
+    ({"fp16.enabled": True, **PIPEMARE}, ["dynamic loss scale", '"bf16"']),
     (
-        {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
-        "fp16.enabled",
-        ["bf16 is enabled, too", "one of the two"],
+        {"optimizer.params.lr": "1e-3", **ADAMW},
+        ["'1e-3'", "a text, not a number", "without quotes"],
     ),
-    (adamw(lr="1e-3"), "optimizer.params.lr", ["'1e-3'", "a text, not a number", "without quotes"]),
-    (adamw(lr=-1e-3), "optimizer.params.lr", ["-0.001", "not from 0"]),
-    (adamw(weight_decay=math.nan), "optimizer.params.weight_decay", ["nan", "not from 0"]),
+    ({"optimizer.params.lr": -1e-3, **ADAMW}, ["-0.001", "not from 0"]),
+    ({"optimizer.params.weight_decay": math.nan, **ADAMW}, ["nan", "not from 0"]),
     (
-        pipemare(lr_rescheduling={"anneal": 3}),
-        "wavemare.pipeline.pipemare.lr_rescheduling.anneal",
+        {"wavemare.pipeline.pipemare.lr_rescheduling.anneal": 3, **PIPEMARE},
         ["Did you mean 'anneal_steps'?"],
     ),
-    (pipemare(warmup_steps=-1), "wavemare.pipeline.pipemare.warmup_steps", ["Give 0 or more"]),
+    ({"wavemare.pipeline.pipemare.warmup_steps": -1, **PIPEMARE}, ["Give 0 or more"]),
     (
-        pipemare(discrepancy_correction={"decay": 1.0}),
-        "wavemare.pipeline.pipemare.discrepancy_correction.decay",
+        {"wavemare.pipeline.pipemare.discrepancy_correction.decay": 1.0, **PIPEMARE},
         ["Give less than 1"],
     ),
+    ({"zero_optimization.stage": 3, **PIPEMARE}, ["pipeline's micro-batches", "Use 0 or 1"]),
+    ({"zero_optimization.stage": 3, "wavemare.tensor_parallel.size": 2}, ["would cut the parts"]),
     (
-        {**pipemare(), "zero_optimization": {"stage": 3}},
-        "zero_optimization.stage",
-        ["pipeline's micro-batches", "Use 0 or 1"],
-    ),
-    ({**pipemare(), "fp16": {"enabled": True}}, "fp16.enabled", ["dynamic loss scale", '"bf16"']),
-    (
-        {**ours(tensor_parallel={"size": 2}), "zero_optimization": {"stage": 3}},
-        "zero_optimization.stage",
-        ["would cut the parts"],
-    ),
-    (
-        ours(parallel={"split": {"size": 2}}),
-        "wavemare.parallel.split.modules",
-        ["required", "Give it"],
-    ),
-    (
-        ours(balance={"shares": [3, 1], "micro_steps": [1, 1]}),
-        "wavemare.balance.micro_steps",
+        {"wavemare.balance.micro_steps": [1, 1], "wavemare.balance.shares": [3, 1]},
         ["unequal micro-batches, or unequal numbers"],
     ),
+    ({"wavemare.wavelet.streams": 3, "wavemare.wavelet.mode": "sync"}, ["1 or 2", "Choose one"]),
     (
-        ours(wavelet={"streams": 3, "mode": "sync"}),
-        "wavemare.wavelet.streams",
-        ["1 or 2", "Choose one"],
-    ),
-    (
-        ours(wavelet={"mode": "sync"}, pipeline={"stages": 2}),
-        "wavemare.wavelet.mode",
+        {"wavemare.wavelet.mode": "sync", "wavemare.pipeline.stages": 2},
         ["in turns already", "Use one stage"],
     ),
-    (
-        ours(sparse_collective={"mode": "auto", "compressor": {"ratio": 0}}),
-        "wavemare.sparse_collective.compressor.ratio",
-        ["Give more than 0"],
-    ),
-    (
-        ours(sparse_collective={"mode": "auto", "compressor": {"threshold": 1.0}}),
-        "wavemare.sparse_collective.compressor.threshold",
-        ["block_topk ignores it", "Leave it out"],
-    ),
+    ({f"{COMPRESSOR}.ratio": 0, **SPARSE}, ["Give more than 0"]),
+    ({f"{COMPRESSOR}.threshold": 1.0, **SPARSE}, ["block_topk ignores it", "Leave it out"]),
 ]
 
 
-@pytest.mark.parametrize(("config", "key", "said"), SECTIONS)
-def test_a_section(refused, config, key, said):
-    refused(lambda: check_config(config, world_size=2), ConfigError, key, *said)
+@pytest.mark.parametrize(("values", "said"), SECTIONS)
+def test_values_that_do_not_fit_each_other(refused, values, said):
+    config = {}
+    for key, value in values.items():
+        *sections, last = key.split(".")
+        section = config
+        for name in sections:
+            section = section.setdefault(name, {})
+        section[last] = value
+    refused(lambda: check_config(config, world_size=2), ConfigError, next(iter(values)), *said)
+
+
+def test_keys_are_texts_and_none_is_missing(refused):
+    number, split = {3: 4}, {"wavemare": {"parallel": {"split": {"size": 2}}}}
+    act = lambda: check_config(number, world_size=2)  # noqa: E731
+    refused(act, ConfigError, "3", "no text", "Put it in quotes")
+    act = lambda: check_config(split, world_size=2)  # noqa: E731
+    refused(act, ConfigError, "wavemare.parallel.split.modules", "required", "Give it")
 
 
 TRAIN, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"

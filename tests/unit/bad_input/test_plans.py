@@ -120,12 +120,15 @@ def test_the_json_of_a_layout(refused, text, key, said):
 
 
 DEVICE = {"type": "X", "tflops": 1.0, "memory_gib": 1.0, "memory_gb_s": 1.0}
-LINK = {"nodes": ["0", "0"], "alpha_s": 0, "bytes_s": 1}
 
 
 def cluster(*, links=None, **device):
     values = {"devices": [{**DEVICE, **device}]}
     return values if links is None else {**values, "links": links}
+
+
+def pair(*nodes):
+    return cluster(links={"pairs": [{"nodes": nodes, "alpha_s": 0, "bytes_s": 1}]})
 
 
 CLUSTERS = [
@@ -152,16 +155,8 @@ CLUSTERS = [
     (cluster(node=3), "devices[0].node", "quotes"),
     (cluster(links=[]), "links", "no mapping"),
     (cluster(links={"pairs": 5}), "links.pairs", "no list"),
-    (
-        cluster(links={"pairs": [{**LINK, "nodes": [["0"], ["0"]]}]}),
-        "links.pairs[0].nodes",
-        "two names",
-    ),
-    (
-        cluster(links={"pairs": [{**LINK, "nodes": ["0", "9"]}]}),
-        "links.pairs[0].nodes",
-        "no pair of the nodes",
-    ),
+    (pair(["0"], ["0"]), "links.pairs[0].nodes", "two names"),
+    (pair("0", "9"), "links.pairs[0].nodes", "no pair of the nodes"),
     (cluster(links={"within": {"bytes_s": 0}}), "links.within.bytes_s", "above 0"),
     ({"devices": [DEVICE, {**DEVICE, "tflops": 2}]}, "devices.type", "different types"),
 ]
