@@ -107,7 +107,3 @@ def test_bits_are_little_endian(table):
     for row, packed in zip(table, masks.bits.tolist(), strict=True):
         number = sum(byte << 8 * place for place, byte in enumerate(packed))
         assert number == sum(1 << place for place, bit in enumerate(row) if bit)
-
-
-def test_bytes_of_a_mask():
-    assert [mask_bytes(blocks) for blocks in (0, 1, 8, 9, 64, 65)] == [0, 1, 1, 2, 8, 9]

@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from slow_twins import same
 
 from wavemare.errors import ConfigError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @pytest.fixture
@@ -30,13 +30,6 @@ def slow(ids, rows):
     keys = sorted(sums)
     wide = torch.tensor(np.array([sums[key] for key in keys], dtype=number))
     return keys, wide.reshape(len(keys), rows.shape[1]).to(rows.dtype)
-
-
-def same(a, b):
-    """Whether two tensors have the same bits, but for those of NaNs."""
-    words = WORDS[a.element_size()]
-    a, b = a.masked_fill(a.isnan(), 7.0), b.masked_fill(b.isnan(), 7.0)
-    return a.dtype == b.dtype and torch.equal(a.view(words), b.view(words))
 
 
 def check(coalesce, ids, rows):

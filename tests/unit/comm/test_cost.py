@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.comm.cost import EXECUTORS, Constants, predict, traffic
+from wavemare.comm.cost import Constants, predict, traffic
 from wavemare.comm.layout import deal
 from wavemare.comm.masks import Masks
 
@@ -60,12 +60,6 @@ def test_push_pull_never_moves_more_than_dense_or_packed(ranks, density, seed):
     assert moved["pushpull"].up <= moved["dense"].up + 1e-6
 
 
-@pytest.mark.parametrize("name", EXECUTORS)
-def test_what_does_not_scale_with_any_constant_takes_no_time(name):
-    masks = Masks.of(random_table(4, 100, 0.3))
-    assert predict(masks, 1024, FREE)[name] == 0.0
-
-
 def test_each_constant_counts_as_often_as_it_is_used():
     table = np.array([[1, 1, 0, 0, 1, 0, 0, 0, 0], [1, 0, 0, 1, 0, 0, 0, 0, 0]], dtype=bool)
     masks, size = Masks.of(table), 100
@@ -75,13 +69,8 @@ def test_each_constant_counts_as_often_as_it_is_used():
     def seconds(**constants):
         return predict(masks, size, replace(FREE, **constants))
 
-    assert seconds(message_s=1.0) == {
-        "dense": 0.0,
-        "ordered": 2.0,
-        "packed": 1.0,
-        "pushpull": 3.0,
-        "allgather": 2.0,
-    }
+    names = ("dense", "ordered", "packed", "pushpull", "allgather")
+    assert seconds(message_s=1.0) == dict(zip(names, (0, 2, 1, 3, 2), strict=True))
     exchanged = seconds(exchange_s=1.0)
     assert exchanged["dense"] == 0.0
     assert exchanged["ordered"] == whole
@@ -90,13 +79,7 @@ def test_each_constant_counts_as_often_as_it_is_used():
     assert exchanged["allgather"] == bits + max(most, total - 200)
     assert seconds(dense_s=1.0)["dense"] == whole
     assert seconds(dense_s=1.0)["packed"] == union
-    assert seconds(mask_s=1.0) == {
-        "dense": 0,
-        "ordered": 0,
-        "packed": whole,
-        "pushpull": whole,
-        "allgather": whole,
-    }
+    assert seconds(mask_s=1.0) == dict(zip(names, (0, 0, whole, whole, whole), strict=True))
     assert seconds(pack_s=1.0)["pushpull"] == most
     assert seconds(pack_s=1.0)["packed"] == union
     assert seconds(reduce_s=1.0)["allgather"] == total + union

@@ -73,8 +73,7 @@ def test_every_rank_gets_the_union(table):
 def test_partitions_give_an_owner_all_blocks_that_it_touches(table, block, data):
     ranks, blocks = table.shape
     numel = blocks * block
-    cuts = data.draw(st.lists(st.integers(0, numel), max_size=8))
-    cuts = sorted(cuts)
+    cuts = sorted(data.draw(st.lists(st.integers(0, numel), max_size=8)))
     owners = st.integers(0, ranks - 1)
     pieces = [Piece(*pair, data.draw(owners)) for pair in pairwise(cuts)]
     layout = owned_ranges(Masks.of(table), block, data.draw(st.permutations(pieces)))
@@ -112,7 +111,6 @@ def test_owners_of_a_skewed_table_are_balanced(density):
     counts = layout.push_counts()
     pushed = counts.sum(axis=0) - counts.diagonal()
     pulled = np.diff(layout.edges)
-    print(f"push {pushed.max() / pushed.mean():.4f} pull {pulled.max() / pulled.mean():.4f}")
     assert pushed.max() <= 1.02 * pushed.mean()
     assert pulled.max() <= 1.02 * pulled.mean()
     # Of equal ranges the first would have several times as much.

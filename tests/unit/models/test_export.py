@@ -17,7 +17,7 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_a_pipeline_saves_the_bytes_that_the_model_saves(model_name, make_model, tmp_path):
+def test_a_pipeline_holds_and_saves_what_the_model_does(model_name, make_model, tmp_path):
     make_model(model_name).save_pretrained(tmp_path / "start")
     model = type(make_model(model_name)).from_pretrained(tmp_path / "start")
     module = to_pipeline(model, num_stages=1)
@@ -25,29 +25,17 @@ def test_a_pipeline_saves_the_bytes_that_the_model_saves(model_name, make_model,
     model.save_pretrained(tmp_path / "theirs")
     assert contents(tmp_path / "ours") == contents(tmp_path / "theirs")
     assert contents(tmp_path / "ours") == contents(tmp_path / "start")
-
-
-def test_the_generation_configuration_is_kept(make_model, tmp_path):
-    model = make_model("gpt2")
-    model.generation_config.max_new_tokens = 7
-    save_pretrained(to_pipeline(model, num_stages=1), tmp_path / "ours")
-    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "ours")
-    assert loaded.generation_config.max_new_tokens == 7
-
-
-def test_a_cast_module_saves_its_own_type(make_model, tmp_path):
-    module = to_pipeline(make_model("llama"), num_stages=1).bfloat16()
-    save_pretrained(module, tmp_path / "ours")
-    make_model("llama").to(torch.bfloat16).save_pretrained(tmp_path / "theirs")
-    assert contents(tmp_path / "ours") == contents(tmp_path / "theirs")
-
-
-def test_the_state_dict_is_the_models(model_name, make_model):
-    model = make_model(model_name)
-    gathered = pipeline_state_dict(to_pipeline(model, num_stages=1))
-    state = model.state_dict()
+    gathered, state = pipeline_state_dict(module), model.state_dict()
     assert list(gathered) == list(state)
     assert all(torch.equal(gathered[name], state[name]) for name in state)
+
+
+def test_a_cast_module_saves_its_own_type_and_its_generation_configuration(make_model, tmp_path):
+    ours, theirs = make_model("llama"), make_model("llama")
+    ours.generation_config.max_new_tokens = theirs.generation_config.max_new_tokens = 7
+    save_pretrained(to_pipeline(ours, num_stages=1).bfloat16(), tmp_path / "ours")
+    theirs.to(torch.bfloat16).save_pretrained(tmp_path / "theirs")
+    assert contents(tmp_path / "ours") == contents(tmp_path / "theirs")
 
 
 def test_plain_models_are_saved_too(make_model, tmp_path):

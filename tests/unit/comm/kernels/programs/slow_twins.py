@@ -47,20 +47,13 @@ def intact(view):
 def odd_blocks(dtype):
     """Yield functions that fill a block of zeros."""
 
+    first, middle, last = 0, 0.5, 1
+
     def put(value, where):
         def fill(part):
-            part[where(part.numel())] = value
+            part[int(where * (part.numel() - 1))] = value
 
         return fill
-
-    def first(n):
-        return 0
-
-    def middle(n):
-        return n // 2
-
-    def last(n):
-        return n - 1
 
     yield lambda part: None
     yield from (put(1, where) for where in (first, middle, last))
