@@ -88,31 +88,20 @@ def test_the_attempt_is_read_from_either_launcher():
 def test_only_checkpoints_of_the_same_job_are_resumed(tmp_path, monkeypatch, count, age, resumes):
     latest = tmp_path / "checkpoints" / "latest"
     latest.parent.mkdir()
-    latest.write_text("step-000010")
     monkeypatch.setenv(COUNT, count)
-    monkeypatch.setenv(STARTED, str(latest.stat().st_mtime + age))
     arguments = JobArguments(deepspeed_config="x.json", output=str(tmp_path))
+    assert not resume_after_restart(arguments).resume  # before the first checkpoint
+    latest.write_text("step-000010")
+    monkeypatch.setenv(STARTED, str(latest.stat().st_mtime + age))
     found = resume_after_restart(arguments)
     assert found == replace(arguments, resume=resumes)
     assert found.megatron is arguments.megatron
 
 
-def test_there_is_nothing_to_resume_before_the_first_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setenv(COUNT, "1")
-    arguments = JobArguments(deepspeed_config="x.json", output=str(tmp_path))
-    assert not resume_after_restart(arguments).resume
-
-
 def test_the_batch_is_accumulated_over_fewer_ranks():
-    def adapted(ranks, **sizes):
-        config = dict(sizes)
-        adapt_accumulation(config, ranks)
-        return config
-
-    sizes = {
-        "train_batch_size": 16,
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": 2,
-    }
-    assert "gradient_accumulation_steps" not in adapted(1, **sizes)
-    assert adapted(3, **sizes) == sizes  # 16 cannot be shared by 3: refused elsewhere
+    sizes = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4}
+    config = {**sizes, "gradient_accumulation_steps": 2}
+    adapt_accumulation(config, 3)  # 16 cannot be shared by 3: refused elsewhere
+    assert config == {**sizes, "gradient_accumulation_steps": 2}
+    adapt_accumulation(config, 1)
+    assert config == sizes

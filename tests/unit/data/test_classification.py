@@ -2,6 +2,7 @@
 import json
 from collections import Counter
 
+import datasets
 import pytest
 
 from wavemare.data.classification import (
@@ -56,8 +57,6 @@ def test_a_second_file_is_held_out(tmp_path):
 
 
 def test_class_labels_of_a_saved_dataset(tmp_path):
-    import datasets
-
     features = datasets.Features(
         {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["neg", "pos"])}
     )

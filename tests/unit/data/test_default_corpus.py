@@ -37,11 +37,8 @@ def test_the_split_does_not_depend_on_the_place(tmp_path):
             file = root / f"package{i % 3}" / f"module{i}.py"
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(f"x = {i}\n")
-    first, second = (
-        load_default_corpus(0.3, root=tmp_path / "a"),
-        load_default_corpus(0.3, root=tmp_path / "b"),
-    )
-    assert first == second
+    first = load_default_corpus(0.3, root=tmp_path / "a")
+    assert first == load_default_corpus(0.3, root=tmp_path / "b")
     assert {d.name for d in first.held_out} == {
         d.name for d in read_standard_library(tmp_path / "a") if is_held_out(d.name, 0.3)
     }

@@ -75,13 +75,7 @@ def test_the_slow_twin(lengths, wanted, length, seed, data):
     assert found.shuffle.dtype == np.uint32
     tokens = [100 * d + t for d, n in enumerate(lengths) for t in range(n)]
     store = TokenStore(np.array(tokens), np.cumsum([0, *lengths]))
-    samples = blended_samples(
-        [store],
-        [range(first, last)],
-        None,
-        extra_token=True,
-        **{**arguments, "num_samples": wanted},
-    )
+    samples = blended_samples([store], [range(first, last)], None, extra_token=True, **arguments)
     texts = [samples[i]["input_ids"].tolist() for i in range(len(samples))]
     assert texts == [[100 * d + t for d, t in text] for text in twin.texts]
 
@@ -173,8 +167,7 @@ def test_megatron_core_makes_the_same_arrays():
         samples = megatron.build_sample_idx(lengths, order, length, epochs, tokens)
         total = len(samples) - 1
         shuffle = gpt._build_shuffle_index(before if apart else total, total, state)
-        for ours, theirs in zip(
-            (found.documents, found.samples, found.shuffle), (order, samples, shuffle), strict=True
-        ):
-            assert ours.dtype == theirs.dtype
-            assert np.array_equal(ours, theirs)
+        ours = (found.documents, found.samples, found.shuffle)
+        for mine, theirs in zip(ours, (order, samples, shuffle), strict=True):
+            assert mine.dtype == theirs.dtype
+            assert np.array_equal(mine, theirs)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from filelock import FileLock
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from wavemare.data.indexed_merge import merge_indexed
@@ -16,20 +16,6 @@ from wavemare.data.indexed_writer import IndexedWriter, claimed
 from wavemare.data.megatron import open_indexed, read_indexed
 from wavemare.errors import DataError
 
-# Two documents, of sequences [1, 2], [3] and [500], as unsigned 16-bit numbers.
-INDEX = (
-    b"MMIDIDX\x00\x00"
-    b"\x01\x00\x00\x00\x00\x00\x00\x00"
-    b"\x08"
-    b"\x03\x00\x00\x00\x00\x00\x00\x00"
-    b"\x03\x00\x00\x00\x00\x00\x00\x00"
-    b"\x02\x00\x00\x00\x01\x00\x00\x00\x01\x00\x00\x00"
-    b"\x00\x00\x00\x00\x00\x00\x00\x00\x04\x00\x00\x00\x00\x00\x00\x00"
-    b"\x06\x00\x00\x00\x00\x00\x00\x00"
-    b"\x00\x00\x00\x00\x00\x00\x00\x00\x02\x00\x00\x00\x00\x00\x00\x00"
-    b"\x03\x00\x00\x00\x00\x00\x00\x00"
-)
-TOKENS = b"\x01\x00\x02\x00\x03\x00\xf4\x01"
 CODES = {"u1": 1, "i1": 2, "i2": 3, "i4": 4, "i8": 5, "u2": 8}
 
 
@@ -68,15 +54,6 @@ def slow_files(documents, dtype, modes):
     return index, np.array(tokens, dtype=f"<{dtype}").tobytes()
 
 
-def test_golden_bytes(tmp_path):
-    write(tmp_path / "corpus", [[[1, 2], [3]], [[500]]])
-    assert files(tmp_path / "corpus") == (INDEX, TOKENS)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.bin", "corpus.idx"]
-    write(tmp_path / "modes", [[[1, 2], [3]], [[500]]], modes=True)
-    assert files(tmp_path / "modes") == (INDEX + b"\x00\x01\x00", TOKENS)
-    assert open_indexed(tmp_path / "modes").modes.tolist() == [0, 1, 0]
-
-
 DOCUMENTS = st.lists(
     st.lists(st.lists(st.integers(0, 120), max_size=5), max_size=3), min_size=1, max_size=6
 )
@@ -84,12 +61,16 @@ DOCUMENTS = st.lists(
 
 @settings(max_examples=50)
 @given(documents=DOCUMENTS, dtype=st.sampled_from(sorted(CODES)), modes=st.booleans())
+@example(documents=[[[1, 2], [3]], [[500]]], dtype="u2", modes=True)
 def test_files_of_any_data(tmp_path_factory, documents, dtype, modes):
     prefix = tmp_path_factory.mktemp("written") / "a.b"
     write(prefix, documents, dtype, modes)
     assert files(prefix) == slow_files(documents, dtype, modes)
+    assert sorted(path.name for path in prefix.parent.iterdir()) == ["a.b.bin", "a.b.idx"]
     data = open_indexed(prefix)
+    numbers = [number % 3 for document in documents for number in range(len(document))]
     assert (data.modes is not None) == (modes and any(documents))
+    assert data.modes is None or data.modes.tolist() == numbers
     sequences = [sequence for document in documents for sequence in document]
     store = data.store(sequences=True)
     assert [store.document(i).tolist() for i in range(store.num_documents)] == sequences
@@ -103,7 +84,7 @@ def test_files_of_any_data(tmp_path_factory, documents, dtype, modes):
     assert store.tokens.dtype == np.dtype(dtype)
     assert isinstance(store.tokens, np.memmap)
     assert store.vocab_size == max(token for document in flat for token in document) + 1
-    assert read_indexed(prefix, vocab_size=500).vocab_size == 500
+    assert read_indexed(prefix, vocab_size=600).vocab_size == 600
 
 
 @settings(max_examples=15)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+import socket
 
+import datasets
 import pytest
 
 from wavemare.data.sources import Kind, load_documents, resolve
@@ -29,11 +31,6 @@ def everything(corpus):
     return sorted(d.text for d in (*corpus.train, *corpus.held_out))
 
 
-def test_default():
-    assert resolve(None) == resolve("stdlib")
-    assert resolve(None).kind is Kind.DEFAULT
-
-
 def test_text_files_folder_and_glob(tmp_path):
     for i in range(30):
         (tmp_path / f"sub{i % 2}").mkdir(exist_ok=True)
@@ -48,9 +45,8 @@ def test_text_files_folder_and_glob(tmp_path):
     assert folder.held_out
     pattern = load_documents(str(tmp_path / "**" / "*.txt"))
     assert (pattern.train, pattern.held_out) == (folder.train, folder.held_out)
-    assert everything(load_documents(str(tmp_path / "sub0"))) == expected[:0] + sorted(
-        f"document {i}\nline\n" for i in range(0, 30, 2)
-    )
+    even = sorted(f"document {i}\nline\n" for i in range(0, 30, 2))
+    assert everything(load_documents(str(tmp_path / "sub0"))) == even
     assert {d.name for d in folder.train} <= {f"sub{i % 2}/{i}.txt" for i in range(30)}
 
 
@@ -104,24 +100,15 @@ def test_quotes_in_a_tsv_are_text(tmp_path):
 
 
 def test_saved_dataset_with_its_own_validation_split(tmp_path):
-    import datasets
-
-    saved = datasets.DatasetDict(
-        {
-            "train": datasets.Dataset.from_dict({"text": ["a", "", "b"]}),
-            "test": datasets.Dataset.from_dict({"text": ["t"]}),
-            "validation": datasets.Dataset.from_dict({"text": ["v", None]}),
-        }
-    )
-    saved.save_to_disk(str(tmp_path / "saved"))
+    texts = {"train": ["a", "", "b"], "test": ["t"], "validation": ["v", None]}
+    parts = {name: datasets.Dataset.from_dict({"text": part}) for name, part in texts.items()}
+    datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "saved"))
     corpus = load_documents(str(tmp_path / "saved"))
     assert [d.text for d in corpus.train] == ["a", "b"]
     assert [d.text for d in corpus.held_out] == ["v"]
 
 
 def test_saved_dataset_without_train_split(tmp_path):
-    import datasets
-
     part = datasets.Dataset.from_dict({"text": ["a", "b"]})
     datasets.DatasetDict({"left": part, "right": part}).save_to_disk(str(tmp_path / "saved"))
     with pytest.raises(DataError, match=r"no split 'train' but 'left', 'right'"):
@@ -143,35 +130,29 @@ def test_megatron_prefix(tmp_path):
         resolve(str(tmp_path / "my.corpus"))
 
 
-def test_names_of_datasets():
-    assert resolve("imdb").kind is Kind.HUB
-    source = resolve("hub:Salesforce/wikitext:wikitext-2-raw-v1")
-    assert (source.dataset, source.config) == ("Salesforce/wikitext", "wikitext-2-raw-v1")
-
-
-def test_resolving_never_uses_the_network(monkeypatch):
-    import socket
-
+def test_names_of_datasets_are_resolved_without_the_network(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("the network was used")
 
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     monkeypatch.setattr(socket.socket, "connect", refuse)
+    assert resolve("imdb").kind is Kind.HUB
     assert resolve("imdb").dataset == resolve("hub:imdb").dataset == "imdb"
+    assert resolve(None) == resolve("stdlib")
+    assert resolve(None).kind is Kind.DEFAULT
+    source = resolve("hub:Salesforce/wikitext:wikitext-2-raw-v1")
+    assert (source.dataset, source.config) == ("Salesforce/wikitext", "wikitext-2-raw-v1")
     for spec in ("owner/name", "x.jsonl"):
         with pytest.raises(DataError, match=spec):
             resolve(spec)
 
 
 def test_an_unreachable_hub_is_told_from_a_missing_dataset(monkeypatch):
-    import huggingface_hub
-    from huggingface_hub import constants
-
     def fail(*_, **__):
         raise OSError("name resolution")
 
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", fail)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", fail)
     with pytest.raises(DataError, match=r"cannot be reached.*HF_HUB_OFFLINE=1"):
         load_documents("imdb")
 
@@ -183,5 +164,3 @@ def test_a_blend_names_weights_and_prefixes(tmp_path):
     assert source.kind is Kind.MEGATRON
     assert source.files == (tmp_path / "a", tmp_path / "b")
     assert source.weights == (0.3, 7.0)
-    with pytest.raises(DataError, match=r"c\.bin does not exist"):
-        resolve(f"0.3 {tmp_path}/a 0.7 {tmp_path}/c")
