@@ -225,10 +225,10 @@ def _launched():
 def launch_once(launch, _launched):
     """Run a program once for all tests of a file; return the results by rank."""
 
-    def run(*command, ranks=2, timeout=LIMIT_S):
+    def run(*command, ranks=2, timeout=LIMIT_S, own=False):
         key = (*command, ranks)
         if key not in _launched:
-            _launched[key] = launch(*command, ranks=ranks, timeout=timeout)
+            _launched[key] = launch(*command, ranks=ranks, timeout=timeout, own=own)
         finished = _launched[key].check()
         return [finished.result(rank) for rank in range(ranks)]
 

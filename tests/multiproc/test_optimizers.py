@@ -2,7 +2,7 @@
 """SOAP, Muon and NAdam in all engines: ZeRO changes nothing, runs resume, misfits are refused.
 
 SOAP's bases depend on the last digits of small gradients, so that paths are equal to the bit or not
-at all: ranks add in one order, or all have the same data.
+at all: ranks add in one order, or all have the same data, and each process begins alike.
 """
 
 import json
@@ -17,7 +17,7 @@ KINDS = ["SOAP", "Muon", "NAdam"]
 
 
 def run(launch_once, cases, ranks=2):
-    return launch_once("optimizers.py", json.dumps(cases), ranks=ranks)
+    return launch_once("optimizers.py", json.dumps(cases), ranks=ranks, own=True)
 
 
 def check_equal(found, expected):

@@ -48,11 +48,12 @@ def test_the_library_reduces_only_without_them(found, mode):
         ),
     ],
 )
-def test_a_wrong_bit_is_found_before_it_is_used(launch, found, mode):
+def test_a_wrong_bit_is_found_before_it_is_used(launch, found, tmp_path_factory, mode):
     sizes = found[0][mode][1]["sizes"]
     largest = sizes.index(max(sizes))
     cases = {"payload": [mode, largest], "checksum": [mode, largest + 1], "header": [mode, 0]}
-    finished = launch("sparse_checksums.py", json.dumps(cases), own=True).check()
+    folder = tmp_path_factory.mktemp("wrong")  # beside the results of the other run
+    finished = launch("sparse_checksums.py", json.dumps(cases), folder=folder, own=True).check()
     for name in cases:
         told = finished.result(1)[name]
         assert "message from rank 0 to rank 1 = 'part of a collective'" in told["error"]
