@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +14,9 @@ from wavemare.models.carry import SideInputs, StageContext
 from wavemare.models.layers import Block, Head, PipelineLayer, TiedHead, TokenEmbedding, Wrapped
 
 __all__ = ["causal_mask", "gpt2_chain"]
+
+# transformers 5.24 renamed this argument of its functions for masks.
+_CACHE = "cache" if "cache" in signature(create_causal_mask).parameters else "past_key_values"
 
 
 def causal_mask(
@@ -36,8 +40,8 @@ def causal_mask(
         config=config,
         inputs_embeds=hidden,
         attention_mask=attention_mask,
-        past_key_values=None,
         position_ids=position_ids,
+        **{_CACHE: None},
     )
 
 
