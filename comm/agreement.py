@@ -17,7 +17,7 @@ from wavemare.errors import CommError
 
 __all__ = ["HEADER_BYTES", "Header", "agree", "digest_of", "exchange_masks"]
 
-OPERATIONS = ("allreduce_", "reduce_scatter_", "allgather_", "allreduce_rows_")
+OPERATIONS = ("allreduce_", "reduce_scatter_", "allgather_", "allreduce_rows_", "SparseComm")
 _FIELDS = 8
 HEADER_BYTES = 8 * _FIELDS
 
@@ -88,7 +88,7 @@ def agree(transport: Transport, header: Header) -> list[int]:
         if header.differs(numbers):
             other = _spell(numbers)
             if other == own:
-                other = "it with another key, partition, mode, average or cost model"
+                other = "it with another key, partition, mode, average, staging or cost model"
             raise CommError(
                 "collective",
                 own,

@@ -69,8 +69,8 @@ class Calls:
         """
         number, self._count = self._count, self._count + 1
         numel = tensor.numel() if tensor.dim() == 1 else tensor.shape[1]
-        digest = digest_of(self._terms, key, *terms)
         among_all = self._transports[0]
+        digest = digest_of(self._terms, key, among_all.stages(tensor), *terms)
 
         def run(stats: Statistics) -> Any:
             started = time.perf_counter()

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wavemare.comm.agreement import digest_of
+from wavemare.comm.agreement import Header, agree, digest_of
 from wavemare.comm.arguments import bucket_key, check_bucket, check_settings, pieces_of
 from wavemare.comm.calibration import calibrate
 from wavemare.comm.calls import Calls
@@ -60,7 +60,7 @@ class SparseComm:
 
     Raises:
         ConfigError: A value cannot be.
-        CommError: There is no such transport, or a peer was lost.
+        CommError: There is no such transport, a peer was lost, or the ranks' settings differ.
         MessageError: A message has changed on its way.
     """
 
@@ -89,20 +89,21 @@ class SparseComm:
         self.average = average
         self.deterministic = deterministic
         self.compressor = compressor
+        device = torch.device(device or _present_device())
+        measures = constants is None and mode == "auto"
         self._transport = open_transport(
             group, choice=transport, staging=staging, timeout_s=timeout_s, checksums=checksums
         )
         self._hierarchy: Hierarchy | None = None
+        stages = measures and self._transport.stages(torch.empty(0, device=device))
+        alike = digest_of(mode, deterministic, hierarchical, measures, stages)
         try:
+            header = Header(0, "SparseComm", 0, torch.float32, block, terms=alike)
+            agree(self._transport, header)  # before they measure, each in its own way
             self._hierarchy = Hierarchy.find(self._transport) if hierarchical else None
             between = self._hierarchy.between if self._hierarchy else self._transport
-            if constants is None and mode == "auto" and between.size > 1:
-                constants = calibrate(
-                    between,
-                    block,
-                    torch.device(device or _present_device()),
-                    everyone=self._transport,
-                )
+            if measures and between.size > 1:
+                constants = calibrate(between, block, device, everyone=self._transport)
         except BaseException:
             if self._hierarchy is not None:
                 self._hierarchy.close()
@@ -125,7 +126,7 @@ class SparseComm:
         transports = [self._transport]
         if self._hierarchy:
             transports += [self._hierarchy.within, self._hierarchy.between]
-        terms = digest_of(mode, deterministic, hierarchical, self.constants)
+        terms = digest_of(alike, self.constants)
         self._calls = Calls(transports, self._reduction, block, terms)
         self.totals = self._calls.totals
 

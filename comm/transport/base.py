@@ -106,6 +106,10 @@ class Transport(ABC):
     def close(self) -> None:
         """Give back what the library holds."""
 
+    def stages(self, tensor: Tensor) -> bool:
+        """Whether a tensor travels in the chunks of `StagedTransport`."""
+        return False
+
     @property
     def message_device(self) -> torch.device:
         """Where small messages, such as masks, must lie."""

@@ -40,7 +40,8 @@ def open_transport(
             MPI launcher started the ranks and all of them take part, else torch.
         staging: How an accelerator's tensors travel over MPI and gloo: ``pinned`` copies packed
             blocks through the host's pinned memory, ``direct`` hands MPI the device's memory,
-            ``auto`` does that if the MPI says that it is CUDA-aware.
+            ``auto`` does that if the MPI says that it is CUDA-aware. MPI needs it on all ranks:
+            else all of them copy.
         timeout_s: Seconds after which a silent peer counts as lost.
         checksums: Whether each message is followed by its checksum.
 
@@ -145,7 +146,7 @@ def _cuda_aware(staging: Staging) -> bool:
 def _staged(transport: Transport, staging: Staging, checksums: bool) -> Transport:
     if checksums:
         transport = ChecksummedTransport(transport)
-    if staging == "direct" or transport.takes_device:
+    if transport.takes_device or (staging == "direct" and transport.name != "mpi"):
         return transport
     return StagedTransport(transport)
 

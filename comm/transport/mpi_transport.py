@@ -32,7 +32,7 @@ class MpiTransport(Transport):
     Args:
         comm: Whose ranks take part; all of them must call this together.
         timeout_s: Seconds after which a silent peer counts as lost.
-        takes_device: Whether this MPI takes GPU buffers.
+        takes_device: Whether this MPI takes GPU buffers; it counts if that of all ranks does.
     """
 
     name = "mpi"
@@ -54,7 +54,7 @@ class MpiTransport(Transport):
         self.rank = self._comm.Get_rank()
         self.size = self._comm.Get_size()
         self.timeout_s = timeout_s
-        self.takes_device = takes_device
+        self.takes_device = self._comm.allreduce(takes_device, MPI.LAND)
         # A message that comes after all must not be written to memory that has a new owner.
         self._abandoned: list[MPI.Request] = []
 
@@ -108,7 +108,11 @@ class MpiTransport(Transport):
         return self._comm
 
     def finish(
-        self, requests: list[MPI.Request], peers: Sequence[int], status: MPI.Status | None = None
+        self,
+        requests: list[MPI.Request],
+        peers: Sequence[int],
+        status: MPI.Status | None = None,
+        sizes: Sequence[int | None] = (),
     ) -> None:
         """Wait for requests, leaving the core to others meanwhile.
 
@@ -116,24 +120,26 @@ class MpiTransport(Transport):
             requests: From MPI.
             peers: For each of them who is at the other end; empty if it is no single rank.
             status: Filled in if there is one request.
+            sizes: For each of them the bytes that must arrive, if it receives.
 
         Raises:
-            CommError: One of them failed, or took longer than the time limit.
+            CommError: One of them failed, took longer than the time limit or has another size.
         """
         deadline = time.monotonic() + self.timeout_s
         polls = 0
         try:
-            while not _all_done(requests, status):
+            while not _all_done(requests, status, sizes):
                 polls += 1
                 time.sleep(0 if polls < _SPINS else _PAUSE_S)
                 if polls % 256 == 0 and time.monotonic() > deadline:
                     raise self._silent(requests, peers)
-        except MPI.Exception as error:
+        except (MPI.Exception, CommError) as error:
             self._abandoned.extend(requests)
+            if isinstance(error, CommError):
+                raise
             raise self.lost(_pending(requests, peers), str(error)) from error
 
     def _silent(self, requests: Sequence[MPI.Request], peers: Sequence[int]) -> CommError:
-        self._abandoned.extend(requests)
         # A peer that waits for the one that was lost is silent too: ask who is still there.
         pending, absent = _pending(requests, peers), self._absent()
         # One that is absent here may only be late; one that this rank waits for is not.
@@ -164,6 +170,7 @@ class _MpiExchange:
         self._transport = transport
         self._requests: list[MPI.Request] = []
         self._peers: list[int] = []
+        self._sizes: list[int | None] = []
 
     def send(self, peer: int, tensor: Tensor) -> None:
         _synchronize(tensor)
@@ -172,19 +179,21 @@ class _MpiExchange:
 
     def receive(self, peer: int, tensor: Tensor) -> None:
         _synchronize(tensor)
-        self._post(self._transport.communicator.Irecv, peer, tensor)
+        self._post(self._transport.communicator.Irecv, peer, tensor, receives=True)
         self._transport.bytes_down += tensor.nbytes
 
-    def _post(self, function: Any, peer: int, tensor: Tensor) -> None:
+    def _post(self, function: Any, peer: int, tensor: Tensor, *, receives: bool = False) -> None:
         for piece in pieces(tensor):
+            self._sizes.append(piece.nbytes if receives else None)
             self._requests.append(function(buffer_of(piece), peer, _TAG))
             self._peers.append(peer)
 
     def wait(self) -> None:
         requests, self._requests = self._requests, []
         peers, self._peers = self._peers, []
+        sizes, self._sizes = self._sizes, []
         if requests:
-            self._transport.finish(requests, peers)
+            self._transport.finish(requests, peers, sizes=sizes)
 
 
 def _pending(requests: Sequence[MPI.Request], peers: Sequence[int]) -> list[int]:
@@ -192,11 +201,25 @@ def _pending(requests: Sequence[MPI.Request], peers: Sequence[int]) -> list[int]
     return sorted(set(waiting))
 
 
-def _all_done(requests: list[MPI.Request], status: MPI.Status | None) -> bool:
+def _all_done(
+    requests: list[MPI.Request], status: MPI.Status | None, sizes: Sequence[int | None]
+) -> bool:
     if status is not None:
         return requests[0].Test(status)
-    # Not Testall, which leaves those that are done among those that are not.
-    MPI.Request.Testsome(requests)
+    ended: list[MPI.Status] = []
+    try:
+        # Not Testall, which leaves those that are done among those that are not.
+        places = MPI.Request.Testsome(requests, ended) or ()
+        counts = zip([sizes[place] for place in places if sizes], ended, strict=False)
+        fits = all(size is None or size == each.Get_count(MPI.BYTE) for size, each in counts)
+    except MPI.Exception:
+        fits = not any(each.Get_error() == MPI.ERR_TRUNCATE for each in ended)
+        if fits:
+            raise
+    if not fits:
+        reason = "this rank waits for more bytes or fewer: the ranks cut tensors differently"
+        remedy = "Give all ranks the same staging, and buckets on the same kind of device"
+        raise CommError("message", "of another size", reason, remedy)
     return all(request == MPI.REQUEST_NULL for request in requests)
 
 

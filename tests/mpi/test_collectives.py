@@ -24,7 +24,7 @@ ONE = (
     "refusals.unusual",
     "refusals.closing",
 )
-FOUR = (*ONE, "side_by_side.nodes", "disagreements")
+FOUR = (*ONE, "side_by_side.nodes", "disagreements.staging", "disagreements")
 
 
 def case(kind, ranks, sizes, names):

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that call something else than the others: an error that names one of them, and no hang."""
 
+import functools
+
 import torch
 from common import sparse_comm
 
 from wavemare.comm.cost import Constants
 from wavemare.comm.layout import Piece
+from wavemare.comm.transport import open_transport
+from wavemare.comm.transport.staging import StagedTransport
 from wavemare.errors import CommError
 
 
@@ -50,12 +54,42 @@ def _either(odd, one, other, partition):
     return other(torch.ones(100), partition) if odd else one(torch.ones(100))
 
 
-def _expect(world, checks, name, keys, call):
+def _expect(world, checks, name, keys, call, opened=lambda: None):
     world.meet()
-    comm = sparse_comm(world, **keys)
     others = "rank 0" if world.rank == world.size - 1 else f"rank {world.size - 1}"
-    checks.refuses(CommError, lambda: call(comm), "differ in", name, says=f"{others} calls")
-    # Whatever else is called fails too.
-    checks.refuses(CommError, lambda: comm.allreduce_(torch.ones(3)), name, "afterwards")
+    made = []
+
+    def make_and_call():
+        made.append(sparse_comm(world, opened(), **keys))
+        call(made[0])
+
+    checks.refuses(CommError, make_and_call, "differ in", name, says=f"{others} calls")
+    for comm in made:  # whatever else is called fails too
+        again = functools.partial(comm.allreduce_, torch.ones(3))
+        checks.refuses(CommError, again, name, "afterwards")
     world.meet()
-    comm.close()
+    for comm in made:
+        comm.close()
+
+
+def staging(world, checks, sizes):
+    """Ranks that cut their messages differently are refused, and no message is taken for another.
+
+    One of 8 MiB travels in chunks where it is staged, and in one where it is not.
+    """
+    odd = world.rank == world.size - 1
+
+    def opened():
+        inner = open_transport(choice=world.kind, staging="direct", timeout_s=600)
+        return StagedTransport(inner, stages_host=True) if odd else inner
+
+    _expect(world, checks, "staging", {}, lambda comm: comm.allreduce_(torch.ones(9)), opened)
+    _expect(world, checks, "staging, measured", {"constants": None}, lambda comm: None, opened)
+    if world.kind == "torch":
+        return  # gloo does not tell how long a message was
+    transport = opened()
+    arrived = torch.empty(transport.size, 2 << 20)
+    mine = torch.full((2 << 20,), float(world.rank))
+    checks.refuses(CommError, lambda: transport.all_gather(mine, arrived), "cut", says="bytes")
+    world.meet()
+    transport.close()
