@@ -38,8 +38,7 @@ from wavemare.engine.pipemare import PipeMareEngine
 from wavemare.engine.segments import Segments
 from wavemare.engine.stage_passes import check_pair_passes
 from wavemare.errors import ConfigError
-from wavemare.pipeline.check import check
-from wavemare.pipeline.run_plan import run_plan
+from wavemare.pipeline.run_plan import RunPlan
 
 __all__ = ["ENGINES", "build_engine", "read_config"]
 
@@ -158,7 +157,10 @@ def _check(config: dict[str, Any], model: Any, mpu: Any, mesh_param: Any) -> Wav
     if isinstance(model, deepspeed.PipelineModule) and not isinstance(model, DualPipeVModule):
         # Every rank checks the plans of all: all fail alike, or none.
         clips = bool(config.get("gradient_clipping"))
-        check(run_plan(ours.pipeline, length, micro_batches, clips=clips))
+        settings = ours.pipeline.pipemare
+        RunPlan.of(ours.pipeline, length, micro_batches, clips=clips).check(
+            warmup_steps=settings.warmup_steps, drain_interval=settings.drain_interval
+        )
     asynchronous = ours.pipeline.schedule == "pipemare"
     # DeepSpeed would complete them itself, with one micro-batch per step.
     config.update({k: n for k, n in sizes.items() if asynchronous or config.get(k) == "auto"})

@@ -18,7 +18,8 @@ from wavemare.engine.pipe import PipelineEngine
 from wavemare.engine.stage_passes import StagePasses
 from wavemare.engine.window import INSTRUCTIONS, Pair, Window
 from wavemare.pipeline.action import Action, Kind
-from wavemare.pipeline.schedules import PAIR_SLACK, SEND_SLOTS, paired_one_f_one_b_stage
+from wavemare.pipeline.run_plan import RunPlan
+from wavemare.pipeline.schedules import PAIR_SLACK, SEND_SLOTS
 
 __all__ = ["PairedPipelineEngine"]
 
@@ -45,7 +46,8 @@ class PairedPipelineEngine(PipelineEngine):
         self._micro_batches: dict[int, MicroBatch] = {}
 
     def _train_schedule(self) -> Any:
-        plan = list(paired_one_f_one_b_stage(self.stage_id, self.num_stages, self.micro_batches))
+        run = RunPlan(self.num_stages, self.micro_batches, pairs=True, slack=PAIR_SLACK)
+        plan = run.step(self.stage_id, 0, 1)
         self._micro_batches.clear()
         self._exchange.begin(plan, 0)
         return Window(plan, pairs=True)

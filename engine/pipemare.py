@@ -2,8 +2,8 @@
 """The asynchronous pipeline engine: PipeMare on DeepSpeed's ``PipelineEngine``.
 
 Each stage steps its own weights after every ``gradient_accumulation_steps`` micro-batches and goes
-on at once; nothing is ever flushed. What a stage does is a plan (:mod:`wavemare.pipeline.order`),
-taken one optimizer step at a time and interpreted through DeepSpeed's instruction map.
+on at once; nothing is ever flushed. What a stage does is a checked plan, taken one optimizer step
+at a time (:mod:`wavemare.pipeline.run_plan`) and interpreted through DeepSpeed's instruction map.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from wavemare.engine.window import INSTRUCTIONS, Pair, Window
 from wavemare.pipeline.action import Action, Kind
 from wavemare.pipeline.config import PipeMareConfig
 from wavemare.pipeline.corrections import make_correction
-from wavemare.pipeline.order import Stream, ahead
-from wavemare.pipeline.passes import pair_passes
-from wavemare.pipeline.schedules import SEND_SLOTS, drain_boundary
+from wavemare.pipeline.order import ahead
+from wavemare.pipeline.run_plan import RunPlan
+from wavemare.pipeline.schedules import SEND_SLOTS, steps_to_drain
 from wavemare.pipeline.staleness import max_staleness
 
 __all__ = ["PipeMareEngine"]
@@ -96,12 +96,15 @@ class PipeMareEngine(PipelineEngine):
             max_staleness(self.stage_id, self.num_stages, self.micro_batches, self.pipemare.slack),
             decay_base=settings.decay,
         )
-        self._stream = Stream(
-            self.stage_id,
+        self._plan = RunPlan(
             self.num_stages,
             self.micro_batches,
-            **self.pipemare.stream_options(clips=self._clip > 0),
+            asynchronous=True,
+            pairs=self._passes is not None,
+            **self.pipemare.plan_options(clips=self._clip > 0),
         )
+        self._next = 0
+        self._since_empty = 0
 
     # --- training -------------------------------------------------------------------------------
 
@@ -139,21 +142,17 @@ class PipeMareEngine(PipelineEngine):
         return self.agg_train_loss
 
     def _train_step(self) -> int:
-        """Do one window of the plan; return how many micro-batches it trained."""
-        first, size = self._stream.first, self.micro_batches
-        stop = drain_boundary(
-            self.global_steps,
-            first,
-            size,
-            warmup_steps=self.pipemare.warmup_steps,
-            drain_interval=self.pipemare.drain_interval,
+        """Do one step of the plan; return how many micro-batches it trained."""
+        first, size = self._next, self.micro_batches
+        left = steps_to_drain(
+            self.global_steps, self.pipemare.warmup_steps, self.pipemare.drain_interval
         )
-        window = self._stream.window(stop)
-        if self._passes is not None:
-            window = list(pair_passes(window))
-        self._first, self._loss_sum = first, 0.0
+        place = self.stage_id, self._since_empty, left
+        window = self._plan.step(*place, first=first, version=self._version)
+        self._first, self._loss_sum, self._next = first, 0.0, first + size
+        self._since_empty = 0 if left == 1 else self._since_empty + 1
         self._norms.begin_step()
-        self._exchange.begin(window, self._stream.unreceived)
+        self._exchange.begin(window, self._plan.unreceived(*place))
         try:
             self._exec_schedule(Window(window, pairs=self._passes is not None))
         except Exception as error:
@@ -198,7 +197,8 @@ class PipeMareEngine(PipelineEngine):
         self._micro_batches.clear()
         if self._passes is not None:
             self._passes.forget()
-        self._stream.rewind(end)
+        self._next = self._next if end is None else end
+        self._since_empty = 0
         if self._stage_watch is not None:
             self._stage_watch.forget()
         self._end = None

@@ -9,7 +9,7 @@ from deepspeed.runtime.pipe import schedule
 
 from wavemare.pipeline.action import Action, Kind
 from wavemare.pipeline.order import ahead
-from wavemare.pipeline.schedules import one_f_one_b_stage
+from wavemare.pipeline.run_plan import RunPlan
 
 __all__ = ["PlanSchedule"]
 
@@ -29,7 +29,7 @@ class PlanSchedule(schedule.PipeSchedule):
 
     def steps(self) -> Iterator[list[schedule.PipeInstruction]]:
         """Yield the instructions, each as a step of its own."""
-        for action in one_f_one_b_stage(self.stage_id, self.stages, self.micro_batches):
+        for action in RunPlan(self.stages, self.micro_batches).step(self.stage_id, 0, 1):
             yield self._instructions(action)
 
     def _instructions(self, action: Action) -> list[schedule.PipeInstruction]:

@@ -82,8 +82,8 @@ class PipeMareConfig(Section):
     their last step) or each stage's own norm by its share, ``sqrt(parameters / all parameters)``.
     """
 
-    def stream_options(self, *, clips: bool) -> dict[str, Any]:
-        """Return settings of `wavemare.pipeline.order.Stream`.
+    def plan_options(self, *, clips: bool) -> dict[str, Any]:
+        """Return settings of `wavemare.pipeline.run_plan.RunPlan`.
 
         Args:
             clips: Whether gradients are clipped.

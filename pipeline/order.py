@@ -106,11 +106,6 @@ class Stream:
         self.forwarded = 0
         self.versions = Versions(correct=correct)
         self._empty_at = 0
-        self._stop: int | None = None
-
-    def is_synchronous(self, stop: int | None) -> bool:
-        """Whether the next step begins and ends with an empty pipeline."""
-        return self._empty_at == self.first and stop == self.first + self.micro_batches
 
     def window(self, stop: int | None = None) -> list[Action]:
         """Return the stage's actions up to the end of its next optimizer step.
@@ -124,9 +119,9 @@ class Stream:
         """
         if stop is not None and stop < self.forwarded:
             reason = f"{self.forwarded} micro-batches have been forwarded already"
-            raise PlanError("stop", stop, reason, "Rewind first, or give a later boundary")
+            raise PlanError("stop", stop, reason, "Give a later boundary")
         last = self.first + self.micro_batches
-        synchronous = self.is_synchronous(stop)
+        synchronous = self._empty_at == self.first and stop == last
         actions: Iterator[Action] = compute_order(
             self.stage,
             self.num_stages,
@@ -148,27 +143,6 @@ class Stream:
         limit = last + ahead(self.stage, self.num_stages, self.slack)
         self.forwarded = max(self.forwarded, limit if stop is None else min(limit, stop))
         self.first = last
-        self._stop = stop
         if stop == last:
             self._empty_at = last
         return window
-
-    @property
-    def unreceived(self) -> int:
-        """How many activations the stage before has sent, or will in this step, beyond ours."""
-        if self.stage == 0:
-            return 0
-        sent = self.first + ahead(self.stage - 1, self.num_stages, self.slack)
-        if self._stop is not None:
-            sent = min(sent, max(self._stop, self.first))
-        return max(sent - self.forwarded, 0)
-
-    def rewind(self, first: int | None = None) -> None:
-        """Forget what was forwarded beyond the last step: it will be forwarded again.
-
-        Args:
-            first: Where the next step begins, if the last step was cut short by the data's end.
-        """
-        self.first = self.first if first is None else first
-        self.versions.forget(self.first)
-        self.forwarded = self._empty_at = self._stop = self.first

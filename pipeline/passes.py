@@ -84,10 +84,6 @@ class Versions:
                     continue
             yield Action(kind, stage, micro_batch, newest, wave)
 
-    def forget(self, first: int) -> None:
-        """Forget forward passes from a micro-batch on."""
-        self._forward = {m: version for m, version in self._forward.items() if m < first}
-
 
 def add_communication(actions: Iterable[Action], num_stages: int) -> Iterator[Action]:
     """Add loading, receives and sends around the passes of one stage."""

@@ -1,62 +1,201 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The beginning of the plan that a pipeline engine is going to follow, to be checked before it is.
+"""The optimizer steps that a pipeline engine runs, taken from plans that `check` has proved.
 
-The engines take their actions step by step from the same generators; no engine holds a plan.
+A run is a row of optimizer steps that begins with an empty pipeline and ends with one, or never. In
+a long run each step is like the one before, and in a long step each micro-batch. The plan that is
+checked has one of these; the steps that are run repeat it.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
+from wavemare.pipeline.action import Action, Kind
+from wavemare.pipeline.check import check
 from wavemare.pipeline.config import PipelineConfig
+from wavemare.pipeline.order import ahead
 from wavemare.pipeline.passes import pair_passes
 from wavemare.pipeline.plan import Plan
-from wavemare.pipeline.schedules import one_f_one_b, paired_one_f_one_b, pipemare
+from wavemare.pipeline.schedules import PAIR_SLACK, one_f_one_b, paired_one_f_one_b, pipemare
 from wavemare.pipeline.staleness import max_staleness
 
-__all__ = ["MOST_PASSES", "run_plan"]
-
-MOST_PASSES = 512
-"""Forward passes, over all stages, to make a plan of: to check so many takes some 0.02 s."""
+__all__ = ["RunPlan", "repeat_micro_batch", "split_steps"]
 
 
-def run_plan(config: PipelineConfig, num_stages: int, micro_batches: int, *, clips: bool) -> Plan:
-    """Return the plan of a run's first optimizer steps, as far as later ones are not like them.
-
-    Of 1F1B that is one step. Of PipeMare it is a synchronous one if there is a warm-up, and those
-    in which staleness grows to its most, the last of which drains the pipeline. Where that is more
-    than `MOST_PASSES`, there are fewer steps (of PipeMare two at least), and then fewer
-    micro-batches.
+@dataclass(frozen=True)
+class RunPlan:
+    """The plan of all runs of one pipeline.
 
     Args:
-        config: Schedule and its settings.
         num_stages: Length of the pipeline.
         micro_batches: Per optimizer step.
-        clips: Whether gradients are clipped.
-
-    Raises:
-        PlanError: A number is out of range.
+        asynchronous: Whether it is PipeMare; else each run is one step of 1F1B.
+        pairs: Whether a stage runs a backward pass and the forward pass after it together.
+        norms: See `add_steps`.
+        correct: See `Versions`.
+        slack: See `ahead`.
     """
-    if config.schedule != "pipemare":
-        make = paired_one_f_one_b if config.pair_passes else one_f_one_b
-        return make(num_stages, _bounded(micro_batches, num_stages))
-    settings = config.pipemare
-    warmup_steps = min(settings.warmup_steps, 1)
-    least = warmup_steps + 2
-    size = _bounded(micro_batches, num_stages * least)
-    steps = warmup_steps + max_staleness(0, num_stages, size, settings.slack) + 1
-    plan = pipemare(
-        num_stages,
-        size,
-        min(steps, max(least, MOST_PASSES // (num_stages * size))),
-        warmup_steps=warmup_steps,
-        drain_interval=settings.drain_interval,
-        **settings.stream_options(clips=clips),
+
+    num_stages: int
+    micro_batches: int
+    asynchronous: bool = False
+    pairs: bool = False
+    norms: bool = False
+    correct: bool = False
+    slack: int = 0
+
+    @classmethod
+    def of(
+        cls, config: PipelineConfig, num_stages: int, micro_batches: int, *, clips: bool
+    ) -> RunPlan:
+        """Return the plan for a configuration.
+
+        Args:
+            config: Schedule and its settings.
+            num_stages: Length of the pipeline.
+            micro_batches: Per optimizer step.
+            clips: Whether gradients are clipped.
+        """
+        if config.schedule != "pipemare":
+            slack = PAIR_SLACK if config.pair_passes else 0
+            return cls(num_stages, micro_batches, pairs=config.pair_passes, slack=slack)
+        options = config.pipemare.plan_options(clips=clips)
+        return cls(
+            num_stages, micro_batches, asynchronous=True, pairs=config.pair_passes, **options
+        )
+
+    def check(self, *, warmup_steps: int = 0, drain_interval: int = 0) -> None:
+        """Prove the runs that the settings ask for; others are proved when they begin.
+
+        Args:
+            warmup_steps: So many first runs have one step.
+            drain_interval: Steps of each run after them; 0 for no end.
+
+        Raises:
+            PlanError: A number is out of range, or a plan is wrong.
+        """
+        if warmup_steps or not self.asynchronous:
+            _checked(self, 1)
+        if self.asynchronous:
+            _checked(self, min(drain_interval or self._longest, self._longest))
+
+    def step(
+        self, stage: int, number: int, left: int | None, *, first: int = 0, version: int = 0
+    ) -> list[Action]:
+        """Return a stage's actions of one optimizer step.
+
+        Args:
+            stage: Counted from 0.
+            number: Steps of the run before this one.
+            left: Steps until the pipeline is empty, this one included; None if it never is.
+            first: First micro-batch of the step.
+            version: Of the stage's weights.
+
+        Raises:
+            PlanError: A number is out of range, or the plan is wrong.
+        """
+        plan, index = self._place(number, left)
+        actions = split_steps(plan.ranks[stage])[index]
+        middle = index * plan.micro_batches + ahead(0, self.num_stages, self.slack)
+        extra = self.micro_batches - plan.micro_batches
+        actions = repeat_micro_batch(actions, stage, middle, extra)
+        return _shifted(actions, first - index * plan.micro_batches, version - index)
+
+    def unreceived(self, stage: int, number: int, left: int | None) -> int:
+        """Return how many activations the stage before has sent by a step's end beyond ours.
+
+        Args:
+            stage: Counted from 0.
+            number: See `step`.
+            left: See `step`.
+        """
+        if stage == 0:
+            return 0
+        plan, index = self._place(number, left)
+        sent, received = (
+            sum(action.kind is Kind.FORWARD for step in steps[: index + 1] for action in step)
+            for steps in map(split_steps, plan.ranks[stage - 1 : stage + 1])
+        )
+        return sent - received
+
+    @property
+    def _size(self) -> int:
+        """Micro-batches per step of the checked plan: the one in the middle is repeated.
+
+        All stages have forwarded as far ahead as they do, and go on to, within the step.
+        """
+        return min(self.micro_batches, 2 * ahead(0, self.num_stages, self.slack) + 3)
+
+    @property
+    def _delay(self) -> int:
+        return max_staleness(0, self.num_stages, self._size, self.slack)
+
+    @property
+    def _longest(self) -> int:
+        """Steps of the longest checked plan: to fill the pipeline, one to repeat, to drain it."""
+        return 2 * self._delay + 2
+
+    def _place(self, number: int, left: int | None) -> tuple[Plan, int]:
+        """Return the checked plan that a step is in, and which step of it is the same."""
+        longest = self._longest
+        if left is not None and number + left <= longest:
+            return _checked(self, number + left), number
+        from_end = 0 if left is None else longest - left
+        return _checked(self, longest), max(min(number, self._delay + 1), from_end)
+
+    def _plan(self, num_steps: int) -> Plan:
+        if not self.asynchronous:
+            make = paired_one_f_one_b if self.pairs else one_f_one_b
+            return make(self.num_stages, self._size, num_steps)
+        options = {"norms": self.norms, "correct": self.correct, "slack": self.slack}
+        plan = pipemare(self.num_stages, self._size, num_steps, **options)
+        if not self.pairs:
+            return plan
+        return replace(plan, ranks=tuple(tuple(pair_passes(actions)) for actions in plan.ranks))
+
+
+@lru_cache(maxsize=16)
+def _checked(run: RunPlan, num_steps: int) -> Plan:
+    plan = run._plan(num_steps)
+    check(plan)
+    return plan
+
+
+def split_steps(actions: Sequence[Action]) -> list[Sequence[Action]]:
+    """Split the actions of one stage behind each optimizer step."""
+    ends = [place + 1 for place, action in enumerate(actions) if action.kind is Kind.STEP]
+    return [actions[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def repeat_micro_batch(
+    actions: Sequence[Action], stage: int, micro_batch: int, times: int
+) -> list[Action]:
+    """Return a step with more micro-batches.
+
+    Args:
+        actions: Of one optimizer step of one rank.
+        stage: Whose backward passes part the micro-batches.
+        micro_batch: The one to repeat, which is not the step's last one. Its actions, from its
+            backward pass to the next micro-batch's, are like those of its neighbours.
+        times: How often.
+    """
+    if not times:
+        return list(actions)
+    start, end = (
+        place
+        for place, (kind, at, number, _, _) in enumerate(actions)
+        if kind is Kind.BACKWARD and at == stage and micro_batch <= number <= micro_batch + 1
     )
-    if not config.pair_passes:
-        return plan
-    return replace(plan, ranks=tuple(tuple(pair_passes(actions)) for actions in plan.ranks))
+    result = list(actions[:start])
+    for repetition in range(times + 1):
+        result += _shifted(actions[start:end], repetition)
+    return result + _shifted(actions[end:], times)
 
 
-def _bounded(micro_batches: int, passes_of_each: int) -> int:
-    return min(micro_batches, max(1, MOST_PASSES // passes_of_each))
+def _shifted(actions: Sequence[Action], micro_batches: int, versions: int = 0) -> list[Action]:
+    return [
+        Action(kind, stage, number + micro_batches, version + versions, wave)
+        for kind, stage, number, version, wave in actions
+    ]

@@ -24,6 +24,7 @@ __all__ = [
     "paired_one_f_one_b",
     "paired_one_f_one_b_stage",
     "pipemare",
+    "steps_to_drain",
 ]
 
 SEND_SLOTS = 2
@@ -34,6 +35,19 @@ as many more as there is slack."""
 PAIR_SLACK = 1
 """Slack (see `ahead`) of 1F1B with pairs. A pair ends both its passes at once, so that without any
 slack each of two neighbours would wait for the other's pair."""
+
+
+def steps_to_drain(step: int, warmup_steps: int, drain_interval: int) -> int | None:
+    """Return after how many optimizer steps the pipeline is empty; None if nothing empties it.
+
+    Args:
+        step: The optimizer step that comes next, counted from 0.
+        warmup_steps: The pipeline is emptied after each of so many first steps.
+        drain_interval: Steps between drains after that; 0 for none.
+    """
+    if step < warmup_steps:
+        return 1
+    return drain_interval - step % drain_interval if drain_interval else None
 
 
 def drain_boundary(
@@ -55,12 +69,9 @@ def drain_boundary(
         drain_interval: Steps between drains after that; 0 for none.
         last_step: One behind the last step of the run; None if it has no known end.
     """
-    ends = [last_step] if last_step is not None else []
-    if step < warmup_steps:
-        ends.append(step + 1)
-    elif drain_interval:
-        ends.append((step // drain_interval + 1) * drain_interval)
-    return first + (min(ends) - step) * micro_batches if ends else None
+    left = steps_to_drain(step, warmup_steps, drain_interval)
+    ends = [steps for steps in (left, last_step and last_step - step) if steps is not None]
+    return first + min(ends) * micro_batches if ends else None
 
 
 def pipemare(

@@ -6,14 +6,12 @@ The slow twin knows nothing of limits and look-ahead. It puts every pass on a ti
 ``2m + 2P - 1 - s``. Whole plans, with drains, are in `test_schedules`.
 """
 
-from collections import Counter
-
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from wavemare.errors import PlanError
-from wavemare.pipeline.action import Action, Kind
+from wavemare.pipeline.action import Kind
 from wavemare.pipeline.order import Stream, ahead
 
 
@@ -60,70 +58,6 @@ def test_a_step_is_synchronous_between_two_empty_pipelines(stops, synchronous):
     for stage in range(3):
         stream = Stream(stage, 3, 2, norms=True)
         for stop, expected in zip(stops, synchronous, strict=True):
-            assert stream.is_synchronous(stop) is expected
             kinds = {action.kind for action in stream.window(stop)}
             assert bool(kinds & {Kind.SEND_TOTAL, Kind.RECV_TOTAL}) is expected
             assert Kind.SEND_NORM in kinds or stage == 0
-
-
-def shifted(actions, micro_batches, versions):
-    return [
-        Action(kind, stage, m + micro_batches, version + versions, wave)
-        for kind, stage, m, version, wave in actions
-    ]
-
-
-@settings(max_examples=60)
-@given(
-    num_stages=st.integers(1, 8),
-    micro_batches=st.integers(1, 8),
-    options=st.fixed_dictionaries({"norms": st.booleans(), "correct": st.booleans()}),
-    before=st.integers(1, 3),
-    cut=st.integers(0, 7),
-    synchronous=st.booleans(),
-    data=st.data(),
-)
-def test_a_rewound_stream_is_a_new_one(
-    num_stages, micro_batches, options, before, cut, synchronous, data
-):
-    """The look-ahead is forwarded again, with the versions that the weights have by then."""
-    stage = data.draw(st.integers(0, num_stages - 1))
-    stream = Stream(stage, num_stages, micro_batches, **options)
-    for _ in range(before):
-        stream.window()
-    cut %= micro_batches
-    first = stream.first - cut
-    if cut:
-        stream.rewind(first)
-    else:
-        stream.rewind()
-    fresh = Stream(stage, num_stages, micro_batches, **options)
-    for step in range(3):
-        stop = (step + 1) * micro_batches if synchronous else None
-        got = stream.window(None if stop is None else first + stop)
-        assert got == shifted(fresh.window(stop), first, before)
-
-
-@settings(max_examples=60)
-@given(
-    num_stages=st.integers(2, 8),
-    micro_batches=st.integers(1, 8),
-    segments=st.lists(st.tuples(st.integers(1, 3), st.booleans()), min_size=1, max_size=4),
-)
-def test_unreceived_activations_are_counted(num_stages, micro_batches, segments):
-    streams = [Stream(stage, num_stages, micro_batches) for stage in range(num_stages)]
-    counts = [Counter() for _ in streams]
-    for steps, drain in segments:
-        stop = streams[0].first + steps * micro_batches if drain else None
-        for _ in range(steps):
-            for stream, count in zip(streams, counts, strict=True):
-                count.update(action.kind for action in stream.window(stop))
-            assert streams[0].unreceived == 0
-            for before, after, stream in zip(counts, counts[1:], streams[1:], strict=False):
-                left = before[Kind.SEND_ACTIVATION] - after[Kind.RECV_ACTIVATION]
-                assert stream.unreceived == left
-        if not drain:
-            for stream, count in zip(streams, counts, strict=True):
-                stream.rewind()
-                count.clear()
-        assert all(stream.unreceived == 0 for stream in streams)

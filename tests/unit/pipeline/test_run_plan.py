@@ -1,95 +1,97 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan that is checked before a run, against what the engines take step by step."""
+"""The steps that engines run: those of the whole plan, though a short one is made and checked."""
+
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wavemare.pipeline.action import Kind
-from wavemare.pipeline.check import check
+from wavemare.errors import PlanError
+from wavemare.pipeline.action import Action, Kind
 from wavemare.pipeline.config import PipelineConfig
 from wavemare.pipeline.order import Stream
 from wavemare.pipeline.passes import pair_passes
-from wavemare.pipeline.run_plan import MOST_PASSES, run_plan
-from wavemare.pipeline.schedules import drain_boundary, one_f_one_b_stage, paired_one_f_one_b_stage
+from wavemare.pipeline.run_plan import RunPlan
+from wavemare.pipeline.schedules import one_f_one_b_stage, paired_one_f_one_b_stage
 
-some = settings(max_examples=50, deadline=None)
-shapes = {"num_stages": st.integers(1, 8), "micro_batches": st.integers(1, 8)}
-
-
-def asynchronous(pairs=False, **given):
-    return PipelineConfig.parse(
-        {"schedule": "pipemare", "pair_passes": pairs, "pipemare": dict(given)}
-    )
-
-
-@pytest.mark.parametrize(
-    ("pairs", "stage_of"), [(False, one_f_one_b_stage), (True, paired_one_f_one_b_stage)]
+some = settings(max_examples=100, deadline=None)
+shapes = {"num_stages": st.integers(1, 6), "micro_batches": st.integers(1, 40)}
+options = st.fixed_dictionaries(
+    {"norms": st.booleans(), "correct": st.booleans(), "slack": st.integers(0, 2)}
 )
-def test_a_synchronous_run_repeats_one_step(pairs, stage_of):
-    plan = run_plan(PipelineConfig(pair_passes=pairs), 4, 8, clips=False)
-    assert plan.ranks == tuple(tuple(stage_of(stage, 4, 8)) for stage in range(4))
+
+
+def shifted(actions, micro_batches, versions):
+    return [
+        Action(kind, stage, number + micro_batches, version + versions, wave)
+        for kind, stage, number, version, wave in actions
+    ]
+
+
+@some
+@given(**shapes)
+def test_a_step_of_1f1b_is_that_of_its_generator(num_stages, micro_batches):
+    plain = RunPlan.of(PipelineConfig(), num_stages, micro_batches, clips=True)
+    pairs = RunPlan.of(PipelineConfig(pair_passes=True), num_stages, micro_batches, clips=True)
+    for stage in range(num_stages):
+        of_stage = stage, num_stages, micro_batches
+        assert plain.step(stage, 0, 1) == list(one_f_one_b_stage(*of_stage))
+        assert pairs.step(stage, 0, 1) == list(paired_one_f_one_b_stage(*of_stage))
 
 
 @some
 @given(
-    **shapes,
-    pairs=st.booleans(),
-    clips=st.booleans(),
-    slack=st.integers(0, 2),
-    warmup_steps=st.integers(0, 3),
-    drain_interval=st.integers(0, 4),
-    mode=st.sampled_from(["auto", "off", "exact", "predict"]),
-    clipping=st.sampled_from(["global", "stage"]),
+    **shapes, options=options, pairs=st.booleans(), steps=st.integers(1, 20), drains=st.booleans()
 )
-def test_an_asynchronous_run_is_what_the_engine_takes_window_by_window(
-    num_stages, micro_batches, pairs, clips, mode, **given
+def test_a_run_of_pipemare_is_that_of_its_generator(
+    num_stages, micro_batches, options, pairs, steps, drains
 ):
-    config = asynchronous(pairs, discrepancy_correction={"mode": mode}, **given)
-    plan = run_plan(config, num_stages, micro_batches, clips=clips)
-    drains = {
-        "warmup_steps": min(given["warmup_steps"], 1),
-        "drain_interval": given["drain_interval"],
-        "last_step": plan.num_steps,
-    }
-    for stage, actions in enumerate(plan.ranks):
-        stream = Stream(
-            stage,
-            num_stages,
-            micro_batches,
-            norms=clips and given["clipping"] == "global",
-            correct=mode in ("auto", "exact"),
-            slack=given["slack"],
-        )
-        taken = []
-        for step in range(plan.num_steps):
-            window = stream.window(drain_boundary(step, stream.first, micro_batches, **drains))
-            taken += pair_passes(window) if pairs else window
-        assert actions == tuple(taken)
-    report = check(plan)
-    if not given["drain_interval"]:
-        whole = check(run_plan(asynchronous(**given), num_stages, micro_batches, clips=False))
-        assert report.max_staleness == whole.max_staleness
+    """Long and short runs, with or without an end, from whatever step and version on."""
+    run = RunPlan(num_stages, micro_batches, asynchronous=True, pairs=pairs, **options)
+    sent = [Counter() for _ in range(num_stages)]
+    for stage in range(num_stages):
+        stream = Stream(stage, num_stages, micro_batches, **options)
+        for number in range(steps):
+            left = steps - number if drains else None
+            window = stream.window(steps * micro_batches if drains else None)
+            expected = shifted(pair_passes(window) if pairs else window, 7, 3)
+            first = 7 + number * micro_batches
+            assert run.step(stage, number, left, first=first, version=3 + number) == expected
+            sent[stage][number] = sum(a.kind is Kind.SEND_ACTIVATION for a in window)
+            unreceived = run.unreceived(stage, number, left)
+            received = sum(a.kind is Kind.RECV_ACTIVATION for a in window)
+            sent[stage - 1]["unreceived"] += sent[stage - 1][number] - received
+            assert unreceived == (sent[stage - 1]["unreceived"] if stage else 0)
 
 
-def test_staleness_grows_to_its_most():
-    report = check(run_plan(asynchronous(), 4, 1, clips=False))
-    assert report.max_staleness == (3, 2, 1, 0)
-    warmed = check(run_plan(asynchronous(warmup_steps=1000), 4, 1, clips=False))
-    assert warmed.max_staleness == (3, 2, 1, 0)
-    assert warmed.num_steps == report.num_steps + 1 == 5
+@pytest.mark.parametrize("slack", [-1, -2])
+def test_what_no_plan_can_be_made_of_is_refused_before_the_run(slack):
+    with pytest.raises(PlanError, match="slack"):
+        RunPlan(2, 8, asynchronous=True, slack=slack).check()
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 8, 64])
-@pytest.mark.parametrize("micro_batches", [1, 64, 4096])
+@pytest.mark.parametrize("micro_batches", [1, 64, 1_000_000])
+def test_long_steps_and_runs_are_proved_by_a_part_of_them(micro_batches):
+    for num_stages in (1, 2, 16):
+        RunPlan(num_stages, micro_batches).check()
+        run = RunPlan(num_stages, micro_batches, asynchronous=True, slack=1)
+        run.check(warmup_steps=10**6, drain_interval=10**6)
+
+
 @pytest.mark.parametrize(
-    "config", [PipelineConfig(), asynchronous(), asynchronous(slack=2, warmup_steps=10**6)]
+    ("mode", "clipping", "norms", "correct"),
+    [
+        ("auto", "global", True, True),
+        ("exact", "stage", False, True),
+        ("off", "global", True, False),
+        ("predict", "stage", False, False),
+    ],
 )
-def test_a_long_run_is_checked_by_its_beginning(config, num_stages, micro_batches):
-    plan = run_plan(config, num_stages, micro_batches, clips=True)
-    passes = [action for rank in plan.ranks for action in rank if action.kind is Kind.FORWARD]
-    assert num_stages <= len(passes) <= MOST_PASSES
-    if config.schedule == "pipemare" and num_stages > 1:
-        assert max(check(plan).max_staleness) > 0
-    else:
-        check(plan)
+def test_the_settings_that_change_a_plan_are_taken(mode, clipping, norms, correct):
+    settings = {"discrepancy_correction": {"mode": mode}, "clipping": clipping, "slack": 2}
+    config = PipelineConfig.parse({"schedule": "pipemare", "pipemare": settings})
+    expected = RunPlan(4, 8, asynchronous=True, norms=norms, correct=correct, slack=2)
+    assert RunPlan.of(config, 4, 8, clips=True) == expected
+    without = RunPlan(4, 8, asynchronous=True, correct=correct, slack=2)
+    assert RunPlan.of(config, 4, 8, clips=False) == without
