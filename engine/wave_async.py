@@ -14,7 +14,7 @@ from wavemare.engine.background_reduction import BackgroundReduction
 from wavemare.engine.sparse_gradients import ReplicatedGradients
 from wavemare.engine.wave_executor import Hooks, WaveExecutor
 from wavemare.engine.wave_versions import DelayedVersions, Replicas, Versions
-from wavemare.pipeline.wave_open import closing_actions, open_step
+from wavemare.pipeline.wave_steps import OpenSteps
 
 __all__ = ["AsyncWaves"]
 
@@ -59,6 +59,7 @@ class AsyncWaves:
 
     def _begin(self) -> None:
         self._step = 0
+        self._plan: OpenSteps | None = None
         self._open: int | None = None  # the micro-batch under way between two steps
         self._sent: int | None = None  # the step whose gradients are being reduced
         self._held: tuple[int, _Gradients] | None = None  # a step, and its reduced gradients
@@ -74,15 +75,14 @@ class AsyncWaves:
         )
 
     def train(
-        self, executor: WaveExecutor, batches: Iterator[Any], num_segments: int, **options: Any
+        self, executor: WaveExecutor, batches: Iterator[Any], plan: OpenSteps
     ) -> list[Tensor]:
         """Train one step; its last micro-batch stays under way.
 
         Args:
             executor: Made with `hooks`.
             batches: This rank's micro-batches.
-            num_segments: Of the executor.
-            options: For `open_step`.
+            plan: Of the executor's segments.
 
         Returns:
             The losses of the step's micro-batches, detached.
@@ -97,13 +97,8 @@ class AsyncWaves:
             self._collect()
         self._advance(self._step)
         self._advanced = True
-        actions = open_step(
-            num_segments,
-            self._micro_batches,
-            self._step,
-            carries_on=self._open is not None,
-            **options,
-        )
+        self._plan = plan
+        actions = plan.step(self._step, carries_on=self._open is not None)
         losses = executor.run(actions, batches)
         self._step += 1
         self._open = self._step * self._micro_batches - 1
@@ -113,27 +108,28 @@ class AsyncWaves:
         engine.micro_steps += self._micro_batches
         return losses
 
-    def settle(self, executor: WaveExecutor | None, num_segments: int) -> None:
+    def settle(self, executor: WaveExecutor | None) -> None:
         """Finish what is under way; the last step's gradients stay, reduced and not yet applied.
 
         What follows is what would have followed without.
 
         Args:
             executor: That of `train`; None before the first step.
-            num_segments: Of the executor.
         """
         if self._sent is not None:
             self._collect()
         if self._open is not None:
             assert executor is not None
-            executor.run(closing_actions(num_segments, self._open), iter(()))
-            self._open = None
+            assert self._plan is not None
             self._advance(self._step)
+            self._advanced = True
+            executor.run(self._plan.closing(self._step - 1), iter(()))
+            self._open, self._advanced = None, False
             self._collect()
 
-    def drain(self, executor: WaveExecutor | None, num_segments: int) -> None:
+    def drain(self, executor: WaveExecutor | None) -> None:
         """Finish what is under way, and apply all gradients; `train` may go on after it."""
-        self.settle(executor, num_segments)
+        self.settle(executor)
         if self._held is not None:
             self._advance(self._step + 1)
             self._versions.advance(self._step, updates=False)
@@ -207,7 +203,6 @@ class AsyncWaves:
         return self._versions.forward() if last else nullcontext()
 
     def _backward(self, micro_batch: int) -> AbstractContextManager[Any]:
-        # Closed by `settle`, it has the weights of its forward pass in place.
         stale = micro_batch == self._open and self._advanced
         return self._versions.former() if stale else nullcontext()
 

@@ -20,9 +20,10 @@ from wavemare.engine.wave_executor import Hooks, WaveExecutor
 from wavemare.engine.wave_probe import WaveProbe
 from wavemare.engine.wave_protocol import AccumulationProtocol
 from wavemare.errors import ConfigError
-from wavemare.pipeline.wave import accumulation_step, tick_tock, tick_tock_step
+from wavemare.pipeline.wave import accumulation, tick_tock
 from wavemare.pipeline.wave_config import WaveletConfig
 from wavemare.pipeline.wave_memory import accumulation_peak, in_phase_peak, peak
+from wavemare.pipeline.wave_steps import OpenSteps, checked_step
 
 __all__ = ["Wavelet", "attach_wavelet"]
 
@@ -78,7 +79,8 @@ class Wavelet:
             return self._train_synchronously(batches)
         assert self._open_executor is not None
         try:
-            return self._asynchronous.train(self._open_executor, batches, **self._shape)
+            plan = OpenSteps.make(micro_batches=self._micro_batches, **self._shape)
+            return self._asynchronous.train(self._open_executor, batches, plan)
         except BaseException:
             self._asynchronous.forget()
             raise
@@ -91,12 +93,12 @@ class Wavelet:
     def settle(self) -> None:
         """Finish what is under way between two steps, so that the engine can be saved."""
         if self._asynchronous is not None:
-            self._asynchronous.settle(self._open_executor, self._num_segments)
+            self._asynchronous.settle(self._open_executor)
 
     def drain(self) -> None:
         """Apply all gradients there are to the weights."""
         if self._asynchronous is not None:
-            self._asynchronous.drain(self._open_executor, self._num_segments)
+            self._asynchronous.drain(self._open_executor)
 
     def start_anew(self) -> None:
         """Drop what is under way, and the gradients and weights of the steps that were.
@@ -130,11 +132,10 @@ class Wavelet:
 
     def _train_synchronously(self, batches: Iterator[Any]) -> list[Tensor]:
         self._protocol.begin_step()
-        micro_batches = self._engine.gradient_accumulation_steps()
         if self._paired:
-            actions = tick_tock_step(micro_batches=micro_batches, **self._shape)
+            actions = checked_step(tick_tock, micro_batches=self._micro_batches, **self._shape)
         else:
-            actions = accumulation_step(self._num_segments, micro_batches)
+            actions = checked_step(accumulation, self._num_segments, self._micro_batches)
         try:
             return self._executor.run(actions, batches)
         except BaseException:
@@ -147,7 +148,7 @@ class Wavelet:
             probe.forget()
         elif self._steps == _PROBE_WARMUPS + _PROBE_STEPS + 1:
             plan = {key: self._shape[key] for key in ("pair_order", "saved_bytes", "budget")}
-            decision = probe.decide(self._engine.gradient_accumulation_steps(), **plan)
+            decision = probe.decide(self._micro_batches, **plan)
             self._paired, self._probe = decision.on, None
             self._executor = self._make_executor(self._protocol.hooks())
             if dist.get_rank() == 0:
@@ -176,6 +177,10 @@ class Wavelet:
         return WaveExecutor(self._segments, self._engine.module, self._survey, hooks)
 
     @property
+    def _micro_batches(self) -> int:
+        return int(self._engine.gradient_accumulation_steps())
+
+    @property
     def _num_segments(self) -> int:
         return len(self._segments.names)
 
@@ -187,8 +192,8 @@ class Wavelet:
         budget = self._config.budget
         return {
             "num_segments": self._num_segments,
-            "sums_output": self._segments.sums_output,
-            "sums_gradient": self._segments.sums_gradient,
+            "sums_output": tuple(self._segments.sums_output),
+            "sums_gradient": tuple(self._segments.sums_gradient),
             "pair_order": self._config.pair_order,
             "saved_bytes": saved,
             "budget": None if budget is None else int(budget * sum(saved)),
@@ -197,9 +202,7 @@ class Wavelet:
     def _description(self) -> str:
         assert self._survey is not None
         saved = self._survey.saved_bytes
-        plan = tick_tock(
-            micro_batches=max(2, self._engine.gradient_accumulation_steps()), **self._shape
-        )
+        plan = tick_tock(micro_batches=max(2, self._micro_batches), **self._shape)
         return (
             f"wavelet {self._config.mode}: {self._num_segments} segments; predicted peak of "
             f"activations {peak(plan, saved) / _MIB:.1f} MiB (one wave "

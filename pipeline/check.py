@@ -22,8 +22,9 @@ def check(plan: Plan) -> Report:
     * Every stage has its actions on one rank, with as many ranks as stages on the rank of its
       number, and does each of them once: for every micro-batch load (first and last stage),
       receive, forward, send, receive, backward, send, as far as it has that neighbour.
-    * Optimizer step ``k`` comes after all backward passes of its micro-batches and before all
-      others, after the reduction of the gradients, and once. Versions that are filled in are the
+    * The gradients of optimizer step ``k`` are reduced after all backward passes of its
+      micro-batches and before all others, and once; the step comes after it, and before the next
+      backward pass or the plan's `step_delay` later. Versions that are filled in are the
       number of optimizer steps so far; `CORRECT` names that of the forward pass, and between it
       and its `RESTORE` there is only that backward pass with its messages.
     * In each direction between two stages the messages are received in the order in which they are
@@ -57,6 +58,7 @@ def _check_shape(plan: Plan) -> None:
     """Check the plan's numbers, and that each stage is on one rank."""
     numbers = {"stages": (plan.num_stages, 1), "micro_batches": (plan.micro_batches, 1)}
     numbers |= {"steps": (plan.num_steps, 0), "send_slots": (plan.send_slots, 0)}
+    numbers |= {"step_delay": (plan.step_delay, 0)}
     for key, (value, least) in numbers.items():
         if value < least:
             raise PlanError(key, value, "it is too small", f"Give {least} or more")

@@ -13,6 +13,7 @@ __all__ = ["Plan", "check_numbers"]
 
 _DIGITS = 18
 _HEADER = ("schedule", "stages", "micro_batches", "steps", "send_slots")
+_DELAY = "step_delay"  # written if there is one
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Plan:
             of a model and exchange no messages.
         send_slots: How many messages of one direction a rank may leave unreceived before a send
             waits: 0 where a send waits for its receive (DeepSpeed's blocking sends).
+        step_delay: How many optimizer steps may be missing when backward passes of the next one
+            begin: their gradients are reduced, and applied later.
     """
 
     schedule: str
@@ -36,6 +39,7 @@ class Plan:
     num_steps: int
     ranks: tuple[tuple[Action, ...], ...]
     send_slots: int = 0
+    step_delay: int = 0
 
     @property
     def on_one_rank(self) -> bool:
@@ -51,7 +55,8 @@ class Plan:
             self.send_slots,
         )
         header = " ".join(f"{key}={value}" for key, value in zip(_HEADER, values, strict=True))
-        lines = [f"plan {header}"]
+        delay = f" {_DELAY}={self.step_delay}" if self.step_delay else ""
+        lines = [f"plan {header}{delay}"]
         for rank, actions in enumerate(self.ranks):
             lines.append(f"{rank}: {' '.join(map(str, actions))}".rstrip())
         return "\n".join(lines) + "\n"
@@ -74,6 +79,7 @@ class Plan:
             micro_batches=_number(values, "micro_batches"),
             num_steps=_number(values, "steps"),
             send_slots=_number(values, "send_slots"),
+            step_delay=_number(values, _DELAY),
             ranks=tuple(_rank(line, number) for number, line in enumerate(lines[1:])),
         )
 
@@ -94,10 +100,11 @@ def check_numbers(num_stages: int, micro_batches: int, num_steps: int) -> None:
 def _header(line: str) -> dict[str, str]:
     word, *pairs = line.split()
     values = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-    if word != "plan" or set(values) != set(_HEADER) or len(pairs) != len(_HEADER):
+    keys = {*_HEADER, *values.keys() & {_DELAY}}
+    if word != "plan" or set(values) != keys or len(pairs) != len(keys):
         example = "plan " + " ".join(f"{key}=..." for key in _HEADER)
         raise PlanError("plan", line, "this is no header of a plan", f"Write '{example}'")
-    return values
+    return {_DELAY: "0", **values}
 
 
 def _number(values: dict[str, str], key: str) -> int:

@@ -149,8 +149,14 @@ class RunPlan:
         if not self.asynchronous:
             make = paired_one_f_one_b if self.pairs else one_f_one_b
             return make(self.num_stages, self._size, num_steps)
-        options = {"norms": self.norms, "correct": self.correct, "slack": self.slack}
-        plan = pipemare(self.num_stages, self._size, num_steps, **options)
+        plan = pipemare(
+            self.num_stages,
+            self._size,
+            num_steps,
+            norms=self.norms,
+            correct=self.correct,
+            slack=self.slack,
+        )
         if not self.pairs:
             return plan
         return replace(plan, ranks=tuple(tuple(pair_passes(actions)) for actions in plan.ranks))

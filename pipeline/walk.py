@@ -74,6 +74,7 @@ class Walk:
         self._done: dict[_Key, int] = {}
         self._forward_version: dict[_Key, int] = {}
         self._steps = 0
+        self._reduced = 0  # optimizer steps whose gradients are complete
         self._done_for_step = 0
         self._corrected: Action | None = None
 
@@ -115,7 +116,7 @@ class Walk:
 
     def _meet_backward(self, action: Action, key: _Key) -> None:
         step = action.micro_batch // self._plan.micro_batches
-        if step != self._steps:
+        if step != self._reduced or step - self._steps > self._plan.step_delay:
             reason = f"it belongs to optimizer step {step}, but {self._steps} steps come before it"
             raise _refusal(action, reason, "Put it between the steps to which it belongs")
         self.staleness[key] = self._steps - self._forward_version[key]
@@ -123,7 +124,7 @@ class Walk:
     def _meet_step(self, action: Action, bit: int) -> None:
         """Check what is done once per optimizer step, and count the steps."""
         size = self._plan.micro_batches
-        end = (self._steps + 1) * size
+        end = ((self._reduced if bit == _REDUCE else self._steps) + 1) * size
         if action.micro_batch != end - 1:
             reason = f"the next optimizer step is that of micro-batch {end - 1}"
             raise _refusal(action, reason, f"Put a step after every {size} micro-batches")
@@ -137,7 +138,9 @@ class Walk:
             )
             raise _refusal(action, f"{missing} does not come before it", f"Put {missing} before it")
         self._done_for_step |= bit
-        if bit == _STEP:
+        if bit == _REDUCE:
+            self._reduced += 1
+        elif bit == _STEP:
             self._steps += 1
             self._done_for_step = 0
 

@@ -170,8 +170,8 @@ plan schedule=1f1b stages=2 micro_batches=1 steps=1 send_slots=0
 def test_each_rank_refuses_a_plan_that_cannot_run_before_the_model_is_touched(monkeypatch, rank):
     asked = []
 
-    def circle(pipeline, *shape, clips):
-        asked.append((pipeline.schedule, *shape, clips))
+    def circle(num_stages, micro_batches, num_steps, **options):
+        asked.append((num_stages, micro_batches, options))
         return Plan.parse(CIRCLE)
 
     monkeypatch.setattr("wavemare.engine.initialize.dist.get_rank", lambda: rank)
@@ -180,9 +180,9 @@ def test_each_rank_refuses_a_plan_that_cannot_run_before_the_model_is_touched(mo
         "train_batch_size": 8,
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 1.0,
-        "wavemare": {"pipeline": {"schedule": "pipemare", "stages": 2}},
+        "wavemare": {"pipeline": {"schedule": "pipemare", "stages": 2, "pipemare": {"slack": 9}}},
     }
-    monkeypatch.setattr("wavemare.engine.initialize.run_plan", circle)
+    monkeypatch.setattr("wavemare.pipeline.run_plan.pipemare", circle)
     with pytest.raises(PlanError, match="wait"):
         build_engine(config, model=staged())
-    assert asked == [("pipemare", 2, 4, True)]
+    assert asked == [(2, 4, {"norms": True, "correct": True, "slack": 9})]
