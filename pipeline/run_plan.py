@@ -135,7 +135,7 @@ class RunPlan:
     @property
     def _longest(self) -> int:
         """Steps of the longest checked plan: to fill the pipeline, one to repeat, to drain it."""
-        return 2 * self._delay + 2
+        return 2 * self._delay + 1
 
     def _place(self, number: int, left: int | None) -> tuple[Plan, int]:
         """Return the checked plan that a step is in, and which step of it is the same."""
@@ -143,7 +143,7 @@ class RunPlan:
         if left is not None and number + left <= longest:
             return _checked(self, number + left), number
         from_end = 0 if left is None else longest - left
-        return _checked(self, longest), max(min(number, self._delay + 1), from_end)
+        return _checked(self, longest), max(min(number, self._delay), from_end)
 
     def _plan(self, num_steps: int) -> Plan:
         if not self.asynchronous:

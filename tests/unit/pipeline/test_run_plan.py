@@ -65,10 +65,9 @@ def test_a_run_of_pipemare_is_that_of_its_generator(
             assert unreceived == (sent[stage - 1]["unreceived"] if stage else 0)
 
 
-@pytest.mark.parametrize("slack", [-1, -2])
-def test_what_no_plan_can_be_made_of_is_refused_before_the_run(slack):
+def test_what_no_plan_can_be_made_of_is_refused_before_the_run():
     with pytest.raises(PlanError, match="slack"):
-        RunPlan(2, 8, asynchronous=True, slack=slack).check()
+        RunPlan(2, 8, asynchronous=True, slack=-1).check()
 
 
 @pytest.mark.parametrize("micro_batches", [1, 64, 1_000_000])
