@@ -353,14 +353,16 @@ class EmaCorrection(Correction):
         return list(torch._foreach_mul(self._deltas, self._depth)) if weights else []
 
     def _before_step(self, weights: list[Tensor]) -> None:
-        # The change w_new - w_old is added in two halves: no copy of w_old is needed.
+        # No estimate is in place during a step, so its memory is free.
         if weights:
-            torch._foreach_mul_(self._deltas, self._decay)
-            torch._foreach_add_(self._deltas, weights, alpha=self._decay - 1.0)
+            torch._foreach_copy_(self._estimate, weights)
 
     def _after_step(self, weights: list[Tensor]) -> None:
+        # The change goes first: added in two halves, weights would round it away.
         if weights:
-            torch._foreach_add_(self._deltas, weights, alpha=1.0 - self._decay)
+            torch._foreach_sub_(self._estimate, weights)
+            torch._foreach_mul_(self._deltas, self._decay)
+            torch._foreach_add_(self._deltas, self._estimate, alpha=self._decay - 1.0)
 
     def _former(self, weights: list[Tensor], staleness: int) -> list[Tensor]:
         if weights:
