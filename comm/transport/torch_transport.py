@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
+from wavemare.comm.meeting import agree_on_name
 from wavemare.comm.transport.base import Transport, pieces
 from wavemare.errors import CommError
 
@@ -33,6 +32,9 @@ class TorchTransport(Transport):
     Args:
         group: Whose ranks take part; None for all. All of them must call this together.
         timeout_s: Seconds after which a silent peer counts as lost.
+
+    Raises:
+        CommError: Some of them have not come by then.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float = 300.0) -> None:
@@ -47,14 +49,17 @@ class TorchTransport(Transport):
         self.size = len(members)
         self.timeout_s = timeout_s
         self.takes_device = backend == "nccl"
-        self._label = _new_label(members)
         self._group = self._open(timedelta(seconds=timeout_s))
 
     def _open(self, timeout: timedelta) -> Any:
+        store = dist.distributed_c10d._get_default_store()
+        meeting = PrefixStore(f"wavemare/comm/{self._members}", store)
+        name = agree_on_name(meeting, dist.get_rank(), self._members, timeout)
+        self._label = f"wavemare/comm/{name}"
         if self._backend == "gloo":
             # Not by new_group: with local synchronization that gives a group the name, and so the
             # addresses, of an older one of the same ranks.
-            store = PrefixStore(self._label, dist.distributed_c10d._get_default_store())
+            store = PrefixStore(self._label, store)
             return dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
         return dist.new_group(
             self._members, timeout=timeout, backend=self._backend, use_local_synchronization=True
@@ -203,17 +208,6 @@ class _BatchedExchange:
         if operations:
             for work in dist.batch_isend_irecv(operations):
                 self._transport.finish(work, None)
-
-
-_made: Counter[tuple[int, ...]] = Counter()
-
-
-def _new_label(members: list[int]) -> str:
-    """Return a name that no other transport has, and that all its ranks find by themselves."""
-    number = _made[tuple(members)]
-    _made[tuple(members)] += 1
-    digest = hashlib.sha256(str(members).encode()).hexdigest()[:16]
-    return f"wavemare/comm/{digest}/{number}"
 
 
 def _ask_around(label: str, rank: int, size: int, suspect: int | None) -> Sequence[int] | None:

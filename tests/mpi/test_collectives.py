@@ -34,7 +34,7 @@ def case(kind, ranks, sizes, names):
 
 @pytest.mark.world_size(3)
 def test_three_ranks_sum_as_other_systems_do(prove):
-    prove("torch", "1,3", "reductions.peers", ranks=3)
+    prove("torch", "1,3", "reductions.peers", "side_by_side.retried", ranks=3)
 
 
 @pytest.mark.world_size(4)

@@ -8,8 +8,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore, TCPStore
 
-from wavemare.engine.torchrun import agree_on_name
-from wavemare.errors import LaunchError
+from wavemare.comm.meeting import agree_on_name
+from wavemare.errors import CommError
 
 
 @pytest.mark.world_size(2)
@@ -28,7 +28,7 @@ def test_each_attempt_has_a_name_of_its_own():
         found = {}
 
         def join(rank, found=found):
-            found[rank] = agree_on_name(store, rank, 3, timedelta(seconds=120))
+            found[rank] = agree_on_name(store, rank, range(3), timedelta(seconds=120))
 
         threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 2, 1)]
         for thread in threads:
@@ -44,8 +44,10 @@ def test_each_attempt_has_a_name_of_its_own():
 def test_ranks_that_do_not_come_are_named():
     store = HashStore()
     store.set("wavemare-attempt/hello/1", "of an earlier attempt")
-    with pytest.raises(LaunchError, match=r"\[1, 2\] have not come"):
-        agree_on_name(store, 0, 3, timedelta(seconds=0.2))
+    with pytest.raises(CommError, match=r"\[1, 2\]: they have not come"):
+        agree_on_name(store, 0, range(3), timedelta(seconds=0.2))
+    with pytest.raises(CommError, match=r"\[0\]: they have not come"):
+        agree_on_name(store, 2, range(3), timedelta(seconds=0.2))
 
 
 def test_all_ranks_get_the_same_cluster_and_plan(launch_once):

@@ -13,6 +13,7 @@ from oracle import ordered_sum, same_bits
 from wavemare.comm.cost import Constants
 from wavemare.comm.sparse import SparseComm
 from wavemare.comm.transport import open_transport
+from wavemare.errors import CommError
 
 # So fast that dense is the best for dense buckets, in any case.
 FAST_WIRE = Constants(exchange_s=1e-10, message_s=1e-6, mask_s=1e-9, plan_s=1e-7)
@@ -58,6 +59,17 @@ def in_turn(world, checks, sizes):
     checks(total.eq(sum(range(world.size))).all(), "the last one works")
     part.close()
     whole.close()
+
+
+def retried(world, checks, sizes):
+    """A transport that one rank tried to open alone opens when all do."""
+    if world.rank == world.size - 1:
+        checks.refuses(CommError, lambda: open_transport(choice="torch", timeout_s=1.0), "alone")
+    world.meet()
+    with sparse_comm(world, average=False, timeout_s=20) as comm:
+        flat = torch.full((8,), float(world.rank))
+        comm.allreduce_(flat)
+        checks(bool((flat == sum(range(world.size))).all()), "together")
 
 
 def counters(world, checks, sizes):
