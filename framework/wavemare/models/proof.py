@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from wavemare.errors import ModelError
 from wavemare.models.batches import split_batch
@@ -23,6 +24,15 @@ __all__ = ["example_batch", "example_labels", "prove", "random_state", "run_chai
 _TEXTS, _TOKENS, _PADDING, _WINDOW = 2, 8, 3, 4
 _ROUNDING = 1e-6
 _SMALL = 0.02  # the deviation of GPT-2's and BERT's new weights
+# The size of what modules return, None for that which the weights give; tokens; padding.
+_RUNS = ((1.0, 13, -_PADDING), (30.0, 5, 0), (None, _TOKENS, _PADDING))
+# What transformers' decoders do outside their layers by configuration, and the value for nothing.
+_NEUTRAL = {
+    **dict.fromkeys(("embedding_multiplier", "logit_scale", "logits_scaling"), 1),
+    **dict.fromkeys(("mup_enabled", "output_router_logits"), False),
+    "logits_mup_width_multiplier": 1,
+    "final_logit_softcapping": None,
+}
 
 
 def run_chain(chain: Sequence[PipelineLayer], inputs: Any) -> Carry:
@@ -35,6 +45,9 @@ def run_chain(chain: Sequence[PipelineLayer], inputs: Any) -> Carry:
 def prove(model: Any, chain: Sequence[PipelineLayer], inputs: Sequence[str], loss: Loss) -> None:
     """Compare a chain's logits and loss with the model's, without and with dropout.
 
+    Small weights hide no difference: results are also compared with all that the model's modules
+    return scaled to a root mean square of 1 and of 30, and with other lengths and padding.
+
     Neither the random state nor the model is changed. For the time of the proof a sliding window is
     narrowed, so that a few tokens show whether it is respected, and weights that are all zero, as
     those of new heads may be, get other values, as behind them no difference would show.
@@ -46,9 +59,25 @@ def prove(model: Any, chain: Sequence[PipelineLayer], inputs: Sequence[str], los
         loss: The loss of logits and labels.
 
     Raises:
-        ModelError: They differ by more than rounding, or the layers cannot be called as they are.
+        ModelError: They differ by more than rounding, the layers cannot be called as they are, or
+            the configuration makes the model do something outside of them.
     """
-    batch = example_batch(model, inputs)
+    _check_configuration(model)
+    largest = 1.0
+    with _undisturbed(model):
+        for size, tokens, padding in _RUNS:
+            batch = example_batch(model, inputs, tokens=tokens, padding=padding)
+            # Logits of 30, which a cap would change, however small the weights of the head.
+            with _scaled(chain, size, size / largest) if size else nullcontext():
+                for training in (False,) if size else (False, True):
+                    model.train(training)
+                    largest = _compare(model, chain, inputs, loss, batch)
+
+
+def _compare(
+    model: Any, chain: Sequence[PipelineLayer], inputs: Sequence[str], loss: Loss, batch: Any
+) -> float:
+    """Compare the results for a batch, and return the largest logit's size."""
     labels = example_labels(loss, batch["input_ids"])
     carry, _ = split_batch(batch, inputs, labels_required=False)
     options = {"use_cache": False} if _takes_use_cache(model) else {}
@@ -62,29 +91,31 @@ def prove(model: Any, chain: Sequence[PipelineLayer], inputs: Sequence[str], los
         restore_random_state()
         return model(**batch, **options).logits, output.loss
 
-    with _undisturbed(model):
-        for training in (False, True):
-            model.train(training)
-            expected = original()
-            restore_random_state()
-            ours = _results_of_chain(model, chain, carry, loss, labels)
-            _check_shapes(model, ours, expected)
-            difference = _difference(ours, expected)
-            if not difference <= _ROUNDING:
-                # The operations are the same, so the results are equal to the bit unless kernels
-                # are not deterministic; then the model differs from itself by as much.
-                noise = _difference(original(), expected)
-                if not difference <= _ROUNDING + 2 * noise:
-                    mode = "training" if training else "evaluation"
-                    raise _refusal(
-                        model,
-                        f"in {mode} mode the layers' results differ from the model's by "
-                        f"{difference:.1e} of the largest",
-                    )
+    expected = original()
+    restore_random_state()
+    ours = _results_of_chain(model, chain, carry, loss, labels)
+    _check_shapes(model, ours, expected)
+    difference = _difference(ours, expected)
+    if not difference <= _ROUNDING:
+        # The operations are the same, so the results are equal to the bit unless kernels
+        # are not deterministic; then the model differs from itself by as much.
+        noise = _difference(original(), expected)
+        if not difference <= _ROUNDING + 2 * noise:
+            mode = "training" if model.training else "evaluation"
+            raise _refusal(
+                model,
+                f"in {mode} mode the layers' results differ from the model's by "
+                f"{difference:.1e} of the largest",
+            )
+    return float(expected[0].abs().max()) or 1.0
 
 
 def example_batch(
-    model: Any, inputs: Sequence[str], texts: int = _TEXTS, tokens: int = _TOKENS
+    model: Any,
+    inputs: Sequence[str],
+    texts: int = _TEXTS,
+    tokens: int = _TOKENS,
+    padding: int = _PADDING,
 ) -> dict[str, Tensor]:
     """Return a small batch: the last text is padded, or packed where only positions tell it.
 
@@ -92,14 +123,17 @@ def example_batch(
         model: The model whose vocabulary and device are used.
         inputs: The declared names.
         texts: Number of rows.
-        tokens: Length of a row.
+        tokens: Length of a row, at most what the model takes.
+        padding: Tokens at the end of the last row that are padding; negative: at its beginning.
     """
+    tokens = min(tokens, getattr(model.config, "max_position_embeddings", None) or tokens)
     device = next(model.parameters()).device
     count = torch.arange(texts * tokens, device=device).view(texts, tokens)
     batch = {"input_ids": (count * 7 + 3) % model.config.vocab_size}
     if "attention_mask" in inputs:
         batch["attention_mask"] = torch.ones_like(count)
-        batch["attention_mask"][-1, -min(_PADDING, tokens - 1) :] = 0
+        column = count[0] if padding < 0 else tokens - 1 - count[0]
+        batch["attention_mask"][-1, column < min(abs(padding), tokens - 1)] = 0
     if "token_type_ids" in inputs:
         batch["token_type_ids"] = count % model.config.type_vocab_size
     if "position_ids" in inputs:
@@ -137,6 +171,45 @@ def example_labels(loss: Loss, ids: Tensor) -> Tensor:
         return torch.arange(len(ids), device=ids.device) % loss.num_labels
     shape = (len(ids), loss.num_labels)
     return torch.linspace(0, 1, len(ids) * loss.num_labels, device=ids.device).view(shape)
+
+
+def _check_configuration(model: Any) -> None:
+    for key, neutral in _NEUTRAL.items():
+        # A key that the class does not declare, as one left from another family, does nothing.
+        value = getattr(model.config, key, None) if hasattr(type(model.config), key) else None
+        if value is not None and value != neutral:
+            raise ModelError(
+                f"config.{key}",
+                value,
+                f"{type(model).__name__} does this outside the layers that a pipeline runs",
+                f"Train it with one stage; the model with {neutral} could be cut, but is another",
+            )
+
+
+@contextmanager
+def _scaled(chain: Sequence[PipelineLayer], size: float, last_size: float) -> Iterator[None]:
+    """Scale what all modules return but the head, by the factors that the first to run needs."""
+    parts = [part for layer in chain if not layer.ends_chain for part in layer.children()]
+    factors: dict[nn.Module, float] = {}
+
+    def scale(module: nn.Module, _: Any, output: Any) -> Any:
+        first, *rest = output if isinstance(output, tuple) else (output,)
+        if not isinstance(first, Tensor) or not first.is_floating_point():
+            return output
+        if module not in factors:
+            now = float(first.float().square().mean().sqrt())
+            wanted = last_size if module is parts[-1] else size
+            factors[module] = wanted / now if 0 < now < math.inf else 1.0
+        first = first * factors[module]
+        return (first, *rest) if isinstance(output, tuple) else first
+
+    modules = {module for part in parts for module in part.modules()}
+    handles = [module.register_forward_hook(scale) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _takes_use_cache(model: Any) -> bool:

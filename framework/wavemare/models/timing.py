@@ -38,8 +38,7 @@ def layer_times(model: Any, chain: Sequence[PipelineLayer], inputs: Sequence[str
     Returns:
         Seconds for each layer, equal on all ranks.
     """
-    longest = getattr(model.config, "max_position_embeddings", _TOKENS)
-    own = _own_times(model, chain, inputs, texts=1, tokens=min(_TOKENS, longest))
+    own = _own_times(model, chain, inputs, texts=1, tokens=_TOKENS)
     device = torch.device(get_accelerator().current_device_name())
     table = torch.tensor(own, dtype=torch.float64, device=device)
     torch.distributed.all_reduce(table)

@@ -123,10 +123,82 @@ def test_an_ignored_sliding_window_is_refused(make_model):
     assert config.sliding_window == 40
 
 
-def test_embedding_scaling_is_refused(make_model):
-    config = transformers.Gemma2Config.from_dict(make_model("llama").config.to_dict())
-    with pytest.raises(ModelError, match=r"Gemma2ForCausalLM.*differ"):
-        to_pipeline(transformers.Gemma2ForCausalLM(config), num_stages=1)
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def small_weights(family, **changes):
+    """Build a decoder with weights so small that its layers change the embedding little."""
+    config = getattr(transformers, f"{family}Config")(**SMALL, initializer_range=0.0005, **changes)
+    return getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        ("Gemma2", "final_logit_softcapping", 30.0),
+        ("Gemma3Text", "final_logit_softcapping", 30.0),
+        ("Cohere", "logit_scale", 0.0625),
+        ("Granite", "embedding_multiplier", 12.0),
+        ("Granite", "logits_scaling", 8.0),
+        ("Afmoe", "mup_enabled", True),
+        ("Mixtral", "output_router_logits", True),
+    ],
+)
+def test_what_a_configuration_does_outside_the_layers_is_refused_by_key(family, key, value):
+    model = small_weights(family, **{key: value})
+    with pytest.raises(
+        ModelError, match=rf"config\.{key} = {value}: .* outside the layers"
+    ) as info:
+        to_pipeline(model, num_stages=1)
+    assert info.value.key == f"config.{key}"
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("Gemma3Text", {}),
+        # What a layer does itself, the pipeline does as well.
+        ("Granite", {"residual_multiplier": 0.22, "attention_multiplier": 0.02}),
+        ("Cohere", {"logit_scale": 1.0}),
+        ("Llama", {"final_logit_softcapping": 30.0}),  # of another family: it does nothing
+        ("Mixtral", {}),
+        ("GptOss", {}),
+        ("Phi3", {}),
+    ],
+)
+def test_families_whose_layers_do_everything_are_taken(family, changes):
+    to_pipeline(small_weights(family, **changes), num_stages=1)
+
+
+class CappedForCausalLM(transformers.LlamaForCausalLM):
+    """A decoder with soft-capped logits, of which its configuration says nothing."""
+
+    def forward(self, *args, labels=None, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = torch.tanh(output.logits / 30) * 30
+        if labels is not None:
+            output.loss = self.loss_function(output.logits, labels, self.config.vocab_size)
+        return output
+
+
+def test_small_weights_hide_no_cap_and_no_mask():
+    config = transformers.LlamaConfig(**SMALL, initializer_range=1e-6, sliding_window=4)
+    with pytest.raises(ModelError, match=r"evaluation mode .* differ"):
+        to_pipeline(CappedForCausalLM(config), num_stages=1)
+    config.layer_types = ["full_attention"] * 2
+    with pytest.raises(ModelError, match=r"evaluation mode .* differ"):
+        to_pipeline(WindowedForCausalLM(config), num_stages=1)
 
 
 def test_unsupported_classes_are_refused_by_name(make_model):
