@@ -54,7 +54,8 @@ class Totals:
         Densities are means weighted by the bytes of the buckets; ``sparse_calls_EXECUTOR`` counts
         calls. Empty if there was no call.
         """
-        calls, self.calls = self.calls, deque(maxlen=self.calls.maxlen)
+        # Not by a new deque: another thread may be about to append to this one.
+        calls = [self.calls.popleft() for _ in range(len(self.calls))]
         if not calls:
             return {}
         figures: dict[str, float] = {

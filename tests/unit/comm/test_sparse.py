@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a `SparseComm` refuses before anything is sent, measures at start and tells of calls."""
 
+import threading
+from collections import deque
 from dataclasses import astuple
 
 import numpy as np
@@ -115,3 +117,22 @@ def test_totals_of_some_calls():
         "sparse_calls_ordered": 1,
     }
     assert totals.take() == {}
+
+
+def test_a_call_that_ends_while_totals_are_taken_counts_in_the_next_ones():
+    begun, goes_on = threading.Event(), threading.Event()
+
+    class Slow(deque):
+        def append(self, call):
+            begun.set()
+            goes_on.wait(60)
+            super().append(call)
+
+    totals = Totals(Slow())
+    worker = threading.Thread(target=totals.add, args=(Statistics("ordered"),))
+    worker.start()
+    begun.wait(60)
+    assert totals.take() == {}
+    goes_on.set()
+    worker.join()
+    assert totals.take()["sparse_calls_ordered"] == 1
