@@ -18,7 +18,7 @@ __all__ = ["Kind", "Region", "check_nesting", "combined", "next_serial"]
 Kind = Literal["replica", "stage", "split", "pipeline"]
 
 _HOLDS: dict[Kind, tuple[Kind, ...]] = {
-    "replica": ("split",),
+    "replica": ("pipeline", "stage", "split"),
     "pipeline": ("stage", "split"),
     "stage": ("split",),
     "split": (),

@@ -129,11 +129,12 @@ def _check_beside(regions: Regions) -> None:
     """Refuse regions beside each other that would need devices of their own."""
     stages, split = regions.of("stage"), regions.split
     replicas = regions.of("replica")
-    if stages and replicas:
-        first, second = stages[0], replicas[0]
+    beside = [(s, r) for s in stages for r in replicas if not s.within(r)]
+    if beside:
+        first, second = beside[0]
         where = f"{second} at {second.place} stands beside {first} at {first.place}"
         reason = f"{where}, but devices that a pipeline leaves over replicate it by themselves"
-        raise PlanError("replica", str(second), reason, "Leave out replica, or make it a stage")
+        raise PlanError("replica", str(second), reason, "Put it around the stages, or make it one")
     if split is not None and replicas and split.enclosing("replica") is None:
         where = f"{split} at {split.place} stands beside {replicas[0]} at {replicas[0].place}"
         reason = f"{where}, but all ranks share the grid of splits and replicas"

@@ -3,7 +3,7 @@
 
 import copy
 import re
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import transformers
@@ -68,6 +68,22 @@ def test_stages_in_a_pipeline():
     assert (made.micro_steps, made.global_batch, made.num_layers) == (8, 32, 8)
 
 
+@pytest.mark.parametrize("count", [None, 2])
+@pytest.mark.parametrize("around", [wavemare.pipeline, nullcontext])
+def test_stages_in_a_replica_are_a_replicated_pipeline(count, around):
+    with wavemare.replica(count):
+        model = gpt2()
+        with around():
+            with wavemare.stage("s0"):
+                assign(model, "transformer.wte", "transformer.wpe", "transformer.h.0")
+            with wavemare.stage("s1"):
+                assign(model, "transformer.h.1", "transformer.h.2", "transformer.h.3")
+    assert degrees(model, 4) == (2, 1, 2, (0, 3, 8))
+    if count is not None:
+        with pytest.raises(PlanError, match="2 x 1 x 2 is not the number of processes"):
+            plan(model, 8)
+
+
 def test_split_stages_are_three_dimensional():
     model = gpt2()
     with wavemare.pipeline(schedule="pipemare"):
@@ -114,8 +130,6 @@ REFUSED = [
     ("pipeline", "pipeline", "a pipeline does not stand in a pipeline"),
     ("stage", "replica", "replicate it by themselves"),
     ("pipeline", "replica", "replicate it by themselves"),
-    ("replica", "stage", "replicate it by themselves"),
-    ("replica", "pipeline", "replicate it by themselves"),
 ]
 
 
