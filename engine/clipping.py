@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.runtime.config import get_gradient_clipping
 
-__all__ = ["StageNorms", "count_all_stages"]
+__all__ = ["StageNorms", "clipping_limit", "count_all_stages"]
 
 
 class StageNorms:
@@ -92,7 +94,13 @@ class StageNorms:
         self.prefix, self._stepped = state["prefix"], state["stepped"]
 
 
-def count_all_stages(module: Any) -> None:
+def clipping_limit(config: Mapping[str, Any]) -> float:
+    """Return the norm that gradients are clipped to; 0 for none. DeepSpeed's default is 1."""
+    limit = get_gradient_clipping(config)
+    return 0.0 if limit in (None, "auto") else float(limit)
+
+
+def count_all_stages(module: Any) -> bool:
     """Have DeepSpeed's gradient norm count the weights of all of a pipeline's stages.
 
     Without ZeRO and in fp32 it counts only those of the first stage, unless weights are marked as
@@ -100,9 +108,13 @@ def count_all_stages(module: Any) -> None:
 
     Args:
         module: A ``PipelineModule`` whose layers are not split over ranks; what is marked stays.
+
+    Returns:
+        Whether weights of other stages count now that did not.
     """
     if module.mpu().get_slice_parallel_world_size() > 1:
-        return
-    for parameter in module.parameters():
-        if not hasattr(parameter, "model_parallel"):
-            parameter.model_parallel = not getattr(parameter, "ds_pipe_replicated", False)
+        return False
+    unmarked = [p for p in module.parameters() if not hasattr(p, "model_parallel")]
+    for parameter in unmarked:
+        parameter.model_parallel = not getattr(parameter, "ds_pipe_replicated", False)
+    return bool(unmarked) and module.mpu().get_pipe_parallel_world_size() > 1

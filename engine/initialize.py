@@ -17,7 +17,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 
 from wavemare.engine.balance_config import check_shares
-from wavemare.engine.clipping import count_all_stages
+from wavemare.engine.clipping import clipping_limit, count_all_stages
 from wavemare.engine.config import (
     SECTION,
     WavemareConfig,
@@ -27,7 +27,7 @@ from wavemare.engine.config import (
     misplaced_keys,
     zero_section,
 )
-from wavemare.engine.config_shape import offloads
+from wavemare.engine.config_shape import is_enabled, offloads
 from wavemare.engine.data_parallel import Engine
 from wavemare.engine.launch import compiled_ops_enabled
 from wavemare.engine.optimizer_policy import advise, check_replaceable
@@ -74,7 +74,9 @@ def build_engine(
     ours = _check(config, arguments.get("model"), arguments.get("mpu"), arguments.get("mesh_param"))
     check_replaceable(ours, arguments.get("optimizer"))
     if SECTION in config and isinstance(arguments.get("model"), deepspeed.PipelineModule):
-        count_all_stages(arguments["model"])  # without our section all is as in DeepSpeed
+        # Without our section all is as in DeepSpeed.
+        if count_all_stages(arguments["model"]) and dist.get_rank() == 0:
+            _say_which_norm(config, ours)
     config, arguments["optimizer"] = take_optimizer(
         config, arguments.get("model"), arguments.get("optimizer")
     )
@@ -84,6 +86,18 @@ def build_engine(
         result = deepspeed.initialize(config=config, **arguments)
     _check_dispatch(result[0])
     return result
+
+
+def _say_which_norm(config: Mapping[str, Any], ours: WavemareConfig) -> None:
+    """Say what clips, where stock DeepSpeed with this configuration clips by another norm."""
+    limit, zero = clipping_limit(config), zero_section(config).get("stage", 0)
+    in_fp32 = not (is_enabled(config, "fp16") or is_enabled(config, "bf16"))
+    if limit and not zero and in_fp32 and ours.pipeline.schedule == "1f1b":
+        logger.warning(
+            "gradient_clipping = %s (DeepSpeed's default is 1.0): the norm is that of all stages; "
+            "stock DeepSpeed takes the first stage's alone, so its losses differ. 0 clips nothing",
+            limit,
+        )
 
 
 def read_config(args: Any = None, config: Any = None, config_params: Any = None) -> dict[str, Any]:
@@ -156,7 +170,7 @@ def _check(config: dict[str, Any], model: Any, mpu: Any, mesh_param: Any) -> Wav
     micro_batches = sizes["gradient_accumulation_steps"]
     if isinstance(model, deepspeed.PipelineModule) and not isinstance(model, DualPipeVModule):
         # Every rank checks the plans of all: all fail alike, or none.
-        clips = bool(config.get("gradient_clipping"))
+        clips = clipping_limit(config) > 0
         settings = ours.pipeline.pipemare
         RunPlan.of(ours.pipeline, length, micro_batches, clips=clips).check(
             warmup_steps=settings.warmup_steps, drain_interval=settings.drain_interval

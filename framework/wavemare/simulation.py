@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from wavemare.engine.clipping import clipping_limit
 from wavemare.engine.config import WavemareConfig, check_batch_sizes, check_config, load_config
 from wavemare.engine.optimizer_policy import advise
 from wavemare.engine.optimizers import check_parameters, make_muon, take_optimizer
@@ -22,6 +23,7 @@ from wavemare.errors import ConfigError, did_you_mean
 from wavemare.models.batches import split_batch
 from wavemare.models.convert import cut_chain
 from wavemare.models.families import family_of
+from wavemare.models.proof import prove
 from wavemare.models.ties import give_own_weights, tied_weights
 from wavemare.pipeline.config import PipelineConfig
 from wavemare.pipeline.order import ahead
@@ -83,6 +85,7 @@ class SimulatedPipeline:
         family = family_of(model)
         self.inputs = family.declared(pipeline.inputs)
         chain, self.loss_fn = tuple(family.chain(model, self.inputs)), family.loss(model)
+        prove(model, chain, self.inputs, self.loss_fn)
         tied = tied_weights(model)
         if tied:
             chain, _ = give_own_weights(chain, tied)
@@ -109,7 +112,6 @@ class SimulatedPipeline:
             return self.optimizers[-1]
 
         self._feeds_back, self._slack = settings.error_feedback, settings.slack
-        # DeepSpeed's pipelines clip at 1 where nothing is said, its other engines do not.
         return Replay(
             self.stages,
             self.loss_fn,
@@ -123,7 +125,7 @@ class SimulatedPipeline:
             drain_interval=1 if flushes else settings.drain_interval,
             slack=settings.slack,
             delays=_delays(delays, pipeline.stages, self.micro_batches, settings.slack),
-            clip=float(values.get("gradient_clipping", 0 if pipeline.stages == 1 else 1)) or None,
+            clip=clipping_limit(values) or None,
             error_feedback=settings.error_feedback,
         )
 

@@ -5,7 +5,7 @@ import pytest
 
 
 def test_losses_do_not_depend_on_the_cuts(launch):
-    found = launch("pipeline_cuts.py").check().result(0)
+    found, second = (launched := launch("pipeline_cuts.py").check()).result(0), launched.result(1)
     for kind in ("unclipped", "clipped"):
         assert found[kind][0] == found[kind][1] == found[kind][2], kind
     for losses, exact in zip(found["ZeRO 1"], found["clipped"], strict=True):
@@ -13,6 +13,13 @@ def test_losses_do_not_depend_on_the_cuts(launch):
     # Without our section it is stock DeepSpeed, which counts the first stage's norm alone.
     assert [round(losses[1], 4) for losses in found["stock"]] == [2.3670, 2.3844, 2.3538]
     assert [round(losses[1], 4) for losses in found["clipped"]] == [2.3951] * 3
+    # DeepSpeed clips to 1 where nothing is said; the difference is told where there is one.
+    losses, (line,) = found["default"]
+    assert losses == found["clipped"][0] == second["default"][0]
+    assert "gradient_clipping = 1.0 (DeepSpeed's default is 1.0): the norm is that of all" in line
+    assert found["default without section"] == [found["stock"][0], []]
+    assert found["none told"] == [[], []]
+    assert second["default"][1] == []
 
 
 @pytest.mark.parametrize("then", ["go on", "end"])

@@ -4,15 +4,23 @@
 import pytest
 import torch
 import transformers
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    CohereConfig,
+    CohereForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 
 from wavemare.engine.optimizer_policy import advise
-from wavemare.errors import ConfigError
+from wavemare.errors import ConfigError, ModelError
 from wavemare.pipeline.muon import Muon
 from wavemare.pipeline.soap import SOAP
 from wavemare.simulation import SimulatedPipeline
 
 WORDS, LENGTH, SIZE = 50, 8, 4
+SGD = {"type": "SGD", "params": {"lr": 0.1}}
 
 
 def gpt(layers=4):
@@ -42,6 +50,14 @@ def bert():
     return BertForMaskedLM(config)
 
 
+def large():
+    """A model with gradients of a norm above 1."""
+    model = gpt()
+    for weight in model.parameters():
+        weight.data.mul_(10)
+    return model
+
+
 def batches():
     generator = torch.Generator().manual_seed(5)
     while True:
@@ -66,6 +82,32 @@ def trained(values, steps=5, model=None, **options):
     pipeline = SimulatedPipeline(model or gpt(), values, **options)
     data = batches()
     return pipeline, [pipeline.train_batch(data) for _ in range(steps)]
+
+
+def test_gradients_are_clipped_to_1_where_nothing_is_said_as_by_any_engine():
+    for stages in (1, 4):
+        said = [{}, {"gradient_clipping": 1.0}, {"gradient_clipping": 0.0}]
+        default, one, none = (
+            trained(
+                config(stages=stages, schedule="1f1b", optimizer=SGD, **clipping),
+                steps=2,
+                model=large(),
+            )[1]
+            for clipping in said
+        )
+        assert default == one != none
+
+
+def test_a_model_that_does_more_than_its_layers_is_refused():
+    cohere = CohereConfig(
+        vocab_size=WORDS,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+    )
+    with pytest.raises(ModelError, match=r"config\.logit_scale"):
+        SimulatedPipeline(CohereForCausalLM(cohere), config())
 
 
 def test_a_synchronous_one_is_the_whole_model_trained_plainly():

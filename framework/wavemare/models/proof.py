@@ -80,7 +80,8 @@ def _compare(
     """Compare the results for a batch, and return the largest logit's size."""
     labels = example_labels(loss, batch["input_ids"])
     carry, _ = split_batch(batch, inputs, labels_required=False)
-    options = {"use_cache": False} if _takes_use_cache(model) else {}
+    takes = inspect.signature(model.forward).parameters
+    options = {"use_cache": False} if "use_cache" in takes else {}
     restore_random_state = random_state(labels.device)
 
     def original() -> tuple[Tensor, Tensor]:
@@ -175,9 +176,9 @@ def example_labels(loss: Loss, ids: Tensor) -> Tensor:
 
 def _check_configuration(model: Any) -> None:
     for key, neutral in _NEUTRAL.items():
+        value = getattr(model.config, key, None)
         # A key that the class does not declare, as one left from another family, does nothing.
-        value = getattr(model.config, key, None) if hasattr(type(model.config), key) else None
-        if value is not None and value != neutral:
+        if value not in (None, neutral) and hasattr(type(model.config), key):
             raise ModelError(
                 f"config.{key}",
                 value,
@@ -210,10 +211,6 @@ def _scaled(chain: Sequence[PipelineLayer], size: float, last_size: float) -> It
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _takes_use_cache(model: Any) -> bool:
-    return "use_cache" in inspect.signature(model.forward).parameters
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 
 import deepspeed
 import torch
-from common import leave
+from common import leave, warnings_told
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
@@ -46,14 +46,14 @@ def batches():
         yield tuple(torch.randn(MICRO, WIDTH, generator=generator) for _ in range(2))  # type: ignore[misc]
 
 
-def train(cuts, clipping, zero, **sections):
+def train(cuts, clipping, zero=0, **sections):
     module = Cut(
         [LayerSpec(Block, i) for i in range(LAYERS)], num_stages=2, loss_fn=nn.MSELoss(), cuts=cuts
     )
     config = {
         "train_micro_batch_size_per_gpu": MICRO,
         "gradient_accumulation_steps": ACCUMULATION,
-        "gradient_clipping": clipping,
+        **({} if clipping is None else {"gradient_clipping": clipping}),
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": zero},
         "steps_per_print": None,
@@ -65,6 +65,12 @@ def train(cuts, clipping, zero, **sections):
     return [float(engine.train_batch(data)) for _ in range(STEPS)]
 
 
+def told(*arguments, **sections):
+    with warnings_told("gradient_clipping") as lines:
+        losses = train(CUTS[0], *arguments, **sections)
+    return losses, lines
+
+
 if __name__ == "__main__":
     wavemare.init_distributed()
     leave(
@@ -73,6 +79,9 @@ if __name__ == "__main__":
             "clipped": [train(cuts, 1.0, 0, wavemare={}) for cuts in CUTS],
             "ZeRO 1": [train(cuts, 1.0, 1, wavemare={}) for cuts in CUTS],
             "stock": [train(cuts, 1.0, 0) for cuts in CUTS],
+            "default": told(None, wavemare={}),
+            "default without section": told(None),
+            "none told": [told(*case, wavemare={})[1] for case in ((0.0,), (1.0, 1))],
             "version": deepspeed.__version__,
         }
     )
