@@ -128,6 +128,10 @@ def check_config(config: Mapping[str, Any], *, world_size: int) -> WavemareConfi
         config, ours.balance, pipeline=ours.pipeline, wavelet=ours.wavelet, zero_stage=zero
     )
     check_guard(config, ours.guard, zero)
+    decides = ours.balance.micro_steps or ours.wavelet.mode in ("async", "replica")
+    if decides and not config.get("managed_gradient_accumulation", True):
+        reason = "balance.micro_steps and the asynchronous waves say when DeepSpeed reduces"
+        raise ConfigError("managed_gradient_accumulation", False, reason, "Leave it out")
     if (stages > 1 or ours.pipeline.schedule == "pipemare") and zero in (2, 3):
         raise ConfigError(
             "zero_optimization.stage",

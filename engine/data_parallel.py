@@ -78,10 +78,15 @@ class Engine(ColocatedHeads, EngineMixin, deepspeed.DeepSpeedEngine):
         if own is not None:
             return self._train_own_steps(batches)
         losses = []
-        for batch in batches:
+        for left, batch in zip(reversed(range(count)), batches, strict=True):
             losses.append(self._backward(_loss_of(self._run(batch))))
-            self.step()
+            self.end_micro_batch(last=not left)
         return self._mean_loss(losses)
+
+    def end_micro_batch(self, *, last: bool) -> None:
+        """Step, unless each ``step`` is a whole one and this micro-batch is not the last."""
+        if last or self.managed_gradient_accumulation():
+            self.step()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run DeepSpeed's forward pass."""

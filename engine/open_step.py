@@ -27,6 +27,7 @@ def leave_open_step(engine: Any) -> None:
         for gradients in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
             gradients.update(dict.fromkeys(gradients))
         optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
+    engine._unmanaged_backward_count = 0
     engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
     if engine.pipeline_parallelism:
         for name in engine.timers.timers:  # an error leaves them running

@@ -76,6 +76,7 @@ class AccumulationProtocol:
         with engine._running_engine_backward_lock:
             engine._running_engine_backward_count += 1
             engine._running_engine_backward = True
+        engine._unmanaged_backward_count += 1  # read if the configuration says so
         self._within = True
         engine._backward_prologue()
 
@@ -95,7 +96,8 @@ class AccumulationProtocol:
         self._engine._backward_epilogue()
         self._leave()
         if self._steps:
-            self._engine.step()
+            last = micro_batch + 1 == self._engine.gradient_accumulation_steps()
+            self._engine.end_micro_batch(last=last)
 
     def _leave(self) -> None:
         if not self._within:

@@ -9,6 +9,8 @@ SPARSE = {"sparse_collective": {"mode": "pushpull", "bucket_bytes": 20_000}}
 SPLIT = {"tensor_parallel": {"size": 2}}
 BF16 = {"bf16": {"enabled": True}}
 
+UNMANAGED = {"managed_gradient_accumulation": False}
+
 CASES = {
     "gpt, ZeRO 0": {"model": "gpt", "zero": 0},
     "gpt, ZeRO 2": {"model": "gpt", "zero": 2, "checkpointing": True},
@@ -16,6 +18,7 @@ CASES = {
     "bert, ZeRO 1": {"model": "bert", "zero": 1},
     "sparse, ZeRO 0": {"model": "bert", "zero": 0, "wavemare": SPARSE},
     "bf16, ZeRO 1": {"model": "gpt", "zero": 1, "config": BF16},
+    "unmanaged, ZeRO 0": {"model": "gpt", "zero": 0, "config": UNMANAGED},
     # The last: DeepSpeed does not forget whom a split model's ranks were.
     "split, ZeRO 1": {"model": "gpt", "zero": 1, "wavemare": SPLIT},
 }
@@ -24,11 +27,13 @@ OTHERS = {
     "one micro-batch": {"model": "gpt", "zero": 1, "micro_batches": 1},
     "auto": {"model": "gpt", "zero": 1, "wavelet": {"mode": "auto"}},
     "model parallel": {"model": "gpt", "zero": 3, "wavelet": {"mode": "model_parallel"}},
+    "unmanaged": {"model": "gpt", "zero": 0, "config": UNMANAGED, "wavelet": {"mode": "off"}},
 }
 
 MORE = {
     "gpt, ZeRO 1": {"model": "gpt", "zero": 1},
     "overlap, ZeRO 2": {"model": "gpt", "zero": 2, "zero_keys": {"overlap_comm": True}},
+    "unmanaged, ZeRO 2": {"model": "gpt", "zero": 2, "config": UNMANAGED},
     "untied bert, ZeRO 3": {"model": "bert", "zero": 3, "untied": True},
     "bf16, ZeRO 0": {"model": "bert", "zero": 0, "config": BF16},
     "forward first": {"model": "gpt", "zero": 2, "wavelet": {"pair_order": "fb"}},
@@ -66,6 +71,11 @@ def test_one_micro_batch_trains_without_waves(results):
     for result in results:
         check(result["one micro-batch"])
         assert not result["one micro-batch"]["paired"]
+
+
+def test_without_managed_accumulation_a_batch_is_one_step(results):
+    for result in results:
+        check(result["unmanaged"])
 
 
 def test_auto_stays_off_where_no_collective_stands_between_layers(results):

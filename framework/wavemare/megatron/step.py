@@ -68,11 +68,11 @@ def megatron_train_step(engine: Any, forward_step: ForwardStep, data_iterator: A
     model = _Dressed(engine) if isinstance(engine.module, PreTrainedModel) else engine
     result = StepResult(torch.zeros((), device=engine.device))
     micro_steps = engine.gradient_accumulation_steps()
-    for _ in range(micro_steps):
+    for left in reversed(range(micro_steps)):
         output, loss_func = forward_step(data_iterator, model)
         loss, report = _loss(loss_func(output))
         engine.backward(loss)
-        engine.step()
+        engine.end_micro_batch(last=not left)
         result.loss += loss.detach() / micro_steps
         result.reports.append(report)
     return result

@@ -55,7 +55,7 @@ def train(initialize, case, **wavelet):
     result = {
         "losses": losses,
         "weights": weights_digest(engine),
-        "steps": engine.global_steps,
+        "steps": [engine.global_steps, engine.global_samples],
         "zero": engine.zero_optimization_stage(),
     }
     waves = getattr(engine, "_wavelet", None)
@@ -67,10 +67,12 @@ def train(initialize, case, **wavelet):
 def stock_step(engine, data):
     engine.train()
     losses = []
-    for _ in range(engine.gradient_accumulation_steps()):
+    count = engine.gradient_accumulation_steps()
+    for left in reversed(range(count)):
         loss = engine(**next(data)).loss
         engine.backward(loss)
-        engine.step()
+        if engine.managed_gradient_accumulation() or not left:  # else each step() is a whole one
+            engine.step()
         losses.append(loss.detach())
     mean = torch.stack(losses).float().mean()
     torch.distributed.all_reduce(mean)

@@ -12,6 +12,7 @@ from wavemare.errors import ConfigError
 
 FP16 = {"fp16": {"enabled": True}}
 BF16 = {"bf16": {"enabled": True}}
+UNMANAGED = {"managed_gradient_accumulation": False}
 SPLIT = {"pipeline": {"stages": 2}, "tensor_parallel": {"size": 2}}
 COMPRESSOR = {"compressor": {"type": "block_topk"}}
 
@@ -86,6 +87,7 @@ def test_checksums_are_refused_where_nothing_carries_them():
         ({"mode": "async"}, BF16, "bf16.enabled", "in fp32"),
         ({"mode": "replica"}, FP16, "fp16.enabled", "in fp32"),
         ({"mode": "replica"}, {"optimizer": {"type": "AdamW"}}, "optimizer.type", "drift apart"),
+        ({"mode": "async"}, UNMANAGED, "managed_gradient_accumulation", "reduces"),
         (
             {"mode": "sync"},
             {"flops_profiler": {"enabled": True}},
@@ -133,6 +135,7 @@ def test_split_stages_need_enough_ranks():
         ({"micro_steps": [1], "mean": "tokens"}, {}, "balance.mean", "sum their tokens"),
         ({"micro_steps": [1]}, zero(3), "balance.micro_steps", "wait for ever"),
         ({"micro_steps": [1]}, BF16, "bf16.enabled", "16-bit optimizers"),
+        ({"micro_steps": [1]}, UNMANAGED, "managed_gradient_accumulation", "reduces"),
         ({"share": [1]}, {}, "balance.share", "shares"),
     ],
 )

@@ -126,7 +126,8 @@ ATTRIBUTES = {
         model_parallel_group model_parallel_rank clip_grad reduce_bucket_size reduce_scatter
         overlap_comm reduction_stream use_grad_accum_attribute ipg_buckets bit16_groups
         param_to_partition_ids grad_start_offset""",
-    deepspeed.DeepSpeedEngine: "gradient_average sequence_parallel_size has_moe_layers config",
+    deepspeed.DeepSpeedEngine: """
+        gradient_average sequence_parallel_size has_moe_layers config _unmanaged_backward_count""",
 }
 
 
