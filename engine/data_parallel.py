@@ -118,8 +118,13 @@ class Engine(ColocatedHeads, EngineMixin, deepspeed.DeepSpeedEngine):
         """Return a loss of the caller's own loop as ``wavemare.balance`` weighs it.
 
         Raises:
-            ConfigError: The ranks do unequal numbers of micro-steps, which such a loop does not.
+            ConfigError: The ranks do unequal numbers of micro-steps, which such a loop does not, or
+                waves are under way.
         """
+        if self._wavelet is not None and not self._wavelet.is_drained:
+            reason = "gradients of train_batch wait, with which these would mix"
+            remedy = "Call engine.drain() first, on all ranks"
+            raise ConfigError("wavemare.wavelet.mode", "asynchronous", reason, remedy)
         if self._balance is None:
             return loss
         if self._balance.uneven_steps:

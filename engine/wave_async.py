@@ -108,6 +108,11 @@ class AsyncWaves:
         engine.micro_steps += self._micro_batches
         return losses
 
+    @property
+    def is_drained(self) -> bool:
+        """Whether all gradients have been applied."""
+        return self._open is self._sent is self._held is None
+
     def settle(self, executor: WaveExecutor | None) -> None:
         """Finish what is under way; the last step's gradients stay, reduced and not yet applied.
 
@@ -133,6 +138,7 @@ class AsyncWaves:
         if self._held is not None:
             self._advance(self._step + 1)
             self._versions.advance(self._step, updates=False)
+        self._engine.set_gradient_accumulation_boundary(None)
 
     def abandon(self) -> None:
         """Begin anew at step 0: what is under way is dropped, once its reduction has ended."""
@@ -145,6 +151,7 @@ class AsyncWaves:
         """Drop the gradients of what is under way, after an error."""
         self._open, self._advanced = None, False
         self._engine.zero_grad()
+        self._engine.set_gradient_accumulation_boundary(None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` needs beside the weights; after `settle`."""

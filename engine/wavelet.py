@@ -95,6 +95,11 @@ class Wavelet:
         if self._asynchronous is not None:
             self._asynchronous.settle(self._open_executor)
 
+    @property
+    def is_drained(self) -> bool:
+        """Whether the weights have all gradients."""
+        return self._asynchronous is None or self._asynchronous.is_drained
+
     def drain(self) -> None:
         """Apply all gradients there are to the weights."""
         if self._asynchronous is not None:

@@ -69,6 +69,13 @@ def test_the_number_of_micro_batches_may_change(results):
         assert found["weights"] == 0.0
 
 
+def test_a_loop_of_ones_own_goes_on_after_waves(results):
+    for result in results:
+        assert "drain()" in result["manual"]["refused"]
+        assert result["manual"]["steps"] == 3
+        assert result["manual"]["weights"] == 0.0
+
+
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_replicas_stay_half_a_step_apart(results, micro_batches):
     """``w0 - w1 = -(rate / 2) (g_first - g_last)`` in fp64: the sums telescope."""

@@ -13,6 +13,7 @@ import torch
 from common import QUIET, build_gpt2, configuration, leave, token_batches
 
 import wavemare
+from wavemare.errors import ConfigError
 
 PLAIN = {**QUIET, "use_cache": False}
 STEPS = 6
@@ -294,6 +295,32 @@ def case_resized(rank):
     return {"losses": losses, "expected": expected, "weights": furthest(engine, weights)}
 
 
+def case_manual(rank):
+    """A loop of backward and step after waves: refused while some are under way, else as ever."""
+    data, more = batches(rank, 4), batches(rank + 10, 2)
+    engine = engine_of("sgd", 2, {"mode": "async"})
+    train(engine, data, 2)
+    refused = None
+    try:
+        engine.backward(engine(**more[0]).loss)
+    except ConfigError as error:
+        refused = error.remedy
+    engine.drain()
+    model = build_gpt2(**PLAIN)
+    put(list(model.parameters()), values(engine.module.parameters()))
+    optimizer = reference_optimizer("sgd", list(model.parameters()))
+    optimizer.load_state_dict(copy.deepcopy(engine.optimizer.state_dict()))
+    gradients, _ = mean_gradients(model, more, 2)
+    for parameter, gradient in zip(model.parameters(), averaged(gradients), strict=True):
+        parameter.grad = gradient
+    optimizer.step()
+    for batch in more:
+        engine.backward(engine(**batch).loss)
+        engine.step()
+    weights = furthest(engine, values(model.parameters()))
+    return {"refused": refused, "weights": weights, "steps": engine.global_steps}
+
+
 def case_split(rank):
     """One model split over both ranks, which therefore have the same data: losses alone."""
     data = batches(0, STEPS * 2)
@@ -325,6 +352,7 @@ if __name__ == "__main__":
             "back async": case_go_back(rank, folder, "async"),
             "back replica": case_go_back(rank, folder, "replica"),
             "resized": case_resized(rank),
+            "manual": case_manual(rank),
             "replica, 1": case_replica(rank, 1),
             "replica, 2": case_replica(rank, 2),
             "split": case_split(rank),  # the last: DeepSpeed does not forget who shares a model
