@@ -10,7 +10,14 @@ from pydantic_core import PydanticCustomError
 
 from wavemare.section import Section
 
-__all__ = ["LOOSE_MODES", "MODES", "CompressorConfig", "Mode", "SparseCollectiveConfig"]
+__all__ = [
+    "LOOSE_MODES",
+    "MODES",
+    "SCATTER_MODES",
+    "CompressorConfig",
+    "Mode",
+    "SparseCollectiveConfig",
+]
 
 Mode = Literal[
     "auto",
@@ -26,6 +33,8 @@ Mode = Literal[
 MODES: tuple[str, ...] = Mode.__args__  # type: ignore[attr-defined]
 LOOSE_MODES = frozenset({"dense", "packed", "sparcml"})
 """Those that do not sum in the order of the ranks."""
+SCATTER_MODES = ("auto", "ordered", "pushpull")
+"""Those with which sums can stay at their owners."""
 
 
 CompressorKind = Literal["block_topk", "block_randomk", "block_threshold", "block_topk_ratio"]
@@ -77,7 +86,8 @@ class SparseCollectiveConfig(Section):
     mode: Literal["off"] | Mode = "off"
     """Who sums gradients: DeepSpeed (``off``); whatever is predicted to be the fastest for a
     bucket (``auto``); or one way by its name, of which ``dense``, ``packed`` and ``sparcml`` need
-    ``deterministic`` to be false."""
+    ``deterministic`` to be false. The reduce-scatters of ZeRO 1 and 2 take ``auto``, ``ordered``
+    and ``pushpull``."""
 
     block: Annotated[int, Field(ge=1)] = 256
     """Elements per block."""

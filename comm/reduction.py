@@ -162,8 +162,6 @@ class Reduction:
         ways = ways or {name: way.all_reduce for name, way in self._executors.items()}
         if self._mode != "auto":
             name = self._mode
-            if name not in ways:
-                name = "ordered" if name in DENSE else "pushpull"
             masks = self._masks(call) if self._executors[name].needs_masks else None
             _note(stats, masks)
             stats.executor = name

@@ -24,6 +24,7 @@ from wavemare.errors import ConfigError
 
 __all__ = ["RowReducer", "check_rows"]
 
+_WAYS = ("pushpull", "allgather")
 _LARGEST_TABLE = 1 << 24
 """Rows up to which the masks of all ranks are exchanged; above, ids are hashed to their owners."""
 
@@ -64,12 +65,16 @@ class RowReducer:
         transport: Among all ranks.
         scratch: Memory to use.
         constants: Of the cost model.
+        mode: ``pushpull`` or ``allgather``; with any other the faster one by that model.
     """
 
-    def __init__(self, transport: Transport, scratch: Scratch, constants: Constants) -> None:
+    def __init__(
+        self, transport: Transport, scratch: Scratch, constants: Constants, mode: str = "auto"
+    ) -> None:
         self._transport = transport
         self._scratch = scratch
         self._constants = constants
+        self._ways = (mode,) if mode in _WAYS else _WAYS
         self._hashed = HashedRows()
 
     def reduce(
@@ -98,7 +103,7 @@ class RowReducer:
         stats.density = float(masks.counts.mean()) / max(num_rows, 1)
         stats.union = masks.union_size / max(num_rows, 1)
         seconds = predict(masks, dim * rows.element_size(), self._constants)
-        chosen = min(("pushpull", "allgather"), key=lambda name: seconds[name])
+        chosen = min(self._ways, key=lambda name: seconds[name])
         stats.executor, stats.predicted_s = f"rows-{chosen}", seconds[chosen]
         return self._by_masks(call, ids, masks, chosen)
 

@@ -15,7 +15,7 @@ from wavemare.comm.arguments import bucket_key, check_bucket, check_settings, pi
 from wavemare.comm.calibration import calibrate
 from wavemare.comm.calls import Calls
 from wavemare.comm.compress import Compressor, make_compressor
-from wavemare.comm.config import CompressorConfig, Mode
+from wavemare.comm.config import SCATTER_MODES, CompressorConfig, Mode
 from wavemare.comm.cost import EXECUTORS, IN_ORDER, Constants
 from wavemare.comm.executors import Scratch
 from wavemare.comm.hierarchy import Hierarchy
@@ -28,6 +28,7 @@ from wavemare.comm.statistics import Statistics
 from wavemare.comm.transport import Transport, open_transport
 from wavemare.comm.transport.choice import Choice, Staging
 from wavemare.comm.worker import Handle
+from wavemare.errors import ConfigError
 
 __all__ = ["SparseComm"]
 
@@ -121,7 +122,7 @@ class SparseComm:
             compressor=compressor,
             scratch=scratch,
         )
-        self._rows = RowReducer(self._transport, scratch, self.constants)
+        self._rows = RowReducer(self._transport, scratch, self.constants, mode)
         self._scratch = scratch
         transports = [self._transport]
         if self._hierarchy:
@@ -225,7 +226,14 @@ class SparseComm:
             key: As for `allreduce_`.
             weights: As for `allreduce_`.
             async_op: Whether to return at once.
+
+        Raises:
+            ConfigError: As for `allreduce_`; or the mode is not one of `SCATTER_MODES`.
+            CommError: As for `allreduce_`.
         """
+        if self.mode not in SCATTER_MODES:
+            reason = "reduce_scatter_ cannot leave its sums at their owners"
+            raise ConfigError("mode", self.mode, reason, f"Choose {', '.join(SCATTER_MODES)}")
         scale = self._scale(flat)
         pieces = pieces_of(partition, flat.numel(), self.size)
         if key is None and self.compressor is None:
@@ -266,6 +274,9 @@ class SparseComm:
         self, ids: Tensor, rows: Tensor, num_rows: int | None = None, *, async_op: bool = False
     ) -> Handle:
         """Sum (or average) some rows of a table, such as an embedding's gradient, over all ranks.
+
+        Modes ``pushpull`` and ``allgather`` hold for rows as well; in all others the faster of
+        these two is chosen. Rows of large tables, or of none that is known, are hashed.
 
         Args:
             ids: (k,), int64: which rows; a row that stands several times is summed first.

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from wavemare.comm.config import LOOSE_MODES, SparseCollectiveConfig
+from wavemare.comm.config import LOOSE_MODES, SCATTER_MODES, SparseCollectiveConfig
 from wavemare.engine.config_shape import (
     SECTION,
     ZERO_WEIGHTS,
@@ -91,7 +91,12 @@ def _check_settings(zero: Mapping[str, Any], sparse: SparseCollectiveConfig) -> 
             "Set deterministic to false, or choose auto, ordered, pushpull or allgather",
         )
     stage = zero.get("stage", 0)
-    if sparse.hierarchical and stage and zero.get("reduce_scatter", True):
+    scatters = stage and zero.get("reduce_scatter", True)
+    if scatters and sparse.mode not in SCATTER_MODES:
+        reason = f"the reduce-scatters of ZeRO {stage} cannot leave its sums at their owners"
+        remedy = f"Choose {', '.join(SCATTER_MODES)}, or use ZeRO 0"
+        raise ConfigError(f"{SECTION}.sparse_collective.mode", sparse.mode, reason, remedy)
+    if sparse.hierarchical and scatters:
         reason = f"it has no effect on the reduce-scatters of ZeRO {stage}"
         remedy = "Leave it out, or use ZeRO 0"
         raise ConfigError(f"{SECTION}.sparse_collective.hierarchical", True, reason, remedy)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reduce-scatter and allgather for partitions of all kinds."""
 
+import functools
 import itertools
 
 import torch
@@ -11,6 +12,7 @@ from reductions import PEERS
 
 from wavemare.comm.agreement import HEADER_BYTES
 from wavemare.comm.layout import Piece
+from wavemare.errors import ConfigError
 
 BLOCK = 64
 NUMEL = BLOCK * 31 + 13
@@ -48,9 +50,12 @@ def reduce_scatters(world, checks, sizes):
     for ranks in sizes:
         group, _, _ = world.groups_of(ranks)
         for mode in MODES:
-            # Whatever the executor, a reduce-scatter is made of ordered sums.
             exact = mode not in {"packed", "dense", "sparcml"}
             with sparse_comm(world, group, mode=mode, block=BLOCK, deterministic=exact) as comm:
+                if mode not in {"ordered", "pushpull", "auto"}:
+                    scatter = functools.partial(comm.reduce_scatter_, torch.ones(8), [])
+                    checks.refuses(ConfigError, scatter, mode, says="reduce_scatter_")
+                    continue
                 for name, partition in partitions(comm.size).items():
                     for pattern, dtype in (
                         ("tenth", torch.float32),

@@ -136,3 +136,18 @@ def test_a_call_that_ends_while_totals_are_taken_counts_in_the_next_ones():
     goes_on.set()
     worker.join()
     assert totals.take()["sparse_calls_ordered"] == 1
+
+
+@pytest.mark.parametrize("mode", ["pushpull", "allgather"])
+def test_rows_travel_as_the_mode_says(alone, mode):
+    with SparseComm(alone, mode=mode) as comm:
+        handle = comm.allreduce_rows_(torch.arange(4), torch.ones(4, 3), 9)
+    assert handle.stats.executor == f"rows-{mode}"
+
+
+@pytest.mark.parametrize("mode", ["allgather", "streaming", "agsparse"])
+def test_a_reduce_scatter_is_never_made_by_another_mode(alone, mode):
+    with SparseComm(alone, mode=mode) as comm:
+        with pytest.raises(ConfigError, match=rf"{mode}.*reduce_scatter_.*auto, ordered, push"):
+            comm.reduce_scatter_(torch.ones(8), [0, 8])
+        comm.allreduce_(torch.ones(8))
