@@ -30,9 +30,12 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from torch.distributed import distributed_c10d
 
 from wavemare.engine.checkpoint_checks import (
+    another_model,
     check_checkpoint_fits,
+    check_shapes,
     check_universal,
     keeps_adam_alone,
+    shapes,
     topology,
     untied_weights,
 )
@@ -114,7 +117,7 @@ class CheckpointMixin:
             super().save_checkpoint(  # type: ignore[misc]
                 save_dir, partial, state, False, exclude_frozen_parameters
             )
-        own = {**random_state(), "engine": engine.rank_state()}
+        own = {**random_state(), "engine": engine.rank_state(), "shapes": shapes(engine)}
         files.take(own, str(folder / partial / _rank_file(engine.global_rank)))
         save = Save(
             files=files,
@@ -177,7 +180,11 @@ class CheckpointMixin:
         if manifest is not None and self.checkpoint_settings.verify == "checksums":
             folder = Path(load_dir) / str(tag)
             agree(folder, lambda: _verify(folder, manifest, engine))
-        with safe_loading(load_dir):
+        own: dict[str, Any] = {}
+        if manifest is not None:
+            folder, strict = Path(load_dir) / str(tag), load_module_strict and whole
+            own = agree(folder, lambda: _read_own(folder, manifest, engine, strict=strict))
+        with safe_loading(load_dir), _as_another_model(load_dir):
             result = super().load_checkpoint(  # type: ignore[misc]
                 load_dir,
                 tag,
@@ -189,9 +196,6 @@ class CheckpointMixin:
             )
         if result[0] is None:  # there is none: everything stays as it was
             return result
-        own: dict[str, Any] = {}
-        if manifest is not None and manifest["topology"] == topology(engine):
-            own = read_file(Path(load_dir) / str(tag) / _rank_file(engine.global_rank))
         if own and whole:
             restore_random_state(own)
         engine.start_anew()
@@ -311,6 +315,28 @@ def _find(
     if manifest is not None:
         check_checkpoint_fits(load_dir / str(tag), manifest, engine, whole=whole)
     return tag, manifest
+
+
+def _read_own(
+    folder: Path, manifest: Mapping[str, Any], engine: Any, *, strict: bool
+) -> dict[str, Any]:
+    """Return this rank's state, if the topology is the same, after a look at the weights' sizes."""
+    if manifest["topology"] != topology(engine):
+        return {}
+    own = read_file(folder / _rank_file(engine.global_rank))
+    check_shapes(folder, own.get("shapes"), engine, strict=strict)
+    return own
+
+
+@contextmanager
+def _as_another_model(load_dir: str) -> Iterator[None]:
+    """Name the cause where torch finds other weights: in a checkpoint that lists no sizes."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not str(error).startswith("Error(s) in loading state_dict"):
+            raise
+        raise another_model(load_dir, str(error).partition("\n")[2].strip()) from error
 
 
 def _verify(folder: Path, manifest: Mapping[str, Any], engine: Any) -> None:

@@ -14,9 +14,12 @@ from wavemare.engine.matrix_partitions import is_added
 from wavemare.errors import CheckpointError
 
 __all__ = [
+    "another_model",
     "check_checkpoint_fits",
+    "check_shapes",
     "check_universal",
     "keeps_adam_alone",
+    "shapes",
     "topology",
     "untied_weights",
 ]
@@ -73,6 +76,35 @@ def check_checkpoint_fits(
         convertible = keeps_adam_alone(engine)
         _check_plan(folder, manifest.get("plan"), engine.parallel_plan, convertible)
         _check_topology(folder, manifest["topology"], topology(engine), convertible)
+
+
+def shapes(engine: Any) -> dict[str, list[int]]:
+    """Return the size of each of this rank's weights, of which ZeRO 3 holds a part."""
+    named = engine.module.named_parameters()
+    return {name: list(getattr(weight, "ds_shape", weight.shape)) for name, weight in named}
+
+
+def check_shapes(
+    folder: Path, saved: Mapping[str, list[int]] | None, engine: Any, *, strict: bool
+) -> None:
+    """Refuse a checkpoint of a model of other sizes; those of older versions do not say.
+
+    Raises:
+        CheckpointError: A weight has another size; or, if ``strict``, is in one of the two alone.
+    """
+    own = shapes(engine)
+    saved = own if saved is None else saved
+    for name in sorted({*saved, *own}):
+        theirs, ours = saved.get(name), own.get(name)
+        if theirs != ours and (strict or None not in (theirs, ours)):
+            raise another_model(folder, f"{name} is {theirs} in it, and {ours} in this run")
+
+
+def another_model(folder: Path | str, reason: str) -> CheckpointError:
+    """Return what to raise for a checkpoint of another model, given how the two differ."""
+    remedy = "Give the sizes of the run that saved it (a recipe's are in its config.json)"
+    reason = f"it was saved by another model: {reason}"
+    return CheckpointError("checkpoint", str(folder), reason, remedy)
 
 
 def check_universal(load_dir: str, engine: Any) -> None:

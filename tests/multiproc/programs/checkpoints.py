@@ -18,8 +18,13 @@ PIPELINES = ("pipeline", "pipemare")
 
 
 def build(initialize, case, **changes):
-    """Return an engine for a ZeRO stage ('1', '3'), 'pipeline' or 'pipemare' (stages, ZeRO 1)."""
-    model = build_gpt2(**QUIET)
+    """Return an engine for a ZeRO stage ('1', '3'), 'pipeline' or 'pipemare' (stages, ZeRO 1).
+
+    ``wide`` or ``deep`` at a case's end makes another model.
+    """
+    case, *other = case.split("-")
+    other_sizes = {"wide": {"vocab_size": 60}, "deep": {"n_layer": 3}}
+    model = build_gpt2(**QUIET, **(other_sizes[other[0]] if other else {}))
     if case not in PIPELINES:
         return initialize(model=model, config=configuration(int(case), **changes))[0]
     stages, untie = torch.distributed.get_world_size(), case == "pipemare"
