@@ -124,6 +124,22 @@ def bert(**changes):
     )
 
 
+class LowRank(torch.nn.Module):
+    """An adapter around a layer whose weight it shows, as peft injects it."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.base_layer, self.low = layer, torch.nn.Linear(2, 2)
+
+    weight = property(lambda self: self.base_layer.weight)
+    bias = property(lambda self: self.base_layer.bias)
+
+
+def adapted(model, name, layer=LowRank):
+    model.set_submodule(name, layer(model.get_submodule(name)))
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "ranks", "message"),
     [
@@ -131,6 +147,21 @@ def bert(**changes):
         (lambda: gpt2(n_inner=33), 2, "config.n_inner = 33"),
         (lambda: bert(intermediate_size=33), 2, "config.intermediate_size = 33"),
         (lambda: bert(num_attention_heads=1), 2, "config.num_attention_heads = 1"),
+        (
+            lambda: adapted(gpt2(), "transformer.h.0.attn.c_attn"),
+            2,
+            r"h\.0\.attn\.c_attn = .*test_split\.LowRank'.*wavemare\.tensor_parallel",
+        ),
+        (
+            lambda: adapted(bert(), "bert.encoder.layer.1.attention.self.query"),
+            1,  # one rank, where no width would fail
+            r"layer\.1\.attention\.self\.query = .*test_split\.LowRank'",
+        ),
+        (
+            lambda: adapted(gpt2(), "transformer.h.1.mlp.act", lambda _: torch.nn.Linear(9, 9)),
+            2,
+            r"h\.1\.mlp\.act = 'torch\.nn\.modules\.linear\.Linear'",
+        ),
         (lambda: gpt2(add_cross_attention=True), 2, "decoder"),
         (lambda: bert(is_decoder=True), 2, "decoder"),
         (lambda: gpt2().transformer, 2, "GPT2LMHeadModel, BertForMaskedLM"),

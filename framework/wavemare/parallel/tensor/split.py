@@ -56,6 +56,7 @@ def split_model(model: Any, group: Any) -> Any:
     """
     ranks = dist.get_world_size(group)
     _check_kind(model)
+    _check_layers(model)
     _check_widths(model.config, ranks)
     _check_equal(model, group)
     splitter = _Splitter(model.config.vocab_size, group)
@@ -189,6 +190,22 @@ def _check_kind(model: Any) -> None:
             "its weights are not all here: they are on the meta device, or ZeRO-3 has cut them",
             "Load the weights, outside deepspeed.zero.Init, and split it before initialize",
         )
+
+
+def _check_layers(model: Any) -> None:
+    """Refuse what stands in or for a layer that is cut, such as adapters, by name."""
+    encoder = model.transformer.h if isinstance(model, GPT2LMHeadModel) else model.bert.encoder
+    inside = {m for m in encoder.modules() if any(True for _ in m.parameters(recurse=False))}
+    for name, module in model.named_modules():
+        is_cut = partition_of(f"{name}.weight") is not None
+        known = (nn.Linear, Conv1D, nn.Embedding) if is_cut else (nn.LayerNorm,)
+        if (is_cut or module in inside) and type(module) not in known:
+            raise ModelError(
+                name,
+                f"{type(module).__module__}.{type(module).__qualname__}",
+                "how wavemare.tensor_parallel would cut a module of this class is not known",
+                "Merge adapters into the weights first, or leave tensor_parallel out",
+            )
 
 
 def _check_widths(config: Any, ranks: int) -> None:
