@@ -12,11 +12,13 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import cached_property
 from importlib.metadata import version
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, TypeVar
 
 from deepspeed import comm as dist
@@ -50,7 +52,7 @@ from wavemare.engine.checkpoint_save import (
 )
 from wavemare.engine.manifest import FORMAT, read_manifest, resolve_tag, verify_contents
 from wavemare.errors import CheckpointError
-from wavemare.files import remove_leftovers
+from wavemare.files import remove_leftovers, temporary_sibling
 
 __all__ = ["CheckpointMixin", "agree"]
 
@@ -68,6 +70,7 @@ class CheckpointMixin:
     checkpoint_settings = CheckpointConfig()
     _writing: BackgroundSave | None = None
     _meetings: tuple[StoreMeeting, ...] = ()
+    _earlier_runs: tuple[str, ...] = ()
 
     def _configure_checkpointing(self) -> None:
         super()._configure_checkpointing()  # type: ignore[misc]
@@ -103,8 +106,9 @@ class CheckpointMixin:
             return super().save_checkpoint(  # type: ignore[misc]
                 save_dir, tag, state, save_latest, exclude_frozen_parameters
             )
-        folder, name = Path(save_dir), PurePath(tag)
-        partial = str(name.with_name(f".{name.name}.partial"))
+        folder = Path(save_dir)
+        # Its own, whoever else saves there; all ranks write into that of rank 0.
+        (partial, *_) = meet_by_collective(str(temporary_sibling(tag)))
         background = self.checkpoint_settings.background
         meet = self._meet_in_store() if background else meet_by_collective
         zipped = getattr(engine.checkpoint_engine, "zipped", True)
@@ -112,7 +116,6 @@ class CheckpointMixin:
         owner = _owns_folder(engine)
         if owner:
             files.attempt(partial, lambda: _tidy(folder, (folder / tag).parent))
-        dist.barrier()
         with self._writes_to(files):
             super().save_checkpoint(  # type: ignore[misc]
                 save_dir, partial, state, False, exclude_frozen_parameters
@@ -124,7 +127,7 @@ class CheckpointMixin:
             folder=folder,
             tag=tag,
             partial=folder / partial,
-            manifest=_manifest(engine) if owner else None,
+            manifest=_manifest(engine, self._runs) if owner else None,
             save_latest=save_latest,
             keep=self.checkpoint_settings.keep,
             meet=meet,
@@ -196,6 +199,7 @@ class CheckpointMixin:
             )
         if result[0] is None:  # there is none: everything stays as it was
             return result
+        self._earlier_runs = tuple(manifest.get("runs", ())) if manifest is not None else ()
         if own and whole:
             restore_random_state(own)
         engine.start_anew()
@@ -204,6 +208,15 @@ class CheckpointMixin:
         if result[1]:
             result[1].pop(UNIVERSAL_CHECKPOINT_INFO, None)  # for ds_to_universal, not the client
         return result
+
+    @cached_property
+    def _own_run(self) -> str:
+        return secrets.token_hex(8)
+
+    @property
+    def _runs(self) -> list[str]:
+        """The engines whose checkpoints led to this one, and this one."""
+        return [*self._earlier_runs, self._own_run]
 
     def settle(self) -> None:
         """Finish what is under way between two steps, so that the engine can be saved."""
@@ -348,13 +361,13 @@ def _verify(folder: Path, manifest: Mapping[str, Any], engine: Any) -> None:
 
 
 def _tidy(*folders: Path) -> None:
-    """Make folders, and remove what saves that died have left in them."""
+    """Make folders, and remove what killed saves have left in them."""
     for folder in dict.fromkeys(folders):
         folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder)
 
 
-def _manifest(engine: Any) -> dict[str, Any]:
+def _manifest(engine: Any, runs: list[str]) -> dict[str, Any]:
     """Return what ``wavemare.json`` says beside the files."""
     plan = engine.parallel_plan
     layout = json.loads(plan.to_json()) if plan is not None else None
@@ -362,6 +375,7 @@ def _manifest(engine: Any) -> dict[str, Any]:
         "format": FORMAT,
         "saved": datetime.now(UTC).isoformat(timespec="microseconds"),
         "versions": {name: version(name) for name in ("wavemare", "deepspeed", "torch")},
+        "runs": runs,
         "global_steps": engine.global_steps,
         "topology": topology(engine),
         "untied": untied_weights(engine),

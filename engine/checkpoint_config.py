@@ -18,7 +18,7 @@ class CheckpointConfig(Section):
     """How checkpoints are written, kept and verified."""
 
     keep: int | None = Field(default=None, ge=1)
-    """How many complete checkpoints of a folder stay when another one is complete; else all.
+    """How many complete checkpoints of this run stay when another one is complete; else all.
     The one that ``latest`` names always stays."""
 
     background: bool = False

@@ -130,7 +130,8 @@ class Save:
 
     def _remove_oldest(self, target: Path, keep: int) -> None:
         try:
-            removed = keep_last(target.parent, keep, target.name)
+            runs = (self.manifest or {}).get("runs", ())
+            removed = keep_last(target.parent, keep, target.name, runs)
             logger.debug("checkpoint %s is complete; removed %s", self.tag, removed)
         except OSError as error:  # the new one is complete all the same
             logger.warning("an old checkpoint could not be removed: %s", error)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +115,13 @@ def verify_contents(
             raise damaged(folder / name, reason, folder)
 
 
-def complete_tags(folder: Path) -> list[str]:
-    """Return the tags of a folder whose files are all there, by size, the newest first."""
+def complete_tags(folder: Path, runs: Collection[str] | None = None) -> list[str]:
+    """Return the tags of a folder whose files are all there, by size, the newest first.
+
+    Args:
+        folder: Of the checkpoints.
+        runs: If given, only what one of these engines has saved.
+    """
     found = []
     for path in _lists(folder):
         try:
@@ -125,25 +130,26 @@ def complete_tags(folder: Path) -> list[str]:
             whole = all(file.stat().st_size == size for file, size in sizes.items())
         except (ValueError, OSError):
             continue
-        if whole:
+        if whole and (runs is None or _run(manifest) in runs):
             found.append(
                 (str(manifest.get("saved", "")), path.stat().st_mtime_ns, path.parent.name)
             )
     return [tag for *_, tag in sorted(found, reverse=True)]
 
 
-def keep_last(folder: Path, count: int, latest: str) -> list[str]:
-    """Remove all complete checkpoints of a folder but the newest ones.
+def keep_last(folder: Path, count: int, latest: str, runs: Collection[str]) -> list[str]:
+    """Remove all complete checkpoints that some engines have saved but the newest ones.
 
     Args:
         folder: Of the checkpoints.
         count: How many stay.
         latest: The tag that stays whatever the others are.
+        runs: The engines: the one that saves, and those that it has gone on from.
 
     Returns:
-        The tags removed. Folders that we did not write, or that are not whole, are left alone.
+        The tags removed. Folders of others, or that are not whole, are left alone.
     """
-    old = [tag for tag in complete_tags(folder)[count:] if tag != latest]
+    old = [tag for tag in complete_tags(folder, runs)[count:] if tag != latest]
     for tag in old:
         discard_folder(folder / tag)
     return old
@@ -202,6 +208,12 @@ def _check_topology(topology: Any) -> None:
         value = topology.get(name)
         if not isinstance(value, int) or isinstance(value, bool):
             raise ValueError(f"its topology has no whole number for {name}")
+
+
+def _run(manifest: Mapping[str, Any]) -> str | None:
+    """Return which engine saved a checkpoint; None if its version did not say."""
+    runs = manifest.get("runs")
+    return str(runs[-1]) if isinstance(runs, list) and runs else None
 
 
 def _records(manifest: Mapping[str, Any]) -> dict[str, FileRecord]:

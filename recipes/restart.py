@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -14,7 +15,12 @@ from typing import Any, TypeVar
 from wavemare.engine.manifest import read_manifest, resolve_tag
 from wavemare.engine.restart import job_started, restart_count
 from wavemare.errors import CheckpointError
-from wavemare.files import atomic_write_text, replace_folder
+from wavemare.files import (
+    atomic_write_text,
+    remove_leftovers,
+    replace_folder,
+    temporary_sibling,
+)
 from wavemare.recipes.arguments import JobArguments
 
 __all__ = ["adapt_accumulation", "convert", "needs_conversion", "resume_after_restart"]
@@ -72,7 +78,8 @@ def convert(checkpoints: Path, tag: str) -> None:
         CheckpointError: The program failed.
     """
     universal = checkpoints / f"{tag}_universal"
-    partial = universal.with_name(f".{universal.name}.partial")
+    remove_leftovers(checkpoints)
+    partial = temporary_sibling(universal)
     command = [sys.executable, "-m", "wavemare.universal"]
     words = ["--input_folder", str(checkpoints / tag), "--output_folder", str(partial)]
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_RANK_VARIABLES)}
@@ -80,6 +87,7 @@ def convert(checkpoints: Path, tag: str) -> None:
         [*command, *words], env=environment, capture_output=True, text=True, check=False
     )
     if done.returncode:
+        shutil.rmtree(partial, ignore_errors=True)
         last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
         reason = f"it cannot be converted for another number of ranks: {''.join(last)}"
         raise CheckpointError("checkpoint", str(checkpoints / tag), reason, "Use as many ranks")

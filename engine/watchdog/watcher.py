@@ -36,8 +36,9 @@ from wavemare.engine.watchdog.progress import PROGRESS, Progress
 from wavemare.engine.watchdog.report import write_report
 from wavemare.engine.watchdog.standing import Absent, Standing, Whereabouts
 from wavemare.engine.watchdog.verdict import Verdict, blame, judge
+from wavemare.processes import process_has_ended, process_state, this_machine
 
-__all__ = ["EXIT_CODE", "Watchdog", "current", "hold", "this_machine"]
+__all__ = ["EXIT_CODE", "Watchdog", "current", "hold"]
 
 logger = logging.getLogger("wavemare")
 
@@ -352,7 +353,7 @@ class Watchdog:
         second time: an address may be wrong, or blocked for a moment.
         """
         if of.machine == self._me.machine:
-            return _has_ended(of.pid)
+            return process_has_ended(of.pid)
         if of not in self._reached:
             return False
         now = self.progress.clock()
@@ -444,7 +445,8 @@ class Watchdog:
     def _release(self, absent: Sequence[Absent]) -> None:
         """Kill stopped ranks of this machine: launchers wait for them in vain."""
         for each in absent:
-            if each.of.machine == self._me.machine and not each.gone and _is_stopped(each.of.pid):
+            here = each.of.machine == self._me.machine and not each.gone
+            if here and process_state(each.of.pid) in ("T", "t"):
                 os.kill(each.of.pid, signal.SIGKILL)
 
     # --- ends of single ranks -------------------------------------------------------------------
@@ -524,37 +526,3 @@ class Watchdog:
             if not self._loop.is_closed():
                 found.cancel()
             return None
-
-
-def this_machine() -> str:
-    """Return what says where this process's number counts: host, boot and container.
-
-    The name alone does not, as another machine may be ``localhost``, too; nor does the boot, which
-    machines share that go on from one snapshot.
-    """
-    boot = container = ""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    with suppress(OSError):
-        container = os.readlink("/proc/self/ns/pid")
-    return f"{socket.gethostname()} {boot} {container}"
-
-
-def _is_stopped(pid: int) -> bool:
-    return _state(pid) in ("T", "t")
-
-
-def _has_ended(pid: int) -> bool:
-    # One whose parent has not asked for its code yet, too.
-    return _state(pid) in ("", "Z", "X")
-
-
-def _state(pid: int) -> str:
-    """Return the letter for what a process does; empty if there is none, ``?`` if unknown."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        return stat.rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-    except (OSError, IndexError):
-        return "?"

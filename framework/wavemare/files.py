@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writing files so that a crash leaves the old content or the new, never a part of either.
 
-This module imports the standard library alone, so that every area may use it.
+Temporary names tell which process makes them, so that a later one knows what a killed process has
+left. This module imports no library, so that every area may use it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ import os
 import re
 import secrets
 import shutil
+import zlib
 from pathlib import Path
+
+from wavemare.processes import process_has_ended, process_start, this_machine
 
 __all__ = [
     "atomic_write_bytes",
@@ -22,10 +26,13 @@ __all__ = [
     "replace_folder",
     "restore_folder",
     "sync_folder",
+    "temporary_sibling",
 ]
 
-_PARTIAL = re.compile(r"\.(?P<name>.+)\.partial")
-_SIBLING = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.(?P<kind>tmp|old|deleted)")
+_SIBLING = re.compile(
+    r"\.(?P<name>.+)\.wavemare-(?P<machine>[0-9a-f]+)-(?P<pid>[0-9]+)-(?P<start>[0-9]+)"
+    r"-[0-9a-f]{8}\.(?P<kind>partial|tmp|old|deleted)"
+)
 _HERE = -100  # AT_FDCWD: paths are relative to the working directory
 _EXCHANGE = 2  # RENAME_EXCHANGE
 
@@ -42,7 +49,7 @@ def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
     """
     target = Path(path).resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _sibling(target, "tmp")
+    temporary = temporary_sibling(target, "tmp")
     try:
         with temporary.open("xb") as file:
             file.write(data)
@@ -83,7 +90,7 @@ def replace_folder(source: str | os.PathLike[str], target: str | os.PathLike[str
     if _exchange(source, target):
         aside = source
     else:
-        aside = _sibling(target, "old")
+        aside = temporary_sibling(target, "old")
         os.rename(target, aside)
         try:
             os.rename(source, target)
@@ -118,26 +125,41 @@ def restore_folder(target: str | os.PathLike[str]) -> None:
 
 def discard_folder(folder: str | os.PathLike[str]) -> None:
     """Remove a folder so that a process killed on the way leaves nothing of its name."""
-    aside = _sibling(Path(folder), "deleted")
+    aside = temporary_sibling(folder, "deleted")
     os.rename(folder, aside)
     shutil.rmtree(aside)
 
 
-def remove_leftovers(folder: str | os.PathLike[str]) -> None:
-    """Remove what killed processes have left in a folder, whose writer must be the caller alone.
+def temporary_sibling(target: str | os.PathLike[str], kind: str = "partial") -> Path:
+    """Return a hidden name beside a path that nobody else uses, and that tells who uses it.
 
-    These are ``.NAME.partial`` and the temporary names of this module. A folder that was moved
-    aside, and that nothing has replaced, gets its name back.
+    Args:
+        target: What is going to be made, replaced or removed.
+        kind: ``partial``, ``tmp``, ``old`` or ``deleted``.
+    """
+    # On the same file system, else the rename would be a copy; hidden from patterns such as "*".
+    target, pid = Path(target), os.getpid()
+    writer = f"wavemare-{_machine()}-{pid}-{process_start(pid)}-{secrets.token_hex(4)}"
+    return target.with_name(f".{target.name}.{writer}.{kind}")
+
+
+def remove_leftovers(folder: str | os.PathLike[str]) -> None:
+    """Remove what processes have left in a folder that certainly have ended.
+
+    These are temporary names of this module made by processes of this machine. Nothing else is
+    touched: others may be at work in the folder. A folder that was moved aside, and that nothing
+    has replaced, gets its name back.
     """
     for path in sorted(Path(folder).iterdir()):
-        partial, sibling = _PARTIAL.fullmatch(path.name), _SIBLING.fullmatch(path.name)
-        if sibling and sibling["kind"] == "old":
-            restore_folder(path.with_name(sibling["name"]))
-        if partial or sibling:
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+        found = _SIBLING.fullmatch(path.name)
+        if found is None or not _writer_has_ended(found):
+            continue
+        if found["kind"] == "old":
+            restore_folder(path.with_name(found["name"]))
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)  # another process may remove it as well
+        else:
+            path.unlink(missing_ok=True)
 
 
 def sync_folder(folder: str | os.PathLike[str]) -> None:
@@ -165,6 +187,12 @@ def _exchange(one: Path, other: Path) -> bool:
     raise OSError(code, os.strerror(code), str(one), None, str(other))
 
 
-def _sibling(target: Path, kind: str) -> Path:
-    # On the same file system, else the rename would be a copy; hidden from patterns such as "*".
-    return target.with_name(f".{target.name}.{secrets.token_hex(4)}.{kind}")
+def _machine() -> str:
+    return f"{zlib.crc32(this_machine().encode()):x}"
+
+
+def _writer_has_ended(found: re.Match[str]) -> bool:
+    if found["machine"] != _machine():
+        return False
+    pid = int(found["pid"])
+    return process_has_ended(pid) or process_start(pid) != int(found["start"])

@@ -1,15 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """SIGKILL at any instant of saving loses nothing that was complete."""
 
+import json
 import random
 import signal
 
 import pytest
 
 from wavemare.engine.manifest import MANIFEST, complete_tags
+from wavemare.files import temporary_sibling
 
 CHANGES_PER_SAVE = 40
 """Files and folders that a rank makes, renames and removes in a save, roughly."""
+
+
+def put_strangers(checkpoints):
+    """Put beside the checkpoints what another job writes and has written, and files of a user."""
+    other = checkpoints / "of another job"
+    (other / "part").mkdir(parents=True)
+    topology = dict.fromkeys(("world_size", "data", "pipe", "model", "zero_stage"), 1)
+    listed = {"format": 2, "saved": "2000", "runs": ["another"], "topology": topology, "files": {}}
+    (other / MANIFEST).write_text(json.dumps(listed))
+    for folder in (temporary_sibling(checkpoints / "same"), checkpoints / ".same.partial"):
+        folder.mkdir()
+        (folder / "rank_0.pt").write_text("being written")
+    (checkpoints / ".mine.partial").write_text("of the user")
+    return sorted(path for path in checkpoints.rglob("*"))
 
 
 @pytest.fixture
@@ -19,7 +35,7 @@ def killed(launch, tmp_path):
     def killed(moments, *, ranks, seed, clocks=0.5):
         drawn = random.Random(seed)
         work = tmp_path / "work"
-        work.mkdir()
+        strangers = put_strangers(work / "checkpoints")
         for moment in range(moments):
             how = drawn.choice(["foreground", "background"])
             by_clock = drawn.random() < clocks
@@ -38,6 +54,7 @@ def killed(launch, tmp_path):
             victims = range(ranks) if victim == -1 else [victim]
             assert any(run.codes[rank] == -signal.SIGKILL for rank in victims), story
             assert not any("AssertionError" in text for text in run.outputs), story
+            assert all(path.exists() for path in strangers), story
         return work
 
     return killed

@@ -3,6 +3,7 @@
 
 import ctypes
 import os
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -88,68 +89,85 @@ def test_folder_replaces_a_file(tmp_path):
     assert names(tmp_path) == ["model"]
 
 
-class Killed(BaseException):
-    """Ends what is under way without a chance to mend anything, as SIGKILL does."""
+def in_a_process_that_ends(work):
+    """Run work in a child process; return whether it came to its end."""
+    child = os.fork()
+    if child == 0:
+        work()
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.parametrize("last", range(12))
-def test_whatever_call_is_the_last_one_the_folder_is_old_or_new(
-    tmp_path, monkeypatch, library, last
-):
+def test_whatever_call_is_the_last_one_the_folder_is_old_or_new(tmp_path, library, last):
     source, target = two_folders(tmp_path)
+    source = source.rename(files.temporary_sibling(target))
     calls = []
 
     def counted(module, name):
         real = getattr(module, name)
 
         def call(*args, **kwargs):
-            if len(calls) >= last:  # nor do those calls that the handlers of errors make
-                raise Killed
+            if len(calls) >= last:
+                os.kill(os.getpid(), signal.SIGKILL)
             calls.append(name)
             return real(*args, **kwargs)
 
-        monkeypatch.setattr(module, name, call)
+        setattr(module, name, call)
 
-    with monkeypatch.context() as patched:
-        monkeypatch = patched
+    def replace():
         for name in ("rename", "fsync", "unlink", "rmdir"):
             counted(os, name)
         if hasattr(library, "renameat2"):
             counted(library, "renameat2")
-        try:
-            files.replace_folder(source, target)
-            ended = True
-        except Killed:
-            ended = False
+        files.replace_folder(source, target)
+
+    ended = in_a_process_that_ends(replace)
     files.restore_folder(target)
     assert names(target) in (["fresh"], ["stale"])
     if ended:
         assert names(target) == ["fresh"]
         assert last >= 5  # else nothing was killed at all
     files.remove_leftovers(tmp_path)
-    assert names(tmp_path) == ["model"]
+    left = names(tmp_path)
+    assert left in (["model"], [source.name, "model"])  # this process made the source
 
 
-def test_leftovers_are_what_this_module_names_and_nothing_else(tmp_path):
-    kept = ["step-1", ".step-1.old", ".hidden", "x.partial", ".notes.0123456.deleted"]
-    gone = [".step-1.partial", ".step-1.01234567.old", ".step-0.89abcdef.deleted"]
-    for name in kept + gone:
+def test_only_what_processes_that_ended_have_left_is_removed(tmp_path):
+    """Neither what living processes write, of other jobs too, nor files of the user."""
+
+    def leave(step):
+        for kind in ("partial", "old", "deleted"):
+            (files.temporary_sibling(tmp_path / step, kind) / "inside").mkdir(parents=True)
+        files.temporary_sibling(tmp_path / "latest", "tmp").write_text("")
+
+    strangers = ["step-1", ".step-1.partial", ".mine.partial", ".step-1.01234567.old", ".hidden"]
+    for name in strangers:
         (tmp_path / name / "inside").mkdir(parents=True)
-    (tmp_path / ".latest.01234567.tmp").write_text("")
-    (tmp_path / ".step-2.01234567.old").mkdir()  # moved aside, and never replaced
+    leave("step-1")
+    alive = set(names(tmp_path))
+    # The same process number elsewhere, and one that another process has got since.
+    (own,) = tmp_path.glob(".step-1.wavemare-*.partial")
+    _, machine, pid, start, _ = own.name.split("-")[1:]
+    elsewhere = own.with_name(own.name.replace(machine, f"{int(machine, 16) ^ 1:x}"))
+    earlier = own.with_name(own.name.replace(f"-{pid}-{start}-", f"-{pid}-{int(start) - 1}-"))
+    assert in_a_process_that_ends(lambda: leave("step-2"))
+    assert len(names(tmp_path)) == len(alive) + 4
+    for folder in (elsewhere, earlier):
+        folder.mkdir()
     files.remove_leftovers(tmp_path)
-    assert names(tmp_path) == sorted([*kept, "step-2"])
+    assert set(names(tmp_path)) == {*alive, elsewhere.name, "step-2"}  # which got its name back
 
 
 def test_discarded_folder_never_comes_back(tmp_path, monkeypatch):
     _, target = two_folders(tmp_path)
 
     def killed(path):
-        raise Killed
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
         patched.setattr(files.shutil, "rmtree", killed)
-        with pytest.raises(Killed):
+        with pytest.raises(KeyboardInterrupt):
             files.discard_folder(target)
     assert not target.exists()
     files.restore_folder(target)

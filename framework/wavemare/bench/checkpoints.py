@@ -75,6 +75,8 @@ def _main() -> None:
     parser.add_argument("--zero", type=int, default=1, help="stage")
     parser.add_argument("--saves", type=int, default=5, help="of each way")
     options = parser.parse_args()
+    if options.folder.exists():  # it is removed at the end
+        parser.error(f"{options.folder} exists already: name a new folder")
 
     import wavemare
     from wavemare.bench.gpt import build_gpt

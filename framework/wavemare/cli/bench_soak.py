@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-import shutil
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,7 +32,9 @@ def soak(
         int, typer.Option(help="Trained once more in peace, to compare the losses.", min=1)
     ] = 300,
     limit: Annotated[float, typer.Option(help="Share by which ranks may grow afterwards.")] = 0.01,
-    folder: Annotated[Path, typer.Option(help="Of the runs, removed first.")] = Path("runs/soak"),
+    folder: Annotated[Path, typer.Option(help="Gets a folder of its own for each run.")] = Path(
+        "runs/soak"
+    ),
     json_file: JsonFile = None,
 ) -> None:
     """Train with random pauses, deaths and slow links; compare losses, watch for growth.
@@ -49,9 +51,9 @@ def soak(
     check_writable("--json", json_file)
     check_writable("--folder", folder, is_folder=True)
     rows = []
+    started = time.strftime("%Y%m%d-%H%M%S")
     for name in names:
-        place = folder / name
-        shutil.rmtree(place, ignore_errors=True)
+        place = folder / f"{name}-{started}"
         job = Soak(name, minutes, seed, place.resolve(), warmup, reference_steps, typer.echo)
         rows.append(job.run())
     _show(rows)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shutil
 import types
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,12 @@ import torch
 from torch import Tensor
 
 from wavemare.errors import CheckpointError, ModelError
-from wavemare.files import atomic_write_text, replace_folder
+from wavemare.files import (
+    atomic_write_text,
+    remove_leftovers,
+    replace_folder,
+    temporary_sibling,
+)
 from wavemare.pickled_enums import GETATTR, enum_member
 
 __all__ = ["LATEST", "Checkpoint", "read_checkpoint", "said_by", "write_checkpoint"]
@@ -139,8 +143,8 @@ def write_checkpoint(
     folder = Path(os.path.expanduser(folder))
     folder.mkdir(parents=True, exist_ok=True)
     name = f"iter_{iteration:07}" if iteration else "release"
-    partial = folder / f".{name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
+    remove_leftovers(folder)
+    partial = temporary_sibling(folder / name)
     for stage in range(stages):
         for rank, share in enumerate(shares):
             rank_name = f"mp_rank_{rank:02}" + (f"_{stage:03}" if stages > 1 else "")

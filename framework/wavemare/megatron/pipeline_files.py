@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,12 @@ import torch
 from torch import Tensor
 
 from wavemare.errors import CheckpointError
-from wavemare.files import atomic_write_text, replace_folder
+from wavemare.files import (
+    atomic_write_text,
+    remove_leftovers,
+    replace_folder,
+    temporary_sibling,
+)
 from wavemare.megatron.files import said_by
 from wavemare.models.families import family_of
 from wavemare.models.layers import PipelineLayer, name_weights
@@ -36,9 +40,10 @@ def write_pipeline(folder: str | Path, model: Any, *, stages: int) -> Path:
         stages: Ranks of a pipeline, each of which looks for a file of its own.
     """
     folder = Path(os.path.expanduser(folder))
-    partial = folder / f".{_TAG}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(folder)
+    partial = temporary_sibling(folder / _TAG)
+    partial.mkdir()
     for number, layer in enumerate(_chain(model)):
         state = {name: weight.detach().clone() for name, weight in layer.state_dict().items()}
         torch.save(state, partial / f"layer_{number:02}-model_states.pt")

@@ -128,7 +128,7 @@ def test_another_topology_is_refused_naming_both(checkpoints, monkeypatch, key):
     assert "-m wavemare.universal --input_folder" in caught.value.remedy
 
 
-def make(folder, tag, saved, sizes=(8,)):
+def make(folder, tag, saved, sizes=(8,), runs=("run 1",)):
     """Make a checkpoint as a save leaves it; return its folder."""
     own = folder / tag
     own.mkdir(parents=True)
@@ -138,6 +138,7 @@ def make(folder, tag, saved, sizes=(8,)):
         file.write_bytes(bytes(range(number, number + 1)) * size)
         files[file.name] = vars(checksum(file))
     content = {"format": 2, "saved": saved, "topology": TOPOLOGY, "files": files}
+    content |= {"runs": list(runs)} if runs else {}
     (own / MANIFEST).write_text(json.dumps(content))
     return own
 
@@ -204,13 +205,16 @@ def test_the_newest_stay_and_nothing_of_others_is_removed(three):
     damaged = make(three, "damaged", "2020", (4,))
     (damaged / "rank_0.pt").write_bytes(b"")
     make(three, ".hidden", "2019")
-    assert complete_tags(three) == ["a", "c", "b"]
-    assert keep_last(three, 2, "a") == ["b"]
-    there = sorted(path.name for path in three.iterdir())
-    assert there == [".hidden", "a", "c", "damaged", "foreign", "latest"]
-    assert keep_last(three, 1, "c") == []  # of the two one is the newest, and one is named
+    make(three, "of another engine", "2018", runs=["run 1", "run 3"])
+    make(three, "of an older version", "2017", runs=None)
+    assert complete_tags(three)[:3] == ["a", "c", "b"]
+    own = ["run 1", "run 2"]
+    assert keep_last(three, 2, "a", own) == ["b"]
+    others = [".hidden", "damaged", "foreign", "latest", "of an older version", "of another engine"]
+    assert sorted(path.name for path in three.iterdir()) == sorted(["a", "c", *others])
+    assert keep_last(three, 1, "c", own) == []  # of the two one is the newest, and one is named
     shutil.rmtree(three / "a")
-    assert keep_last(three, 1, "c") == []
+    assert keep_last(three, 1, "c", own) == []
 
 
 def test_a_broken_latest_names_what_is_there(three):

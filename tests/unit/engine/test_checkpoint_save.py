@@ -32,7 +32,9 @@ def prepare(folder, tag, rank=0, *, meet=lambda value: [value], keep=None, backg
         tag=tag,
         partial=partial,
         manifest=(
-            {"format": 2, "saved": f"2026-01-02T{tag}", "topology": TOPOLOGY} if rank == 0 else None
+            {"format": 2, "saved": f"2026-01-02T{tag}", "runs": ["run"], "topology": TOPOLOGY}
+            if rank == 0
+            else None
         ),
         save_latest=more.get("save_latest", True),
         keep=keep,
@@ -68,9 +70,9 @@ def test_older_ones_go_when_the_new_one_is_named(tmp_path, monkeypatch):
         prepare(tmp_path, tag).complete()
     real, seen = checkpoint_save.keep_last, []
 
-    def spy(folder, count, latest):
+    def spy(folder, count, latest, runs):
         seen.append(((tmp_path / "latest").read_text(), latest, names(tmp_path)))
-        return real(folder, count, latest)
+        return real(folder, count, latest, runs)
 
     monkeypatch.setattr(checkpoint_save, "keep_last", spy)
     prepare(tmp_path, "4", keep=2).complete()

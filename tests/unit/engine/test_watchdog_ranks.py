@@ -18,9 +18,10 @@ from torch.distributed import FileStore
 
 from wavemare.engine.watchdog.config import WatchdogConfig
 from wavemare.engine.watchdog.progress import Progress
-from wavemare.engine.watchdog.watcher import EXIT_CODE, Watchdog, hold, this_machine
+from wavemare.engine.watchdog.watcher import EXIT_CODE, Watchdog, hold
 from wavemare.errors import ConfigError
 from wavemare.failure import run_main
+from wavemare.processes import this_machine
 
 CLONE_NEWPID = 0x20000000
 FORK = multiprocessing.get_context("fork")
