@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -22,6 +23,8 @@ __all__ = ["Interruption"]
 _PREFIX = "wavemare/interruption"
 _ASKED = "asked"
 _STOP_AT = "stop_at"
+_ATTEMPTS, _PAUSE_S = 3, 0.05
+"""Questions to a store that fails, and the pause after each."""
 
 
 class Interruption:
@@ -122,24 +125,27 @@ class Interruption:
 
         if self._store is None:
             return None
-        try:
-            return self._decide(step) if self._rank == 0 else self._follow()
-        except DistError as error:
-            # The store's process has gone, and the launcher is about to end this one.
-            logging.getLogger(__name__).debug("the store does not answer: %s", error)
-            self._store = None
-            return None
+        # At once, not after the next step: the others may stop after this one.
+        for _ in range(_ATTEMPTS):
+            try:
+                return self._decide(step) if self._rank == 0 else self._follow()
+            except DistError as error:
+                logging.getLogger(__name__).debug("the store does not answer: %s", error)
+                time.sleep(_PAUSE_S)
+        return None  # the store's process has gone, and the launcher is about to end this one
 
     def _decide(self, step: int) -> int | None:
         # Why no other rank has passed the step that is chosen here: until rank 0 begins its next
         # step, no rank finishes one beyond step + lead, by the meaning of lead. With an
         # accelerator, a rank may ask about one step more than it has finished (see _Pace). So up to
         # then all have asked about step + lead + pace.ahead at most, one less than what is
-        # chosen. And rank 0 begins its next step only when the store holds the number: `add`
-        # waits for the reply, whereas `set` may return while the number is on its way.
+        # chosen. And rank 0 begins its next step only when the store holds the number: `compare_set`
+        # waits for the reply, whereas `set` may return while the number is on its way. Nor does it
+        # change a number that an attempt has left whose reply was lost.
         if not self._signalled and not self._store.check([_ASKED]):
             return None
-        return int(self._store.add(_STOP_AT, step + self._lead + self._pace.ahead + 1))
+        stop_at = str(step + self._lead + self._pace.ahead + 1)
+        return int(self._store.compare_set(_STOP_AT, "", stop_at))
 
     def _follow(self) -> int | None:
         if self._signalled:
