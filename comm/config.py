@@ -10,14 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from wavemare.section import Section
 
-__all__ = [
-    "LOOSE_MODES",
-    "MODES",
-    "SCATTER_MODES",
-    "CompressorConfig",
-    "Mode",
-    "SparseCollectiveConfig",
-]
+__all__ = ["HALVES", "LOOSE_MODES", "MODES", "CompressorConfig", "Mode", "SparseCollectiveConfig"]
 
 Mode = Literal[
     "auto",
@@ -33,8 +26,8 @@ Mode = Literal[
 MODES: tuple[str, ...] = Mode.__args__  # type: ignore[attr-defined]
 LOOSE_MODES = frozenset({"dense", "packed", "sparcml"})
 """Those that do not sum in the order of the ranks."""
-SCATTER_MODES = ("auto", "ordered", "pushpull")
-"""Those with which sums can stay at their owners."""
+HALVES = ("ordered", "pushpull")
+"""Those of which the first half leaves the sums at their owners, as a reduce-scatter does."""
 
 
 CompressorKind = Literal["block_topk", "block_randomk", "block_threshold", "block_topk_ratio"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from wavemare.comm.masks import Masks, mask_bytes
 
-__all__ = ["EXECUTORS", "HALVES", "IN_ORDER", "Constants", "Traffic", "predict", "traffic"]
+__all__ = ["EXECUTORS", "IN_ORDER", "Constants", "Traffic", "predict", "traffic"]
 
 EXECUTORS = ("dense", "ordered", "packed", "pushpull", "allgather")
 """What a selector chooses from. ``dense`` and ``ordered`` send everything, the one by the library's
@@ -16,9 +16,6 @@ own reduction, the other as ``pushpull`` does."""
 
 IN_ORDER = ("ordered", "pushpull", "allgather")
 """Those that sum in the order of the ranks: what it chooses from where sums are deterministic."""
-
-HALVES = ("ordered", "pushpull")
-"""Those of which a reduce-scatter is the first half."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from uuid import uuid4
 
-from torch.distributed import Store
+from torch.distributed.distributed_c10d import Store
 
 from wavemare.errors import CommError
 

@@ -161,10 +161,9 @@ class Reduction:
         halves = ways is not None
         ways = ways or {name: way.all_reduce for name, way in self._executors.items()}
         if self._mode != "auto":
-            name = self._mode
+            stats.executor = name = self._mode
             masks = self._masks(call) if self._executors[name].needs_masks else None
             _note(stats, masks)
-            stats.executor = name
             ways[name](call, masks)
             return
         started = time.perf_counter()

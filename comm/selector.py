@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from wavemare.comm.cost import HALVES, Constants, Traffic, predict, traffic
+from wavemare.comm.config import HALVES
+from wavemare.comm.cost import Constants, Traffic, predict, traffic
 from wavemare.comm.masks import Masks
 
 __all__ = ["ExecutorChoice", "Selector", "choose_executor"]

@@ -15,7 +15,7 @@ from wavemare.comm.arguments import bucket_key, check_bucket, check_settings, pi
 from wavemare.comm.calibration import calibrate
 from wavemare.comm.calls import Calls
 from wavemare.comm.compress import Compressor, make_compressor
-from wavemare.comm.config import SCATTER_MODES, CompressorConfig, Mode
+from wavemare.comm.config import HALVES, CompressorConfig, Mode
 from wavemare.comm.cost import EXECUTORS, IN_ORDER, Constants
 from wavemare.comm.executors import Scratch
 from wavemare.comm.hierarchy import Hierarchy
@@ -156,7 +156,7 @@ class SparseComm:
     def plan(
         self, masks: Masks | np.ndarray[Any, Any] | Tensor, itemsize: int = 4
     ) -> ExecutorChoice:
-        """Say what would be done with a bucket: a pure function of its masks, without history.
+        """Say what ``auto`` would do with a bucket: a pure function of its masks, without history.
 
         Args:
             masks: (N, nb), whether each rank's block is not zero.
@@ -228,12 +228,11 @@ class SparseComm:
             async_op: Whether to return at once.
 
         Raises:
-            ConfigError: As for `allreduce_`; or the mode is not one of `SCATTER_MODES`.
-            CommError: As for `allreduce_`.
+            ConfigError: As for `allreduce_`; or the mode has no reduce-scatter.
         """
-        if self.mode not in SCATTER_MODES:
-            reason = "reduce_scatter_ cannot leave its sums at their owners"
-            raise ConfigError("mode", self.mode, reason, f"Choose {', '.join(SCATTER_MODES)}")
+        if self.mode not in ("auto", *HALVES):
+            reason = "it has no reduce_scatter_"
+            raise ConfigError("mode", self.mode, reason, f"Choose auto, {' or '.join(HALVES)}")
         scale = self._scale(flat)
         pieces = pieces_of(partition, flat.numel(), self.size)
         if key is None and self.compressor is None:

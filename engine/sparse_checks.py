@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from wavemare.comm.config import LOOSE_MODES, SCATTER_MODES, SparseCollectiveConfig
+from wavemare.comm.config import HALVES, LOOSE_MODES, SparseCollectiveConfig
 from wavemare.engine.config_shape import (
     SECTION,
     ZERO_WEIGHTS,
@@ -92,9 +92,9 @@ def _check_settings(zero: Mapping[str, Any], sparse: SparseCollectiveConfig) -> 
         )
     stage = zero.get("stage", 0)
     scatters = stage and zero.get("reduce_scatter", True)
-    if scatters and sparse.mode not in SCATTER_MODES:
-        reason = f"the reduce-scatters of ZeRO {stage} cannot leave its sums at their owners"
-        remedy = f"Choose {', '.join(SCATTER_MODES)}, or use ZeRO 0"
+    if scatters and sparse.mode not in ("auto", *HALVES):
+        reason = f"it has no reduce-scatters, which ZeRO {stage} makes"
+        remedy = f"Choose auto, {' or '.join(HALVES)}, or use ZeRO 0"
         raise ConfigError(f"{SECTION}.sparse_collective.mode", sparse.mode, reason, remedy)
     if sparse.hierarchical and scatters:
         reason = f"it has no effect on the reduce-scatters of ZeRO {stage}"

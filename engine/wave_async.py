@@ -111,7 +111,7 @@ class AsyncWaves:
     @property
     def is_drained(self) -> bool:
         """Whether all gradients have been applied."""
-        return self._open is self._sent is self._held is None
+        return self._open is None and self._sent is None and self._held is None
 
     def settle(self, executor: WaveExecutor | None) -> None:
         """Finish what is under way; the last step's gradients stay, reduced and not yet applied.

@@ -54,16 +54,17 @@ def open_transport(
     if _is_mpi_communicator(group):
         if choice == "torch":
             raise _mismatch(choice, "an MPI communicator")
-        return _staged(_open_mpi(group, staging, timeout_s), staging, checksums)
-    if choice == "mpi" or (choice == "auto" and _has_all_ranks(group) and _mpi_serves()):
+        inner = _open_mpi(group, staging, timeout_s)
+    elif choice == "mpi" or (choice == "auto" and _has_all_ranks(group) and _mpi_serves()):
         communicator, is_ours = _same_ranks(group)
         try:
             inner = _open_mpi(communicator, staging, timeout_s)  # has one of its own
         finally:
             if is_ours:
                 communicator.Free()
-        return _staged(inner, staging, checksums)
-    if not dist.is_initialized():
+    elif dist.is_initialized():
+        inner = TorchTransport(group, timeout_s)
+    else:
         raise CommError(
             "transport",
             choice,
@@ -71,7 +72,10 @@ def open_transport(
             "Call torch.distributed.init_process_group, or start it with 'mpirun -n N python "
             "-m mpi4py SCRIPT'",
         )
-    return _staged(TorchTransport(group, timeout_s), staging, checksums)
+    if checksums:
+        inner = ChecksummedTransport(inner)
+    direct = inner.takes_device or (staging == "direct" and inner.name != "mpi")
+    return inner if direct else StagedTransport(inner)
 
 
 def _has_all_ranks(group: Any) -> bool:
@@ -141,14 +145,6 @@ def _cuda_aware(staging: Staging) -> bool:
     from wavemare.comm.mpi import describe_mpi
 
     return bool(describe_mpi().cuda_aware)
-
-
-def _staged(transport: Transport, staging: Staging, checksums: bool) -> Transport:
-    if checksums:
-        transport = ChecksummedTransport(transport)
-    if transport.takes_device or (staging == "direct" and transport.name != "mpi"):
-        return transport
-    return StagedTransport(transport)
 
 
 def _mismatch(choice: str, given: str) -> ConfigError:

@@ -64,10 +64,8 @@ class MpiTransport(Transport):
 
     def receive_any(self, tensor: Tensor) -> int:
         """Fill a tensor with the next message of whichever peer."""
-        status = MPI.Status()
         request = self._comm.Irecv(buffer_of(tensor), MPI.ANY_SOURCE, _TAG)
-        self.finish([request], [], status)
-        return status.Get_source()
+        return self.finish([request], []).Get_source()
 
     def reduces(self, dtype: torch.dtype) -> bool:
         """Whether `all_reduce` takes tensors of this type: MPI knows no 16-bit floats."""
@@ -108,36 +106,45 @@ class MpiTransport(Transport):
         return self._comm
 
     def finish(
-        self,
-        requests: list[MPI.Request],
-        peers: Sequence[int],
-        status: MPI.Status | None = None,
-        sizes: Sequence[int | None] = (),
-    ) -> None:
+        self, requests: list[MPI.Request], peers: Sequence[int], sizes: Sequence[int | None] = ()
+    ) -> MPI.Status:
         """Wait for requests, leaving the core to others meanwhile.
 
         Args:
             requests: From MPI.
             peers: For each of them who is at the other end; empty if it is no single rank.
-            status: Filled in if there is one request.
-            sizes: For each of them the bytes that must arrive, if it receives.
+            sizes: For each of them the bytes that must arrive; None for those that send.
+
+        Returns:
+            That of a request which ended last.
 
         Raises:
             CommError: One of them failed, took longer than the time limit or has another size.
         """
         deadline = time.monotonic() + self.timeout_s
-        polls = 0
+        left, polls = len(requests), 0
+        ended: list[MPI.Status] = []
         try:
-            while not _all_done(requests, status, sizes):
+            while True:
+                # Not Testall, which leaves those that are done among those that are not.
+                places = MPI.Request.Testsome(requests, ended := []) or ()
+                for size, status in zip([sizes[n] for n in places if sizes], ended, strict=False):
+                    if size is not None and size != status.Get_count(MPI.BYTE):
+                        raise _of_another_size()
+                left -= len(places)
+                if not left:
+                    return ended[0]
                 polls += 1
                 time.sleep(0 if polls < _SPINS else _PAUSE_S)
                 if polls % 256 == 0 and time.monotonic() > deadline:
                     raise self._silent(requests, peers)
-        except (MPI.Exception, CommError) as error:
-            self._abandoned.extend(requests)
-            if isinstance(error, CommError):
-                raise
+        except MPI.Exception as error:
+            if any(status.Get_error() == MPI.ERR_TRUNCATE for status in ended):
+                raise _of_another_size() from error
             raise self.lost(_pending(requests, peers), str(error)) from error
+        finally:
+            # What has not ended may still be written to.
+            self._abandoned.extend(r for r in requests if r != MPI.REQUEST_NULL)
 
     def _silent(self, requests: Sequence[MPI.Request], peers: Sequence[int]) -> CommError:
         # A peer that waits for the one that was lost is silent too: ask who is still there.
@@ -193,7 +200,7 @@ class _MpiExchange:
         peers, self._peers = self._peers, []
         sizes, self._sizes = self._sizes, []
         if requests:
-            self._transport.finish(requests, peers, sizes=sizes)
+            self._transport.finish(requests, peers, sizes)
 
 
 def _pending(requests: Sequence[MPI.Request], peers: Sequence[int]) -> list[int]:
@@ -201,26 +208,10 @@ def _pending(requests: Sequence[MPI.Request], peers: Sequence[int]) -> list[int]
     return sorted(set(waiting))
 
 
-def _all_done(
-    requests: list[MPI.Request], status: MPI.Status | None, sizes: Sequence[int | None]
-) -> bool:
-    if status is not None:
-        return requests[0].Test(status)
-    ended: list[MPI.Status] = []
-    try:
-        # Not Testall, which leaves those that are done among those that are not.
-        places = MPI.Request.Testsome(requests, ended) or ()
-        counts = zip([sizes[place] for place in places if sizes], ended, strict=False)
-        fits = all(size is None or size == each.Get_count(MPI.BYTE) for size, each in counts)
-    except MPI.Exception:
-        fits = not any(each.Get_error() == MPI.ERR_TRUNCATE for each in ended)
-        if fits:
-            raise
-    if not fits:
-        reason = "this rank waits for more bytes or fewer: the ranks cut tensors differently"
-        remedy = "Give all ranks the same staging, and buckets on the same kind of device"
-        raise CommError("message", "of another size", reason, remedy)
-    return all(request == MPI.REQUEST_NULL for request in requests)
+def _of_another_size() -> CommError:
+    reason = "this rank waits for more bytes or fewer: the ranks cut tensors differently"
+    remedy = "Give all ranks the same staging, and buckets on the same kind of device"
+    return CommError("message", "of another size", reason, remedy)
 
 
 def buffer_of(tensor: Tensor) -> list[Any]:

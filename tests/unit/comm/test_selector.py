@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.comm.cost import EXECUTORS, HALVES, Constants, predict
+from wavemare.comm.config import HALVES
+from wavemare.comm.cost import EXECUTORS, Constants, predict
 from wavemare.comm.masks import Masks
 from wavemare.comm.selector import HYSTERESIS, PATIENCE, PROBE_INTERVAL, Selector, choose_executor
 

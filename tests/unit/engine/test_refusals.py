@@ -187,7 +187,7 @@ def test_the_sparse_collective_needs_sums_of_gradients(key):
             "no effect on the reduce-scatters of ZeRO 1",
         ),
         ({"mode": "sparcml"}, {}, "mode", "does not sum in the order of the ranks"),
-        ({"mode": "allgather"}, zero(2), "mode", "reduce-scatters of ZeRO 2"),
+        ({"mode": "allgather"}, zero(2), "mode", "reduce-scatters, which ZeRO 2"),
     ],
 )
 def test_sparse_settings_that_contradict_each_other(section, config, key, reason):
