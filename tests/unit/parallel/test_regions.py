@@ -70,18 +70,25 @@ def test_stages_in_a_pipeline():
 
 @pytest.mark.parametrize("count", [None, 2])
 @pytest.mark.parametrize("around", [wavemare.pipeline, nullcontext])
-def test_stages_in_a_replica_are_a_replicated_pipeline(count, around):
-    with wavemare.replica(count):
-        model = gpt2()
-        with around():
-            with wavemare.stage("s0"):
-                assign(model, "transformer.wte", "transformer.wpe", "transformer.h.0")
-            with wavemare.stage("s1"):
-                assign(model, "transformer.h.1", "transformer.h.2", "transformer.h.3")
-    assert degrees(model, 4) == (2, 1, 2, (0, 3, 8))
+@pytest.mark.parametrize("split", [lambda: wavemare.split(2), nullcontext])
+def test_stages_in_a_replica_are_a_replicated_pipeline(count, around, split):
+    def annotated(outermost):
+        with outermost:
+            model = gpt2()
+            with around():
+                with wavemare.stage("s0"), split():
+                    assign(model, "transformer.wte", "transformer.wpe", "transformer.h.0")
+                with wavemare.stage("s1"), split():
+                    assign(model, "transformer.h.1", "transformer.h.2", "transformer.h.3")
+        return model
+
+    parts = 1 if split is nullcontext else 2
+    model = annotated(wavemare.replica(count))
+    assert degrees(model, 4 * parts) == (2, parts, 2, (0, 3, 8))
+    assert plan(model, 4 * parts) == plan(annotated(nullcontext()), 4 * parts)
     if count is not None:
-        with pytest.raises(PlanError, match="2 x 1 x 2 is not the number of processes"):
-            plan(model, 8)
+        with pytest.raises(PlanError, match=f"2 x {parts} x 2 is not the number of processes"):
+            plan(model, 8 * parts)
 
 
 def test_split_stages_are_three_dimensional():
