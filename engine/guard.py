@@ -36,8 +36,8 @@ logger = logging.getLogger("wavemare")
 
 _KEY = "wavemare.guard.nonfinite"
 _UNREPRODUCED = (
-    "not found again in a second pass, so that it came from outside the model or from a fault of "
-    "the machine"
+    "not found again in a second pass over the micro-batches kept, so that it came from outside of "
+    "them or from a fault of the machine"
 )
 
 
@@ -130,15 +130,22 @@ class NumericsGuard:
     # --- what engines tell ------------------------------------------------------------------------
 
     def keep(self, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Keep what a forward pass of the whole model gets, until the step is judged."""
+        """Keep what a forward pass of the whole model gets, until the step is judged.
+
+        Of a step with more passes than it has micro-batches, the last ones are kept.
+        """
         if not torch.is_grad_enabled():
             return
-        step = self._engine.global_steps
+        step, records = self._engine.global_steps, self._records
         # By steps, not by their number: how many micro-batches a step has may change.
-        while self._records and self._records[0].step < step - self._lag:
-            self._records.popleft()
-        micro_batch = sum(record.step == step for record in self._records) + 1
-        self._records.append(_Record(step, micro_batch, inputs, keywords, RandomState()))
+        while records and records[0].step < step - self._lag:
+            records.popleft()
+        micro_batch = records[-1].micro_batch + 1 if records and records[-1].step == step else 1
+        counts = self._engine._sections.balance.micro_steps or ()
+        most = max(self._engine.gradient_accumulation_steps(), *counts, 1)
+        if len(records) >= most and records[-most].step == step:
+            del records[-most]
+        records.append(_Record(step, micro_batch, inputs, keywords, RandomState()))
 
     def watch(self, loss: Tensor) -> Tensor:
         """Return a loss whose gradients are finite only if it is; its value stays."""

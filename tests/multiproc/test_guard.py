@@ -36,6 +36,7 @@ CASES = {
         "stop own loss": ["stop", {"what": "gradient", "loop": "own_loss"}],
         "more": ["resized", {"counts": [2, 2, 8, 8, 8], "bad": 6}],
         "fewer": ["resized", {"counts": [8, 2, 2], "bad": 5}],
+        "without steps": ["without_steps", {}],
         "once": ["stop", {"what": "activation", "times": 1}],
         "off": ["stop", {"what": "activation", "guard": {"nonfinite": "off"}}],
         "default": ["stop", {"what": "activation", "guard": {}}],
@@ -94,6 +95,11 @@ def test_the_place_is_found_though_the_number_of_micro_batches_changes(
         assert (
             f"first on rank 1, micro-batch {micro_batch}: the activation of {ACT}" in ours["error"]
         )
+
+
+def test_of_passes_without_a_step_as_many_are_kept_as_a_step_has(found):
+    for ours in found("without steps"):
+        assert ours["kept"] == [False] * 14 + [True] * 2
 
 
 def test_a_loss_of_the_callers_own_is_beyond_a_second_pass(found):

@@ -3,6 +3,7 @@
 
 import json
 import sys
+import weakref
 
 import torch
 from common import (
@@ -182,6 +183,15 @@ def exact():
         run(engine, ids, by_train_batch)
         digests.append(weights_digest(engine))
     return {"same": digests[0] == digests[1]}
+
+
+def without_steps():
+    """Forward passes in training mode, after which no step comes."""
+    engine, ids, inputs = build("nothing", {}), batches(8, -1, 0, 0), []
+    while ids:
+        inputs.append(weakref.ref(ids[-1]))
+        engine(input_ids=ids.pop())
+    return {"kept": [reference() is not None for reference in inputs]}
 
 
 def flipped(rank, zero=0, interval=2, bf16=False):
