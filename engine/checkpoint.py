@@ -32,7 +32,6 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from torch.distributed import distributed_c10d
 
 from wavemare.engine.checkpoint_checks import (
-    another_model,
     check_checkpoint_fits,
     check_shapes,
     check_universal,
@@ -187,7 +186,7 @@ class CheckpointMixin:
         if manifest is not None:
             folder, strict = Path(load_dir) / str(tag), load_module_strict and whole
             own = agree(folder, lambda: _read_own(folder, manifest, engine, strict=strict))
-        with safe_loading(load_dir), _as_another_model(load_dir):
+        with safe_loading(load_dir):
             result = super().load_checkpoint(  # type: ignore[misc]
                 load_dir,
                 tag,
@@ -339,17 +338,6 @@ def _read_own(
     own = read_file(folder / _rank_file(engine.global_rank))
     check_shapes(folder, own.get("shapes"), engine, strict=strict)
     return own
-
-
-@contextmanager
-def _as_another_model(load_dir: str) -> Iterator[None]:
-    """Name the cause where torch finds other weights: in a checkpoint that lists no sizes."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not str(error).startswith("Error(s) in loading state_dict"):
-            raise
-        raise another_model(load_dir, str(error).partition("\n")[2].strip()) from error
 
 
 def _verify(folder: Path, manifest: Mapping[str, Any], engine: Any) -> None:

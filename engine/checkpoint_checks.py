@@ -14,7 +14,6 @@ from wavemare.engine.matrix_partitions import is_added
 from wavemare.errors import CheckpointError
 
 __all__ = [
-    "another_model",
     "check_checkpoint_fits",
     "check_shapes",
     "check_universal",
@@ -97,14 +96,9 @@ def check_shapes(
     for name in sorted({*saved, *own}):
         theirs, ours = saved.get(name), own.get(name)
         if theirs != ours and (strict or None not in (theirs, ours)):
-            raise another_model(folder, f"{name} is {theirs} in it, and {ours} in this run")
-
-
-def another_model(folder: Path | str, reason: str) -> CheckpointError:
-    """Return what to raise for a checkpoint of another model, given how the two differ."""
-    remedy = "Give the sizes of the run that saved it (a recipe's are in its config.json)"
-    reason = f"it was saved by another model: {reason}"
-    return CheckpointError("checkpoint", str(folder), reason, remedy)
+            reason = f"it holds another model: {name} is {theirs} in it, and {ours} in this run"
+            remedy = "Give the sizes of the run that saved it (a recipe's are in its config.json)"
+            raise CheckpointError("checkpoint", str(folder), reason, remedy)
 
 
 def check_universal(load_dir: str, engine: Any) -> None:

@@ -270,7 +270,7 @@ def check_batch_sizes(
             train,
             f"it is not {_BATCH_KEYS[1]} x {_BATCH_KEYS[2]} x data-parallel ranks = "
             f"{micro} x {accumulation} x {data_world_size} = {product}"
-            f"{_launch_hint(data_world_size)}",
+            f"{_launch_hint(data_world_size * WavemareConfig.of(config).model_ranks)}",
             _batch_remedy(micro, accumulation, data_world_size),
         )
     return dict(zip(_BATCH_KEYS, (train, micro, accumulation), strict=True))
@@ -308,4 +308,4 @@ def _batch_remedy(micro: int, accumulation: int, data_world_size: int) -> str:
 def _launch_hint(world_size: int) -> str:
     if world_size > 1:
         return ""
-    return "; one rank only: was it started with deepspeed, torchrun or mpirun?"
+    return "; this is one process, and deepspeed, torchrun or mpirun start more"

@@ -14,6 +14,7 @@ from deepspeed.runtime.dataloader import RepeatingLoader
 
 from wavemare.engine.colocated import ColocatedHeads
 from wavemare.engine.config import WavemareConfig
+from wavemare.engine.micro_batch import naming_ids
 from wavemare.engine.mixin import EngineMixin
 from wavemare.engine.segments import Segments
 from wavemare.engine.watchdog.progress import PROGRESS
@@ -93,7 +94,7 @@ class Engine(ColocatedHeads, EngineMixin, deepspeed.DeepSpeedEngine):
         PROGRESS.step = self.global_steps + 1
         if self._guard is not None and self.module.training:
             self._guard.keep(args, kwargs)
-        with PROGRESS.doing("forward"):
+        with PROGRESS.doing("forward"), naming_ids(self.module):
             return super().forward(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -27,7 +27,14 @@ from torch import Tensor
 
 from wavemare.engine.guard_config import GuardConfig
 from wavemare.engine.guard_judges import judges_of
-from wavemare.engine.guard_trace import Finding, RandomState, are_finite, loss_of, trace
+from wavemare.engine.guard_trace import (
+    Finding,
+    RandomState,
+    are_finite,
+    explained,
+    loss_of,
+    trace,
+)
 from wavemare.errors import NumericsError
 
 __all__ = ["Fault", "NumericsGuard", "attach_guard", "gradients_of", "skipping"]
@@ -219,21 +226,16 @@ class NumericsGuard:
         fault = min(known, key=lambda fault: fault.place)
         step = self._engine.global_steps + 1 - self._lag
         told = f"in optimizer step {step} a number is not finite; first on {fault}"
+        mend = Finding.remedy if fault.finding is None else fault.finding.remedy
+        mend += ", and resume from the last checkpoint"
         if self._config.nonfinite == "stop":
-            raise NumericsError(
-                _KEY,
-                "stop",
-                told,
-                "Lower the learning rate or mend the data or that module, and resume from the last "
-                'checkpoint; "skip" leaves such steps out',
-            )
+            raise NumericsError(_KEY, "stop", told, f'{mend}; "skip" leaves such steps out')
         if self._skips >= self._config.max_skips:
             raise NumericsError(
                 "wavemare.guard.max_skips",
                 self._config.max_skips,
                 f"{self._skips} optimizer steps one after the other were skipped; {told}",
-                "Lower the learning rate or mend the data or that module, and resume from the last "
-                "checkpoint",
+                mend,
             )
         if self._judges.speaks:
             logger.warning("guard: step skipped: %s", told)
@@ -281,7 +283,8 @@ class NumericsGuard:
             loss = loss_of(output)
             return ([] if loss is None else [loss]), None
 
-        return trace(engine.module, run, roots)
+        found = trace(engine.module, run, roots)
+        return explained(found, (record.inputs, record.keywords))
 
 
 def attach_guard(engine: Any, config: GuardConfig) -> NumericsGuard | None:

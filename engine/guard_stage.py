@@ -20,7 +20,14 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from wavemare.engine.guard import Fault, NumericsGuard
-from wavemare.engine.guard_trace import Finding, RandomState, are_finite, tensors_of, trace
+from wavemare.engine.guard_trace import (
+    Finding,
+    RandomState,
+    are_finite,
+    explained,
+    tensors_of,
+    trace,
+)
 from wavemare.engine.micro_batch import as_tuple
 
 __all__ = ["StageWatch"]
@@ -174,7 +181,8 @@ class StageWatch:
         # This rank alone is here: the others do not count their tokens with it.
         alone = engine._balance.alone() if engine._balance is not None else nullcontext()
         with alone:
-            return trace(engine.module, run, roots, leaves=leaves, backward=backward)
+            found = trace(engine.module, run, roots, leaves=leaves, backward=backward)
+        return explained(found, held.labels)
 
     @staticmethod
     def _floating(inputs: Any) -> list[Tensor]:

@@ -13,7 +13,17 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-__all__ = ["Finding", "RandomState", "are_finite", "loss_of", "tensors_of", "trace"]
+__all__ = [
+    "Finding",
+    "RandomState",
+    "are_finite",
+    "explained",
+    "loss_of",
+    "tensors_of",
+    "trace",
+]
+
+_NO_LABEL = -100
 
 What = Literal["activation", "loss", "gradient"]
 Roots = Callable[[Any], tuple[Sequence[Tensor], Sequence[Tensor] | None]]
@@ -27,11 +37,13 @@ class Finding:
         what: Where it stood.
         module: Name of the module that made it.
         detail: More of where, for a message; may be empty.
+        remedy: For the message.
     """
 
     what: What
     module: str
     detail: str = ""
+    remedy: str = "Lower the learning rate or mend the data or that module"
 
 
 class RandomState:
@@ -50,17 +62,17 @@ class RandomState:
             self._accelerator.set_rng_state(self._device)
 
 
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Yield the floating-point tensors in what a module takes or returns."""
+def tensors_of(value: Any, *, floating: bool = True) -> Iterator[Tensor]:
+    """Yield the floating-point tensors in what a module takes or returns, or the other ones."""
     if isinstance(value, Tensor):
-        if value.is_floating_point():
+        if value.is_floating_point() == floating:
             yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from tensors_of(item)
+            yield from tensors_of(item, floating=floating)
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from tensors_of(item)
+            yield from tensors_of(item, floating=floating)
 
 
 def are_finite(tensors: Iterable[Tensor]) -> Tensor:
@@ -83,6 +95,19 @@ def loss_of(output: Any) -> Tensor | None:
         output = output[0]
     loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
     return loss if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad else None
+
+
+def explained(found: Finding | None, batch: Any) -> Finding | None:
+    """Return a finding, with its cause if it is a loss of labels of which none counts."""
+    if found is None or found.what != "loss":
+        return found
+    for given in tensors_of(batch, floating=False):
+        # The first of each sequence counts for nothing where labels are shifted.
+        if given.numel() and bool((given[..., given.ndim > 1 :] == _NO_LABEL).all()):
+            detail = "all labels are -100, and a mean over none is no number"
+            remedy = "Leave such micro-batches out of the data, or give them labels"
+            return Finding("loss", found.module, detail, remedy)
+    return found
 
 
 def trace(

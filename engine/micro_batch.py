@@ -3,13 +3,19 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from traceback import walk_tb
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["MicroBatch", "as_tuple", "moved"]
+from wavemare.errors import DataError
+
+__all__ = ["MicroBatch", "as_tuple", "moved", "naming_ids"]
 
 Tensors = Tensor | tuple[Tensor, ...]
 
@@ -73,3 +79,30 @@ def moved(tensors: Any, device: torch.device) -> Any:
     if isinstance(tensors, (tuple, list)):
         return tuple(tensor.detach().to(device) for tensor in tensors)
     return tensors
+
+
+@contextmanager
+def naming_ids(model: nn.Module) -> Iterator[None]:
+    """Name the embedding, or the labels, where torch finds an index out of range in a pass.
+
+    Raises:
+        DataError: With the first id that has no row, or the label that has no output.
+    """
+    try:
+        yield
+    except IndexError as error:
+        label = re.match(r"Target (-?\d+) is out of bounds", str(error))
+        if label:
+            remedy = "Give numbers from 0 on, as many as the model has, and -100 for no label"
+            reason = "the model has no output of that number"
+            raise DataError("label", int(label[1]), reason, remedy) from error
+        for frame, _ in walk_tb(error.__traceback__):
+            table, ids = frame.f_locals.get("self"), frame.f_locals.get("input")
+            if isinstance(table, nn.Embedding) and isinstance(ids, Tensor):
+                rows = table.num_embeddings
+                bad = int(ids[(ids < 0) | (ids >= rows)][0])
+                name = next((n for n, module in model.named_modules() if module is table), "")
+                reason = f"the model's {name} has {rows} rows, for ids from 0 to {rows - 1}"
+                remedy = "Use the model's own tokenizer, and sequences no longer than the model"
+                raise DataError("input id", bad, reason, remedy) from error
+        raise

@@ -23,6 +23,7 @@ from wavemare.engine.matrix_partitions import (
     describe_partitions,
     is_added,
 )
+from wavemare.engine.micro_batch import naming_ids
 from wavemare.engine.open_step import leave_open_step
 from wavemare.engine.optimizers import refresh_by_stage
 from wavemare.engine.sparse_attach import attach_sparse_gradients
@@ -137,7 +138,7 @@ class EngineMixin(CheckpointMixin):
         """Tell the watchdog that a step is trained inside."""
         engine: Any = self
         PROGRESS.begin_step(engine.global_steps + 1)
-        with PROGRESS.doing("train_batch"):
+        with PROGRESS.doing("train_batch"), naming_ids(engine.module):
             yield
         PROGRESS.end_step()
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 from torch import Tensor, nn
 
 from wavemare.errors import ConfigError, did_you_mean
@@ -40,7 +41,8 @@ def take_optimizer(
         The configuration and what is to be given to ``deepspeed.initialize``.
 
     Raises:
-        ConfigError: A parameter does not exist, or its value is out of range.
+        ConfigError: There is no such optimizer, a parameter does not exist, or its value is out of
+            range.
     """
     section = config.get("optimizer")
     if given is not None or not isinstance(section, Mapping):
@@ -58,8 +60,18 @@ def take_optimizer(
     elif kind == "muon" and is_pipeline:
         make = make_muon(model, settings)
     else:
+        _check_name(section.get("type"))
         return config, given
     return {key: value for key, value in config.items() if key != "optimizer"}, make
+
+
+def _check_name(kind: Any) -> None:
+    """Refuse an optimizer that neither DeepSpeed nor torch has; those are named in torch's case."""
+    if kind is None or str(kind).lower() in DEEPSPEED_OPTIMIZERS or hasattr(torch.optim, str(kind)):
+        return
+    torchs = (name for name, value in vars(torch.optim).items() if isinstance(value, type))
+    remedy = did_you_mean(str(kind), ["SOAP", *DEEPSPEED_OPTIMIZERS, *torchs])
+    raise ConfigError("optimizer.type", kind, "there is no optimizer of that name", remedy)
 
 
 def make_muon(model: nn.Module, params: Mapping[str, Any]) -> Callable[[Any], Muon]:

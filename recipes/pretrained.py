@@ -16,11 +16,16 @@ from wavemare.json_text import parse_json
 __all__ = ["check_model_folder", "longest", "naming", "read_model_config"]
 
 
-def check_model_folder(folder: str, sequence_length: int) -> None:
+def check_model_folder(folder: str, sequence_length: int, *, writes: bool = False) -> None:
     """Check that a folder holds a configuration and weights of a model that is long enough.
 
+    Args:
+        folder: The folder.
+        sequence_length: Tokens per sample.
+        writes: Whether the model has to continue text, from left to right.
+
     Raises:
-        ModelError: Naming what is missing.
+        ModelError: Naming what is missing; or the model reads in both directions.
         ConfigError: The sequences are longer than the model.
     """
     path = Path(folder)
@@ -36,7 +41,14 @@ def check_model_folder(folder: str, sequence_length: int) -> None:
     if not (path / "config.json").is_file() or not weights:
         missing = "weights" if (path / "config.json").is_file() else "config.json"
         raise ModelError("--model", folder, f"it has no {missing}", "Name a complete folder")
-    read_model_config(str(path / "config.json"), sequence_length, key="--model")
+    values = read_model_config(str(path / "config.json"), sequence_length, key="--model")
+
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as READERS
+
+    if writes and values["model_type"] in READERS and not values.get("is_decoder"):
+        reason = f"a {values['model_type']} model fills gaps in text, and does not continue it"
+        remedy = "Name the folder of a GPT, or use wavemare train bert/finetune"
+        raise ModelError("--model", folder, reason, remedy)
 
 
 def read_model_config(

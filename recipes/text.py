@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,8 +70,10 @@ class TextData:
         if self.tokenizer is None:
             self.tokenizer = cached_tokenizer(corpus.train, vocab_size, kind, self._cache)
         progress = _notes("tokenising")
-        self.train = tokenize(corpus.train, self.tokenizer, self._cache, progress=progress)
-        self.held_out = tokenize(corpus.held_out, self.tokenizer, self._cache)
+        read = partial(
+            tokenize, tokenizer=self.tokenizer, cache_dir=self._cache, name=self.source.name
+        )
+        self.train, self.held_out = read(corpus.train, progress=progress), read(corpus.held_out)
 
     def _read_megatron(self) -> None:
         from wavemare.data import read_indexed, split_store

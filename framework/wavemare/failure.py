@@ -227,7 +227,7 @@ def _print_error(error: WavemareError) -> None:
 
 
 def _print_loss_of_store(error: BaseException) -> None:
-    reason = str(error).strip().splitlines()[0]
+    reason = next(phrase for phrase in _PEER_LOSS if phrase in str(error).lower())
     sys.stderr.write(
         f"rank {environment_rank()} ends because rank 0 has ended or cannot be reached ({reason}): "
         "its own error, if it had time for one, stands above\n"

@@ -36,7 +36,7 @@ def main() -> None:
     """Load, train, evaluate, export and sample."""
     arguments = parse_arguments(FinetuneArguments)
     job = Job(arguments, "wavemare: GPT finetuning")
-    check_model_folder(arguments.model, arguments.sequence_length)
+    check_model_folder(arguments.model, arguments.sequence_length, writes=True)
     text = TextData(arguments)
     job.connect()
 

@@ -95,19 +95,13 @@ def test_a_checkpoint_of_another_topology_is_refused_naming_both(run):
 
 
 @pytest.mark.world_size(2)
-def test_a_checkpoint_of_another_model_is_refused_naming_a_weight(run, saved, tmp_path):
-    (file,) = (shutil.copytree(saved / "1", tmp_path / "stock") / "first").glob("wavemare.json")
-    file.unlink()
-    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
-    pairs = ["stock:1-wide", "1:1-deep", "1:1-wide", "3:3-wide", "pipeline:pipeline-wide"]
-    refused = run("refuse", *pairs, folder=tmp_path)
+def test_a_checkpoint_of_another_model_is_refused_naming_a_weight(run):
+    refused = run("refuse", "1:1-deep", "1:1-wide", "3:3-wide", "pipeline:pipeline-wide")
     for rank in range(2):
-        stock, deep, *wide = refused.result(rank).values()
-        for error in wide:
-            assert "[50, 32] in it, and [60, 32] in this run" in error["reason"]
+        deep, *wide = refused.result(rank).values()
         assert ".h.2." in deep["reason"]
         assert "None in it" in deep["reason"]
-        assert "size mismatch for transformer.wte.weight" in stock["reason"]
+        assert all("[50, 32] in it, and [60, 32] in this run" in one["reason"] for one in wide)
 
 
 @pytest.mark.world_size(1)

@@ -40,6 +40,8 @@ CASES = {
         "once": ["stop", {"what": "activation", "times": 1}],
         "off": ["stop", {"what": "activation", "guard": {"nonfinite": "off"}}],
         "default": ["stop", {"what": "activation", "guard": {}}],
+        **{f"wrong {what}": ["wrong", {"what": what}] for what in ("id", "label")},
+        "wrong labels": ["wrong", {"what": "none", "pipeline": {"stages": 2}}],
     },
     3: {"flipped of 3": ["flipped", {"rank": 2, "interval": 2}]},
 }
@@ -145,3 +147,18 @@ def test_replicas_that_differ_by_a_bit_are_found_at_the_next_comparison(found, n
         assert ours["at"] == at
         assert who in ours["error"]
         assert f"in optimizer step {at}, first in parameter" in ours["error"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("id", ["input id = 57", "transformer.wte has 50 rows, for ids from 0 to 49", "tokenizer"]),
+        ("label", ["label = 57", "the model has no output of that number"]),
+        ("labels", ["(all labels are -100, and a mean over none", "give them labels, and resume"]),
+    ],
+)
+def test_data_that_cannot_be_learned_is_named(found, name, words):
+    for ours in found(f"wrong {name}"):
+        assert all(word in ours["error"] for word in words), ours
+        assert "learning rate" not in ours["error"]
+        assert ours["code"] == 2

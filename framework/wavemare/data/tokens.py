@@ -155,6 +155,7 @@ def tokenize(
     tokenizer: PreTrainedTokenizerFast,
     cache_dir: Path,
     *,
+    name: str | None = None,
     progress: Progress | None = None,
 ) -> TokenStore:
     """Encode documents, each followed by the end-of-document token, or open them from the cache.
@@ -167,6 +168,7 @@ def tokenize(
         documents: The documents, in the order in which they are stored.
         tokenizer: A fast tokenizer with an end-of-text or separator token.
         cache_dir: Folder of the cache.
+        name: Where the texts come from, for messages; by default the cache entry.
         progress: Called now and then with the characters done and in total, if there is work.
 
     Raises:
@@ -189,6 +191,7 @@ def tokenize(
     if store is None:
         reason = "the cache entry was damaged while it was in use"
         raise DataError("cache_dir", str(folder), reason, "Start again")
+    store.name = store.name if name is None else name
     return store
 
 

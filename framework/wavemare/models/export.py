@@ -120,9 +120,10 @@ def _unwrap(module: Any) -> Any:
 def _not_ours(module: Any) -> ModelError:
     return ModelError(
         "model",
-        type(module).__name__,
-        "it holds neither a pipeline made by to_pipeline nor a transformers model",
-        "Convert the model with wavemare.to_pipeline before training",
+        type(_unwrap(module)).__name__,
+        "it is neither a transformers model nor a pipeline made by to_pipeline of one",
+        "Give the transformers model inside (of PEFT's what merge_and_unload returns), or use the "
+        "engine's save_checkpoint",
     )
 
 

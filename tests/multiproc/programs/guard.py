@@ -21,7 +21,7 @@ from common import (
 from deepspeed import init_distributed
 
 import wavemare
-from wavemare.errors import NumericsError
+from wavemare.errors import NumericsError, WavemareError
 
 MARK = VOCABULARY - 1
 PLACE = "transformer.h.1.mlp.act"
@@ -209,6 +209,21 @@ def flipped(rank, zero=0, interval=2, bf16=False):
             bits = weight.data.view(-1).view(torch.int16 if bf16 else torch.int32)
             bits[0] ^= 1 << (6 if bf16 else 22)
     return {"error": None}
+
+
+def wrong(what, **sections):
+    """Data that the model cannot be trained with: ids or labels beyond it, or no label."""
+    engine = build("nothing", {"nonfinite": "stop"}, **sections)
+    data = []
+    for x in batches(1, -1, 0, 0):
+        ids, labels = x.clone(), torch.full_like(x, -100) if what == "none" else x.clone()
+        if what != "none":
+            (ids if what == "id" else labels)[1, 2] = VOCABULARY + 7
+        data.append({"input_ids": ids, "labels": labels})
+    try:
+        engine.train_batch(iter(data))
+    except WavemareError as error:
+        return {"error": str(error), "code": error.exit_code}
 
 
 if __name__ == "__main__":

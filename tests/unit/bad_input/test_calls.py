@@ -6,12 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import OPTConfig, OPTForCausalLM
 
 from wavemare import initialize, to_pipeline
 from wavemare.comm import SparseComm
 from wavemare.comm.compress import BlockTopK
 from wavemare.engine.optimizers import take_optimizer
-from wavemare.errors import ConfigError, LaunchError, PlanError
+from wavemare.errors import ConfigError, LaunchError, ModelError, PlanError
+from wavemare.models.segments import segments_of
 from wavemare.parallel.plan import ParallelPlan
 
 MODEL = torch.nn.Linear(2, 2)
@@ -43,12 +45,20 @@ CALLS = [
     (optimizer("SOAP", refesh=3), "optimizer.params.refesh", ["Did you mean 'refresh'?"]),
     (optimizer("SOAP", betas=[0.9]), "optimizer.params.betas", ["Give two"]),
     (optimizer("NAdam", lr=-1.0), "optimizer.params", ["torch refuses it"]),
+    (optimizer("AdmaW"), "optimizer.type", ["'AdmaW'", "Did you mean 'AdamW'?"]),
 ]
 
 
 @pytest.mark.parametrize(("act", "key", "said"), CALLS)
 def test_a_call(refused, act, key, said):
     refused(act, ConfigError, key, *said)
+
+
+def test_a_model_that_waves_do_not_take(refused):
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "ffn_dim": 8}
+    model = OPTForCausalLM(OPTConfig(**sizes, vocab_size=9, word_embed_proj_dim=8))
+    said = "'OPTForCausalLM'", "segments for waves", "without wavemare.wavelet"
+    refused(lambda: segments_of(model), ModelError, "model", *said)
 
 
 def test_a_pipeline_without_a_launcher(refused):

@@ -13,6 +13,8 @@ from wavemare.data import (
     train_tokenizer,
 )
 from wavemare.errors import ConfigError, DataError
+from wavemare.recipes.gpt.pretrain import PretrainArguments
+from wavemare.recipes.text import TextData
 
 
 @pytest.fixture(autouse=True)
@@ -168,3 +170,12 @@ def test_a_call(refused, act, key, said):
 
 def test_no_samples(refused):
     refused(loader(dataset=[]), DataError, "--data", "no samples")
+
+
+def test_a_text_that_is_too_short_is_named_by_its_file(refused, write, tmp_path):
+    options = {"data": str(write("a.txt", "few words. " * 9)), "cache": str(tmp_path)}
+    text = TextData(PretrainArguments(deepspeed_config="", **options))
+    text.read(kind="gpt", vocab_size=300)
+    act = lambda: text.pack(128, positions=128, vocabulary=300)  # noqa: E731
+    refused(act, DataError, "--data", text.source.name, "do not fill one window of 128")
+    assert "a.txt" in text.source.name

@@ -14,6 +14,7 @@ from wavemare.engine.manifest import read_manifest, resolve_tag
 from wavemare.errors import CheckpointError, ModelError
 from wavemare.megatron.convert import convert
 from wavemare.megatron.files import read_checkpoint
+from wavemare.recipes.pretrained import check_model_folder
 from wavemare.recipes.restart import needs_conversion
 
 
@@ -170,3 +171,11 @@ TAGS = [
 def test_a_latest_that_points_nowhere(refused, folder, latest):
     given = folder({"latest": latest, "step-000001/x": b""})
     refused(lambda: resolve_tag(given, None), CheckpointError, "checkpoint", "no such folder")
+
+
+def test_a_bert_that_is_to_continue_text(refused, folder):
+    config = json.dumps({"model_type": "bert", "vocab_size": 9})
+    where = str(folder({"config.json": config, "model.safetensors": ""}))
+    check_model_folder(where, 4)
+    act = lambda: check_model_folder(where, 4, writes=True)  # noqa: E731
+    refused(act, ModelError, "--model", where, "fills gaps", "wavemare train bert/finetune")

@@ -196,6 +196,15 @@ def test_batch_sizes(refused, config, key, said):
     refused(lambda: check_batch_sizes(config, data_world_size=2), ConfigError, key, *said)
 
 
+def test_only_one_process_is_asked_for_its_launcher(refused):
+    config, told = {TRAIN: 17, MICRO: 2}, "= 2 x 8 x 1 = 16"
+    act = lambda: check_batch_sizes(config, data_world_size=1)  # noqa: E731
+    launcher = "; this is one process, and deepspeed, torchrun or mpirun start more. Give 16"
+    refused(act, ConfigError, TRAIN, told + launcher)
+    config["wavemare"] = {"pipeline": {"stages": 2}}
+    refused(act, ConfigError, TRAIN, f"{told}. Give 16")
+
+
 WARNINGS = [
     ({"train_batch_sise": 8}, "Did you mean 'train_batch_size'?"),
     ({"wavmare": {}}, "Did you mean 'wavemare'?"),

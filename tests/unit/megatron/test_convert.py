@@ -236,7 +236,7 @@ def test_megatrons_bert_is_not_transformers_bert(tmp_path):
     assert type(model).__name__ == "MegatronBertForPreTraining"
     with pytest.raises(ModelError, match="the checkpoint is megatron-bert"):
         convert(tmp_path / "m", tmp_path / "no", "hf", Options(model_type="gpt2"))
-    with pytest.raises(ModelError, match="cannot be cut into pipeline stages"):
+    with pytest.raises(ModelError, match="cannot be cut into parts"):
         convert(tmp_path / "m", tmp_path / "no", "deepspeed")
 
 
