@@ -10,6 +10,8 @@ sparse collective, tensor parallelism. What trains whole steps is for `wavemare.
 
 from __future__ import annotations
 
+import inspect
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,16 +21,22 @@ import accelerate
 import deepspeed
 import torch
 from accelerate.data_loader import prepare_data_loader
-from accelerate.utils import DistributedType
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType, InitProcessGroupKwargs
+from accelerate.utils.environment import parse_flag_from_env
 from accelerate.utils.operations import recursively_apply
+from deepspeed.accelerator import get_accelerator
 from torch import distributed as dist
 
 from wavemare.api import initialize
 from wavemare.engine.config import SECTION, WavemareConfig
+from wavemare.engine.launch import environment_world_size
 from wavemare.errors import ConfigError
 
 __all__ = ["Accelerator"]
 
+_PLUGINS = ("deepspeed_plugin", "deepspeed_plugins")
+_USE_CPU, _USE_DEEPSPEED = "ACCELERATE_USE_CPU", "ACCELERATE_USE_DEEPSPEED"
 _swap_lock = threading.RLock()
 
 
@@ -58,9 +66,13 @@ class Accelerator(accelerate.Accelerator):
     build: Callable[..., Any] = staticmethod(initialize)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
+        if any(given.get(name) for name in _PLUGINS) or parse_flag_from_env(_USE_DEEPSPEED):
+            _join_on_cpus(given)
+        super().__init__(**given)
         plugin = getattr(self.state, "deepspeed_plugin", None)
         if plugin is not None:
+            _check_joined(self.num_processes)
             self.take_section(plugin.deepspeed_config.pop(SECTION, None))
 
     def take_section(self, section: dict[str, Any] | None) -> None:
@@ -171,6 +183,39 @@ class Accelerator(accelerate.Accelerator):
         parts = [torch.empty_like(own) for _ in range(self.data_ranks)]
         dist.all_gather(parts, own, group=group)
         return torch.cat(parts)
+
+
+def _join_on_cpus(given: dict[str, Any]) -> None:
+    """Have the processes meet where there is no GPU, which accelerate does not do for DeepSpeed.
+
+    Told that there are CPUs alone it leaves DeepSpeed out; not told, it counts one process.
+
+    Args:
+        given: Arguments of the accelerator; ``cpu`` is taken out.
+    """
+    device = get_accelerator().device_name()
+    told = given.pop("cpu", False) or parse_flag_from_env(_USE_CPU)
+    if told and device != "cpu":
+        remedy = "Leave it out, or set the environment variable DS_ACCELERATOR to cpu"
+        raise ConfigError("cpu", True, f"DeepSpeed's engines would train on {device}", remedy)
+    if device == "cpu":
+        os.environ.pop(_USE_CPU, None)
+        handlers = given.get("kwargs_handlers") or ()
+        ours = [h.to_kwargs() for h in handlers if isinstance(h, InitProcessGroupKwargs)]
+        if PartialState._shared_state == {}:
+            PartialState(cpu=True, **(ours[0] if ours else {}))
+
+
+def _check_joined(processes: int) -> None:
+    if processes != environment_world_size():
+        reason = (
+            f"accelerate's state was made before, for 1 of {environment_world_size()} processes"
+        )
+        remedy = (
+            "Make the Accelerator first; or begin with 'from accelerate import PartialState' and "
+            "'PartialState(cpu=True)' (a Trainer: --use_cpu)"
+        )
+        raise ConfigError("num_processes", processes, reason, remedy)
 
 
 def _whole_step_key(ours: WavemareConfig) -> str | None:

@@ -13,6 +13,7 @@ def results(launch_once):
 def test_prepare_builds_our_engine_that_trains_as_accelerates(results):
     for result in results:
         stock, ours = result["stock"], result["ours"]
+        assert result["told"] == ours  # of CPUs, by cpu=True
         assert stock["class"].startswith("deepspeed.")
         assert ours["class"] == "wavemare.engine.data_parallel.Engine"
         assert ours["losses"] == stock["losses"]
@@ -38,9 +39,18 @@ def test_ranks_that_share_a_model_read_and_count_batches_once(results):
 def test_what_trains_whole_steps_is_refused_with_its_key(results):
     for result in results:
         assert "wavemare.pipeline.stages" in result["pipeline"]
+        assert "wavemare.pipeline.stages" in result["told staged"]
         assert "wavemare.wavelet.mode" in result["waves"]
         assert "wavemare.hf.Trainer" in result["waves"]
 
 
 def test_the_patch_makes_transformers_trainer_ours(results):
     assert results[0]["patched"] == dict.fromkeys(["trainer", "module", "derived", "stock"], True)
+
+
+def test_a_state_that_knows_of_one_process_is_refused_with_the_lines_that_help(results):
+    for result in results:
+        assert "for 1 of 2 processes" in result["late"]
+        assert (
+            "'from accelerate import PartialState' and 'PartialState(cpu=True)'" in result["late"]
+        )

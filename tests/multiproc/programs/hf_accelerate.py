@@ -26,12 +26,15 @@ def configuration(section=None):
     return values if section is None else {**values, "wavemare": section}
 
 
-def loop(accelerator_class, section=None, rows=2):
+def loop(accelerator_class, section=None, rows=2, state=None, **options):
     AcceleratorState._reset_state(reset_partial_state=True)
-    PartialState(cpu=True)  # an Accelerator(cpu=True) would leave DeepSpeed out
+    if state is not None:
+        PartialState(**state)
     config = {**configuration(section), "train_micro_batch_size_per_gpu": rows}
     accelerator = accelerator_class(
-        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), gradient_accumulation_steps=2
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
+        gradient_accumulation_steps=2,
+        **options,
     )
     model = plain_model("gpt2")
     transformers.set_seed(3)
@@ -74,8 +77,11 @@ if __name__ == "__main__":
     auto = {"sparse_collective": {"mode": "auto"}}
     leave(
         {
-            "stock": loop(accelerate.Accelerator),
+            "stock": loop(accelerate.Accelerator, state={"cpu": True}),
             "ours": loop(ours),
+            "told": loop(ours, cpu=True),
+            "told staged": refusal(lambda: loop(ours, {"pipeline": {"stages": 2}}, cpu=True)),
+            "late": refusal(lambda: loop(ours, state={})),
             "sparse": loop(ours, auto),
             "pipeline": refusal(lambda: loop(ours, {"pipeline": {"stages": 2}})),
             "waves": refusal(lambda: loop(ours, {"wavelet": {"mode": "sync"}})),
