@@ -290,8 +290,8 @@ class CheckpointMixin:
 
 def _universal_information(engine: Any) -> dict[str, Any]:
     """Return what ``ds_to_universal`` asks of the client: which weights stand on several stages."""
-    if hasattr(engine.module, UNIVERSAL_CHECKPOINT_INFO):
-        return {}  # tensor parallelism has put its own there
+    if hasattr(engine.module, UNIVERSAL_CHECKPOINT_INFO) or engine.has_moe_layers:
+        return {}  # tensor parallelism has put its own there, and experts have no place in it
     if not keeps_adam_alone(engine):
         return {}  # without it ds_to_universal refuses states that it would drop
     information = {

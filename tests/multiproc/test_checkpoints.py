@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from wavemare.files import temporary_sibling
 
-CASES = ["1", "3", "pipeline"]
+CASES = ["1", "3", "moe", "pipeline"]
 
 
 class Evil:
@@ -53,11 +53,12 @@ def expected(saved, rank, case):
 
 
 @pytest.mark.world_size(2)
-def test_stock_deepspeed_loads_our_checkpoints_and_trains_on_alike(run, saved):
-    stock = run("stock", *CASES)
+@pytest.mark.parametrize(("action", "cases"), [("stock", CASES), ("load", ["moe"])])
+def test_stock_deepspeed_loads_our_checkpoints_and_trains_on_alike(run, saved, action, cases):
+    loaded = run(action, *cases)
     for rank in range(2):
-        for case in CASES:
-            assert stock.result(rank)[case] == expected(saved, rank, case), case
+        for case in cases:
+            assert loaded.result(rank)[case] == expected(saved, rank, case), case
 
 
 @pytest.mark.parametrize("case", ["1", "3"])
