@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -43,8 +44,6 @@ HARMLESS: list[Any] = [
 _TELLING = (RuntimeError, OSError, pickle.UnpicklingError, EOFError)
 """Errors whose text says enough without their name."""
 _LONGEST = 300
-
-_FORCE, _FORBID = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
 @dataclass
@@ -221,13 +220,15 @@ def read_file(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
     Raises:
         CheckpointError: It is no such file, or holds something else.
     """
-    with safe_loading(path):
-        return torch.load(path, map_location=map_location, weights_only=True)
+    return _read(torch.load, path, path, map_location=map_location)
 
 
 @contextmanager
 def safe_loading(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Have every ``torch.load`` inside, DeepSpeed's too, make nothing but harmless objects.
+    """Have every ``torch.load`` of this thread make nothing but harmless objects, as `read_file`.
+
+    DeepSpeed reads some files past its checkpoint engine, universal checkpoints' for one, without
+    any hook. Other threads get what they ask for; processes forked inside are bound as well.
 
     Args:
         path: What an error names where ``torch.load`` was given no path.
@@ -235,37 +236,63 @@ def safe_loading(path: str | os.PathLike[str]) -> Iterator[None]:
     Raises:
         CheckpointError: One of them cannot read its file, or has found something else.
     """
-    before = {name: os.environ.pop(name, None) for name in (_FORCE, _FORBID)}
-    os.environ[_FORCE] = "1"
-    # Those that are known already stay known afterwards; torch would forget them.
-    unknown = [kind for kind in HARMLESS if kind not in torch.serialization.get_safe_globals()]
-    load = torch.load
-    # Replaced, not caught around the block: errors of what the caller makes of a file stay its own.
-    torch.load = _naming_damage(load, path)
+    outer, _bound.path = _bound.path, path
     try:
-        with torch.serialization.safe_globals(unknown):
+        with _REPLACEMENT:
             yield
-    except (pickle.UnpicklingError, EOFError) as error:  # of a load by another name
-        raise _unreadable(path, error) from error
     finally:
-        torch.load = load
-        os.environ.pop(_FORCE)
-        os.environ.update({name: value for name, value in before.items() if value is not None})
+        _bound.path = outer
 
 
-def _naming_damage(load: Callable[..., Any], path: str | os.PathLike[str]) -> Callable[..., Any]:
-    """Return ``torch.load`` with one error, which also survives the way out of a worker process."""
+class _Bound(threading.local):
+    path: str | os.PathLike[str] | None = None
 
+
+class _Replacement:
+    """Replaces ``torch.load`` while threads are inside."""
+
+    def __init__(self) -> None:
+        self._lock, self._threads = threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._threads += 1
+            if self._threads == 1:
+                self._before, self._ours = torch.load, _for_bound_threads(torch.load)
+                torch.load = self._ours
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._threads -= 1
+            if not self._threads and torch.load is self._ours:
+                torch.load = self._before
+
+
+_REPLACEMENT, _bound = _Replacement(), _Bound()
+
+
+def _for_bound_threads(load: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(load)
     def reading(f: Any, *args: Any, **options: Any) -> Any:
-        try:
+        if _bound.path is None:
             return load(f, *args, **options)
-        except (CheckpointError, MemoryError):
-            raise
-        except Exception as error:  # damaged bytes reach pickle, zip, struct and torch
-            raise _unreadable(f if isinstance(f, str | os.PathLike) else path, error) from error
+        return _read(load, f, _bound.path, *args, **options)
 
     return reading
+
+
+def _read(
+    load: Callable[..., Any], f: Any, place: str | os.PathLike[str], *args: Any, **options: Any
+) -> Any:
+    """Load safely, with one error, which also survives the way out of a worker process."""
+    # They stay known: taking them back would meet the loads of other threads.
+    torch.serialization.add_safe_globals(HARMLESS)
+    try:
+        return load(f, *args, **{**options, "weights_only": True})
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:  # damaged bytes reach pickle, zip, struct and torch
+        raise _unreadable(f if isinstance(f, str | os.PathLike) else place, error) from error
 
 
 def _unreadable(path: str | os.PathLike[str], error: Exception) -> CheckpointError:

@@ -5,7 +5,9 @@ import io
 import json
 import os
 import pickle
+import threading
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -190,9 +192,41 @@ class Own:
     """A client's."""
 
 
-def test_safe_loading_leaves_everything_as_it_was(tmp_path, monkeypatch):
+def test_loads_are_safe_in_their_thread_alone(tmp_path, monkeypatch):
+    """Two threads whose safe loads overlap, and one that loads as it likes."""
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    before = dict(os.environ)
+    environment, load = dict(os.environ), torch.load
+    own, scaler = tmp_path / "own.pt", tmp_path / "scaler.pt"
+    torch.save({"own": Own()}, own)
+    torch.save({"scaler": LossScaler(2.0)}, scaler)
+    entered, left = threading.Barrier(3, timeout=60), threading.Event()
+
+    def reading(first):
+        with safe_loading(tmp_path):
+            entered.wait()
+            assert first or left.wait(60)
+            refused(own)
+            assert torch.load(scaler, weights_only=False)["scaler"].cur_scale == 2.0
+        assert isinstance(torch.load(own, weights_only=False)["own"], Own)
+
+    def refused(file):
+        with pytest.raises(CheckpointError, match=r"Own.*add_safe_globals"):
+            torch.load(file, weights_only=False)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, last = pool.submit(reading, True), pool.submit(reading, False)
+        entered.wait()
+        assert os.environ == environment
+        assert isinstance(torch.load(own, weights_only=False)["own"], Own)
+        assert read_file(scaler)["scaler"].cur_scale == 2.0
+        first.result(60)
+        left.set()
+        last.result(60)
+    assert torch.load is load
+    assert os.environ == environment
+
+
+def test_classes_that_the_client_has_named_are_read(tmp_path):
     torch.save({"own": Own(), "scaler": LossScaler(2.0)}, tmp_path / "own.pt")
     with pytest.raises(CheckpointError, match=r"Own.*add_safe_globals"):
         read_file(tmp_path / "own.pt")
@@ -200,8 +234,8 @@ def test_safe_loading_leaves_everything_as_it_was(tmp_path, monkeypatch):
         assert isinstance(read_file(tmp_path / "own.pt")["own"], Own)
         # What is inside another one does not end it.
         assert isinstance(torch.load(tmp_path / "own.pt", weights_only=False)["own"], Own)
-    assert os.environ == before
-    assert LossScaler not in torch.serialization.get_safe_globals()
+    with pytest.raises(CheckpointError, match="Own"):
+        read_file(tmp_path / "own.pt")
 
 
 class ByGetattr:
