@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -23,9 +22,8 @@ __all__ = ["example_batch", "example_labels", "prove", "random_state", "run_chai
 
 _TEXTS, _TOKENS, _PADDING, _WINDOW = 2, 8, 3, 4
 _ROUNDING = 1e-6
-_SMALL = 0.02  # the deviation of GPT-2's and BERT's new weights
-# The size of what modules return, None for that which the weights give; tokens; padding.
-_RUNS = ((1.0, 13, -_PADDING), (30.0, 5, 0), (None, _TOKENS, _PADDING))
+# The size of what modules return, None for that which the weights give; tokens; modes.
+_RUNS = ((None, _TOKENS, (False,)), (1.0, 13, (False, True)), (30.0, 5, (False,)))
 # What transformers' decoders do outside their layers by configuration, and the value for nothing.
 _NEUTRAL = {
     **dict.fromkeys(("embedding_multiplier", "logit_scale", "logits_scaling"), 1),
@@ -45,12 +43,12 @@ def run_chain(chain: Sequence[PipelineLayer], inputs: Any) -> Carry:
 def prove(model: Any, chain: Sequence[PipelineLayer], inputs: Sequence[str], loss: Loss) -> None:
     """Compare a chain's logits and loss with the model's, without and with dropout.
 
-    Small weights hide no difference: results are also compared with all that the model's modules
-    return scaled to a root mean square of 1 and of 30, and with other lengths and padding.
+    Weights that are small, or zero as those of new heads may be, hide no difference: results are
+    also compared with all that the model's modules return scaled to a root mean square of 1 and of
+    30, and with other lengths and padding.
 
     Neither the random state nor the model is changed. For the time of the proof a sliding window is
-    narrowed, so that a few tokens show whether it is respected, and weights that are all zero, as
-    those of new heads may be, get other values, as behind them no difference would show.
+    narrowed, so that a few tokens show whether it is respected.
 
     Args:
         model: The model, on one real device.
@@ -63,21 +61,20 @@ def prove(model: Any, chain: Sequence[PipelineLayer], inputs: Sequence[str], los
             the configuration makes the model do something outside of them.
     """
     _check_configuration(model)
-    largest = 1.0
     with _undisturbed(model):
-        for size, tokens, padding in _RUNS:
-            batch = example_batch(model, inputs, tokens=tokens, padding=padding)
-            # Logits of 30, which a cap would change, however small the weights of the head.
-            with _scaled(chain, size, size / largest) if size else nullcontext():
-                for training in (False,) if size else (False, True):
+        for size, tokens, modes in _RUNS:
+            batch = example_batch(model, inputs, tokens=tokens)
+            if size == 1 and "attention_mask" in batch:
+                batch["attention_mask"] = batch["attention_mask"].flip(-1)
+            with _scaled(model, chain, size) if size else nullcontext():
+                for training in modes:
                     model.train(training)
-                    largest = _compare(model, chain, inputs, loss, batch)
+                    _compare(model, chain, inputs, loss, batch)
 
 
 def _compare(
     model: Any, chain: Sequence[PipelineLayer], inputs: Sequence[str], loss: Loss, batch: Any
-) -> float:
-    """Compare the results for a batch, and return the largest logit's size."""
+) -> None:
     labels = example_labels(loss, batch["input_ids"])
     carry, _ = split_batch(batch, inputs, labels_required=False)
     takes = inspect.signature(model.forward).parameters
@@ -108,15 +105,10 @@ def _compare(
                 f"in {mode} mode the layers' results differ from the model's by "
                 f"{difference:.1e} of the largest",
             )
-    return float(expected[0].abs().max()) or 1.0
 
 
 def example_batch(
-    model: Any,
-    inputs: Sequence[str],
-    texts: int = _TEXTS,
-    tokens: int = _TOKENS,
-    padding: int = _PADDING,
+    model: Any, inputs: Sequence[str], texts: int = _TEXTS, tokens: int = _TOKENS
 ) -> dict[str, Tensor]:
     """Return a small batch: the last text is padded, or packed where only positions tell it.
 
@@ -125,7 +117,6 @@ def example_batch(
         inputs: The declared names.
         texts: Number of rows.
         tokens: Length of a row, at most what the model takes.
-        padding: Tokens at the end of the last row that are padding; negative: at its beginning.
     """
     tokens = min(tokens, getattr(model.config, "max_position_embeddings", None) or tokens)
     device = next(model.parameters()).device
@@ -133,8 +124,7 @@ def example_batch(
     batch = {"input_ids": (count * 7 + 3) % model.config.vocab_size}
     if "attention_mask" in inputs:
         batch["attention_mask"] = torch.ones_like(count)
-        column = count[0] if padding < 0 else tokens - 1 - count[0]
-        batch["attention_mask"][-1, column < min(abs(padding), tokens - 1)] = 0
+        batch["attention_mask"][-1, -min(_PADDING, tokens - 1) :] = 0
     if "token_type_ids" in inputs:
         batch["token_type_ids"] = count % model.config.type_vocab_size
     if "position_ids" in inputs:
@@ -188,24 +178,27 @@ def _check_configuration(model: Any) -> None:
 
 
 @contextmanager
-def _scaled(chain: Sequence[PipelineLayer], size: float, last_size: float) -> Iterator[None]:
-    """Scale what all modules return but the head, by the factors that the first to run needs."""
-    parts = [part for layer in chain if not layer.ends_chain for part in layer.children()]
+def _scaled(model: Any, chain: Sequence[PipelineLayer], size: float) -> Iterator[None]:
+    """Scale what all modules return to a size, by the factors that the model, run first, needs."""
+    keys = {module: module for layer in chain for module in layer.modules() if module != layer}
+    head = model.get_output_embeddings()
+    if head is not None and head not in keys:  # the last layer does what the model's head does
+        for module in chain[-1].modules():
+            keys.pop(module, None)
+        keys |= {head: head, chain[-1]: head}
     factors: dict[nn.Module, float] = {}
 
     def scale(module: nn.Module, _: Any, output: Any) -> Any:
         first, *rest = output if isinstance(output, tuple) else (output,)
         if not isinstance(first, Tensor) or not first.is_floating_point():
             return output
-        if module not in factors:
-            now = float(first.float().square().mean().sqrt())
-            wanted = last_size if module is parts[-1] else size
-            factors[module] = wanted / now if 0 < now < math.inf else 1.0
-        first = first * factors[module]
-        return (first, *rest) if isinstance(output, tuple) else first
+        now = float(first.float().square().mean().sqrt())
+        factor = factors.setdefault(keys[module], size / now if now else 0.0)
+        if not factor:  # behind zeros nothing would show
+            first, factor = torch.linspace(-1, 1, first.numel()).to(first).view_as(first), size
+        return (first * factor, *rest) if isinstance(output, tuple) else first * factor
 
-    modules = {module for part in parts for module in part.modules()}
-    handles = [module.register_forward_hook(scale) for module in modules]
+    handles = [module.register_forward_hook(scale) for module in keys]
     try:
         yield
     finally:
@@ -216,7 +209,6 @@ def _scaled(chain: Sequence[PipelineLayer], size: float, last_size: float) -> It
 @contextmanager
 def _undisturbed(model: Any) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
-    zeros = [weight for weight in model.parameters() if weight.dim() > 1 and not weight.any()]
     restore_random_state = random_state(next(model.parameters()).device)
     config = model.config
     # A classification head writes its problem type into the configuration on its first loss.
@@ -229,14 +221,8 @@ def _undisturbed(model: Any) -> Iterator[None]:
         if kept.get("sliding_window") is not None:
             config.sliding_window = min(_WINDOW, kept["sliding_window"])
         with torch.no_grad():
-            for weight in zeros:
-                values = torch.linspace(-_SMALL, _SMALL, weight.numel(), device=weight.device)
-                weight.copy_(values.view_as(weight))
             yield
     finally:
-        with torch.no_grad():
-            for weight in zeros:
-                weight.zero_()
         restore_random_state()
         for name, value in kept.items():
             setattr(config, name, value)
@@ -268,7 +254,8 @@ def _difference(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> f
     """Return the largest difference of logits or loss, relative to the largest value."""
 
     def relative(mine: Tensor, its: Tensor) -> float:
-        return float((mine.double() - its.double()).abs().max() / its.double().abs().max())
+        largest = its.double().abs().max().clamp_min(torch.finfo(torch.float64).tiny)
+        return float((mine.double() - its.double()).abs().max() / largest)
 
     (logits, loss), (its_logits, its_loss) = ours, theirs
     # Some heads compute a 16-bit loss in 16 bits, ours does so in 32.

@@ -103,6 +103,32 @@ def test_zeros_hide_nothing_and_are_no_fault(make_model):
         assert all(torch.equal(state[name], weight) for name, weight in model.state_dict().items())
 
 
+class SometimesForCausalLM(transformers.LlamaForCausalLM):
+    """A decoder that does more for some batches only."""
+
+    when = ""
+
+    def forward(self, input_ids, attention_mask=None, **kwargs):
+        output = super().forward(input_ids, attention_mask=attention_mask, **kwargs)
+        is_so = {
+            "padded on the left": not attention_mask[:, 0].all(),
+            "long": input_ids.shape[1] > 8,
+            "of large logits": output.logits.abs().max() > 9,
+        }
+        if is_so.get(self.when):
+            output.logits = output.logits.clamp(-1e-3, 1e-3)
+        return output
+
+
+@pytest.mark.parametrize("when", ["padded on the left", "long", "of large logits"])
+def test_what_a_forward_does_for_some_batches_only_is_refused(when, make_model):
+    model = SometimesForCausalLM(make_model("llama").config)
+    to_pipeline(model, num_stages=1)
+    model.when = when
+    with pytest.raises(ModelError, match=r"evaluation mode .* differ"):
+        to_pipeline(model, num_stages=1)
+
+
 class WindowedForCausalLM(transformers.LlamaForCausalLM):
     """A decoder with a sliding window of which its configuration's layers say nothing."""
 
