@@ -59,6 +59,8 @@ class Job:
         CheckpointError: ``--resume`` finds no checkpoint, or a damaged one.
     """
 
+    _started = 0.0  # had the runs before ended just now, on `time.perf_counter`
+
     def __init__(self, arguments: JobArguments, title: str) -> None:
         self.arguments = arguments = resume_after_restart(arguments)
         self.title = title
@@ -268,6 +270,7 @@ class Job:
                 "--max_steps", last, f"the checkpoint is at step {step} already", "Give more steps"
             )
         loader.load_state_dict({**state["loader"], "consumed_samples": self.engine.global_samples})
+        self._started = -state.get("seconds", 0.0)
         self.note(f"resumed after step {step}")
 
     def _open_run(self) -> None:
@@ -305,6 +308,7 @@ class Job:
         losses: list[Any] = []
         shown: float | None = None
         started, evaluating = time.perf_counter(), 0.0
+        self._started += started
         stopped_after: int | None = None
         interruption = Interruption(lead=engine.step_lead)
         bar = self.screen.progress(arguments.max_steps, done=self.first_step)
@@ -324,9 +328,11 @@ class Job:
                     losses.clear()
                     figures = self.engine_facts.line(rate, progress.tokens_per_second)
                     self.run.log(step, loss=loss, **figures)
-                    memory, warnings = observing.note_memory(step), self.events.warnings
                     facts = live_facts(
-                        engine.step_metrics(), memory_bytes=memory, warnings=warnings
+                        engine.step_metrics(),
+                        memory_bytes=observing.note_memory(step),
+                        warnings=self.events.warnings,
+                        latest=self.events.latest,
                     )
                 if loss is not None or shown is None:
                     shown = loss if loss is not None else float(losses[-1])
@@ -345,12 +351,12 @@ class Job:
                 if last:
                     break
         engine.finish_saving()
-        self.seconds = time.perf_counter() - started
+        self.seconds = time.perf_counter() - self._started
         if stopped_after is not None:
             self._stop(stopped_after)
         steps = arguments.max_steps - self.first_step
         if steps > 0:
-            self.tokens_per_second = tokens * steps / (self.seconds - evaluating)
+            self.tokens_per_second = tokens * steps / (time.perf_counter() - started - evaluating)
 
     def _observe(self) -> Observing:
         return Observing(
@@ -372,7 +378,8 @@ class Job:
         raise SystemExit(0)
 
     def _save(self, loader: Any, step: int) -> None:
-        state = {"loader": loader.state_dict()}
+        seconds = time.perf_counter() - self._started  # of all runs, to the step
+        state = {"loader": loader.state_dict(), "seconds": seconds}
         self.engine.save_checkpoint(str(self.checkpoints), f"step-{step:06d}", client_state=state)
 
     def held_out_batches(self, dataset: Any, num_samples: int | None) -> list[Any]:

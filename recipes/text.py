@@ -154,6 +154,13 @@ class TextData:
             check_fits(store, sequence_length, positions, known)
         return self.parts.samples(sequence_length, num_samples, seed)
 
+    def beginning(self, positions: int, tokens: int = 8) -> str:
+        """Return the first words of the held-out texts, with room after them in the model."""
+        special = {*self.tokenizer.all_special_ids}
+        ids = [token for token in self.held_out.tokens[:1024].tolist() if token not in special]
+        start: str = self.tokenizer.decode(ids[: min(tokens, positions - 1)]).rstrip("\ufffd")
+        return start
+
     def describe(self) -> dict[str, object]:
         """Return the panel's rows about the corpus."""
         pairs = self.parts.ends() if self.in_megatron_order else [(self.train, self.held_out)]

@@ -32,8 +32,9 @@ from wavemare.api import initialize
 from wavemare.engine.config import SECTION, WavemareConfig
 from wavemare.engine.launch import environment_world_size
 from wavemare.errors import ConfigError
+from wavemare.failure import watch_failures
 
-__all__ = ["Accelerator"]
+__all__ = ["Accelerator", "check_joined"]
 
 _PLUGINS = ("deepspeed_plugin", "deepspeed_plugins")
 _USE_CPU, _USE_DEEPSPEED = "ACCELERATE_USE_CPU", "ACCELERATE_USE_DEEPSPEED"
@@ -66,13 +67,14 @@ class Accelerator(accelerate.Accelerator):
     build: Callable[..., Any] = staticmethod(initialize)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        watch_failures()
         given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
         if any(given.get(name) for name in _PLUGINS) or parse_flag_from_env(_USE_DEEPSPEED):
             _join_on_cpus(given)
         super().__init__(**given)
         plugin = getattr(self.state, "deepspeed_plugin", None)
         if plugin is not None:
-            _check_joined(self.num_processes)
+            check_joined(self.num_processes)
             self.take_section(plugin.deepspeed_config.pop(SECTION, None))
 
     def take_section(self, section: dict[str, Any] | None) -> None:
@@ -206,7 +208,12 @@ def _join_on_cpus(given: dict[str, Any]) -> None:
             PartialState(cpu=True, **(ours[0] if ours else {}))
 
 
-def _check_joined(processes: int) -> None:
+def check_joined(processes: int) -> None:
+    """Check that accelerate knows of all processes: its state may be of before they were told.
+
+    Raises:
+        ConfigError: With the lines that help.
+    """
     if processes != environment_world_size():
         reason = (
             f"accelerate's state was made before, for 1 of {environment_world_size()} processes"

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import json
 import logging
 import os
 import sys
@@ -25,6 +26,7 @@ import time
 import traceback
 from collections.abc import Callable
 from enum import Enum, auto
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -110,6 +112,7 @@ def _end(error: BaseException, grace_s: float) -> NoReturn:
     if isinstance(error, WavemareError):
         if _speaks(_claim_failure(), grace_s):
             _print_error(error)
+        _tell_torchrun(error)
         _leave(error.exit_code)
     # A lost peer is not claimed: the peer may be about to say why it went.
     if not _is_peer_loss(error):
@@ -244,7 +247,11 @@ def _print_traceback(error: BaseException) -> None:
 
 def _tell_torchrun(error: BaseException) -> None:
     """Leave the error where ``torchrun``, whose report is the last on the screen, finds it."""
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is not None and isinstance(error, WavemareError):
+        content = {"message": f"error: {error}", "timestamp": int(time.time())}
+        Path(file).write_text(json.dumps(content), encoding="ascii")
+    elif file is not None:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         try:

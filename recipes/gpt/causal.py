@@ -14,7 +14,7 @@ __all__ = ["learn_to_continue"]
 
 
 def learn_to_continue(
-    job: Job, text: TextData, model: Any, *, sequence_length: int, prompt: str
+    job: Job, text: TextData, model: Any, *, sequence_length: int, prompt: str | None
 ) -> None:
     """Train, evaluate, export, reload and let the model write.
 
@@ -26,13 +26,14 @@ def learn_to_continue(
         text: Read and tokenised.
         model: A causal language model of transformers.
         sequence_length: Tokens per sample.
-        prompt: Start of the text to write.
+        prompt: Start of the text to write; by default the held-out texts'.
 
     Raises:
         ConfigError: The prompt is empty, or longer than the model takes.
     """
     config = model.config
-    _check_prompt(text, prompt, longest(config))
+    if prompt is not None:
+        _check_prompt(text, prompt, longest(config))
     sizes = {"positions": longest(config), "vocabulary": config.vocab_size}
     if text.in_megatron_order:
         train, held_out = text.megatron_samples(
@@ -50,7 +51,8 @@ def learn_to_continue(
     job.export(text.tokenizer)
     entropies = text.entropies(sequence_length)
     named = {f"{name} cross-entropy": value for name, value in entropies.items()}
-    job.finish({**results, **named}, use=lambda: _write(job, prompt), baselines=entropies)
+    start = text.beginning(longest(config)) if prompt is None else prompt
+    job.finish({**results, **named}, use=lambda: _write(job, start), baselines=entropies)
 
 
 def _check_prompt(text: TextData, prompt: str, positions: int) -> None:

@@ -29,7 +29,9 @@ class FinetuneArguments(JobArguments):
     )
     max_steps: int = field(default=100, metadata={"help": "optimizer steps"})
     sequence_length: int = field(default=128, metadata={"help": "tokens per sample"})
-    prompt: str = field(default="def __init__(self", metadata={"help": "start of the sample text"})
+    prompt: str | None = field(
+        default=None, metadata={"help": "start of the sample text; by default a held-out text's"}
+    )
 
 
 def main() -> None:

@@ -41,7 +41,9 @@ class PretrainArguments(JobArguments):
         default=None, metadata={"help": "Hugging Face folder of a tokenizer to use instead"}
     )
     sequence_length: int = field(default=128, metadata={"help": "tokens per sample"})
-    prompt: str = field(default="def __init__(self", metadata={"help": "start of the sample text"})
+    prompt: str | None = field(
+        default=None, metadata={"help": "start of the sample text; by default a held-out text's"}
+    )
 
 
 def main() -> None:

@@ -96,3 +96,5 @@ def test_what_cannot_work_is_refused_by_name(results):
         assert "wavemare.parallel" in refusals["parallel"]
         assert "not a multiple" in refusals["stages"]
         assert "wavemare.pipeline.untie = 'auto'" in refusals["auto"]
+        assert "num_processes = 1" in refusals["one"]
+        assert "--use_cpu" in refusals["one"]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from multiprocessing import forkserver
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from wavemare.engine.job_environment import reserved_port
 
@@ -64,6 +65,12 @@ def test_success_is_silent(start):
 
 def test_user_error_is_one_message_without_traceback(start):
     assert end(start(RAISE)) == Ended(2, "", f"error: {MESSAGE}")
+
+
+def test_torchrun_finds_the_message_for_the_end_of_its_report(start, tmp_path):
+    file = tmp_path / "error.json"
+    assert end(start(RAISE, TORCHELASTIC_ERROR_FILE=str(file))).code == 2
+    assert ProcessFailure(0, 1, 2, str(file)).message == f"error: {MESSAGE}".strip()
 
 
 def test_other_exception_keeps_its_traceback(start):

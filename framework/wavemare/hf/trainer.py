@@ -11,9 +11,10 @@ import torch
 from transformers import PreTrainedModel
 from transformers.trainer import TRAINING_ARGS_NAME
 
-from wavemare.accelerate import Accelerator
+from wavemare.accelerate import Accelerator, check_joined
 from wavemare.engine.config import SECTION
 from wavemare.errors import ConfigError
+from wavemare.failure import watch_failures
 from wavemare.hf.config import TrainerConfig
 from wavemare.hf.steps import seeded
 from wavemare.hf.whole_steps import WholeSteps
@@ -45,6 +46,9 @@ class Trainer(WholeSteps):
         Raises:
             ConfigError: A key or value cannot work, or not with a Trainer.
         """
+        if self.args.deepspeed:
+            watch_failures()
+            check_joined(self.args.world_size)
         config = self._read_config() if self.args.deepspeed else None
         super().create_accelerator_and_postprocess()
         if not self.is_deepspeed_enabled:

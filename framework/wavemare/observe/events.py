@@ -45,6 +45,7 @@ class Events:
     Attributes:
         step: The optimizer step in which a warning is said to come; whoever trains keeps it.
         warnings: How many warnings there were.
+        latest: The text of the latest one.
     """
 
     def __init__(self, folder: Path, *, rank: int, clock: Callable[[], float] = time.time) -> None:
@@ -55,6 +56,7 @@ class Events:
         self._show: Callable[..., Any] | None = None
         self.step = 0
         self.warnings = 0
+        self.latest = ""
 
     def note(self, kind: str, step: int, **values: object) -> None:
         """Add an event.
@@ -101,6 +103,7 @@ class Events:
 
     def _hear(self, text: str, source: str) -> None:
         self.warnings += 1
+        self.latest = text
         self.note("warning", self.step, text=text, source=source)
 
 

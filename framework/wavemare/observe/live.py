@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from textwrap import shorten
 
 from wavemare.observe.formats import format_bytes
 
@@ -13,7 +14,11 @@ _CALLS = "sparse_calls_"
 
 
 def live_facts(
-    metrics: Mapping[str, float], *, memory_bytes: int | None = None, warnings: int = 0
+    metrics: Mapping[str, float],
+    *,
+    memory_bytes: int | None = None,
+    warnings: int = 0,
+    latest: str = "",
 ) -> dict[str, str]:
     """Return the newest figures by subject; subjects that a run does not have are left out.
 
@@ -21,12 +26,13 @@ def live_facts(
         metrics: What the engine's ``step_metrics`` tells.
         memory_bytes: Of this rank; None if it is not known.
         warnings: How many there were on this rank.
+        latest: The text of the latest one.
     """
     facts = {"pipeline": _pipeline(metrics), "collective": _collective(metrics)}
     if memory_bytes is not None:
         facts["memory"] = f"{format_bytes(memory_bytes)} on rank 0"
     if warnings:
-        facts["warnings"] = f"{warnings}"
+        facts["warnings"] = f"{warnings}, the latest: {shorten(latest, 80)}"
     return {subject: text for subject, text in facts.items() if text}
 
 

@@ -95,6 +95,7 @@ def refusals():
         "parallel": message(json_file(0, {"parallel": {"split": 2}})),
         "stages": message(json_file(0, {"pipeline": {"stages": 3}})),
         "auto": message(json_file(0, {"pipeline": {"untie": "auto"}})),
+        "one": message(json_file(0), use_cpu=False),
     }
 
 

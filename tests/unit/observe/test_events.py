@@ -56,6 +56,7 @@ def test_warnings_are_noted_and_shown(tmp_path, capsys, caplog):
         warnings.warn("nobody listens", stacklevel=1)
     assert shown == ["old name", "nobody listens"]
     assert events.warnings == 3
+    assert events.latest == "old name"
     found = [(e["step"], e["source"], e["text"]) for e in lines(tmp_path, 0)]
     assert found == [
         (4, "wavemare warning", "the rate is odd"),

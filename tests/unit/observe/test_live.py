@@ -13,9 +13,9 @@ def test_subjects_that_a_run_does_not_have_are_left_out():
     assert live_facts({}) == {}
     metrics = {"bubble": 0.312, "bubble_predicted": 0.05, "staleness_10": 0.0, "staleness_9": 0.75}
     assert live_facts(metrics) == {"pipeline": "idle 31% (5% by unevenness), staleness 0.75 0"}
-    assert live_facts({}, memory_bytes=3 * 2**20, warnings=2) == {
+    assert live_facts({}, memory_bytes=3 * 2**20, warnings=2, latest="x " * 99) == {
         "memory": "3.00 MiB on rank 0",
-        "warnings": "2",
+        "warnings": f"2, the latest: {'x ' * 37}[...]",
     }
 
 
