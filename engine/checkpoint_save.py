@@ -16,11 +16,12 @@ import random
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from deepspeed import comm as dist
 
@@ -34,11 +35,11 @@ __all__ = ["BackgroundSave", "Meeting", "Save", "StoreMeeting", "meet_by_collect
 
 logger = logging.getLogger("wavemare")
 
-Meeting = Callable[[Any], list[Any]]
+Meeting = Callable[[Any], Iterable[Any]]
 """Gives every rank's value to all; every rank calls it, as often as the others."""
 _Ended = Callable[[Collection[int]], Collection[int]]
 
-_POLL_S = 0.02
+_POLL_S, _LONGEST_POLL_S = 0.02, 1.0
 # When a script has ended: by an error that the other ranks may not survive, more often than not.
 _AFTER_MAIN_S = 60.0
 
@@ -78,7 +79,7 @@ class Save:
         reports = self.meet(self.files.report())
         failure = None
         if self.manifest is not None:
-            failure = self._finish(reports)
+            failure = self._finish(list(reports))
         failures = [found for found in self.meet(failure) if found is not None]
         if failures:
             raise CheckpointError("checkpoint", *failures[0])
@@ -200,7 +201,7 @@ def meet_by_collective(value: Any) -> list[Any]:
 
 
 class StoreMeeting:
-    """Meets in a store, which any thread may use.
+    """Meets in a store, which any thread may use, by few accesses whatever the number of ranks.
 
     Args:
         store: The process group's, under a prefix of this save's own.
@@ -229,41 +230,43 @@ class StoreMeeting:
         self._ask_s, self._asked = ask_s, asked
         self._count = 0
 
-    def __call__(self, value: Any) -> list[Any]:
-        """Meet.
+    def __call__(self, value: Any) -> Iterator[Any]:
+        """Meet; values are fetched by who iterates over them.
 
         Raises:
             CheckpointError: Another rank has ended or did not come in time, or the store has gone.
         """
-        keys = [self._key(self._count, rank) for rank in range(self._ranks)]
+        keys = self._keys(self._count)
         self._count += 1
-        try:
-            self._store.set(keys[self._rank], json.dumps(value))
+        with _naming_loss():
+            self._store.append(keys.values, json.dumps([self._rank, value]) + "\n")
+            self._store.append(keys.arrived, f"{self._rank}\n")
+            if self._store.add(keys.number, 1) == self._ranks:
+                self._store.set(keys.complete, "")
             self._await(keys)
-            return [json.loads(self._store.get(key)) for key in keys]
-        except RuntimeError as error:  # of torch's stores
-            if isinstance(error, CheckpointError):
-                raise
-            reason = f"the store of the process group has gone ({str(error).splitlines()[0]})"
-            raise _lost(reason) from error
+        return self._values(keys)
 
-    def _await(self, keys: Sequence[str]) -> None:
+    def _values(self, keys: _Keys) -> Iterator[Any]:
+        with _naming_loss():
+            lines = self._store.get(keys.values).splitlines()
+        yield from (value for _, value in sorted(map(json.loads, lines), key=itemgetter(0)))
+
+    def _await(self, keys: _Keys) -> None:
         # Not store.wait, which would keep other threads from the store all the while.
-        now = time.monotonic()
+        began = now = time.monotonic()
         deadline, ask = now + self._timeout_s, now + self._ask_s
-        while not self._store.check(list(keys)):
+        while not self._store.check([keys.complete]):
             now = time.monotonic()
             if not threading.main_thread().is_alive():
                 deadline = min(deadline, now + _AFTER_MAIN_S)
-            if now > deadline:
-                reason = f"ranks {self._missing(keys)} have not written in {self._timeout_s:g} s"
-                raise _lost(reason)
+            if now > deadline and (missing := self._missing(keys)):
+                raise _lost(f"ranks {missing} have not written in {self._timeout_s:g} s")
             if now > ask and self._ended is not None:
                 self._check_missing(self._ended, keys)
                 ask = time.monotonic() + self._ask_s
-            time.sleep(_POLL_S)
+            time.sleep(min(max(_POLL_S, (now - began) / 10), _LONGEST_POLL_S))
 
-    def _check_missing(self, ended: _Ended, keys: Sequence[str]) -> None:
+    def _check_missing(self, ended: _Ended, keys: _Keys) -> None:
         missing = self._missing(keys)
         # Not of the generator that the script may have seeded.
         asked = random.SystemRandom().sample(missing, min(len(missing), self._asked))
@@ -271,16 +274,38 @@ class StoreMeeting:
         if lost := sorted({*ended(asked)} & {*self._missing(keys)}):
             raise _lost(f"ranks {lost} have ended without completing their parts")
 
-    def _missing(self, keys: Sequence[str]) -> list[int]:
-        return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+    def _missing(self, keys: _Keys) -> list[int]:
+        arrived = {*map(int, self._store.get(keys.arrived).split())}
+        if len(arrived) == self._ranks:  # the last one may have been killed before it said so
+            self._store.set(keys.complete, "")
+        return sorted({*range(self._ranks)} - arrived)
 
     def forget(self) -> None:
-        """Remove this rank's values, once no rank can ask for them."""
-        for count in range(self._count):
-            self._store.delete_key(self._key(count, self._rank))
+        """Remove what was said, once no rank can ask for it; one rank does it for all."""
+        for count in range(self._count if self._rank == 0 else 0):
+            for key in self._keys(count):
+                self._store.delete_key(key)
 
-    def _key(self, count: int, rank: int) -> str:
-        return f"{count}/{rank}"
+    def _keys(self, count: int) -> _Keys:
+        return _Keys(*(f"{count}/{name}" for name in _Keys._fields))
+
+
+class _Keys(NamedTuple):
+    values: str
+    arrived: str
+    number: str
+    complete: str
+
+
+@contextmanager
+def _naming_loss() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # of torch's stores
+        if isinstance(error, CheckpointError):
+            raise
+        reason = f"the store of the process group has gone ({str(error).splitlines()[0]})"
+        raise _lost(reason) from error
 
 
 def _lost(reason: str) -> CheckpointError:

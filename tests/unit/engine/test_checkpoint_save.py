@@ -194,7 +194,8 @@ def test_a_rank_that_has_ended_is_named_unless_it_has_written():
         asked.append(sorted(ranks))
         if len(asked) == 1:
             return set()
-        store.set("0/2", "null")  # its last word
+        with pytest.raises(CheckpointError):
+            StoreMeeting(store, 2, 3, 0.0)("its last word")
         return {1, 2}
 
     with pytest.raises(CheckpointError) as caught:
@@ -223,15 +224,41 @@ def test_values_are_forgotten_when_nobody_can_ask_for_them():
     with ThreadPoolExecutor(2) as pool:
         for value in ({"a": 1}, None):
             found = [pool.submit(meet, value) for meet in both]
-            assert [f.result(60) for f in found] == [[value, value]] * 2
-    held = store.num_keys()
-    both[0].forget()
-    assert store.num_keys() == held - 2
+            assert [list(f.result(60)) for f in found] == [[value, value]] * 2
+    assert store.num_keys()
+    for meet in both:
+        meet.forget()
+    assert not store.num_keys()
+
+
+class CountingStore:
+    """Counts the accesses to another store, by the number of keys of each."""
+
+    def __init__(self):
+        self.store, self.accesses, self.waited_for = HashStore(), 0, set()
+
+    def __getattr__(self, name):
+        self.accesses += 1
+        return getattr(self.store, name)
+
+    def check(self, keys):
+        self.waited_for.add(len(keys))
+        return self.store.check(keys)
+
+
+def test_accesses_to_the_store_grow_with_the_ranks_and_not_faster():
+    ranks, store = 64, CountingStore()
+    meets = [StoreMeeting(store, rank, ranks, 60.0) for rank in range(ranks)]
+    with ThreadPoolExecutor(ranks) as pool:
+        found = list(pool.map(lambda meet: meet("here"), meets))
+    assert list(found[0]) == ["here"] * ranks  # of which one rank makes the list of files
+    assert store.accesses <= 5 * ranks
+    assert store.waited_for == {1}
 
 
 def test_a_store_that_has_gone_is_a_checkpoint_error():
     class Gone:
-        def set(self, key, value):
+        def append(self, key, value):
             raise torch.distributed.DistNetworkError("Connection reset by peer")
 
     with pytest.raises(CheckpointError, match="Connection reset by peer"):
