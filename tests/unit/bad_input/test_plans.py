@@ -158,6 +158,8 @@ CLUSTERS = [
     (pair(["0"], ["0"]), "links.pairs[0].nodes", "two names"),
     (pair("0", "9"), "links.pairs[0].nodes", "no pair of the nodes"),
     (cluster(links={"within": {"bytes_s": 0}}), "links.within.bytes_s", "above 0"),
+    (cluster(links={"between": {"bytes_s": 1e-310}}), "links.between.bytes_s", "from 1e-30"),
+    (cluster(overhead_s=1e300), "devices[0].overhead_s", "to 1e+30"),
     ({"devices": [DEVICE, {**DEVICE, "tflops": 2}]}, "devices.type", "different types"),
 ]
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ _SHORT = re.compile(r"(?:(\d{1,9})x)?(\d{1,9})x(.+)", re.IGNORECASE | re.ASCII)
 _LINK_KEYS = {"alpha_s", "bytes_s"}
 _PAIR = 2
 _MOST_DEVICES = 65536
-_LARGEST = sys.float_info.max
+_SMALLEST, _LARGEST = 1e-30, 1e30  # times made of these neither overflow nor vanish
 
 
 def read_cluster(source: str | Path | Cluster, dtype: str = "fp32") -> Cluster:
@@ -197,9 +196,10 @@ def _link(key: str, values: Any, default: Link) -> Link:
 
 def _number(key: str, value: Any, *, zero_is_fine: bool = False) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value <= _LARGEST or (value == 0 and not zero_is_fine):
+    if not is_number or not (_SMALLEST <= value <= _LARGEST or (value == 0 and zero_is_fine)):
         reason = f"it is no finite number {'of at least' if zero_is_fine else 'above'} 0"
-        raise PlanError(key, value, reason, "Give such a number")
+        remedy = f"Give such a number, from {_SMALLEST:g} to {_LARGEST:g}"
+        raise PlanError(key, value, reason, remedy)
     return float(value)
 
 
