@@ -23,7 +23,13 @@ from wavemare.cli.start import (
 from wavemare.engine.job_environment import mpi_place
 from wavemare.errors import ConfigError, LaunchError
 
-__all__ = ["refuse_mpi_transport", "refuse_second_config", "refuse_second_launcher", "train"]
+__all__ = [
+    "check_early",
+    "refuse_mpi_transport",
+    "refuse_second_config",
+    "refuse_second_launcher",
+    "train",
+]
 
 
 def train(
@@ -62,6 +68,7 @@ def train(
     refuse_second_config(options)
     file = config if config is not None else chosen.config
     settings = load_config(file, key="--config")  # refused here, before any rank is started
+    check_early(settings)
     options = ["--deepspeed_config", str(file), *options]
     place = None if print_command else mpi_place(os.environ)
     if place is not None:
@@ -83,6 +90,25 @@ def train(
         print_command=print_command,
         max_restarts=max_restarts,
     )
+
+
+def check_early(config: Mapping[str, Any]) -> None:
+    """Refuse keys and values that no option mends, without the seconds that launchers take.
+
+    Raises:
+        ConfigError: Naming the key.
+    """
+    from wavemare.engine.config import WavemareConfig
+    from wavemare.engine.config_shape import SECTION, check_shape, section_of
+
+    check_shape(config)
+    ours = section_of(config, SECTION)
+    pipeline = section_of(ours, "pipeline")
+    pipemare = section_of(pipeline, "pipemare")
+    if pipemare.get("warmup_steps") == "auto":  # the recipe derives it from its steps
+        pipemare = {**pipemare, "warmup_steps": 0}
+        config = {SECTION: {**ours, "pipeline": {**pipeline, "pipemare": pipemare}}}
+    WavemareConfig.of(config)
 
 
 def refuse_second_launcher(given: Mapping[str, object]) -> None:

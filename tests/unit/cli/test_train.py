@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from wavemare.cli import app, launch
 from wavemare.cli.recipes import RECIPES, find_recipe
-from wavemare.cli.train import refuse_mpi_transport
+from wavemare.cli.train import check_early, refuse_mpi_transport
 from wavemare.errors import ConfigError, LaunchError
 
 
@@ -95,6 +95,30 @@ def test_exit_code_is_passed_on(monkeypatch, config):
     monkeypatch.setattr(launch, "run", run)
     result = CliRunner().invoke(app, ["train", "gpt", "--config", str(config)])
     assert result.exit_code == 17, result.exception
+
+
+@pytest.mark.parametrize(
+    ("content", "key"),
+    [
+        ({"wavemare": {"pipeline": {"stagse": 2}}}, "wavemare.pipeline.stagse"),
+        ({"wavemare": {"guard": {"max_skips": "auto"}}}, "wavemare.guard.max_skips"),
+    ],
+)
+def test_what_no_option_mends_is_refused_before_a_launcher_is_sought(
+    monkeypatch, config, content, key
+):
+    monkeypatch.setattr(launch, "find_deepspeed", lambda: pytest.fail("a launcher was sought"))
+    config.write_text(json.dumps(content))
+    with pytest.raises(ConfigError) as caught:
+        app(["train", "gpt", "--config", str(config)], standalone_mode=False)
+    assert caught.value.key == key
+
+
+def test_the_recipes_own_files_are_not_refused():
+    files = [file for recipe in RECIPES.values() for file in recipe.config.parent.glob("*_*.json")]
+    assert len(files) >= 8
+    for file in files:
+        check_early(json.loads(file.read_text()))
 
 
 @pytest.fixture
