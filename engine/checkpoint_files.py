@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -236,16 +236,12 @@ def safe_loading(path: str | os.PathLike[str]) -> Iterator[None]:
     Raises:
         CheckpointError: One of them cannot read its file, or has found something else.
     """
-    outer, _bound.path = _bound.path, path
+    outer, _bound.path = getattr(_bound, "path", None), path
     try:
         with _REPLACEMENT:
             yield
     finally:
         _bound.path = outer
-
-
-class _Bound(threading.local):
-    path: str | os.PathLike[str] | None = None
 
 
 class _Replacement:
@@ -268,22 +264,20 @@ class _Replacement:
                 torch.load = self._before
 
 
-_REPLACEMENT, _bound = _Replacement(), _Bound()
+_REPLACEMENT, _bound = _Replacement(), threading.local()
 
 
 def _for_bound_threads(load: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(load)
     def reading(f: Any, *args: Any, **options: Any) -> Any:
-        if _bound.path is None:
-            return load(f, *args, **options)
-        return _read(load, f, _bound.path, *args, **options)
+        place = getattr(_bound, "path", None)
+        reads = load if place is None else partial(_read, load, place)
+        return reads(f, *args, **options)
 
     return reading
 
 
-def _read(
-    load: Callable[..., Any], f: Any, place: str | os.PathLike[str], *args: Any, **options: Any
-) -> Any:
+def _read(load: Callable[..., Any], place: Any, f: Any, *args: Any, **options: Any) -> Any:
     """Load safely, with one error, which also survives the way out of a worker process."""
     # They stay known: taking them back would meet the loads of other threads.
     torch.serialization.add_safe_globals(HARMLESS)

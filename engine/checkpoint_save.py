@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from deepspeed import comm as dist
 
@@ -236,49 +236,50 @@ class StoreMeeting:
         Raises:
             CheckpointError: Another rank has ended or did not come in time, or the store has gone.
         """
-        keys = self._keys(self._count)
+        values, arrived, number, complete = self._keys(self._count)
         self._count += 1
         with _naming_loss():
-            self._store.append(keys.values, json.dumps([self._rank, value]) + "\n")
-            self._store.append(keys.arrived, f"{self._rank}\n")
-            if self._store.add(keys.number, 1) == self._ranks:
-                self._store.set(keys.complete, "")
-            self._await(keys)
-        return self._values(keys)
+            self._store.append(values, json.dumps([self._rank, value]) + "\n")
+            self._store.append(arrived, f"{self._rank}\n")
+            if self._store.add(number, 1) == self._ranks:
+                self._store.set(complete, "")
+            self._await(arrived, complete)
+        return self._values(values)
 
-    def _values(self, keys: _Keys) -> Iterator[Any]:
+    def _values(self, key: str) -> Iterator[Any]:
         with _naming_loss():
-            lines = self._store.get(keys.values).splitlines()
+            lines = self._store.get(key).splitlines()
         yield from (value for _, value in sorted(map(json.loads, lines), key=itemgetter(0)))
 
-    def _await(self, keys: _Keys) -> None:
+    def _await(self, arrived: str, complete: str) -> None:
         # Not store.wait, which would keep other threads from the store all the while.
         began = now = time.monotonic()
         deadline, ask = now + self._timeout_s, now + self._ask_s
-        while not self._store.check([keys.complete]):
+        while not self._store.check([complete]):
             now = time.monotonic()
             if not threading.main_thread().is_alive():
                 deadline = min(deadline, now + _AFTER_MAIN_S)
-            if now > deadline and (missing := self._missing(keys)):
-                raise _lost(f"ranks {missing} have not written in {self._timeout_s:g} s")
-            if now > ask and self._ended is not None:
-                self._check_missing(self._ended, keys)
+            if now > min(deadline, ask):
+                missing = self._missing(arrived)
+                if not missing:  # the last one was killed before it could say so
+                    return
+                if now > deadline:
+                    raise _lost(f"ranks {missing} have not written in {self._timeout_s:g} s")
+                self._check_missing(missing, arrived)
                 ask = time.monotonic() + self._ask_s
             time.sleep(min(max(_POLL_S, (now - began) / 10), _LONGEST_POLL_S))
 
-    def _check_missing(self, ended: _Ended, keys: _Keys) -> None:
-        missing = self._missing(keys)
+    def _check_missing(self, missing: Sequence[int], arrived: str) -> None:
+        if self._ended is None:
+            return
         # Not of the generator that the script may have seeded.
         asked = random.SystemRandom().sample(missing, min(len(missing), self._asked))
         # What one has said just before it ended counts.
-        if lost := sorted({*ended(asked)} & {*self._missing(keys)}):
+        if lost := sorted({*self._ended(asked)} & {*self._missing(arrived)}):
             raise _lost(f"ranks {lost} have ended without completing their parts")
 
-    def _missing(self, keys: _Keys) -> list[int]:
-        arrived = {*map(int, self._store.get(keys.arrived).split())}
-        if len(arrived) == self._ranks:  # the last one may have been killed before it said so
-            self._store.set(keys.complete, "")
-        return sorted({*range(self._ranks)} - arrived)
+    def _missing(self, arrived: str) -> list[int]:
+        return sorted({*range(self._ranks)} - {*map(int, self._store.get(arrived).split())})
 
     def forget(self) -> None:
         """Remove what was said, once no rank can ask for it; one rank does it for all."""
@@ -286,15 +287,8 @@ class StoreMeeting:
             for key in self._keys(count):
                 self._store.delete_key(key)
 
-    def _keys(self, count: int) -> _Keys:
-        return _Keys(*(f"{count}/{name}" for name in _Keys._fields))
-
-
-class _Keys(NamedTuple):
-    values: str
-    arrived: str
-    number: str
-    complete: str
+    def _keys(self, count: int) -> list[str]:
+        return [f"{count}/{name}" for name in ("values", "arrived", "number", "complete")]
 
 
 @contextmanager

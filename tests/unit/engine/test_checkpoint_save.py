@@ -16,13 +16,14 @@ from wavemare.engine.checkpoint_files import RankFiles
 from wavemare.engine.checkpoint_save import BackgroundSave, Save, StoreMeeting
 from wavemare.engine.manifest import MANIFEST, read_manifest, verify_contents
 from wavemare.errors import CheckpointError
+from wavemare.files import temporary_sibling
 
 TOPOLOGY = {"world_size": 1, "data": 1, "pipe": 1, "model": 1, "zero_stage": 1, "cuts": None}
 
 
 def prepare(folder, tag, rank=0, *, meet=lambda value: [value], keep=None, background=True, **more):
     """Return a save with one file of this rank taken."""
-    partial = folder / f".{tag}.partial"
+    partial = more.get("partial", folder / f".{tag}.partial")
     partial.mkdir(parents=True, exist_ok=True)
     files = RankFiles(rank, background=background)
     files.take({"rank": rank, "weight": torch.full((10,), rank)}, str(partial / f"{rank}.pt"))
@@ -32,7 +33,8 @@ def prepare(folder, tag, rank=0, *, meet=lambda value: [value], keep=None, backg
         tag=tag,
         partial=partial,
         manifest=(
-            {"format": 2, "saved": f"2026-01-02T{tag}", "runs": ["run"], "topology": TOPOLOGY}
+            {"format": 2, "saved": f"2026-01-02T{tag}", "topology": TOPOLOGY}
+            | {"runs": [more.get("run", "run")]}
             if rank == 0
             else None
         ),
@@ -159,6 +161,26 @@ def in_threads(saves):
     with ThreadPoolExecutor(len(saves)) as pool:
         running = [pool.submit(save.complete) for save in saves]
         return [future.exception(timeout=60) for future in running]
+
+
+@pytest.mark.parametrize("tags", [("same", "same"), ("one", "two")], ids=str)
+def test_two_engines_share_a_folder(tmp_path, tags):
+    """Of two saves of a tag at once the last one is kept, or one is refused; none is mixed."""
+    for _ in range(20):
+        saves = []
+        for run, tag in enumerate(tags):
+            own = {"run": f"run {run}", "keep": 1, "partial": temporary_sibling(tmp_path / tag)}
+            saves.append(prepare(tmp_path, tag, **own))
+            saves[run].files.take({}, str(saves[run].partial / f"of run {run}.pt"))
+        errors = [error for error in in_threads(saves) if error is not None]
+        assert all(isinstance(error, CheckpointError) for error in errors)
+        assert len(errors) <= (tags[0] == tags[1])
+        assert names(tmp_path) == sorted({*tags, "latest"})
+        assert (tmp_path / "latest").read_text() in tags
+        for tag in tags:
+            manifest = read_manifest(tmp_path / tag)
+            verify_contents(tmp_path / tag, manifest)
+            assert names(tmp_path / tag) == ["0.pt", f"of {manifest['runs'][0]}.pt", MANIFEST]
 
 
 def meetings(ranks, timeout_s=60.0, store=None):
