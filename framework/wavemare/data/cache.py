@@ -7,7 +7,6 @@ import hashlib
 import logging
 import os
 import shutil
-import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from wavemare.errors import DataError
+from wavemare.files import remove_leftovers, temporary_sibling
 
 __all__ = ["build_once", "content_key"]
 
@@ -78,9 +78,8 @@ def _replace(folder: Path, build: Callable[[Path], None]) -> None:
     if folder.exists():
         _logger.warning("the cache entry %s is damaged and is built again", folder)
         shutil.rmtree(folder)
-    for leftover in folder.parent.glob(f".{folder.name}.*.partial"):  # of a process that died
-        shutil.rmtree(leftover)
-    partial = folder.with_name(f".{folder.name}.{socket.gethostname()}-{os.getpid()}.partial")
+    remove_leftovers(folder.parent)
+    partial = temporary_sibling(folder)
     partial.mkdir()
     try:
         build(partial)

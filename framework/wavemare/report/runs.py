@@ -264,7 +264,7 @@ def _of_trainer(folder: Path) -> list[Checkpoint]:
     for step, path in sorted(steps.items()):
         # An engine of ours saves into a folder of this one, with a list of its files.
         lists = {each.parent.name for each in path.glob(f"*/{MANIFEST}")}
-        begun = any(path.glob(".*.partial"))
+        begun = any(path.glob(".*.wavemare-*.partial"))
         complete, saved = not begun and lists <= set(complete_tags(path)), ""
         try:
             written = (path / _TRAINER_STATE).stat().st_mtime

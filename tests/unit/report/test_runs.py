@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from wavemare.cli import app
 from wavemare.errors import ConfigError, DataError, WavemareError
+from wavemare.files import temporary_sibling
 from wavemare.report import run_page
 from wavemare.report.runs import Checkpoint, read_run
 
@@ -82,7 +83,8 @@ def test_checkpoints_of_a_trainer_are_found_where_it_saves(run_folder, tmp_path)
     # A background save that never ended: the Trainer does not go on from there.
     begun = trainer_saves(output, 11) / "global_step11"
     (begun / "wavemare.json").unlink()
-    begun.rename(begun.with_name(".global_step11.partial"))
+    begun.rename(temporary_sibling(begun))
+    (output / "checkpoint-10" / ".mine.partial").touch()  # the user's
     config = json.loads((run_folder / "config.json").read_text())
     config["configuration"]["checkpoints"] = str(output)
     (run_folder / "config.json").write_text(json.dumps(config))
