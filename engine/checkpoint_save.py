@@ -39,7 +39,7 @@ Meeting = Callable[[Any], Iterable[Any]]
 """Gives every rank's value to all; every rank calls it, as often as the others."""
 _Ended = Callable[[Collection[int]], Collection[int]]
 
-_POLL_S, _LONGEST_POLL_S = 0.02, 1.0
+_POLL_S, _LONGEST_POLL_S = 0.02, 0.1  # rank 0 may leave, with the store, once all have met
 # When a script has ended: by an error that the other ranks may not survive, more often than not.
 _AFTER_MAIN_S = 60.0
 
