@@ -27,14 +27,7 @@ from torch import Tensor
 
 from wavemare.engine.guard_config import GuardConfig
 from wavemare.engine.guard_judges import judges_of
-from wavemare.engine.guard_trace import (
-    Finding,
-    RandomState,
-    are_finite,
-    explained,
-    loss_of,
-    trace,
-)
+from wavemare.engine.guard_trace import Finding, RandomState, are_finite, explained, loss_of, trace
 from wavemare.errors import NumericsError
 
 __all__ = ["Fault", "NumericsGuard", "attach_guard", "gradients_of", "skipping"]

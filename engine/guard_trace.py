@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -13,17 +13,10 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-__all__ = [
-    "Finding",
-    "RandomState",
-    "are_finite",
-    "explained",
-    "loss_of",
-    "tensors_of",
-    "trace",
-]
+__all__ = ["Finding", "RandomState", "are_finite", "explained", "loss_of", "tensors_of", "trace"]
 
 _NO_LABEL = -100
+_NO_LABELS = "all labels are -100, and a mean over none is no number"
 
 What = Literal["activation", "loss", "gradient"]
 Roots = Callable[[Any], tuple[Sequence[Tensor], Sequence[Tensor] | None]]
@@ -104,9 +97,7 @@ def explained(found: Finding | None, batch: Any) -> Finding | None:
     for given in tensors_of(batch, floating=False):
         # The first of each sequence counts for nothing where labels are shifted.
         if given.numel() and bool((given[..., given.ndim > 1 :] == _NO_LABEL).all()):
-            detail = "all labels are -100, and a mean over none is no number"
-            remedy = "Leave such micro-batches out of the data, or give them labels"
-            return Finding("loss", found.module, detail, remedy)
+            return replace(found, detail=_NO_LABELS, remedy="Give such micro-batches labels")
     return found
 
 

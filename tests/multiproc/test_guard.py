@@ -154,7 +154,13 @@ def test_replicas_that_differ_by_a_bit_are_found_at_the_next_comparison(found, n
     [
         ("id", ["input id = 57", "transformer.wte has 50 rows, for ids from 0 to 49", "tokenizer"]),
         ("label", ["label = 57", "the model has no output of that number"]),
-        ("labels", ["(all labels are -100, and a mean over none", "give them labels, and resume"]),
+        (
+            "labels",
+            [
+                "(all labels are -100, and a mean over none",
+                "Give such micro-batches labels, and resume",
+            ],
+        ),
     ],
 )
 def test_data_that_cannot_be_learned_is_named(found, name, words):
