@@ -23,6 +23,8 @@ from typing import Any, TypeVar
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint.constants import (
+    CHECKPOINT_PARALLEL_DIMS,
+    FOLDING_METADATA_KEY,
     PIPELINE_REPLICATED_PARAMETER_PATTERNS,
     UNIVERSAL_CHECKPOINT_INFO,
     UNIVERSAL_CHECKPOINT_VERSION_KEY,
@@ -41,7 +43,13 @@ from wavemare.engine.checkpoint_checks import (
     untied_weights,
 )
 from wavemare.engine.checkpoint_config import CheckpointConfig
-from wavemare.engine.checkpoint_files import CheckpointFiles, RankFiles, read_file, safe_loading
+from wavemare.engine.checkpoint_files import (
+    CheckpointFiles,
+    RankFiles,
+    check_client_state,
+    read_file,
+    safe_loading,
+)
 from wavemare.engine.checkpoint_random import random_state, restore_random_state
 from wavemare.engine.checkpoint_save import (
     BackgroundSave,
@@ -55,6 +63,10 @@ from wavemare.files import remove_leftovers, temporary_sibling
 
 __all__ = ["CheckpointMixin", "agree"]
 
+_RESERVED = {
+    *("ds_autoep_layers", "autoep_layers", FOLDING_METADATA_KEY),
+    *(UNIVERSAL_CHECKPOINT_INFO, CHECKPOINT_PARALLEL_DIMS),
+}
 _background_saves = itertools.count()  # ranks save together, so that they count alike
 _Result = TypeVar("_Result")
 
@@ -93,12 +105,16 @@ class CheckpointMixin:
         ``wavemare.checkpoint.background`` the end comes later: `finish_saving` waits for it.
 
         Raises:
+            ValueError: There is no ``save_dir``.
             CheckpointError: A rank could not write this checkpoint, or the one before in the
-                background.
+                background; or ``client_state`` holds what a load would not give back.
         """
+        if not save_dir:
+            raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
         engine: Any = self
         self.settle()
         self.finish_saving()
+        agree(Path(save_dir), lambda: _check_client_state(engine, client_state))
         tag = str(tag if tag is not None else f"global_step{engine.global_steps}")
         state = {**_universal_information(engine), **client_state}
         if engine.checkpoint_engine.is_decoupled():  # writes in the background, renames nothing
@@ -286,6 +302,16 @@ class CheckpointMixin:
             old.forget()
         self._meetings = (*self._meetings[-1:], meeting)
         return meeting
+
+
+def _check_client_state(engine: Any, state: Mapping[str, Any]) -> None:
+    """Refuse what a load would not give back; one rank alone would refuse the others, late."""
+    taken = sorted(_RESERVED & state.keys()) if engine.has_moe_layers else []
+    if taken:
+        reason = "DeepSpeed keeps something of its own by this name in a checkpoint with experts"
+        key = f"client_state[{taken[0]!r}]"
+        raise CheckpointError(key, state[taken[0]], reason, "Use another name")
+    check_client_state(state)
 
 
 def _universal_information(engine: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed import comm as dist
+from deepspeed.runtime.zero.utils import ZeRORuntimeException
 
 from wavemare.engine.manifest import MANIFEST
 from wavemare.engine.matrix_partitions import is_added
@@ -22,6 +23,10 @@ __all__ = [
     "topology",
     "untied_weights",
 ]
+
+
+class TopologyError(CheckpointError, ZeRORuntimeException):
+    """What DeepSpeed raises where the number of ranks has changed is caught as its own, too."""
 
 
 def topology(engine: Any) -> dict[str, Any]:
@@ -174,7 +179,7 @@ def _check_topology(
         current = {key: value for key, value in current.items() if key not in free}
     if saved == current:
         return
-    raise CheckpointError(
+    raise TopologyError(
         "checkpoint",
         str(folder),
         f"it was saved by the topology {_spell(saved)}, this run has {_spell(current)}",

@@ -8,16 +8,22 @@ but tensors, plain values and `HARMLESS`.
 
 from __future__ import annotations
 
+import argparse
+import datetime
+import io
 import os
+import pathlib
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial, wraps
 from pathlib import Path
 from typing import IO, Any, cast
 
+import numpy as np
 import torch
 import xxhash
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
@@ -30,7 +36,7 @@ from wavemare.engine.file_records import FileRecord
 from wavemare.errors import CheckpointError
 from wavemare.pickled_enums import GETATTR, enum_member
 
-__all__ = ["CheckpointFiles", "RankFiles", "read_file", "safe_loading"]
+__all__ = ["CheckpointFiles", "RankFiles", "check_client_state", "read_file", "safe_loading"]
 
 HARMLESS: list[Any] = [
     DynamicLossScaler,
@@ -38,8 +44,12 @@ HARMLESS: list[Any] = [
     ZeroStageEnum,
     fragment_address,
     (enum_member, GETATTR),
+    *(np.ndarray, np.dtype, np._core.multiarray._reconstruct, np._core.multiarray.scalar),
+    *(type(np.dtype(kind)) for kind in (*"?bBhHiIlLqQefdFD", "U", "S", "M", "m")),
+    *(datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
+    *(argparse.Namespace, types.SimpleNamespace, pathlib.PosixPath, pathlib.PurePosixPath),
 ]
-"""Classes of DeepSpeed's whose objects stand in its files and do nothing when they are made."""
+"""Classes whose objects do nothing when they are made: of DeepSpeed's files, of client states."""
 
 _TELLING = (RuntimeError, OSError, pickle.UnpicklingError, EOFError)
 """Errors whose text says enough without their name."""
@@ -221,6 +231,28 @@ def read_file(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
         CheckpointError: It is no such file, or holds something else.
     """
     return _read(torch.load, path, path, map_location=map_location)
+
+
+def check_client_state(state: Mapping[str, Any]) -> None:
+    """Check that `read_file` would give a client state back: what is not read is lost.
+
+    Raises:
+        CheckpointError: A value cannot be pickled, or holds an object of another class.
+    """
+    for key, value in state.items():
+        buffer = io.BytesIO()
+        try:
+            torch.save(value, buffer)
+            buffer.seek(0)
+            _read(torch.load, buffer, "client_state", map_location="cpu")
+        except Exception as error:  # of the value's own methods, too
+            detail = getattr(error, "reason", f"{type(error).__name__}: {error}")
+            reason = f"a checkpoint could not give it back: {detail}"
+            remedy = (
+                "Save plain values, tensors or arrays instead, or call "
+                "torch.serialization.add_safe_globals([its class]) before each save and load"
+            )
+            raise CheckpointError(f"client_state[{key!r}]", value, reason, remedy) from error
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from wavemare.engine.balance_config import BalanceConfig, check_balance
 from wavemare.engine.checkpoint_config import CheckpointConfig, check_checkpoint
 from wavemare.engine.config_file import load_config
 from wavemare.engine.config_shape import (
+    BATCH_KEYS,
     SECTION,
     ZERO_WEIGHTS,
     check_precision,
@@ -43,12 +44,6 @@ __all__ = [
     "misplaced_keys",
     "zero_section",
 ]
-
-_BATCH_KEYS = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-)
 
 
 class TensorParallelConfig(Section):
@@ -246,13 +241,13 @@ def check_batch_sizes(
     Raises:
         ConfigError: The sizes given do not multiply, or none is given.
     """
-    train, micro, accumulation = (_size(config, key) for key in _BATCH_KEYS)
+    train, micro, accumulation = (_size(config, key) for key in BATCH_KEYS)
     if train is None and micro is None:
         raise ConfigError(
-            _BATCH_KEYS[0],
+            BATCH_KEYS[0],
             None,
             "no batch size is given",
-            f"Give {_BATCH_KEYS[0]} or {_BATCH_KEYS[1]}",
+            f"Give {BATCH_KEYS[0]} or {BATCH_KEYS[1]}",
         )
     fewest = _fewest_micro_batches(config, stages)
     if micro is None:
@@ -266,14 +261,14 @@ def check_batch_sizes(
         train = product
     if train != product or not product:
         raise ConfigError(
-            _BATCH_KEYS[0],
+            BATCH_KEYS[0],
             train,
-            f"it is not {_BATCH_KEYS[1]} x {_BATCH_KEYS[2]} x data-parallel ranks = "
+            f"it is not {BATCH_KEYS[1]} x {BATCH_KEYS[2]} x data-parallel ranks = "
             f"{micro} x {accumulation} x {data_world_size} = {product}"
             f"{_launch_hint(data_world_size * WavemareConfig.of(config).model_ranks)}",
             _batch_remedy(micro, accumulation, data_world_size),
         )
-    return dict(zip(_BATCH_KEYS, (train, micro, accumulation), strict=True))
+    return dict(zip(BATCH_KEYS, (train, micro, accumulation), strict=True))
 
 
 def _fewest_micro_batches(config: Mapping[str, Any], stages: int | None) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from wavemare.engine.config_shape import check_shape
+from wavemare.engine.config_shape import BATCH_KEYS, check_shape
 from wavemare.errors import ConfigError
 from wavemare.json_text import parse_json, refuse_duplicates, say_what_is_wrong
 
@@ -38,8 +38,21 @@ def load_config(
         values = copy.deepcopy(dict(config))
     else:
         values = _read(config, key)
+    _respell(values)
     check_shape(values)
     return values
+
+
+def _respell(values: dict[str, Any]) -> None:
+    """Write what DeepSpeed takes in two spellings in that which our checks read."""
+    zero, optimizer = (values.get(name) for name in ("zero_optimization", "optimizer"))
+    if isinstance(zero, dict) and zero.get("stage") in ("0", "1", "2", "3"):
+        zero["stage"] = int(zero["stage"])
+    if isinstance(optimizer, dict) and optimizer.get("params", {}) is None:
+        del optimizer["params"]
+    for name in BATCH_KEYS:
+        if isinstance(values.get(name), float) and values[name].is_integer():
+            values[name] = int(values[name])
 
 
 def _read(config: object, key: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from wavemare.errors import ConfigError
 from wavemare.section import Section
 
 __all__ = [
+    "BATCH_KEYS",
     "SECTION",
     "ZERO_WEIGHTS",
     "check_precision",
@@ -30,6 +31,11 @@ __all__ = [
 ]
 
 SECTION = "wavemare"
+BATCH_KEYS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)
 ZERO_WEIGHTS = 3
 """The stage of ZeRO that parts the weights."""
 _SECTIONS = (
@@ -56,6 +62,7 @@ _SECTIONS = (
 _NAMED = ("optimizer", "scheduler")
 # Read or changed by options and plans before the whole section is checked.
 _OURS = ("balance", "parallel", "pipeline", "sparse_collective", "tensor_parallel")
+_OLD_OFFLOADS = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}
 _ZERO_STAGES = (0, 1, 2, 3)
 # Of `optimizer.params`; "auto" is what the Trainer fills in.
 _NUMBERS = ("lr", "weight_decay", "eps", "momentum")
@@ -75,7 +82,9 @@ def is_enabled(config: Mapping[str, Any], name: str) -> bool:
 def offloads(zero: Mapping[str, Any], name: str = "offload_optimizer") -> bool:
     """Whether a section of ``zero_optimization`` moves something away; ``none`` is no device."""
     section = section_of(zero, name)
-    return bool(section) and section.get("device") != "none"
+    return bool(zero.get(_OLD_OFFLOADS.get(name, ""))) or (
+        bool(section) and section.get("device") != "none"
+    )
 
 
 def refuse_idle(section: Section, key: str, mode: str) -> None:

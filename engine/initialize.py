@@ -51,6 +51,7 @@ ENGINES: Mapping[str, Any] = {
 }
 """The names that ``deepspeed.initialize`` looks up in its module, and what we put there."""
 
+_IN_ARGS = ("deepspeed_config", "deepscale_config")  # the second is DeepSpeed's older name
 _dispatch_lock = threading.Lock()
 
 
@@ -107,7 +108,7 @@ def read_config(args: Any = None, config: Any = None, config_params: Any = None)
         ConfigError: It is missing, given twice or not JSON.
     """
     given = config if config is not None else config_params
-    in_args = getattr(args, "deepspeed_config", None)
+    in_args = next((getattr(args, n) for n in _IN_ARGS if getattr(args, n, None) is not None), None)
     if in_args is not None and given is not None:
         raise ConfigError(
             "config", str(in_args), "it is given in args and as a parameter", "Give it once"
@@ -236,12 +237,15 @@ def _without_compiled_optimizer(config: dict[str, Any], optimizer: Any) -> dict[
         or offloads(zero_section(config))
         or str(chosen.get("type", "")).lower() not in ("adam", "adamw")
         or "torch_adam" in parameters
-        or parameters.get("bias_correction") is False  # torch's has no such choice
+        # torch's has no such choices
+        or parameters.get("bias_correction") is False
+        or parameters.get("set_grad_none") is False
     ):
         return config
     config = copy.deepcopy(config)
     parameters = config["optimizer"].setdefault("params", {})
-    parameters.pop("bias_correction", None)
+    for name in ("bias_correction", "set_grad_none"):
+        parameters.pop(name, None)
     parameters.setdefault("weight_decay", 0.0)  # FusedAdam's default; torch's AdamW has another
     parameters["torch_adam"] = True
     if dist.get_rank() == 0:
@@ -250,10 +254,11 @@ def _without_compiled_optimizer(config: dict[str, Any], optimizer: Any) -> dict[
 
 
 def _without_config(args: Any) -> Any:
-    if getattr(args, "deepspeed_config", None) is None:
-        return args
-    args = copy.copy(args)
-    args.deepspeed_config = None
+    given = [name for name in _IN_ARGS if getattr(args, name, None) is not None]
+    if given:
+        args = copy.copy(args)
+    for name in given:
+        setattr(args, name, None)
     return args
 
 

@@ -124,6 +124,9 @@ def initialize(
             watchdog.release(farewell=False)
         raise
     result[0].watchdog = watchdog
+    given = config if config is not None else config_params
+    if result[0].config == given:
+        result[0].config = given  # as with DeepSpeed the caller's own, where nothing was filled in
     return result
 
 

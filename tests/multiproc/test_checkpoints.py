@@ -80,6 +80,15 @@ def test_the_pipelines_layer_files_hold_the_exported_weights(run, saved):
 
 
 @pytest.mark.world_size(2)
+def test_a_client_state_that_cannot_be_kept_is_refused_by_all_ranks(run, tmp_path):
+    told = run("refuse_states", "run:moe", folder=tmp_path)
+    for rank in range(2):
+        keys = ["client_state['universal_checkpoint_info']", "client_state['own']"]
+        assert told.result(rank)["run:moe"] == keys
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["good", "latest"]
+
+
+@pytest.mark.world_size(2)
 def test_a_checkpoint_of_another_topology_is_refused_naming_both(run):
     refused = run("refuse", "pipeline:1", "1:3", "1:pipeline", "pipeline:pipemare")
     for rank in range(2):
@@ -88,6 +97,7 @@ def test_a_checkpoint_of_another_topology_is_refused_naming_both(run):
         assert "pipe 2" in pipeline_to_data["reason"]
         assert "pipe 1" in pipeline_to_data["reason"]
         assert "zero_stage 1" in zero_1_to_3["reason"]
+        assert "ZeRORuntimeException" in zero_1_to_3["kinds"]  # what stock DeepSpeed raises
         assert "zero_stage 3" in zero_1_to_3["reason"]
         assert "pipe 1" in data_to_pipeline["reason"]
         assert "wavemare.universal" in data_to_pipeline["remedy"]

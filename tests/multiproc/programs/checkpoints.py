@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import deepspeed
+import pytest
 import torch
 from common import (
     HIDDEN,
@@ -20,6 +21,7 @@ from common import (
     token_batches,
     weights_digest,
 )
+from deepspeed import comm as dist
 from deepspeed.moe.layer import MoE
 
 import wavemare
@@ -116,8 +118,23 @@ def refuse(folder, case, action=load):
     try:
         action(folder, case)
     except wavemare.errors.CheckpointError as error:
-        return {"key": error.key, "reason": error.reason, "remedy": error.remedy}
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        return {"kinds": kinds, "key": error.key, "reason": error.reason, "remedy": error.remedy}
     return {}
+
+
+def refuse_states(folder, case):
+    """Save client states that cannot be kept, one of them on rank 1 alone, and then a sound one."""
+    engine = build(wavemare.initialize, case)
+    with pytest.raises(ValueError, match="save_dir"):
+        engine.save_checkpoint(None)
+    told = []
+    for state in ({"universal_checkpoint_info": {}}, {"own": Path} if dist.get_rank() else {}):
+        with pytest.raises(wavemare.errors.CheckpointError) as caught:
+            engine.save_checkpoint(str(folder), "bad", state)
+        told.append(caught.value.key)
+    engine.save_checkpoint(str(folder), "good", {"step": 3})
+    return told
 
 
 def again(folder, case):
@@ -136,6 +153,7 @@ if __name__ == "__main__":
         "refuse": refuse,
         "refuse_universal": lambda where, case: refuse(where, case, universal),
         "again": again,
+        "refuse_states": refuse_states,
     }
     leave(
         {case: actions[action](folder / case.split(":")[0], case.split(":")[-1]) for case in cases}

@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """What torch.save writes, with a checksum, from a copy, and read without running code."""
 
+import argparse
+import datetime
 import io
 import json
 import os
 import pickle
+import random
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -20,6 +26,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from wavemare.engine.checkpoint_files import (
     CheckpointFiles,
     RankFiles,
+    check_client_state,
     read_file,
     safe_loading,
     write_file,
@@ -269,3 +276,54 @@ def test_no_other_attribute_is_looked_up(tmp_path, kind, name):
     torch.save({"zero_stage": ByGetattr(kind, name)}, path)
     with pytest.raises(CheckpointError, match=r"read safely.*getattr"):
         read_file(path)
+
+
+CLIENT_STATES = [
+    {
+        "loss": np.float32(0.5),
+        "count": np.int64(3),
+        "flag": np.bool_(True),
+        "big": np.float64(1e300),
+    },
+    {
+        "array": np.arange(6.0).reshape(2, 3),
+        "halves": np.ones(2, np.float16),
+        "names": np.array(["a"]),
+    },
+    {"random": random.getstate(), "numpy": np.random.get_state()},
+    {"bits": np.random.default_rng(1).bit_generator.state, "torch": torch.get_rng_state()},
+    {"args": argparse.Namespace(lr=0.1, out=Path("a/b")), "more": SimpleNamespace(x=[1])},
+    {"at": datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC), "for": datetime.timedelta(3)},
+    {"counts": Counter("aab"), "order": OrderedDict(b=1), "set": {1, 2}},
+]
+
+
+@pytest.mark.parametrize("state", CLIENT_STATES)
+def test_what_a_client_keeps_comes_back(tmp_path, state):
+    check_client_state(state)
+    write_file(state, str(tmp_path / "x.pt"))
+    found = read_file(tmp_path / "x.pt")
+    assert repr(found) == repr(state)
+
+
+@dataclass
+class Progress:
+    epoch: int
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ([Progress(3)], "Progress"),
+        (defaultdict(int, a=1), "collections.defaultdict"),
+        (np.random.default_rng(1), "numpy.random"),
+        (np.array([Progress(3)]), "Progress"),
+        (lambda: 3, "pickle"),
+        (threading.Lock(), "pickle"),
+    ],
+)
+def test_what_would_not_come_back_is_refused_by_its_key(value, said):
+    with pytest.raises(CheckpointError, match=said) as caught:
+        check_client_state({"fine": 3, "own": value})
+    assert caught.value.key == "client_state['own']"
+    assert "add_safe_globals" in caught.value.remedy

@@ -4,6 +4,7 @@
 import base64
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
@@ -17,6 +18,7 @@ from wavemare.engine.config import (
     load_config,
     misplaced_keys,
 )
+from wavemare.engine.initialize import read_config
 from wavemare.errors import ConfigError
 
 
@@ -255,3 +257,24 @@ def test_keys_that_deepspeed_ignores_are_reported():
 )
 def test_valid_deepspeed_keys_are_not_reported(key):
     assert misplaced_keys({key: {}}) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ({"zero_optimization": {"stage": "1"}}, {"zero_optimization": {"stage": 1}}),
+        ({"train_batch_size": 2.0}, {"train_batch_size": 2}),
+        ({"optimizer": {"type": "Adam", "params": None}}, {"optimizer": {"type": "Adam"}}),
+    ],
+)
+def test_what_deepspeed_takes_in_two_spellings_is_taken(given, read):
+    assert load_config(given) == read
+
+
+@pytest.mark.parametrize("name", ["deepspeed_config", "deepscale_config"])
+def test_the_configuration_is_found_in_args_by_both_names(name):
+    assert read_config(SimpleNamespace(**{name: {"train_batch_size": 2}})) == {
+        "train_batch_size": 2
+    }
+    with pytest.raises(ConfigError, match="given in args and as a parameter"):
+        read_config(SimpleNamespace(**{name: {}}), {})

@@ -47,7 +47,7 @@ def adam(kind="AdamW", **parameters):
 
 @pytest.mark.parametrize("kind", ["Adam", "AdamW", "adamw"])
 def test_torch_steps_with_the_defaults_of_the_optimizer_that_it_replaces(given, kind):
-    config = adam(kind, lr=0.1, bias_correction=True)
+    config = adam(kind, lr=0.1, bias_correction=True, set_grad_none=True)
     parameters = given(config)["optimizer"]["params"]
     assert parameters.pop("torch_adam") is True
     fused = inspect.signature(FusedAdam).parameters
@@ -55,7 +55,9 @@ def test_torch_steps_with_the_defaults_of_the_optimizer_that_it_replaces(given, 
     group = torch.optim.AdamW([weight], **parameters).param_groups[0]
     for name in ("weight_decay", "betas", "eps", "amsgrad"):
         assert group[name] == fused[name].default, name
-    assert config == adam(kind, lr=0.1, bias_correction=True)  # the caller's own
+    assert config == adam(
+        kind, lr=0.1, bias_correction=True, set_grad_none=True
+    )  # the caller's own
 
 
 def test_nothing_is_offloaded_to_no_device(given):
@@ -68,8 +70,10 @@ def test_nothing_is_offloaded_to_no_device(given):
     [
         adam(torch_adam=False),
         adam(bias_correction=False),
+        adam(set_grad_none=False),
         adam("Lamb"),
         {**adam(), "zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+        {**adam(), "zero_optimization": {"cpu_offload": True}},
         {},
     ],
 )
