@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from wavemare.comm.statistics import Statistics
+from wavemare.comm.waits import joining
 from wavemare.errors import CommError
 
 __all__ = ["CollectiveThread", "Handle"]
@@ -19,12 +20,16 @@ __all__ = ["CollectiveThread", "Handle"]
 class Handle:
     """A collective under way.
 
+    Args:
+        thread: Runs it.
+
     Attributes:
         stats: What it did; complete after `wait`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, thread: threading.Thread | None = None) -> None:
         self.stats = Statistics()
+        self._thread = thread
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self._result: Any = None
@@ -47,7 +52,8 @@ class Handle:
         Raises:
             CommError: A peer was lost, or the ranks have not called the same collective.
         """
-        self._ended.wait()
+        with joining(self._thread):
+            self._ended.wait()
         if self._error is not None:
             raise self._error
         if self._device_end is not None:
@@ -117,7 +123,7 @@ class CollectiveThread:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
-        handle = Handle()
+        handle = Handle(self._thread)
         ready = None
         if device.type == "cuda":
             ready = torch.cuda.Event()
@@ -130,7 +136,8 @@ class CollectiveThread:
         self._closed = True
         if self._thread is not None:
             self._queue.put(None)
-            self._thread.join()
+            with joining(self._thread):
+                self._thread.join()
             self._thread = None
 
     def _run(self) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 
 from deepspeed import comm as dist
 
+from wavemare.comm.waits import joining, waiting
 from wavemare.engine.checkpoint_files import RankFiles
 from wavemare.engine.file_records import FileRecord, checksum
 from wavemare.engine.manifest import MANIFEST, keep_last
@@ -168,7 +169,8 @@ class BackgroundSave:
 
     def fails_within(self, seconds: float) -> bool:
         """Wait so long at most; return whether it has ended with an error."""
-        self._thread.join(seconds)
+        with joining(self._thread):
+            self._thread.join(seconds)
         return self.has_failed
 
     def wait(self) -> None:
@@ -179,7 +181,8 @@ class BackgroundSave:
         """
         if self._thread.is_alive():
             logger.debug("waiting until checkpoint %s is written", self.tag)
-            self._thread.join()
+            with joining(self._thread):
+                self._thread.join()
         if self._error is not None:
             raise self._error
 
@@ -251,6 +254,7 @@ class StoreMeeting:
             lines = self._store.get(key).splitlines()
         yield from (value for _, value in sorted(map(json.loads, lines), key=itemgetter(0)))
 
+    @waiting("a checkpoint's other ranks")
     def _await(self, arrived: str, complete: str) -> None:
         # Not store.wait, which would keep other threads from the store all the while.
         began = now = time.monotonic()

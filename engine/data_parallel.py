@@ -104,11 +104,8 @@ class Engine(ColocatedHeads, EngineMixin, deepspeed.DeepSpeedEngine):
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Run DeepSpeed's optimizer step, if this micro-batch is the last of one."""
-        before = self.global_steps
         with PROGRESS.doing("step"):
             super().step(*args, **kwargs)
-        if self.global_steps > before:
-            PROGRESS.end_step()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss for a ``backward()`` of its own, scaled and weighted."""

@@ -139,9 +139,9 @@ class Interruption:
         # step, no rank finishes one beyond step + lead, by the meaning of lead. With an
         # accelerator, a rank may ask about one step more than it has finished (see _Pace). So up to
         # then all have asked about step + lead + pace.ahead at most, one less than what is
-        # chosen. And rank 0 begins its next step only when the store holds the number: `compare_set`
-        # waits for the reply, whereas `set` may return while the number is on its way. Nor does it
-        # change a number that an attempt has left whose reply was lost.
+        # chosen. And rank 0 begins its next step only when the store holds the number:
+        # `compare_set` waits for the reply, whereas `set` may return while the number is on its
+        # way. Nor does it change a number that an attempt has left whose reply was lost.
         if not self._signalled and not self._store.check([_ASKED]):
             return None
         stop_at = str(step + self._lead + self._pace.ahead + 1)

@@ -74,7 +74,7 @@ class EngineMixin(CheckpointMixin):
             check_checksums(sections.guard, staged=staged, sparse=mode != "off")
         if sections is not None and sections.sparse_collective.mode != "off":
             self._sparse = attach_sparse_gradients(
-                self, sections.sparse_collective, sections.watchdog.timeout_s
+                self, sections.sparse_collective, sections.watchdog.collective_timeout_s
             )
 
         if sections is not None:
@@ -113,18 +113,18 @@ class EngineMixin(CheckpointMixin):
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
         """Save as `CheckpointMixin.save_checkpoint`."""
-        with PROGRESS.doing("save_checkpoint", long=True):
+        with PROGRESS.doing("save_checkpoint"):
             return super().save_checkpoint(*args, **kwargs)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, Any]:
         """Load as `CheckpointMixin.load_checkpoint`."""
-        with PROGRESS.doing("load_checkpoint", long=True):
+        with PROGRESS.doing("load_checkpoint"):
             return super().load_checkpoint(*args, **kwargs)
 
     def finish_saving(self) -> None:
         """Wait as `CheckpointMixin.finish_saving`."""
         waits = self._writing is not None  # else no news: an engine may be collected in any thread
-        with PROGRESS.doing("finish_saving", long=True) if waits else nullcontext():
+        with PROGRESS.doing("finish_saving") if waits else nullcontext():
             super().finish_saving()
 
     def zero_allow_untested_optimizer(self) -> bool:
@@ -140,7 +140,6 @@ class EngineMixin(CheckpointMixin):
         PROGRESS.begin_step(engine.global_steps + 1)
         with PROGRESS.doing("train_batch"), naming_ids(engine.module):
             yield
-        PROGRESS.end_step()
 
     def buffered_allreduce_fallback(self, grads: Any = None, *args: Any, **kwargs: Any) -> None:
         """Reduce gradients as DeepSpeed's method of that name, or by the sparse collective."""

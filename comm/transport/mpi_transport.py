@@ -12,6 +12,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from wavemare.comm.transport.base import Transport, as_bytes, pieces
+from wavemare.comm.waits import waiting
 from wavemare.errors import CommError
 
 __all__ = ["MpiTransport"]
@@ -105,6 +106,7 @@ class MpiTransport(Transport):
         """The communicator."""
         return self._comm
 
+    @waiting("messages over MPI")
     def finish(
         self, requests: list[MPI.Request], peers: Sequence[int], sizes: Sequence[int | None] = ()
     ) -> MPI.Status:

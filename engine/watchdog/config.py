@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The section ``watchdog``: when silence counts as failure."""
+"""The section ``watchdog``: when waiting counts as failure."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from wavemare.section import Section
 __all__ = ["WatchdogConfig"]
 
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_WEEK_S = 7 * 24 * 3600.0
 
 
 class WatchdogConfig(Section):
-    """When silence counts as failure."""
+    """When waiting counts as failure."""
 
     enabled: bool = True
-    """Whether a rank that no longer moves ends the run."""
+    """Whether ranks that wait for a lost one, or all for each other, end the run."""
 
-    timeout_s: _Seconds = 300.0
-    """Seconds in which a rank finishes the action it is in, or a peer answers a sparse
-    collective."""
-
-    start_timeout_s: _Seconds = 1800.0
-    """The same for what takes long once: building the engine, the first step, saving and loading
-    a checkpoint."""
+    timeout_s: _Seconds = 600.0
+    """Seconds for which ranks wait before the run is ended; one that computes is never ended.
+    Without the watchdog: seconds in which a peer answers a sparse collective."""
 
     folder: str = "wavemare-watchdog"
     """Where every rank writes what it was doing when the run is ended; recipes: ``watchdog`` in
     the run folder."""
+
+    @property
+    def collective_timeout_s(self) -> float:
+        """Seconds after which a collective fails by itself, though its peers may only compute."""
+        return _WEEK_S if self.enabled else self.timeout_s

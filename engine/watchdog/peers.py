@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from wavemare.engine.job_environment import own_address
-from wavemare.engine.watchdog.standing import Absent, Whereabouts
+from wavemare.engine.watchdog.status import PeerAddress, UnreachablePeer
 from wavemare.errors import LaunchError
 
 __all__ = ["LOOPBACK", "ask", "ask_all", "listening_socket", "reachable_address", "serve"]
@@ -92,17 +92,19 @@ async def serve(listener: socket.socket, token: Callable[[], str], answer: Answe
     return await asyncio.start_server(begin, sock=listener, limit=_LIMIT)
 
 
-async def ask(of: Whereabouts, token: str, request: dict[str, Any]) -> dict[str, Any] | Absent:
+async def ask(
+    of: PeerAddress, token: str, request: dict[str, Any]
+) -> dict[str, Any] | UnreachablePeer:
     """Return a rank's answer, or that it gave none within a moment."""
     try:
         return await asyncio.wait_for(_ask(of, token, request), _ANSWER_S)
     except (ConnectionError, EOFError):
-        return Absent(of, gone=True)
+        return UnreachablePeer(of, gone=True)
     except (OSError, TimeoutError, ValueError):
-        return Absent(of, gone=False)
+        return UnreachablePeer(of, gone=False)
 
 
-async def _ask(of: Whereabouts, token: str, request: dict[str, Any]) -> dict[str, Any]:
+async def _ask(of: PeerAddress, token: str, request: dict[str, Any]) -> dict[str, Any]:
     reader, writer = await asyncio.open_connection(of.address, of.port, limit=_LIMIT)
     try:
         writer.write(json.dumps({**request, "token": token}).encode() + b"\n")
@@ -116,12 +118,12 @@ async def _ask(of: Whereabouts, token: str, request: dict[str, Any]) -> dict[str
 
 
 async def ask_all(
-    ranks: Sequence[Whereabouts], token: str, request: dict[str, Any]
-) -> list[dict[str, Any] | Absent]:
+    ranks: Sequence[PeerAddress], token: str, request: dict[str, Any]
+) -> list[dict[str, Any] | UnreachablePeer]:
     """Ask many ranks, some at a time; the answers are in the order of the ranks."""
     turns = asyncio.Semaphore(_AT_ONCE)
 
-    async def one(of: Whereabouts) -> dict[str, Any] | Absent:
+    async def one(of: PeerAddress) -> dict[str, Any] | UnreachablePeer:
         async with turns:
             return await ask(of, token, request)
 

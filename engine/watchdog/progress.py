@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from wavemare.comm.waits import Wait, wait_of
 from wavemare.pipeline.action import Action
 
 __all__ = ["PROGRESS", "Followed", "Follower", "Place", "Progress"]
@@ -23,17 +23,13 @@ class Place:
 
     Args:
         what: In words, an action of the plan or an instruction of DeepSpeed's.
-        since: Of the clock of its `Progress`.
         peer: The rank whose message it sends or receives, if it does.
         outside: Whether it is in no call to an engine.
-        long: Whether it is something that takes long once.
     """
 
     what: object
-    since: float
     peer: int | None = None
     outside: bool = False
-    long: bool = False
 
     def __str__(self) -> str:
         if isinstance(self.what, Action):
@@ -58,9 +54,6 @@ class Follower(Protocol):
 class Progress:
     """Written by the thread that trains, read by others; every write replaces one reference.
 
-    Args:
-        clock: Returns seconds.
-
     Attributes:
         place: Where the process is.
         finished: What it finished last.
@@ -72,9 +65,8 @@ class Progress:
         follower: Is told at once, by that thread; None if nobody wants to know.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.clock = clock
-        self.place = Place(_OUTSIDE, clock(), outside=True)
+    def __init__(self) -> None:
+        self.place = Place(_OUTSIDE, outside=True)
         self.finished: object = "nothing"
         self.broken: Place | None = None
         self.step = 0
@@ -82,20 +74,17 @@ class Progress:
         self.position = 0
         self.thread = threading.main_thread().ident
         self.follower: Follower | None = None
-        self._steps = 0
-        self._pardoned: tuple[Place, float] = (self.place, 0.0)
 
     @contextmanager
-    def doing(self, what: str, *, long: bool = False) -> Iterator[None]:
+    def doing(self, what: str) -> Iterator[None]:
         """Say what is done inside; afterwards it is again what it was before.
 
         Args:
             what: In words.
-            long: Whether it may take ``start_timeout_s``. All may before the first step's end.
         """
         outer = self.place
         self.thread = threading.get_ident()
-        self.place = Place(what, self.clock(), long=outer.long or long)
+        self.place = Place(what)
         if self.follower is not None:
             self.follower.enter(what)
         try:
@@ -105,7 +94,7 @@ class Progress:
             self.broken = self.broken or self.place
             raise
         finally:
-            self.place = replace(outer, since=self.clock())
+            self.place = outer
             if self.follower is not None:
                 self.follower.leave()
 
@@ -124,7 +113,7 @@ class Progress:
         place = self.place
         if not place.outside:
             self.finished = place
-        self.place = Place(what, self.clock(), peer, long=place.long)
+        self.place = Place(what, peer)
         if self.follower is not None:
             self.follower.at(what)
 
@@ -134,25 +123,10 @@ class Progress:
         self.plan = ()
         self.broken = None
 
-    def end_step(self) -> None:
-        """Note that an optimizer step has ended, after which nothing new is compiled."""
-        self._steps += 1
-
     @property
-    def age_s(self) -> float:
-        """Seconds in which the process could have moved, and is still in its present place."""
-        place, (pardoned, seconds) = self.place, self._pardoned
-        return self.clock() - place.since - (seconds if pardoned is place else 0.0)
-
-    def pardon(self, seconds: float) -> None:
-        """Do not count the last so many seconds: nothing could move in them."""
-        place, (pardoned, before) = self.place, self._pardoned
-        seconds = min(seconds, self.clock() - place.since)
-        self._pardoned = (place, seconds + (before if pardoned is place else 0.0))
-
-    def patience(self, timeout_s: float, start_timeout_s: float) -> float:
-        """Return the seconds that the present place may take."""
-        return start_timeout_s if self.place.long or not self._steps else timeout_s
+    def wait(self) -> Wait | None:
+        """What the thread that trains waits for; None if it computes."""
+        return wait_of(self.thread)
 
 
 class Followed:

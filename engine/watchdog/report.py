@@ -10,7 +10,7 @@ import traceback
 from pathlib import Path
 
 from wavemare.engine.watchdog.progress import Progress
-from wavemare.engine.watchdog.standing import Standing, Whereabouts
+from wavemare.engine.watchdog.status import PeerAddress, RankStatus
 
 __all__ = ["report_text", "write_report"]
 
@@ -19,7 +19,7 @@ _PER_LINE = 8
 
 
 def write_report(
-    folder: str, where: Whereabouts, standing: Standing, progress: Progress, headline: str
+    folder: str, where: PeerAddress, status: RankStatus, progress: Progress, headline: str
 ) -> str | None:
     """Write ``rank_NNNNN.txt``.
 
@@ -29,20 +29,20 @@ def write_report(
     file = Path(folder) / f"rank_{where.rank:05d}.txt"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(report_text(where, standing, progress, headline), encoding="utf-8")
+        file.write_text(report_text(where, status, progress, headline), encoding="utf-8")
     except OSError as error:
         return f"{where}: no report in {file} ({error.strerror})"
     return None
 
 
-def report_text(where: Whereabouts, standing: Standing, progress: Progress, headline: str) -> str:
+def report_text(where: PeerAddress, status: RankStatus, progress: Progress, headline: str) -> str:
     """Return place, last finished action, plan and the stacks of all threads."""
     stamp = time.strftime("%Y-%m-%d %H:%M:%S")
     lines = [
         f"{stamp} {where}",
         headline,
-        f"{standing}",
-        f"last finished: {standing.finished}",
+        f"{status}",
+        f"last finished: {status.finished}",
         *_grid(progress.plan, progress.position),
     ]
     names = {thread.ident: thread.name for thread in threading.enumerate()}

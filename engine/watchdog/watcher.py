@@ -14,17 +14,22 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import asdict, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-from wavemare.engine.launch import environment_rank
+from wavemare.comm.waits import Wait
+from wavemare.engine.launch import environment_rank, environment_world_size
 from wavemare.engine.leaving import leave_at_once
 from wavemare.engine.watchdog.config import WatchdogConfig
+from wavemare.engine.watchdog.diagnosis import Diagnosis, blame, diagnose
 from wavemare.engine.watchdog.farewell import Farewells
+from wavemare.engine.watchdog.marks import limit_collectives, mark_torch
 from wavemare.engine.watchdog.peers import (
     LOOPBACK,
     ask_all,
@@ -34,8 +39,7 @@ from wavemare.engine.watchdog.peers import (
 )
 from wavemare.engine.watchdog.progress import PROGRESS, Progress
 from wavemare.engine.watchdog.report import write_report
-from wavemare.engine.watchdog.standing import Absent, Standing, Whereabouts
-from wavemare.engine.watchdog.verdict import Verdict, blame, judge
+from wavemare.engine.watchdog.status import PeerAddress, RankStatus, UnreachablePeer
 from wavemare.processes import process_has_ended, process_state, this_machine
 
 __all__ = ["EXIT_CODE", "Watchdog", "current", "hold"]
@@ -46,10 +50,12 @@ EXIT_CODE = 124
 """Of a run that the watchdog ends, as that of ``timeout``."""
 
 _TICKS = 20
-_LONGEST_TICK_S = 1.0
-# Rank 0 asks first, and if it gets to a verdict, tells the others: N ranks that all ask all would
-# be N * N connections.
+_PAUSE_S = 1.0
+"""What a tick may be late: this process has been suspended for the rest."""
+_NEXT_S = 5.0
+"""For so long a rank waits before it asks the next one, and then between its questions."""
 _TURN_S, _LONGEST_TURN_S = 0.05, 2.0
+"""Rank 0 asks all others first, for the others: N ranks that ask all would be N * N questions."""
 # For the others' reports and the one summary, before a launcher ends the rest.
 _GRACE_S = 1.0
 # For telling the others; those not reached by then look for themselves.
@@ -58,12 +64,13 @@ _TELL_S = 4.0
 # has gone, a pipe that nobody reads.
 _LAST_S = 10.0
 _JOIN_S = 5.0
-_NEXT_S = 5.0
-"""For so long a rank waits before it asks for the next one, and asks again."""
 # A rank elsewhere that refuses is asked again after the one and before the other.
 _BLOCKED_S, _FORGET_S = 1.0, 15.0
-_PAUSE_S = 1.0
-"""A tick that comes so much too late: this process has been suspended."""
+
+_RUNS = ("R", "S", "D")
+"""States of a process that is not stopped and has not ended."""
+_SHOWN = 3
+"""Ranks of which the line tells that says who waits."""
 
 _KEY = "wavemare/watchdog"
 
@@ -121,11 +128,12 @@ os.register_at_fork(after_in_child=_forget_in_child)
 class Watchdog:
     """Watches this process, and asks the watchdogs of the others before it ends the run.
 
-    A process that has been in one place (`Progress`) for longer than it may is either stuck or
-    waits for one that is. So its watchdog asks all others where they stand: if one of them moves,
-    the run is slow, not stuck. Otherwise every rank writes a report, one prints whom to blame
-    (`judge`), and all end with `EXIT_CODE`. The watchdogs' sockets are their own: they answer while
-    the training thread waits in a collective, also if rank 0 and its store have gone.
+    Only waits that are marked (`wavemare.comm.waits`) count: a process that computes, loads or
+    writes is never ended. Every rank that waits looks whether the next one was killed. One that
+    has waited for ``timeout_s`` asks all others: if all wait as long, or have gone, every rank
+    writes a report, one prints why (`diagnose`), and all end with `EXIT_CODE`; else one line says
+    who waits for whom. The watchdogs' sockets are their own: they answer while the training thread
+    waits in a collective, also if rank 0 and its store have gone.
 
     Args:
         config: The section ``watchdog``.
@@ -134,6 +142,8 @@ class Watchdog:
         force: Ends it in any case; for tests.
         machine: Of `this_machine`; for tests.
         last_s: Seconds after which ``force`` is called.
+        clock: Returns seconds.
+        longest_tick_s: The most seconds between two looks.
     """
 
     def __init__(
@@ -144,6 +154,8 @@ class Watchdog:
         force: Callable[[int], Any] = os._exit,
         machine: str | None = None,
         last_s: float = _LAST_S,
+        clock: Callable[[], float] = time.monotonic,
+        longest_tick_s: float = 1.0,
     ) -> None:
         self.config = config
         self.progress = progress
@@ -154,17 +166,24 @@ class Watchdog:
         rank = environment_rank()
         host, port = socket.gethostname(), int(self._listener.getsockname()[1])
         machine = this_machine() if machine is None else machine
-        self._me = Whereabouts(rank, host, os.getpid(), LOOPBACK, port, machine)
-        self._ranks: list[Whereabouts] = [self._me]
+        self._me = PeerAddress(rank, host, os.getpid(), LOOPBACK, port, machine)
+        self._ranks: list[PeerAddress] = [self._me]
         self._token = ""
         self._farewells: Farewells | None = None
-        self._moves_until: dict[int, float] = {}
-        self._reached: set[Whereabouts] = set()
-        self._refused: dict[Whereabouts, float] = {}
-        self._next_ask = 0.0
+        self._clock = clock
+        self._tick_s = min(config.timeout_s / _TICKS, longest_tick_s)
+        self._wait: Wait | None = None
+        self._waited_s = 0.0
+        self._told_s = 0.0
+        self._reached: set[PeerAddress] = set()
+        self._silent: dict[PeerAddress, tuple[float, UnreachablePeer]] = {}
+        self._refused: dict[PeerAddress, float] = {}
+        self._next_ask = self._next_inquiry = 0.0
+        self._met = False
+        self._limits: dict[str, timedelta] = {}
         self._ended = False
         self._holders = 0
-        self._seen = self.progress.clock()
+        self._seen = clock()
         # What is under way when it ends is cancelled, such as a question of another rank.
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self._loop = self._runner.get_loop()
@@ -179,7 +198,8 @@ class Watchdog:
             other.stop()
         _running.append(self)
         self._holders = 1
-        self._seen = self.progress.clock()
+        self._seen = self._clock()
+        mark_torch()
         self._thread.start()
         atexit.register(self._at_exit)
         return self
@@ -212,10 +232,16 @@ class Watchdog:
         store.set(places[rank], json.dumps(told))
         found = [json.loads(text) for text in store.multi_get(places)]  # waits for all
         known = {each["known"] for each in found}
-        self._ranks = [Whereabouts(**each["where"]) for each in found]
+        self._ranks = [PeerAddress(**each["where"]) for each in found]
         # One that all know goes on: a rank that is still here would not be answered with another.
         self._token = known.pop() if len(known) == 1 and "" not in known else found[0]["token"]
         self._farewells = Farewells(store, self._token)
+        self._met = True
+        self.let_collectives_wait()
+
+    def let_collectives_wait(self) -> None:
+        """Let no collective fail because a peer computes for long: this watchdog sees to it."""
+        limit_collectives(self._limits, self.config.collective_timeout_s)
 
     def release(self, *, farewell: bool = True) -> None:
         """Give back what `hold` has returned; the last one stops it, unless it is ending the run.
@@ -236,6 +262,7 @@ class Watchdog:
         """Stop watching, whoever holds it; waits for the thread."""
         if self in _running:
             _running.remove(self)
+            limit_collectives(self._limits, None)
         atexit.unregister(self._at_exit)
         self._last.cancel()
         if self._thread.is_alive():
@@ -249,104 +276,135 @@ class Watchdog:
 
     async def _watch(self) -> None:
         server = await serve(self._listener, lambda: self._token, self._answer)
-        tick = min(self.config.timeout_s / _TICKS, _LONGEST_TICK_S)
+        look = asyncio.create_task(self._look())
         try:
             while not self._stop.is_set():
-                late = self.progress.clock() - self._seen - tick
-                if late > _PAUSE_S:
-                    # With all its ranks, perhaps: schedulers do so, and a machine's host.
-                    self.progress.pardon(late)
-                try:
-                    await self._look()
-                except Exception:
-                    logger.exception("the watchdog could not look")  # and goes on
-                self._seen = self.progress.clock()
+                self._count()
+                if look.done():
+                    look = asyncio.create_task(self._look())
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._stop.wait(), tick)
+                    await asyncio.wait_for(self._stop.wait(), self._tick_s)
         finally:
+            look.cancel()
             server.close()
             await server.wait_closed()
 
     # --- watching -------------------------------------------------------------------------------
 
-    def _standing(self) -> Standing:
-        return Standing.of(self._me.rank, self.progress, self.config)
+    def _count(self) -> None:
+        """Count the seconds of a wait, but not those in which this process was suspended."""
+        now, wait = self._clock(), self.progress.wait
+        if wait is not self._wait:
+            self._wait, self._waited_s, self._told_s = wait, 0.0, 0.0
+        elif wait is not None:
+            self._waited_s += min(now - self._seen, self._tick_s + _PAUSE_S)
+        self._seen = now
 
-    @property
-    def _is_stuck(self) -> bool:
-        config = self.config
-        patience = self.progress.patience(config.timeout_s, config.start_timeout_s)
-        return not self.progress.place.outside and self.progress.age_s >= patience
+    def _status(self) -> RankStatus:
+        waited_s = self._waited_s if self.progress.wait is self._wait else 0.0
+        return RankStatus.of(self._me.rank, self.progress, waited_s)
 
     async def _look(self) -> None:
-        if self._ended:
-            return
-        if not self._is_stuck:
-            await self._look_for_next()
-            return
-        await asyncio.sleep(min(self._me.rank * _TURN_S, _LONGEST_TURN_S))
-        if not self._is_stuck or self._ended:
-            return
-        standings, absent = await self._inquire()
-        own = self._standing()
-        standings.append(own)
-        if self._moved_lately(standings, absent):
-            return
-        verdict = judge(standings, absent)
-        if verdict is None or self._ended:
-            return
-        headline = (
-            f"rank {own.rank} has not moved for {own.age_s:.0f} s "
-            f"(wavemare.watchdog allows {own.patience_s:g} s)"
-            f"{', and no other rank has' if len(self._ranks) > 1 else ''}"
-        )
-        await self._end(verdict, standings, absent, headline)
+        try:
+            if not self._ended:
+                await self._look_at_next()
+            if not self._ended and self._waited_s >= self.config.timeout_s:
+                await self._look_at_all()
+        except Exception:
+            logger.exception("the watchdog could not look")  # and goes on
 
-    async def _look_for_next(self) -> None:
-        """Look whether the next rank has been killed, if this one seems to have waited for seconds.
+    async def _look_at_next(self) -> None:
+        """Look whether the next rank has been killed, if this one has waited for seconds.
 
         gloo does not notice the end of a rank that has sent a part of a message, and waits on.
         Each rank looks for one other, so that in a long step nobody is asked by all.
         """
-        ranks = self._ranks  # which `meet` replaces
-        following = ranks[(self._me.rank + 1) % len(ranks)]
-        if following == self._me or self.progress.clock() < self._next_ask:
+        following, limit, now = self._next, self.config.timeout_s, self._clock()
+        if following is None or now < self._next_ask:
             return
         # Once in any case: of ranks elsewhere, only those reached before are known to have ended.
-        if following in self._reached and not self._waits_long:
+        if following in self._reached and self._waited_s < min(_NEXT_S, limit / 2):
             return
-        self._next_ask = self.progress.clock() + _NEXT_S
-        if not await self._find_ended([following]):
+        self._next_ask = now + min(_NEXT_S, limit / 4)
+        if not await self._find_ended([following]) or self._waited_s < _NEXT_S:
             return
-        standings, absent = await self._inquire()
-        lost = [each for each in absent if each.of == following and each.is_unexplained]
-        if not lost or not self._waits_long or self._ended:
+        statuses, unreachable = await self._inquire()
+        lost = [each for each in unreachable if each.of == following and each.is_unexplained]
+        if not lost or self._waited_s < _NEXT_S or self._ended:
             return  # that one has said why, or this one goes on or ends by itself
-        standings.append(own := self._standing())
-        headline = f"rank {own.rank} has not moved for {own.age_s:.0f} s, and {following} has ended"
-        await self._end(blame(lost), standings, absent, headline)
+        statuses.append(own := self._status())
+        headline = f"rank {own.rank} has waited for {own.waited_s:.0f} s, and {following} has ended"
+        await self._end(blame(lost), statuses, unreachable, headline)
+
+    async def _look_at_all(self) -> None:
+        """Look whether any rank goes on, unless one before this rank does so."""
+        limit, following = self.config.timeout_s, self._next
+        if not self._met and environment_world_size() > 1:
+            return self._tell([])  # it knows no others yet
+        await asyncio.sleep(min(self._me.rank * _TURN_S, _LONGEST_TURN_S))
+        if self._clock() < self._next_inquiry and not self._is_lost(following):
+            return None
+        statuses, unreachable = await self._inquire(by=self._me.rank)
+        self._next_inquiry = self._clock() + min(_NEXT_S, limit / 4)
+        statuses.append(own := self._status())
+        lost = [each.of for each in unreachable if self._is_lost(each.of)]
+        diagnosis = diagnose(statuses, unreachable, lost, limit)
+        if diagnosis is None or self._ended:
+            computing = [f"{self._ranks[each.rank]} {each}" for each in statuses if not each.wait]
+            return self._tell([*computing, *(f"{each.of} {each}" for each in unreachable)])
+        headline = (
+            f"rank {own.rank} has waited for {own.waited_s:.0f} s (wavemare.watchdog.timeout_s is "
+            f"{limit:g}), and no rank goes on"
+        )
+        return await self._end(diagnosis, statuses, unreachable, headline)
+
+    def _tell(self, others: Sequence[str]) -> None:
+        """Say that this rank waits and what others do: at ``timeout_s``, and each time doubled."""
+        if self._waited_s >= 2 * self._told_s:
+            self._told_s = self._waited_s
+            more = (
+                [f"{len(others) - _SHOWN} more ranks do not wait"] if len(others) > _SHOWN else []
+            )
+            told = "; ".join([f"{self._me} {self._status()}", *others[:_SHOWN], *more])
+            print(f"watchdog: {told}; the run goes on", file=sys.__stderr__, flush=True)
 
     @property
-    def _waits_long(self) -> bool:
-        own = self.progress
-        patience = own.patience(self.config.timeout_s, self.config.start_timeout_s)
-        # Not with an answer to wait for when all are to be asked.
-        now = not own.place.outside and _NEXT_S < own.age_s < patience - _NEXT_S
-        return now and self._standing().waits
+    def _next(self) -> PeerAddress | None:
+        """The rank after this one, which it looks after; None if there is none."""
+        following = self._ranks[(self._me.rank + 1) % len(self._ranks)]  # `meet` replaces the list
+        return following if following != self._me else None
 
-    async def _find_ended(self, where: Sequence[Whereabouts]) -> set[int]:
+    def _is_lost(self, of: PeerAddress | None) -> bool:
+        """Whether a rank that once answered has not done so for long."""
+        if of is None or of not in self._reached or of not in self._silent:
+            return False
+        if of.machine == self._me.machine and process_state(of.pid) in _RUNS:
+            return False  # it computes, and does not give way to its watchdog
+        return self._clock() - self._silent[of][0] >= self.config.timeout_s / 2
+
+    async def _find_ended(self, where: Sequence[PeerAddress]) -> set[int]:
         """Return those of some ranks whose processes have certainly ended."""
-        answers = await ask_all(where, self._token, {"ask": "standing"})
-        found = set()
-        for of, answer in zip(where, answers, strict=True):
-            if not isinstance(answer, Absent):
-                self._reached.add(of)
-                self._refused.pop(of, None)
-            elif answer.gone and self._is_certain(of):
-                found.add(of.rank)
-        return found
+        answers = await self._ask(where, {"ask": "status"})
+        gone = [
+            answer.of for answer in answers if isinstance(answer, UnreachablePeer) and answer.gone
+        ]
+        return {of.rank for of in gone if self._is_certain(of)}
 
-    def _is_certain(self, of: Whereabouts) -> bool:
+    async def _ask(self, where: Sequence[PeerAddress], request: dict[str, Any]) -> list[Any]:
+        """Ask some ranks, and note who answers."""
+        now = self._clock()
+        answers = await ask_all(where, self._token, request)
+        for of, answer in zip(where, answers, strict=True):
+            if isinstance(answer, UnreachablePeer):
+                since, _ = self._silent.get(of, (now, None))
+                self._silent[of] = since, answer
+            else:
+                self._reached.add(of)
+                self._silent.pop(of, None)
+                self._refused.pop(of, None)
+        return answers
+
+    def _is_certain(self, of: PeerAddress) -> bool:
         """Whether a rank at whose socket nobody listens has ended.
 
         On this machine it has no process. Elsewhere it has answered before, and refuses for a
@@ -356,36 +414,33 @@ class Watchdog:
             return process_has_ended(of.pid)
         if of not in self._reached:
             return False
-        now = self.progress.clock()
+        now = self._clock()
         first = self._refused.get(of)
         if first is None or now - first > _FORGET_S:
             self._refused[of] = now
             return False
         return now - first >= _BLOCKED_S
 
-    async def _inquire(self) -> tuple[list[Standing], list[Absent]]:
-        """Return where the other ranks stand."""
+    async def _inquire(
+        self, by: int | None = None
+    ) -> tuple[list[RankStatus], list[UnreachablePeer]]:
+        """Return what the other ranks do.
+
+        Args:
+            by: The rank that asks for all those after it, which then need not ask.
+        """
         others = [where for where in self._ranks if where.rank != self._me.rank]
-        standings: list[Standing] = []
-        absent: list[Absent] = []
-        for answer in await ask_all(others, self._token, {"ask": "standing"}):
-            if isinstance(answer, Absent):
-                absent.append(answer)
-            else:
-                standings.append(Standing(**answer))
-        gone = [each.of.rank for each in absent if each.gone]
+        lost = [where for where in others if self._is_lost(where)]
+        asked = [where for where in others if where not in lost]
+        answers = await self._ask(asked, {"ask": "status", "by": by})
+        unreachable = [each for each in answers if isinstance(each, UnreachablePeer)]
+        unreachable += [self._silent[where][1] for where in lost]
+        statuses = [RankStatus(**each) for each in answers if isinstance(each, dict)]
+        gone = [each.of.rank for each in unreachable if each.gone]
         if gone and self._farewells is not None:
             words = self._farewells.of(gone)
-            absent = [replace(each, farewell=words.get(each.of.rank)) for each in absent]
-        return standings, absent
-
-    def _moved_lately(self, standings: Sequence[Standing], absent: Sequence[Absent]) -> bool:
-        """Whether a rank that does not answer has moved, when it last did, and has time left."""
-        now = self.progress.clock()
-        for each in standings:
-            self._moves_until[each.rank] = now - each.age_s + each.patience_s
-        silent = [each.of.rank for each in absent if not each.gone]
-        return any(self._moves_until.get(rank, now) > now for rank in silent)
+            unreachable = [replace(each, farewell=words.get(each.of.rank)) for each in unreachable]
+        return statuses, unreachable
 
     async def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         if request.get("ask") == "end" and not self._ended:
@@ -393,7 +448,9 @@ class Watchdog:
             self._loop.create_task(self._follow(request))
         if request.get("ask") == "remember" and self._farewells is not None:
             self._farewells.hear(int(request["rank"]), str(request["text"]))
-        return self._standing().to_json()
+        if (by := request.get("by")) is not None and by < self._me.rank:
+            self._next_inquiry = self._clock() + 2 * _NEXT_S
+        return asdict(self._status())
 
     # --- the end --------------------------------------------------------------------------------
 
@@ -404,28 +461,28 @@ class Watchdog:
 
     async def _end(
         self,
-        verdict: Verdict,
-        standings: Sequence[Standing],
-        absent: Sequence[Absent],
+        diagnosis: Diagnosis,
+        statuses: Sequence[RankStatus],
+        unreachable: Sequence[UnreachablePeer],
         headline: str,
     ) -> None:
         """End all ranks that answer, and this one."""
         folder = str(Path(self.config.folder).resolve())
-        summary = verdict.summary(self._ranks, standings, absent, headline, folder)
+        summary = diagnosis.summary(self._ranks, statuses, unreachable, headline, folder)
         self._begin_end()
-        blameless = [each.rank for each in standings if each.rank not in verdict.suspects]
-        speaker = min(blameless or [each.rank for each in standings])
+        blameless = [each.rank for each in statuses if each.rank not in diagnosis.suspects]
+        speaker = min(blameless or [each.rank for each in statuses])
         request = {"ask": "end", "summary": summary, "speaker": speaker}
-        others = [self._ranks[each.rank] for each in standings if each.rank != self._me.rank]
+        others = [self._ranks[each.rank] for each in statuses if each.rank != self._me.rank]
         try:
             answers = await asyncio.wait_for(ask_all(others, self._token, request), _TELL_S)
-            deaf = {answer.of.rank for answer in answers if isinstance(answer, Absent)}
+            deaf = {answer.of.rank for answer in answers if isinstance(answer, UnreachablePeer)}
         except Exception as error:  # what is known is still to be told, by this rank
             logger.warning("the watchdog could not tell the other ranks: %r", error)
             deaf = {speaker}
         self._report(summary, speaks=speaker == self._me.rank or speaker in deaf)
         await asyncio.sleep(_GRACE_S)
-        self._release(absent)
+        self._release(unreachable)
         self._leave(EXIT_CODE)
 
     async def _follow(self, request: dict[str, Any]) -> None:
@@ -437,14 +494,14 @@ class Watchdog:
     def _report(self, summary: str, *, speaks: bool) -> None:
         headline = summary.splitlines()[0]
         folder = str(Path(self.config.folder).resolve())
-        problem = write_report(folder, self._me, self._standing(), self.progress, headline)
+        problem = write_report(folder, self._me, self._status(), self.progress, headline)
         lines = [*([summary] if speaks else []), *([problem] if problem else [])]
         if lines:
             print("\n".join(lines), file=sys.__stderr__, flush=True)
 
-    def _release(self, absent: Sequence[Absent]) -> None:
+    def _release(self, unreachable: Sequence[UnreachablePeer]) -> None:
         """Kill stopped ranks of this machine: launchers wait for them in vain."""
-        for each in absent:
+        for each in unreachable:
             here = each.of.machine == self._me.machine and not each.gone
             if here and process_state(each.of.pid) in ("T", "t"):
                 os.kill(each.of.pid, signal.SIGKILL)
@@ -496,8 +553,8 @@ class Watchdog:
         found = self._wait_for(self._inquire())
         if found is None:
             return None
-        standings, absent = found
-        gone = [each for each in absent if each.gone]
+        statuses, unreachable = found
+        gone = [each for each in unreachable if each.gone]
         if not gone:
             return None
         ranks = tuple(each.of.rank for each in gone)
@@ -505,8 +562,8 @@ class Watchdog:
         if (broken := self.progress.broken) is not None:
             headline += f" in {broken}, step {self.progress.step}"
         folder = str(Path(self.config.folder).resolve())
-        write_report(folder, self._me, self._standing(), self.progress, headline)
-        return blame(gone).summary(self._ranks, standings, absent, headline, folder)
+        write_report(folder, self._me, self._status(), self.progress, headline)
+        return blame(gone).summary(self._ranks, statuses, unreachable, headline, folder)
 
     def _wait_for(
         self, inquiry: Coroutine[Any, Any, _Found], seconds: float = _JOIN_S

@@ -100,7 +100,7 @@ def initialize(
     ours = WavemareConfig.of(values)
     watchdog = hold(ours.watchdog) if SECTION in values and ours.watchdog.enabled else None
     try:
-        with PROGRESS.doing("initialize", long=True):
+        with PROGRESS.doing("initialize"):
             if dist_init_required is not False:
                 init_distributed(distributed_port)
             if watchdog is not None and dist.is_initialized():
@@ -119,6 +119,8 @@ def initialize(
                 collate_fn=collate_fn,
                 mesh_param=mesh_param,
             )
+            if watchdog is not None:  # DeepSpeed has made groups
+                watchdog.let_collectives_wait()
     except BaseException:
         if watchdog is not None:
             watchdog.release(farewell=False)

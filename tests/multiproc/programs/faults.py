@@ -9,7 +9,9 @@ import resource
 import signal
 import sys
 import termios
+import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -70,7 +72,9 @@ def fail():
                 assert not sending.is_completed()
             os.kill(os.getpid(), signal.SIGKILL)
         case "loader":
-            time.sleep(1000)
+            time.sleep(2 * options.timeout)
+        case "receive":
+            torch.distributed.recv(torch.empty(1), 0)
 
 
 def batches(engine, rank):
@@ -96,7 +100,6 @@ def main():
     section = {
         "watchdog": {
             "timeout_s": options.timeout,
-            "start_timeout_s": 20 if options.fault == "lock" else 60,
             "folder": str(options.folder / "watchdog"),
         }
     }
@@ -112,9 +115,14 @@ def main():
     model = build_gpt2()
     if options.engine != "data":
         model.config.tie_word_embeddings = False
+    if options.fault == "loader":
+        wavemare.init_distributed()
+        limit = timedelta(seconds=options.timeout / 2)
+        torch.distributed.distributed_c10d._set_pg_timeout(limit)
     initialize = wavemare.initialize  # here it is imported, with all that it needs
     if options.fault == "lock":
         tell_when()  # each rank: the last one counts
+        threading.Timer(5 * options.timeout, os._exit, (3,)).start()  # DeepSpeed waits for ever
     engine, *_ = initialize(model=model, config=config)
     rank = torch.distributed.get_rank()
     if options.second:

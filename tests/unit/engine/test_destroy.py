@@ -58,22 +58,19 @@ def test_the_watchdog_is_given_back_once():
 
 def test_saving_is_watched_to_its_end():
     engine = Engine()
-    PROGRESS.end_step()  # before which everything may take long
     engine.destroy()
     saving, sparse, _ = engine.places
     assert str(saving) == "finish_saving"
-    assert saving.long
     assert not saving.outside
     assert sparse.outside
 
 
 def test_saving_within_a_call_leaves_that_calls_place():
     engine = Engine()
-    with PROGRESS.doing("save_checkpoint", long=True):
+    with PROGRESS.doing("save_checkpoint"):
         place = PROGRESS.place
         engine.finish_saving()
         assert str(PROGRESS.place) == str(place)
-        assert PROGRESS.place.long
         place = PROGRESS.place
         engine.finish_saving()  # nothing is written
         assert PROGRESS.place is place

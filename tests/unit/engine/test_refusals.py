@@ -39,7 +39,7 @@ def test_the_defaults_change_nothing():
     assert not ours.guard.message_checksum
     assert ours.guard.replica_digest_interval == 0
     assert ours.wavelet.mode == ours.sparse_collective.mode == "off"
-    assert ours.watchdog.timeout_s == 300
+    assert ours.watchdog.timeout_s == 600
 
 
 @pytest.mark.parametrize("seconds", [0, float("inf")])

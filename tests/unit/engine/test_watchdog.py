@@ -4,79 +4,81 @@
 import asyncio
 import os
 import socket
-import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-import torch
 
+from wavemare.comm.waits import joining, waiting
 from wavemare.engine.watchdog.config import WatchdogConfig
+from wavemare.engine.watchdog.diagnosis import diagnose
 from wavemare.engine.watchdog.farewell import Farewells
 from wavemare.engine.watchdog.peers import ask, listening_socket, reachable_address, serve
 from wavemare.engine.watchdog.progress import Followed, Progress
 from wavemare.engine.watchdog.report import report_text
-from wavemare.engine.watchdog.standing import Absent, Standing, Whereabouts
-from wavemare.engine.watchdog.verdict import judge
+from wavemare.engine.watchdog.status import PeerAddress, RankStatus, UnreachablePeer
 from wavemare.engine.watchdog.watcher import EXIT_CODE, Watchdog, current, hold
 from wavemare.pipeline.action import Action, Kind
 
-RANKS = [Whereabouts(r, f"node{r}", 100 + r, "127.0.0.1", 1, f"{r}") for r in range(3)]
-STUCK = Standing(
+RANKS = [PeerAddress(r, f"node{r}", 100 + r, "127.0.0.1", 1, f"{r}") for r in range(3)]
+STUCK = RankStatus(
     rank=0,
     what="backward",
     peer=None,
-    age_s=9.0,
-    patience_s=5.0,
-    outside=False,
-    waits=True,
+    wait="all_reduce",
+    waited_s=9.0,
     step=4,
     finished="forward",
     line="train.py:7 (main)",
     plan="",
 )
+SILENT, KILLED = UnreachablePeer(RANKS[1], gone=False), UnreachablePeer(RANKS[1], gone=True)
+LEFT = UnreachablePeer(RANKS[1], True, "after step 3")
 
 
-def standing(rank, **changes):
+def status(rank, **changes):
     return replace(STUCK, rank=rank, **changes)
 
 
 @pytest.mark.parametrize(
-    ("standings", "absent", "suspects", "words"),
+    ("statuses", "unreachable", "suspects", "words"),
     [
-        ([standing(0)], [Absent(RANKS[1], gone=False)], (1,), "does not answer"),
-        ([standing(0)], [Absent(RANKS[1], gone=True)], (1,), "without a word"),
-        ([standing(0)], [Absent(RANKS[1], True, "after step 3")], (1,), "by itself, after step 3"),
-        ([standing(0), standing(1, waits=False, what="the data loader")], [], (1,), "data loader"),
-        ([standing(0), standing(1, waits=False, outside=True)], [], (1,), "no other rank"),
-        ([standing(0), standing(1, lock="/x/lock")], [], (1,), "/x/lock"),
-        ([standing(0), standing(1, step=3), standing(2)], [], (1,), "in step 3"),
-        ([standing(0), standing(1), standing(2)], [], (), "wait for each other"),
+        ([status(0)], [SILENT], (1,), "does not answer"),
+        ([status(0)], [KILLED], (1,), "without a word"),
+        ([status(0)], [LEFT], (1,), "by itself, after step 3"),
+        ([status(0), status(1, step=3), status(2)], [], (1,), "in step 3"),
+        ([status(0), status(1), status(2)], [], (), "all ranks wait"),
     ],
 )
-def test_the_rank_to_blame_is_named(standings, absent, suspects, words):
-    verdict = judge(standings, absent)
-    assert verdict.suspects == suspects
-    assert words in verdict.reason
-    summary = verdict.summary(RANKS, standings, absent, "nothing moves", "/runs/one")
+def test_the_rank_to_blame_is_named(statuses, unreachable, suspects, words):
+    diagnosis = diagnose(statuses, unreachable, RANKS[1:2], 5)
+    assert diagnosis.suspects == suspects
+    assert words in diagnosis.reason
+    summary = diagnosis.summary(RANKS, statuses, unreachable, "nothing moves", "/runs/one")
     assert summary.startswith("watchdog: nothing moves\nsuspect: ")
     for rank in suspects:
         assert str(RANKS[rank]) in summary.splitlines()[1]
     assert "/runs/one/rank_*.txt" in summary
 
 
-@pytest.mark.parametrize("absent", [[], [Absent(RANKS[2], gone=False)]])
-def test_a_run_is_slow_and_not_stuck_while_one_rank_moves(absent):
-    assert judge([standing(0), standing(1, age_s=4.9, waits=False)], absent) is None
+@pytest.mark.parametrize("unreachable", [[], [UnreachablePeer(RANKS[2], gone=False)]])
+@pytest.mark.parametrize("other", [{"wait": ""}, {"waited_s": 4.9}])
+def test_a_run_goes_on_while_a_rank_computes_or_waits_shortly(other, unreachable):
+    assert diagnose([status(0), status(1, **other)], unreachable, RANKS[2:], 5) is None
+
+
+@pytest.mark.parametrize("unreachable", [SILENT, KILLED])
+def test_a_rank_of_which_nothing_is_known_may_compute(unreachable):
+    assert diagnose([status(0)], [unreachable], [], 5) is None
 
 
 def test_the_summary_of_a_thousand_ranks_fits_a_screen():
-    many = [Whereabouts(rank, "node", rank, "127.0.0.1", 1, "") for rank in range(1000)]
-    standings = [standing(rank) for rank in range(999)]
-    absent = [Absent(many[999], gone=True)]
-    summary = judge(standings, absent).summary(many, standings, absent, "", "")
+    many = [PeerAddress(rank, "node", rank, "127.0.0.1", 1, "") for rank in range(1000)]
+    statuses = [status(rank) for rank in range(999)]
+    unreachable = [UnreachablePeer(many[999], gone=True)]
+    diagnosis = diagnose(statuses, unreachable, many[999:], 5)
+    summary = diagnosis.summary(many, statuses, unreachable, "", "")
     assert len(summary.splitlines()) < 25
     assert "rank 999" in summary
 
@@ -99,16 +101,6 @@ def test_progress_says_where_the_thread_is_and_what_it_finished():
         _ = 1 / 0
     assert str(progress.broken) == "step"
     assert progress.place.outside
-
-
-def test_what_takes_long_once_has_more_time():
-    progress = Progress()
-    assert progress.patience(1, 50) == 50  # before the first step has ended
-    progress.end_step()
-    assert progress.patience(1, 50) == 1
-    with progress.doing("save_checkpoint", long=True), progress.doing("forward"):
-        assert progress.patience(1, 50) == 50
-    assert progress.patience(1, 50) == 1
 
 
 def test_a_schedule_is_followed_with_the_ranks_at_the_other_end():
@@ -135,9 +127,8 @@ def test_a_schedule_is_followed_with_the_ranks_at_the_other_end():
     assert found == [(0, 0), (1, None), (2, 20)]
     assert progress.plan == ("1RA0", "1F0", "1SA0")
     assert followed.num_pipe_buffers() == 3
-    here = Standing.of(1, progress, WatchdogConfig())
+    here = RankStatus.of(1, progress)
     assert here.plan == "1RA0 1F0 [1SA0]"
-    assert here.waits
     with ThreadPoolExecutor(1) as pool:  # the watchdog is a thread of its own
         report = pool.submit(report_text, RANKS[1], here, progress, "nothing moves").result()
     assert "[1SA0]" in report
@@ -145,43 +136,26 @@ def test_a_schedule_is_followed_with_the_ranks_at_the_other_end():
     assert "test_a_schedule_is_followed" in report  # the stack
 
 
-def test_waiting_is_told_from_working_by_the_stack():
-    progress = Progress()
-    future = torch.futures.Future()
+def test_only_marked_waits_of_the_thread_that_trains_or_that_it_joins_count():
+    progress, began, end = Progress(), threading.Event(), threading.Event()
 
-    def train():
-        with progress.doing("backward"):
-            future.wait()  # as a collective's work: what waits is C++
+    def collective():
+        with waiting("a peer"), waiting("its message"):
+            began.set()
+            end.wait()
 
-    thread = threading.Thread(target=train)
-    thread.start()
-    try:
-        deadline = time.monotonic() + 60
-        while not Standing.of(0, progress, WatchdogConfig()).waits:
-            assert time.monotonic() < deadline
-    finally:
-        future.set_result(None)
-        thread.join()
-    progress.thread = threading.get_ident()
-    assert not Standing.of(0, progress, WatchdogConfig()).waits
-
-
-def test_a_thread_between_two_lines_tells_where_it_stands():
-    progress, lock = Progress(), threading.Lock()
-
-    def train():
-        lock.acquire()
-
-    train.__code__ = train.__code__.replace(co_linetable=b"")
-    with lock:
-        thread = threading.Thread(target=train)
-        thread.start()
-        while (frame := sys._current_frames()[thread.ident]).f_code is not train.__code__:
-            time.sleep(0.01)
-        assert frame.f_lineno is None
-        progress.thread = thread.ident
-        assert not Standing.of(0, progress, WatchdogConfig()).waits
-    thread.join()
+    worker = threading.Thread(target=collective)
+    worker.start()
+    began.wait()
+    assert progress.wait is None
+    with joining(worker):
+        assert progress.wait.what == "a peer"
+        end.set()
+        worker.join()
+        assert progress.wait is None
+    with waiting("another"):
+        assert progress.wait.what == "another"
+    assert progress.wait is None
 
 
 def test_only_those_who_know_the_token_are_answered():
@@ -191,7 +165,7 @@ def test_only_those_who_know_the_token_are_answered():
 
         listener = listening_socket()
         server = await serve(listener, lambda: "secret", answer)
-        here = Whereabouts(0, "here", 1, "127.0.0.1", listener.getsockname()[1], "")
+        here = PeerAddress(0, "here", 1, "127.0.0.1", listener.getsockname()[1], "")
         answers = [await ask(here, token, {"word": 5}) for token in ("secret", "guess", "")]
         server.close()
         await server.wait_closed()
@@ -211,8 +185,9 @@ def start(tmp_path, clock, leaving):
 
     def start(progress=None, **options):
         left, forced = leaving(), leaving()
-        config = WatchdogConfig(timeout_s=0.2, start_timeout_s=10, folder=str(tmp_path / "w"))
-        watchdog = Watchdog(config, progress or Progress(clock), left, forced, **options)
+        config = WatchdogConfig(timeout_s=10, folder=str(tmp_path / "w"))
+        options = {"clock": clock, "longest_tick_s": 0.005, **options}
+        watchdog = Watchdog(config, progress or Progress(), left, forced, **options)
         started.append(watchdog.start())
         return watchdog, left, forced
 
@@ -221,68 +196,59 @@ def start(tmp_path, clock, leaving):
         watchdog.stop()
 
 
-def test_a_process_that_stands_still_is_ended_with_a_report(tmp_path, capfd, clock, start):
+def test_a_process_that_only_waits_is_ended_with_a_report(tmp_path, capfd, clock, start):
     watchdog, left, forced = start()
     assert current() is watchdog
-    clock.spend(12)  # outside of an engine there is no limit
-    with watchdog.progress.doing("the data loader"):
-        clock.spend(9)
+    with watchdog.progress.doing("step"):
+        clock.spend(25)  # it computes
         assert not left.codes
-        clock.now += 1
-        assert left.wait() == [EXIT_CODE]
+        for _ in range(3):
+            with waiting("a message"):
+                clock.spend(8)
+        assert not left.codes
+        with waiting("a message that never comes"):
+            clock.spend(12)
+            assert left.wait() == [EXIT_CODE]
     watchdog.stop()
     assert current() is None
     assert not forced.codes
     told = capfd.readouterr().err
-    assert "watchdog: rank 0 has not moved for 10 s (wavemare.watchdog allows 10 s)\n" in told
-    assert "suspect: rank 0" in told
-    assert "the data loader" in (tmp_path / "w" / "rank_00000.txt").read_text()
+    assert "watchdog: rank 0 has waited for 1" in told
+    assert "(wavemare.watchdog.timeout_s is 10)" in told
+    assert "suspect: no single rank" in told
+    report = (tmp_path / "w" / "rank_00000.txt").read_text()
+    assert "waits in step (a message that never comes) for" in report
 
 
 def test_seconds_in_which_a_process_is_suspended_do_not_count(clock, start):
-    watchdog, left, _ = start()
-    with watchdog.progress.doing("backward"):
+    _, left, _ = start()
+    with waiting("a message"):
         clock.spend(5)
         clock.now += 100
         clock.let_it_look()
-        clock.spend(4)
-        assert not left.codes
         clock.spend(2)
+        assert not left.codes
+        clock.spend(5)
         assert left.wait() == [EXIT_CODE]
 
 
-def test_the_first_look_may_be_late(clock, start):
-    progress = Progress(clock)
-    with progress.doing("backward"):
-        watchdog = start(progress)
-        clock.now += 100
-        clock.let_it_look()
-        clock.spend(5)
-        assert not watchdog[1].codes
-
-
-def test_what_is_pardoned_is_of_one_place(clock):
-    progress = Progress(clock)
-    with progress.doing("backward"):
-        clock.now += 10
-        progress.pardon(7)
-        assert progress.age_s == 3
-        clock.now += 2
-        progress.pardon(1)
-        assert progress.age_s == 4
-        assert Standing.of(0, progress, WatchdogConfig()).age_s == 4
-        progress.at("step")  # another place: it has its own time
-        clock.now += 3
-        assert progress.age_s == 3
-        progress.pardon(100)  # not more than there was
-        assert progress.age_s == 0
+def test_before_it_has_met_the_others_a_rank_only_tells(monkeypatch, clock, start, capfd):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    _, left, _ = start()
+    with waiting("the lock /x/lock"):
+        clock.spend(45)
+    assert not left.codes
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 3  # after 10, 20 and 40 s
+    assert "(the lock /x/lock) for 10 s" in lines[0]
+    assert lines[0].endswith("the run goes on")
 
 
 def test_a_report_that_cannot_be_written_does_not_keep_the_run_alive(tmp_path, capfd, clock, start):
     (tmp_path / "w").write_text("")
-    watchdog, left, _ = start()
-    with watchdog.progress.doing("backward"):
-        clock.spend(10)
+    _, left, _ = start()
+    with waiting("a message"):
+        clock.spend(11)
         assert left.wait() == [EXIT_CODE]
     assert "no report in" in capfd.readouterr().err
 
@@ -291,11 +257,9 @@ def test_a_report_that_never_gets_written_does_not_keep_the_run_alive(tmp_path, 
     """On a file system that has gone, as here into a pipe that nobody reads."""
     (tmp_path / "w").mkdir()
     os.mkfifo(tmp_path / "w" / "rank_00000.txt")
-    watchdog, left, forced = start(last_s=0.1)
-    with watchdog.progress.doing("backward"):
-        clock.spend(9)
-        clock.now += 1
-        assert forced.wait() == [EXIT_CODE]
+    _, left, forced = start(last_s=0.1)
+    with waiting("a message"):
+        clock.spend_until(lambda: forced.codes)
     assert not left.codes
     (tmp_path / "w" / "rank_00000.txt").read_text()
 
@@ -303,12 +267,8 @@ def test_a_report_that_never_gets_written_does_not_keep_the_run_alive(tmp_path, 
 def test_an_engine_that_is_destroyed_does_not_keep_the_run_from_ending(clock, start):
     """As by a script that cleans up when its peer has gone."""
     watchdog, left, _ = start()
-    with watchdog.progress.doing("backward"):
-        clock.spend(9)
-        clock.now += 1
-        deadline = time.monotonic() + 60
-        while not watchdog.ending:
-            assert time.monotonic() < deadline
+    with waiting("a message"):
+        clock.spend_until(lambda: watchdog.ending)
         watchdog.release()
         assert left.wait() == [EXIT_CODE]
 
@@ -317,17 +277,20 @@ def test_a_look_that_fails_is_not_the_last(clock, start, caplog):
     class FailsOnce(Progress):
         failed = False
 
-        def patience(self, *limits):
+        @property
+        def plan(self):
             if not self.failed:
                 self.failed = True
                 raise ZeroDivisionError
-            return super().patience(*limits)
+            return ()
 
-    watchdog, left, _ = start(FailsOnce(clock))
-    with watchdog.progress.doing("backward"):
-        clock.spend(9)
-        clock.now += 1
-        assert left.wait() == [EXIT_CODE]
+        @plan.setter
+        def plan(self, value):
+            pass
+
+    _, left, _ = start(FailsOnce())
+    with waiting("a message"):
+        clock.spend_until(lambda: left.codes)
     assert "the watchdog could not look" in caplog.text
 
 
@@ -363,11 +326,12 @@ def test_an_engine_may_be_collected_by_the_watchdogs_own_thread(clock, start, ca
     """It must not wait for itself."""
 
     class Collects(Progress):
-        def patience(self, *limits):
-            current().release()
-            return super().patience(*limits)
+        @property
+        def wait(self):
+            if (watchdog := current()) is not None:
+                watchdog.release()
 
-    start(Collects(clock))
+    start(Collects())
     for thread in threads():
         thread.join(60)
     assert not threads()

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.distributed import FileStore
 
+from wavemare.comm.waits import waiting
 from wavemare.engine.watchdog.config import WatchdogConfig
 from wavemare.engine.watchdog.progress import Progress
 from wavemare.engine.watchdog.watcher import EXIT_CODE, Watchdog, hold
@@ -38,7 +39,7 @@ def group_of(folder, rank):
 
 
 def run_peer(pipe, group, config, machine):
-    watchdog = Watchdog(config, Progress(lambda: 0.0), os._exit, os._exit, machine).start()
+    watchdog = Watchdog(config, Progress(), os._exit, os._exit, machine).start()
     watchdog.meet(group_of(*group))
     worker = os.fork()  # as of a data loader: it outlives this rank
     if worker == 0:
@@ -83,10 +84,11 @@ def pair(tmp_path, monkeypatch, clock, leaving):
     made = []
 
     def pair(*, machine=None, rank=0, limit_s=100):
-        config = WatchdogConfig(timeout_s=0.2, start_timeout_s=limit_s, folder=str(tmp_path / "w"))
+        config = WatchdogConfig(timeout_s=limit_s, folder=str(tmp_path / "w"))
         peer = Peer((tmp_path, 1 - rank), config, machine)
         left = leaving()
-        watchdog = Watchdog(config, Progress(clock), left, left)
+        options = {"clock": clock, "longest_tick_s": 0.005}
+        watchdog = Watchdog(config, Progress(), left, left, **options)
         watchdog.meet(group_of(tmp_path, rank))
         made.extend([watchdog, peer, peer.pipe.recv()])
         return watchdog, peer, left
@@ -170,34 +172,49 @@ def test_a_rank_that_waits_looks_whether_the_other_was_killed(pair, clock, capfd
     peer.tell(*words)
     peer.kill()
     with watchdog.progress.doing("backward"):
-        clock.spend(6)
-        assert not left.codes  # it computes
-        watchdog.progress.at("recv", peer=1)
         clock.spend(12)
-        if not ends:
-            assert not left.codes
-            return
-        assert left.wait() == [EXIT_CODE]
+        assert not left.codes  # it computes
+        with waiting("a message"):
+            clock.spend(12)
+            if not ends:
+                assert not left.codes
+                return
+            assert left.wait() == [EXIT_CODE]
     told = capfd.readouterr().err
-    assert "watchdog: rank 0 has not moved for" in told
+    assert "watchdog: rank 0 has waited for" in told
     assert "suspect: rank 1 (" in told
     assert "has ended without a word" in told
 
 
+def test_a_rank_that_has_ended_in_good_order_ends_those_that_wait_for_it(pair, clock):
+    watchdog, peer, left = pair(limit_s=10)
+    watchdog.start()
+    peer.tell("release")
+    peer.kill()
+    with waiting("a message"):
+        clock.spend(9)
+        assert not left.codes
+        clock.spend(4)
+        assert left.wait() == [EXIT_CODE]
+
+
 @pytest.mark.long  # it waits for answers that do not come
-def test_one_missing_answer_of_a_rank_that_moved_is_no_proof(pair, clock):
+def test_a_rank_that_computes_is_waited_for_and_one_that_is_silent_for_long_is_not(
+    pair, clock, capfd
+):
     watchdog, peer, left = pair(machine="another boot", limit_s=10)
     watchdog.start()
-    with watchdog.progress.doing("backward"):
-        watchdog.progress.at("recv", peer=1)
-        clock.spend(11)
-        assert not left.codes  # the other one moves
+    with waiting("a message"):
+        clock.spend(30)
+        assert not left.codes
+        told = capfd.readouterr().err.splitlines()
+        assert len(told) == 2  # after 10 and 20 s
+        assert f"; rank 1 ({os.uname().nodename}, pid {peer.process.pid}) computes in " in told[0]
         os.kill(peer.process.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, peer.process.pid, os.WSTOPPED | os.WNOWAIT)
-        clock.let_it_look()
-        assert not left.codes
-        clock.now += 20
-        assert left.wait() == [EXIT_CODE]
+        clock.spend(4)
+        assert not left.codes  # one missing answer is no proof
+        clock.spend_until(lambda: left.codes)
     # A process of the same number on this machine would be another one: it is not killed.
     assert Path(f"/proc/{peer.process.pid}/stat").read_text().split()[2] == "T"
 
