@@ -26,6 +26,15 @@ def test_without_a_section_it_trains_as_transformers_does(results, case):
         assert ours["losses"][0] != ours["losses"][-1]
 
 
+def test_it_is_said_once_that_transformers_multiplies_the_losses_of_bert(results):
+    told = [[result[case]["ours"]["told"] for result in results] for case in EQUALITY[:2]]
+    assert told[0] == [[], []]
+    ((warning,), others) = told[1]
+    assert "by 2 processes" in warning
+    assert "trainer.model_accepts_loss_kwargs = False" in warning
+    assert others == []
+
+
 def test_the_sparse_collective_sums_as_stock_does(results):
     for result in results:
         assert result["sparse"]["sparse"]

@@ -3,18 +3,20 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils.generic import ModelOutput
 
 from wavemare.hf.steps import IGNORED
 from wavemare.models.split import SplitLoss
 
-__all__ = ["StepLoss", "weighted_labels", "whole_logits"]
+__all__ = ["StepLoss", "ignores_counts", "weighted_labels", "whole_logits"]
 
 
 class StepLoss:
@@ -61,6 +63,16 @@ class StepLoss:
             (whole_logits(self, logits),), labels, shift_labels=self._shifts
         )
         return smoothed
+
+
+def ignores_counts(model: Any) -> bool:
+    """Whether a model of transformers takes the mean over its labels whatever count it is given.
+
+    The Trainer divides by that count over processes and micro-batches, and then multiplies by the
+    processes: of such a model it multiplies a mean.
+    """
+    names = inspect.unwrap(type(unwrap_peft_model(model)).forward).__code__.co_names
+    return "CrossEntropyLoss" in names and "loss_function" not in names
 
 
 def whole_logits(loss: Any, logits: Any) -> Any:
