@@ -9,7 +9,6 @@ folder as their own.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import secrets
@@ -67,7 +66,6 @@ _RESERVED = {
     *("ds_autoep_layers", "autoep_layers", FOLDING_METADATA_KEY),
     *(UNIVERSAL_CHECKPOINT_INFO, CHECKPOINT_PARALLEL_DIMS),
 }
-_background_saves = itertools.count()  # ranks save together, so that they count alike
 _Result = TypeVar("_Result")
 
 
@@ -125,7 +123,7 @@ class CheckpointMixin:
         # Its own, whoever else saves there; all ranks write into that of rank 0.
         (partial, *_) = meet_by_collective(str(temporary_sibling(tag)))
         background = self.checkpoint_settings.background
-        meet = self._meet_in_store() if background else meet_by_collective
+        meet = self._meet_in_store(partial) if background else meet_by_collective
         zipped = getattr(engine.checkpoint_engine, "zipped", True)
         files = RankFiles(engine.global_rank, background=background, zipped=zipped)
         owner = _owns_folder(engine)
@@ -282,16 +280,15 @@ class CheckpointMixin:
         finally:
             engine.checkpoint_engine.current = None
 
-    def _meet_in_store(self) -> StoreMeeting:
+    def _meet_in_store(self, save: str) -> StoreMeeting:
         store: Any = distributed_c10d._get_default_store()
         if store is None:
             reason = "the process group has no store, in which writers could meet (backend MPI)"
             raise CheckpointError("wavemare.checkpoint.background", True, reason, "Leave it out")
-        prefix = f"wavemare/checkpoint/{next(_background_saves)}"
         engine: Any = self
         watchdog = engine.watchdog  # the engine's own, which `destroy` forgets before it waits
         meeting = StoreMeeting(
-            distributed_c10d.PrefixStore(prefix, store),
+            distributed_c10d.PrefixStore(f"wavemare/checkpoint/{save}", store),
             dist.get_rank(),
             dist.get_world_size(),
             self.checkpoint_settings.timeout_s,
