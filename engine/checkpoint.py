@@ -29,11 +29,13 @@ from deepspeed.checkpoint.constants import (
     UNIVERSAL_CHECKPOINT_VERSION_KEY,
     UNIVERSAL_CHECKPOINT_VERSION_VALUE,
 )
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from torch.distributed import distributed_c10d
 
 from wavemare.engine.checkpoint_checks import (
     check_checkpoint_fits,
+    check_optimizer,
     check_shapes,
     check_universal,
     keeps_adam_alone,
@@ -80,6 +82,7 @@ class CheckpointMixin:
     _writing: BackgroundSave | None = None
     _meetings: tuple[StoreMeeting, ...] = ()
     _earlier_runs: tuple[str, ...] = ()
+    _loading = False
 
     def _configure_checkpointing(self) -> None:
         super()._configure_checkpointing()  # type: ignore[misc]
@@ -179,8 +182,9 @@ class CheckpointMixin:
         Raises:
             CheckpointError: The folder is missing, a file in it is damaged, or it was saved by
                 another topology and is not a universal checkpoint; or it is one, and the optimizer
-                has states that it does not keep. The same on all ranks, before the engine is
-                changed. Or a file holds an object of another class.
+                has states that it does not keep; or another optimizer's states are in it. The same
+                on all ranks, before the engine is changed. Or a file holds an object of another
+                class.
         """
         engine: Any = self
         self.come_to_rest()
@@ -190,6 +194,9 @@ class CheckpointMixin:
         manifest = None
         if universal:
             check_universal(load_dir, engine)
+            latest = Path(load_dir) / "latest_universal"
+            if tag is None and latest.is_file():
+                tag = latest.read_text().strip()
         else:
             folder = Path(load_dir)
             tag, manifest = agree(folder, lambda: _find(folder, tag, engine, whole=whole))
@@ -200,7 +207,10 @@ class CheckpointMixin:
         if manifest is not None:
             folder, strict = Path(load_dir) / str(tag), load_module_strict and whole
             own = agree(folder, lambda: _read_own(folder, manifest, engine, strict=strict))
-        with safe_loading(load_dir):
+        if whole and tag is not None:
+            folder = Path(load_dir) / tag
+            agree(folder, lambda: check_optimizer(folder, engine))
+        with self._reading_states_as_saved(), safe_loading(load_dir):
             result = super().load_checkpoint(  # type: ignore[misc]
                 load_dir,
                 tag,
@@ -221,6 +231,21 @@ class CheckpointMixin:
         if result[1]:
             result[1].pop(UNIVERSAL_CHECKPOINT_INFO, None)  # for ds_to_universal, not the client
         return result
+
+    def zero_optimization(self) -> bool:
+        """Whether ZeRO keeps the optimizer's states, as DeepSpeed's files of them are read."""
+        engine: Any = self
+        # A pipeline in bf16 without ZeRO saves them as ZeRO does; DeepSpeed looks elsewhere.
+        as_zero = self._loading and isinstance(engine.optimizer, BF16_Optimizer)
+        return bool(super().zero_optimization() or as_zero)  # type: ignore[misc]
+
+    @contextmanager
+    def _reading_states_as_saved(self) -> Iterator[None]:
+        self._loading = True
+        try:
+            yield
+        finally:
+            self._loading = False
 
     @cached_property
     def _own_run(self) -> str:

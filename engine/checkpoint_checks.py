@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ from typing import Any
 from deepspeed import comm as dist
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
 
+from wavemare.engine.checkpoint_files import read_file
 from wavemare.engine.manifest import MANIFEST
 from wavemare.engine.matrix_partitions import is_added
 from wavemare.errors import CheckpointError
 
 __all__ = [
     "check_checkpoint_fits",
+    "check_optimizer",
     "check_shapes",
     "check_universal",
     "keeps_adam_alone",
@@ -23,6 +26,11 @@ __all__ = [
     "topology",
     "untied_weights",
 ]
+
+_WRAPPERS = ("optimizer", "optimizer_state_dict", "base_optimizer_state")
+_COMPILED = "bias_correction"
+_TELLING = ("betas", "eps", "momentum", _COMPILED)
+"""Settings by whose presence optimizers differ that would read each other's states wrongly."""
 
 
 class TopologyError(CheckpointError, ZeRORuntimeException):
@@ -104,6 +112,65 @@ def check_shapes(
             reason = f"it holds another model: {name} is {theirs} in it, and {ours} in this run"
             remedy = "Give the sizes of the run that saved it (a recipe's are in its config.json)"
             raise CheckpointError("checkpoint", str(folder), reason, remedy)
+
+
+def check_optimizer(folder: Path, engine: Any) -> None:
+    """Refuse the states of another optimizer, whoever wrote them.
+
+    DeepSpeed's own Adam counts steps in plain numbers, which torch's takes but never moves on.
+
+    Args:
+        folder: The checkpoint, which may be a universal one.
+        engine: The one to load it.
+
+    Raises:
+        CheckpointError: Another optimizer wrote it, or it is an elastic one.
+    """
+    basic = getattr(engine, "basic_optimizer", None)
+    patterns = ("zero/optimizer_state.pt", "*optim_states.pt", "mp_rank_*_model_states.pt")
+    files = [file for pattern in patterns for file in sorted(folder.glob(pattern))]
+    if basic is None or not files:
+        return
+    # Mapped, so that tensors are not read; the older format of torch cannot be.
+    state = read_file(files[0], mmap=zipfile.is_zipfile(files[0]))
+    while isinstance(state, Mapping) and (key := next((k for k in _WRAPPERS if k in state), None)):
+        state = state[key]
+    if isinstance(state, list):
+        reason = "it was saved with elastic_checkpoint, which keeps no learning rates"
+        remedy = f"Save it without that key, or {_WEIGHTS_ALONE}"
+        raise CheckpointError("checkpoint", str(folder), reason, remedy)
+    groups = state.get("param_groups") if isinstance(state, Mapping) else None
+    if not groups:
+        return
+    pair = groups[0], basic.param_groups[0]
+    theirs, ours = ([k for k in _TELLING if k in group] for group in pair)
+    if theirs == ours:
+        return
+    remedy = "Resume with the optimizer that saved it"
+    if theirs == [*ours, _COMPILED]:
+        remedy = (
+            'Set WAVEMARE_COMPILED_OPS=1 and leave out "torch_adam", or offload as that run did'
+        )
+    elif ours == [*theirs, _COMPILED]:
+        remedy = 'Give "torch_adam": true in optimizer.params'
+    raise CheckpointError(
+        "checkpoint",
+        str(folder),
+        f"its optimizer's states are of {_name(theirs)}, and this run has {_name(ours)} "
+        f"({type(basic).__name__})",
+        f"{remedy}, or {_WEIGHTS_ALONE}",
+    )
+
+
+_WEIGHTS_ALONE = "load the weights alone (load_optimizer_states=False)"
+
+
+def _name(settings: list[str]) -> str:
+    if _COMPILED in settings:
+        return "DeepSpeed's FusedAdam or DeepSpeedCPUAdam"
+    if settings == ["betas", "eps"]:
+        return "torch's Adam or AdamW"
+    return f"an optimizer with {' and '.join(settings) or 'neither betas nor momentum'}"
 
 
 def check_universal(load_dir: str, engine: Any) -> None:

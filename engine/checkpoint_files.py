@@ -224,13 +224,15 @@ def write_file(state: Any, path: str, *, zipped: bool = True) -> FileRecord:
     return record
 
 
-def read_file(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
+def read_file(
+    path: str | os.PathLike[str], map_location: Any = "cpu", *, mmap: bool | None = None
+) -> Any:
     """Read as ``torch.load``, making nothing but harmless objects.
 
     Raises:
         CheckpointError: It is no such file, or holds something else.
     """
-    return _read(torch.load, path, path, map_location=map_location)
+    return _read(torch.load, path, path, map_location=map_location, mmap=mmap)
 
 
 def check_client_state(state: Mapping[str, Any]) -> None:

@@ -27,7 +27,7 @@ from wavemare.engine.config import (
     misplaced_keys,
     zero_section,
 )
-from wavemare.engine.config_shape import is_enabled, offloads
+from wavemare.engine.config_shape import ZERO_WEIGHTS, is_enabled, offloads
 from wavemare.engine.data_parallel import Engine
 from wavemare.engine.launch import compiled_ops_enabled
 from wavemare.engine.optimizer_policy import advise, check_replaceable
@@ -81,7 +81,7 @@ def build_engine(
     config, arguments["optimizer"] = take_optimizer(
         config, arguments.get("model"), arguments.get("optimizer")
     )
-    config = _without_compiled_optimizer(config, arguments["optimizer"])
+    config = _without_compiled_optimizer(_without_elastic_files(config), arguments["optimizer"])
     arguments["args"] = _without_config(arguments.get("args"))
     with _dispatch_to_ours(_engines(ours, arguments.get("model"), segments)):
         result = deepspeed.initialize(config=config, **arguments)
@@ -251,6 +251,17 @@ def _without_compiled_optimizer(config: dict[str, Any], optimizer: Any) -> dict[
     if dist.get_rank() == 0:
         logger.info("optimizer: torch's Adam (WAVEMARE_COMPILED_OPS=1 compiles DeepSpeed's)")
     return config
+
+
+def _without_elastic_files(config: dict[str, Any]) -> dict[str, Any]:
+    """Save all of the optimizer: an elastic checkpoint keeps no learning rates, nor Adam's step.
+
+    DeepSpeed reads what is saved so with ``elastic_checkpoint`` and without it.
+    """
+    zero = zero_section(config)
+    if not zero.get("elastic_checkpoint") or zero.get("stage") == ZERO_WEIGHTS:
+        return config
+    return {**config, "zero_optimization": {**zero, "elastic_checkpoint": False}}
 
 
 def _without_config(args: Any) -> Any:

@@ -32,7 +32,7 @@ def check_matrix_optimizer(engine: Any, optimizer: Any) -> None:
     """Refuse what an optimizer of matrices cannot go with, before DeepSpeed wraps it.
 
     Raises:
-        ConfigError: ZeRO cuts weights, keeps states elsewhere or joins them anew, or the type is
+        ConfigError: ZeRO cuts weights, keeps states elsewhere, or the type is
             fp16.
     """
     if not isinstance(optimizer, MatrixOptimizer):
@@ -51,10 +51,6 @@ def check_matrix_optimizer(engine: Any, optimizer: Any) -> None:
         reason = "steps on the device of the weights, and offloading needs DeepSpeed's CPUAdam"
         remedy = "Leave out offload_optimizer, or use AdamW"
         raise refuse("zero_optimization.offload_optimizer.device", device, reason, remedy)
-    if engine.zero_elastic_checkpoint():
-        reason = "has a state for each matrix, of which an elastic checkpoint keeps none"
-        remedy = "Leave it out, or use AdamW"
-        raise refuse("zero_optimization.elastic_checkpoint", True, reason, remedy)
     if engine.fp16_enabled():
         reason = "is made for fp32 and bf16, whose gradients need no loss scale"
         raise refuse("fp16.enabled", True, reason, 'Use "bf16": {"enabled": true}, or AdamW')

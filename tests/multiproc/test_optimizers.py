@@ -216,7 +216,6 @@ def test_what_cannot_work_is_refused_by_name(launch_once):
     refused = [
         ({**base, "zero": 3}, "zero_optimization.stage", "ZeRO 3"),
         ({**base, "zero_options": cpu}, "zero_optimization.offload_optimizer.device", "CPUAdam"),
-        ({**base, "zero_options": {"elastic_checkpoint": True}}, "zero_optimization", "elastic"),
         ({**base, "params": {"refesh": 3}}, "optimizer.params.refesh", "'refresh'"),
         ({**base, "params": {"refresh": 0}}, "optimizer.params.refresh", "1 or more"),
         ({**base, "params": {"betas": [0.9, 1.5]}}, "optimizer.params.betas", "below 1"),

@@ -17,7 +17,6 @@ def engine(**changes):
         "zero_optimization_stage": 0,
         "zero_use_cpu_optimizer": False,
         "zero_offload_optimizer": SimpleNamespace(device="cpu"),
-        "zero_elastic_checkpoint": False,
         "fp16_enabled": False,
         **changes,
     }
@@ -29,7 +28,6 @@ def engine(**changes):
     [
         ({"zero_optimization_stage": 3}, "zero_optimization.stage"),
         ({"zero_use_cpu_optimizer": True}, "zero_optimization.offload_optimizer.device"),
-        ({"zero_elastic_checkpoint": True}, "zero_optimization.elastic_checkpoint"),
         ({"fp16_enabled": True}, "fp16.enabled"),
     ],
 )

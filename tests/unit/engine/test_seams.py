@@ -82,7 +82,7 @@ SEAMS = {
     deepspeed.DeepSpeedEngine: """
         load_universal_checkpoint use_node_local_storage get_global_grad_norm get_lr
         _configure_optimizer zero_allow_untested_optimizer zero_use_cpu_optimizer
-        zero_offload_optimizer zero_elastic_checkpoint _take_model_step""",
+        zero_offload_optimizer zero_optimization _take_model_step""",
     PipelineModule: "_partition_layers _set_bounds _build _synchronize_tied_weights",
     topology.PipelineParallelGrid: """
         get_slice_parallel_world_size get_pipe_parallel_group get_data_parallel_group
