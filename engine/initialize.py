@@ -15,6 +15,8 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid
+from deepspeed.utils import groups
 
 from wavemare.engine.balance_config import check_shares
 from wavemare.engine.clipping import clipping_limit, count_all_stages
@@ -168,6 +170,8 @@ def _check(config: dict[str, Any], model: Any, mpu: Any, mesh_param: Any) -> Wav
     length = _pipeline_length(model, ours)
     sizes = check_batch_sizes(config, data_world_size=data_ranks, stages=length)
     check_shares(ours.balance, sizes, data_ranks)
+    if length == 1 and mpu is None:
+        _check_no_grid(model)
     micro_batches = sizes["gradient_accumulation_steps"]
     if isinstance(model, deepspeed.PipelineModule) and not isinstance(model, DualPipeVModule):
         # Every rank checks the plans of all: all fail alike, or none.
@@ -192,6 +196,17 @@ def _choose(config: dict[str, Any], stages: int, micro_batches: int) -> Wavemare
         for line in told:
             logger.warning(line)
     return WavemareConfig.of(config)
+
+
+def _check_no_grid(model: Any) -> None:
+    """Refuse a data-parallel engine while DeepSpeed's only process grid is another engine's."""
+    if groups.mpu is groups or isinstance(groups.mpu, PipelineParallelGrid):
+        raise ConfigError(
+            "model",
+            type(model).__name__,
+            "DeepSpeed still holds the process grid of another engine of this process",
+            "Call that engine's destroy() before this one is made",
+        )
 
 
 def _data_ranks_of(mpu: Any, world_size: int) -> int:

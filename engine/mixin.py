@@ -10,6 +10,7 @@ from typing import Any
 
 from deepspeed import comm as dist
 from deepspeed.runtime.engine import ROUTE_TRAIN
+from deepspeed.utils import groups
 from torch.optim import Optimizer
 
 from wavemare.engine.balance import Balance, ShareSampler, attach_balance
@@ -194,6 +195,7 @@ class EngineMixin(CheckpointMixin):
         watchdog, self.watchdog = self.watchdog, None  # DeepSpeed's destructor comes here again
         with ExitStack() as stack:  # each, though one before it fails; the last comes first
             stack.callback(super().destroy)  # type: ignore[misc]
+            stack.callback(_forget_grid, getattr(self, "mpu", None))
             if watchdog is not None:
                 stack.callback(watchdog.release)
             if self._sparse is not None:
@@ -249,3 +251,13 @@ class EngineMixin(CheckpointMixin):
         That is this rank's share of the sparse collectives, if there are any.
         """
         return dict(self._sparse.figures) if self._sparse is not None else {}
+
+
+def _forget_grid(mpu: Any) -> None:
+    """Let the next engine have other groups than one that ends: DeepSpeed keeps its grid."""
+    if mpu is None or groups.mpu is not mpu:
+        return
+    groups.mpu = None
+    if mpu is groups:  # DeepSpeed's own tensor parallelism
+        groups.mesh_device = groups._TENSOR_MODEL_PARALLEL_GROUP = None
+        groups._DATA_PARALLEL_GROUP = None

@@ -56,6 +56,14 @@ def test_the_data_parallel_loss_is_the_mean_over_micro_batches_and_ranks(results
     assert first["losses"] == pytest.approx(results[0]["reference"][1], rel=1e-5)
 
 
+def test_a_data_parallel_engine_trains_after_engines_of_other_groups(launch):
+    run = launch("initialize.py", "after_others")
+    for found in (run.result(rank)["after_others"] for rank in range(2)):
+        for refused, losses in (found["pipeline"], found["split"]):
+            assert "Call that engine's destroy()" in refused
+            assert losses == found["alone"]
+
+
 def test_shapes_may_change_where_the_configuration_says_so(results):
     first, last = (result["dynamic_shapes"] for result in results)
     assert first["losses"] == last["losses"]

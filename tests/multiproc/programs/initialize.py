@@ -10,6 +10,7 @@ from pathlib import Path
 
 import deepspeed
 import torch
+import transformers
 from common import (
     ACCUMULATION,
     HIDDEN,
@@ -223,6 +224,24 @@ def case_refusals():
             model=linear, config=plain(wavemare={"pipeline": {"stages": 3}})
         ),
     }
+
+
+def case_after_others():
+    """Data-parallel engines after engines of other groups that have ended."""
+    found = {}
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 8}
+    llama = transformers.LlamaConfig(num_attention_heads=2, num_key_value_heads=2, **sizes)
+    split = {"tensor_parallel": {"autotp_size": 2}}
+    befores = {
+        "pipeline": (build_gpt2(**QUIET), {"wavemare": STAGES}),
+        "split": (transformers.LlamaForCausalLM(llama), split),
+    }
+    for name, (model, section) in befores.items():
+        before, *_ = wavemare.initialize(model=model, config=plain(**section))
+        refused = refusal(lambda: wavemare.initialize(model=build_gpt2(**QUIET), config=plain()))
+        before.destroy()
+        found[name] = [refused, trained(config=plain(1))["losses"]]
+    return {**found, "alone": trained(config=plain(1))["losses"]}
 
 
 def case_four_ranks():
