@@ -30,6 +30,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
+from numpy._core import multiarray
 
 from wavemare.engine.checkpoint_snapshot import Snapshot, num_bytes
 from wavemare.engine.file_records import FileRecord
@@ -44,7 +45,7 @@ HARMLESS: list[Any] = [
     ZeroStageEnum,
     fragment_address,
     (enum_member, GETATTR),
-    *(np.ndarray, np.dtype, np._core.multiarray._reconstruct, np._core.multiarray.scalar),
+    *(np.ndarray, np.dtype, multiarray._reconstruct, multiarray.scalar),
     *(type(np.dtype(kind)) for kind in (*"?bBhHiIlLqQefdFD", "U", "S", "M", "m")),
     *(datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
     *(argparse.Namespace, types.SimpleNamespace, pathlib.PosixPath, pathlib.PurePosixPath),
@@ -246,7 +247,7 @@ def check_client_state(state: Mapping[str, Any]) -> None:
         try:
             torch.save(value, buffer)
             buffer.seek(0)
-            _read(torch.load, buffer, "client_state", map_location="cpu")
+            _read(torch.load, "client_state", buffer, map_location="cpu")
         except Exception as error:  # of the value's own methods, too
             detail = getattr(error, "reason", f"{type(error).__name__}: {error}")
             reason = f"a checkpoint could not give it back: {detail}"
