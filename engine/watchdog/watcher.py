@@ -64,7 +64,8 @@ _TELL_S = 4.0
 # has gone, a pipe that nobody reads.
 _LAST_S = 10.0
 _JOIN_S = 5.0
-# A rank elsewhere that refuses is asked again after the one and before the other.
+# For so long a rank elsewhere has not answered that refuses, and so has ended; a rank that was not
+# asked for the other time has not been silent.
 _BLOCKED_S, _FORGET_S = 1.0, 15.0
 
 _RUNS = ("R", "S", "D")
@@ -176,8 +177,7 @@ class Watchdog:
         self._waited_s = 0.0
         self._told_s = 0.0
         self._reached: set[PeerAddress] = set()
-        self._silent: dict[PeerAddress, tuple[float, UnreachablePeer]] = {}
-        self._refused: dict[PeerAddress, float] = {}
+        self._silent: dict[PeerAddress, tuple[float, float, UnreachablePeer]] = {}
         self._next_ask = self._next_inquiry = 0.0
         self._met = False
         self._limits: dict[str, timedelta] = {}
@@ -362,10 +362,7 @@ class Watchdog:
         """Say that this rank waits and what others do: at ``timeout_s``, and each time doubled."""
         if self._waited_s >= 2 * self._told_s:
             self._told_s = self._waited_s
-            more = (
-                [f"{len(others) - _SHOWN} more ranks do not wait"] if len(others) > _SHOWN else []
-            )
-            told = "; ".join([f"{self._me} {self._status()}", *others[:_SHOWN], *more])
+            told = "; ".join([f"{self._me} {self._status()}", *others[:_SHOWN]])
             print(f"watchdog: {told}; the run goes on", file=sys.__stderr__, flush=True)
 
     @property
@@ -384,11 +381,8 @@ class Watchdog:
 
     async def _find_ended(self, where: Sequence[PeerAddress]) -> set[int]:
         """Return those of some ranks whose processes have certainly ended."""
-        answers = await self._ask(where, {"ask": "status"})
-        gone = [
-            answer.of for answer in answers if isinstance(answer, UnreachablePeer) and answer.gone
-        ]
-        return {of.rank for of in gone if self._is_certain(of)}
+        await self._ask(where, {"ask": "status"})
+        return {of.rank for of in where if of in self._silent and self._is_certain(of)}
 
     async def _ask(self, where: Sequence[PeerAddress], request: dict[str, Any]) -> list[Any]:
         """Ask some ranks, and note who answers."""
@@ -396,30 +390,23 @@ class Watchdog:
         answers = await ask_all(where, self._token, request)
         for of, answer in zip(where, answers, strict=True):
             if isinstance(answer, UnreachablePeer):
-                since, _ = self._silent.get(of, (now, None))
-                self._silent[of] = since, answer
+                since, last, _ = self._silent.get(of, (now, now, answer))
+                self._silent[of] = since if now - last < _FORGET_S else now, now, answer
             else:
                 self._reached.add(of)
                 self._silent.pop(of, None)
-                self._refused.pop(of, None)
         return answers
 
     def _is_certain(self, of: PeerAddress) -> bool:
         """Whether a rank at whose socket nobody listens has ended.
 
-        On this machine it has no process. Elsewhere it has answered before, and refuses for a
-        second time: an address may be wrong, or blocked for a moment.
+        On this machine it has no process. Elsewhere it has answered before, and refuses after a
+        second of silence: an address may be wrong, or blocked for a moment.
         """
         if of.machine == self._me.machine:
             return process_has_ended(of.pid)
-        if of not in self._reached:
-            return False
-        now = self._clock()
-        first = self._refused.get(of)
-        if first is None or now - first > _FORGET_S:
-            self._refused[of] = now
-            return False
-        return now - first >= _BLOCKED_S
+        since, _, answer = self._silent[of]
+        return answer.gone and of in self._reached and self._clock() - since >= _BLOCKED_S
 
     async def _inquire(
         self, by: int | None = None
@@ -434,7 +421,7 @@ class Watchdog:
         asked = [where for where in others if where not in lost]
         answers = await self._ask(asked, {"ask": "status", "by": by})
         unreachable = [each for each in answers if isinstance(each, UnreachablePeer)]
-        unreachable += [self._silent[where][1] for where in lost]
+        unreachable += [self._silent[where][2] for where in lost]
         statuses = [RankStatus(**each) for each in answers if isinstance(each, dict)]
         gone = [each.of.rank for each in unreachable if each.gone]
         if gone and self._farewells is not None:

@@ -54,7 +54,7 @@ def test_the_rank_that_holds_up_the_others_is_named(launch, fault, engine, codes
     ],
 )
 def test_a_rank_that_computes_is_never_ended(launch, engine, place):
-    """Nor by the limit of torch's own process group, which here is shorter."""
+    """Nor by the limits of torch's own process groups, which here would be shorter."""
     finished = launch(PROGRAM, "loader", engine, "--timeout", TIMEOUT_S, own=True).check()
     [line] = [line for line in finished.outputs[0].splitlines() if line.startswith("watchdog")]
     assert line.startswith("watchdog: rank 0 (")

@@ -115,16 +115,17 @@ def main():
     model = build_gpt2()
     if options.engine != "data":
         model.config.tie_word_embeddings = False
-    if options.fault == "loader":
-        wavemare.init_distributed()
-        limit = timedelta(seconds=options.timeout / 2)
-        torch.distributed.distributed_c10d._set_pg_timeout(limit)
     initialize = wavemare.initialize  # here it is imported, with all that it needs
     if options.fault == "lock":
         tell_when()  # each rank: the last one counts
         threading.Timer(5 * options.timeout, os._exit, (3,)).start()  # DeepSpeed waits for ever
     engine, *_ = initialize(model=model, config=config)
     rank = torch.distributed.get_rank()
+    if options.fault == "loader":
+        for group in list(torch.distributed.distributed_c10d._world.pg_names):
+            limit = timedelta(seconds=options.timeout / 2)
+            torch.distributed.distributed_c10d._set_pg_timeout(limit, group)
+        engine.watchdog.let_collectives_wait()
     if options.second:
         watchdog = {"timeout_s": 500.0, "folder": str(options.folder / "second")}
         config = configuration(1, wavemare={"watchdog": section["watchdog"] | watchdog})
