@@ -37,6 +37,7 @@ from wavemare.engine.optimizers import take_optimizer
 from wavemare.engine.paired import PairedPipelineEngine
 from wavemare.engine.pipe import DualPipeVEngine, PipelineEngine
 from wavemare.engine.pipemare import PipeMareEngine
+from wavemare.engine.seams import warn_of_other_version
 from wavemare.engine.segments import Segments
 from wavemare.engine.stage_passes import check_pair_passes
 from wavemare.errors import ConfigError
@@ -74,6 +75,7 @@ def build_engine(
         ConfigError: A key or value that cannot work, before the model is touched.
         PlanError: The stages would wait for each other, or miss a pass.
     """
+    warn_of_other_version()
     ours = _check(config, arguments.get("model"), arguments.get("mpu"), arguments.get("mesh_param"))
     check_replaceable(ours, arguments.get("optimizer"))
     if SECTION in config and isinstance(arguments.get("model"), deepspeed.PipelineModule):

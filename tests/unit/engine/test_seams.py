@@ -21,6 +21,17 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 import wavemare
 from wavemare.engine import Engine
+from wavemare.engine.initialize import ENGINES
+from wavemare.engine.paired import PairedPipelineEngine
+from wavemare.engine.pipemare import PipeMareEngine
+from wavemare.engine.seams import (
+    ATTRIBUTES,
+    DEEPSPEED,
+    FUNCTIONS,
+    digest,
+    found,
+    warn_of_other_version,
+)
 
 PARAMETERS = [
     "args",
@@ -71,6 +82,35 @@ def test_initialize_has_the_thirteen_parameters_of_deepspeed_in_order():
 def test_checkpoint_methods_keep_deepspeeds_parameters(method, parameters):
     for engine in (deepspeed.DeepSpeedEngine, Engine):
         assert list(inspect.signature(getattr(engine, method)).parameters) == parameters
+
+
+def overridden():
+    """Return the methods of DeepSpeed's that our engines have their own of, as `FUNCTIONS` has."""
+    for engine in (*ENGINES.values(), PairedPipelineEngine, PipeMareEngine):
+        stock = [kind for kind in engine.__mro__ if kind.__module__.startswith("deepspeed.")]
+        for kind in engine.__mro__:
+            for name in vars(kind) if kind.__module__.startswith("wavemare.") else ():
+                for owner in stock if not name.startswith("__") else ():
+                    if inspect.isfunction(vars(owner).get(name)):
+                        place = f"{owner.__module__}.{owner.__qualname__}"
+                        yield place.removeprefix("deepspeed."), name
+
+
+def test_deepspeeds_inside_is_what_the_engines_were_written_against():
+    read = {(owner, *one.split("=")) for owner, names in FUNCTIONS.items() for one in names.split()}
+    assert read == {(owner, name, digest(owner, name)) for owner, name, _ in read}
+    assert {*overridden()} <= {(owner, name) for owner, name, _ in read}
+    for owner, names in ATTRIBUTES.items():
+        source = inspect.getsource(found(owner))
+        assert not [name for name in names.split() if f"self.{name}" not in source], owner
+
+
+def test_another_deepspeed_is_told_once(caplog):
+    for version in (DEEPSPEED, f"{DEEPSPEED}+local", "0.19.999", "0.19.999"):
+        warn_of_other_version(version)
+    (told,) = caplog.messages
+    assert "0.19.999" in told
+    assert f"deepspeed=={DEEPSPEED}" in told
 
 
 SEAMS = {
