@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank writes when a run is ended because it no longer moves."""
+"""What a rank writes when a run is ended because its ranks only wait."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The watchdog of a process: a thread that notices when nothing moves, and ends the run."""
+"""The watchdog of a process: a thread that notices when ranks only wait, and ends the run."""
 
 from __future__ import annotations
 
