@@ -15,7 +15,6 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
-from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.utils import groups
 
 from wavemare.engine.balance_config import check_shares
@@ -202,7 +201,7 @@ def _choose(config: dict[str, Any], stages: int, micro_batches: int) -> Wavemare
 
 def _check_no_grid(model: Any) -> None:
     """Refuse a data-parallel engine while DeepSpeed's only process grid is another engine's."""
-    if groups.mpu is groups or isinstance(groups.mpu, PipelineParallelGrid):
+    if groups._get_model_parallel_world_size() > 1:
         raise ConfigError(
             "model",
             type(model).__name__,

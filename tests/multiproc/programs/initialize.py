@@ -235,6 +235,7 @@ def case_after_others():
     befores = {
         "pipeline": (build_gpt2(**QUIET), {"wavemare": STAGES}),
         "split": (transformers.LlamaForCausalLM(llama), split),
+        "ours": (build_gpt2(**QUIET), {"wavemare": {"tensor_parallel": {"size": 2}}}),
     }
     for name, (model, section) in befores.items():
         before, *_ = wavemare.initialize(model=model, config=plain(**section))

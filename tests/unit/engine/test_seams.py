@@ -127,7 +127,9 @@ SEAMS = {
     topology.PipelineParallelGrid: """
         get_slice_parallel_world_size get_pipe_parallel_group get_data_parallel_group
         get_pipe_parallel_world_size""",
-    groups: "_get_expert_parallel_group_dict _create_expert_and_data_parallel",
+    groups: """
+        mpu _get_model_parallel_world_size _get_expert_parallel_group_dict
+        _create_expert_and_data_parallel""",
 }
 
 
