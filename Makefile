@@ -4,6 +4,7 @@
 # make test-ci all tests but the nightly ones: what CI runs
 # make test-nightly   the others, in parts (test-nightly-PART) that can be run one by one
 # make test-openmpi, test-hosts, test-gpu   those of another MPI, of several hosts, of a GPU
+# make conformance DEEPSPEED_TESTS=FOLDER   DeepSpeed's own unit tests with our engines
 # make docs    builds the site of the documentation into build/docs; make reference writes the tables
 #              of keys in docs/configuration.md
 # A GPU user names a torch build:  make train TORCH="torch --index-url URL-OF-THE-CUDA-BUILD"
@@ -20,7 +21,7 @@ ARGS   ?=
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup train test test-ci test-nightly test-mpi test-openmpi test-hosts test-gpu docs reference lint clean
+.PHONY: setup train test test-ci test-nightly test-mpi test-openmpi test-hosts test-gpu conformance docs reference lint clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -95,6 +96,10 @@ test-hosts: $(READY)
 
 test-gpu: $(READY)
 	$(call pytest) -s tests/gpu $(ARGS)
+
+# DeepSpeed's own unit tests with our initialize: DEEPSPEED_TESTS is the folder tests of its repository.
+conformance: $(READY)
+	$(BIN)/python tests/tools/conformance.py $(DEEPSPEED_TESTS) $(ARGS)
 
 docs: $(READY)
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs

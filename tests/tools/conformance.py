@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run DeepSpeed's own unit tests with `wavemare.initialize` in the place of `deepspeed.initialize`.
+
+python tests/tools/conformance.py .deepspeed/tests  # goes on where it was stopped
+
+Each file runs once for each mode, in a process of its own, on CPU with gloo; as a plugin of pytest
+this module makes the replacement, in the processes that the tests fork as well.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import subprocess
+import sys
+from collections import Counter
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+PAGE = Path("docs/results/conformance.md")
+RESULTS = PAGE.with_suffix(".json")
+SECTIONS = {
+    "sparse": {"sparse_collective": {"mode": "auto"}},
+    "pipemare": {"pipeline": {"schedule": "pipemare", "pipemare": {"warmup_steps": 1_000_000}}},
+    "1f1b": {"pipeline": {"schedule": "1f1b"}},
+}
+MODES = ("stock", "ours", *SECTIONS)
+# Files of tests/unit by what else they run with; those that compute no training step have none.
+TRAIN, STAGES, PLAIN = ("sparse",), ("sparse", "pipemare", "1f1b"), ()
+FILES = {
+    "checkpoint/test_moe_checkpoint.py": PLAIN,
+    "runtime/test_ds_config_dict.py": TRAIN,
+    "pipe/test_pipe_module.py": STAGES,
+    "checkpoint/test_pipeline.py": STAGES,
+    "checkpoint/test_tag_validation.py": PLAIN,
+    "checkpoint/test_reshape_checkpoint.py": PLAIN,
+    "checkpoint/test_latest_checkpoint.py": TRAIN,
+    "checkpoint/test_other_optimizer.py": TRAIN,
+    "checkpoint/test_shared_weights.py": TRAIN,
+    "runtime/pipe/test_pipe_schedule.py": PLAIN,
+    "runtime/pipe/test_topology.py": PLAIN,
+    "runtime/test_data_efficiency.py": TRAIN,
+    "runtime/test_multi_output_model.py": TRAIN,
+    "runtime/test_multiple_models.py": TRAIN,
+    "runtime/pipe/test_pipe.py": STAGES,
+    "v1/moe/test_moe.py": PLAIN,
+    "comm/test_dist.py": PLAIN,
+    "runtime/test_pld.py": PLAIN,
+    "runtime/test_data.py": TRAIN,
+    "runtime/test_ds_config_model.py": PLAIN,
+    "runtime/test_no_sync_ctxt.py": PLAIN,
+    "checkpoint/test_convert_checkpoint.py": PLAIN,
+    "runtime/zero/test_zero_grad_clip.py": PLAIN,
+    "runtime/zero/test_unwrap_model.py": PLAIN,
+    "checkpoint/test_sparse.py": TRAIN,
+    "checkpoint/test_lr_scheduler.py": TRAIN,
+    "runtime/test_ds_initialize.py": TRAIN,
+    "runtime/test_lr_schedulers.py": PLAIN,
+    "runtime/test_mup_optimizers.py": PLAIN,
+    "runtime/sparse_tensor/test_averaging_sparse_gradients.py": TRAIN,
+    "runtime/sparse_tensor/test_sparse_grads.py": TRAIN,
+    "runtime/zero/test_ignore_unused_parameters.py": TRAIN,
+    "v1/half_precision/test_gradient_clipping_default.py": PLAIN,
+    "v1/moe/test_moe_tp.py": PLAIN,
+    "comm/test_comms_logger.py": PLAIN,
+    "checkpoint/test_mics_optimizer.py": PLAIN,
+    "checkpoint/test_universal_checkpoint.py": PLAIN,
+    "checkpoint/test_zero_optimizer.py": TRAIN,
+    "v1/half_precision/test_bf16.py": TRAIN,
+    "v1/moe/test_autoep_checkpoint.py": PLAIN,
+    "model_parallelism/test_configurable_parallel_pp.py": PLAIN,
+    "model_parallelism/test_configurable_parallel_mp.py": PLAIN,
+}
+CANNOT = {
+    ("pipemare", "pipe/test_pipe_module.py::TestPipeModuleSequential::test["): (
+        "PipeMare completes the batch sizes in engine.config, and checkpointing.configure reads "
+        "them as if every rank were a replica"
+    ),
+}
+"""Tests that pass with stock DeepSpeed and cannot with ours: a mode, a name's beginning, why."""
+
+
+def replace_initialize(mode):
+    """Put `wavemare.initialize`, with a section of this mode, where tests find DeepSpeed's."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    # Ops that want a compiler: tests that need them are skipped, gloo does without.
+    compiled = deepspeed.ops.__compatible_ops__
+    compiled.update(dict.fromkeys(compiled, False))
+    deepspeed.DeepSpeedEngine.sparse_tensor_module_names = frozenset()  # older tests compare it
+    type(get_accelerator()).is_fp16_supported = lambda _: True  # torch computes it, if slowly
+    if mode == "stock":
+        return
+    import wavemare
+    from wavemare.engine.initialize import read_config
+
+    stock = deepspeed.initialize
+
+    def initialize(*args, **kwargs):
+        staged = isinstance(kwargs.get("model"), deepspeed.PipelineModule)
+        if mode in SECTIONS and (mode == "sparse" or staged):
+            names = ("config", "config_params")
+            given = [kwargs.pop(name, None) for name in names]
+            config = read_config(kwargs.get("args"), *given)
+            kwargs["config"] = {**config, "wavemare": SECTIONS[mode]}
+            if hasattr(kwargs.get("args"), "deepspeed_config"):
+                kwargs["args"].deepspeed_config = None
+        deepspeed.initialize = stock  # which ours calls
+        try:
+            return wavemare.initialize(*args, **kwargs)
+        finally:
+            deepspeed.initialize = initialize
+
+    deepspeed.initialize = initialize
+
+
+def read_log(log):
+    """Return the outcome of each test in a log of the plugin; one without an end has hung."""
+    found = {}
+    for line in log.read_text().splitlines() if log.exists() else ():
+        name, outcome, message = json.loads(line)
+        found[name] = [outcome, message if outcome == "failed" else ""]
+    return found
+
+
+if "CONFORMANCE_MODE" in os.environ:  # in pytest, and in the server that forks its processes
+    replace_initialize(os.environ["CONFORMANCE_MODE"])
+    LOG = Path(os.environ["CONFORMANCE_LOG"])
+
+    def pytest_configure(config):
+        multiprocessing.set_forkserver_preload(["conformance", "torch.multiprocessing"])
+        import torch.multiprocessing as processes
+
+        start = processes.set_start_method
+        processes.set_start_method = lambda _, force: start("forkserver", force=True)
+
+    def pytest_collection_modifyitems(items):
+        done = read_log(LOG)
+        items[:] = [item for item in items if item.nodeid not in done]
+
+    def note(name, outcome, message=""):
+        with LOG.open("a") as file:
+            file.write(json.dumps([name, outcome, message[:300]]) + "\n")
+
+    def pytest_runtest_logstart(nodeid):
+        note(nodeid, "hung")
+
+    def pytest_runtest_logreport(report):
+        if report.when == "call" or report.outcome != "passed":
+            crash = getattr(report.longrepr, "reprcrash", None)
+            note(report.nodeid, report.outcome, crash.message if crash else str(report.longrepr))
+
+
+def run(tests, file, mode, log):
+    """Run what a log does not have of a file, again after each test that hung."""
+    tools = Path(__file__).resolve().parent
+    environment = {
+        **os.environ,
+        "CONFORMANCE_MODE": mode,
+        "CONFORMANCE_LOG": str(log.resolve()),
+        "PYTHONPATH": os.pathsep.join([str(tools), os.environ.get("PYTHONPATH", "")]),
+        "DS_ACCELERATOR": "cpu",
+        "LOCAL_SIZE": "4",  # so many processes a test may start
+        "DS_UNITTEST_TIMEOUT": "120",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "conformance", "--timeout=180"]
+    command += ["-p", "no:cacheprovider", f"unit/{file}"]
+    before = -1
+    while len(read_log(log)) > before:
+        before = len(read_log(log))
+        with log.with_suffix(".out").open("a") as output:
+            done = subprocess.run(
+                command, cwd=tests, env=environment, stdout=output, stderr=output, check=False
+            )
+        if done.returncode in (0, 1, 5) and "hung" not in dict(read_log(log).values()):
+            break
+
+
+def outcome_of(found, stock=None):
+    """Return a table's cell, and the tests that differ from stock DeepSpeed's."""
+    counts = Counter(outcome for outcome, _ in found.values())
+    cell = " / ".join(str(counts[name]) for name in ("passed", "failed", "skipped"))
+    if counts["hung"]:
+        cell += f" / {counts['hung']} hung"
+    passed = [name for name, (outcome, _) in (stock or {}).items() if outcome == "passed"]
+    return cell, [name for name in passed if found.get(name, ["missing"])[0] != "passed"]
+
+
+def reason_of(name, mode, message):
+    """Return why a test cannot pass; a section that is refused by its name says so itself."""
+    if mode in SECTIONS and "ConfigError: " in message and "wavemare." in message:
+        return "refused: " + message.split("ConfigError: ")[1].splitlines()[0]
+    excused = (why for (kind, start), why in CANNOT.items() if kind == mode and start in name)
+    return next(excused, None)
+
+
+def show(results):
+    """Write the page; return the tests that differ without a reason."""
+    rows, listed, unexplained = [], [], []
+    for file, modes in results["files"].items():
+        cells = []
+        for mode in MODES:
+            found = modes.get(mode)
+            cell, differing = outcome_of(found or {}, modes["stock"])
+            cells.append(cell if found else "")
+            for name in differing if found else ():
+                message = found.get(name, ["", "it was not run"])[1]
+                reason = reason_of(name, mode, message)
+                (listed if reason else unexplained).append((mode, name, reason or message))
+        rows.append(f"| `{file}` | " + " | ".join(cells) + " |")
+    lines = [
+        "# DeepSpeed's own unit tests",
+        "",
+        f"{results['date']}; {results['machine']}. DeepSpeed {results['deepspeed']}, and the tests "
+        f"of its repository at version {results['tests']}: the newest that was publicly reachable.",
+        "What fails with stock DeepSpeed fails for that difference or for want of a GPU. "
+        "fp16 is computed by the CPU, and operators that want a compiler are off, in all columns "
+        "alike. [How to run the tests](../CONTRIBUTING.md).",
+        "",
+        "```bash",
+        "make conformance DEEPSPEED_TESTS=FOLDER",
+        "```",
+        "",
+        "Each cell: tests passed / failed / skipped. *ours*: `wavemare.initialize` in the place of "
+        "`deepspeed.initialize`, without a section of ours; the others also with one: "
+        "`sparse_collective` in its mode `auto`, PipeMare kept synchronous by `warmup_steps`, "
+        "and 1F1B.",
+        "",
+        "| file of tests/unit | stock | ours | sparse | PipeMare | 1F1B |",
+        "|---|---|---|---|---|---|",
+        *rows,
+        "",
+        f"Of the tests that pass with stock DeepSpeed, {len(listed)} cannot pass and "
+        f"{len(unexplained)} differ otherwise:",
+        "",
+        "| mode | test | why |",
+        "|---|---|---|",
+    ]
+    for mode, name, why in [*listed, *unexplained]:
+        text = why.replace("|", "\\|").replace("\n", " ").replace("<", "\\<")
+        lines.append(f"| {mode} | `{name.removeprefix('unit/')}` | {text} |")
+    left = [f"`{file}`" for file in FILES if "ours" not in results["files"].get(file, {})]
+    if left:
+        lines += ["", f"Not run with ours yet: {', '.join(left)}."]
+    PAGE.write_text("\n".join(lines) + "\n")
+    return unexplained
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("tests", type=Path, help="the folder tests of DeepSpeed's repository")
+    parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
+    parser.add_argument("--only", default="", help="files with this in their names")
+    parser.add_argument("--logs", type=Path, default=Path("build/conformance"))
+    options = parser.parse_args()
+    options.logs.mkdir(parents=True, exist_ok=True)
+    release = options.tests.parent / "version.txt"
+    results = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": f"{os.cpu_count()} {platform.machine()} cores, no GPU",
+        "deepspeed": version("deepspeed"),
+        "tests": release.read_text().strip() if release.exists() else "unknown",
+        "files": {},
+    }
+    for file, sections in FILES.items():
+        found = {}
+        for mode in ("stock", "ours", *sections):
+            log = options.logs / f"{mode}-{file.replace('/', '-')}l"
+            if options.only in file and mode in options.modes:
+                run(options.tests, file, mode, log)
+            if outcomes := read_log(log):
+                found[mode] = outcomes
+        if "stock" in found:
+            results["files"][file] = found
+            RESULTS.write_text(json.dumps(results, indent=0) + "\n")
+    unexplained = show(results)
+    for mode, name, message in unexplained:
+        print(f"{mode}: {name}: {message.splitlines()[0] if message else ''}")
+    return bool(unexplained)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
