@@ -122,7 +122,7 @@ def check_config(config: Mapping[str, Any], *, world_size: int) -> WavemareConfi
     check_balance(
         config, ours.balance, pipeline=ours.pipeline, wavelet=ours.wavelet, zero_stage=zero
     )
-    check_guard(config, ours.guard, zero)
+    check_guard(config, ours.guard)
     decides = ours.balance.micro_steps or ours.wavelet.mode in ("async", "replica")
     if decides and not config.get("managed_gradient_accumulation", True):
         reason = "balance.micro_steps and the asynchronous waves say when DeepSpeed reduces"

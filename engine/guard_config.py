@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from wavemare.engine.config_shape import ZERO_WEIGHTS
 from wavemare.errors import ConfigError
 from wavemare.section import Section
 
@@ -18,7 +17,7 @@ _KEY = "wavemare.guard"
 
 
 class GuardConfig(Section):
-    """Numbers that are not finite, messages and replicas that differ: what follows from them."""
+    """Numbers that are not finite, and messages that have changed: what follows from them."""
 
     nonfinite: Literal["off", "stop", "skip"] = "stop"
     """What a loss, a gradient or an activation that is not finite does to an optimizer step. With
@@ -30,17 +29,13 @@ class GuardConfig(Section):
     message_checksum: bool = False
     """Whether messages between pipeline stages, and of the sparse collective, carry a CRC-32."""
 
-    replica_digest_interval: int = Field(default=0, ge=0)
-    """Optimizer steps between two comparisons of the replicas' weights; 0 for none."""
 
-
-def check_guard(config: Mapping[str, Any], guard: GuardConfig, zero_stage: int) -> None:
+def check_guard(config: Mapping[str, Any], guard: GuardConfig) -> None:
     """Check that what is to be guarded is there.
 
     Args:
         config: DeepSpeed configuration.
         guard: Our section.
-        zero_stage: Of DeepSpeed's ZeRO.
 
     Raises:
         ConfigError: Naming the key that would have no effect.
@@ -54,10 +49,6 @@ def check_guard(config: Mapping[str, Any], guard: GuardConfig, zero_stage: int) 
         reason = f"it has no effect on nonfinite {guard.nonfinite!r}"
         remedy = f'Set {_KEY}.nonfinite to "skip", or remove the key'
         raise ConfigError(f"{_KEY}.max_skips", guard.max_skips, reason, remedy)
-    if guard.replica_digest_interval and zero_stage == ZERO_WEIGHTS:
-        reason = "with ZeRO 3 each weight lies on one rank alone, and no replica is there"
-        given = guard.replica_digest_interval
-        raise ConfigError(f"{_KEY}.replica_digest_interval", given, reason, "Leave it out")
 
 
 def check_checksums(guard: GuardConfig, *, staged: bool, sparse: bool) -> None:

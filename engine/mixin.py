@@ -18,7 +18,6 @@ from wavemare.engine.checkpoint import CheckpointMixin
 from wavemare.engine.config import SECTION, WavemareConfig
 from wavemare.engine.guard import NumericsGuard, attach_guard, skipping
 from wavemare.engine.guard_config import GuardConfig, check_checksums
-from wavemare.engine.guard_replicas import Replicas, attach_replicas
 from wavemare.engine.matrix_partitions import (
     check_matrix_optimizer,
     describe_partitions,
@@ -57,7 +56,6 @@ class EngineMixin(CheckpointMixin):
     _sparse: SparseGradients | None = None
     _balance: Balance | None = None
     _guard: NumericsGuard | None = None
-    _replicas: Replicas | None = None
     _sections: WavemareConfig | None = None
 
     def __init__(self, *args: Any, sections: WavemareConfig | None = None, **kwargs: Any) -> None:
@@ -80,7 +78,6 @@ class EngineMixin(CheckpointMixin):
 
         if sections is not None:
             self._guard = attach_guard(self, sections.guard)
-            self._replicas = attach_replicas(self, sections.guard)
 
     @property
     def guard_config(self) -> GuardConfig:
@@ -95,8 +92,6 @@ class EngineMixin(CheckpointMixin):
         """Step as DeepSpeed's method of that name; a guard may find that the step must not be."""
         engine: Any = self
         try:
-            if self._replicas is not None:
-                self._replicas.begin_step()
             sound = self._guard is None or self._guard.judge()
             with nullcontext() if sound else skipping(engine.optimizer):
                 super()._take_model_step(*args, **kwargs)

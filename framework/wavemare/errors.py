@@ -77,7 +77,7 @@ class CheckpointError(WavemareError, RuntimeError):
 
 
 class NumericsError(WavemareError, ArithmeticError):
-    """A number that is not finite, or weights that should be alike and are not."""
+    """A number that is not finite."""
 
 
 class PlanError(WavemareError, ValueError):

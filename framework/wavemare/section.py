@@ -38,6 +38,11 @@ _KINDS = {
     "string_type": "Give a text in quotes",
 }
 
+_REMOVED = {
+    "wavemare.guard.replica_digest_interval": "Leave it out; memory with ECC finds flipped bits",
+}
+"""What to do without a key that an earlier version had."""
+
 
 class Section(BaseModel):
     """A frozen part of the configuration that refuses unknown keys.
@@ -77,6 +82,8 @@ def _first_error(
     location, first = found[0]
     key = path + "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in location)
     given = None if first["type"] == "missing" else first["input"]
+    if first["type"] == "extra_forbidden" and key in _REMOVED:
+        return ConfigError(key, given, "it was removed", _REMOVED[key])
     if first["type"] == "extra_forbidden":
         remedy = did_you_mean(str(location[-1]), _fields_at(model, location[:-1]))
         return ConfigError(key, given, "this key does not exist", remedy)

@@ -53,7 +53,6 @@ CASES = {
             f"dualpipev {name}": flipped("flip_dualpipev", sender, on, what=ACTIVATION)
             for name, sender, on in FLIPS
         },
-        "tied": ["tied", {"rank": 1}],
     },
     4: REPLAYS,
 }
@@ -204,10 +203,3 @@ def test_a_wrong_bit_in_a_message_is_an_error_with_checksum(
     assert "its checksum does not fit" in found["error"]
     if schedule == "pipemare":
         assert f"rank {receiver}, stage {receiver}, optimizer step" in found["notes"][0]
-
-
-def test_copies_of_a_tied_weight_that_differ_are_found(found):
-    for ours in found("tied"):
-        assert ours["at"] == 4
-        assert "the weights of the ranks 0, 1 differ" in ours["error"]
-        assert "first in parameter 'w.weight'" in ours["error"]

@@ -235,25 +235,6 @@ def flip_dualpipev(sender, what, checksum):
         return outcome(engine, batches(9, 4), 3, sizes)
 
 
-def tied(rank):
-    """Tied weights over two stages, of which one copy changes by a bit after the second step."""
-    end = deepspeed.pipe.TiedLayerSpec("w", torch.nn.Linear, WIDTH, WIDTH, bias=False)
-    middle = [
-        deepspeed.pipe.LayerSpec(torch.nn.Tanh),
-        deepspeed.pipe.LayerSpec(torch.nn.Linear, WIDTH, WIDTH),
-    ]
-    guard = {"guard": {"replica_digest_interval": 2}}
-    engine, data = start_stages([end, *middle, end], sections=guard), batches(9, 2)
-    for step in range(6):
-        try:
-            engine.train_batch(data)
-        except WavemareError as error:
-            return {"error": str(error), "at": step + 1}
-        if step == 2 and torch.distributed.get_rank() == rank:
-            engine.module.tied_modules["w"].weight.data.view(torch.int32)[1, 1] ^= 1 << 22
-    return {"error": None}
-
-
 if __name__ == "__main__":
     init_distributed()
     cases = json.loads(sys.argv[2])

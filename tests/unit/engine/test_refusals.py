@@ -37,7 +37,6 @@ def test_the_defaults_change_nothing():
     ours = WavemareConfig.of({})
     assert (ours.guard.nonfinite, ours.guard.max_skips) == ("stop", 10)
     assert not ours.guard.message_checksum
-    assert ours.guard.replica_digest_interval == 0
     assert ours.wavelet.mode == ours.sparse_collective.mode == "off"
     assert ours.watchdog.timeout_s == 600
 
@@ -56,8 +55,6 @@ def test_a_time_limit_is_a_positive_number(seconds):
         ({"max_skips": 3}, {}, "max_skips"),
         ({"nonfinite": "skip", "max_skips": 0}, {}, "max_skips"),
         ({"message_checksum": 1}, {}, "message_checksum"),
-        ({"replica_digest_interval": 5}, zero(3), "replica_digest_interval"),
-        ({"replica_digest_interval": -1}, {}, "replica_digest_interval"),
         ({"checksum": True}, {}, "checksum"),
     ],
 )
@@ -217,7 +214,6 @@ SPARSE = {"sparse_collective": {"mode": "pushpull"}}
         ({"guard": {"nonfinite": "off"}}, FP16),
         ({"guard": {}}, FP16),
         ({"guard": {"nonfinite": "skip", "max_skips": 1}}, {}),
-        ({"guard": {"replica_digest_interval": 5}}, zero(2)),
         (
             {
                 "pipeline": {"schedule": "pipemare", "stages": 2},

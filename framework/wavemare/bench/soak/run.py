@@ -48,7 +48,7 @@ _MODEL = {
 
 def configuration(system: str) -> dict[str, Any]:
     """Return the configuration of a system, with everything on that is meant for bad days."""
-    guard: dict[str, Any] = {"nonfinite": "stop", "replica_digest_interval": 50}
+    guard: dict[str, Any] = {"nonfinite": "stop"}
     section: dict[str, Any] = {
         "watchdog": {"timeout_s": _TIMEOUT_S},
         "checkpoint": {"keep": 2, "background": True},
