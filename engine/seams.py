@@ -27,7 +27,8 @@ FUNCTIONS = {
         _take_model_step=c4c6e0 backward=b8c436 buffered_allreduce_fallback=c36145
         clip_fp32_gradients=c3ad53 deepspeed_io=9be5fb destroy=573c7f forward=d99afa
         load_checkpoint=5728d3 save_checkpoint=c92409 scale=bb48d2 set_train_batch_size=b15192
-        step=02d6a4 zero_allow_untested_optimizer=d96e72""",
+        step=02d6a4 zero_allow_untested_optimizer=d96e72 zero_optimization=3405fc
+        _load_zero_checkpoint=008491""",
     "runtime.pipe.dualpipev.DualPipeVEngine": """
         _exec_commit_p2p=699c9e _queue_p2p=efd870 eval_batch=5a4f7c
         reset_activation_shape=eeeba4""",
@@ -47,7 +48,8 @@ FUNCTIONS = {
         _get_compact_grad_partition_slice=386a91 average_tensor=6fd000 get_flat_partition=77f7f3
         independent_gradient_partition_epilogue=26ceef reduce_ipg_grads=a41525""",
     "utils.groups": """
-        _create_expert_and_data_parallel=52f333 _get_expert_parallel_group_dict=40fa81""",
+        _create_expert_and_data_parallel=52f333 _get_expert_parallel_group_dict=40fa81
+        _get_model_parallel_world_size=f00b28""",
 }
 """By class or module of DeepSpeed: the functions that are called or overridden, name=digest."""
 
