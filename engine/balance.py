@@ -8,14 +8,12 @@ Gradients are averaged over the data ranks with equal weight. So the mean loss o
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from torch.utils.data import Sampler
 
@@ -37,12 +35,7 @@ class Balance:
     Attributes:
         micro_batch: Samples of a micro-batch of this rank.
         micro_steps: Micro-batches of this rank in an optimizer step.
-        waited_s: Seconds in which this rank has waited for the tokens of others, while `timed`.
-        timed: Whether that is measured, for which the host waits for the device.
     """
-
-    timed = False
-    waited_s = 0.0
 
     def __init__(self, config: BalanceConfig, engine: Any) -> None:
         self._group = engine.data_parallel_group
@@ -151,18 +144,10 @@ class Balance:
         own = (counted != _IGNORED).sum().to(torch.float32)
         total = own.clone()
         if not self._alone:
-            started = self._now()
             dist.all_reduce(total, group=self._group)
-            self.waited_s += self._now() - started
         weight = own * self._ranks / total.clamp(min=1)
         # The mean over no token at all is not a number, and counts nothing.
         return torch.where(own > 0, loss, torch.zeros_like(loss)) * weight
-
-    def _now(self) -> float:
-        if not self.timed:
-            return 0.0
-        get_accelerator().synchronize()
-        return time.perf_counter()
 
 
 class ShareSampler(Sampler[int]):

@@ -20,13 +20,11 @@ if TYPE_CHECKING:
 
     from wavemare.parallel.guard import Guard
     from wavemare.parallel.speed import Speed
-    from wavemare.parallel.stage_guard import StageGuard
     from wavemare.parallel.trial import Trial
 
 __all__ = ["Balancing"]
 
 AUTO, NONE = "auto", "none"
-_BETTER = "better-plan.json"
 
 
 class Balancing:
@@ -57,9 +55,7 @@ class Balancing:
         self.plan: ParallelPlan | None = None
         self._file = folder / "plan.json"
         self._speeds: list[Speed] | None = None
-        self._table: Any = None
         self._guard: Guard | None = None
-        self._stage_guard: StageGuard | None = None
         self._trial: Trial | None = None
         self._choice, self._tries = choice, tries
         self.measures = choice == AUTO
@@ -118,7 +114,7 @@ class Balancing:
                 raise PlanError("--balance", self._choice, reason, remedy)
 
     def _measure(self, model: Any, batch: dict[str, int], sequence_length: int) -> None:
-        from wavemare.parallel.balance import balance_replicas, measure_layers, plan_stages
+        from wavemare.parallel.balance import balance_replicas, balance_stages
         from wavemare.parallel.speed import example_samples
 
         section = WavemareConfig.of(self.config)
@@ -134,20 +130,15 @@ class Balancing:
         zero = int(zero_section(self.config).get("stage", 0))
         dtype = _half(self.config)
         if section.pipeline.stages > 1:
-            self._table = measure_layers(
+            plan = balance_stages(
                 model,
-                samples=batch["train_micro_batch_size_per_gpu"],
-                sequence_length=sequence_length,
-                inputs=section.pipeline.inputs,
-                dtype=dtype,
-            )
-            plan = plan_stages(
-                self._table,
                 batch,
                 stages=section.pipeline.stages,
                 schedule=section.pipeline.schedule,
+                inputs=section.pipeline.inputs,
                 zero_stage=zero,
                 sequence_length=sequence_length,
+                dtype=dtype,
             )
         else:
             plan, self._speeds = balance_replicas(
@@ -165,41 +156,27 @@ class Balancing:
         if self.plan is not None:
             atomic_write_text(self._file, self.plan.to_json())
 
-    def watch(
-        self,
-        engine: Any,
-        share_out: Callable[[Sequence[int]], None],
-        batch: Mapping[str, int],
-    ) -> None:
+    def watch(self, engine: Any, share_out: Callable[[Sequence[int]], None]) -> None:
         """Begin to compare what was measured with what happens.
 
         Args:
             engine: Built by `config`.
             share_out: Applies new shares to the data.
-            batch: DeepSpeed's three batch sizes by their keys.
         """
-        if self.plan is None:
-            return
-        if self._speeds is not None:
+        if self.plan is not None and self._speeds is not None:
             from wavemare.parallel.guard import Guard
             from wavemare.parallel.trial import Trial
 
             self._guard = Guard(engine, self._speeds, self.plan.shares, share_out)
             self._trial = Trial(self._guard) if self._tries else None
-        elif self._table is not None:
-            from wavemare.parallel.stage_guard import StageGuard
-
-            self._stage_guard = StageGuard(engine, self.plan, self._table, batch)
 
     def after_step(self, *, saved: bool, rank: int) -> str | None:
         """Look after a step, and after a checkpoint; return what there is to say.
 
         Args:
             saved: Whether a checkpoint has just been written.
-            rank: Of this process; rank 0 writes a better plan's file.
+            rank: Of this process; rank 0 writes the plan with new shares.
         """
-        if self._stage_guard is not None:
-            return self._stages_after_step(rank)
         if self._guard is None:
             return None
         verdicts: list[Any] = [self._guard.after_step()]
@@ -215,21 +192,6 @@ class Balancing:
             if rank == 0:
                 self.save()
         return f"balance: {said}"
-
-    def _stages_after_step(self, rank: int) -> str | None:
-        verdict = self._stage_guard.after_step() if self._stage_guard is not None else None
-        if verdict is None:
-            return None
-        if verdict.plan is None:
-            return f"balance: {verdict}"
-        file = self._file.with_name(_BETTER)
-        if rank == 0:
-            atomic_write_text(file, verdict.plan.to_json())
-        cuts = ",".join(map(str, verdict.plan.cuts or ()))
-        return (
-            f"balance: {verdict}; cuts {cuts} would be better. From a universal checkpoint, "
-            f"--balance {file} goes on with them"
-        )
 
     def _use(self, plan: ParallelPlan) -> None:
         self.plan = plan

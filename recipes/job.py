@@ -256,7 +256,7 @@ class Job:
             shuffle=shuffle,
             shares=WavemareConfig.of(self.config).balance.shares,
         )
-        self.balancing.watch(self.engine, loader.share_out, self.batch)
+        self.balancing.watch(self.engine, loader.share_out)
         if self.arguments.resume:
             self._resume(loader)
         self.first_step = self.engine.global_steps

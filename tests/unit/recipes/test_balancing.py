@@ -138,7 +138,7 @@ def watched(monkeypatch, folder, sample_s, rank=0, *, tries=False):
     found = Balancing("auto", {}, folder, resumes=False, tries=tries)
     found.measure(LanguageModel(), {}, sequence_length=8)
     engine = Engine(monkeypatch, sample_s)
-    found.watch(engine, lambda shares: None, {})
+    found.watch(engine, lambda shares: None)
 
     def train():
         said = []
