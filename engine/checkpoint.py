@@ -117,6 +117,7 @@ class CheckpointMixin:
         self.finish_saving()
         agree(Path(save_dir), lambda: _check_client_state(engine, client_state))
         tag = str(tag if tag is not None else f"global_step{engine.global_steps}")
+        engine._checkpoint_tag_validation(tag)  # of the ranks' own tags, not of a shared name
         state = {**_universal_information(engine), **client_state}
         if engine.checkpoint_engine.is_decoupled():  # writes in the background, renames nothing
             return super().save_checkpoint(  # type: ignore[misc]

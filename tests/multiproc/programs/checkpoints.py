@@ -125,9 +125,11 @@ def refuse(folder, case, action=load):
 
 def refuse_states(folder, case):
     """Save client states that cannot be kept, one of them on rank 1 alone, and then a sound one."""
-    engine = build(wavemare.initialize, case)
+    engine = build(wavemare.initialize, case, checkpoint={"tag_validation": "FAIL"})
     with pytest.raises(ValueError, match="save_dir"):
         engine.save_checkpoint(None)
+    with pytest.raises(AssertionError, match="tag"):
+        engine.save_checkpoint(str(folder), f"tag-{dist.get_rank()}")
     told = []
     for state in ({"universal_checkpoint_info": {}}, {"own": Path} if dist.get_rank() else {}):
         with pytest.raises(wavemare.errors.CheckpointError) as caught:
