@@ -76,13 +76,6 @@ class JobArguments:
             "or the file of a plan (wavemare plan search --output, or plan.json of a run)"
         },
     )
-    balance_trial: bool = field(
-        default=False,
-        metadata={
-            "help": "with --balance auto, ZeRO: after 20 steps take 20 with equal shares, and keep "
-            "the faster"
-        },
-    )
     local_rank: int = field(default=-1, metadata={"help": "set by the deepspeed launcher"})
     megatron: Changes = field(init=False, default_factory=Changes)  # by Megatron's names
 

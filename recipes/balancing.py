@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from wavemare.parallel.guard import Guard
     from wavemare.parallel.speed import Speed
-    from wavemare.parallel.trial import Trial
 
 __all__ = ["Balancing"]
 
@@ -35,42 +34,29 @@ class Balancing:
         config: DeepSpeed's configuration.
         folder: Of the run, where a measured plan is left as ``plan.json``.
         resumes: Whether an earlier run goes on, by its own plan.
-        tries: Whether measured shares are tried beside equal ones, and the faster kept.
 
     Raises:
         ConfigError: The file cannot be read, or the configuration cannot be balanced.
         PlanError: It holds no plan.
     """
 
-    def __init__(
-        self,
-        choice: str,
-        config: dict[str, Any],
-        folder: Path,
-        *,
-        resumes: bool,
-        tries: bool = False,
-    ) -> None:
+    def __init__(self, choice: str, config: dict[str, Any], folder: Path, *, resumes: bool) -> None:
         self.config = config
         self.plan: ParallelPlan | None = None
         self._file = folder / "plan.json"
         self._speeds: list[Speed] | None = None
         self._guard: Guard | None = None
-        self._trial: Trial | None = None
-        self._choice, self._tries = choice, tries
+        self._choice = choice
         self.measures = choice == AUTO
-        pipeline = WavemareConfig.of(config).pipeline.stages > 1
-        if tries and (choice != AUTO or pipeline):
-            reason = "cuts cannot change in a run" if pipeline else "there are no measured shares"
-            raise ConfigError("--balance_trial", True, reason, "Use it with --balance auto, ZeRO")
+        section = WavemareConfig.of(config)
         if choice == NONE:
             return
-        if WavemareConfig.of(config).parallel.given:
+        if section.parallel.given:
             reason = "wavemare.parallel says how the model is laid out"
             raise ConfigError("--balance", choice, reason, "Leave out one of the two")
         if choice != AUTO:
             self._use(_read(Path(choice)))
-        elif resumes and self._file.is_file() and pipeline:
+        elif resumes and self._file.is_file() and section.pipeline.stages > 1:
             # Weights stay where they are; shares alone may be measured anew.
             self.measures = False
             self._use(_read(self._file))
@@ -165,10 +151,8 @@ class Balancing:
         """
         if self.plan is not None and self._speeds is not None:
             from wavemare.parallel.guard import Guard
-            from wavemare.parallel.trial import Trial
 
             self._guard = Guard(engine, self._speeds, self.plan.shares, share_out)
-            self._trial = Trial(self._guard) if self._tries else None
 
     def after_step(self, *, saved: bool, rank: int) -> str | None:
         """Look after a step, and after a checkpoint; return what there is to say.
@@ -179,19 +163,16 @@ class Balancing:
         """
         if self._guard is None:
             return None
-        verdicts: list[Any] = [self._guard.after_step()]
-        if self._trial is not None:
-            verdicts.append(self._trial.after_step())
-        if saved and verdicts[0] is None:
-            verdicts.append(self._guard.at_checkpoint())
-        said = "; ".join(str(verdict) for verdict in verdicts if verdict is not None)
-        if not said:
+        verdict = self._guard.after_step()
+        if saved and verdict is None:
+            verdict = self._guard.at_checkpoint()
+        if verdict is None:
             return None
         if self.plan is not None and self.plan.shares != self._guard.shares:
             self.plan = replace(self.plan, shares=self._guard.shares, predicted=None)
             if rank == 0:
                 self.save()
-        return f"balance: {said}"
+        return f"balance: {verdict}"
 
     def _use(self, plan: ParallelPlan) -> None:
         self.plan = plan

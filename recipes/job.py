@@ -73,7 +73,6 @@ class Job:
             ),
             Path(arguments.output),
             resumes=arguments.resume,
-            tries=arguments.balance_trial,
         )
         self.config = self.balancing.config
         # All that can be refused is refused before torch and DeepSpeed take seconds to import.

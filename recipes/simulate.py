@@ -104,7 +104,6 @@ def _refuse_idle(arguments: Any) -> None:
     for name, idle, reason in (
         ("resume", False, "a simulation saves nothing to resume from"),
         ("balance", "none", "a simulation is one process"),
-        ("balance_trial", False, "a simulation is one process"),
         ("split", None, "a simulation reads no data in Megatron's order"),
     ):
         value = getattr(arguments, name)

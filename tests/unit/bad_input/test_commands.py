@@ -132,7 +132,6 @@ OPTIONS = [
     ("--data ~nosuchuser/x.txt", "--data = '~nosuchuser/x.txt'", "no such file"),
     ("--output /proc/nosuch", "--output = '/proc/nosuch'", "another"),
     ("--balance nosuch", "--balance = 'nosuch'", "auto, none"),
-    ("--balance_trial 1", "--balance_trial = True", "auto"),
     ("--split 9,1", "--split = '9,1'", "wavemare data build"),
     ("--model_config nosuch.json", "--model_config = 'nosuch.json'", "JSON file"),
     # Megatron's

@@ -121,7 +121,7 @@ class Engine:
         self.share = shares[0]
 
 
-def watched(monkeypatch, folder, sample_s, rank=0, *, tries=False):
+def watched(monkeypatch, folder, sample_s, rank=0):
     """Return a run of shares 5 and 3, and a function that trains 20 steps.
 
     A sample should take 3 s on rank 0 and 5 s on rank 1; it takes ``sample_s`` on rank 0.
@@ -135,7 +135,7 @@ def watched(monkeypatch, folder, sample_s, rank=0, *, tries=False):
     speeds = [Speed(line, line) for line in (Line(0.0, 3.0), Line(0.0, 5.0))]
     measured = "wavemare.parallel.balance.balance_replicas"
     monkeypatch.setattr(measured, lambda *_, **__: (PLAN, speeds))
-    found = Balancing("auto", {}, folder, resumes=False, tries=tries)
+    found = Balancing("auto", {}, folder, resumes=False)
     found.measure(LanguageModel(), {}, sequence_length=8)
     engine = Engine(monkeypatch, sample_s)
     found.watch(engine, lambda shares: None)
@@ -159,19 +159,3 @@ def test_new_shares_of_the_guard_are_written_by_one_rank(monkeypatch, tmp_path, 
     file = tmp_path / "plan.json"
     assert file.exists() == (rank == 0)
     assert rank == 1 or ParallelPlan.from_json(file.read_text()) == found.plan
-
-
-def test_a_trial_needs_measured_shares(tmp_path):
-    for choice, config in (("none", {}), ("auto", {"wavemare": {"pipeline": {"stages": 2}}})):
-        with pytest.raises(ConfigError, match="--balance_trial = True"):
-            Balancing(choice, config, tmp_path, resumes=False, tries=True)
-
-
-def test_the_shares_that_a_trial_keeps_are_written(monkeypatch, tmp_path):
-    _, train = watched(monkeypatch, tmp_path, 3.0, tries=True)
-    assert "off by 0% at most" in train()
-    assert train() == (
-        "balance: a step took 1.5e+04 ms with the plan's shares and 1.2e+04 ms with equal ones; "
-        "equal stay: 4, 4"
-    )
-    assert ParallelPlan.from_json((tmp_path / "plan.json").read_text()).shares == (4, 4)
