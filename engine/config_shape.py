@@ -82,9 +82,8 @@ def is_enabled(config: Mapping[str, Any], name: str) -> bool:
 def offloads(zero: Mapping[str, Any], name: str = "offload_optimizer") -> bool:
     """Whether a section of ``zero_optimization`` moves something away; ``none`` is no device."""
     section = section_of(zero, name)
-    return bool(zero.get(_OLD_OFFLOADS.get(name, ""))) or (
-        bool(section) and section.get("device") != "none"
-    )
+    old = name in _OLD_OFFLOADS and bool(zero.get(_OLD_OFFLOADS[name]))
+    return old or (bool(section) and section.get("device") != "none")
 
 
 def refuse_idle(section: Section, key: str, mode: str) -> None:

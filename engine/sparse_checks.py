@@ -54,7 +54,7 @@ def check_sparse_collective(
     for name in ("offload_optimizer", "zenflow"):
         if offloads(zero, name):
             reason = "gradients leave for the host as soon as they are gathered"
-            raise _refusal(f"zero_optimization.{name}", dict(zero[name]), reason)
+            raise _refusal(f"zero_optimization.{name}", zero.get(name, True), reason)
     tensor_parallel = section_of(config, "tensor_parallel").get("autotp_size", 1)
     if tensor_parallel != 1:
         reason = "its ranks hold parts of the weights"

@@ -24,7 +24,7 @@ from wavemare.files import (
     replace_folder,
     temporary_sibling,
 )
-from wavemare.pickled_enums import GETATTR, enum_member
+from wavemare.pickled_enums import GETATTR, Foreign, enum_member
 
 __all__ = ["LATEST", "Checkpoint", "read_checkpoint", "said_by", "write_checkpoint"]
 
@@ -198,28 +198,17 @@ def _rank_files(step: Path) -> dict[tuple[int, int], Path]:
     return files
 
 
-class _Foreign:
-    """Stands for an object of Megatron's classes, whose code is not here and would not be run."""
-
-    def __new__(cls, *_: Any) -> _Foreign:
-        return object.__new__(cls)
-
-
-def _member(kind: Any, name: Any) -> Any:
-    return _Foreign() if kind is _Foreign else enum_member(kind, name)
-
-
 def _load(path: Path) -> dict[str, Any]:
     unknown: set[str] = set()
     try:
         # A file of the format before zip has no list; what it holds besides weights is refused.
         if zipfile.is_zipfile(path):
-            with torch.serialization.safe_globals([*_SAFE, (_member, GETATTR)]):
+            with torch.serialization.safe_globals([*_SAFE, (enum_member, GETATTR)]):
                 unknown |= set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
         # Above all args.model_type, an enumeration, which training sets.
-        foreign = [(_Foreign, name) for name in unknown if name.startswith("megatron.")]
+        foreign = [(Foreign, name) for name in unknown if name.startswith("megatron.")]
         unknown -= {name for _, name in foreign}
-        with torch.serialization.safe_globals([*_SAFE, *foreign, (_member, GETATTR)]):
+        with torch.serialization.safe_globals([*_SAFE, *foreign, (enum_member, GETATTR)]):
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle, zip and torch each have errors of their own
         detail = f"it holds {', '.join(sorted(unknown))}" if unknown else said_by(error)

@@ -99,7 +99,7 @@ def test_stages_must_divide_the_processes_and_a_missing_launcher_is_suspected():
     assert check_config(config, world_size=4).pipeline.stages == 2
     error = error_of(check_config, config, world_size=1)
     assert error.key == "wavemare.pipeline.stages"
-    assert "started with deepspeed" in error.reason
+    assert "this is one process, and deepspeed, torchrun or mpirun start more" in error.reason
 
 
 def pipemare(pipemare=None, config=None, **pipeline):
