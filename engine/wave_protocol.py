@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor
@@ -23,17 +21,13 @@ class AccumulationProtocol:
 
     Args:
         engine: Of DeepSpeed's.
-        streams: CUDA streams for the passes: 2 gives each wave one of its own.
         steps: Whether the engine's ``step`` follows each micro-batch, as in a data-parallel engine;
             in a pipeline it follows the plan.
     """
 
-    def __init__(self, engine: Any, streams: int = 1, *, steps: bool = True) -> None:
+    def __init__(self, engine: Any, *, steps: bool = True) -> None:
         self._engine = engine
         self._steps = steps
-        self._streams = [
-            torch.cuda.Stream(engine.device) for _ in range(streams if streams > 1 else 0)
-        ]
         self._within = False
 
     def hooks(self) -> Hooks:
@@ -53,15 +47,11 @@ class AccumulationProtocol:
             engine.optimizer.parameter_offload.get_param_coordinator().reset_step()
         if engine.training_dataloader is None:
             engine.tput_timer.start()
-        for stream in self._streams:
-            stream.wait_stream(torch.cuda.current_stream(engine.device))
 
-    @contextmanager
-    def forward(self, micro_batch: int = 0) -> Iterator[None]:
-        """Return the context of a forward pass; autograd takes its stream for the backward pass."""
-        stream = self._streams[micro_batch % 2] if self._streams else None
-        with torch.cuda.stream(stream), autocast_if_enabled(self._engine):
-            yield
+    def forward(self, micro_batch: int = 0) -> AbstractContextManager[Any]:
+        """Return the context of a forward pass."""
+        context: AbstractContextManager[Any] = autocast_if_enabled(self._engine)
+        return context
 
     def abandon(self) -> None:
         """Leave a step that an error has ended; its gradients are dropped."""
@@ -90,9 +80,6 @@ class AccumulationProtocol:
         return loss
 
     def _end_backward(self, micro_batch: int) -> None:
-        if self._streams:
-            stream = self._streams[micro_batch % 2]
-            torch.cuda.current_stream(self._engine.device).wait_stream(stream)
         self._engine._backward_epilogue()
         self._leave()
         if self._steps:

@@ -19,7 +19,6 @@ from wavemare.engine.wave_async import AsyncWaves
 from wavemare.engine.wave_executor import Hooks, WaveExecutor
 from wavemare.engine.wave_probe import WaveProbe
 from wavemare.engine.wave_protocol import AccumulationProtocol
-from wavemare.errors import ConfigError
 from wavemare.pipeline.wave import accumulation, tick_tock
 from wavemare.pipeline.wave_config import WaveletConfig
 from wavemare.pipeline.wave_memory import accumulation_peak, in_phase_peak, peak
@@ -47,7 +46,7 @@ class Wavelet:
         self._engine = engine
         self._segments = _compiled(segments) if config.compile else segments
         self._config = config
-        self._protocol = AccumulationProtocol(engine, _streams(engine, config))
+        self._protocol = AccumulationProtocol(engine)
         self._asynchronous = (
             AsyncWaves(engine, config.mode) if config.mode in ("async", "replica") else None
         )
@@ -233,22 +232,6 @@ def attach_wavelet(engine: Any, segments: Segments, config: WaveletConfig) -> Wa
             )
         return None
     return Wavelet(engine, segments, config)
-
-
-def _streams(engine: Any, config: WaveletConfig) -> int:
-    if config.streams == 1:
-        return 1
-    if engine.device.type != "cuda":
-        reason = f"there are no streams on {engine.device.type}"
-        remedy = "Use 1, or train on a GPU"
-        raise ConfigError("wavemare.wavelet.streams", config.streams, reason, remedy)
-    if dist.get_rank() == 0:
-        logger.warning(
-            "wavelet: streams 2: the allocator reuses no memory across streams, so that the "
-            "activations of two waves are reserved, whatever memory_allocated says; it helps only "
-            "where single kernels leave the device idle"
-        )
-    return config.streams
 
 
 def _compiled(segments: Segments) -> Segments:

@@ -30,10 +30,6 @@ class WaveletConfig(Section):
     """Bytes that both waves may keep, as a multiple of what one micro-batch keeps: forward passes
     wait until there is room. If omitted, they advance segment by segment."""
 
-    streams: Literal[1, 2] = 1
-    """CUDA streams for the compute of the waves. Two need the activations of two waves, since the
-    allocator reuses no memory across streams."""
-
     compile: bool = False
     """Whether each segment goes through ``torch.compile``."""
 

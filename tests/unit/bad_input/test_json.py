@@ -146,7 +146,6 @@ SECTIONS = [
         {"wavemare.balance.micro_steps": [1, 1], "wavemare.balance.shares": [3, 1]},
         ["unequal micro-batches, or unequal numbers"],
     ),
-    ({"wavemare.wavelet.streams": 3, "wavemare.wavelet.mode": "sync"}, ["1 or 2", "Choose one"]),
     (
         {"wavemare.wavelet.mode": "sync", "wavemare.pipeline.stages": 2},
         ["in turns already", "Use one stage"],
