@@ -34,7 +34,6 @@ class Balance:
 
     Attributes:
         micro_batch: Samples of a micro-batch of this rank.
-        micro_steps: Micro-batches of this rank in an optimizer step.
     """
 
     def __init__(self, config: BalanceConfig, engine: Any) -> None:
@@ -44,11 +43,6 @@ class Balance:
         average = engine.train_micro_batch_size_per_gpu()
         self._rank, self._average = rank, average
         self.share_out(config.shares or [average] * ranks)
-        self.micro_steps = (
-            config.micro_steps[rank] if config.micro_steps else engine.gradient_accumulation_steps()
-        )
-        self._counts = config.micro_steps
-        self.uneven_steps = config.micro_steps is not None
         self._mean: Literal["samples", "tokens"] = config.mean
         self._labels: Tensor | None = None
         self._shifts = False
@@ -128,14 +122,11 @@ class Balance:
 
     def sampler(self, dataset: Sized, *, shuffle: bool) -> ShareSampler:
         """Return the sampler of this rank's part of a dataset."""
-        parts = self.shares
-        if self._counts is not None:  # a rank's part of a whole step
-            parts = [self._average * count for count in self._counts]
         return ShareSampler(
             dataset,
-            first=sum(parts[: self._rank]),
-            count=parts[self._rank],
-            stride=sum(parts),
+            first=sum(self.shares[: self._rank]),
+            count=self.shares[self._rank],
+            stride=sum(self.shares),
             shuffle=shuffle,
         )
 
@@ -151,7 +142,7 @@ class Balance:
 
 
 class ShareSampler(Sampler[int]):
-    """A rank's indices: its contiguous part of each micro-batch, or step, of all ranks.
+    """A rank's indices: its contiguous part of each micro-batch of all ranks.
 
     All ranks together read the order that torch's ``DistributedSampler`` gives equal shares; the
     samples at the end that do not fill a micro-batch of all ranks are left out.

@@ -119,13 +119,11 @@ def check_config(config: Mapping[str, Any], *, world_size: int) -> WavemareConfi
     check_wavelet(config, ours.wavelet, ours.pipeline, zero_section(config))
     check_checkpoint(config, ours.checkpoint)
     zero = zero_section(config).get("stage", 0)
-    check_balance(
-        config, ours.balance, pipeline=ours.pipeline, wavelet=ours.wavelet, zero_stage=zero
-    )
+    check_balance(ours.balance, ours.wavelet)
     check_guard(config, ours.guard)
-    decides = ours.balance.micro_steps or ours.wavelet.mode in ("async", "replica")
+    decides = ours.wavelet.mode in ("async", "replica")
     if decides and not config.get("managed_gradient_accumulation", True):
-        reason = "balance.micro_steps and the asynchronous waves say when DeepSpeed reduces"
+        reason = "the asynchronous waves say when DeepSpeed reduces"
         raise ConfigError("managed_gradient_accumulation", False, reason, "Leave it out")
     if (stages > 1 or ours.pipeline.schedule == "pipemare") and zero in (2, 3):
         raise ConfigError(

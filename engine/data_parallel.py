@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import deepspeed
@@ -69,15 +68,11 @@ class Engine(ColocatedHeads, EngineMixin, deepspeed.DeepSpeedEngine):
             return self._train_step(PROGRESS.reading(data_iter))
 
     def _train_step(self, data_iter: Iterator[Any]) -> torch.Tensor:
-        balance = self._balance
-        own = balance.micro_steps if balance is not None and balance.uneven_steps else None
-        count = own or self.gradient_accumulation_steps()
+        count = self.gradient_accumulation_steps()
         # Taken at once: data that ends within a step must not leave half of one behind.
         batches = [next(data_iter) for _ in range(count)]
         if self._wavelet is not None:
             return self._mean_loss(self._wavelet.train(map(self._kept, batches)))
-        if own is not None:
-            return self._train_own_steps(batches)
         losses = []
         for left, batch in zip(reversed(range(count)), batches, strict=True):
             losses.append(self._backward(_loss_of(self._run(batch))))
@@ -116,21 +111,13 @@ class Engine(ColocatedHeads, EngineMixin, deepspeed.DeepSpeedEngine):
         """Return a loss of the caller's own loop as ``wavemare.balance`` weighs it.
 
         Raises:
-            ConfigError: The ranks do unequal numbers of micro-steps, which such a loop does not, or
-                waves are under way.
+            ConfigError: Waves are under way.
         """
         if self._wavelet is not None and not self._wavelet.is_drained:
             reason = "gradients of train_batch wait, with which these would mix"
             remedy = "Call engine.drain() first, on all ranks"
             raise ConfigError("wavemare.wavelet.mode", "asynchronous", reason, remedy)
-        if self._balance is None:
-            return loss
-        if self._balance.uneven_steps:
-            given = self._sections.balance.micro_steps if self._sections is not None else None
-            reason = "a loop of backward and step would reduce gradients before ranks are done"
-            remedy = "Call train_batch, or give wavemare.balance.shares"
-            raise ConfigError("wavemare.balance.micro_steps", given, reason, remedy)
-        return self._balance.weighted(loss)
+        return loss if self._balance is None else self._balance.weighted(loss)
 
     def _backward(self, loss: torch.Tensor) -> torch.Tensor:
         """Run the backward pass; return the loss that it was of, without its graph."""
@@ -139,23 +126,6 @@ class Engine(ColocatedHeads, EngineMixin, deepspeed.DeepSpeedEngine):
         with PROGRESS.doing("backward"):
             super().backward(self.watched(loss))
         return loss.detach()
-
-    def _train_own_steps(self, batches: Sequence[Any]) -> torch.Tensor:
-        """Train a step of which each rank does its own number of micro-batches.
-
-        They are of one size, so that a share is proportional to the number, and the division by
-        the mean number of micro-batches is right for all: ranks meet once, at the end.
-        """
-        losses = []
-        once = self.coalesce_grad_reduction() if self.zero_optimization_stage() else nullcontext()
-        with once:
-            for left, batch in zip(reversed(range(len(batches))), batches, strict=True):
-                self.set_gradient_accumulation_boundary(left == 0)
-                losses.append(self._backward(_loss_of(self._run(batch))))
-        self.set_gradient_accumulation_boundary(True)
-        self.step()
-        self.micro_steps += self.gradient_accumulation_steps() - 1  # the same on all ranks
-        return self._mean_loss(losses, self.gradient_accumulation_steps())
 
     def eval_batch(
         self,
@@ -241,8 +211,8 @@ class Engine(ColocatedHeads, EngineMixin, deepspeed.DeepSpeedEngine):
             self._guard.keep(*_as_arguments(batch))
         return batch
 
-    def _mean_loss(self, losses: list[torch.Tensor], count: int | None = None) -> torch.Tensor:
-        mean = torch.stack(losses).float().sum() / (count or len(losses))
+    def _mean_loss(self, losses: list[torch.Tensor]) -> torch.Tensor:
+        mean = torch.stack(losses).float().sum() / len(losses)
         dist.all_reduce(mean, group=self.data_parallel_group)
         return mean / self.dp_world_size
 

@@ -141,8 +141,7 @@ class NumericsGuard:
         while records and records[0].step < step - self._lag:
             records.popleft()
         micro_batch = records[-1].micro_batch + 1 if records and records[-1].step == step else 1
-        counts = self._engine._sections.balance.micro_steps or ()
-        most = max(self._engine.gradient_accumulation_steps(), *counts, 1)
+        most = self._engine.gradient_accumulation_steps()
         if len(records) >= most and records[-most].step == step:
             del records[-most]
         records.append(_Record(step, micro_batch, inputs, keywords, RandomState()))

@@ -156,7 +156,7 @@ class EngineMixin(CheckpointMixin):
         """
         key = f"{SECTION}.balance.shares"
         engine: Any = self
-        if self._balance is None or self._balance.uneven_steps:
+        if self._balance is None:
             reason = "the engine was built without shares"
             raise ConfigError(key, list(shares), reason, "Give them in the configuration")
         if engine.pipeline_parallelism:
@@ -173,7 +173,7 @@ class EngineMixin(CheckpointMixin):
     ) -> Any:
         """Return a loader as DeepSpeed's method of that name, of this rank's share of samples."""
         sections = self._sections
-        if route == ROUTE_TRAIN and sections is not None and sections.balance.is_uneven:
+        if route == ROUTE_TRAIN and sections is not None and sections.balance.shares is not None:
             balance = Balance(sections.balance, self)
             # A pipeline brings a sampler of its own, which does not shuffle.
             shuffles = kwargs.get("data_sampler") is None

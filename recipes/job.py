@@ -80,13 +80,6 @@ class Job:
         self.world_size = environment_world_size()
         self._place_reports()
         self.section = check_config(self.config, world_size=self.world_size)
-        if self.section.balance.micro_steps is not None:
-            raise ConfigError(
-                f"{SECTION}.balance.micro_steps",
-                self.section.balance.micro_steps,
-                "the ranks of a recipe read equally many micro-batches",
-                f"Use {SECTION}.balance.shares",
-            )
         replicas = self.world_size // self.section.model_ranks
         if restart_count():
             adapt_accumulation(self.config, replicas)

@@ -231,7 +231,7 @@ def _whole_step_key(ours: WavemareConfig) -> str | None:
         return "pipeline.stages"
     if ours.wavelet.mode not in ("off", "model_parallel"):
         return "wavelet.mode"
-    return "balance.micro_steps" if ours.balance.micro_steps is not None else None
+    return None
 
 
 def _leave_out_all(arguments: dict[str, Any]) -> None:

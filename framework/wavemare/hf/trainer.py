@@ -88,12 +88,10 @@ class Trainer(WholeSteps):
             reason = "the Trainer shares out data before a plan is made of annotations"
             remedy = f"Give {SECTION}.pipeline and {SECTION}.tensor_parallel, or use wavemare.plan"
             raise ConfigError(f"{SECTION}.parallel", "...", reason, remedy)
-        for name in ("shares", "micro_steps"):
-            given = getattr(ours.balance, name)
-            if given is not None:
-                reason = "the Trainer gives all data ranks equally many samples"
-                remedy = "Leave it out, or use wavemare.initialize with training_data"
-                raise ConfigError(f"{SECTION}.balance.{name}", given, reason, remedy)
+        if ours.balance.shares is not None:
+            reason = "the Trainer gives all data ranks equally many samples"
+            remedy = "Leave it out, or use wavemare.initialize with training_data"
+            raise ConfigError(f"{SECTION}.balance.shares", ours.balance.shares, reason, remedy)
 
     def _check_half(self, config: TrainerConfig) -> None:
         from deepspeed.accelerator import get_accelerator

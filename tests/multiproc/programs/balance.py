@@ -87,18 +87,13 @@ def loop(engine, own, case):
 
 def parts(whole, case, rank, replicas, micro, steps):
     """Yield this rank's micro-batches: contiguous parts of all samples."""
-    counts, shares = case.get("counts"), case.get("shares") or [micro] * replicas
+    shares = case.get("shares") or [micro] * replicas
     for step, batch in enumerate(whole):
         if step >= RESHARED:
             shares = case.get("later", shares)
-        if counts:
-            begin = micro * sum(counts[:rank])
-            cuts = [(begin + micro * i, micro) for i in range(counts[rank])]
-        else:
-            begin = sum(shares[:rank])
-            cuts = [(sum(shares) * i + begin, shares[rank]) for i in range(steps)]
-        for start, size in cuts:
-            yield {name: value[start : start + size] for name, value in batch.items()}
+        for begin in range(sum(shares[:rank]), len(shares) * micro * steps, sum(shares)):
+            end = begin + shares[rank]
+            yield {name: value[begin:end] for name, value in batch.items()}
 
 
 def reference(model, whole, case, replicas, micro, steps):

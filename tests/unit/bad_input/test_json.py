@@ -143,10 +143,6 @@ SECTIONS = [
     ({"zero_optimization.stage": 3, **PIPEMARE}, ["pipeline's micro-batches", "Use 0 or 1"]),
     ({"zero_optimization.stage": 3, "wavemare.tensor_parallel.size": 2}, ["would cut the parts"]),
     (
-        {"wavemare.balance.micro_steps": [1, 1], "wavemare.balance.shares": [3, 1]},
-        ["unequal micro-batches, or unequal numbers"],
-    ),
-    (
         {"wavemare.wavelet.mode": "sync", "wavemare.pipeline.stages": 2},
         ["in turns already", "Use one stage"],
     ),

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from wavemare.engine.balance import Balance, ShareSampler
 from wavemare.engine.balance_config import BalanceConfig, check_shares
-from wavemare.engine.data_parallel import Engine
 from wavemare.engine.mixin import EngineMixin
 from wavemare.errors import ConfigError, DataError
 
@@ -59,7 +58,6 @@ def test_the_order_is_that_of_equal_shares():
         ({"shares": [20, 11]}, "they sum to 31, and"),
         ({"shares": [16]}, "1 numbers for 2"),
         ({"shares": [32, 0]}, "one or more"),
-        ({"micro_steps": [3, 2]}, "they sum to 5, and gradient_accumulation_steps"),
     ],
 )
 def test_numbers_that_do_not_fit_are_refused(section, reason):
@@ -67,19 +65,18 @@ def test_numbers_that_do_not_fit_are_refused(section, reason):
         check_shares(BalanceConfig.parse(section), SIZES, 2)
 
 
-@pytest.mark.parametrize("section", [{}, {"shares": [20, 12]}, {"micro_steps": [3, 1]}])
+@pytest.mark.parametrize("section", [{}, {"shares": [20, 12]}])
 def test_numbers_that_fit_pass(section):
     check_shares(BalanceConfig.parse(section), SIZES, 2)
 
 
 class NoPipeline(EngineMixin):
-    """An engine as `share_out` and a caller's own loop see it."""
+    """An engine as `share_out` sees it."""
 
     pipeline_parallelism = False
 
-    def __init__(self, *, uneven_steps=False, sampler=None):
-        self._balance = SimpleNamespace(uneven_steps=uneven_steps, share_out=self.note)
-        self._sections = SimpleNamespace(balance=SimpleNamespace(micro_steps=[3, 1]))
+    def __init__(self, *, balanced=True, sampler=None):
+        self._balance = SimpleNamespace(share_out=self.note) if balanced else None
         self.training_dataloader = SimpleNamespace(data_sampler=sampler)
         self.noted = None
 
@@ -90,7 +87,7 @@ class NoPipeline(EngineMixin):
 def test_shares_change_only_where_data_follows():
     sampler = ShareSampler(range(8), first=0, count=1, stride=2, shuffle=False)
     for engine, reason in [
-        (NoPipeline(uneven_steps=True), "built without shares"),
+        (NoPipeline(balanced=False), "built without shares"),
         (NoPipeline(sampler=sampler), "micro-batches of the old shares"),
     ]:
         with pytest.raises(ConfigError, match=reason):
@@ -101,27 +98,12 @@ def test_shares_change_only_where_data_follows():
     assert engine.noted == [3, 1]
 
 
-class OwnLoop(Engine):
-    """An engine whose ranks do unequal numbers of micro-steps."""
-
-    def __init__(self):
-        torch.nn.Module.__init__(self)
-        self._balance = SimpleNamespace(uneven_steps=True)
-        self._sections = SimpleNamespace(balance=SimpleNamespace(micro_steps=[3, 1]))
-
-
-def test_a_loop_of_ones_own_has_equal_numbers_of_micro_steps():
-    with pytest.raises(ConfigError, match="before ranks are done"):
-        OwnLoop().scale(torch.tensor(1.0))
-
-
 def test_tokens_cannot_be_counted_without_labels(monkeypatch):
     monkeypatch.setattr("wavemare.engine.balance.dist.get_rank", lambda group: 0)
     engine = SimpleNamespace(
         data_parallel_group=None,
         dp_world_size=1,
         train_micro_batch_size_per_gpu=lambda: 4,
-        gradient_accumulation_steps=lambda: 1,
     )
     balance = Balance(BalanceConfig(mean="tokens"), engine)
     with pytest.raises(DataError, match="labels = None: the model was called without labels="):

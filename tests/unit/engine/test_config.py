@@ -63,7 +63,9 @@ def test_an_unknown_key_names_the_nearest_valid_one_or_all(key, hint):
     assert hint in error.remedy
 
 
-@pytest.mark.parametrize("key", ["guard.replica_digest_interval", "wavelet.streams"])
+@pytest.mark.parametrize(
+    "key", ["guard.replica_digest_interval", "wavelet.streams", "balance.micro_steps"]
+)
 def test_a_removed_key_says_so(key):
     error = error_of(WavemareConfig.of, nested(key, 5))
     assert (error.key, error.value, error.reason) == (f"wavemare.{key}", 5, "it was removed")
