@@ -14,7 +14,6 @@ from wavemare.comm.reduction import Reduction
 from wavemare.comm.statistics import Statistics, Totals
 from wavemare.comm.transport import Transport
 from wavemare.comm.worker import CollectiveThread, Handle
-from wavemare.errors import MessageError
 
 __all__ = ["Calls"]
 
@@ -76,15 +75,11 @@ class Calls:
             started = time.perf_counter()
             up, down = self._traffic()
             stats.payload_bytes = tensor.nbytes
-            try:
-                if among_all.size > 1:
-                    took = self._reduction.took_ns(key)
-                    shape = (numel, tensor.dtype, self._block, took, num_items, digest)
-                    self._reduction.learn(key, agree(among_all, Header(number, operation, *shape)))
-                result = work(stats)
-            except MessageError as error:
-                error.add_note(f"in collective #{number}, {operation}({key})")
-                raise
+            if among_all.size > 1:
+                took = self._reduction.took_ns(key)
+                shape = (numel, tensor.dtype, self._block, took, num_items, digest)
+                self._reduction.learn(key, agree(among_all, Header(number, operation, *shape)))
+            result = work(stats)
             stats.actual_s = time.perf_counter() - started
             after = self._traffic()
             stats.bytes_up, stats.bytes_down = after[0] - up, after[1] - down

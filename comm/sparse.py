@@ -54,15 +54,12 @@ class SparseComm:
         transport: ``mpi``, ``torch`` or ``auto``: what the launch offers.
         staging: How an accelerator's tensors travel: ``direct``, ``pinned`` or ``auto``.
         timeout_s: Seconds after which a silent peer counts as lost.
-        checksums: Whether each message is followed by its CRC-32, which must be the same on all
-            ranks; the library's own reduction is not used then.
         constants: Of the cost model; measured here if omitted and needed.
         device: Where buckets will be; that of the present accelerator if omitted.
 
     Raises:
         ConfigError: A value cannot be.
         CommError: There is no such transport, a peer was lost, or the ranks' settings differ.
-        MessageError: A message has changed on its way.
     """
 
     def __init__(
@@ -78,7 +75,6 @@ class SparseComm:
         transport: Choice = "auto",
         staging: Staging = "auto",
         timeout_s: float = 300.0,
-        checksums: bool = False,
         constants: Constants | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -93,7 +89,7 @@ class SparseComm:
         device = torch.device(device or _present_device())
         measures = constants is None and mode == "auto"
         self._transport = open_transport(
-            group, choice=transport, staging=staging, timeout_s=timeout_s, checksums=checksums
+            group, choice=transport, staging=staging, timeout_s=timeout_s
         )
         self._hierarchy: Hierarchy | None = None
         stages = measures and self._transport.stages(torch.empty(0, device=device))

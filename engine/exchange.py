@@ -8,19 +8,15 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
-import torch.distributed
 from torch import Tensor
 
-from wavemare.comm.checksums import changed
 from wavemare.engine.channels import Channels
 from wavemare.engine.messages import (
     DESCRIPTION,
     Inbox,
     Layout,
     Outbox,
-    is_intact,
     read_header,
-    seal,
     write_message,
 )
 from wavemare.errors import ModelError
@@ -44,7 +40,6 @@ class Exchange:
         down_header: Numbers that travel with an activation.
         up_header: Numbers that travel with a gradient.
         dynamic: Whether micro-batches differ in shape.
-        checksum: Whether a number more in each header tells if the message is as it was sent.
     """
 
     def __init__(
@@ -54,14 +49,11 @@ class Exchange:
         down_header: int,
         up_header: int,
         dynamic: bool,
-        checksum: bool = False,
     ) -> None:
         self._channels = channels
-        self._checksum = checksum
-        self._down_header = down_header + checksum
-        self._up_header = up_header + checksum
-        self._number = Layout(1 + checksum)
-        self._description = Layout(DESCRIPTION.numbers + checksum)
+        self._down_header = down_header
+        self._up_header = up_header
+        self._number = Layout(1)
         self._dynamic = dynamic
         self._down: deque[Action] = deque()
         self._up: deque[Action] = deque()
@@ -117,7 +109,7 @@ class Exchange:
         tensors = [outputs] if isinstance(outputs, Tensor) else list(outputs)
         layout = Layout.of(self._down_header, outputs) if tensors or not self._sent else self._sent
         if self._dynamic or self._sent is None:
-            self._write(outbox, self._description, layout.describe(), [])
+            self._write(outbox, DESCRIPTION, layout.describe(), [])
         if tensors and not self._dynamic:
             if self._sent not in (None, layout):
                 raise ModelError(
@@ -131,22 +123,18 @@ class Exchange:
         self._write(outbox, layout, header, tensors)
 
     def receive_activation(
-        self, device: torch.device, micro_batch: int | None = None
+        self, device: torch.device
     ) -> tuple[list[float], Tensor | tuple[Tensor, ...]]:
         """Return the header and the tensors of the next activation; the tensors are leaves.
 
         Args:
             device: Where the tensors are put.
-            micro_batch: Which it is, for a message.
-
-        Raises:
-            MessageError: It is not as it was sent.
         """
         inbox = _there(self._channels.from_previous)
         layout = self._received
         if layout is None:
             layout = self._receive_description(inbox)
-        message = self._take(inbox, layout, f"activation of micro-batch {micro_batch}")
+        message = inbox.take()
         if layout.shapes and not self._dynamic:
             self._received = layout
         self.post_ahead()
@@ -158,9 +146,8 @@ class Exchange:
         return header, tensors[0] if layout.single else tensors
 
     def _receive_description(self, inbox: Inbox) -> Layout:
-        inbox.post(self._description.size)
-        message = self._take(inbox, self._description, "shapes of an activation")
-        description = read_header(self._description, message)
+        inbox.post(DESCRIPTION.size)
+        description = read_header(DESCRIPTION, inbox.take())
         layout = Layout.described(description, self._down_header)
         inbox.post(layout.size)
         self._down.popleft()
@@ -179,15 +166,10 @@ class Exchange:
     def receive_grad(
         self, micro_batch: int, device: torch.device
     ) -> tuple[list[float], list[Tensor]]:
-        """Return the header and the gradients of a micro-batch's outputs.
-
-        Raises:
-            MessageError: They are not as they were sent.
-        """
+        """Return the header and the gradients of a micro-batch's outputs."""
         self.post_ahead()
         layout = self._grads.pop(micro_batch)
-        inbox = _there(self._channels.from_next)
-        message = self._take(inbox, layout, f"gradient of micro-batch {micro_batch}")
+        message = _there(self._channels.from_next).take()
         self.post_ahead()
         tensors = [tensor.to(device) for tensor in layout.tensors(message)]
         return read_header(layout, message), tensors
@@ -203,23 +185,14 @@ class Exchange:
         from_next = kind is Kind.RECV_NORM
         self.post_ahead()
         inbox = self._channels.from_next if from_next else self._channels.from_previous
-        message = self._take(_there(inbox), self._number, "norm")
+        message = _there(inbox).take()
         self.post_ahead()
         return read_header(self._number, message)[0]
 
     def _write(
         self, outbox: Outbox, layout: Layout, header: Sequence[float], tensors: Sequence[Tensor]
     ) -> None:
-        message = write_message(layout, header, tensors, self._channels.device)
-        if self._checksum:
-            seal(layout, message)
-        outbox.send(message)
-
-    def _take(self, inbox: Inbox, layout: Layout, contents: str) -> Tensor:
-        message = inbox.take()
-        if self._checksum and not is_intact(layout, message):
-            raise changed(inbox.rank, torch.distributed.get_rank(), contents, layout.size)
-        return message
+        outbox.send(write_message(layout, header, tensors, self._channels.device))
 
     def forget_shapes(self) -> None:
         """Tell the next activation's layout anew; nothing may be under way."""

@@ -11,13 +11,13 @@ from pydantic import Field
 from wavemare.errors import ConfigError
 from wavemare.section import Section
 
-__all__ = ["GuardConfig", "check_checksums", "check_guard"]
+__all__ = ["GuardConfig", "check_guard"]
 
 _KEY = "wavemare.guard"
 
 
 class GuardConfig(Section):
-    """Numbers that are not finite, and messages that have changed: what follows from them."""
+    """Numbers that are not finite: what follows from them."""
 
     nonfinite: Literal["off", "stop", "skip"] = "stop"
     """What a loss, a gradient or an activation that is not finite does to an optimizer step. With
@@ -25,9 +25,6 @@ class GuardConfig(Section):
 
     max_skips: int = Field(default=10, ge=1)
     """Steps skipped one after the other at which ``skip`` stops the run, too."""
-
-    message_checksum: bool = False
-    """Whether messages between pipeline stages, and of the sparse collective, carry a CRC-32."""
 
 
 def check_guard(config: Mapping[str, Any], guard: GuardConfig) -> None:
@@ -49,20 +46,3 @@ def check_guard(config: Mapping[str, Any], guard: GuardConfig) -> None:
         reason = f"it has no effect on nonfinite {guard.nonfinite!r}"
         remedy = f'Set {_KEY}.nonfinite to "skip", or remove the key'
         raise ConfigError(f"{_KEY}.max_skips", guard.max_skips, reason, remedy)
-
-
-def check_checksums(guard: GuardConfig, *, staged: bool, sparse: bool) -> None:
-    """Check that an engine has messages of its own, if they are to carry checksums.
-
-    Args:
-        guard: Our section.
-        staged: Whether it is a pipeline's.
-        sparse: Whether gradients go through the sparse collective.
-
-    Raises:
-        ConfigError: All that it sends goes through the library's own reductions.
-    """
-    if guard.message_checksum and not (staged or sparse):
-        reason = "the library's own reductions cannot carry checksums, and nothing else is sent"
-        remedy = 'Leave it out, or set wavemare.sparse_collective.mode to "ordered"'
-        raise ConfigError(f"{_KEY}.message_checksum", True, reason, remedy)

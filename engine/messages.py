@@ -22,7 +22,6 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from wavemare.comm.checksums import checksum
 from wavemare.errors import ModelError
 
 __all__ = [
@@ -30,9 +29,7 @@ __all__ = [
     "Inbox",
     "Layout",
     "Outbox",
-    "is_intact",
     "read_header",
-    "seal",
     "write_message",
 ]
 
@@ -155,30 +152,6 @@ def read_header(layout: Layout, message: Tensor) -> list[float]:
     return numbers
 
 
-def seal(layout: Layout, message: Tensor) -> None:
-    """Write a message's checksum into its header, whose last number must be free.
-
-    It is a CRC-32 of all other bytes, which finds each wrong bit, each two, and all within 32.
-    """
-    value = torch.tensor([_checksum(layout, message)], dtype=torch.float64)
-    message[_place(layout)].view(torch.float64).copy_(value)
-
-
-def is_intact(layout: Layout, message: Tensor) -> bool:
-    """Whether a message is as it was when `seal` was called."""
-    return read_header(layout, message)[-1] == _checksum(layout, message)
-
-
-def _place(layout: Layout) -> slice:
-    return slice((layout.numbers - 1) * _NUMBER, layout.numbers * _NUMBER)
-
-
-def _checksum(layout: Layout, message: Tensor) -> int:
-    # On an accelerator this waits for the device and copies the message to the host.
-    contents, place = message.cpu().numpy().data, _place(layout)
-    return checksum([contents[: place.start], contents[place.stop :]])
-
-
 _left_behind: list[deque[tuple[Tensor, Any]]] = []
 """What was under way when its `Outbox` went: gloo drops a message that nobody holds, and the
 receiver, which may be behind, would wait for it for ever. At most ``slots`` of each."""
@@ -241,13 +214,10 @@ class Inbox:
         rank: The sender's global rank.
         group: A group of the two ranks, for this direction alone.
         device: Where messages are put.
-
-    Attributes:
-        rank: As given.
     """
 
     def __init__(self, rank: int, group: Any, device: torch.device) -> None:
-        self.rank = rank
+        self._rank = rank
         self._group = group
         self._device = device
         self._posted: deque[tuple[Tensor, Any]] = deque()
@@ -260,7 +230,7 @@ class Inbox:
     def post(self, size: int) -> None:
         """Post the receive of a further message of ``size`` bytes."""
         message = torch.empty(size, dtype=torch.uint8, device=self._device)
-        work = torch.distributed.irecv(message, self.rank, group=self._group)
+        work = torch.distributed.irecv(message, self._rank, group=self._group)
         self._posted.append((message, work))
 
     def take(self) -> Tensor:

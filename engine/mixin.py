@@ -17,7 +17,7 @@ from wavemare.engine.balance import Balance, ShareSampler, attach_balance
 from wavemare.engine.checkpoint import CheckpointMixin
 from wavemare.engine.config import SECTION, WavemareConfig
 from wavemare.engine.guard import NumericsGuard, attach_guard, skipping
-from wavemare.engine.guard_config import GuardConfig, check_checksums
+from wavemare.engine.guard_config import GuardConfig
 from wavemare.engine.matrix_partitions import (
     check_matrix_optimizer,
     describe_partitions,
@@ -68,9 +68,6 @@ class EngineMixin(CheckpointMixin):
             refresh_by_stage(self)
         if sections is not None:
             self._balance = attach_balance(self, sections.balance)
-            mode = sections.sparse_collective.mode
-            staged = bool(self.pipeline_parallelism)  # type: ignore[attr-defined]
-            check_checksums(sections.guard, staged=staged, sparse=mode != "off")
         if sections is not None and sections.sparse_collective.mode != "off":
             self._sparse = attach_sparse_gradients(
                 self, sections.sparse_collective, sections.watchdog.collective_timeout_s

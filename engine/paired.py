@@ -41,7 +41,6 @@ class PairedPipelineEngine(PipelineEngine):
             down_header=0,
             up_header=0,
             dynamic=self.dynamic_shape,
-            checksum=self.guard_config.message_checksum,
         )
         self._micro_batches: dict[int, MicroBatch] = {}
 
@@ -66,7 +65,7 @@ class PairedPipelineEngine(PipelineEngine):
             self._micro_batches[action.micro_batch].labels = moved(batch[1], self.device)
 
     def _exec_recv_activation(self, action: Action) -> None:
-        _, inputs = self._exchange.receive_activation(self.device, action.micro_batch)
+        _, inputs = self._exchange.receive_activation(self.device)
         self._micro_batches[action.micro_batch] = MicroBatch(inputs=inputs)
 
     def _exec_forward(self, action: Action) -> None:

@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import deepspeed
 import torch
-from deepspeed import comm as dist
 from deepspeed.runtime.pipe import schedule
 
-from wavemare.engine.checked_messages import CheckedMessages, check_arrived, trailer_of
 from wavemare.engine.guard_stage import StageWatch
 from wavemare.engine.micro_batch import as_tuple
 from wavemare.engine.mixin import EngineMixin
@@ -26,7 +23,6 @@ __all__ = ["DualPipeVEngine", "PipelineEngine"]
 
 Shapes = tuple[tuple[int, ...], ...]
 
-_ACTIVATION, _GRADIENT = "activation", "gradient"
 _NEIGHBOURS = {kind: distance for kind, (_, distance) in (SENDS | RECEIVES).items()}
 
 
@@ -102,12 +98,9 @@ class PipelineEngine(EngineMixin, _Batches, deepspeed.PipelineEngine):
     """
 
     loss: Any
-    _messages: CheckedMessages | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.guard_config.message_checksum:
-            self._messages = CheckedMessages(self.grid.stage_to_global)
         if getattr(self.module, "sends_whole", False):
             self.is_pipe_partitioned = self.is_grad_partitioned = False
         self._stage_watch = self._make_stage_watch()
@@ -139,31 +132,8 @@ class PipelineEngine(EngineMixin, _Batches, deepspeed.PipelineEngine):
             last = self.is_last_stage()
             self._stage_watch.end_backward(buffer_id, () if last else as_tuple(self.grad_layer))
 
-    def _carrying(self, contents: str) -> AbstractContextManager[None]:
-        return self._messages.carrying(contents) if self._messages is not None else nullcontext()
-
-    def _exec_send_activations(self, buffer_id: int) -> None:
-        with self._carrying(_ACTIVATION):
-            super()._exec_send_activations(buffer_id)
-
-    def _exec_recv_activations(self, buffer_id: int) -> None:
-        with self._carrying(_ACTIVATION):
-            super()._exec_recv_activations(buffer_id)
-
-    def _exec_send_grads(self, buffer_id: int) -> None:
-        with self._carrying(_GRADIENT):
-            super()._exec_send_grads(buffer_id)
-
-    def _exec_recv_grads(self, buffer_id: int) -> None:
-        with self._carrying(_GRADIENT):
-            super()._exec_recv_grads(buffer_id)
-
     _INSTRUCTION_MAP: ClassVar = {
         **deepspeed.PipelineEngine._INSTRUCTION_MAP,
-        schedule.SendActivation: _exec_send_activations,
-        schedule.RecvActivation: _exec_recv_activations,
-        schedule.SendGrad: _exec_send_grads,
-        schedule.RecvGrad: _exec_recv_grads,
         schedule.ForwardPass: _exec_forward_pass,
         schedule.BackwardPass: _exec_backward_pass,
     }
@@ -171,31 +141,3 @@ class PipelineEngine(EngineMixin, _Batches, deepspeed.PipelineEngine):
 
 class DualPipeVEngine(EngineMixin, _Batches, deepspeed.DualPipeVEngine):
     """``deepspeed.DualPipeVEngine``, chosen by a ``DualPipeVModule``."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        # Trailers stay where they are until they have gone.
-        self._trailers: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-
-    def _queue_p2p(self, op: Any, tensors: Sequence[torch.Tensor], stage: int) -> None:
-        if not self.guard_config.message_checksum:
-            super()._queue_p2p(op, tensors, stage)
-            return
-        receives = op is dist.irecv
-        for tensor in tensors:
-            trailer = trailer_of(None if receives else tensor, tensor.device)
-            super()._queue_p2p(op, [tensor, trailer], stage)
-            self._trailers.append((tensor, trailer, stage if receives else -1))
-
-    def _exec_commit_p2p(self) -> None:
-        super()._exec_commit_p2p()
-        trailers, self._trailers = self._trailers, []
-        for tensor, trailer, stage in trailers:
-            if stage >= 0:
-                contents = _ACTIVATION if tensor.requires_grad else _GRADIENT
-                check_arrived(tensor, trailer, self.grid.stage_to_global(stage), contents)
-
-    _INSTRUCTION_MAP: ClassVar = {
-        **deepspeed.DualPipeVEngine._INSTRUCTION_MAP,
-        schedule.CommitP2P: _exec_commit_p2p,
-    }

@@ -73,7 +73,6 @@ class PipeMareEngine(PipelineEngine):
             down_header=3,
             up_header=1 + self._telemetry.num_numbers,
             dynamic=self.dynamic_shape,
-            checksum=self.guard_config.message_checksum,
         )
         self._feed = Feed(self._read, keeps_older=self.is_last_stage())
         self._feed.use(self.data_iterator)
@@ -237,7 +236,7 @@ class PipeMareEngine(PipelineEngine):
         return tensors[0] if isinstance(inputs, Tensor) else tuple(tensors)
 
     def _exec_recv_activation(self, action: Action) -> None:
-        header, inputs = self._exchange.receive_activation(self.device, action.micro_batch)
+        header, inputs = self._exchange.receive_activation(self.device)
         ended, source, self._norms.prefix = bool(header[0]), int(header[1]), header[2]
         if ended:
             self._note_end(action.micro_batch)

@@ -30,8 +30,7 @@ FUNCTIONS = {
         step=02d6a4 zero_allow_untested_optimizer=d96e72 zero_optimization=3405fc
         _load_zero_checkpoint=008491""",
     "runtime.pipe.dualpipev.DualPipeVEngine": """
-        _exec_commit_p2p=699c9e _queue_p2p=efd870 eval_batch=5a4f7c
-        reset_activation_shape=eeeba4""",
+        eval_batch=5a4f7c reset_activation_shape=eeeba4""",
     "runtime.pipe.engine.PipelineEngine": """
         _exec_backward_pass=ae2eef _exec_forward_pass=cf4dfb _exec_load_micro_batch=2243e2
         _exec_optimizer_step=6eb521 _exec_recv_activations=04213b _exec_recv_grads=b0c95d

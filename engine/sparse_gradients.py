@@ -62,7 +62,6 @@ class SparseGradients(ABC):
             transport=config.transport,
             staging=config.staging,
             timeout_s=timeout_s,
-            checksums=engine.guard_config.message_checksum,
             device=engine.device,
         )
         self._compares_weights = (

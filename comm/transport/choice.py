@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from wavemare.comm.transport.base import Transport
-from wavemare.comm.transport.checksummed import ChecksummedTransport
 from wavemare.comm.transport.staging import StagedTransport
 from wavemare.comm.transport.torch_transport import TorchTransport
 from wavemare.errors import CommError, ConfigError
@@ -29,7 +28,6 @@ def open_transport(
     choice: Choice = "auto",
     staging: Staging = "auto",
     timeout_s: float = 300.0,
-    checksums: bool = False,
 ) -> Transport:
     """Open a transport; all ranks of the group must call this together.
 
@@ -43,7 +41,6 @@ def open_transport(
             ``auto`` does that if the MPI says that it is CUDA-aware. MPI needs it on all ranks:
             else all of them copy.
         timeout_s: Seconds after which a silent peer counts as lost.
-        checksums: Whether each message is followed by its checksum.
 
     Raises:
         CommError: What was chosen is not there.
@@ -72,8 +69,6 @@ def open_transport(
             "Call torch.distributed.init_process_group, or start it with 'mpirun -n N python "
             "-m mpi4py SCRIPT'",
         )
-    if checksums:
-        inner = ChecksummedTransport(inner)
     direct = inner.takes_device or (staging == "direct" and inner.name != "mpi")
     return inner if direct else StagedTransport(inner)
 

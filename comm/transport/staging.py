@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from wavemare.comm.transport.base import Exchange, Transport
-from wavemare.comm.transport.wrapped import WrappedTransport
 
 __all__ = ["StagedTransport"]
 
@@ -18,7 +17,7 @@ _CHUNK_BYTES = 4 << 20
 """Copying one chunk overlaps with sending the one before it."""
 
 
-class StagedTransport(WrappedTransport):
+class StagedTransport(Transport):
     """Copies through pinned memory of the host, in chunks; the host's own tensors pass through.
 
     Only what is sent is copied, which is packed blocks: the link to the host is often slower than
@@ -31,7 +30,11 @@ class StagedTransport(WrappedTransport):
     """
 
     def __init__(self, inner: Transport, *, stages_host: bool = False) -> None:
-        super().__init__(inner)
+        self._inner = inner
+        self.name = inner.name
+        self.rank = inner.rank
+        self.size = inner.size
+        self.timeout_s = inner.timeout_s
         self._stages_host = stages_host
         self._free: list[Tensor] = []
         self._copies: dict[torch.device, Any] = {}
@@ -41,6 +44,20 @@ class StagedTransport(WrappedTransport):
     def inner(self) -> Transport:
         """The transport that moves the host's tensors."""
         return self._inner
+
+    @property
+    def world_ranks(self) -> Sequence[int]:
+        """Of each rank of the group the number that its launcher gave it."""
+        return self._inner.world_ranks
+
+    @property
+    def host(self) -> str:
+        """Name of the machine on which this rank runs."""
+        return self._inner.host
+
+    def close(self) -> None:
+        """Give back what the library holds."""
+        self._inner.close()
 
     def begin(self) -> _StagedExchange:
         """Begin messages that are under way together."""

@@ -15,7 +15,6 @@ __all__ = [
     "ConfigError",
     "DataError",
     "LaunchError",
-    "MessageError",
     "ModelError",
     "NumericsError",
     "PlanError",
@@ -95,10 +94,6 @@ class CommError(WavemareError, RuntimeError):
     """
 
     exit_code = 1
-
-
-class MessageError(CommError, NumericsError):
-    """A message between two ranks that has changed on its way."""
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:

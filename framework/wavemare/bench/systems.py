@@ -76,11 +76,11 @@ SYSTEMS = {
         System(name="wavemare-pipemare", ideal=_without_bubble, steady=True),
         System(name="wavemare-pipemare-slack", ideal=_without_bubble, steady=True),
         System(name="wavemare-pipemare-auto", ideal=_without_bubble, steady=True),
-        *(
-            System(
-                name=f"wavemare-pipemare-{key}", ideal=_without_bubble, steady=True, on_request=True
-            )
-            for key in ("unguarded", "checksums")
+        System(
+            name="wavemare-pipemare-unguarded",
+            ideal=_without_bubble,
+            steady=True,
+            on_request=True,
         ),
         System(name="wavemare-1f1b-soap", ideal=None, on_request=True),
         System(name=BOUND, ideal=_without_bubble, steady=True),

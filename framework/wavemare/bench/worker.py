@@ -49,7 +49,6 @@ BUILDERS: dict[str, Callable[[Workload, Place], Runner]] = {
     "wavemare-pipemare-slack": partial(build_pipemare, slack=1),
     "wavemare-pipemare-auto": partial(build_pipemare, optimizer_policy="auto"),
     "wavemare-pipemare-unguarded": partial(build_pipemare, guard={"nonfinite": "off"}),
-    "wavemare-pipemare-checksums": partial(build_pipemare, guard={"message_checksum": True}),
     "wavemare-1f1b-soap": build_soap,
     BOUND: BoundRunner,
 }

@@ -72,9 +72,9 @@ def training(
     For example: wavemare bench training --mbit 1000 --json result.json
     """
     from wavemare.bench.options import parse_names
-    from wavemare.bench.training.request import DEFAULT_SYSTEMS, QUALITY_SYSTEMS, TrainingRequest
+    from wavemare.bench.training.request import QUALITY_SYSTEMS, SYSTEMS, TrainingRequest
 
-    usual = DEFAULT_SYSTEMS if quality_steps is None else QUALITY_SYSTEMS
+    usual = SYSTEMS if quality_steps is None else QUALITY_SYSTEMS
     request = TrainingRequest(
         ranks=ranks,
         mbit=mbit,

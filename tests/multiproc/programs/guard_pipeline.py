@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrong numbers in pipelines: one module of one stage spoils one micro-batch, or a bit flips.
+"""Wrong numbers in pipelines: one module of one stage spoils one micro-batch.
 
 Arguments: folder, and a JSON object of [property, settings] by name.
 """
@@ -7,12 +7,9 @@ Arguments: folder, and a JSON object of [property, settings] by name.
 import itertools
 import json
 import math
-import os
 import sys
 from itertools import islice
-from unittest import mock
 
-import deepspeed
 import torch
 from common import (
     InfiniteGradient,
@@ -24,10 +21,8 @@ from common import (
     warnings_told,
     weights_digest,
 )
-from deepspeed.runtime.pipe import p2p
 
 from wavemare.engine import init_distributed
-from wavemare.engine.messages import Outbox
 from wavemare.errors import WavemareError
 from wavemare.pipeline.replay import Replay
 
@@ -173,76 +168,8 @@ def stop(trouble, micro_batches, uncaught=False, **settings):
     return {"error": None, "at": done}
 
 
-def outcome(engine, data, steps, sizes):
-    """The losses and the messages' sizes, or what went wrong."""
-    try:
-        losses = [float(engine.train_batch(data)) for _ in range(steps)]
-    except WavemareError as error:
-        notes = getattr(error, "__notes__", [])
-        return {"error": str(error), "type": type(error).__name__, "notes": notes}
-    except RuntimeError as error:  # the other rank is gone
-        return {"gone": str(error)}
-    return {"losses": losses, "sizes": sizes}
-
-
-def flip(sender, message, checksum, schedule="pipemare"):
-    """One bit of one message changes between the sender and the network."""
-    section = {} if schedule == "pipemare" else None
-    engine = build([0, None, 0], 2, {"message_checksum": checksum}, section)
-    holder, place = (Outbox, 1) if schedule == "pipemare" else (p2p, 0)
-    send, sizes = holder.send, []
-
-    def sending(*arguments):
-        arguments = list(arguments)
-        contents = arguments[place] = arguments[place].detach().clone()
-        if torch.distributed.get_rank() == sender and len(sizes) == message - 1:
-            # The lowest bit of the last byte but 16, or but 0: of a number's exponent.
-            octets = contents.view(-1).view(torch.uint8)
-            octets[-17 if schedule == "pipemare" else -1] ^= 1
-        sizes.append(contents.nbytes)
-        send(*arguments)
-
-    with mock.patch.object(holder, "send", sending):
-        return outcome(engine, batches(9, 2), 6, sizes)
-
-
-def flip_dualpipev(sender, what, checksum):
-    """The same, in the second activation or gradient, where messages start together."""
-    torch.manual_seed(7)
-    layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(8)]
-    engine = start_stages(
-        layers,
-        micro_batches=4,
-        sections={"guard": {"message_checksum": checksum}},
-        kind=deepspeed.DualPipeVModule,
-    )
-    queue, sizes, seen, kept = deepspeed.DualPipeVEngine._queue_p2p, [], [], []
-
-    def queueing(self, op, tensors, stage):
-        sent = list(tensors)
-        if op is deepspeed.comm.isend:
-            if sent[0].dtype == torch.float32:
-                seen.append("activation" if sent[0].requires_grad else "gradient")
-                number = seen.count(what)
-                if torch.distributed.get_rank() == sender and (seen[-1], number) == (what, 2):
-                    sent[0] = sent[0].detach().clone()
-                    sent[0].view(-1).view(torch.uint8)[-1] ^= 1
-                    kept.append(sent[0])
-            sizes.extend(tensor.nbytes for tensor in sent)
-        queue(self, op, sent, stage)
-
-    with mock.patch.object(deepspeed.DualPipeVEngine, "_queue_p2p", queueing):
-        return outcome(engine, batches(9, 4), 3, sizes)
-
-
 if __name__ == "__main__":
     init_distributed()
     cases = json.loads(sys.argv[2])
     found = {key: globals()[name](**settings) for key, (name, settings) in cases.items()}
-    alone = any(
-        settings.get("checksum") and settings["sender"] is not None
-        for _, settings in cases.values()
-    )
-    leave(found, part=not alone)
-    if alone:  # the other rank waits for what will not come
-        os._exit(0)
+    leave(found)

@@ -64,7 +64,13 @@ def test_an_unknown_key_names_the_nearest_valid_one_or_all(key, hint):
 
 
 @pytest.mark.parametrize(
-    "key", ["guard.replica_digest_interval", "wavelet.streams", "balance.micro_steps"]
+    "key",
+    [
+        "balance.micro_steps",
+        "guard.message_checksum",
+        "guard.replica_digest_interval",
+        "wavelet.streams",
+    ],
 )
 def test_a_removed_key_says_so(key):
     error = error_of(WavemareConfig.of, nested(key, 5))

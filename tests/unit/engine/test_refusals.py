@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 
 from wavemare.engine.config import WavemareConfig, check_config
-from wavemare.engine.guard_config import GuardConfig, check_checksums
 from wavemare.engine.stage_passes import StagePasses, check_pair_passes
 from wavemare.errors import ConfigError
 
@@ -36,7 +35,6 @@ def refusal(section, config, **more):
 def test_the_defaults_change_nothing():
     ours = WavemareConfig.of({})
     assert (ours.guard.nonfinite, ours.guard.max_skips) == ("stop", 10)
-    assert not ours.guard.message_checksum
     assert ours.wavelet.mode == ours.sparse_collective.mode == "off"
     assert ours.watchdog.timeout_s == 600
 
@@ -54,21 +52,11 @@ def test_a_time_limit_is_a_positive_number(seconds):
         ({"nonfinite": "maybe"}, {}, "nonfinite"),
         ({"max_skips": 3}, {}, "max_skips"),
         ({"nonfinite": "skip", "max_skips": 0}, {}, "max_skips"),
-        ({"message_checksum": 1}, {}, "message_checksum"),
         ({"checksum": True}, {}, "checksum"),
     ],
 )
 def test_guards_that_would_have_no_effect(guard, config, key):
     assert refusal({"guard": guard}, config).key == f"wavemare.guard.{key}"
-
-
-def test_checksums_are_refused_where_nothing_carries_them():
-    guard = GuardConfig(message_checksum=True)
-    check_checksums(guard, staged=True, sparse=False)
-    check_checksums(guard, staged=False, sparse=True)
-    check_checksums(GuardConfig(), staged=False, sparse=False)
-    with pytest.raises(ConfigError, match=r"wavemare\.guard\.message_checksum"):
-        check_checksums(guard, staged=False, sparse=False)
 
 
 @pytest.mark.parametrize(
@@ -188,13 +176,7 @@ SPARSE = {"sparse_collective": {"mode": "pushpull"}}
         ({"guard": {"nonfinite": "off"}}, FP16),
         ({"guard": {}}, FP16),
         ({"guard": {"nonfinite": "skip", "max_skips": 1}}, {}),
-        (
-            {
-                "pipeline": {"schedule": "pipemare", "stages": 2},
-                "guard": {"message_checksum": True},
-            },
-            {},
-        ),
+        ({"pipeline": {"schedule": "pipemare", "stages": 2}}, {}),
         *[({"wavelet": {"mode": mode}}, zero(n)) for mode in ("auto", "sync") for n in range(4)],
         ({"wavelet": {"mode": "replica"}}, {"optimizer": {"type": "SGD"}}),
         ({"wavelet": {"mode": "replica"}}, {"optimizer": {"type": "sgd"}}),

@@ -48,14 +48,11 @@ _MODEL = {
 
 def configuration(system: str) -> dict[str, Any]:
     """Return the configuration of a system, with everything on that is meant for bad days."""
-    guard: dict[str, Any] = {"nonfinite": "stop"}
     section: dict[str, Any] = {
         "watchdog": {"timeout_s": _TIMEOUT_S},
         "checkpoint": {"keep": 2, "background": True},
-        "guard": guard,
     }
     if system == "pipemare":
-        guard["message_checksum"] = True
         section["pipeline"] = {"schedule": "pipemare", "stages": RANKS, "inputs": ["input_ids"]}
     else:
         section["sparse_collective"] = {"mode": "auto"}

@@ -14,7 +14,7 @@ from wavemare.bench.options import (
 )
 from wavemare.errors import ConfigError
 
-__all__ = ["BASELINE", "BOUND", "DEFAULT_SYSTEMS", "QUALITY_SYSTEMS", "SYSTEMS", "TrainingRequest"]
+__all__ = ["BASELINE", "BOUND", "QUALITY_SYSTEMS", "SYSTEMS", "TrainingRequest"]
 
 BASELINE = "deepspeed-dense"
 """All ratios are to it."""
@@ -28,14 +28,12 @@ SYSTEMS = (
     "wavemare-ddp",
     "wavemare-auto",
     "wavemare-auto-gloo",
-    "wavemare-auto-checksums",
     "wavemare-auto-zero1",
     "wavemare-pushpull",
     "wavemare-topk",
     BOUND,
 )
 """All there are. Those of wavemare without a suffix go over MPI."""
-DEFAULT_SYSTEMS = tuple(name for name in SYSTEMS if name != "wavemare-auto-checksums")
 QUALITY_SYSTEMS = (BASELINE, "wavemare-auto", "wavemare-topk")
 """What is trained with ``--quality-steps`` if nothing is named."""
 _LEAST_RANKS = 2
@@ -69,7 +67,7 @@ class TrainingRequest(MpiRequest):
     """
 
     ranks: int = 2
-    systems: tuple[str, ...] = DEFAULT_SYSTEMS
+    systems: tuple[str, ...] = SYSTEMS
     rounds: int = 5
     warmups: int = 1
     steps_per_round: int = 4

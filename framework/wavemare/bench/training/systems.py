@@ -137,8 +137,7 @@ def build_system(name: str, request: TrainingRequest, task: Task) -> System:
     }
     if name.startswith("wavemare"):
         initialize = wavemare.initialize
-        guard = {"message_checksum": name.endswith("-checksums")}
-        config["wavemare"] = {"sparse_collective": _section(name, request), "guard": guard}
+        config["wavemare"] = {"sparse_collective": _section(name, request)}
     elif name == "deepspeed-sparse":
         optimizer.register_step_pre_hook(_make_dense)
     else:
