@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the loops on a CPU are compiled. It can be imported only where numba is installed."""
+"""How the loops on a CPU are compiled."""
 
 from __future__ import annotations
 

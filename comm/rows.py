@@ -15,7 +15,6 @@ from wavemare.comm.cost import Constants, predict
 from wavemare.comm.executors.base import Call, Scratch
 from wavemare.comm.executors.block_allgather import gather_and_sum
 from wavemare.comm.executors.push_pull import push_and_pull
-from wavemare.comm.hashed_rows import HashedRows
 from wavemare.comm.layout import Layout, deal, gathered
 from wavemare.comm.masks import Masks, mask_bytes
 from wavemare.comm.statistics import Statistics
@@ -26,7 +25,7 @@ __all__ = ["RowReducer", "check_rows"]
 
 _WAYS = ("pushpull", "allgather")
 _LARGEST_TABLE = 1 << 24
-"""Rows up to which the masks of all ranks are exchanged; above, ids are hashed to their owners."""
+"""Rows up to which the ranks exchange masks; above, they exchange their ids."""
 
 
 def check_rows(ids: Tensor, rows: Tensor, num_rows: int | None) -> None:
@@ -75,7 +74,6 @@ class RowReducer:
         self._scratch = scratch
         self._constants = constants
         self._ways = (mode,) if mode in _WAYS else _WAYS
-        self._hashed = HashedRows()
 
     def reduce(
         self, ids: Tensor, rows: Tensor, num_rows: int | None, scale: float, stats: Statistics
@@ -96,16 +94,33 @@ class RowReducer:
         ids, rows = coalesce(ids, rows)
         call = Call(rows.view(-1), dim, scale, self._transport, self._scratch, stats.phases_s)
         if num_rows is None or num_rows > _LARGEST_TABLE:
-            stats.executor = "rows-hashed"
-            union, sums = self._hashed.reduce(call, ids.cpu(), num_rows)
-            return union.to(rows.device), sums
-        masks = self._masks(call, ids, num_rows)
-        stats.density = float(masks.counts.mean()) / max(num_rows, 1)
-        stats.union = masks.union_size / max(num_rows, 1)
+            union, masks = self._exchange_ids(call, ids)
+            ids = torch.searchsorted(union, ids)  # rows of a table of the union alone
+        else:
+            union, masks = None, self._masks(call, ids, num_rows)
+            stats.density = float(masks.counts.mean()) / max(num_rows, 1)
+            stats.union = masks.union_size / max(num_rows, 1)
         seconds = predict(masks, dim * rows.element_size(), self._constants)
         chosen = min(self._ways, key=lambda name: seconds[name])
         stats.executor, stats.predicted_s = f"rows-{chosen}", seconds[chosen]
-        return self._by_masks(call, ids, masks, chosen)
+        found, sums = self._by_masks(call, ids, masks, chosen)
+        return (found if union is None else union), sums
+
+    def _exchange_ids(self, call: Call, ids: Tensor) -> tuple[Tensor, Masks]:
+        """Return (U,), the ids that some rank has, ascending, and which rank has which of them."""
+        with call.phase("metadata"):
+            mine = ids.to(call.transport.message_device)
+            lengths = mine.new_empty(call.size, 1)
+            call.transport.all_gather(mine.new_tensor([mine.numel()]), lengths)
+            parts = [mine.new_empty(length) for length in lengths[:, 0].tolist()]
+            parts[call.rank] = mine
+            call.transport.all_gather_parts(parts)
+        with call.phase("plan"):
+            union, places = torch.unique(torch.cat(parts).cpu(), return_inverse=True)
+            present = np.zeros((call.size, union.numel()), dtype=bool)
+            for row, part in zip(present, places.split([p.numel() for p in parts]), strict=True):
+                row[part.numpy()] = True
+        return union.to(ids.device), Masks.of(present)
 
     def _masks(self, call: Call, ids: Tensor, num_rows: int) -> Masks:
         with call.phase("mask"):

@@ -271,7 +271,7 @@ class SparseComm:
         """Sum (or average) some rows of a table, such as an embedding's gradient, over all ranks.
 
         Modes ``pushpull`` and ``allgather`` hold for rows as well; in all others the faster of
-        these two is chosen. Rows of large tables, or of none that is known, are hashed.
+        these two is chosen. Of large tables, or of none that is known, ranks exchange their ids.
 
         Args:
             ids: (k,), int64: which rows; a row that stands several times is summed first.

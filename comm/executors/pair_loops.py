@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loops over pairs on a CPU, compiled by numba; they run without the interpreter's lock.
-
-This file can be imported only where numba is installed.
-"""
+"""Loops over pairs on a CPU, compiled by numba; they run without the interpreter's lock."""
 
 from __future__ import annotations
 

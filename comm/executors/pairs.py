@@ -6,12 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from wavemare.comm.executors import pair_loops
 from wavemare.comm.kernels.words import as_words, magnitude_bits, signed_words
-
-try:
-    from wavemare.comm.executors import pair_loops
-except ImportError:
-    pair_loops = None  # type: ignore[assignment]
 
 __all__ = ["index_dtype", "nonzero_ids"]
 
@@ -33,7 +29,7 @@ def nonzero_ids(flat: Tensor) -> Tensor:
         (k,), of `index_dtype`: their indices, ascending.
     """
     kind = index_dtype(flat.numel())
-    if pair_loops is not None and flat.device.type == "cpu":
+    if flat.device.type == "cpu":
         words = as_words(flat)
         magnitude = words.dtype.type(magnitude_bits(flat.dtype))
         number = pair_loops.count(words, magnitude)

@@ -4,23 +4,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from wavemare.comm.executors import pair_loops
 from wavemare.comm.executors.pairs import index_dtype, nonzero_ids
 from wavemare.comm.kernels.words import sum_dtype
 
-try:
-    from wavemare.comm.executors import pair_loops
-except ImportError:
-    pair_loops = None  # type: ignore[assignment]
-
 __all__ = ["SparseStream", "merge_pairs"]
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,24 +120,8 @@ def merge_pairs(
     Returns:
         ids and values.
     """
-    if pair_loops is None:
-        merged = _merge(ids_a.numpy(), values_a.numpy(), ids_b.numpy(), values_b.numpy())
-        return torch.from_numpy(merged[0]), torch.from_numpy(merged[1])
     most = ids_a.numel() + ids_b.numel()
     ids, values = ids_a.new_empty(most), values_a.new_empty(most)
     tensors = (ids_a, values_a, ids_b, values_b, ids, values)
     count = pair_loops.merge(*(tensor.numpy() for tensor in tensors))
     return ids[:count], values[:count]
-
-
-def _merge(ids_a: Array, values_a: Array, ids_b: Array, values_b: Array) -> tuple[Array, Array]:
-    ids = np.concatenate([ids_a, ids_b])
-    order = np.argsort(ids, kind="stable")
-    ids, values = ids[order], np.concatenate([values_a, values_b])[order]
-    first = np.ones(ids.size, dtype=np.bool_)
-    np.not_equal(ids[1:], ids[:-1], out=first[1:])
-    sums = values[first]
-    second = np.flatnonzero(~first)
-    with np.errstate(all="ignore"):
-        sums[np.cumsum(first)[second] - 1] += values[second]
-    return ids[first], sums

@@ -20,7 +20,6 @@ from wavemare.comm.executors.streaming_frames import Frames
 from wavemare.comm.executors.streaming_lanes import Lanes
 from wavemare.comm.executors.streaming_protocol import (
     Aggregator,
-    Counters,
     Message,
     MessageKind,
     Reply,
@@ -54,7 +53,6 @@ class Streaming(Executor):
         self._slots_per_rank = slots_per_rank
         self._width = width
         self._depth = depth
-        self.counters = Counters()
 
     def lanes(self, blocks: int, num_ranks: int) -> Lanes:
         """Return how a bucket of so many blocks is cut.
@@ -68,13 +66,12 @@ class Streaming(Executor):
         return Lanes(blocks, num_ranks, slots, width)
 
     def all_reduce(self, call: Call, masks: Masks | None = None) -> None:
-        """Stream until all sums are there; `counters` then tells of this call."""
+        """Stream until all sums are there."""
         lanes = self.lanes(num_blocks(call.flat.numel(), call.block), call.size)
-        self.counters = Counters()
         with call.phase("mask"):
             nonzero = _local_mask(call, lanes.num_blocks)
         with call.phase("plan"):
-            stream = _Stream(call, lanes, nonzero, self.counters)
+            stream = _Stream(call, lanes, nonzero)
         stream.run()
 
 
@@ -89,13 +86,11 @@ class _Sent:
 class _Stream:
     """One call of one rank: moves blocks as its worker and its aggregator say."""
 
-    def __init__(
-        self, call: Call, lanes: Lanes, nonzero: npt.NDArray[np.bool_], counters: Counters
-    ) -> None:
+    def __init__(self, call: Call, lanes: Lanes, nonzero: npt.NDArray[np.bool_]) -> None:
         self._call = call
         self._lanes = lanes
-        self._worker = Worker(lanes, nonzero, counters)
-        self._aggregator = Aggregator(lanes, call.rank, counters)
+        self._worker = Worker(lanes, nonzero)
+        self._aggregator = Aggregator(lanes, call.rank)
         # One frame to receive into and one for the end. For each slot one message up; for each that
         # is summed here the contributions of all ranks and the replies that may be under way.
         owned = -(-lanes.num_slots // call.size)

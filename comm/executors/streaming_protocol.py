@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from wavemare.comm.executors.streaming_lanes import Lanes
 
-__all__ = ["Aggregator", "Counters", "Message", "MessageKind", "Reply", "Worker"]
+__all__ = ["Aggregator", "Message", "MessageKind", "Reply", "Worker"]
 
 Index = npt.NDArray[np.int64]
 
@@ -77,39 +77,16 @@ class Reply:
     all_answered: bool
 
 
-@dataclass
-class Counters:
-    """What a rank has sent, to itself as well.
-
-    Attributes:
-        up_blocks: Blocks that its worker sent.
-        up_messages: Messages with blocks that its worker sent.
-        empty_messages: Messages without.
-        down_blocks: Blocks that its aggregator sent to each worker.
-        down_messages: Messages that its aggregator sent to each worker.
-    """
-
-    up_blocks: int = 0
-    up_messages: int = 0
-    empty_messages: int = 0
-    down_blocks: int = 0
-    down_messages: int = 0
-
-
 class Worker:
     """Decides what a rank sends up.
 
     Args:
         lanes: Of the bucket.
         nonzero: (num_blocks,), bool: this rank's mask.
-        counters: Counted up.
     """
 
-    def __init__(
-        self, lanes: Lanes, nonzero: npt.NDArray[np.bool_], counters: Counters | None = None
-    ) -> None:
+    def __init__(self, lanes: Lanes, nonzero: npt.NDArray[np.bool_]) -> None:
         self._lanes = lanes
-        self._counters = counters or Counters()
         self._from = lanes.first_nonzero_from(nonzero)
         self._next = np.empty(lanes.count, dtype=np.int64)
         self._replies = [0] * lanes.num_slots
@@ -151,9 +128,6 @@ class Worker:
     def _message(self, slot: int, blocks: Index) -> Message:
         nexts = self._from[blocks + self._lanes.count]
         self._next[blocks % self._lanes.count] = nexts
-        self._counters.up_blocks += blocks.size
-        self._counters.up_messages += blocks.size > 0
-        self._counters.empty_messages += blocks.size == 0
         return Message(slot, MessageKind.UP, blocks, nexts)
 
 
@@ -163,12 +137,10 @@ class Aggregator:
     Args:
         lanes: Of the bucket.
         rank: Whose slots.
-        counters: Counted up.
     """
 
-    def __init__(self, lanes: Lanes, rank: int, counters: Counters | None = None) -> None:
+    def __init__(self, lanes: Lanes, rank: int) -> None:
         self._lanes = lanes
-        self._counters = counters or Counters()
         self._slots = {
             slot: _Slot(lanes, slot) for slot in range(lanes.num_slots) if lanes.owner(slot) == rank
         }
@@ -219,8 +191,6 @@ class Aggregator:
             awaited = slot.nexts[:, inside] == slot.blocks[inside]
             slot.missing = int(awaited.any(axis=1).sum())
         slot.answers = slot.missing
-        self._counters.down_blocks += blocks.size
-        self._counters.down_messages += 1
         return reply
 
 

