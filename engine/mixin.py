@@ -17,7 +17,6 @@ from wavemare.engine.balance import Balance, ShareSampler, attach_balance
 from wavemare.engine.checkpoint import CheckpointMixin
 from wavemare.engine.config import SECTION, WavemareConfig
 from wavemare.engine.guard import NumericsGuard, attach_guard, skipping
-from wavemare.engine.guard_config import GuardConfig
 from wavemare.engine.matrix_partitions import (
     check_matrix_optimizer,
     describe_partitions,
@@ -75,11 +74,6 @@ class EngineMixin(CheckpointMixin):
 
         if sections is not None:
             self._guard = attach_guard(self, sections.guard)
-
-    @property
-    def guard_config(self) -> GuardConfig:
-        """The section ``guard``."""
-        return self._sections.guard if self._sections is not None else GuardConfig()
 
     def watched(self, loss: Any) -> Any:
         """Return a micro-batch's loss for its backward pass, watched if a guard is there."""

@@ -41,11 +41,6 @@ class StagedTransport(Transport):
         self.takes_device = True
 
     @property
-    def inner(self) -> Transport:
-        """The transport that moves the host's tensors."""
-        return self._inner
-
-    @property
     def world_ranks(self) -> Sequence[int]:
         """Of each rank of the group the number that its launcher gave it."""
         return self._inner.world_ranks
