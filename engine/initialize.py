@@ -171,8 +171,6 @@ def _check(config: dict[str, Any], model: Any, mpu: Any, mesh_param: Any) -> Wav
     length = _pipeline_length(model, ours)
     sizes = check_batch_sizes(config, data_world_size=data_ranks, stages=length)
     check_shares(ours.balance, sizes, data_ranks)
-    if length == 1 and mpu is None:
-        _check_no_grid(model)
     micro_batches = sizes["gradient_accumulation_steps"]
     if isinstance(model, deepspeed.PipelineModule) and not isinstance(model, DualPipeVModule):
         # Every rank checks the plans of all: all fail alike, or none.
@@ -186,6 +184,8 @@ def _check(config: dict[str, Any], model: Any, mpu: Any, mesh_param: Any) -> Wav
     config.update({k: n for k, n in sizes.items() if asynchronous or config.get(k) == "auto"})
     if asynchronous:
         return _choose(config, length, micro_batches)
+    if length == 1 and mpu is None:
+        _check_no_grid(model)
     return ours
 
 
