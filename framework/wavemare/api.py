@@ -79,8 +79,7 @@ def initialize(
         training_data: A dataset, for which a loader is returned.
         lr_scheduler: A scheduler, or a callable from an optimizer to one; else from the JSON.
         distributed_port: TCP port of rank 0, used only where no launcher named one.
-        mpu: Megatron's ``parallel_state``, DeepSpeed's grid or `wavemare.parallel.ProcessGrid`;
-            with a pipeline it has to be the pipeline's own layout.
+        mpu: Megatron's ``parallel_state``, DeepSpeed's grid or a `ProcessGrid`; a pipeline's own.
         dist_init_required: Whether to initialize ``torch.distributed``; None: if it is not.
         collate_fn: For ``training_data``.
         config: Path or mapping of the JSON configuration.
@@ -114,10 +113,10 @@ def initialize(
                 mpu=mpu,
                 args=args,
                 training_data=training_data,
-                distributed_port=distributed_port,
                 dist_init_required=dist_init_required,
                 collate_fn=collate_fn,
                 mesh_param=mesh_param,
+                given=config if config is not None else config_params,
             )
             if watchdog is not None:  # DeepSpeed has made groups
                 watchdog.let_collectives_wait()
@@ -126,9 +125,6 @@ def initialize(
             watchdog.release(farewell=False)
         raise
     result[0].watchdog = watchdog
-    given = config if config is not None else config_params
-    if result[0].config == given:
-        result[0].config = given  # as with DeepSpeed the caller's own, where nothing was filled in
     return result
 
 
@@ -140,6 +136,7 @@ def _build(
     model_parameters: Any,
     lr_scheduler: Any,
     mpu: Any,
+    given: Any,
     **arguments: Any,
 ) -> tuple[Any, Any, Any, Any]:
     """Lay the model out as the configuration says, and build its engine."""
@@ -181,7 +178,10 @@ def _build(
         mpu=mpu,
         **arguments,
     )
-    result[0].parallel_plan = plan
+    engine = result[0]
+    engine.parallel_plan = plan
+    if engine.config == given:
+        engine.config = given  # as with DeepSpeed the caller's own, where nothing was filled in
     return result
 
 

@@ -38,7 +38,7 @@ CASES = {
         "default": ["stop", {"what": "activation", "guard": {}}],
         **{f"wrong {what}": ["wrong", {"what": what}] for what in ("id", "label")},
         "wrong labels": ["wrong", {"what": "none", "pipeline": {"stages": 2}}],
-    },
+    }
 }
 SKIPS = [name for name, (kind, _) in CASES[2].items() if kind == "skip"]
 

@@ -28,56 +28,39 @@ SECTIONS = {
 }
 MODES = ("stock", "ours", *SECTIONS)
 # Files of tests/unit by what else they run with; those that compute no training step have none.
-TRAIN, STAGES, PLAIN = ("sparse",), ("sparse", "pipemare", "1f1b"), ()
+_STAGES = """
+pipe/test_pipe_module checkpoint/test_pipeline runtime/pipe/test_pipe
+"""
+_TRAIN = """
+runtime/test_ds_config_dict checkpoint/test_latest_checkpoint checkpoint/test_other_optimizer
+checkpoint/test_shared_weights runtime/test_data_efficiency runtime/test_multi_output_model
+runtime/test_multiple_models runtime/test_data checkpoint/test_sparse
+checkpoint/test_lr_scheduler runtime/test_ds_initialize
+runtime/sparse_tensor/test_averaging_sparse_gradients runtime/sparse_tensor/test_sparse_grads
+runtime/zero/test_ignore_unused_parameters checkpoint/test_zero_optimizer
+v1/half_precision/test_bf16
+"""
+_PLAIN = """
+checkpoint/test_moe_checkpoint checkpoint/test_tag_validation
+checkpoint/test_reshape_checkpoint runtime/pipe/test_pipe_schedule runtime/pipe/test_topology
+v1/moe/test_moe comm/test_dist runtime/test_pld runtime/test_ds_config_model
+runtime/test_no_sync_ctxt checkpoint/test_convert_checkpoint runtime/zero/test_zero_grad_clip
+runtime/zero/test_unwrap_model runtime/test_lr_schedulers runtime/test_mup_optimizers
+v1/half_precision/test_gradient_clipping_default v1/moe/test_moe_tp comm/test_comms_logger
+checkpoint/test_mics_optimizer checkpoint/test_universal_checkpoint
+v1/moe/test_autoep_checkpoint model_parallelism/test_configurable_parallel_pp
+model_parallelism/test_configurable_parallel_mp
+"""
 FILES = {
-    "checkpoint/test_moe_checkpoint.py": PLAIN,
-    "runtime/test_ds_config_dict.py": TRAIN,
-    "pipe/test_pipe_module.py": STAGES,
-    "checkpoint/test_pipeline.py": STAGES,
-    "checkpoint/test_tag_validation.py": PLAIN,
-    "checkpoint/test_reshape_checkpoint.py": PLAIN,
-    "checkpoint/test_latest_checkpoint.py": TRAIN,
-    "checkpoint/test_other_optimizer.py": TRAIN,
-    "checkpoint/test_shared_weights.py": TRAIN,
-    "runtime/pipe/test_pipe_schedule.py": PLAIN,
-    "runtime/pipe/test_topology.py": PLAIN,
-    "runtime/test_data_efficiency.py": TRAIN,
-    "runtime/test_multi_output_model.py": TRAIN,
-    "runtime/test_multiple_models.py": TRAIN,
-    "runtime/pipe/test_pipe.py": STAGES,
-    "v1/moe/test_moe.py": PLAIN,
-    "comm/test_dist.py": PLAIN,
-    "runtime/test_pld.py": PLAIN,
-    "runtime/test_data.py": TRAIN,
-    "runtime/test_ds_config_model.py": PLAIN,
-    "runtime/test_no_sync_ctxt.py": PLAIN,
-    "checkpoint/test_convert_checkpoint.py": PLAIN,
-    "runtime/zero/test_zero_grad_clip.py": PLAIN,
-    "runtime/zero/test_unwrap_model.py": PLAIN,
-    "checkpoint/test_sparse.py": TRAIN,
-    "checkpoint/test_lr_scheduler.py": TRAIN,
-    "runtime/test_ds_initialize.py": TRAIN,
-    "runtime/test_lr_schedulers.py": PLAIN,
-    "runtime/test_mup_optimizers.py": PLAIN,
-    "runtime/sparse_tensor/test_averaging_sparse_gradients.py": TRAIN,
-    "runtime/sparse_tensor/test_sparse_grads.py": TRAIN,
-    "runtime/zero/test_ignore_unused_parameters.py": TRAIN,
-    "v1/half_precision/test_gradient_clipping_default.py": PLAIN,
-    "v1/moe/test_moe_tp.py": PLAIN,
-    "comm/test_comms_logger.py": PLAIN,
-    "checkpoint/test_mics_optimizer.py": PLAIN,
-    "checkpoint/test_universal_checkpoint.py": PLAIN,
-    "checkpoint/test_zero_optimizer.py": TRAIN,
-    "v1/half_precision/test_bf16.py": TRAIN,
-    "v1/moe/test_autoep_checkpoint.py": PLAIN,
-    "model_parallelism/test_configurable_parallel_pp.py": PLAIN,
-    "model_parallelism/test_configurable_parallel_mp.py": PLAIN,
+    f"{name}.py": sections
+    for names, sections in ((_STAGES, tuple(SECTIONS)), (_TRAIN, ("sparse",)), (_PLAIN, ()))
+    for name in names.split()
 }
 CANNOT = {
     ("pipemare", "pipe/test_pipe_module.py::TestPipeModuleSequential::test["): (
         "PipeMare completes the batch sizes in engine.config, and checkpointing.configure reads "
         "them as if every rank were a replica"
-    ),
+    )
 }
 """Tests that pass with stock DeepSpeed and cannot with ours: a mode, a name's beginning, why."""
 

@@ -98,10 +98,7 @@ def batches(engine, rank):
 
 def main():
     section = {
-        "watchdog": {
-            "timeout_s": options.timeout,
-            "folder": str(options.folder / "watchdog"),
-        }
+        "watchdog": {"timeout_s": options.timeout, "folder": str(options.folder / "watchdog")}
     }
     changes = {}
     if options.engine != "data":

@@ -101,9 +101,7 @@ def test_shares_change_only_where_data_follows():
 def test_tokens_cannot_be_counted_without_labels(monkeypatch):
     monkeypatch.setattr("wavemare.engine.balance.dist.get_rank", lambda group: 0)
     engine = SimpleNamespace(
-        data_parallel_group=None,
-        dp_world_size=1,
-        train_micro_batch_size_per_gpu=lambda: 4,
+        data_parallel_group=None, dp_world_size=1, train_micro_batch_size_per_gpu=lambda: 4
     )
     balance = Balance(BalanceConfig(mean="tokens"), engine)
     with pytest.raises(DataError, match="labels = None: the model was called without labels="):

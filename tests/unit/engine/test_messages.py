@@ -9,14 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.engine.messages import (
-    DESCRIPTION,
-    Inbox,
-    Layout,
-    Outbox,
-    read_header,
-    write_message,
-)
+from wavemare.engine.messages import DESCRIPTION, Inbox, Layout, Outbox, read_header, write_message
 from wavemare.errors import ModelError
 
 CPU = torch.device("cpu")

@@ -2,12 +2,11 @@
 """Accuracy and F1 against counting, and which held-out samples recipes evaluate on."""
 
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import pytest
 import torch
 
-from wavemare.data import ResumableLoader, resolve
+from wavemare.data import resolve
 from wavemare.data.indexed_writer import IndexedWriter
 from wavemare.errors import DataError
 from wavemare.recipes.bert.finetune import scores
@@ -35,27 +34,6 @@ def test_fewer_samples_than_ranks_are_one_for_each(asked):
 def test_samples_are_spread_over_the_whole_set():
     assert held_out(0, 1, 4) == [0, 25, 50, 75]
     assert sorted(held_out(0, 2, 8) + held_out(1, 2, 8)) == [0, 12, 25, 37, 50, 62, 75, 87]
-
-
-def test_the_seconds_of_a_resumed_run_are_those_of_all_its_parts(monkeypatch):
-    monkeypatch.setattr("wavemare.engine.Interruption", MagicMock())  # which needs a group
-    job = Job.__new__(Job)
-    job.engine, job.events, job.run, job.screen = (MagicMock() for _ in range(4))
-    job.balancing, job.engine_facts = MagicMock(), MagicMock()
-    job.engine.data_world_size, job.engine.data_rank, job.engine.step_lead = 1, 0, 1
-    job.engine.global_steps, job.engine.global_samples, job.rank, job.world_size = 3, 12, 0, 1
-    job.batch = {"train_micro_batch_size_per_gpu": 4, "train_batch_size": 4}
-    job.config, job.first_step, job.sequence_length = {}, 0, 8
-    options = {"resume": True, "max_steps": 4, "trace_steps": 0, "log_interval": 9}
-    job.arguments = PretrainArguments(deepspeed_config="", **options)
-    place = {"data_rank": 0, "data_world_size": 1, "seed": job.arguments.seed}
-    loader = ResumableLoader(range(100), micro_batch_size=4, **place)
-    state = {"loader": loader.state_dict(), "seconds": 1000.0}
-    job.engine.load_checkpoint.return_value = "step-3", state
-    job.engine.train_batch.return_value, job.engine_facts.settled = 1.0, 0
-    job.screen.progress.return_value.__enter__.return_value.tokens_per_second = 1.0
-    job.fit(job.loader(range(100), range(50)), lambda _: {})
-    assert job.seconds > 1000
 
 
 def test_data_of_which_nothing_is_held_out_is_refused(tmp_path):

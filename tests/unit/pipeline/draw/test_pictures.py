@@ -4,7 +4,6 @@
 import io
 import re
 from collections import Counter
-from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
@@ -13,7 +12,7 @@ from PIL import Image
 from wavemare.errors import PlanError
 from wavemare.pipeline.action import Action, Kind
 from wavemare.pipeline.draw import png, svg
-from wavemare.pipeline.draw.lane import PAINTS, STEP
+from wavemare.pipeline.draw.lane import PAINTS
 from wavemare.pipeline.draw.layout import gantt
 from wavemare.pipeline.timeline import Event, Timeline
 
@@ -83,26 +82,6 @@ def test_labels_say_which_rank_micro_batch_and_share():
     assert [text for text in texts(gantt(timeline())) if text in legend] == legend
 
 
-def test_legend_names_only_what_occurs():
-    picture = gantt(Timeline("", ((event(Kind.FORWARD, 0, 0, 0, 1),),)))
-    assert {"forward", "backward"} & set(texts(picture)) == {"forward"}
-
-
-def test_timelines_share_one_time_axis():
-    short = Timeline("short", ((event(Kind.FORWARD, 0, 3, 0.0, 0.5),),))
-    picture = gantt([timeline(), short])
-    *_, half = boxes(picture, "forward")
-    whole = boxes(picture, "backward")[0]
-    left = boxes(picture, "forward")[0].left
-    assert half.right + 1 - left == pytest.approx((whole.right + 1 - left) / 2, abs=1)
-    assert half.top > max(box.top for box in boxes(picture, "backward"))
-    # A share of the time until each timeline's own end.
-    assert [t for t in texts(picture) if t.startswith("busy")] == [
-        "busy 55 % of the time",
-        "busy 100 % of the time",
-    ]
-
-
 def test_a_window_cuts_boxes_off():
     picture = gantt(timeline(), start_s=0.5, end_s=0.9)
     assert boxes(picture, "forward") == []
@@ -122,41 +101,6 @@ def test_an_empty_window_is_refused(window):
         svg(Timeline("", ((), ())))
 
 
-@pytest.mark.parametrize(
-    ("seconds", "unit", "ticks"),
-    [
-        (1.0, "ms", ["0", "100", "200"]),
-        (13.0, "s", ["0", "1", "2"]),
-        (130.0, "s", ["0", "10", "20"]),
-        (0.013, "ms", ["0", "1", "2"]),
-        (0.0001, "µs", ["0", "10", "20"]),
-    ],
-)
-def test_ticks_are_round(seconds, unit, ticks):
-    picture = gantt(Timeline("", ((event(Kind.STEP, 0, 0, 0, seconds),),)))
-    axis = [label for label in picture.labels if label.anchor == "middle"]
-    assert [label.text for label in axis][:3] == ticks
-    assert 4 <= len(axis) <= 15
-    gaps = [right.x - left.x for left, right in pairwise(axis)]
-    assert max(gaps) == pytest.approx(min(gaps))
-    assert f"time in {unit}" in texts(picture)
-
-
-def test_a_step_of_no_time_is_a_mark():
-    events = (
-        event(Kind.BACKWARD, 0, 0, 0.0, 0.5),
-        event(Kind.STEP, 0, 0, 0.5, 0.5),
-        event(Kind.FORWARD, 0, 1, 0.5, 1.0),
-        event(Kind.STEP, 0, 1, 1.0, 1.0),
-    )
-    picture = gantt(Timeline("", (events,)))
-    marks = boxes(picture, STEP.name)
-    forward = boxes(picture, "forward")[0]
-    assert [box.width for box in marks] == [2.0, 2.0]
-    assert marks[0].left + 1 == pytest.approx(forward.left)
-    assert picture.boxes.index(marks[0]) > picture.boxes.index(forward)
-
-
 def test_numbers_appear_when_they_fit():
     def numbers(count):
         events = tuple(event(Kind.FORWARD, 0, 1000 + m, m, m + 1) for m in range(count))
@@ -167,20 +111,6 @@ def test_numbers_appear_when_they_fit():
     assert numbers(46) == 46  # at the least size
     assert numbers(60) == 0  # they would have to be tiny
     assert numbers(300) == 0
-
-
-def test_crowded_lanes_keep_the_shares_of_their_colours():
-    # 40000 boxes of which each is much smaller than a pixel; idle is 3/10 of the time.
-    events = []
-    for m in range(20000):
-        events.append(event(Kind.FORWARD, 0, m, m * 1.0, m + 0.2))
-        events.append(event(Kind.BACKWARD, 0, m, m + 0.2, m + 0.7))
-    picture = gantt(Timeline("", (tuple(events),)))
-    assert len(picture.boxes) < 2500
-    widths = {name: sum(b.width for b in boxes(picture, name)) for name in ("forward", "backward")}
-    whole = max(b.right for b in picture.boxes) - min(b.left for b in picture.boxes)
-    assert widths["forward"] / whole == pytest.approx(0.2, abs=0.03)
-    assert widths["backward"] / whole == pytest.approx(0.5, abs=0.03)
 
 
 def test_svg_is_well_formed_and_has_each_box():
