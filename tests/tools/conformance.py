@@ -68,6 +68,7 @@ CANNOT = {
 def replace_initialize(mode):
     """Put `wavemare.initialize`, with a section of this mode, where tests find DeepSpeed's."""
     import deepspeed
+    import torch
     from deepspeed.accelerator import get_accelerator
 
     # Ops that want a compiler: tests that need them are skipped, gloo does without.
@@ -75,6 +76,8 @@ def replace_initialize(mode):
     compiled.update(dict.fromkeys(compiled, False))
     deepspeed.DeepSpeedEngine.sparse_tensor_module_names = frozenset()  # older tests compare it
     type(get_accelerator()).is_fp16_supported = lambda _: True  # torch computes it, if slowly
+    torch.cpu.get_rng_state = lambda *_: torch.get_rng_state()  # which fork_rng asks for
+    torch.cpu.set_rng_state = lambda state, *_: torch.set_rng_state(state)
     if mode == "stock":
         return
     import wavemare
@@ -89,8 +92,9 @@ def replace_initialize(mode):
             given = [kwargs.pop(name, None) for name in names]
             config = read_config(kwargs.get("args"), *given)
             kwargs["config"] = {**config, "wavemare": SECTIONS[mode]}
-            if hasattr(kwargs.get("args"), "deepspeed_config"):
-                kwargs["args"].deepspeed_config = None
+            for name in ("deepspeed_config", "deepscale_config"):
+                if hasattr(kwargs.get("args"), name):
+                    setattr(kwargs["args"], name, None)
         deepspeed.initialize = stock  # which ours calls
         try:
             return wavemare.initialize(*args, **kwargs)
