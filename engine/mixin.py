@@ -67,11 +67,11 @@ class EngineMixin(CheckpointMixin):
             refresh_by_stage(self)
         if sections is not None:
             self._balance = attach_balance(self, sections.balance)
-        if sections is not None and sections.sparse_collective.mode != "off":
+        sparse = sections is not None and sections.sparse_collective.mode != "off"
+        if sections is not None and sparse and self.basic_optimizer is not None:
             self._sparse = attach_sparse_gradients(
                 self, sections.sparse_collective, sections.watchdog.collective_timeout_s
             )
-
         if sections is not None:
             self._guard = attach_guard(self, sections.guard)
 

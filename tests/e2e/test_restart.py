@@ -93,10 +93,8 @@ def test_a_job_survives_the_death_of_ranks(
     for kill in range(1, kills + 1):
         assert f"restart {kill} of {kills}" in output
     resumed = [int(step) for step in re.findall(r"resumed after step (\d+)", output)]
-    assert len(resumed) == kills
     for step, seen in zip(resumed, at, strict=True):  # the kill comes after what was seen
-        assert step % interval == 0
-        assert step >= seen - 2
+        assert step in range(seen - 2, changes["max_steps"], interval)
     options = small_options("gpt", whole, **changes)
     recipe("gpt/pretrain", "--deepspeed_config", config, *options).check()
     assert figures(parted) == figures(whole)

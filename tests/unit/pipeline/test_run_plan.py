@@ -47,7 +47,6 @@ def test_a_step_of_1f1b_is_that_of_its_generator(num_stages, micro_batches):
 def test_a_run_of_pipemare_is_that_of_its_generator(
     num_stages, micro_batches, options, pairs, steps, drains
 ):
-    """Long and short runs, with or without an end, from whatever step and version on."""
     run = RunPlan(num_stages, micro_batches, asynchronous=True, pairs=pairs, **options)
     sent = [Counter() for _ in range(num_stages)]
     for stage in range(num_stages):

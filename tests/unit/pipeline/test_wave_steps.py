@@ -45,8 +45,7 @@ def test_an_open_run_is_that_of_the_whole_plan(num_segments, micro_batches, opti
         assert [a for a in got if a.kind in passes] == [a for a in expected if a.kind in passes]
 
 
-def test_each_micro_batch_of_an_open_run_goes_backward_once():
-    """The order of the passes, by hand: B of the last micro-batch beside F of the next step."""
+def test_the_last_micro_batch_goes_backward_in_the_next_step_of_an_open_run():
     _, (first, second, closing) = open_tick_tock(2, 2, 2)
     of_step = " ".join(str(a._replace(wave=0)) for a in second)
     assert of_step == "0B1 0R1 1R1 0L2 0F2 1F2 1B2 0B2 0L3 0F3 1F3 1B3"
