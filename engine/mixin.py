@@ -68,7 +68,7 @@ class EngineMixin(CheckpointMixin):
         if sections is not None:
             self._balance = attach_balance(self, sections.balance)
         sparse = sections is not None and sections.sparse_collective.mode != "off"
-        if sections is not None and sparse and self.basic_optimizer is not None:
+        if sections is not None and sparse and getattr(self, "basic_optimizer", None) is not None:
             self._sparse = attach_sparse_gradients(
                 self, sections.sparse_collective, sections.watchdog.collective_timeout_s
             )
