@@ -80,10 +80,10 @@ def test_the_pipelines_layer_files_hold_the_exported_weights(run, saved):
 
 @pytest.mark.world_size(2)
 def test_a_client_state_that_cannot_be_kept_is_refused_by_all_ranks(run, tmp_path):
-    told = run("refuse_states", "run:1", folder=tmp_path)
+    told = run("refuse_states", "run:moe", folder=tmp_path)
     for rank in range(2):
         keys = ["client_state['universal_checkpoint_info']", "client_state['own']"]
-        assert told.result(rank)["run:1"] == keys
+        assert told.result(rank)["run:moe"] == keys
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["good", "latest"]
 
 
@@ -159,7 +159,7 @@ def test_what_a_save_that_died_has_left_is_not_in_the_next_one(launch_once, tmp_
     writer.start()
     writer.join()
     leave()  # and by one that is alive
-    launch_once("checkpoints.py", tmp_path, "again", "run:1", ranks=1)
+    launch_once("checkpoints.py", tmp_path, "again", "run:moe", ranks=1)
     (alive,) = (tmp_path / "run").rglob("zero_pp_rank_7*")
     assert f"-{os.getpid()}-" in alive.parent.name
     assert list((tmp_path / "run" / "only").glob("zero_pp_rank_0*"))

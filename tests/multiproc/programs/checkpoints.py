@@ -6,17 +6,45 @@ Arguments: result folder, checkpoint folder, action, then what the action needs.
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import deepspeed
 import pytest
 import torch
-from common import QUIET, build_gpt2, configuration, leave, token_batches, weights_digest
+from common import (
+    HIDDEN,
+    QUIET,
+    VOCABULARY,
+    build_gpt2,
+    configuration,
+    leave,
+    token_batches,
+    weights_digest,
+)
 from deepspeed import comm as dist
+from deepspeed.moe.layer import MoE
 
 import wavemare
 
 STEPS = 3
 PIPELINES = ("pipeline", "pipemare")
+
+
+class Experts(torch.nn.Module):
+    """A language model of one layer, whose two experts have a rank each."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(7)
+        self.embedding = torch.nn.Embedding(VOCABULARY, HIDDEN)
+        expert = torch.nn.Linear(HIDDEN, HIDDEN)
+        self.moe = MoE(HIDDEN, expert, num_experts=2, ep_size=2, use_rts=False)
+        self.head = torch.nn.Linear(HIDDEN, VOCABULARY)
+
+    def forward(self, input_ids, labels):
+        hidden, auxiliary, _ = self.moe(self.embedding(input_ids))
+        loss = torch.nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+        return SimpleNamespace(loss=loss + 0.1 * auxiliary)
 
 
 def build(initialize, case, **changes):
@@ -25,6 +53,8 @@ def build(initialize, case, **changes):
     ``wide`` or ``deep`` at a case's end makes another model.
     """
     case, *other = case.split("-")
+    if case == "moe":
+        return initialize(model=Experts(), config=configuration(0, **changes))[0]
     other_sizes = {"wide": {"vocab_size": 60}, "deep": {"n_layer": 3}}
     model = build_gpt2(**QUIET, **(other_sizes[other[0]] if other else {}))
     if case not in PIPELINES:

@@ -82,17 +82,6 @@ def test_labels_say_which_rank_micro_batch_and_share():
     assert [text for text in texts(gantt(timeline())) if text in legend] == legend
 
 
-def test_a_window_cuts_boxes_off():
-    picture = gantt(timeline(), start_s=0.5, end_s=0.9)
-    assert boxes(picture, "forward") == []
-    first, second = boxes(picture, "backward")
-    assert 0 < second.left < first.left
-    width = first.right + 1 - second.left
-    assert first.left - second.left == pytest.approx(width * 0.25, abs=1)
-    assert "busy 62 % of the time" in texts(picture)  # 0.3 s and 0.2 s of 0.4 s
-    assert {"500", "550", "900"} <= set(texts(picture))
-
-
 @pytest.mark.parametrize("window", [(0.0, 0.0), (2.0, None), (0.5, 0.1), (0.0, float("inf"))])
 def test_an_empty_window_is_refused(window):
     with pytest.raises(PlanError, match="nothing happens between"):
