@@ -159,7 +159,7 @@ def test_what_a_save_that_died_has_left_is_not_in_the_next_one(launch_once, tmp_
     writer.start()
     writer.join()
     leave()  # and by one that is alive
-    launch_once("checkpoints.py", tmp_path, "again", "run:moe", ranks=1)
+    launch_once("checkpoints.py", tmp_path, "again", "run:1", ranks=1)
     (alive,) = (tmp_path / "run").rglob("zero_pp_rank_7*")
     assert f"-{os.getpid()}-" in alive.parent.name
     assert list((tmp_path / "run" / "only").glob("zero_pp_rank_0*"))
