@@ -120,7 +120,6 @@ def test_torchrun_starts_ranks_again_by_itself(
 
 @nightly
 def test_fewer_ranks_go_on_with_the_same_batch(command, small_options, recipe_config, tmp_path):
-    """By a universal checkpoint, made on the way: the sums have another order, nothing else."""
     words = ["wavemare", "train", "gpt", "--config", recipe_config("gpt/pretrain", "zero")]
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     command(*words, *small_options("gpt", whole, **OPTIONS)).check()

@@ -134,7 +134,6 @@ def test_whatever_call_is_the_last_one_the_folder_is_old_or_new(tmp_path, librar
 
 
 def test_only_what_processes_that_ended_have_left_is_removed(tmp_path):
-    """Neither what living processes write, of other jobs too, nor files of the user."""
 
     def leave(step):
         for kind in ("partial", "old", "deleted"):

@@ -200,7 +200,6 @@ class Own:
 
 
 def test_loads_are_safe_in_their_thread_alone(tmp_path, monkeypatch):
-    """Two threads whose safe loads overlap, and one that loads as it likes."""
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     environment, load = dict(os.environ), torch.load
     own, scaler = tmp_path / "own.pt", tmp_path / "scaler.pt"
