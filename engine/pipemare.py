@@ -146,12 +146,13 @@ class PipeMareEngine(PipelineEngine):
         left = steps_to_drain(
             self.global_steps, self.pipemare.warmup_steps, self.pipemare.drain_interval
         )
-        place = self.stage_id, self._since_empty, left
-        window = self._plan.step(*place, first=first, version=self._version)
+        window = self._plan.step(
+            self.stage_id, self._since_empty, left, first=first, version=self._version
+        )
         self._first, self._loss_sum, self._next = first, 0.0, first + size
         self._since_empty = 0 if left == 1 else self._since_empty + 1
         self._norms.begin_step()
-        self._exchange.begin(window, self._plan.unreceived(*place))
+        self._exchange.begin(window, self._plan.unreceived(self.stage_id, left))
         try:
             self._exec_schedule(Window(window, pairs=self._passes is not None))
         except Exception as error:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer steps that a pipeline engine runs, taken from plans that `check` has proved.
 
-A run is a row of optimizer steps that begins with an empty pipeline and ends with one, or never. In
-a long run each step is like the one before, and in a long step each micro-batch. The plan that is
-checked has one of these; the steps that are run repeat it.
+A run is a sequence of optimizer steps that begins with an empty pipeline and drains it at the end,
+or never. The middle steps of a long run are alike, and so are the middle micro-batches of a long
+step. The checked plan has one of each; the engine repeats it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from wavemare.pipeline.plan import Plan
 from wavemare.pipeline.schedules import PAIR_SLACK, one_f_one_b, paired_one_f_one_b, pipemare
 from wavemare.pipeline.staleness import max_staleness
 
-__all__ = ["RunPlan", "repeat_micro_batch", "split_steps"]
+__all__ = ["RunPlan", "repeat_micro_batch"]
 
 
 @dataclass(frozen=True)
@@ -97,34 +97,32 @@ class RunPlan:
             PlanError: A number is out of range, or the plan is wrong.
         """
         plan, index = self._place(number, left)
-        actions = split_steps(plan.ranks[stage])[index]
+        actions = _split_steps(plan.ranks[stage])[index]
         middle = index * plan.micro_batches + ahead(0, self.num_stages, self.slack)
         extra = self.micro_batches - plan.micro_batches
         actions = repeat_micro_batch(actions, stage, middle, extra)
         return _shifted(actions, first - index * plan.micro_batches, version - index)
 
-    def unreceived(self, stage: int, number: int, left: int | None) -> int:
-        """Return how many activations the stage before has sent by a step's end beyond ours.
+    def unreceived(self, stage: int, left: int | None) -> int:
+        """Return how many activations, sent by a step's end, this stage does not receive in it.
 
         Args:
             stage: Counted from 0.
-            number: See `step`.
             left: See `step`.
         """
         if stage == 0:
             return 0
-        plan, index = self._place(number, left)
-        sent, received = (
-            sum(action.kind is Kind.FORWARD for step in steps[: index + 1] for action in step)
-            for steps in map(split_steps, plan.ranks[stage - 1 : stage + 1])
-        )
-        return sent - received
+        before, own = (ahead(s, self.num_stages, self.slack) for s in (stage - 1, stage))
+        if left is None:
+            return before - own
+        rest = (left - 1) * self.micro_batches  # of the run, after the step
+        return min(before, rest) - min(own, rest)
 
     @property
     def _size(self) -> int:
         """Micro-batches per step of the checked plan: the one in the middle is repeated.
 
-        All stages have forwarded as far ahead as they do, and go on to, within the step.
+        There each stage is as far ahead as it gets, and the step's end does not stop it yet.
         """
         return min(self.micro_batches, 2 * ahead(0, self.num_stages, self.slack) + 3)
 
@@ -169,7 +167,7 @@ def _checked(run: RunPlan, num_steps: int) -> Plan:
     return plan
 
 
-def split_steps(actions: Sequence[Action]) -> list[Sequence[Action]]:
+def _split_steps(actions: Sequence[Action]) -> list[Sequence[Action]]:
     """Split the actions of one stage behind each optimizer step."""
     ends = [place + 1 for place, action in enumerate(actions) if action.kind is Kind.STEP]
     return [actions[start:end] for start, end in zip([0, *ends], ends, strict=False)]

@@ -58,7 +58,7 @@ def test_a_run_of_pipemare_is_that_of_its_generator(
             first = 7 + number * micro_batches
             assert run.step(stage, number, left, first=first, version=3 + number) == expected
             sent[stage][number] = sum(a.kind is Kind.SEND_ACTIVATION for a in window)
-            unreceived = run.unreceived(stage, number, left)
+            unreceived = run.unreceived(stage, left)
             received = sum(a.kind is Kind.RECV_ACTIVATION for a in window)
             sent[stage - 1]["unreceived"] += sent[stage - 1][number] - received
             assert unreceived == (sent[stage - 1]["unreceived"] if stage else 0)
