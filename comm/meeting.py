@@ -10,6 +10,7 @@ from uuid import uuid4
 
 from torch.distributed.distributed_c10d import Store
 
+from wavemare.comm.waits import waiting
 from wavemare.errors import CommError
 
 __all__ = ["agree_on_name"]
@@ -18,6 +19,7 @@ _KEY = "wavemare-attempt"
 _PAUSE_S = 0.01
 
 
+@waiting("the other ranks, to agree on a name")
 def agree_on_name(store: Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> str:
     """Return a new name that these ranks share, whatever earlier attempts have left.
 
