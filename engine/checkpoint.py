@@ -223,7 +223,8 @@ class CheckpointMixin:
             )
         if result[0] is None:  # there is none: everything stays as it was
             return result
-        self._earlier_runs = tuple(manifest.get("runs", ())) if manifest is not None else ()
+        # A run that takes weights alone does not go on with the other's, whose files stay.
+        self._earlier_runs = tuple(manifest.get("runs", ())) if manifest and whole else ()
         if own and whole:
             restore_random_state(own)
         engine.start_anew()

@@ -67,8 +67,8 @@ class EngineMixin(CheckpointMixin):
             refresh_by_stage(self)
         if sections is not None:
             self._balance = attach_balance(self, sections.balance)
-        sparse = sections is not None and sections.sparse_collective.mode != "off"
-        if sections is not None and sparse and getattr(self, "basic_optimizer", None) is not None:
+        trains = getattr(self, "basic_optimizer", None) is not None
+        if sections is not None and sections.sparse_collective.mode != "off" and trains:
             self._sparse = attach_sparse_gradients(
                 self, sections.sparse_collective, sections.watchdog.collective_timeout_s
             )
