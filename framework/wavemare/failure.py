@@ -25,6 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum, auto
 from pathlib import Path
 from types import TracebackType
@@ -250,7 +251,8 @@ def _tell_torchrun(error: BaseException) -> None:
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is not None and isinstance(error, WavemareError):
         content = {"message": f"error: {error}", "timestamp": int(time.time())}
-        Path(file).write_text(json.dumps(content), encoding="ascii")
+        with suppress(OSError):  # the error has been printed
+            Path(file).write_text(json.dumps(content), encoding="ascii")
     elif file is not None:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
