@@ -120,15 +120,6 @@ def test_collectives_are_measured_and_checked_against_each_other(bench, tmp_path
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
-def test_kernels_are_measured_beside_memcpy(bench):
-    result = bench("kernels", "--mib", 1, "--rounds", 2)
-    rows = by(result, "kernel", "density")
-    assert rows["memcpy", 1.0]["of_memcpy"] == 1
-    assert {"mask", "gather", "scatter", "reduce float32"} <= {kernel for kernel, _ in rows}
-    assert all(row["gb_s"] > 0 for row in rows.values())
-    assert "of memcpy" in result["output"]
-
-
 @pytest.mark.parametrize(
     "systems",
     [("deepspeed-dense", "wavemare-pushpull"), pytest.param(TRAINING_SYSTEMS, marks=nightly)],

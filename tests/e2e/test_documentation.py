@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import sys
 import tomllib
 from dataclasses import dataclass
@@ -121,9 +120,6 @@ def place(tmp_path, text_folder):
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     (tmp_path / "docs" / "results").mkdir(parents=True)
     (tmp_path / "docs" / "results" / "configs").symlink_to(ROOT / "docs" / "results" / "configs")
-    for file in (ROOT / "docs" / "results").glob("scaling-*.json"):
-        shutil.copy(file, tmp_path / "docs" / "results")
-    shutil.copy(ROOT / "docs" / "results" / "scaling-pipeline-2.json", tmp_path / "2.json")
     (tmp_path / "train.py").write_text("import wavemare; wavemare.init_distributed()")
     (tmp_path / "hosts").write_text("localhost slots=2\n")
     for name, values in (("gpt", GPT), ("bert", BERT)):

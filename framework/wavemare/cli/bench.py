@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wavemare.cli.bench_kernels import kernels
 from wavemare.cli.bench_quality import quality
-from wavemare.cli.bench_scaling import scaling
 from wavemare.cli.bench_shared import (
     Batch,
     Heads,
@@ -32,7 +30,6 @@ from wavemare.cli.bench_shared import (
     print_wide,
     save,
 )
-from wavemare.cli.bench_soak import soak
 from wavemare.cli.bench_training import training
 from wavemare.cli.bench_wave import wave
 from wavemare.cli.bench_whale import whale
@@ -181,9 +178,6 @@ def sparse(
 bench.command()(training)
 bench.command()(wave)
 bench.command()(whale)
-bench.command()(kernels)
-bench.command()(soak)
-bench.command()(scaling)
 bench.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(quality)
 
 

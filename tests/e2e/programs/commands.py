@@ -25,14 +25,12 @@ WORK = {
     "subprocess": ["Popen"],
     "wavemare.engine": ["init_distributed"],
     "wavemare.recipes.text": ["TextData.read"],
-    "wavemare.bench.kernels": ["measure_kernels"],
-    "wavemare.bench.scaling.study": ["read_results"],
     "wavemare.data": ["all_documents", "merge_indexed", "open_indexed"],
     "wavemare.megatron.convert": ["convert"],
     "wavemare.report": ["read_run"],
 }
 COMMAND = typer.main.get_command(app)
-OF_RANKS = re.compile(r".* (?:-m|--module) (wavemare\.(?:recipes\.\S+|bench\.checkpoints)) (.*)")
+OF_RANKS = re.compile(r".* (?:-m|--module) (wavemare\.recipes\.\S+) (.*)")
 RANKS = re.compile(r" --(?:num_accelerators|num_gpus|nproc-per-node) (\d+) ")
 
 

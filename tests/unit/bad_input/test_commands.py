@@ -52,7 +52,7 @@ COMMANDS = [
     ("bench sparse --densities nan", "--densities = [nan]", "0 to 1"),
     ("bench sparse --plot cost.txt", "--plot = 'cost.txt'", ".png or .svg"),
     ("bench quality --data texts", "RECIPE = '--data'", "no such recipe"),
-    ("bench kernels --json .", "--json = '.'", "a folder of that name"),
+    ("bench wave --json .", "--json = '.'", "a folder of that name"),
     ("simulate gpt --set scheduler=WarmupLR", "scheduler = 'WarmupLR'", "not a mapping"),
     pytest.param(
         "simulate gpt --set scheduler.params=" + "[" * 100_000,
@@ -99,7 +99,7 @@ USAGE = [
     ("plan show --slack -1", "greater than or equal to 0"),
     ("plan search", "Missing option '--model'"),
     ("doctor --master-port 70000", "less than or equal to 65535"),
-    ("bench kernels --fast", "No such option: --fast"),
+    ("bench sparse --fast", "No such option: --fast"),
     ("data build x --workers 0", "greater than or equal"),
     ("convert a b --to megatron --checkpoint-version 9", "less than or equal to 3"),
 ]
