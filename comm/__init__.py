@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 from wavemare.lazy import at_first_use
 
 if TYPE_CHECKING:
-    from wavemare.comm.compress import make_compressor
+    from wavemare.comm.blocks.layout import Piece
+    from wavemare.comm.blocks.masks import Masks
+    from wavemare.comm.compress.compressors import make_compressor
     from wavemare.comm.config import CompressorConfig, SparseCollectiveConfig
     from wavemare.comm.ddp import register_ddp_hook
-    from wavemare.comm.layout import Piece
-    from wavemare.comm.masks import Masks
     from wavemare.comm.sparse import SparseComm
     from wavemare.comm.worker import Handle
 
@@ -37,11 +37,11 @@ __all__ = [
 _HOME = {
     "CompressorConfig": "config",
     "Handle": "worker",
-    "Masks": "masks",
-    "Piece": "layout",
+    "Masks": "blocks.masks",
+    "Piece": "blocks.layout",
     "SparseCollectiveConfig": "config",
     "SparseComm": "sparse",
-    "make_compressor": "compress",
+    "make_compressor": "compress.compressors",
     "register_ddp_hook": "ddp",
 }
 

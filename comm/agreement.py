@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from wavemare.comm.blocks.masks import Masks, mask_bytes
 from wavemare.comm.kernels import DTYPES
-from wavemare.comm.masks import Masks, mask_bytes
 from wavemare.comm.transport.base import Transport
 from wavemare.errors import CommError
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wavemare.comm.blocks.layout import Piece
+from wavemare.comm.compress.error_feedback import Compressor
 from wavemare.comm.config import MODES
-from wavemare.comm.error_feedback import Compressor
 from wavemare.comm.executors import EXECUTOR_TYPES
 from wavemare.comm.kernels import DTYPES
-from wavemare.comm.layout import Piece
 from wavemare.errors import ConfigError, did_you_mean
 
 __all__ = ["bucket_key", "check_bucket", "check_settings", "pieces_of"]

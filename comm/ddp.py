@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from wavemare.comm.compress import make_compressor
+from wavemare.comm.compress.compressors import make_compressor
+from wavemare.comm.compress.error_feedback import Compressor
 from wavemare.comm.config import CompressorConfig
-from wavemare.comm.error_feedback import Compressor
 from wavemare.comm.sparse import SparseComm
 from wavemare.comm.worker import Handle
 from wavemare.errors import ConfigError

@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 
 from wavemare.comm.agreement import exchange_masks
-from wavemare.comm.compress import Compressor
-from wavemare.comm.cost import Constants
+from wavemare.comm.blocks.layout import Piece
+from wavemare.comm.blocks.masks import Masks, mask_bytes
+from wavemare.comm.compress.compressors import Compressor
 from wavemare.comm.executors import EXECUTOR_TYPES, Call, Executor, Scratch
+from wavemare.comm.executors.hierarchy import Hierarchy
 from wavemare.comm.executors.ranges import (
     equal_pieces,
     gather_ranges,
     reduce_ranges,
     reduce_scatter,
 )
-from wavemare.comm.hierarchy import Hierarchy
 from wavemare.comm.kernels import kernels_for, num_blocks
-from wavemare.comm.layout import Piece
-from wavemare.comm.masks import Masks, mask_bytes
-from wavemare.comm.selector import DENSE, Selector
+from wavemare.comm.selection.cost import Constants
+from wavemare.comm.selection.selector import DENSE, Selector
 from wavemare.comm.statistics import Statistics
 from wavemare.comm.transport import Transport
 

@@ -12,18 +12,18 @@ from torch import Tensor
 
 from wavemare.comm.agreement import Header, agree, digest_of
 from wavemare.comm.arguments import bucket_key, check_bucket, check_settings, pieces_of
-from wavemare.comm.calibration import calibrate
+from wavemare.comm.blocks.layout import Piece
+from wavemare.comm.blocks.masks import Masks
+from wavemare.comm.blocks.rows import RowReducer, check_rows
 from wavemare.comm.calls import Calls
-from wavemare.comm.compress import Compressor, make_compressor
+from wavemare.comm.compress.compressors import Compressor, make_compressor
 from wavemare.comm.config import HALVES, CompressorConfig, Mode
-from wavemare.comm.cost import EXECUTORS, IN_ORDER, Constants
 from wavemare.comm.executors import Scratch
-from wavemare.comm.hierarchy import Hierarchy
-from wavemare.comm.layout import Piece
-from wavemare.comm.masks import Masks
+from wavemare.comm.executors.hierarchy import Hierarchy
 from wavemare.comm.reduction import Reduction
-from wavemare.comm.rows import RowReducer, check_rows
-from wavemare.comm.selector import ExecutorChoice, choose_executor
+from wavemare.comm.selection.calibration import calibrate
+from wavemare.comm.selection.cost import EXECUTORS, IN_ORDER, Constants
+from wavemare.comm.selection.selector import ExecutorChoice, choose_executor
 from wavemare.comm.statistics import Statistics
 from wavemare.comm.transport import Transport, open_transport
 from wavemare.comm.transport.choice import Choice, Staging

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from wavemare.engine.config import WavemareConfig
+from wavemare.engine.config.resolve import WavemareConfig
 
 PAGE = Path(__file__).with_name("configuration.md")
 SECTIONS = {name: field.annotation for name, field in WavemareConfig.model_fields.items()}

@@ -15,11 +15,11 @@ from wavemare.lazy import at_first_use
 
 if TYPE_CHECKING:
     from wavemare.engine.data_parallel import Engine
+    from wavemare.engine.health.interruption import Interruption
     from wavemare.engine.initialize import build_engine
-    from wavemare.engine.interruption import Interruption
-    from wavemare.engine.launch import init_distributed
-    from wavemare.engine.pipe import DualPipeVEngine, PipelineEngine
-    from wavemare.engine.pipemare import PipeMareEngine
+    from wavemare.engine.launch.group import init_distributed
+    from wavemare.engine.pipe.engine import DualPipeVEngine, PipelineEngine
+    from wavemare.engine.pipe.pipemare import PipeMareEngine
 
 __all__ = [
     "DualPipeVEngine",
@@ -32,13 +32,13 @@ __all__ = [
 ]
 
 _HOME = {
-    "DualPipeVEngine": "pipe",
+    "DualPipeVEngine": "pipe.engine",
     "Engine": "data_parallel",
-    "Interruption": "interruption",
-    "PipeMareEngine": "pipemare",
-    "PipelineEngine": "pipe",
+    "Interruption": "health.interruption",
+    "PipeMareEngine": "pipe.pipemare",
+    "PipelineEngine": "pipe.engine",
     "build_engine": "initialize",
-    "init_distributed": "launch",
+    "init_distributed": "launch.group",
 }
 
 __getattr__ = at_first_use(__name__, _HOME)

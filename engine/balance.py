@@ -17,7 +17,8 @@ from deepspeed import comm as dist
 from torch import Tensor, nn
 from torch.utils.data import Sampler
 
-from wavemare.engine.balance_config import BalanceConfig, check_shares
+from wavemare.engine.config.refusals import check_shares
+from wavemare.engine.config.sections import BalanceConfig
 from wavemare.errors import DataError
 
 __all__ = ["Balance", "ShareSampler", "attach_balance"]

@@ -18,8 +18,8 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.moe.utils import is_moe_param
 
-from wavemare.engine.checkpoint import CheckpointMixin
-from wavemare.engine.config_shape import ZERO_WEIGHTS, is_enabled, offloads
+from wavemare.engine.checkpoint.checkpointing import CheckpointMixin
+from wavemare.engine.config.shape import ZERO_WEIGHTS, is_enabled, offloads
 from wavemare.errors import CheckpointError, ConfigError
 
 __all__ = ["ColocatedHeads", "check_colocated"]

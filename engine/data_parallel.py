@@ -11,13 +11,13 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.dataloader import RepeatingLoader
 
+from wavemare.engine.base import EngineMixin
 from wavemare.engine.colocated import ColocatedHeads
-from wavemare.engine.config import WavemareConfig
-from wavemare.engine.micro_batch import naming_ids
-from wavemare.engine.mixin import EngineMixin
-from wavemare.engine.segments import Segments
-from wavemare.engine.watchdog.progress import PROGRESS
-from wavemare.engine.wavelet import Wavelet, attach_wavelet
+from wavemare.engine.config.resolve import WavemareConfig
+from wavemare.engine.health.watchdog.progress import PROGRESS
+from wavemare.engine.pipe.micro_batch import naming_ids
+from wavemare.engine.waves.segments import Segments
+from wavemare.engine.waves.wavelet import Wavelet, attach_wavelet
 from wavemare.errors import ConfigError, DataError
 
 __all__ = ["Engine"]

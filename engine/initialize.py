@@ -17,9 +17,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.utils import groups
 
-from wavemare.engine.balance_config import check_shares
-from wavemare.engine.clipping import clipping_limit, count_all_stages
-from wavemare.engine.config import (
+from wavemare.engine.config.refusals import check_shares
+from wavemare.engine.config.resolve import (
     SECTION,
     WavemareConfig,
     check_batch_sizes,
@@ -28,19 +27,20 @@ from wavemare.engine.config import (
     misplaced_keys,
     zero_section,
 )
-from wavemare.engine.config_shape import ZERO_WEIGHTS, is_enabled, offloads
+from wavemare.engine.config.shape import ZERO_WEIGHTS, is_enabled, offloads
 from wavemare.engine.data_parallel import Engine
-from wavemare.engine.launch import compiled_ops_enabled
-from wavemare.engine.optimizer_policy import advise, check_replaceable
-from wavemare.engine.optimizers import take_optimizer
-from wavemare.engine.paired import PairedPipelineEngine
-from wavemare.engine.pipe import DualPipeVEngine, PipelineEngine
-from wavemare.engine.pipemare import PipeMareEngine
+from wavemare.engine.launch.group import compiled_ops_enabled
+from wavemare.engine.optim.optimizers import take_optimizer
+from wavemare.engine.optim.policy import advise, check_replaceable
+from wavemare.engine.pipe.engine import DualPipeVEngine, PipelineEngine
+from wavemare.engine.pipe.grad_norm import clipping_limit, count_all_stages
+from wavemare.engine.pipe.paired import PairedPipelineEngine
+from wavemare.engine.pipe.pipemare import PipeMareEngine
+from wavemare.engine.pipe.stage_passes import check_pair_passes
 from wavemare.engine.seams import warn_of_other_version
-from wavemare.engine.segments import Segments
-from wavemare.engine.stage_passes import check_pair_passes
+from wavemare.engine.waves.segments import Segments
 from wavemare.errors import ConfigError
-from wavemare.pipeline.run_plan import RunPlan
+from wavemare.pipeline.plan.run_plan import RunPlan
 
 __all__ = ["ENGINES", "build_engine", "read_config"]
 

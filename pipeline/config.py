@@ -19,8 +19,7 @@ __all__ = [
 ]
 
 Schedule = Literal["1f1b", "pipemare"]
-"""What pipeline engines follow; `wavemare.pipeline.schedules.SCHEDULES` has more plans to look at.
-"""
+"""Schedules that engines train with; `wavemare.pipeline.plan.schedules.SCHEDULES` has more."""
 TRAINED: tuple[str, ...] = get_args(Schedule)
 """The same names at run time."""
 
@@ -83,7 +82,7 @@ class PipeMareConfig(Section):
     """
 
     def plan_options(self, *, clips: bool) -> dict[str, Any]:
-        """Return settings of `wavemare.pipeline.run_plan.RunPlan`.
+        """Return settings of `wavemare.pipeline.plan.run_plan.RunPlan`.
 
         Args:
             clips: Whether gradients are clipped.

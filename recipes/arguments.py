@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any, NoReturn, TypeVar, cast
 
-from wavemare.engine.launch import environment_rank
+from wavemare.engine.launch.group import environment_rank
 from wavemare.errors import ConfigError, did_you_mean
 from wavemare.recipes.megatron_options import NAMES, Changes, translate
 

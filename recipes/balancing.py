@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wavemare.engine.config import SECTION, WavemareConfig, zero_section
-from wavemare.engine.config_shape import is_enabled
+from wavemare.engine.config.resolve import SECTION, WavemareConfig, zero_section
+from wavemare.engine.config.shape import is_enabled
 from wavemare.errors import ConfigError, PlanError
 from wavemare.files import atomic_write_text
 from wavemare.parallel.plan import ParallelPlan

@@ -12,19 +12,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from wavemare.engine.config import (
+from wavemare.engine.config.resolve import (
     SECTION,
     WavemareConfig,
     check_batch_sizes,
     check_config,
     load_config,
 )
-from wavemare.engine.launch import (
+from wavemare.engine.launch.group import (
     ensure_launched,
     environment_rank,
     environment_world_size,
 )
-from wavemare.engine.restart import restart_count
+from wavemare.engine.launch.restart import restart_count
 from wavemare.errors import CheckpointError, ConfigError, DataError
 from wavemare.observe import Events, Run, Screen, live_facts, quiet_libraries
 from wavemare.observe.engine_facts import EngineFacts

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wavemare.engine.config import SECTION
+from wavemare.engine.config.resolve import SECTION
 from wavemare.errors import ConfigError
 
 __all__ = ["NAMES", "Changes", "translate"]

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from wavemare.engine.config import WavemareConfig, zero_section
-from wavemare.engine.config_shape import is_enabled
+from wavemare.engine.config.resolve import WavemareConfig, zero_section
+from wavemare.engine.config.shape import is_enabled
 from wavemare.observe import MemoryEstimate, estimate_activations, estimate_memory
 from wavemare.pipeline.config import PipelineConfig
-from wavemare.pipeline.order import ahead
-from wavemare.pipeline.staleness import max_staleness
+from wavemare.pipeline.plan.order import ahead
+from wavemare.pipeline.staleness.staleness import max_staleness
 
 __all__ = ["start_up_panel"]
 

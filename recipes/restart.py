@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from wavemare.engine.manifest import read_manifest, resolve_tag
-from wavemare.engine.restart import job_started, restart_count
+from wavemare.engine.checkpoint.manifest import read_manifest, resolve_tag
+from wavemare.engine.launch.restart import job_started, restart_count
 from wavemare.errors import CheckpointError
 from wavemare.files import (
     atomic_write_text,

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from wavemare.engine.config import SECTION, load_config
+from wavemare.engine.config.resolve import SECTION, load_config
 from wavemare.errors import ConfigError, did_you_mean
 from wavemare.failure import run_main
 from wavemare.observe import Run, Screen, quiet_libraries

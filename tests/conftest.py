@@ -23,7 +23,7 @@ import psutil
 import pytest
 from hypothesis import settings
 
-from wavemare.engine.job_environment import reserved_port
+from wavemare.engine.launch.environment import reserved_port
 
 # No example has a time limit: other programs may have the cores.
 settings.register_profile("suite", deadline=None)

@@ -6,10 +6,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from wavemare.comm.blocks.masks import Masks
 from wavemare.comm.executors.base import Call, Executor
 from wavemare.comm.executors.pairs import nonzero_ids
 from wavemare.comm.kernels.words import sum_dtype
-from wavemare.comm.masks import Masks
 
 __all__ = ["AGsparse"]
 

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from wavemare.comm.blocks.masks import Masks
 from wavemare.comm.kernels import BlockKernels, kernels_for
-from wavemare.comm.masks import Masks
 from wavemare.comm.transport.base import Transport
 
 __all__ = ["Call", "Executor", "Scratch"]

@@ -7,9 +7,9 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from wavemare.comm.blocks.layout import Layout, gathered
+from wavemare.comm.blocks.masks import Masks
 from wavemare.comm.executors.base import Call, Executor
-from wavemare.comm.layout import Layout, gathered
-from wavemare.comm.masks import Masks
 
 __all__ = ["BlockAllgather", "gather_and_sum"]
 

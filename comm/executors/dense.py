@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
+from wavemare.comm.blocks.masks import Masks
 from wavemare.comm.executors.base import Call, Executor
 from wavemare.comm.executors.ranges import reduce_and_gather
-from wavemare.comm.masks import Masks
 
 __all__ = ["Dense", "Ordered"]
 

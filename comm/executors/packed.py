@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from wavemare.comm.blocks.masks import Masks
 from wavemare.comm.executors.base import Call, Executor
 from wavemare.comm.executors.dense import Dense
-from wavemare.comm.masks import Masks
 
 __all__ = ["Packed"]
 

@@ -13,10 +13,10 @@ from itertools import pairwise
 import numpy as np
 from torch import Tensor
 
+from wavemare.comm.blocks.layout import Layout, deal
+from wavemare.comm.blocks.masks import Masks
 from wavemare.comm.executors.base import Call, Executor
 from wavemare.comm.executors.pipelining import num_chunks, pipelined
-from wavemare.comm.layout import Layout, deal
-from wavemare.comm.masks import Masks
 
 __all__ = ["PushPull", "push", "push_and_pull"]
 

@@ -9,12 +9,12 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
+from wavemare.comm.blocks.layout import Piece, owned_ranges
+from wavemare.comm.blocks.masks import Masks
 from wavemare.comm.executors.base import Call
 from wavemare.comm.executors.pipelining import num_chunks, pipelined
 from wavemare.comm.executors.push_pull import push
 from wavemare.comm.kernels import num_blocks
-from wavemare.comm.layout import Piece, owned_ranges
-from wavemare.comm.masks import Masks
 
 __all__ = ["equal_pieces", "gather_ranges", "reduce_and_gather", "reduce_ranges", "reduce_scatter"]
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from wavemare.comm.blocks.masks import Masks
 from wavemare.comm.executors.base import Call, Executor
 from wavemare.comm.executors.sparse_stream import SparseStream
-from wavemare.comm.masks import Masks
 
 __all__ = ["SparCML"]
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from wavemare.comm.blocks.masks import Masks, mask_bytes
 from wavemare.comm.executors.base import Call, Executor
 from wavemare.comm.executors.streaming_frames import Frames
 from wavemare.comm.executors.streaming_lanes import Lanes
@@ -26,7 +27,6 @@ from wavemare.comm.executors.streaming_protocol import (
     Worker,
 )
 from wavemare.comm.kernels import kernels_for, num_blocks
-from wavemare.comm.masks import Masks, mask_bytes
 from wavemare.comm.transport.base import Exchange
 
 __all__ = ["Streaming"]

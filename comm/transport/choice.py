@@ -137,7 +137,7 @@ def _cuda_aware(staging: Staging) -> bool:
 
     if not torch.cuda.is_available():
         return False
-    from wavemare.comm.mpi import describe_mpi
+    from wavemare.comm.mpi_library import describe_mpi
 
     return bool(describe_mpi().cuda_aware)
 

@@ -29,8 +29,8 @@ from deepspeed.accelerator import get_accelerator
 from torch import distributed as dist
 
 from wavemare.api import initialize
-from wavemare.engine.config import SECTION, WavemareConfig
-from wavemare.engine.launch import environment_world_size
+from wavemare.engine.config.resolve import SECTION, WavemareConfig
+from wavemare.engine.launch.group import environment_world_size
 from wavemare.errors import ConfigError
 from wavemare.failure import watch_failures
 

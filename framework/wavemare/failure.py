@@ -31,8 +31,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from wavemare.engine.launch import environment_rank
-from wavemare.engine.leaving import leave_at_once, tell_deaf_parent
+from wavemare.engine.launch.exit import leave_at_once, tell_deaf_parent
+from wavemare.engine.launch.group import environment_rank
 from wavemare.errors import WavemareError
 
 __all__ = ["run_main", "watch_failures"]
@@ -147,7 +147,7 @@ def _name_lost_peers() -> str | None:
 
 
 def _watchdog() -> Any:
-    watcher = sys.modules.get("wavemare.engine.watchdog.watcher")
+    watcher = sys.modules.get("wavemare.engine.health.watchdog.watcher")
     return watcher.current() if watcher is not None else None
 
 

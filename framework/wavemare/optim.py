@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from wavemare.pipeline.muon import Muon
-from wavemare.pipeline.soap import SOAP, refresh_of
+from wavemare.pipeline.optim.muon import Muon
+from wavemare.pipeline.optim.soap import SOAP, refresh_of
 
 __all__ = ["SOAP", "Muon", "refresh_of"]

@@ -50,7 +50,7 @@ _REMOVED = {
 class Section(BaseModel):
     """A frozen part of the configuration that refuses unknown keys.
 
-    A model lives beside the class that it configures; ``wavemare.engine.config`` assembles them.
+    ``wavemare.engine.config.resolve`` assembles the sections.
     The docstring below a field is its description.
     """
 

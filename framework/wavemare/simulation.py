@@ -15,10 +15,15 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from wavemare.engine.clipping import clipping_limit
-from wavemare.engine.config import WavemareConfig, check_batch_sizes, check_config, load_config
-from wavemare.engine.optimizer_policy import advise
-from wavemare.engine.optimizers import check_parameters, make_muon, take_optimizer
+from wavemare.engine.config.resolve import (
+    WavemareConfig,
+    check_batch_sizes,
+    check_config,
+    load_config,
+)
+from wavemare.engine.optim.optimizers import check_parameters, make_muon, take_optimizer
+from wavemare.engine.optim.policy import advise
+from wavemare.engine.pipe.grad_norm import clipping_limit
 from wavemare.errors import ConfigError, did_you_mean
 from wavemare.models.batches import split_batch
 from wavemare.models.convert import cut_chain
@@ -26,9 +31,9 @@ from wavemare.models.families import family_of
 from wavemare.models.proof import prove
 from wavemare.models.ties import give_own_weights, tied_weights
 from wavemare.pipeline.config import PipelineConfig
-from wavemare.pipeline.order import ahead
-from wavemare.pipeline.replay import Replay
-from wavemare.pipeline.soap import SOAP, refresh_of
+from wavemare.pipeline.optim.soap import SOAP, refresh_of
+from wavemare.pipeline.plan.order import ahead
+from wavemare.pipeline.staleness.replay import Replay
 
 __all__ = ["Delays", "SimulatedPipeline"]
 
@@ -42,8 +47,8 @@ class SimulatedPipeline:
 
     It takes the engine's configuration and batches: optimizer and policy, scheduler, clipping (by
     the exact norm of all stages), and the section ``wavemare.pipeline``, where ``1f1b`` flushes.
-    Passes and updates are those of `wavemare.pipeline.replay.Replay`, the oracle of the engine's
-    own tests. There is one replica, fp32, and one process: a step takes the time of all stages.
+    Passes and updates are those of `wavemare.pipeline.staleness.replay.Replay`, the oracle of
+    the engine's own tests. One replica, fp32, one process: a step takes the time of all stages.
 
     Args:
         model: A transformers model; its own weights are trained, but for a tied output head, which

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from deepspeed.checkpoint import ds_to_universal
 
-from wavemare.engine.checkpoint_files import safe_loading
+from wavemare.engine.checkpoint.files import safe_loading
 from wavemare.errors import CheckpointError
 from wavemare.failure import run_main
 

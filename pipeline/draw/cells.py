@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from wavemare.pipeline.action import COMPUTE, RECEIVES, Action, Kind
-from wavemare.pipeline.plan import Plan
+from wavemare.pipeline.plan.action import COMPUTE, RECEIVES, Action, Kind
+from wavemare.pipeline.plan.plan import Plan
 
 __all__ = ["Cell", "grid", "place"]
 

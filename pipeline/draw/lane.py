@@ -8,9 +8,9 @@ from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
-from wavemare.pipeline.action import COLLECTIVES, Kind
+from wavemare.pipeline.clock.timeline import Event, Timeline
 from wavemare.pipeline.draw.picture import Paint
-from wavemare.pipeline.timeline import Event, Timeline
+from wavemare.pipeline.plan.action import COLLECTIVES, Kind
 
 __all__ = [
     "PAINTS",

@@ -9,9 +9,9 @@ from statistics import median
 from typing import NamedTuple
 
 from wavemare.errors import PlanError
+from wavemare.pipeline.clock.timeline import Timeline
 from wavemare.pipeline.draw.lane import PAINTS, STEP, Span, busy_spans, lanes
 from wavemare.pipeline.draw.picture import Box, Label, Line, Paint, Picture
-from wavemare.pipeline.timeline import Timeline
 
 __all__ = ["gantt"]
 

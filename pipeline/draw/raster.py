@@ -7,9 +7,9 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from wavemare.pipeline.clock.timeline import Timeline
 from wavemare.pipeline.draw.layout import gantt
 from wavemare.pipeline.draw.picture import Anchor, Paint, Picture
-from wavemare.pipeline.timeline import Timeline
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -7,9 +7,9 @@ import csv
 import io
 from dataclasses import replace
 
-from wavemare.pipeline.action import Action
-from wavemare.pipeline.plan import Plan
-from wavemare.pipeline.timeline import Timeline
+from wavemare.pipeline.clock.timeline import Timeline
+from wavemare.pipeline.plan.action import Action
+from wavemare.pipeline.plan.plan import Plan
 
 __all__ = ["to_csv"]
 

@@ -7,8 +7,8 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from wavemare.pipeline.action import COMPUTE, RECEIVES, SENDS, Action, Kind
-from wavemare.pipeline.timeline import Event, Timeline
+from wavemare.pipeline.clock.timeline import Event, Timeline
+from wavemare.pipeline.plan.action import COMPUTE, RECEIVES, SENDS, Action, Kind
 
 __all__ = ["chrome_trace"]
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
+from wavemare.pipeline.clock.timeline import Timeline
 from wavemare.pipeline.draw.layout import gantt
 from wavemare.pipeline.draw.picture import Box, Label, Line, Paint, Picture
-from wavemare.pipeline.timeline import Timeline
 
 __all__ = ["svg"]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from wavemare.engine.job_environment import reserved_port
+from wavemare.engine.launch.environment import reserved_port
 
 sys.path.append(str(Path(__file__).parents[1] / "mpi"))  # of mpi_jobs
 from mpi_jobs import needed_mpi, remove_left, segments

@@ -22,7 +22,7 @@ import pyarrow.parquet
 import pytest
 
 from wavemare.data import train_tokenizer
-from wavemare.engine.job_environment import reserved_port
+from wavemare.engine.launch.environment import reserved_port
 from wavemare.report import read_run
 
 ROOT = Path(__file__).resolve().parents[2]

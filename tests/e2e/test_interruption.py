@@ -7,7 +7,7 @@ import signal
 import psutil
 import pytest
 
-from wavemare.engine.job_environment import free_port
+from wavemare.engine.launch.environment import free_port
 from wavemare.report import read_run
 
 STEPS = 80

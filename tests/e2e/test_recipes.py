@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from wavemare.data import train_tokenizer
-from wavemare.engine.job_environment import free_port
+from wavemare.engine.launch.environment import free_port
 from wavemare.report import read_run
 from wavemare.report.traces import category
 

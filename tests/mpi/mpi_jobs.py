@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from wavemare.comm.mpi import describe_mpi
+from wavemare.comm.mpi_library import describe_mpi
 
 OWNER = "PYTEST_CURRENT_TEST"
 mpi = functools.cache(describe_mpi)  # it starts processes

@@ -9,7 +9,7 @@ import pytest
 
 from wavemare.cli.supervisor import verdict
 from wavemare.cli.warded import Ending
-from wavemare.comm.mpi import describe_mpi
+from wavemare.comm.mpi_library import describe_mpi
 
 pytestmark = pytest.mark.world_size(3)
 

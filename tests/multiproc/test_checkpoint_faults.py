@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from wavemare.engine.manifest import complete_tags, read_manifest, verify_contents
+from wavemare.engine.checkpoint.manifest import complete_tags, read_manifest, verify_contents
 
 
 @pytest.mark.world_size(2)

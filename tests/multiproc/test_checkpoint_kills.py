@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from wavemare.engine.manifest import MANIFEST, complete_tags
+from wavemare.engine.checkpoint.manifest import MANIFEST, complete_tags
 from wavemare.files import temporary_sibling
 
 CHANGES_PER_SAVE = 40

@@ -86,7 +86,7 @@ def test_dualpipev_is_stock_deepspeeds(results):
     for result in results:
         stock, ours = result["dualpipev"]["stock"], result["dualpipev"]["ours"]
         assert ours["losses"] == stock["losses"]
-        assert ours["class"] == "wavemare.engine.pipe"
+        assert ours["class"] == "wavemare.engine.pipe.engine"
         assert stock["class"].startswith("deepspeed.")
         step, actions, position = result["dualpipev"]["followed"]
         assert step == len(ours["losses"])

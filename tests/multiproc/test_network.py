@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from wavemare.bench.network import Laboratory
-from wavemare.comm.mpi import describe_mpi
+from wavemare.comm.mpi_library import describe_mpi
 from wavemare.errors import LaunchError
 
 PROGRAMS = Path(__file__).parent / "programs"

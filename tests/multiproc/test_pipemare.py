@@ -7,9 +7,9 @@ from itertools import product
 
 import pytest
 
-from wavemare.pipeline.check import check
-from wavemare.pipeline.schedules import pipemare
-from wavemare.pipeline.staleness import forward_version
+from wavemare.pipeline.plan.check import check
+from wavemare.pipeline.plan.schedules import pipemare
+from wavemare.pipeline.staleness.staleness import forward_version
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 ZERO = {"zero_optimization": {"stage": 1}}

@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 from wavemare.cli import app
-from wavemare.engine.config import check_batch_sizes, check_config
+from wavemare.engine.config.resolve import check_batch_sizes, check_config
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = ROOT / "docs" / "cluster"

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from wavemare.engine.config import check_batch_sizes, check_config
+from wavemare.engine.config.resolve import check_batch_sizes, check_config
 from wavemare.parallel.planner.cluster_file import parse_cluster
-from wavemare.pipeline.staleness import max_staleness, mean_delay
+from wavemare.pipeline.staleness.staleness import max_staleness, mean_delay
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -13,7 +13,7 @@ from multiprocessing import forkserver
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from wavemare.engine.job_environment import reserved_port
+from wavemare.engine.launch.environment import reserved_port
 
 MESSAGE = "key = 'value': the reason. The remedy.\n"
 RAISE = "raise ConfigError('key', 'value', 'the reason', 'The remedy')"

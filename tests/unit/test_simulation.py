@@ -13,10 +13,10 @@ from transformers import (
     GPT2LMHeadModel,
 )
 
-from wavemare.engine.optimizer_policy import advise
+from wavemare.engine.optim.policy import advise
 from wavemare.errors import ConfigError, ModelError
-from wavemare.pipeline.muon import Muon
-from wavemare.pipeline.soap import SOAP
+from wavemare.pipeline.optim.muon import Muon
+from wavemare.pipeline.optim.soap import SOAP
 from wavemare.simulation import SimulatedPipeline
 
 WORDS, LENGTH, SIZE = 50, 8, 4

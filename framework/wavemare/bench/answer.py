@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from wavemare.bench.machine import describe_machine
 from wavemare.bench.options import Request
-from wavemare.engine.launch import environment_rank, init_distributed
+from wavemare.engine.launch.group import environment_rank, init_distributed
 from wavemare.files import atomic_write_text
 from wavemare.observe import quiet_libraries
 

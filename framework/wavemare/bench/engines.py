@@ -16,9 +16,9 @@ import wavemare
 from wavemare.bench.recorder import EventSource, Recorder
 from wavemare.bench.runner import ADAMW, Place, Runner
 from wavemare.bench.workload import Workload
-from wavemare.engine.recorder import Recorder as EngineRecorder
-from wavemare.pipeline.action import Kind
-from wavemare.pipeline.timeline import Event
+from wavemare.engine.observe.recorder import Recorder as EngineRecorder
+from wavemare.pipeline.clock.timeline import Event
+from wavemare.pipeline.plan.action import Kind
 
 __all__ = [
     "build_dualpipev",

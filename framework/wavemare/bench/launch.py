@@ -15,8 +15,8 @@ from typing import Any
 
 from wavemare.bench.network import Laboratory
 from wavemare.bench.options import MpiRequest, Request
-from wavemare.comm.mpi import describe_mpi
-from wavemare.engine.job_environment import reserved_port
+from wavemare.comm.mpi_library import describe_mpi
+from wavemare.engine.launch.environment import reserved_port
 from wavemare.errors import LaunchError
 
 __all__ = ["exchange", "measure", "measure_on_hosts", "read_answer"]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from wavemare.bench.namespaces import KINDS, Namespaces
 from wavemare.bench.ranks import Host, RankGroup
-from wavemare.comm.mpi import describe_mpi
+from wavemare.comm.mpi_library import describe_mpi
 
 __all__ = ["Job", "start_by_mpirun", "start_each"]
 

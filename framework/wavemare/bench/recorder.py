@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
-from wavemare.pipeline.action import COMPUTE, RECEIVES, SENDS, Action, Kind
-from wavemare.pipeline.timeline import Event
+from wavemare.pipeline.clock.timeline import Event
+from wavemare.pipeline.plan.action import COMPUTE, RECEIVES, SENDS, Action, Kind
 
 __all__ = ["Busy", "EventSource", "Recorder", "busy_seconds"]
 

@@ -14,7 +14,7 @@ from wavemare.bench.recorder import Busy, busy_seconds
 from wavemare.bench.report import Sample
 from wavemare.bench.request import PipelineRequest
 from wavemare.bench.systems import SYSTEMS
-from wavemare.pipeline.timeline import Event
+from wavemare.pipeline.clock.timeline import Event
 
 if TYPE_CHECKING:  # it loads transformers, which other benchmarks' ranks do without
     from wavemare.bench.runner import Runner

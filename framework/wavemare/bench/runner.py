@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from wavemare.bench.recorder import EventSource, Recorder
 from wavemare.bench.workload import Batch, Workload
-from wavemare.pipeline.action import Kind
+from wavemare.pipeline.plan.action import Kind
 
 __all__ = ["ADAMW", "BoundRunner", "Place", "Runner", "bench_device", "build_optimizer"]
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from wavemare.files import atomic_write_bytes, atomic_write_text
-from wavemare.pipeline.action import Action
+from wavemare.pipeline.clock.timeline import Event, Timeline
 from wavemare.pipeline.draw import chrome_trace, png, svg
-from wavemare.pipeline.timeline import Event, Timeline
+from wavemare.pipeline.plan.action import Action
 
 __all__ = [
     "build_timeline",

@@ -33,7 +33,7 @@ from wavemare.bench.systems import BASELINE, BOUND, SYSTEMS
 from wavemare.bench.torch_schedules import build_torch_one_f_one_b, build_zbv
 from wavemare.bench.trace import draw_timelines, save_timelines
 from wavemare.bench.workload import Workload, build_workload
-from wavemare.engine.launch import environment_rank
+from wavemare.engine.launch.group import environment_rank
 from wavemare.failure import run_main
 from wavemare.observe import Screen
 from wavemare.observe.formats import format_duration

@@ -19,7 +19,7 @@ from wavemare.models.gpt2 import gpt2_chain
 from wavemare.models.layers import PipelineLayer
 from wavemare.models.losses import LanguageModelLoss
 from wavemare.models.timing import layer_times
-from wavemare.pipeline.cuts import balanced_cuts
+from wavemare.pipeline.plan.partition import balanced_cuts
 
 __all__ = ["GPTWorkload", "SyntheticWorkload", "Workload", "build_workload"]
 

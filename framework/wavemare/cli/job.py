@@ -123,7 +123,7 @@ class Job:
         return self.num_processes
 
     def _by_mpirun(self) -> list[str]:
-        from wavemare.comm.mpi import describe_mpi
+        from wavemare.comm.mpi_library import describe_mpi
 
         mpi = describe_mpi()
         program = mpi.mpirun()

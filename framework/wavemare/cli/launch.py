@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from types import FrameType
 
-from wavemare.engine.job_environment import free_port
+from wavemare.engine.launch.environment import free_port
 from wavemare.errors import LaunchError
 
 __all__ = [

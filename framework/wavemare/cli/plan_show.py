@@ -17,10 +17,10 @@ from wavemare.cli.report import write_page
 from wavemare.errors import ConfigError
 
 if TYPE_CHECKING:
-    from wavemare.pipeline.plan import Plan
-    from wavemare.pipeline.report import Report
-    from wavemare.pipeline.simulate import Costs
-    from wavemare.pipeline.timeline import Timeline
+    from wavemare.pipeline.clock.simulate import Costs
+    from wavemare.pipeline.clock.timeline import Timeline
+    from wavemare.pipeline.plan.check_report import Report
+    from wavemare.pipeline.plan.plan import Plan
 
 __all__ = ["DEFAULTS", "Outputs", "make_plan", "present", "read_plan"]
 
@@ -77,7 +77,7 @@ def _refuse_beside_file(options: dict[str, str | int | None]) -> None:
 
 
 def _read(file: Path) -> Plan:
-    from wavemare.pipeline.plan import Plan
+    from wavemare.pipeline.plan.plan import Plan
 
     remedy = "Name a file with the text that 'wavemare plan show --text' prints"
     try:
@@ -101,7 +101,7 @@ def make_plan(options: dict[str, str | int | None], costs_ms: dict[str, str]) ->
         ConfigError: The plan is too large, or an option is not of this schedule.
         PlanError: There is no such schedule, or no such plan.
     """
-    from wavemare.pipeline import schedules
+    from wavemare.pipeline.plan import schedules
 
     given: dict[str, Any] = {
         key: DEFAULTS[key] if options[key] is None else options[key] for key in DEFAULTS
@@ -133,8 +133,8 @@ def make_plan(options: dict[str, str | int | None], costs_ms: dict[str, str]) ->
 
 def _woven(plan: Plan, costs: Costs) -> Plan:
     """Return the plan anew: its order depends on which segments have collectives."""
-    from wavemare.pipeline.wave import in_phase, tick_tock
-    from wavemare.pipeline.wave_gain import sums_of
+    from wavemare.pipeline.wave.gain import sums_of
+    from wavemare.pipeline.wave.schedule import in_phase, tick_tock
 
     make = tick_tock if plan.schedule == "tick-tock" else in_phase
     up, down = sums_of(costs, plan.num_stages)
@@ -154,8 +154,8 @@ def present(plan: Plan, costs_ms: dict[str, str], outputs: Outputs) -> None:
         ConfigError: A cost is none, or a file cannot be written.
         PlanError: The plan cannot be run.
     """
-    from wavemare.pipeline.check import check
-    from wavemare.pipeline.simulate import simulate
+    from wavemare.pipeline.clock.simulate import simulate
+    from wavemare.pipeline.plan.check import check
 
     costs = _costs(plan, costs_ms)
     report = check(plan)
@@ -187,7 +187,7 @@ def _write_page(
 
 
 def _costs(plan: Plan, texts: dict[str, str]) -> Costs:
-    from wavemare.pipeline.simulate import Costs
+    from wavemare.pipeline.clock.simulate import Costs
 
     seconds = {key: _seconds(key, text, plan.num_stages) for key, text in texts.items()}
     sums = seconds.get("--collective-ms")
@@ -226,7 +226,7 @@ def _seconds(key: str, text: str, num_stages: int) -> tuple[float, ...]:
 
 def _prediction(plan: Plan, timeline: Timeline, costs_ms: dict[str, str]) -> str:
     """Return how long the plan takes, and how busy the ranks are meanwhile."""
-    from wavemare.pipeline.utilisation import bubble, steady_utilisation, utilisation
+    from wavemare.pipeline.clock.utilisation import bubble, steady_utilisation, utilisation
 
     passes = ", ".join(
         f"{key.removeprefix('--').removesuffix('-ms')} {text} ms" for key, text in costs_ms.items()
@@ -246,8 +246,8 @@ def _prediction(plan: Plan, timeline: Timeline, costs_ms: dict[str, str]) -> str
 
 def _hidden(plan: Plan, timeline: Timeline, costs: Costs) -> str:
     """Return what becomes of collectives, if there are any, with a line feed."""
-    from wavemare.pipeline.wave import accumulation
-    from wavemare.pipeline.wave_gain import step_time
+    from wavemare.pipeline.wave.gain import step_time
+    from wavemare.pipeline.wave.schedule import accumulation
 
     sums_s = timeline.collectives_s
     if not sums_s:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from wavemare.cli.checks.hostfile import Host
 from wavemare.cli.job import Job
-from wavemare.engine.restart import COUNT, STARTED
+from wavemare.engine.launch.restart import COUNT, STARTED
 
 __all__ = ["IN_VAIN", "repeat", "run_with_restarts"]
 

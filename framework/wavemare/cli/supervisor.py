@@ -18,8 +18,8 @@ from typing import Any
 from wavemare.cli import launch
 from wavemare.cli.restart import IN_VAIN, repeat
 from wavemare.cli.warded import Ending, WardedRank
-from wavemare.comm.mpi import outside_job
-from wavemare.engine.job_environment import Place, check_mpi, meet
+from wavemare.comm.mpi_library import outside_job
+from wavemare.engine.launch.environment import Place, check_mpi, meet
 from wavemare.errors import LaunchError
 
 __all__ = ["Supervisor", "supervise", "verdict"]
@@ -38,7 +38,7 @@ def supervise(place: Place, command: Sequence[str], max_restarts: int, grace_s: 
     """Run a command as a rank to its end; all processes of ``mpirun`` call this together.
 
     Args:
-        place: From `wavemare.engine.job_environment.mpi_place`.
+        place: From `wavemare.engine.launch.environment.mpi_place`.
         command: Starts a rank.
         max_restarts: How often to start the ranks again after some have died.
         grace_s: Seconds that the other ranks may still run after one has failed.

@@ -20,7 +20,7 @@ from wavemare.cli.start import (
     PrintCommand,
     start,
 )
-from wavemare.engine.job_environment import mpi_place
+from wavemare.engine.launch.environment import mpi_place
 from wavemare.errors import ConfigError, LaunchError
 
 __all__ = [
@@ -61,7 +61,7 @@ def train(
 
     The recipe's own options: wavemare train gpt -- --help
     """
-    from wavemare.engine.config import load_config
+    from wavemare.engine.config.resolve import load_config
 
     chosen = find_recipe(recipe)
     options = list(context.args)
@@ -98,8 +98,8 @@ def check_early(config: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: Naming the key.
     """
-    from wavemare.engine.config import WavemareConfig
-    from wavemare.engine.config_shape import SECTION, check_shape, section_of
+    from wavemare.engine.config.resolve import WavemareConfig
+    from wavemare.engine.config.shape import SECTION, check_shape, section_of
 
     check_shape(config)
     ours = section_of(config, SECTION)
@@ -129,7 +129,7 @@ def refuse_mpi_transport(config: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: The sparse collective is to use MPI.
     """
-    from wavemare.engine.config_shape import SECTION, section_of
+    from wavemare.engine.config.shape import SECTION, section_of
 
     if section_of(section_of(config, SECTION), "sparse_collective").get("transport") == "mpi":
         raise ConfigError(

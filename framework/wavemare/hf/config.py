@@ -11,7 +11,7 @@ from typing import Any
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
-from wavemare.engine.config import SECTION, WavemareConfig, check_config, load_config
+from wavemare.engine.config.resolve import SECTION, WavemareConfig, check_config, load_config
 from wavemare.errors import ConfigError
 
 __all__ = ["AUTO_KEYS", "Difference", "DifferencesError", "TrainerConfig"]

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from wavemare.accelerate import Accelerator, check_joined
-from wavemare.engine.config import SECTION
+from wavemare.engine.config.resolve import SECTION
 from wavemare.errors import ConfigError
 from wavemare.failure import watch_failures
 from wavemare.hf.config import TrainerConfig

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from wavemare.engine.pipe import PipelineEngine
+from wavemare.engine.pipe.engine import PipelineEngine
 from wavemare.errors import ConfigError, ModelError
 from wavemare.models import TransformerPipeline
 

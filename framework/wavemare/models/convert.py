@@ -24,7 +24,7 @@ from wavemare.models.split import split_chain, split_loss
 from wavemare.models.ties import give_own_weights, tied_weights, warn_of_untying
 from wavemare.models.timing import layer_times
 from wavemare.parallel.tensor.state import is_split, split_embedding, whole_without_weights
-from wavemare.pipeline.cuts import (
+from wavemare.pipeline.plan.partition import (
     PARTITION_KEY,
     STAGES_KEY,
     balanced_cuts,

@@ -148,7 +148,7 @@ class TransformerPipeline(PipelineModule):
         }
 
     def stage_segments(self) -> Any:
-        """Return this stage of a split model as `wavemare.engine.segments.Segments`."""
+        """Return this stage of a split model as `wavemare.engine.waves.segments.Segments`."""
         from wavemare.parallel.tensor.stage import stage_segments
 
         grid = self.mpu()

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from wavemare.engine.segments import Carry, Segment, Segments
+from wavemare.engine.waves.segments import Carry, Segment, Segments
 from wavemare.errors import ModelError
 from wavemare.models.batches import split_batch
 from wavemare.models.carry import StageContext

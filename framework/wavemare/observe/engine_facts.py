@@ -6,11 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from wavemare.engine.config_shape import SECTION
-from wavemare.engine.launch import environment_world_size
+from wavemare.engine.config.shape import SECTION
+from wavemare.engine.launch.group import environment_world_size
 
 if TYPE_CHECKING:
-    from wavemare.engine.config import WavemareConfig
+    from wavemare.engine.config.resolve import WavemareConfig
 
 __all__ = ["EngineFacts"]
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from wavemare.engine.trace import StepTrace
+from wavemare.engine.observe.trace import StepTrace
 from wavemare.observe.events import Events
 from wavemare.observe.lines import go_without
 

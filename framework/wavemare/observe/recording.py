@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from wavemare.engine.launch import environment_rank, environment_world_size
+from wavemare.engine.launch.group import environment_rank, environment_world_size
 from wavemare.errors import ConfigError
 from wavemare.observe.engine_facts import EngineFacts
 from wavemare.observe.events import Events

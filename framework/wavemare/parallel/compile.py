@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from wavemare.engine.config import WavemareConfig, check_batch_sizes, zero_section
+from wavemare.engine.config.resolve import WavemareConfig, check_batch_sizes, zero_section
 from wavemare.errors import PlanError
 from wavemare.models.convert import trained_parameters
 from wavemare.parallel.chains import NamedChain, named_chain
 from wavemare.parallel.plan import ParallelPlan
 from wavemare.parallel.regions import Region
 from wavemare.parallel.resolve import Regions, check_split, regions_of, stage_cuts
-from wavemare.pipeline.cuts import balanced_cuts
+from wavemare.pipeline.plan.partition import balanced_cuts
 
 __all__ = ["compile_plan", "configured", "legal_triples"]
 

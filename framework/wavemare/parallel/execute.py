@@ -12,8 +12,8 @@ from typing import Any
 from deepspeed import PipelineModule
 from deepspeed import comm as dist
 
-from wavemare.engine.config import SECTION, WavemareConfig
-from wavemare.engine.parallel_config import ParallelConfig
+from wavemare.engine.config.resolve import SECTION, WavemareConfig
+from wavemare.engine.config.sections import ParallelConfig
 from wavemare.errors import PlanError
 from wavemare.parallel.annotations import PLAN, is_annotated
 from wavemare.parallel.chains import named_chain

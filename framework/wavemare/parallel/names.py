@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from wavemare.engine.parallel_config import ParallelConfig, SplitNames
+from wavemare.engine.config.sections import ParallelConfig, SplitNames
 from wavemare.errors import ModelError, PlanError, did_you_mean
 from wavemare.parallel.annotations import PLAN, own_region, tag
 from wavemare.parallel.chains import NamedChain, named_chain

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from wavemare.errors import ConfigError
-from wavemare.pipeline.plan import Plan
-from wavemare.pipeline.report import Report
-from wavemare.pipeline.timeline import Timeline
+from wavemare.pipeline.clock.timeline import Timeline
+from wavemare.pipeline.plan.check_report import Report
+from wavemare.pipeline.plan.plan import Plan
 from wavemare.report.page import Page
 from wavemare.report.traces import Span, Trace, category
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from wavemare.observe.live import numbered
-from wavemare.pipeline.staleness import max_staleness
+from wavemare.pipeline.staleness.staleness import max_staleness
 from wavemare.report.figures import Series, bars, lines
 from wavemare.report.gantt import gantt, gantt_height, rows_of_trace
 from wavemare.report.page import Page

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from wavemare.engine.manifest import MANIFEST, complete_tags
+from wavemare.engine.checkpoint.manifest import MANIFEST, complete_tags
 from wavemare.errors import ConfigError, DataError, did_you_mean
 from wavemare.json_text import parse_json
 from wavemare.observe.events import read_events

@@ -9,10 +9,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from wavemare.engine.trace import FOLDER, FORMAT
+from wavemare.engine.observe.trace import FOLDER, FORMAT
 from wavemare.errors import DataError, PlanError
 from wavemare.json_text import parse_json
-from wavemare.pipeline.action import COLLECTIVES, COMPUTE, RECEIVES, SENDS, Action, Kind
+from wavemare.pipeline.plan.action import COLLECTIVES, COMPUTE, RECEIVES, SENDS, Action, Kind
 
 __all__ = ["PREDICTED", "RankTrace", "Span", "Trace", "category", "read_traces"]
 
@@ -106,15 +106,15 @@ class Trace:
             schedule: ``1f1b`` or ``pipemare``.
             num_stages: Length of the pipeline.
             micro_batches: Per optimizer step.
-            slack: See `wavemare.pipeline.order.ahead`; of ``pipemare`` alone.
+            slack: See `wavemare.pipeline.plan.order.ahead`; of ``pipemare`` alone.
 
         Returns:
             0 to 1; None where passes of a stage were not noted or ran in pairs, or for another
             schedule.
         """
-        from wavemare.pipeline import schedules
-        from wavemare.pipeline.simulate import Costs, simulate
-        from wavemare.pipeline.utilisation import bubble
+        from wavemare.pipeline.clock.simulate import Costs, simulate
+        from wavemare.pipeline.clock.utilisation import bubble
+        from wavemare.pipeline.plan import schedules
 
         stages = range(num_stages)
         times = [self.seconds(kind) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.STEP)]

@@ -11,7 +11,7 @@ from oracle import ordered_sum, same_bits
 from reductions import PEERS
 
 from wavemare.comm.agreement import HEADER_BYTES
-from wavemare.comm.layout import Piece
+from wavemare.comm.blocks.layout import Piece
 from wavemare.errors import ConfigError
 
 BLOCK = 64

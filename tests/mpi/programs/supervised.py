@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from wavemare.cli.supervisor import supervise
-from wavemare.engine.job_environment import mpi_place, place_of
+from wavemare.engine.launch.environment import mpi_place, place_of
 
 PATIENCE_S = 600
 

@@ -17,7 +17,7 @@ from wavemare.bench.systems import SYSTEMS
 from wavemare.bench.worker import BUILDERS
 from wavemare.bench.workload import build_workload
 from wavemare.engine import init_distributed
-from wavemare.pipeline.soap import SOAP
+from wavemare.pipeline.optim.soap import SOAP
 
 STEPS = 3
 

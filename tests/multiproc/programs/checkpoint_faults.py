@@ -17,9 +17,9 @@ import torch
 from common import build_gpt2, configuration, leave, token_batches, weights_digest
 
 import wavemare
-from wavemare.engine import checkpoint_files
-from wavemare.engine.file_records import checksum
-from wavemare.engine.manifest import MANIFEST
+from wavemare.engine.checkpoint import files as checkpoint_files
+from wavemare.engine.checkpoint.manifest import MANIFEST
+from wavemare.engine.checkpoint.records import checksum
 from wavemare.errors import CheckpointError
 from wavemare.failure import run_main
 

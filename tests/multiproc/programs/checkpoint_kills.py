@@ -20,7 +20,7 @@ import torch
 from common import build_gpt2, configuration, token_batches, weights_digest
 
 import wavemare
-from wavemare.engine.manifest import read_manifest, resolve_tag, verify_contents
+from wavemare.engine.checkpoint.manifest import read_manifest, resolve_tag, verify_contents
 
 STEPS = 300
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}

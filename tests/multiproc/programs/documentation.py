@@ -19,8 +19,8 @@ from deepspeed.utils import groups
 import wavemare
 from wavemare.comm import SparseComm
 from wavemare.engine import init_distributed
-from wavemare.engine.config import SECTION
-from wavemare.engine.optimizers import take_optimizer
+from wavemare.engine.config.resolve import SECTION
+from wavemare.engine.optim.optimizers import take_optimizer
 
 LENGTH, VOCABULARY = 16, 64
 DS = {

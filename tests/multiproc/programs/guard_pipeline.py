@@ -24,7 +24,7 @@ from common import (
 
 from wavemare.engine import init_distributed
 from wavemare.errors import WavemareError
-from wavemare.pipeline.replay import Replay
+from wavemare.pipeline.staleness.replay import Replay
 
 WIDTH, SIZE = 16, 2
 

@@ -17,7 +17,7 @@ from guard_pipeline import SIZE, WIDTH, Spoil, batches
 
 import wavemare
 from wavemare.engine import init_distributed
-from wavemare.engine.guard_judges import Judges
+from wavemare.engine.health.consensus import Judges
 from wavemare.errors import NumericsError
 
 STEPS, ACCUMULATION = 6, 2

@@ -10,7 +10,7 @@ from common import leave
 from torch import distributed
 
 from wavemare.engine import init_distributed
-from wavemare.engine.messages import Inbox, Outbox
+from wavemare.engine.pipe.messages import Inbox, Outbox
 
 BYTES = 2**26  # more than sockets hold
 

@@ -21,7 +21,7 @@ from common import leave, warnings_told, weights_digest
 
 import wavemare
 from wavemare.errors import WavemareError
-from wavemare.pipeline.matrix_optimizer import MatrixOptimizer
+from wavemare.pipeline.optim.matrix_optimizer import MatrixOptimizer
 
 WIDTH, WORDS, MICRO, LENGTH, ACCUMULATION, STEPS = 12, 23, 4, 8, 2, 8
 PARAMS = {

@@ -18,7 +18,7 @@ from common import furthest, leave, sine_batches, split_stages, start_stages, we
 from deepspeed.utils import safe_get_full_fp32_param
 
 from wavemare.engine import init_distributed
-from wavemare.pipeline.replay import Replay
+from wavemare.pipeline.staleness.replay import Replay
 
 WIDTH = 16
 batches = partial(sine_batches, WIDTH)

@@ -13,9 +13,9 @@ import torch
 from common import furthest, leave, sine_batches, split_stages, start_stages
 
 from wavemare.engine import init_distributed
-from wavemare.pipeline.muon import Muon
-from wavemare.pipeline.replay import Replay
-from wavemare.pipeline.soap import SOAP
+from wavemare.pipeline.optim.muon import Muon
+from wavemare.pipeline.optim.soap import SOAP
+from wavemare.pipeline.staleness.replay import Replay
 
 WIDTH, SIZE = 8, 3
 STEPS = int(sys.argv[3])

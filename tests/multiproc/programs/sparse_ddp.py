@@ -16,7 +16,7 @@ from common import leave
 from torch.nn.parallel import DistributedDataParallel
 
 from wavemare.comm import CompressorConfig, SparseComm, register_ddp_hook
-from wavemare.comm.cost import Constants
+from wavemare.comm.selection.cost import Constants
 from wavemare.engine import init_distributed
 from wavemare.errors import WavemareError
 

@@ -10,8 +10,8 @@ from transformers import OPTConfig, OPTForCausalLM
 
 from wavemare import initialize, to_pipeline
 from wavemare.comm import SparseComm
-from wavemare.comm.compress import BlockTopK
-from wavemare.engine.optimizers import take_optimizer
+from wavemare.comm.compress.compressors import BlockTopK
+from wavemare.engine.optim.optimizers import take_optimizer
 from wavemare.errors import ConfigError, LaunchError, ModelError, PlanError
 from wavemare.models.segments import segments_of
 from wavemare.parallel.plan import ParallelPlan

@@ -10,7 +10,7 @@ import pickle
 import pytest
 import torch
 
-from wavemare.engine.manifest import read_manifest, resolve_tag
+from wavemare.engine.checkpoint.manifest import read_manifest, resolve_tag
 from wavemare.errors import CheckpointError, ModelError
 from wavemare.megatron.convert import convert
 from wavemare.megatron.files import read_checkpoint

@@ -5,7 +5,12 @@ import math
 
 import pytest
 
-from wavemare.engine.config import check_batch_sizes, check_config, load_config, misplaced_keys
+from wavemare.engine.config.resolve import (
+    check_batch_sizes,
+    check_config,
+    load_config,
+    misplaced_keys,
+)
 from wavemare.errors import ConfigError
 
 FILES = [

@@ -11,9 +11,9 @@ from wavemare.errors import ModelError, PlanError
 from wavemare.parallel.layouts import unrolled
 from wavemare.parallel.plan import ParallelPlan
 from wavemare.parallel.planner.cluster_file import parse_cluster, read_cluster
-from wavemare.pipeline.check import check
-from wavemare.pipeline.plan import Plan
-from wavemare.pipeline.schedules import build_plan
+from wavemare.pipeline.plan.check import check
+from wavemare.pipeline.plan.plan import Plan
+from wavemare.pipeline.plan.schedules import build_plan
 
 HEADER = {"schedule": "1f1b", "stages": 2, "micro_batches": 2, "steps": 1, "send_slots": 0}
 BODY = str(build_plan("1f1b", 2, 2, 1)).split("\n", 1)[1]

@@ -4,7 +4,7 @@
 import pytest
 
 from wavemare.cli.job import read_hosts
-from wavemare.engine.launch import ensure_launched
+from wavemare.engine.launch.group import ensure_launched
 from wavemare.errors import LaunchError
 
 TORCH = {

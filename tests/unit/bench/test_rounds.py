@@ -10,8 +10,8 @@ import torch
 from wavemare.bench import rounds
 from wavemare.bench.request import PipelineRequest
 from wavemare.bench.runner import Runner
-from wavemare.pipeline.action import Action, Kind
-from wavemare.pipeline.timeline import Event
+from wavemare.pipeline.clock.timeline import Event
+from wavemare.pipeline.plan.action import Action, Kind
 
 STOCK, OURS, BOUND = "deepspeed-1f1b", "wavemare-pipemare", "no-communication-bound"
 

@@ -8,8 +8,8 @@ from deepspeed.runtime.pipe.schedule import DualPipeVSchedule
 from torch.distributed.pipelining import Schedule1F1B
 
 from wavemare.bench.systems import BASELINE, BOUND, SYSTEMS
-from wavemare.pipeline.schedules import one_f_one_b
-from wavemare.pipeline.simulate import Costs, simulate
+from wavemare.pipeline.clock.simulate import Costs, simulate
+from wavemare.pipeline.plan.schedules import one_f_one_b
 
 
 @pytest.mark.parametrize("stages", [2, 3, 8])

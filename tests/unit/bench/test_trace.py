@@ -2,8 +2,8 @@
 """Timelines of all ranks on one clock, and their files."""
 
 from wavemare.bench.trace import build_timeline, load_timeline, save_timelines
-from wavemare.pipeline.action import Action, Kind
-from wavemare.pipeline.timeline import Event, Timeline
+from wavemare.pipeline.clock.timeline import Event, Timeline
+from wavemare.pipeline.plan.action import Action, Kind
 
 RANKS = [
     [

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from wavemare.cli import app
 from wavemare.cli.checks import hostfile, machine, mpi, network, software
 from wavemare.cli.checks.finding import Finding
-from wavemare.comm.mpi import MpiInfo
+from wavemare.comm.mpi_library import MpiInfo
 
 doctor = sys.modules["wavemare.cli.doctor"]  # the package's name is the function
 

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from wavemare.cli import app, job, launch
 from wavemare.cli.checks.hostfile import Host
 from wavemare.cli.job import Job
-from wavemare.comm import mpi
-from wavemare.comm.mpi import MpiInfo
+from wavemare.comm import mpi_library as mpi
+from wavemare.comm.mpi_library import MpiInfo
 from wavemare.errors import LaunchError
 
 HOSTS = (Host("node0", 2, 1), Host("node1", 1, 2))

@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 from wavemare.cli import app
 from wavemare.errors import ConfigError, PlanError
 from wavemare.parallel.plan import ParallelPlan
-from wavemare.pipeline.check import check
+from wavemare.pipeline.clock.simulate import Costs, simulate
 from wavemare.pipeline.draw import grid, to_csv
-from wavemare.pipeline.plan import Plan
-from wavemare.pipeline.schedules import inference, one_f_one_b, pipemare
-from wavemare.pipeline.simulate import Costs, simulate
-from wavemare.pipeline.wave import accumulation, in_phase, tick_tock
+from wavemare.pipeline.plan.check import check
+from wavemare.pipeline.plan.plan import Plan
+from wavemare.pipeline.plan.schedules import inference, one_f_one_b, pipemare
+from wavemare.pipeline.wave.schedule import accumulation, in_phase, tick_tock
 
 FILES = ["plan.csv", "plan.png", "plan.svg", "plan.txt", "trace.json"]
 

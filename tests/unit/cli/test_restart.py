@@ -9,7 +9,7 @@ import pytest
 
 from wavemare.cli.checks.hostfile import Host
 from wavemare.cli.restart import run_with_restarts
-from wavemare.engine.restart import COUNT, STARTED, job_started, restart_count
+from wavemare.engine.launch.restart import COUNT, STARTED, job_started, restart_count
 from wavemare.recipes.arguments import JobArguments
 from wavemare.recipes.restart import adapt_accumulation, resume_after_restart
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wavemare.comm.agreement import HEADER_BYTES, Header, agree, digest_of, exchange_masks
-from wavemare.comm.layout import Piece
-from wavemare.comm.masks import Masks, mask_bytes
+from wavemare.comm.blocks.layout import Piece
+from wavemare.comm.blocks.masks import Masks, mask_bytes
 from wavemare.errors import CommError
 
 MINE = Header(7, "allreduce_", 1000, torch.float32, 256, took_ns=5, num_items=3, terms=9)

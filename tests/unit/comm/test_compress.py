@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
-from wavemare.comm.compress import (
+from wavemare.comm.compress.compressors import (
     BlockRandomK,
     BlockThreshold,
     BlockTopK,
     BlockTopKRatio,
     make_compressor,
 )
+from wavemare.comm.compress.error_feedback import block_norms
 from wavemare.comm.config import CompressorConfig
-from wavemare.comm.error_feedback import block_norms
 from wavemare.errors import CheckpointError, ConfigError
 
 MAKERS = {

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.comm.cost import Constants, predict, traffic
-from wavemare.comm.layout import deal
-from wavemare.comm.masks import Masks
+from wavemare.comm.blocks.layout import deal
+from wavemare.comm.blocks.masks import Masks
+from wavemare.comm.selection.cost import Constants, predict, traffic
 
 FREE = Constants(*(0.0,) * 9)
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wavemare.comm.blocks.layout import Piece, deal, gathered, owned_ranges
+from wavemare.comm.blocks.masks import Masks
 from wavemare.comm.executors.ranges import equal_pieces
-from wavemare.comm.layout import Piece, deal, gathered, owned_ranges
-from wavemare.comm.masks import Masks
 
 
 @st.composite

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from torch import distributed as dist
 
-from wavemare.comm.mpi import MpiInfo, describe_mpi
+from wavemare.comm.mpi_library import MpiInfo, describe_mpi
 from wavemare.comm.transport import open_transport
 
 
@@ -40,7 +40,7 @@ def describe(machine, *lines, timeout_s=60.0):
 def test_real_probe_never_touches_mpi_in_this_process():
     program = (
         "import sys\n"
-        "from wavemare.comm.mpi import describe_mpi\n"
+        "from wavemare.comm.mpi_library import describe_mpi\n"
         "info = describe_mpi(60)\n"
         "assert info.mpi4py, info\n"
         "assert (info.flavour is None) == (info.problem is not None), info\n"

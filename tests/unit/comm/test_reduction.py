@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-from wavemare.comm.cost import Constants
+from wavemare.comm.blocks.masks import Masks
 from wavemare.comm.executors import Scratch
-from wavemare.comm.masks import Masks
 from wavemare.comm.reduction import Reduction
+from wavemare.comm.selection.cost import Constants
 from wavemare.comm.statistics import Statistics
 
 

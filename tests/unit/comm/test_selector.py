@@ -6,10 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wavemare.comm.blocks.masks import Masks
 from wavemare.comm.config import HALVES
-from wavemare.comm.cost import EXECUTORS, Constants, predict
-from wavemare.comm.masks import Masks
-from wavemare.comm.selector import HYSTERESIS, PATIENCE, PROBE_INTERVAL, Selector, choose_executor
+from wavemare.comm.selection.cost import EXECUTORS, Constants, predict
+from wavemare.comm.selection.selector import (
+    HYSTERESIS,
+    PATIENCE,
+    PROBE_INTERVAL,
+    Selector,
+    choose_executor,
+)
 
 SPARSE_MODES = ("ordered", "pushpull", "allgather")
 SLOW_WIRE = Constants(message_s=1e-6, exchange_s=8e-9, plan_s=0.0)

@@ -11,9 +11,9 @@ import torch
 
 from wavemare.comm import SparseComm
 from wavemare.comm.arguments import pieces_of
-from wavemare.comm.calibration import calibrate
-from wavemare.comm.compress import BlockTopK, BlockTopKRatio
-from wavemare.comm.layout import Piece
+from wavemare.comm.blocks.layout import Piece
+from wavemare.comm.compress.compressors import BlockTopK, BlockTopKRatio
+from wavemare.comm.selection.calibration import calibrate
 from wavemare.comm.statistics import Statistics, Totals
 from wavemare.errors import ConfigError
 

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wavemare.engine.balance import Balance, ShareSampler
-from wavemare.engine.balance_config import BalanceConfig, check_shares
-from wavemare.engine.mixin import EngineMixin
+from wavemare.engine.base import EngineMixin
+from wavemare.engine.config.refusals import check_shares
+from wavemare.engine.config.sections import BalanceConfig
 from wavemare.errors import ConfigError, DataError
 
 SIZES = {

@@ -2,10 +2,10 @@
 import pytest
 import torch
 
-from wavemare.comm.layout import Piece
+from wavemare.comm.blocks.layout import Piece
 from wavemare.comm.worker import Handle
-from wavemare.engine.bucket_rounds import BucketRounds
-from wavemare.engine.gradient_buckets import Member, make_buckets
+from wavemare.engine.sparse.bucket_layout import Member, make_buckets
+from wavemare.engine.sparse.buckets import BucketRounds
 
 SIZES = {"a": (3, 2), "b": (5,), "c": (2, 2), "d": (9,)}
 

@@ -8,12 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from wavemare.engine import checkpoint, checkpoint_checks
-from wavemare.engine import manifest as lists
-from wavemare.engine.checkpoint_checks import check_checkpoint_fits
-from wavemare.engine.checkpoint_config import CheckpointConfig, check_checkpoint
-from wavemare.engine.file_records import checksum
-from wavemare.engine.manifest import (
+from wavemare.engine.checkpoint import checkpointing as checkpoint
+from wavemare.engine.checkpoint import compatibility as checkpoint_checks
+from wavemare.engine.checkpoint import manifest as lists
+from wavemare.engine.checkpoint.compatibility import check_checkpoint_fits
+from wavemare.engine.checkpoint.manifest import (
     MANIFEST,
     complete_tags,
     keep_last,
@@ -21,6 +20,9 @@ from wavemare.engine.manifest import (
     resolve_tag,
     verify_contents,
 )
+from wavemare.engine.checkpoint.records import checksum
+from wavemare.engine.config.refusals import check_checkpoint
+from wavemare.engine.config.sections import CheckpointConfig
 from wavemare.errors import CheckpointError, ConfigError
 
 TOPOLOGY = {"world_size": 2, "data": 1, "pipe": 2, "model": 1, "zero_stage": 1, "cuts": [0, 3, 6]}

@@ -23,7 +23,7 @@ import xxhash
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
-from wavemare.engine.checkpoint_files import (
+from wavemare.engine.checkpoint.files import (
     CheckpointFiles,
     RankFiles,
     check_client_state,
@@ -31,8 +31,8 @@ from wavemare.engine.checkpoint_files import (
     safe_loading,
     write_file,
 )
-from wavemare.engine.checkpoint_snapshot import Snapshot, num_bytes
-from wavemare.engine.file_records import checksum
+from wavemare.engine.checkpoint.records import checksum
+from wavemare.engine.checkpoint.snapshot import Snapshot, num_bytes
 from wavemare.errors import CheckpointError
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.distributed import HashStore, PrefixStore
 
-from wavemare.engine import checkpoint_save
-from wavemare.engine.checkpoint_files import RankFiles
-from wavemare.engine.checkpoint_save import BackgroundSave, Save, StoreMeeting
-from wavemare.engine.manifest import MANIFEST, read_manifest, verify_contents
+from wavemare.engine.checkpoint import save as checkpoint_save
+from wavemare.engine.checkpoint.files import RankFiles
+from wavemare.engine.checkpoint.manifest import MANIFEST, read_manifest, verify_contents
+from wavemare.engine.checkpoint.save import BackgroundSave, Save, StoreMeeting
 from wavemare.errors import CheckpointError
 from wavemare.files import temporary_sibling
 

@@ -11,7 +11,7 @@ from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.engine.config import (
+from wavemare.engine.config.resolve import (
     WavemareConfig,
     check_batch_sizes,
     check_config,

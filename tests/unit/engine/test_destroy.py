@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from wavemare.engine.mixin import EngineMixin
-from wavemare.engine.watchdog.progress import PROGRESS
+from wavemare.engine.base import EngineMixin
+from wavemare.engine.health.watchdog.progress import PROGRESS
 from wavemare.errors import CheckpointError
 
 

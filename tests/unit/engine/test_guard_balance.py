@@ -9,7 +9,7 @@ from torch import nn
 
 from wavemare.engine import balance
 from wavemare.engine.balance import Balance
-from wavemare.engine.balance_config import BalanceConfig
+from wavemare.engine.config.sections import BalanceConfig
 
 RANKS = 2
 

@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from wavemare.engine.guard_trace import Finding, RandomState, are_finite, loss_of, tensors_of, trace
+from wavemare.engine.health.nonfinite_trace import (
+    Finding,
+    RandomState,
+    are_finite,
+    loss_of,
+    tensors_of,
+    trace,
+)
 
 
 class Forward(nn.Module):

@@ -10,10 +10,10 @@ import torch
 from deepspeed.ops.adam import FusedAdam
 
 from wavemare.engine import PipelineEngine
-from wavemare.engine.config import zero_section
+from wavemare.engine.config.resolve import zero_section
 from wavemare.engine.initialize import ENGINES, build_engine
 from wavemare.errors import ModelError, PlanError
-from wavemare.pipeline.plan import Plan
+from wavemare.pipeline.plan.plan import Plan
 
 SIZES = {"train_micro_batch_size_per_gpu": 2}
 
@@ -186,7 +186,7 @@ def test_each_rank_refuses_a_plan_that_cannot_run_before_the_model_is_touched(mo
         "gradient_clipping": 1.0,
         "wavemare": {"pipeline": {"schedule": "pipemare", "stages": 2, "pipemare": {"slack": 9}}},
     }
-    monkeypatch.setattr("wavemare.pipeline.run_plan.pipemare", circle)
+    monkeypatch.setattr("wavemare.pipeline.plan.run_plan.pipemare", circle)
     with pytest.raises(PlanError, match="wait"):
         build_engine(config, model=staged())
     assert asked == [(2, 4, {"norms": True, "correct": True, "slack": 9})]

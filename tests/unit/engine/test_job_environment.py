@@ -9,7 +9,7 @@ import sys
 import pytest
 from torch.distributed import TCPStore
 
-from wavemare.engine.job_environment import (
+from wavemare.engine.launch.environment import (
     Place,
     first_host,
     free_port,
@@ -19,7 +19,7 @@ from wavemare.engine.job_environment import (
     ports_apart,
     reserved_port,
 )
-from wavemare.engine.launch import compiled_ops_enabled, ensure_launched
+from wavemare.engine.launch.group import compiled_ops_enabled, ensure_launched
 from wavemare.errors import LaunchError
 
 OPEN_MPI = {
@@ -162,7 +162,7 @@ def test_a_foreign_mpirun_is_named():
     program = (
         "import os\n"
         "import mpi4py.MPI\n"
-        "from wavemare.engine.job_environment import launcher_variables, place_of\n"
+        "from wavemare.engine.launch.environment import launcher_variables, place_of\n"
         "launcher_variables(os.environ, place_of(os.environ))\n"
     )
     dropped = ("PMI", "OMPI_", "MPI_", "HYDI_", "MASTER_")

@@ -9,7 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.engine.messages import DESCRIPTION, Inbox, Layout, Outbox, read_header, write_message
+from wavemare.engine.pipe.messages import (
+    DESCRIPTION,
+    Inbox,
+    Layout,
+    Outbox,
+    read_header,
+    write_message,
+)
 from wavemare.errors import ModelError
 
 CPU = torch.device("cpu")

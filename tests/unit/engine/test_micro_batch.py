@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from wavemare.engine.micro_batch import MicroBatch, as_tuple, moved
+from wavemare.engine.pipe.micro_batch import MicroBatch, as_tuple, moved
 
 CPU = torch.device("cpu")
 

@@ -5,8 +5,8 @@ import copy
 
 import pytest
 
-from wavemare.engine.config import WavemareConfig
-from wavemare.engine.optimizer_policy import check_replaceable, choose_optimizer
+from wavemare.engine.config.resolve import WavemareConfig
+from wavemare.engine.optim.policy import check_replaceable, choose_optimizer
 from wavemare.errors import ConfigError
 
 

@@ -4,7 +4,7 @@
 import pytest
 from deepspeed.runtime.pipe import schedule
 
-from wavemare.engine.plan_schedule import PlanSchedule
+from wavemare.engine.pipe.plan_schedule import PlanSchedule
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 5, 8, 11) for m in (1, 2, 3, 4, 5, 7, 8, 16, 23)]
 COMPUTE = (schedule.LoadMicroBatch, schedule.ForwardPass, schedule.BackwardPass)

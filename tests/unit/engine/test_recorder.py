@@ -3,9 +3,9 @@
 
 import pytest
 
-from wavemare.engine.recorder import Recorder
-from wavemare.pipeline.action import Action, Kind
-from wavemare.pipeline.timeline import Event, Timeline
+from wavemare.engine.observe.recorder import Recorder
+from wavemare.pipeline.clock.timeline import Event, Timeline
+from wavemare.pipeline.plan.action import Action, Kind
 
 BUSY = {Kind.FORWARD, Kind.BACKWARD, Kind.STEP}
 WAITING = {
@@ -31,7 +31,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("wavemare.engine.recorder.time.perf_counter", clock)
+    monkeypatch.setattr("wavemare.engine.observe.recorder.time.perf_counter", clock)
     return clock
 
 

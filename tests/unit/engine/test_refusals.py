@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from wavemare.engine.config import WavemareConfig, check_config
-from wavemare.engine.stage_passes import StagePasses, check_pair_passes
+from wavemare.engine.config.resolve import WavemareConfig, check_config
+from wavemare.engine.pipe.stage_passes import StagePasses, check_pair_passes
 from wavemare.errors import ConfigError
 
 FP16 = {"fp16": {"enabled": True}}

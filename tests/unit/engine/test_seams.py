@@ -21,8 +21,8 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 import wavemare
 from wavemare.engine import Engine
 from wavemare.engine.initialize import ENGINES
-from wavemare.engine.paired import PairedPipelineEngine
-from wavemare.engine.pipemare import PipeMareEngine
+from wavemare.engine.pipe.paired import PairedPipelineEngine
+from wavemare.engine.pipe.pipemare import PipeMareEngine
 from wavemare.engine.seams import (
     ATTRIBUTES,
     DEEPSPEED,

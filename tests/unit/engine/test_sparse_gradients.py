@@ -9,9 +9,9 @@ import torch
 from wavemare.comm.config import LOOSE_MODES, SparseCollectiveConfig
 from wavemare.comm.executors import EXECUTOR_TYPES
 from wavemare.comm.statistics import Statistics, Totals
-from wavemare.engine.gradient_buckets import Bucket
-from wavemare.engine.sparse_attach import attach_sparse_gradients
-from wavemare.engine.sparse_gradients import SparseGradients
+from wavemare.engine.sparse.attach import attach_sparse_gradients
+from wavemare.engine.sparse.bucket_layout import Bucket
+from wavemare.engine.sparse.gradients import SparseGradients
 from wavemare.errors import CheckpointError, ConfigError
 
 

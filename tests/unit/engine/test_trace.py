@@ -3,10 +3,10 @@
 
 import json
 
-from wavemare.engine.trace import StepTrace
-from wavemare.engine.watchdog.progress import Progress
-from wavemare.engine.window import Pair
-from wavemare.pipeline.action import Action, Kind
+from wavemare.engine.health.watchdog.progress import Progress
+from wavemare.engine.observe.trace import StepTrace
+from wavemare.engine.pipe.step_schedule import Pair
+from wavemare.pipeline.plan.action import Action, Kind
 from wavemare.report.traces import Span, read_traces
 
 

@@ -11,15 +11,15 @@ from dataclasses import replace
 import pytest
 
 from wavemare.comm.waits import joining, waiting
-from wavemare.engine.watchdog.config import WatchdogConfig
-from wavemare.engine.watchdog.diagnosis import diagnose
-from wavemare.engine.watchdog.farewell import Farewells
-from wavemare.engine.watchdog.peers import ask, listening_socket, reachable_address, serve
-from wavemare.engine.watchdog.progress import Followed, Progress
-from wavemare.engine.watchdog.report import report_text
-from wavemare.engine.watchdog.status import PeerAddress, RankStatus, UnreachablePeer
-from wavemare.engine.watchdog.watcher import EXIT_CODE, Watchdog, current, hold
-from wavemare.pipeline.action import Action, Kind
+from wavemare.engine.config.sections import WatchdogConfig
+from wavemare.engine.health.watchdog.diagnosis import diagnose
+from wavemare.engine.health.watchdog.exit_notice import Farewells
+from wavemare.engine.health.watchdog.peers import ask, listening_socket, reachable_address, serve
+from wavemare.engine.health.watchdog.progress import Followed, Progress
+from wavemare.engine.health.watchdog.report import report_text
+from wavemare.engine.health.watchdog.status import PeerAddress, RankStatus, UnreachablePeer
+from wavemare.engine.health.watchdog.watcher import EXIT_CODE, Watchdog, current, hold
+from wavemare.pipeline.plan.action import Action, Kind
 
 RANKS = [PeerAddress(r, f"node{r}", 100 + r, "127.0.0.1", 1, f"{r}") for r in range(3)]
 STUCK = RankStatus(
@@ -410,5 +410,5 @@ def test_ranks_of_several_hosts_are_not_told_the_loopback_address(monkeypatch, v
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("wavemare.engine.watchdog.peers.own_address", lambda _: "10.0.0.7")
+    monkeypatch.setattr("wavemare.engine.health.watchdog.peers.own_address", lambda _: "10.0.0.7")
     assert reachable_address() == address

@@ -17,9 +17,9 @@ import torch
 from torch.distributed import FileStore
 
 from wavemare.comm.waits import waiting
-from wavemare.engine.watchdog.config import WatchdogConfig
-from wavemare.engine.watchdog.progress import Progress
-from wavemare.engine.watchdog.watcher import EXIT_CODE, Watchdog, hold
+from wavemare.engine.config.sections import WatchdogConfig
+from wavemare.engine.health.watchdog.progress import Progress
+from wavemare.engine.health.watchdog.watcher import EXIT_CODE, Watchdog, hold
 from wavemare.errors import ConfigError
 from wavemare.failure import run_main
 from wavemare.processes import this_machine

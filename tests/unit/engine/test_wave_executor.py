@@ -10,15 +10,20 @@ import torch
 import transformers
 from torch import nn
 
-from wavemare.engine.segments import Segment, Segments
-from wavemare.engine.survey import survey
-from wavemare.engine.wave_executor import Hooks, WaveExecutor
-from wavemare.engine.wave_probe import WaveProbe
+from wavemare.engine.waves.executor import Hooks, WaveExecutor
+from wavemare.engine.waves.probe import WaveProbe
+from wavemare.engine.waves.profile import survey
+from wavemare.engine.waves.segments import Segment, Segments
 from wavemare.errors import ModelError
 from wavemare.models.segments import segments_of
-from wavemare.pipeline.simulate import Costs
-from wavemare.pipeline.wave import accumulation_step, in_phase_step, tick_tock, tick_tock_step
-from wavemare.pipeline.wave_memory import peak as predicted_peak
+from wavemare.pipeline.clock.simulate import Costs
+from wavemare.pipeline.wave.memory import peak as predicted_peak
+from wavemare.pipeline.wave.schedule import (
+    accumulation_step,
+    in_phase_step,
+    tick_tock,
+    tick_tock_step,
+)
 
 VOCABULARY, LENGTH = 50, 16
 

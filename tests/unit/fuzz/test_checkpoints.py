@@ -12,7 +12,7 @@ from fuzz_strategies import FAST, SLOW, refusal
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.engine.checkpoint_files import read_file, safe_loading
+from wavemare.engine.checkpoint.files import read_file, safe_loading
 from wavemare.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")

@@ -8,14 +8,14 @@ from fuzz_strategies import FAST, SLOW, VALUES, changed, refusal
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.engine.config import (
+from wavemare.engine.config.resolve import (
     WavemareConfig,
     check_batch_sizes,
     check_config,
     load_config,
     misplaced_keys,
 )
-from wavemare.engine.job_environment import check_environment
+from wavemare.engine.launch.environment import check_environment
 from wavemare.errors import ConfigError, LaunchError
 from wavemare.json_text import parse_json
 

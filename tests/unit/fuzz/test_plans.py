@@ -13,9 +13,9 @@ from wavemare.cli.checks.hostfile import parse_hostfile
 from wavemare.errors import PlanError
 from wavemare.parallel.plan import ParallelPlan, Prediction
 from wavemare.parallel.planner.cluster_file import parse_cluster, read_cluster
-from wavemare.pipeline.check import check
-from wavemare.pipeline.plan import Plan
-from wavemare.pipeline.schedules import build_plan
+from wavemare.pipeline.plan.check import check
+from wavemare.pipeline.plan.plan import Plan
+from wavemare.pipeline.plan.schedules import build_plan
 
 NUMBERS = st.sampled_from(["0", "1", "2", "3", "-1", "9" * 18, "9" * 19, "1.5", "x", "²", ""])
 PIECES = [*"0F0 1B0 0S1 @ @0 @9 /1 /9 : = plan XO".split(), "\n", "# x\n", " "]

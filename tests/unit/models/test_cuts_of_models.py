@@ -5,7 +5,7 @@ import pytest
 
 from wavemare.models.convert import cut_chain, take_apart
 from wavemare.models.timing import layer_times
-from wavemare.pipeline.cuts import balanced_cuts
+from wavemare.pipeline.plan.partition import balanced_cuts
 
 
 def cut(model, partition, stages):

@@ -153,7 +153,7 @@ def test_lists_of_module_names_cut():
 
 def test_a_number_of_stages_is_balanced_by_parameters():
     from wavemare.models.convert import trained_parameters
-    from wavemare.pipeline.cuts import balanced_cuts
+    from wavemare.pipeline.plan.partition import balanced_cuts
 
     model = wavemare.annotate(gpt2(), {"stages": 2, "pipeline": {"schedule": "pipemare"}})
     weights = [trained_parameters(layer) for layer in named_chain(model).layers]

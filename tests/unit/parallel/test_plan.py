@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from wavemare.engine.config import check_batch_sizes, check_config
+from wavemare.engine.config.resolve import check_batch_sizes, check_config
 from wavemare.errors import PlanError
 from wavemare.parallel.plan import ParallelPlan, Prediction
 

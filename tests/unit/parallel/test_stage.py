@@ -6,8 +6,8 @@ import torch
 from tensor_models import batch, build
 from torch import nn
 
-from wavemare.engine.survey import nothing_shared
-from wavemare.engine.wave_executor import WaveExecutor
+from wavemare.engine.waves.executor import WaveExecutor
+from wavemare.engine.waves.profile import nothing_shared
 from wavemare.models.batches import split_batch
 from wavemare.models.families import family_of
 from wavemare.models.layers import Head
@@ -15,7 +15,7 @@ from wavemare.models.proof import run_chain
 from wavemare.models.split import SplitTiedHead, split_chain, split_loss
 from wavemare.parallel.tensor import VocabParallelHead, split_model
 from wavemare.parallel.tensor.stage import stage_segments
-from wavemare.pipeline.stage_pair import backward_pass, forward_pass, pass_pair
+from wavemare.pipeline.wave.stage_pair import backward_pass, forward_pass, pass_pair
 
 MICRO_BATCHES = 3
 

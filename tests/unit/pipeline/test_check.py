@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wavemare.errors import PlanError
-from wavemare.pipeline.action import Action, Kind
-from wavemare.pipeline.check import check
-from wavemare.pipeline.order import Stream
-from wavemare.pipeline.plan import Plan
-from wavemare.pipeline.schedules import inference, one_f_one_b, pipemare
-from wavemare.pipeline.simulate import Costs, simulate
-from wavemare.pipeline.utilisation import steady_utilisation, steady_window
-from wavemare.pipeline.wave import accumulation, in_phase, tick_tock
+from wavemare.pipeline.clock.simulate import Costs, simulate
+from wavemare.pipeline.clock.utilisation import steady_utilisation, steady_window
+from wavemare.pipeline.plan.action import Action, Kind
+from wavemare.pipeline.plan.check import check
+from wavemare.pipeline.plan.order import Stream
+from wavemare.pipeline.plan.plan import Plan
+from wavemare.pipeline.plan.schedules import inference, one_f_one_b, pipemare
+from wavemare.pipeline.wave.schedule import accumulation, in_phase, tick_tock
 
 many = settings(max_examples=50)
 stages = st.integers(1, 16)

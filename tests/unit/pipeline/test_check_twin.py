@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wavemare.errors import PlanError
-from wavemare.pipeline.action import RECEIVES, SENDS, Kind
-from wavemare.pipeline.check import check
-from wavemare.pipeline.schedules import one_f_one_b, pipemare
-from wavemare.pipeline.wave import accumulation, in_phase, tick_tock
+from wavemare.pipeline.plan.action import RECEIVES, SENDS, Kind
+from wavemare.pipeline.plan.check import check
+from wavemare.pipeline.plan.schedules import one_f_one_b, pipemare
+from wavemare.pipeline.wave.schedule import accumulation, in_phase, tick_tock
 
 
 def runs_to_its_end(plan):

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch.nn import Parameter
 
 from wavemare.errors import CheckpointError, ModelError, PlanError
-from wavemare.pipeline.correction import EmaCorrection, ExactCorrection, NoCorrection
-from wavemare.pipeline.corrections import make_correction
-from wavemare.pipeline.staleness import MODES, resolve_mode
+from wavemare.pipeline.staleness.correction import EmaCorrection, ExactCorrection, NoCorrection
+from wavemare.pipeline.staleness.corrections import make_correction
+from wavemare.pipeline.staleness.staleness import MODES, resolve_mode
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 SHAPES = [(7, 5), (3,), (2, 3, 2)]

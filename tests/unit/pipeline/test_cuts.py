@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wavemare.errors import ConfigError
-from wavemare.pipeline.cuts import balanced_cuts, explicit_cuts
+from wavemare.pipeline.plan.partition import balanced_cuts, explicit_cuts
 
 # Multiples of 1/8 are summed exactly, so that ties are ties for both sides.
 weight_lists = st.lists(st.integers(0, 40).map(lambda n: n / 8), min_size=1, max_size=9)

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from wavemare.pipeline.muon import Muon
-from wavemare.pipeline.replay import Replay
-from wavemare.pipeline.soap import SOAP
+from wavemare.pipeline.optim.muon import Muon
+from wavemare.pipeline.optim.soap import SOAP
+from wavemare.pipeline.staleness.replay import Replay
 
 STAGES, WIDTH, BATCH = 8, 16, 32
 DATAFLOW = [2 * (STAGES - 1 - stage) + 1 for stage in range(STAGES)]

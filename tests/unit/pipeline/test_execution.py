@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wavemare.errors import PlanError
-from wavemare.pipeline.action import RECEIVES, SENDS, Action, Kind
-from wavemare.pipeline.execution import execute
-from wavemare.pipeline.plan import Plan
-from wavemare.pipeline.schedules import inference, one_f_one_b, pipemare
+from wavemare.pipeline.clock.clock import execute
+from wavemare.pipeline.plan.action import RECEIVES, SENDS, Action, Kind
+from wavemare.pipeline.plan.plan import Plan
+from wavemare.pipeline.plan.schedules import inference, one_f_one_b, pipemare
 
 # Multiples of 1/8 are summed exactly.
 seconds = st.integers(0, 40).map(lambda number: number / 8)

@@ -6,7 +6,7 @@ import torch
 
 from wavemare.errors import ConfigError
 from wavemare.optim import Muon
-from wavemare.pipeline.matrix_optimizer import Partition
+from wavemare.pipeline.optim.matrix_optimizer import Partition
 
 SHAPES = ((6, 4), (5,), (4, 6))
 

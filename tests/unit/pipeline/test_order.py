@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wavemare.errors import PlanError
-from wavemare.pipeline.action import Kind
-from wavemare.pipeline.order import Stream, ahead
+from wavemare.pipeline.plan.action import Kind
+from wavemare.pipeline.plan.order import Stream, ahead
 
 
 def twin_order(stage, num_stages, count):

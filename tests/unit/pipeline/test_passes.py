@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wavemare.errors import PlanError
-from wavemare.pipeline.action import RECEIVES, SENDS, Action, Kind
-from wavemare.pipeline.check import check
-from wavemare.pipeline.order import Stream
-from wavemare.pipeline.passes import pair_passes, paired
-from wavemare.pipeline.schedules import one_f_one_b, paired_one_f_one_b
-from wavemare.pipeline.stage_pair import backward_pass, forward_pass, pass_pair
+from wavemare.pipeline.plan.action import RECEIVES, SENDS, Action, Kind
+from wavemare.pipeline.plan.check import check
+from wavemare.pipeline.plan.lowering import pair_passes, paired
+from wavemare.pipeline.plan.order import Stream
+from wavemare.pipeline.plan.schedules import one_f_one_b, paired_one_f_one_b
+from wavemare.pipeline.wave.stage_pair import backward_pass, forward_pass, pass_pair
 
 
 def parsed(text):

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from wavemare.errors import CheckpointError, ModelError, PlanError
-from wavemare.pipeline.prediction import WeightPrediction
+from wavemare.pipeline.staleness.prediction import WeightPrediction
 
 LR = 0.01
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from wavemare.errors import PlanError
-from wavemare.pipeline.action import Kind
-from wavemare.pipeline.replay import Replay
-from wavemare.pipeline.schedules import pipemare
+from wavemare.pipeline.plan.action import Kind
+from wavemare.pipeline.plan.schedules import pipemare
+from wavemare.pipeline.staleness.replay import Replay
 
 WIDTH = 6
 OPTIMIZERS = {

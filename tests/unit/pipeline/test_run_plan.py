@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wavemare.errors import PlanError
-from wavemare.pipeline.action import Action, Kind
 from wavemare.pipeline.config import PipelineConfig
-from wavemare.pipeline.order import Stream
-from wavemare.pipeline.passes import pair_passes
-from wavemare.pipeline.run_plan import RunPlan
-from wavemare.pipeline.schedules import one_f_one_b_stage, paired_one_f_one_b_stage
+from wavemare.pipeline.plan.action import Action, Kind
+from wavemare.pipeline.plan.lowering import pair_passes
+from wavemare.pipeline.plan.order import Stream
+from wavemare.pipeline.plan.run_plan import RunPlan
+from wavemare.pipeline.plan.schedules import one_f_one_b_stage, paired_one_f_one_b_stage
 
 some = settings(max_examples=100, deadline=None)
 shapes = {"num_stages": st.integers(1, 6), "micro_batches": st.integers(1, 40)}

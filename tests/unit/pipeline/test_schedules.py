@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wavemare.errors import PlanError
-from wavemare.pipeline.action import COMPUTE, Kind
-from wavemare.pipeline.schedules import (
+from wavemare.pipeline.plan.action import COMPUTE, Kind
+from wavemare.pipeline.plan.schedules import (
     SCHEDULES,
     build_plan,
     drain_boundary,

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wavemare.errors import PlanError
-from wavemare.pipeline.action import Kind
-from wavemare.pipeline.plan import Plan
-from wavemare.pipeline.schedules import inference, one_f_one_b, pipemare
-from wavemare.pipeline.simulate import Costs, simulate
-from wavemare.pipeline.utilisation import bubble, steady_utilisation, utilisation
+from wavemare.pipeline.clock.simulate import Costs, simulate
+from wavemare.pipeline.clock.utilisation import bubble, steady_utilisation, utilisation
+from wavemare.pipeline.plan.action import Kind
+from wavemare.pipeline.plan.plan import Plan
+from wavemare.pipeline.plan.schedules import inference, one_f_one_b, pipemare
 
 # Multiples of 1/8 are summed exactly.
 seconds = st.integers(1, 40).map(lambda number: number / 8)

@@ -10,7 +10,7 @@ import torch
 
 from wavemare.errors import CheckpointError, ConfigError, ModelError
 from wavemare.optim import SOAP, refresh_of
-from wavemare.pipeline.matrix_optimizer import Partition
+from wavemare.pipeline.optim.matrix_optimizer import Partition
 
 STEPS = 30
 

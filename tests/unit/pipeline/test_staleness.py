@@ -8,9 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wavemare.errors import PlanError
-from wavemare.pipeline.advice import bounding_micro_batches, largest_staleness, staleness_warning
-from wavemare.pipeline.order import ahead
-from wavemare.pipeline.staleness import (
+from wavemare.pipeline.plan.order import ahead
+from wavemare.pipeline.staleness.advice import (
+    bounding_micro_batches,
+    largest_staleness,
+    staleness_warning,
+)
+from wavemare.pipeline.staleness.staleness import (
     MODES,
     ema_decay,
     ema_decay_from,

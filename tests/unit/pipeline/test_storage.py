@@ -7,7 +7,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 from wavemare.errors import ModelError
-from wavemare.pipeline.storage import References, distinct, resolve, same_layout, size_bytes
+from wavemare.pipeline.staleness.storage import (
+    References,
+    distinct,
+    resolve,
+    same_layout,
+    size_bytes,
+)
 
 
 def parameter(tensor):

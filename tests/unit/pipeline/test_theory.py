@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from wavemare.pipeline.replay import Replay
-from wavemare.pipeline.staleness import ema_decay
+from wavemare.pipeline.staleness.replay import Replay
+from wavemare.pipeline.staleness.staleness import ema_decay
 
 
 class Weight(nn.Module):

@@ -3,9 +3,14 @@
 
 import pytest
 
-from wavemare.pipeline.action import Action
-from wavemare.pipeline.timeline import Event, Timeline
-from wavemare.pipeline.utilisation import bubble, steady_utilisation, steady_window, utilisation
+from wavemare.pipeline.clock.timeline import Event, Timeline
+from wavemare.pipeline.clock.utilisation import (
+    bubble,
+    steady_utilisation,
+    steady_window,
+    utilisation,
+)
+from wavemare.pipeline.plan.action import Action
 
 
 def timeline(*ranks):

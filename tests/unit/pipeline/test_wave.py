@@ -8,9 +8,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from wavemare.errors import PlanError
-from wavemare.pipeline.action import COMPUTE, Action, Kind
-from wavemare.pipeline.check import check
-from wavemare.pipeline.wave import (
+from wavemare.pipeline.plan.action import COMPUTE, Action, Kind
+from wavemare.pipeline.plan.check import check
+from wavemare.pipeline.wave.groups import group_segments
+from wavemare.pipeline.wave.memory import live_bytes
+from wavemare.pipeline.wave.schedule import (
     accumulation,
     accumulation_step,
     in_phase,
@@ -18,8 +20,6 @@ from wavemare.pipeline.wave import (
     tick_tock,
     tick_tock_step,
 )
-from wavemare.pipeline.wave_groups import group_segments
-from wavemare.pipeline.wave_memory import live_bytes
 
 some = settings(max_examples=100)
 

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wavemare.errors import PlanError
-from wavemare.pipeline.action import COLLECTIVES, COMPUTE, Kind
-from wavemare.pipeline.schedules import one_f_one_b
-from wavemare.pipeline.simulate import Costs, simulate
-from wavemare.pipeline.utilisation import utilisation
-from wavemare.pipeline.wave import accumulation, in_phase, tick_tock
-from wavemare.pipeline.wave_gain import decide, predict, step_time, sums_of
+from wavemare.pipeline.clock.simulate import Costs, simulate
+from wavemare.pipeline.clock.utilisation import utilisation
+from wavemare.pipeline.plan.action import COLLECTIVES, COMPUTE, Kind
+from wavemare.pipeline.plan.schedules import one_f_one_b
+from wavemare.pipeline.wave.gain import decide, predict, step_time, sums_of
+from wavemare.pipeline.wave.schedule import accumulation, in_phase, tick_tock
 
 some = settings(max_examples=100)
 LAYERS = 32

@@ -8,16 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wavemare.errors import PlanError
-from wavemare.pipeline.action import Kind
-from wavemare.pipeline.schedules import one_f_one_b
-from wavemare.pipeline.wave import accumulation, in_phase, tick_tock
-from wavemare.pipeline.wave_memory import (
+from wavemare.pipeline.plan.action import Kind
+from wavemare.pipeline.plan.schedules import one_f_one_b
+from wavemare.pipeline.wave.memory import (
     accumulation_peak,
     in_phase_peak,
     live_bytes,
     paired_share,
     peak,
 )
+from wavemare.pipeline.wave.schedule import accumulation, in_phase, tick_tock
 
 some = settings(max_examples=100)
 bodies = st.lists(st.integers(0, 100), min_size=1, max_size=12)

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wavemare.errors import PlanError
-from wavemare.pipeline.action import Kind
-from wavemare.pipeline.check import check
-from wavemare.pipeline.plan import Plan
-from wavemare.pipeline.wave import tick_tock, tick_tock_step
-from wavemare.pipeline.wave_steps import OpenSteps, checked_step, open_tick_tock
+from wavemare.pipeline.plan.action import Kind
+from wavemare.pipeline.plan.check import check
+from wavemare.pipeline.plan.plan import Plan
+from wavemare.pipeline.wave.schedule import tick_tock, tick_tock_step
+from wavemare.pipeline.wave.steps import OpenSteps, checked_step, open_tick_tock
 
 some = settings(max_examples=100, deadline=None)
 shapes = {"num_segments": st.integers(2, 6), "micro_batches": st.integers(1, 11)}

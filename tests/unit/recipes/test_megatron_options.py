@@ -8,7 +8,7 @@ from importlib.resources import files
 
 import pytest
 
-from wavemare.engine.config import check_batch_sizes, check_config
+from wavemare.engine.config.resolve import check_batch_sizes, check_config
 from wavemare.errors import ConfigError
 from wavemare.recipes.arguments import parse_arguments
 from wavemare.recipes.bert.finetune import FinetuneArguments as Classification

@@ -6,9 +6,9 @@ import shutil
 import pytest
 from playwright.sync_api import sync_playwright
 
-from wavemare.pipeline.check import check
-from wavemare.pipeline.schedules import pipemare
-from wavemare.pipeline.simulate import Costs, simulate
+from wavemare.pipeline.clock.simulate import Costs, simulate
+from wavemare.pipeline.plan.check import check
+from wavemare.pipeline.plan.schedules import pipemare
 from wavemare.report import plan_page, read_run, run_page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

@@ -8,9 +8,9 @@ from typer.testing import CliRunner
 
 from wavemare.cli import app
 from wavemare.errors import ConfigError
-from wavemare.pipeline.check import check
-from wavemare.pipeline.schedules import pipemare
-from wavemare.pipeline.simulate import Costs, simulate
+from wavemare.pipeline.clock.simulate import Costs, simulate
+from wavemare.pipeline.plan.check import check
+from wavemare.pipeline.plan.schedules import pipemare
 from wavemare.report import plan_page, read_run, run_page
 from wavemare.report.differences import differences
 from wavemare.report.traces import read_traces

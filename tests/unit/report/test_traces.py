@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import pytest
 
-from wavemare.pipeline.action import Kind
+from wavemare.pipeline.plan.action import Kind
 from wavemare.report.traces import RankTrace, Span, Trace, category, read_traces
 
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from wavemare.bench.sparse.gradients import active_blocks
 from wavemare.bench.sparse.request import DENSE, Case, SparseRequest
-from wavemare.comm.cost import Constants, traffic
-from wavemare.comm.masks import Masks
+from wavemare.comm.blocks.masks import Masks
+from wavemare.comm.selection.cost import Constants, traffic
 from wavemare.comm.statistics import Statistics
 
 __all__ = ["KERNEL_PHASES", "Measured", "Sample", "build_result"]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from wavemare.bench.sparse.request import Case
 from wavemare.comm import SparseComm
-from wavemare.comm.cost import Constants
+from wavemare.comm.selection.cost import Constants
 from wavemare.comm.statistics import Statistics
 from wavemare.comm.transport import Transport
 

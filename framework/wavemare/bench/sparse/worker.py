@@ -17,7 +17,7 @@ from wavemare.bench.sparse.gradients import make_gradient
 from wavemare.bench.sparse.report import Measured, Sample, build_result
 from wavemare.bench.sparse.request import Case, SparseRequest
 from wavemare.bench.sparse.systems import Bench, build_system
-from wavemare.comm.cost import Constants
+from wavemare.comm.selection.cost import Constants
 from wavemare.comm.transport import Transport, open_transport
 from wavemare.errors import CommError
 from wavemare.failure import run_main

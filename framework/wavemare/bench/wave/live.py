@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from wavemare.pipeline.action import Action
-from wavemare.pipeline.wave_memory import Live
+from wavemare.pipeline.plan.action import Action
+from wavemare.pipeline.wave.memory import Live
 
 __all__ = ["LiveBytes", "Moment"]
 

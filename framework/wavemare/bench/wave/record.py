@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from wavemare.engine.wave_executor import WaveExecutor
-from wavemare.pipeline.action import COLLECTIVES, COMPUTE, Action, Kind
-from wavemare.pipeline.timeline import Event
+from wavemare.engine.waves.executor import WaveExecutor
+from wavemare.pipeline.clock.timeline import Event
+from wavemare.pipeline.plan.action import COLLECTIVES, COMPUTE, Action, Kind
 
 __all__ = ["COST_KINDS", "StepRecorder", "WatchingExecutor", "median_seconds"]
 

@@ -9,8 +9,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from wavemare.bench.wave.request import BASELINE, DOMINO, IN_PHASE, TICK_TOCK, WaveRequest
-from wavemare.pipeline.simulate import Costs
-from wavemare.pipeline.wave_gain import Prediction, decide, predict
+from wavemare.pipeline.clock.simulate import Costs
+from wavemare.pipeline.wave.gain import Prediction, decide, predict
 
 __all__ = ["Sample", "Setting", "build_result", "exposed_share"]
 

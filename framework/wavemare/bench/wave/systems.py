@@ -14,12 +14,12 @@ from torch import Tensor
 from wavemare.bench.gpt import SEED, build_gpt
 from wavemare.bench.runner import bench_device
 from wavemare.bench.wave.request import BASELINE, DOMINO, IN_PHASE, TICK_TOCK, WaveRequest
-from wavemare.engine.survey import survey
-from wavemare.engine.wave_executor import Hooks, WaveExecutor
+from wavemare.engine.waves.executor import Hooks, WaveExecutor
+from wavemare.engine.waves.profile import survey
 from wavemare.errors import CommError
 from wavemare.parallel.tensor import split_model, tensor_segments
-from wavemare.pipeline.action import Action
-from wavemare.pipeline.wave import accumulation_step, in_phase_step, tick_tock_step
+from wavemare.pipeline.plan.action import Action
+from wavemare.pipeline.wave.schedule import accumulation_step, in_phase_step, tick_tock_step
 
 __all__ = ["HALVES", "Systems", "check_gradients"]
 

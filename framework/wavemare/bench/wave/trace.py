@@ -12,9 +12,9 @@ from wavemare.bench.wave.record import StepRecorder, WatchingExecutor
 from wavemare.bench.wave.request import TICK_TOCK, WaveRequest
 from wavemare.bench.wave.systems import Systems
 from wavemare.files import atomic_write_bytes, atomic_write_text
-from wavemare.pipeline.action import COMPUTE
+from wavemare.pipeline.clock.timeline import Event, Timeline
 from wavemare.pipeline.draw import chrome_trace, png
-from wavemare.pipeline.timeline import Event, Timeline
+from wavemare.pipeline.plan.action import COMPUTE
 
 __all__ = ["save_trace", "wave_timelines"]
 

@@ -27,8 +27,8 @@ from wavemare.bench.wave.systems import HALVES, Systems, check_gradients
 from wavemare.bench.wave.trace import save_trace
 from wavemare.failure import run_main
 from wavemare.observe import Screen
-from wavemare.pipeline.simulate import Costs
-from wavemare.pipeline.timeline import Event
+from wavemare.pipeline.clock.simulate import Costs
+from wavemare.pipeline.clock.timeline import Event
 
 __all__ = ["main"]
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import combinations
 
-from wavemare.pipeline.plan import Plan
-from wavemare.pipeline.schedules import one_f_one_b
-from wavemare.pipeline.simulate import Costs, simulate
+from wavemare.pipeline.clock.simulate import Costs, simulate
+from wavemare.pipeline.plan.plan import Plan
+from wavemare.pipeline.plan.schedules import one_f_one_b
 
 __all__ = ["best_cut", "cut_step_s", "fluid_cut_step_s", "share_gain", "stage_seconds"]
 

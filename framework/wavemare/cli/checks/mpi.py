@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from wavemare.cli.checks.finding import Finding
-from wavemare.comm.mpi import MpiInfo, describe_mpi
+from wavemare.comm.mpi_library import MpiInfo, describe_mpi
 
 __all__ = ["check_mpi"]
 

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from wavemare.parallel.planner.cluster import Cluster, Device, Link
 from wavemare.parallel.planner.costs import BYTES, ModelCosts
 from wavemare.parallel.planner.memory import Variant
-from wavemare.pipeline.simulate import Costs
-from wavemare.pipeline.wave_gain import decide, predict
+from wavemare.pipeline.clock.simulate import Costs
+from wavemare.pipeline.wave.gain import decide, predict
 
 __all__ = ["TimeModel", "optimizer_s", "reduction_s", "ring_s"]
 

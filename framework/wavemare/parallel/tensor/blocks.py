@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from wavemare.engine.segments import Carry, Segment
+from wavemare.engine.waves.segments import Carry, Segment
 from wavemare.models.carry import SideInputs, StageContext
 from wavemare.parallel.tensor.collectives import deferred_sums
 from wavemare.parallel.tensor.layers import RowParallelLinear

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import BertForMaskedLM, BertForSequenceClassification, GPT2LMHeadModel
 
-from wavemare.engine.segments import Carry, Segment, Segments
+from wavemare.engine.waves.segments import Carry, Segment, Segments
 from wavemare.models.batches import split_batch
 from wavemare.models.bert import BertEmbedding, bidirectional_mask
 from wavemare.models.carry import MaskMaker, StageContext

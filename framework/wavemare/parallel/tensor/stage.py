@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from wavemare.engine.segments import Carry, Segment, Segments
+from wavemare.engine.waves.segments import Carry, Segment, Segments
 from wavemare.models.bert import BertLayerLayer
 from wavemare.models.gpt2 import GPT2BlockLayer
 from wavemare.models.layers import Head, PipelineLayer, TokenEmbedding

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from wavemare.bench.wave.live import LiveBytes
-from wavemare.engine.survey import SavedBytes
-from wavemare.pipeline.action import Action, Kind
+from wavemare.engine.waves.profile import SavedBytes
+from wavemare.pipeline.plan.action import Action, Kind
 
 WIDTH, ROWS = 8, 4
 BLOCK = ROWS * WIDTH * 4

@@ -7,8 +7,8 @@ from wavemare.bench.wave.live import Moment
 from wavemare.bench.wave.report import Sample, Setting, build_result, exposed_share
 from wavemare.bench.wave.request import SYSTEMS, WaveRequest
 from wavemare.bench.wave.show import draw, draw_memory, memory_table, remarks, result_table
-from wavemare.pipeline.simulate import Costs
-from wavemare.pipeline.wave_memory import Live
+from wavemare.pipeline.clock.simulate import Costs
+from wavemare.pipeline.wave.memory import Live
 
 SEGMENTS = 25
 HEAD = SEGMENTS - 1

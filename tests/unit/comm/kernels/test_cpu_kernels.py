@@ -13,7 +13,7 @@ import reduce_cases
 import torch
 from slow_twins import Subject, bucket, same, slow_mask
 
-from wavemare.comm.compiled import compiled
+from wavemare.comm.kernels.compiled import compiled
 from wavemare.comm.kernels.numba_kernels import NumbaKernels
 
 CHECKS = {

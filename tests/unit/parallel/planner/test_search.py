@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from wavemare.engine.config import check_config
+from wavemare.engine.config.resolve import check_config
 from wavemare.errors import ModelError, PlanError
 from wavemare.parallel.plan import ParallelPlan
 from wavemare.parallel.planner import Cluster, Device, Link, Settings, plan, search_plans

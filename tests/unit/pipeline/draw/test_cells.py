@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.pipeline.action import COMPUTE, Kind
 from wavemare.pipeline.draw import grid
 from wavemare.pipeline.draw.cells import place
-from wavemare.pipeline.plan import Plan
-from wavemare.pipeline.schedules import build_plan, one_f_one_b, pipemare
+from wavemare.pipeline.plan.action import COMPUTE, Kind
+from wavemare.pipeline.plan.plan import Plan
+from wavemare.pipeline.plan.schedules import build_plan, one_f_one_b, pipemare
 
 SCHEDULES = st.sampled_from(["1f1b", "inference", "pipemare"])
 

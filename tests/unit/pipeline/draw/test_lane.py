@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.pipeline.action import Action, Kind
+from wavemare.pipeline.clock.timeline import Event, Timeline
 from wavemare.pipeline.draw.lane import WAITING, busy_spans, collective_spans, lanes, waiting_spans
-from wavemare.pipeline.timeline import Event, Timeline
+from wavemare.pipeline.plan.action import Action, Kind
 
 BUSY = {Kind.FORWARD, Kind.BACKWARD, Kind.STEP, Kind.CORRECT, Kind.RESTORE}
 EVENTS = st.lists(

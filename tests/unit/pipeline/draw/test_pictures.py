@@ -10,11 +10,11 @@ import pytest
 from PIL import Image
 
 from wavemare.errors import PlanError
-from wavemare.pipeline.action import Action, Kind
+from wavemare.pipeline.clock.timeline import Event, Timeline
 from wavemare.pipeline.draw import png, svg
 from wavemare.pipeline.draw.lane import PAINTS
 from wavemare.pipeline.draw.layout import gantt
-from wavemare.pipeline.timeline import Event, Timeline
+from wavemare.pipeline.plan.action import Action, Kind
 
 FORWARD, BACKWARD = PAINTS[:2]
 SVG = "{http://www.w3.org/2000/svg}"

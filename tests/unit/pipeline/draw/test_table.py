@@ -8,11 +8,11 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.pipeline.action import Action, Kind
+from wavemare.pipeline.clock.timeline import Event, Timeline
 from wavemare.pipeline.draw import to_csv
-from wavemare.pipeline.plan import Plan
-from wavemare.pipeline.schedules import pipemare
-from wavemare.pipeline.timeline import Event, Timeline
+from wavemare.pipeline.plan.action import Action, Kind
+from wavemare.pipeline.plan.plan import Plan
+from wavemare.pipeline.plan.schedules import pipemare
 
 NUMBERS = st.integers(0, 10**6)
 ACTIONS = st.builds(

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from wavemare.pipeline.action import Action, Kind
+from wavemare.pipeline.clock.timeline import Event, Timeline
 from wavemare.pipeline.draw import chrome_trace
-from wavemare.pipeline.timeline import Event, Timeline
+from wavemare.pipeline.plan.action import Action, Kind
 
 
 def timeline():

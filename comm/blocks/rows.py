@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of a table, such as an embedding's gradient: a block is a row, and only some are there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wavemare.comm.agreement import exchange_masks
+from wavemare.comm.blocks.coalesce import coalesce
+from wavemare.comm.blocks.layout import Layout, deal, gathered
+from wavemare.comm.blocks.masks import Masks, mask_bytes
+from wavemare.comm.executors.base import Call, Scratch
+from wavemare.comm.executors.block_allgather import gather_and_sum
+from wavemare.comm.executors.push_pull import push_and_pull
+from wavemare.comm.selection.cost import Constants, predict
+from wavemare.comm.statistics import Statistics
+from wavemare.comm.transport import Transport
+from wavemare.errors import ConfigError
+
+__all__ = ["RowReducer", "check_rows"]
+
+_WAYS = ("pushpull", "allgather")
+_LARGEST_TABLE = 1 << 24
+"""Rows up to which the ranks exchange masks; above, they exchange their ids."""
+
+
+def check_rows(ids: Tensor, rows: Tensor, num_rows: int | None) -> None:
+    """Check the arguments of `SparseComm.allreduce_rows_`.
+
+    Raises:
+        ConfigError: Shapes or types do not fit, or an id is not a row.
+    """
+    if ids.dtype != torch.int64 or ids.dim() != 1:
+        reason = f"ids are {ids.dtype} of shape {tuple(ids.shape)}"
+        raise ConfigError("ids", tuple(ids.shape), reason, "Give (k,), int64")
+    if rows.layout is not torch.strided or not rows.is_contiguous() or rows.dim() != 2:  # noqa: PLR2004
+        remedy = "Give contiguous rows, (k, dim)"
+        reason = "they are no matrix whose rows stand one after the other"
+        raise ConfigError("rows", tuple(rows.shape), reason, remedy)
+    if rows.shape[0] != ids.numel() or rows.shape[1] == 0:
+        reason = f"there are {ids.numel()} ids, and a row has at least one column"
+        raise ConfigError("rows", tuple(rows.shape), reason, "Give (k, dim) for k ids")
+    if not rows.dtype.is_floating_point:
+        reason = f"they are {rows.dtype}"
+        raise ConfigError("rows", tuple(rows.shape), reason, "Give floats of 16 to 64 bits")
+    if num_rows is not None and num_rows < 0:
+        raise ConfigError("num_rows", num_rows, "it is negative", "Give 0 or more, or None")
+    if num_rows is not None and ids.numel():
+        least, most = (int(bound) for bound in ids.aminmax())
+        if least < 0 or most >= num_rows:
+            value = least if least < 0 else most
+            reason = f"the table has {num_rows} rows"
+            raise ConfigError("ids", value, reason, "Give ids from 0, below that number")
+
+
+class RowReducer:
+    """Sums rows over all ranks.
+
+    Args:
+        transport: Among all ranks.
+        scratch: Memory to use.
+        constants: Of the cost model.
+        mode: ``pushpull`` or ``allgather``; with any other the faster one by that model.
+    """
+
+    def __init__(
+        self, transport: Transport, scratch: Scratch, constants: Constants, mode: str = "auto"
+    ) -> None:
+        self._transport = transport
+        self._scratch = scratch
+        self._constants = constants
+        self._ways = (mode,) if mode in _WAYS else _WAYS
+
+    def reduce(
+        self, ids: Tensor, rows: Tensor, num_rows: int | None, scale: float, stats: Statistics
+    ) -> tuple[Tensor, Tensor]:
+        """Sum rows of equal ids, first within a rank and then in the order of the ranks.
+
+        Args:
+            ids: (k,), int64.
+            rows: (k, dim).
+            num_rows: Rows of the table; None if ids can be any number.
+            scale: Factor of the sums.
+            stats: Filled in.
+
+        Returns:
+            Ascending ids and their rows, the same on all ranks.
+        """
+        dim = rows.shape[1]
+        ids, rows = coalesce(ids, rows)
+        call = Call(rows.view(-1), dim, scale, self._transport, self._scratch, stats.phases_s)
+        if num_rows is None or num_rows > _LARGEST_TABLE:
+            union, masks = self._exchange_ids(call, ids)
+            ids = torch.searchsorted(union, ids)  # rows of a table of the union alone
+        else:
+            union, masks = None, self._masks(call, ids, num_rows)
+            stats.density = float(masks.counts.mean()) / max(num_rows, 1)
+            stats.union = masks.union_size / max(num_rows, 1)
+        seconds = predict(masks, dim * rows.element_size(), self._constants)
+        chosen = min(self._ways, key=lambda name: seconds[name])
+        stats.executor, stats.predicted_s = f"rows-{chosen}", seconds[chosen]
+        found, sums = self._by_masks(call, ids, masks, chosen)
+        return (found if union is None else union), sums
+
+    def _exchange_ids(self, call: Call, ids: Tensor) -> tuple[Tensor, Masks]:
+        """Return (U,), the ids that some rank has, ascending, and which rank has which of them."""
+        with call.phase("metadata"):
+            mine = ids.to(call.transport.message_device)
+            lengths = mine.new_empty(call.size, 1)
+            call.transport.all_gather(mine.new_tensor([mine.numel()]), lengths)
+            parts = [mine.new_empty(length) for length in lengths[:, 0].tolist()]
+            parts[call.rank] = mine
+            call.transport.all_gather_parts(parts)
+        with call.phase("plan"):
+            union, places = torch.unique(torch.cat(parts).cpu(), return_inverse=True)
+            present = np.zeros((call.size, union.numel()), dtype=bool)
+            for row, part in zip(present, places.split([p.numel() for p in parts]), strict=True):
+                row[part.numpy()] = True
+        return union.to(ids.device), Masks.of(present)
+
+    def _masks(self, call: Call, ids: Tensor, num_rows: int) -> Masks:
+        with call.phase("mask"):
+            present = np.zeros(num_rows, dtype=bool)
+            present[ids.cpu().numpy()] = True
+            bits = torch.from_numpy(np.packbits(present, bitorder="little"))
+            assert bits.numel() == mask_bytes(num_rows)
+        with call.phase("metadata"):
+            return exchange_masks(call.transport, bits, num_rows)
+
+    def _by_masks(
+        self, call: Call, ids: Tensor, masks: Masks, chosen: str
+    ) -> tuple[Tensor, Tensor]:
+        own = ids.cpu().numpy()
+        with call.phase("plan"):
+            layout = deal(masks) if chosen == "pushpull" else gathered(masks)
+            # Of the bucket, which holds this rank's rows alone, a block's place is that of its id.
+            local = replace(layout, blocks=np.searchsorted(own, layout.blocks))
+        out = call.flat.new_empty(layout.blocks.size * call.block)
+        if chosen == "pushpull":
+
+            def put(part: Layout, summed: Tensor) -> None:
+                with call.phase("unpack"):
+                    rows = np.searchsorted(masks.union, part.blocks)
+                    call.kernels.scatter(summed, call.block, call.index(rows), out)
+
+            push_and_pull(call, layout, put, places=local)
+        else:
+            gather_and_sum(call, masks, np.arange(own.size), layout, out)
+        return call.index(masks.union), out.view(-1, call.block)

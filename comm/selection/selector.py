@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choice of an executor: the same on all ranks, because all its inputs are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from wavemare.comm.blocks.masks import Masks
+from wavemare.comm.config import HALVES
+from wavemare.comm.selection.cost import Constants, Traffic, predict, traffic
+
+__all__ = ["ExecutorChoice", "Selector", "choose_executor"]
+
+HYSTERESIS = 0.1
+"""Another executor than the last one must be predicted to be faster by this much."""
+PATIENCE = 4
+"""After so many choices of a dense executor in a row the masks are not looked at for a while."""
+PROBE_INTERVAL = 16
+"""Then they are at every so many-th call."""
+DENSE = ("dense", "ordered")
+_LEARNING_RATE = 0.3
+_MOST_CORRECTION = 4.0
+_FORGETTING = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutorChoice:
+    """What would be done with a bucket, and what each way of doing it would cost.
+
+    Args:
+        executor: The chosen one.
+        num_ranks: N.
+        num_blocks: Blocks of the bucket.
+        block_bytes: Bytes of a block.
+        counts: Each rank's non-zero blocks.
+        union: Blocks that are not zero on some rank.
+        predicted_s: Seconds of each executor that may be chosen.
+        traffic: Bytes of each of them.
+    """
+
+    executor: str
+    num_ranks: int
+    num_blocks: int
+    block_bytes: int
+    counts: tuple[int, ...]
+    union: int
+    predicted_s: Mapping[str, float]
+    traffic: Mapping[str, Traffic]
+
+    @property
+    def density(self) -> float:
+        """Mean share of a rank's blocks that are not zero."""
+        return sum(self.counts) / max(self.num_ranks * self.num_blocks, 1)
+
+    @property
+    def union_density(self) -> float:
+        """Share of the blocks that are not zero on some rank."""
+        return self.union / max(self.num_blocks, 1)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.num_blocks} blocks of {self.block_bytes} bytes on {self.num_ranks} ranks: "
+            f"density {self.density:.4f}, union {self.union_density:.4f}, "
+            f"densest rank {max(self.counts, default=0)} blocks"
+        ]
+        for name, seconds in sorted(self.predicted_s.items(), key=lambda item: item[1]):
+            moved = self.traffic[name]
+            mark = ">" if name == self.executor else " "
+            lines.append(
+                f"{mark} {name:<10} {1000 * seconds:10.2f} ms   up {moved.up / 2**20:9.2f} MiB   "
+                f"down {moved.down / 2**20:9.2f} MiB"
+            )
+        return "\n".join(lines)
+
+
+def choose_executor(
+    masks: Masks,
+    block_bytes: int,
+    constants: Constants,
+    allowed: Sequence[str],
+    *,
+    last: str | None = None,
+    corrections: Mapping[str, float] | None = None,
+    halves: bool = False,
+) -> ExecutorChoice:
+    """Choose an executor; a pure function of what all ranks know.
+
+    Args:
+        masks: Of all ranks.
+        block_bytes: Bytes of a block.
+        constants: Of this machine, the same on all ranks.
+        allowed: Names of `wavemare.comm.selection.cost.EXECUTORS`.
+        last: What was chosen before: it stays unless another is faster by `HYSTERESIS`.
+        corrections: By how much executors took longer than predicted, as factors.
+        halves: Whether only sums at their owners are wanted.
+    """
+    factors = corrections or {}
+    predictions = predict(masks, block_bytes, constants, halves=halves)
+    predicted = {name: predictions[name] * factors.get(name, 1.0) for name in allowed}
+    best = min(predicted, key=lambda name: (predicted[name], name))
+    if last in predicted and predicted[last] <= predicted[best] * (1 + HYSTERESIS):
+        best = last
+    moved = traffic(masks, block_bytes, halves=halves)
+    return ExecutorChoice(
+        executor=best,
+        num_ranks=masks.num_ranks,
+        num_blocks=masks.num_blocks,
+        block_bytes=block_bytes,
+        counts=tuple(map(int, masks.counts)),
+        union=masks.union_size,
+        predicted_s=predicted,
+        traffic={name: moved[name] for name in allowed},
+    )
+
+
+@dataclass
+class _History:
+    last: str | None = None
+    dense_in_a_row: int = 0
+    skipped: int = 0
+    corrections: dict[str, float] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+
+
+class Selector:
+    """Chooses for each bucket by its own history.
+
+    Args:
+        constants: Of this machine, the same on all ranks.
+        allowed: Names of executors.
+    """
+
+    def __init__(self, constants: Constants, allowed: Sequence[str]) -> None:
+        self.constants = constants
+        self.allowed = tuple(allowed)
+        self._histories: dict[str, _History] = {}
+
+    def looks(self, key: str) -> bool:
+        """Whether the masks of this call are to be taken; if not, `dense` is what to do.
+
+        Args:
+            key: Name of the bucket.
+        """
+        history = self._history(key)
+        if history.dense_in_a_row < PATIENCE:
+            return True
+        history.skipped += 1
+        if history.skipped < PROBE_INTERVAL:
+            return False
+        history.skipped = 0
+        return True
+
+    def dense(self, key: str) -> str:
+        """Return the dense executor that a call without masks uses."""
+        last = self._history(key).last
+        assert last in DENSE
+        return last
+
+    def choose(
+        self, key: str, masks: Masks, block_bytes: int, *, halves: bool = False
+    ) -> ExecutorChoice:
+        """Choose an executor for a call.
+
+        Args:
+            key: Name of the bucket.
+            masks: Of all ranks.
+            block_bytes: Bytes of a block.
+            halves: Whether only sums at their owners are wanted.
+        """
+        history = self._history(key)
+        choice = choose_executor(
+            masks,
+            block_bytes,
+            self.constants,
+            HALVES if halves else self.allowed,
+            last=history.last,
+            corrections=history.corrections,
+            halves=halves,
+        )
+        history.last = choice.executor
+        history.dense_in_a_row = history.dense_in_a_row + 1 if choice.executor in DENSE else 0
+        return choice
+
+    def learn(self, key: str, executor: str, ratio: float) -> None:
+        """Take note of what a call really took.
+
+        Args:
+            key: Name of the bucket.
+            executor: Which was used.
+            ratio: Seconds taken over seconds predicted; the same on all ranks.
+        """
+        history = self._history(key)
+        if executor not in history.used:
+            # The first call meets fresh pages and, for some types, a compiler.
+            history.used.add(executor)
+            return
+        corrections = history.corrections
+        for other in corrections.keys() - {executor}:
+            # What is not used is not measured either: let it be tried again some time.
+            corrections[other] += _FORGETTING * (1 - corrections[other])
+        before = corrections.get(executor, 1.0)
+        # The prediction was corrected already.
+        target = min(max(before * ratio, 1 / _MOST_CORRECTION), _MOST_CORRECTION)
+        corrections[executor] = before + _LEARNING_RATE * (target - before)
+
+    def _history(self, key: str) -> _History:
+        return self._histories.setdefault(key, _History())

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all our engines add to DeepSpeed's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+from deepspeed import comm as dist
+from deepspeed.runtime.engine import ROUTE_TRAIN
+from deepspeed.utils import groups
+from torch.optim import Optimizer
+
+from wavemare.engine.balance import Balance, ShareSampler, attach_balance
+from wavemare.engine.checkpoint.checkpointing import CheckpointMixin
+from wavemare.engine.config.resolve import SECTION, WavemareConfig
+from wavemare.engine.health.numbers import NumericsGuard, attach_guard, skipping
+from wavemare.engine.health.watchdog.progress import PROGRESS
+from wavemare.engine.health.watchdog.watcher import Watchdog
+from wavemare.engine.open_step import leave_open_step
+from wavemare.engine.optim.optimizers import refresh_by_stage
+from wavemare.engine.optim.partitions import (
+    check_matrix_optimizer,
+    describe_partitions,
+    is_added,
+)
+from wavemare.engine.pipe.micro_batch import naming_ids
+from wavemare.engine.sparse.attach import attach_sparse_gradients
+from wavemare.engine.sparse.gradients import SparseGradients
+from wavemare.errors import ConfigError
+
+__all__ = ["EngineMixin"]
+
+logger = logging.getLogger("wavemare")
+
+
+class EngineMixin(CheckpointMixin):
+    """Checkpoints that are complete or absent, sparse collectives, shares of unlike devices.
+
+    Args:
+        args: DeepSpeed's.
+        sections: Ours of the configuration; all defaults if omitted.
+        kwargs: DeepSpeed's.
+
+    Attributes:
+        parallel_plan: The plan by which the model is laid out, with ``digest`` and ``to_json()``;
+            None if the configuration alone says how.
+        watchdog: The process's, if this engine's configuration asks for one; None once destroyed.
+    """
+
+    parallel_plan: Any = None
+    watchdog: Watchdog | None = None
+    _sparse: SparseGradients | None = None
+    _balance: Balance | None = None
+    _guard: NumericsGuard | None = None
+    _sections: WavemareConfig | None = None
+
+    def __init__(self, *args: Any, sections: WavemareConfig | None = None, **kwargs: Any) -> None:
+        self._sections = sections  # DeepSpeed makes its loader while it is built
+        if sections is not None:
+            self.checkpoint_settings = sections.checkpoint
+        super().__init__(*args, **kwargs)
+        describe_partitions(self)
+        if sections is not None and sections.pipeline.schedule == "pipemare":
+            refresh_by_stage(self)
+        if sections is not None:
+            self._balance = attach_balance(self, sections.balance)
+        trains = getattr(self, "basic_optimizer", None) is not None
+        if sections is not None and sections.sparse_collective.mode != "off" and trains:
+            self._sparse = attach_sparse_gradients(
+                self, sections.sparse_collective, sections.watchdog.collective_timeout_s
+            )
+        if sections is not None:
+            self._guard = attach_guard(self, sections.guard)
+
+    def watched(self, loss: Any) -> Any:
+        """Return a micro-batch's loss for its backward pass, watched if a guard is there."""
+        return loss if self._guard is None else self._guard.watch(loss)
+
+    def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
+        """Step as DeepSpeed's method of that name; a guard may find that the step must not be."""
+        engine: Any = self
+        try:
+            sound = self._guard is None or self._guard.judge()
+            with nullcontext() if sound else skipping(engine.optimizer):
+                super()._take_model_step(*args, **kwargs)
+        except RuntimeError:
+            # Another rank that is lost may have left for the save that failed here as well.
+            if self._writing is not None and self._writing.fails_within(2.0):
+                self.finish_saving()
+            raise
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
+        if callable(client_optimizer) and not isinstance(client_optimizer, Optimizer):
+            client_optimizer = client_optimizer(model_parameters)
+        check_matrix_optimizer(self, client_optimizer)
+        super()._configure_optimizer(client_optimizer, model_parameters)  # type: ignore[misc]
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
+        """Save as `CheckpointMixin.save_checkpoint`."""
+        with PROGRESS.doing("save_checkpoint"):
+            return super().save_checkpoint(*args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, Any]:
+        """Load as `CheckpointMixin.load_checkpoint`."""
+        with PROGRESS.doing("load_checkpoint"):
+            return super().load_checkpoint(*args, **kwargs)
+
+    def finish_saving(self) -> None:
+        """Wait as `CheckpointMixin.finish_saving`."""
+        waits = self._writing is not None  # else no news: an engine may be collected in any thread
+        with PROGRESS.doing("finish_saving") if waits else nullcontext():
+            super().finish_saving()
+
+    def zero_allow_untested_optimizer(self) -> bool:
+        """Whether ZeRO takes an optimizer that DeepSpeed does not list; ours are tested with it."""
+        engine: Any = self
+        stock = bool(super().zero_allow_untested_optimizer())  # type: ignore[misc]
+        return stock or is_added(getattr(engine, "basic_optimizer", None))
+
+    @contextmanager
+    def training_step(self) -> Iterator[None]:
+        """Tell the watchdog that a step is trained inside."""
+        engine: Any = self
+        PROGRESS.begin_step(engine.global_steps + 1)
+        with PROGRESS.doing("train_batch"), naming_ids(engine.module):
+            yield
+
+    def buffered_allreduce_fallback(self, grads: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Reduce gradients as DeepSpeed's method of that name, or by the sparse collective."""
+        if self._sparse is not None and grads is None:
+            self._sparse.reduce()
+        else:
+            super().buffered_allreduce_fallback(grads, *args, **kwargs)  # type: ignore[misc]
+
+    def share_out(self, shares: Sequence[int]) -> None:
+        """Change how data-parallel ranks share micro-batches; between two steps, on all ranks.
+
+        Args:
+            shares: As ``wavemare.balance.shares``, with which the engine must have been built.
+
+        Raises:
+            ConfigError: The engine has no shares, is a pipeline, has a loader of its own, or the
+                numbers do not fit.
+        """
+        key = f"{SECTION}.balance.shares"
+        engine: Any = self
+        if self._balance is None:
+            reason = "the engine was built without shares"
+            raise ConfigError(key, list(shares), reason, "Give them in the configuration")
+        if engine.pipeline_parallelism:
+            reason = "the stages of a pipeline expect micro-batches of the size that they know"
+            raise ConfigError(key, list(shares), reason, "Start again with the new shares")
+        if isinstance(getattr(engine.training_dataloader, "data_sampler", None), ShareSampler):
+            reason = "the loader of training_data goes on with micro-batches of the old shares"
+            remedy = "Give train_batch an iterator of your own, and initialize no training_data"
+            raise ConfigError(key, list(shares), reason, remedy)
+        self._balance.share_out(shares)
+
+    def deepspeed_io(
+        self, dataset: Any, batch_size: int | None = None, route: str = ROUTE_TRAIN, **kwargs: Any
+    ) -> Any:
+        """Return a loader as DeepSpeed's method of that name, of this rank's share of samples."""
+        sections = self._sections
+        if route == ROUTE_TRAIN and sections is not None and sections.balance.shares is not None:
+            balance = Balance(sections.balance, self)
+            # A pipeline brings a sampler of its own, which does not shuffle.
+            shuffles = kwargs.get("data_sampler") is None
+            kwargs["data_sampler"] = balance.sampler(dataset, shuffle=shuffles)
+            batch_size = balance.micro_batch
+        return super().deepspeed_io(dataset, batch_size, route, **kwargs)  # type: ignore[misc]
+
+    def destroy(self) -> None:
+        """Give back what the engine holds; all ranks should call it.
+
+        Raises:
+            CheckpointError: What was written in the background could not be completed.
+        """
+        watchdog, self.watchdog = self.watchdog, None  # DeepSpeed's destructor comes here again
+        with ExitStack() as stack:  # each, though one before it fails; the last comes first
+            stack.callback(super().destroy)  # type: ignore[misc]
+            stack.callback(_forget_grid, getattr(self, "mpu", None))
+            if watchdog is not None:
+                stack.callback(watchdog.release)
+            if self._sparse is not None:
+                stack.callback(self._sparse.close)
+            stack.callback(self.finish_saving)  # while it is watched
+
+    def rank_state(self) -> dict[str, Any]:
+        """Return what this rank's next step needs beside weights, optimizer and random state."""
+        state = self._sparse.rank_state() if self._sparse is not None else {}
+        return {"sparse_collective": state} if state else {}
+
+    def start_anew(self) -> None:
+        """Forget what belonged to the weights that were, as `CheckpointMixin.start_anew`."""
+        leave_open_step(self)
+        if self._guard is not None:
+            self._guard.start_anew()
+        if self._sparse is not None:
+            self._sparse.start_anew()
+
+    def load_rank_state(self, state: dict[str, Any]) -> None:
+        """Take over a state of `rank_state`."""
+        saved = state.get("sparse_collective")
+        if self._sparse is None:
+            return
+        if saved is not None:
+            self._sparse.load_rank_state(saved)
+        elif self._sparse.comm.compressor is not None and dist.get_rank() == 0:
+            logger.warning(
+                "sparse_collective: the checkpoint has nothing of what the compressor left out of "
+                "gradients, for these ranks; it starts with nothing waiting"
+            )
+
+    @property
+    def data_rank(self) -> int:
+        """This process's place among those that train the same weights on other data."""
+        engine: Any = self
+        return int(dist.get_rank(group=engine.data_parallel_group))
+
+    @property
+    def data_world_size(self) -> int:
+        """How many processes train the same weights on other data."""
+        engine: Any = self
+        return int(engine.dp_world_size)
+
+    @property
+    def step_lead(self) -> int:
+        """How many optimizer steps more than rank 0 another rank may have done: here none."""
+        return 0
+
+    def step_metrics(self) -> dict[str, float]:
+        """Return what the engine has measured of the last step, by name.
+
+        That is this rank's share of the sparse collectives, if there are any.
+        """
+        return dict(self._sparse.figures) if self._sparse is not None else {}
+
+
+def _forget_grid(mpu: Any) -> None:
+    """Let the next engine have other groups than one that ends: DeepSpeed keeps its grid."""
+    if mpu is None or groups.mpu is not mpu:
+        return
+    groups.mpu = None
+    if mpu is groups:  # DeepSpeed's own tensor parallelism
+        groups.mesh_device = groups._TENSOR_MODEL_PARALLEL_GROUP = None
+        groups._DATA_PARALLEL_GROUP = None

@@ -1,0 +1,429 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints in DeepSpeed's own file layout that are complete or absent.
+
+DeepSpeed writes its files into a folder of a temporary name, each rank adds the state of its
+random generators, rank 0 lists all files with their checksums in ``wavemare.json``, and only then
+the folder gets its name. Stock DeepSpeed, ``zero_to_fp32`` and ``ds_to_universal`` read such a
+folder as their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+from deepspeed import comm as dist
+from deepspeed.checkpoint.constants import (
+    CHECKPOINT_PARALLEL_DIMS,
+    FOLDING_METADATA_KEY,
+    PIPELINE_REPLICATED_PARAMETER_PATTERNS,
+    UNIVERSAL_CHECKPOINT_INFO,
+    UNIVERSAL_CHECKPOINT_VERSION_KEY,
+    UNIVERSAL_CHECKPOINT_VERSION_VALUE,
+)
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+from torch.distributed import distributed_c10d
+
+from wavemare.engine.checkpoint.compatibility import (
+    check_checkpoint_fits,
+    check_optimizer,
+    check_shapes,
+    check_universal,
+    keeps_adam_alone,
+    shapes,
+    topology,
+    untied_weights,
+)
+from wavemare.engine.checkpoint.files import (
+    CheckpointFiles,
+    RankFiles,
+    check_client_state,
+    read_file,
+    safe_loading,
+)
+from wavemare.engine.checkpoint.manifest import FORMAT, read_manifest, resolve_tag, verify_contents
+from wavemare.engine.checkpoint.random_state import random_state, restore_random_state
+from wavemare.engine.checkpoint.save import (
+    BackgroundSave,
+    Save,
+    StoreMeeting,
+    meet_by_collective,
+)
+from wavemare.engine.config.sections import CheckpointConfig
+from wavemare.errors import CheckpointError
+from wavemare.files import remove_leftovers, temporary_sibling
+
+__all__ = ["CheckpointMixin", "agree"]
+
+_RESERVED = {
+    *("ds_autoep_layers", "autoep_layers", FOLDING_METADATA_KEY),
+    *(UNIVERSAL_CHECKPOINT_INFO, CHECKPOINT_PARALLEL_DIMS),
+}
+_Result = TypeVar("_Result")
+
+
+class CheckpointMixin:
+    """Adds whole-or-nothing writing, verification and exact resume to a DeepSpeed engine.
+
+    Attributes:
+        checkpoint_settings: The section ``wavemare.checkpoint``.
+    """
+
+    checkpoint_settings = CheckpointConfig()
+    _writing: BackgroundSave | None = None
+    _meetings: tuple[StoreMeeting, ...] = ()
+    _earlier_runs: tuple[str, ...] = ()
+    _loading = False
+
+    def _configure_checkpointing(self) -> None:
+        super()._configure_checkpointing()  # type: ignore[misc]
+        engine: Any = self
+        if type(engine.checkpoint_engine) is TorchCheckpointEngine:
+            zipped = engine.checkpoint_engine.zipfile_serialization
+            engine.checkpoint_engine = CheckpointFiles(zipped=zipped)
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] = {},
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save as ``deepspeed.DeepSpeedEngine.save_checkpoint``; every rank must call it.
+
+        The folder ``save_dir/tag`` appears at the end, complete; a failure before that leaves an
+        older folder of the same name and ``latest`` as they were. With
+        ``wavemare.checkpoint.background`` the end comes later: `finish_saving` waits for it.
+
+        Raises:
+            ValueError: There is no ``save_dir``.
+            CheckpointError: A rank could not write this checkpoint, or the one before in the
+                background; or ``client_state`` holds what a load would not give back.
+        """
+        if not save_dir:
+            raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
+        engine: Any = self
+        self.settle()
+        self.finish_saving()
+        agree(Path(save_dir), lambda: _check_client_state(engine, client_state))
+        tag = str(tag if tag is not None else f"global_step{engine.global_steps}")
+        engine._checkpoint_tag_validation(tag)  # of the ranks' own tags, not of a shared name
+        state = {**_universal_information(engine), **client_state}
+        if engine.checkpoint_engine.is_decoupled():  # writes in the background, renames nothing
+            return super().save_checkpoint(  # type: ignore[misc]
+                save_dir, tag, state, save_latest, exclude_frozen_parameters
+            )
+        folder = Path(save_dir)
+        # Its own, whoever else saves there; all ranks write into that of rank 0.
+        (partial, *_) = meet_by_collective(str(temporary_sibling(tag)))
+        background = self.checkpoint_settings.background
+        meet = self._meet_in_store(partial) if background else meet_by_collective
+        zipped = getattr(engine.checkpoint_engine, "zipped", True)
+        files = RankFiles(engine.global_rank, background=background, zipped=zipped)
+        owner = _owns_folder(engine)
+        if owner:
+            files.attempt(partial, lambda: _tidy(folder, (folder / tag).parent))
+        with self._writes_to(files):
+            super().save_checkpoint(  # type: ignore[misc]
+                save_dir, partial, state, False, exclude_frozen_parameters
+            )
+        own = {**random_state(), "engine": engine.rank_state(), "shapes": shapes(engine)}
+        files.take(own, str(folder / partial / _rank_file(engine.global_rank)))
+        save = Save(
+            files=files,
+            folder=folder,
+            tag=tag,
+            partial=folder / partial,
+            manifest=_manifest(engine, self._runs) if owner else None,
+            save_latest=save_latest,
+            keep=self.checkpoint_settings.keep,
+            meet=meet,
+        )
+        if background:
+            self._writing = BackgroundSave(save)
+        else:
+            save.complete()
+        return True
+
+    def finish_saving(self) -> None:
+        """Wait until what is written in the background is complete; all ranks should call it.
+
+        Raises:
+            CheckpointError: A rank could not write it.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.wait()
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, Any]:
+        """Load as ``deepspeed.DeepSpeedEngine.load_checkpoint``, after verifying the folder.
+
+        At the topology of the save, training goes on exactly as it would have without the stop.
+        Objects of classes other than torch's are not made, so that a file cannot run code.
+
+        Raises:
+            CheckpointError: The folder is missing, a file in it is damaged, or it was saved by
+                another topology and is not a universal checkpoint; or it is one, and the optimizer
+                has states that it does not keep; or another optimizer's states are in it. The same
+                on all ranks, before the engine is changed. Or a file holds an object of another
+                class.
+        """
+        engine: Any = self
+        self.come_to_rest()
+        self.finish_saving()
+        universal = engine.load_universal_checkpoint()
+        whole = load_optimizer_states and not load_module_only
+        manifest = None
+        if universal:
+            check_universal(load_dir, engine)
+            latest = Path(load_dir) / "latest_universal"
+            if tag is None and latest.is_file():
+                tag = latest.read_text().strip()
+        else:
+            folder = Path(load_dir)
+            tag, manifest = agree(folder, lambda: _find(folder, tag, engine, whole=whole))
+        if manifest is not None and self.checkpoint_settings.verify == "checksums":
+            folder = Path(load_dir) / str(tag)
+            agree(folder, lambda: _verify(folder, manifest, engine))
+        own: dict[str, Any] = {}
+        if manifest is not None:
+            folder, strict = Path(load_dir) / str(tag), load_module_strict and whole
+            own = agree(folder, lambda: _read_own(folder, manifest, engine, strict=strict))
+        if whole and tag is not None:
+            folder = Path(load_dir) / tag
+            agree(folder, lambda: check_optimizer(folder, engine))
+        with self._reading_states_as_saved(), safe_loading(load_dir):
+            result = super().load_checkpoint(  # type: ignore[misc]
+                load_dir,
+                tag,
+                load_module_strict=load_module_strict,
+                load_optimizer_states=load_optimizer_states,
+                load_lr_scheduler_states=load_lr_scheduler_states,
+                load_module_only=load_module_only,
+                custom_load_fn=custom_load_fn,
+            )
+        if result[0] is None:  # there is none: everything stays as it was
+            return result
+        # A run that takes weights alone does not go on with the other's, whose files stay.
+        self._earlier_runs = tuple(manifest.get("runs", ())) if manifest and whole else ()
+        if own and whole:
+            restore_random_state(own)
+        engine.start_anew()
+        take = engine.load_rank_state if whole else engine.load_rank_weights
+        take(own.get("engine", {}))
+        if result[1]:
+            result[1].pop(UNIVERSAL_CHECKPOINT_INFO, None)  # for ds_to_universal, not the client
+        return result
+
+    def zero_optimization(self) -> bool:
+        """Whether ZeRO keeps the optimizer's states, as DeepSpeed's files of them are read."""
+        engine: Any = self
+        # A pipeline in bf16 without ZeRO saves them as ZeRO does; DeepSpeed looks elsewhere.
+        as_zero = self._loading and isinstance(engine.optimizer, BF16_Optimizer)
+        return bool(super().zero_optimization() or as_zero)  # type: ignore[misc]
+
+    @contextmanager
+    def _reading_states_as_saved(self) -> Iterator[None]:
+        self._loading = True
+        try:
+            yield
+        finally:
+            self._loading = False
+
+    @cached_property
+    def _own_run(self) -> str:
+        return secrets.token_hex(8)
+
+    @property
+    def _runs(self) -> list[str]:
+        """The engines whose checkpoints led to this one, and this one."""
+        return [*self._earlier_runs, self._own_run]
+
+    def settle(self) -> None:
+        """Finish what is under way between two steps, so that the engine can be saved."""
+
+    def come_to_rest(self) -> None:
+        """Leave nothing under way that a load could meet; if it finds nothing, training goes on."""
+
+    def rank_state(self) -> dict[str, Any]:
+        """Return what this rank's next step needs beside weights, optimizer and random state."""
+        return {}
+
+    def start_anew(self) -> None:
+        """Forget what belonged to the weights that were; others have just been loaded.
+
+        Gradients that no step has taken are among it, so that training can go on from a checkpoint
+        after an error, too.
+        """
+
+    def load_rank_state(self, state: dict[str, Any]) -> None:
+        """Take over a state of `rank_state`; it is empty where a checkpoint has none."""
+
+    def load_rank_weights(self, state: dict[str, Any]) -> None:
+        """Take over only the weights in it, where the optimizer's state is not loaded."""
+
+    def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
+        if self._writing is not None and self._writing.has_failed:
+            self.finish_saving()
+        super()._take_model_step(*args, **kwargs)  # type: ignore[misc]
+
+    def _copy_recovery_script(self, save_path: str) -> None:
+        files: RankFiles | None = getattr(self.checkpoint_engine, "current", None)  # type: ignore[attr-defined]
+        copy = super()._copy_recovery_script  # type: ignore[misc]
+        if files is None:
+            copy(save_path)
+        else:
+            files.attempt("zero_to_fp32.py", lambda: copy(save_path))
+
+    @contextmanager
+    def _writes_to(self, files: RankFiles) -> Iterator[None]:
+        """Have DeepSpeed hand its files over; an engine of its own for them writes by itself."""
+        engine: Any = self
+        if not isinstance(engine.checkpoint_engine, CheckpointFiles):
+            yield
+            return
+        engine.checkpoint_engine.current = files
+        try:
+            yield
+        finally:
+            engine.checkpoint_engine.current = None
+
+    def _meet_in_store(self, save: str) -> StoreMeeting:
+        store: Any = distributed_c10d._get_default_store()
+        if store is None:
+            reason = "the process group has no store, in which writers could meet (backend MPI)"
+            raise CheckpointError("wavemare.checkpoint.background", True, reason, "Leave it out")
+        engine: Any = self
+        watchdog = engine.watchdog  # the engine's own, which `destroy` forgets before it waits
+        meeting = StoreMeeting(
+            distributed_c10d.PrefixStore(f"wavemare/checkpoint/{save}", store),
+            dist.get_rank(),
+            dist.get_world_size(),
+            self.checkpoint_settings.timeout_s,
+            None if watchdog is None else watchdog.ended,
+        )
+        # All have met twice in the one before, so that nobody asks for the one before that.
+        for old in self._meetings[:-1]:
+            old.forget()
+        self._meetings = (*self._meetings[-1:], meeting)
+        return meeting
+
+
+def _check_client_state(engine: Any, state: Mapping[str, Any]) -> None:
+    """Refuse what a load would not give back; one rank alone would refuse the others, late."""
+    taken = sorted(_RESERVED & state.keys()) if engine.has_moe_layers else []
+    if taken:
+        reason = "DeepSpeed keeps something of its own by this name in a checkpoint with experts"
+        key = f"client_state[{taken[0]!r}]"
+        raise CheckpointError(key, state[taken[0]], reason, "Use another name")
+    check_client_state(state)
+
+
+def _universal_information(engine: Any) -> dict[str, Any]:
+    """Return what ``ds_to_universal`` asks of the client: which weights stand on several stages."""
+    if hasattr(engine.module, UNIVERSAL_CHECKPOINT_INFO) or engine.has_moe_layers:
+        return {}  # tensor parallelism has put its own there, and experts have no place in it
+    if not keeps_adam_alone(engine):
+        return {}  # without it ds_to_universal refuses states that it would drop
+    information = {
+        UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE,
+        PIPELINE_REPLICATED_PARAMETER_PATTERNS: [r"tied_modules\..*"],
+    }
+    return {UNIVERSAL_CHECKPOINT_INFO: information}
+
+
+def agree(folder: Path, check: Callable[[], _Result]) -> _Result:
+    """Check a folder on every rank; what one refuses, all refuse with its error."""
+    refused, result = None, None
+    try:
+        result = check()
+    except CheckpointError as error:
+        refused = error
+    except (OSError, KeyError, TypeError, ValueError) as error:  # the others wait for this rank
+        reason = f"it cannot be read ({type(error).__name__}: {error})"
+        refused = CheckpointError("checkpoint", str(folder), reason, "Resume from another one")
+    parts = refused and [refused.key, str(refused.value), refused.reason, refused.remedy]
+    found = [other for other in meet_by_collective(parts) if other is not None]
+    if refused is not None or found:
+        raise refused or CheckpointError(*found[0])
+    return result  # type: ignore[return-value]
+
+
+def _find(
+    load_dir: Path, tag: str | None, engine: Any, *, whole: bool
+) -> tuple[str | None, dict[str, Any] | None]:
+    """Return tag and list of files of a checkpoint that this engine can go on from."""
+    tag = resolve_tag(load_dir, tag)
+    manifest = read_manifest(load_dir / tag) if tag is not None else None
+    if manifest is not None:
+        check_checkpoint_fits(load_dir / str(tag), manifest, engine, whole=whole)
+    return tag, manifest
+
+
+def _read_own(
+    folder: Path, manifest: Mapping[str, Any], engine: Any, *, strict: bool
+) -> dict[str, Any]:
+    """Return this rank's state, if the topology is the same, after a look at the weights' sizes."""
+    if manifest["topology"] != topology(engine):
+        return {}
+    own = read_file(folder / _rank_file(engine.global_rank))
+    check_shapes(folder, own.get("shapes"), engine, strict=strict)
+    return own
+
+
+def _verify(folder: Path, manifest: Mapping[str, Any], engine: Any) -> None:
+    """Verify this rank's share of the files' checksums."""
+    part, parts = dist.get_rank(), dist.get_world_size()
+    if engine.use_node_local_storage():
+        part, parts = engine.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    verify_contents(folder, manifest, part=part, parts=parts)
+
+
+def _tidy(*folders: Path) -> None:
+    """Make folders, and remove what killed saves have left in them."""
+    for folder in dict.fromkeys(folders):
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(folder)
+
+
+def _manifest(engine: Any, runs: list[str]) -> dict[str, Any]:
+    """Return what ``wavemare.json`` says beside the files."""
+    plan = engine.parallel_plan
+    layout = json.loads(plan.to_json()) if plan is not None else None
+    return {
+        "format": FORMAT,
+        "saved": datetime.now(UTC).isoformat(timespec="microseconds"),
+        "versions": {name: version(name) for name in ("wavemare", "deepspeed", "torch")},
+        "runs": runs,
+        "global_steps": engine.global_steps,
+        "topology": topology(engine),
+        "untied": untied_weights(engine),
+        "plan": None if plan is None else {"digest": plan.digest, "layout": layout},
+    }
+
+
+def _owns_folder(engine: Any) -> bool:
+    return bool((engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0)
+
+
+def _rank_file(rank: int) -> str:
+    return f"wavemare_rank_{rank:05d}_state.pt"

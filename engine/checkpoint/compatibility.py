@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a run can go on from a checkpoint: its topology, its plan, its optimizer."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from deepspeed import comm as dist
+from deepspeed.runtime.zero.utils import ZeRORuntimeException
+
+from wavemare.engine.checkpoint.files import read_file
+from wavemare.engine.checkpoint.manifest import MANIFEST
+from wavemare.engine.optim.partitions import is_added
+from wavemare.errors import CheckpointError
+
+__all__ = [
+    "check_checkpoint_fits",
+    "check_optimizer",
+    "check_shapes",
+    "check_universal",
+    "keeps_adam_alone",
+    "shapes",
+    "topology",
+    "untied_weights",
+]
+
+_WRAPPERS = ("optimizer", "optimizer_state_dict", "base_optimizer_state")
+_COMPILED = "bias_correction"
+_TELLING = ("betas", "eps", "momentum", _COMPILED)
+"""Settings by whose presence optimizers differ that would read each other's states wrongly."""
+
+
+class TopologyError(CheckpointError, ZeRORuntimeException):
+    """What DeepSpeed raises where the number of ranks has changed is caught as its own, too."""
+
+
+def topology(engine: Any) -> dict[str, Any]:
+    """Return what a checkpoint's files depend on.
+
+    Keys: ``world_size``, ``data``, ``pipe``, ``model`` (ranks), ``zero_stage``, and for a pipeline
+    ``cuts`` (the first layer of each stage and the number of layers).
+    """
+    parts = getattr(engine.module, "parts", None)
+    pipe = getattr(engine, "num_stages", 1)
+    return {
+        "world_size": dist.get_world_size(),
+        "data": engine.dp_world_size,
+        "pipe": pipe,
+        "model": engine.mp_world_size // pipe,
+        "zero_stage": int(engine.zero_optimization_stage()),
+        "cuts": [int(part) for part in parts] if parts is not None else None,
+    }
+
+
+def untied_weights(engine: Any) -> list[str]:
+    """Return the weights that a pipeline holds copies of where the model has one for both."""
+    return sorted(getattr(engine.module, "untied", ()))
+
+
+def keeps_adam_alone(engine: Any) -> bool:
+    """Return whether the optimizer's states are such as ``ds_to_universal`` converts."""
+    return not is_added(getattr(engine, "basic_optimizer", None))
+
+
+def check_checkpoint_fits(
+    folder: Path, manifest: Mapping[str, Any], engine: Any, *, whole: bool
+) -> None:
+    """Check a checkpoint of another run's engine against this one.
+
+    Args:
+        folder: The checkpoint.
+        manifest: Its list of files.
+        engine: The one to load it.
+        whole: Whether the optimizer's states are loaded, too, which are cut by the topology.
+
+    Raises:
+        CheckpointError: It was saved by another topology, plan or tying of weights.
+    """
+    _check_heads(folder, manifest.get("plan"), engine.parallel_plan)
+    _check_ties(folder, manifest.get("untied"), untied_weights(engine))
+    if engine.parallel_plan is not None and engine.parallel_plan.colocated:
+        # Each rank has a part in a file of its own.
+        _check_topology(folder, manifest["topology"], topology(engine), False, exactly=True)
+    if whole:
+        convertible = keeps_adam_alone(engine)
+        _check_plan(folder, manifest.get("plan"), engine.parallel_plan, convertible)
+        _check_topology(folder, manifest["topology"], topology(engine), convertible)
+
+
+def shapes(engine: Any) -> dict[str, list[int]]:
+    """Return the size of each of this rank's weights, of which ZeRO 3 holds a part."""
+    named = engine.module.named_parameters()
+    return {name: list(getattr(weight, "ds_shape", weight.shape)) for name, weight in named}
+
+
+def check_shapes(
+    folder: Path, saved: Mapping[str, list[int]] | None, engine: Any, *, strict: bool
+) -> None:
+    """Refuse a checkpoint of a model of other sizes; those of older versions do not say.
+
+    Raises:
+        CheckpointError: A weight has another size; or, if ``strict``, is in one of the two alone.
+    """
+    own = shapes(engine)
+    saved = own if saved is None else saved
+    for name in sorted({*saved, *own}):
+        theirs, ours = saved.get(name), own.get(name)
+        if theirs != ours and (strict or None not in (theirs, ours)):
+            reason = f"it holds another model: {name} is {theirs} in it, and {ours} in this run"
+            remedy = "Give the sizes of the run that saved it (a recipe's are in its config.json)"
+            raise CheckpointError("checkpoint", str(folder), reason, remedy)
+
+
+def check_optimizer(folder: Path, engine: Any) -> None:
+    """Refuse the states of another optimizer, whoever wrote them.
+
+    DeepSpeed's own Adam counts steps in plain numbers, which torch's takes but never moves on.
+
+    Args:
+        folder: The checkpoint, which may be a universal one.
+        engine: The one to load it.
+
+    Raises:
+        CheckpointError: Another optimizer wrote it, or it is an elastic one.
+    """
+    basic = getattr(engine, "basic_optimizer", None)
+    patterns = ("zero/optimizer_state.pt", "*optim_states.pt", "mp_rank_*_model_states.pt")
+    files = [file for pattern in patterns for file in sorted(folder.glob(pattern))]
+    if basic is None or not files:
+        return
+    # Mapped, so that tensors are not read; the older format of torch cannot be.
+    state = read_file(files[0], mmap=zipfile.is_zipfile(files[0]))
+    while isinstance(state, Mapping) and (key := next((k for k in _WRAPPERS if k in state), None)):
+        state = state[key]
+    if isinstance(state, list):
+        reason = "it was saved with elastic_checkpoint, which keeps no learning rates"
+        remedy = f"Save it without that key, or {_WEIGHTS_ALONE}"
+        raise CheckpointError("checkpoint", str(folder), reason, remedy)
+    groups = state.get("param_groups") if isinstance(state, Mapping) else None
+    if not groups:
+        return
+    pair = groups[0], basic.param_groups[0]
+    theirs, ours = ([k for k in _TELLING if k in group] for group in pair)
+    if theirs == ours:
+        return
+    remedy = "Resume with the optimizer that saved it"
+    if theirs == [*ours, _COMPILED]:
+        remedy = (
+            'Set WAVEMARE_COMPILED_OPS=1 and leave out "torch_adam", or offload as that run did'
+        )
+    elif ours == [*theirs, _COMPILED]:
+        remedy = 'Give "torch_adam": true in optimizer.params'
+    raise CheckpointError(
+        "checkpoint",
+        str(folder),
+        f"its optimizer's states are of {_name(theirs)}, and this run has {_name(ours)} "
+        f"({type(basic).__name__})",
+        f"{remedy}, or {_WEIGHTS_ALONE}",
+    )
+
+
+_WEIGHTS_ALONE = "load the weights alone (load_optimizer_states=False)"
+
+
+def _name(settings: list[str]) -> str:
+    if _COMPILED in settings:
+        return "DeepSpeed's FusedAdam or DeepSpeedCPUAdam"
+    if settings == ["betas", "eps"]:
+        return "torch's Adam or AdamW"
+    return f"an optimizer with {' and '.join(settings) or 'neither betas nor momentum'}"
+
+
+def check_universal(load_dir: str, engine: Any) -> None:
+    """Refuse a universal checkpoint for an optimizer whose states it cannot have.
+
+    Raises:
+        CheckpointError: The optimizer has other states than Adam's.
+    """
+    if not keeps_adam_alone(engine):
+        raise CheckpointError(
+            "checkpoint",
+            str(load_dir),
+            "a universal checkpoint keeps Adam's averages alone, and "
+            f"{type(engine.basic_optimizer).__name__} has other states",
+            "Resume at the topology of the save without load_universal, or go on from a model "
+            "that save_pretrained exported",
+        )
+
+
+def _check_plan(
+    folder: Path, saved: dict[str, Any] | None, plan: Any, convertible: bool = True
+) -> None:
+    """Refuse a checkpoint of another plan; one that was saved or is loaded without any has none."""
+    if saved is None or plan is None or saved["digest"] == plan.digest:
+        return
+    raise CheckpointError(
+        "checkpoint",
+        str(folder),
+        f"it was saved under the plan {saved['digest']}, this run has {plan.digest}",
+        f"Resume with the same plan, which stands in {MANIFEST}, or "
+        f"{_universal_remedy(folder, convertible)}",
+    )
+
+
+def _check_heads(folder: Path, saved: dict[str, Any] | None, plan: Any) -> None:
+    """Refuse a checkpoint whose output heads are split over the data ranks and here not."""
+    theirs = list(saved["layout"]["colocated"]) if saved is not None else []
+    own = list(plan.colocated) if plan is not None else []
+    if theirs != own:
+        raise CheckpointError(
+            "checkpoint",
+            str(folder),
+            f"in it the heads {theirs} are split over the data ranks, in this run {own}",
+            "Resume with the same plan, or go on from a model that save_pretrained exported",
+        )
+
+
+def _check_ties(folder: Path, saved: list[str] | None, current: list[str]) -> None:
+    """Refuse a checkpoint of stages that tie other weights; older ones do not say."""
+    if saved is None or saved == current:
+        return
+    raise CheckpointError(
+        "checkpoint",
+        str(folder),
+        f"the weights with copies of their own are {saved} in it, in this run {current}",
+        "Resume with the schedule that saved it (pipemare unties heads, 1f1b does not unless "
+        '"untie" is set), or go on from a model that save_pretrained exported',
+    )
+
+
+def _check_topology(
+    folder: Path,
+    saved: dict[str, Any],
+    current: dict[str, Any],
+    convertible: bool = True,
+    *,
+    exactly: bool = False,
+) -> None:
+    if saved["zero_stage"] == current["zero_stage"] == 0 and not exactly:
+        # Every replica holds everything, so that their number does not matter.
+        free = {"world_size", "data"}
+        saved = {key: value for key, value in saved.items() if key not in free}
+        current = {key: value for key, value in current.items() if key not in free}
+    if saved == current:
+        return
+    raise TopologyError(
+        "checkpoint",
+        str(folder),
+        f"it was saved by the topology {_spell(saved)}, this run has {_spell(current)}",
+        f"Resume with the same topology, or {_universal_remedy(folder, convertible)}",
+    )
+
+
+def _universal_remedy(folder: Path, convertible: bool) -> str:
+    if not convertible:
+        return "go on from a model that save_pretrained exported"
+    return (
+        f"convert it with 'python -m wavemare.universal --input_folder {folder} "
+        f"--output_folder {folder}_universal' (needs ZeRO 1 or higher), write "
+        f"'{folder.name}_universal' into the file latest_universal and set "
+        '"checkpoint": {"load_universal": true}'
+    )
+
+
+def _spell(values: Mapping[str, Any]) -> str:
+    return "(" + ", ".join(f"{key} {value}" for key, value in values.items()) + ")"

@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of a checkpoint: how a rank writes its own, with checksums, and reads them safely.
+
+DeepSpeed hands every file to the ``checkpoint_engine`` of its engine. Ours keeps the checksum of
+what passes, remembers an error instead of raising it while other ranks wait, and unpickles nothing
+but tensors, plain values and `HARMLESS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import io
+import os
+import pathlib
+import pickle
+import threading
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial, wraps
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+import torch
+import xxhash
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+from numpy._core import multiarray
+from torch.utils._pytree import tree_map_only
+
+from wavemare.engine.checkpoint.records import FileRecord
+from wavemare.engine.checkpoint.snapshot import Snapshot, num_bytes
+from wavemare.errors import CheckpointError
+from wavemare.pickled_enums import GETATTR, enum_member
+
+__all__ = ["CheckpointFiles", "RankFiles", "check_client_state", "read_file", "safe_loading"]
+
+HARMLESS: list[Any] = [
+    DynamicLossScaler,
+    LossScaler,
+    ZeroStageEnum,
+    fragment_address,
+    (enum_member, GETATTR),
+    *(np.ndarray, np.dtype, multiarray._reconstruct, multiarray.scalar),
+    *(type(np.dtype(kind)) for kind in (*"?bBhHiIlLqQefdFD", "U", "S", "M", "m")),
+    *(datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
+    *(argparse.Namespace, types.SimpleNamespace, pathlib.PosixPath, pathlib.PurePosixPath),
+]
+"""Classes whose objects do nothing when they are made: of DeepSpeed's files, of client states."""
+
+_TELLING = (RuntimeError, OSError, pickle.UnpicklingError, EOFError)
+"""Errors whose text says enough without their name."""
+_LONGEST = 300
+
+
+@dataclass
+class RankFiles:
+    """What one rank writes of one checkpoint.
+
+    Attributes:
+        rank: This process.
+        zipped: ``checkpoint.checkpoint_serialization``: torch's format of today, a zip archive.
+        background: Whether files are copied when they are taken, and written by `write_queued`.
+        written: Records by path.
+        needed: Bytes of all tensors taken so far.
+        failure: What went wrong first, as a reason; nothing is written after it.
+    """
+
+    rank: int
+    background: bool
+    zipped: bool = True
+    written: dict[str, FileRecord] = field(default_factory=dict)
+    needed: int = 0
+    failure: str | None = None
+    _queue: list[tuple[str, Snapshot]] = field(default_factory=list)
+
+    def take(self, state: Any, path: str) -> None:
+        """Write a file, or copy its content; an error is kept in `failure`."""
+        self.needed += num_bytes(state)
+        if self.background:
+            self.attempt(path, lambda: self._queue.append((path, Snapshot(state))))
+        else:
+            self.attempt(path, lambda: self._write(state, path))
+
+    def write_queued(self) -> None:
+        """Write what was copied, and free the copies one by one."""
+        for path, snapshot in self._drain():
+            self.attempt(path, lambda s=snapshot, p=path: self._write(s.restore(), p))  # type: ignore[misc]
+
+    def attempt(self, path: str, action: Callable[[], object]) -> None:
+        """Do something for a file unless something has failed; an error is kept in `failure`."""
+        if self.failure is not None:
+            return
+        try:
+            action()
+        except Exception as error:  # the other ranks must learn of it, whatever it is
+            detail = error.strerror if isinstance(error, OSError) and error.strerror else error
+            self.failure = f"rank {self.rank} could not write {Path(path).name} ({detail})"
+
+    def report(self) -> dict[str, Any]:
+        """Return what rank 0 needs to know of this rank, as JSON can hold it."""
+        written = {path: asdict(record) for path, record in self.written.items()}
+        return {"written": written, "needed": self.needed, "failure": self.failure}
+
+    def _write(self, state: Any, path: str) -> None:
+        self.written[path] = write_file(state, path, zipped=self.zipped)
+
+    def _drain(self) -> Iterator[tuple[str, Snapshot]]:
+        while self._queue:
+            yield self._queue.pop(0)
+
+
+class CheckpointFiles(CheckpointEngine):
+    """DeepSpeed's way to its files, in place of its ``TorchCheckpointEngine``.
+
+    Args:
+        zipped: ``checkpoint.checkpoint_serialization``: torch's format of today, a zip archive.
+
+    Attributes:
+        current: What is written by the save that is under way; files outside of a save are
+            written as they come.
+    """
+
+    current: RankFiles | None = None
+
+    def __init__(self, *, zipped: bool = True) -> None:
+        super().__init__()
+        self.name = type(self).__name__
+        self.zipped = zipped
+
+    def create(self, info: Any) -> None:
+        """Nothing: `current` says what is to be written."""
+
+    def commit(self, info: Any) -> bool:
+        """Nothing: the ranks complete a checkpoint together, afterwards."""
+        return True
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Write a file as ``torch.save``."""
+        path = str(path)
+        if self.current is not None:
+            self.current.take(state_dict, path)
+        else:
+            write_file(state_dict, path, zipped=self.zipped)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Make a folder."""
+        if self.current is not None:
+            self.current.attempt(str(path), lambda: os.makedirs(path, exist_ok=exist_ok))
+        else:
+            os.makedirs(path, exist_ok=exist_ok)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Read a file as ``torch.load``.
+
+        Raises:
+            CheckpointError: It is no such file, or holds what could run code.
+        """
+        return read_file(path, map_location)
+
+
+class _Stream:
+    """A file being written: its checksum and its first error are kept.
+
+    torch's writer ends the process if ``write`` raises, so that later writes do nothing instead.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._file = open(path, "wb")
+        self._checksum = xxhash.xxh3_64()
+        self._size = 0
+        self._error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        size = memoryview(data).nbytes
+        if self._error is None:
+            try:
+                self._file.write(data)
+            except OSError as error:
+                self._error = error
+            self._checksum.update(data)
+            self._size += size
+        return size
+
+    def flush(self) -> None:
+        """For ``torch.save``; `close` flushes."""
+
+    def close(self) -> FileRecord:
+        """Wait until the content is on the disk.
+
+        Raises:
+            OSError: Not all of it could be written.
+        """
+        try:
+            if self._error is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+                return FileRecord(self._size, self._checksum.hexdigest())
+            raise self._error
+        finally:
+            self._discard()
+
+    def _discard(self) -> None:
+        try:
+            self._file.close()
+        except OSError:  # what is buffered does not fit either; close() has said so before
+            pass
+
+
+def write_file(state: Any, path: str, *, zipped: bool = True) -> FileRecord:
+    """Write as ``torch.save``, down to the disk, and return the record of what was written.
+
+    Raises:
+        OSError: It could not be written.
+    """
+    stream = _Stream(path)
+    try:
+        torch.save(state, cast(IO[bytes], stream), _use_new_zipfile_serialization=zipped)
+    finally:
+        record = stream.close()
+    return record
+
+
+def read_file(
+    path: str | os.PathLike[str], map_location: Any = "cpu", *, mmap: bool | None = None
+) -> Any:
+    """Read as ``torch.load``, making nothing but harmless objects.
+
+    Raises:
+        CheckpointError: It is no such file, or holds something else.
+    """
+    return _read(torch.load, path, path, map_location=map_location, mmap=mmap)
+
+
+def check_client_state(state: Mapping[str, Any]) -> None:
+    """Check that `read_file` would give a client state back: what is not read is lost.
+
+    Raises:
+        CheckpointError: A value cannot be pickled, or holds an object of another class.
+    """
+    for key, value in state.items():
+        buffer = io.BytesIO()
+        try:
+            # What tensors hold is always read, and would take time and memory here.
+            torch.save(tree_map_only(torch.Tensor, lambda t: t.new_empty(0), value), buffer)
+            buffer.seek(0)
+            _read(torch.load, "client_state", buffer, map_location="cpu")
+        except Exception as error:  # of the value's own methods, too
+            detail = getattr(error, "reason", f"{type(error).__name__}: {error}")
+            reason = f"a checkpoint could not give it back: {detail}"
+            remedy = (
+                "Save plain values, tensors or arrays instead, or call "
+                "torch.serialization.add_safe_globals([its class]) before each save and load"
+            )
+            raise CheckpointError(f"client_state[{key!r}]", value, reason, remedy) from error
+
+
+@contextmanager
+def safe_loading(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Have every ``torch.load`` of this thread make nothing but harmless objects, as `read_file`.
+
+    DeepSpeed reads some files past its checkpoint engine, universal checkpoints' for one, without
+    any hook. Other threads get what they ask for; processes forked inside are bound as well.
+
+    Args:
+        path: What an error names where ``torch.load`` was given no path.
+
+    Raises:
+        CheckpointError: One of them cannot read its file, or has found something else.
+    """
+    outer, _bound.path = getattr(_bound, "path", None), path
+    try:
+        with _REPLACEMENT:
+            yield
+    finally:
+        _bound.path = outer
+
+
+class _Replacement:
+    """Replaces ``torch.load`` while threads are inside."""
+
+    def __init__(self) -> None:
+        self._lock, self._threads = threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._threads += 1
+            if self._threads == 1:
+                self._before, self._ours = torch.load, _for_bound_threads(torch.load)
+                torch.load = self._ours
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._threads -= 1
+            if not self._threads and torch.load is self._ours:
+                torch.load = self._before
+
+
+_REPLACEMENT, _bound = _Replacement(), threading.local()
+
+
+def _for_bound_threads(load: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(load)
+    def reading(f: Any, *args: Any, **options: Any) -> Any:
+        place = getattr(_bound, "path", None)
+        reads = load if place is None else partial(_read, load, place)
+        return reads(f, *args, **options)
+
+    return reading
+
+
+def _read(load: Callable[..., Any], place: Any, f: Any, *args: Any, **options: Any) -> Any:
+    """Load safely, with one error, which also survives the way out of a worker process."""
+    # They stay known: taking them back would meet the loads of other threads.
+    torch.serialization.add_safe_globals(HARMLESS)
+    try:
+        return load(f, *args, **{**options, "weights_only": True})
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:  # damaged bytes reach pickle, zip, struct and torch
+        raise _unreadable(f if isinstance(f, str | os.PathLike) else place, error) from error
+
+
+def _unreadable(path: str | os.PathLike[str], error: Exception) -> CheckpointError:
+    """Return the error for a file with something else than harmless objects, or for damage."""
+    if isinstance(error, pickle.UnpicklingError | EOFError):
+        reason = f"the file cannot be read safely ({_first_line(error)})"
+        remedy = (
+            "Do not load it unless you wrote it; an object of your own in client_state is read "
+            "after torch.serialization.add_safe_globals([its class])"
+        )
+    else:
+        reason = f"the file cannot be read ({_first_line(error)})"
+        remedy = "Resume from another checkpoint"
+    return CheckpointError("checkpoint", str(path), reason, remedy)
+
+
+def _first_line(error: Exception) -> str:
+    """Return what torch says that it has met, without its advice on how to load it anyway."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [line for line in lines if "GLOBAL" in line or line.startswith("Unsupported")]
+    text = [*telling, *lines, type(error).__name__][0].split(". Please")[0].rstrip(".")
+    if lines and not isinstance(error, _TELLING):
+        text = f"{type(error).__name__}: {text}"
+    # Of a damaged file's names it may quote thousands of characters, and control characters.
+    return "".join(c if c.isprintable() else "?" for c in text[:_LONGEST])

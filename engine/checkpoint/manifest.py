@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The list of a checkpoint's files: damage is found by it before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from wavemare.engine.checkpoint.records import FileRecord, checksum
+from wavemare.errors import CheckpointError
+from wavemare.files import discard_folder, restore_folder
+
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "complete_tags",
+    "damaged",
+    "keep_last",
+    "read_manifest",
+    "resolve_tag",
+    "verify_contents",
+]
+
+MANIFEST = "wavemare.json"
+FORMAT = 2
+"""1 had sizes alone: ``"files": {name: bytes}``."""
+_NUMBERS = ("world_size", "data", "pipe", "model", "zero_stage")
+"""What a topology must have; ``cuts`` is compared as it stands."""
+
+
+def resolve_tag(load_dir: str | Path, tag: str | None) -> str | None:
+    """Return the tag to load: the one given, else the one that ``latest`` names, else None.
+
+    Raises:
+        CheckpointError: There is no folder of that name.
+    """
+    folder = Path(load_dir)
+    latest = folder / "latest"
+    if tag is None:
+        if not latest.is_file():
+            return None
+        tag = latest.read_text(encoding="utf-8", errors="replace").strip()
+    restore_folder(folder / tag)
+    if not tag or "\0" in tag or not (folder / tag).is_dir():
+        there = sorted(path.parent.name for path in _lists(folder))
+        remedy = f"Choose one of {there}" if there else "Start without resuming"
+        raise CheckpointError("checkpoint", str(folder / tag), "there is no such folder", remedy)
+    return tag
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """Read a checkpoint's list of files and compare it with the files' names and sizes.
+
+    Args:
+        folder: The checkpoint, ``save_dir/tag``.
+
+    Returns:
+        The manifest, or None if stock DeepSpeed wrote the folder.
+
+    Raises:
+        CheckpointError: The list is damaged, or a file is missing, has another size than when it
+            was written, or is one that the list does not have and DeepSpeed would load.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        return None
+    try:
+        manifest = _parse(path)
+    except ValueError as error:
+        raise damaged(path, str(error), folder) from None
+    records = _records(manifest)
+    for name, record in records.items():
+        file = folder / name
+        if not file.is_file():
+            raise damaged(file, "the file is missing", folder)
+        size = file.stat().st_size
+        if size != record.bytes:
+            reason = f"the file has {size} bytes instead of {record.bytes}"
+            raise damaged(file, reason, folder)
+    for file in sorted(folder.rglob("*.pt")):  # which DeepSpeed finds by patterns
+        if file.relative_to(folder).as_posix() not in records:
+            raise damaged(file, "the file was not there when the checkpoint was complete", folder)
+    return manifest
+
+
+def verify_contents(
+    folder: Path, manifest: Mapping[str, Any], *, part: int = 0, parts: int = 1
+) -> None:
+    """Read a part of a checkpoint's files and compare their checksums.
+
+    Files are dealt out by size, so that together the parts read each file once, and none much more
+    than another.
+
+    Args:
+        folder: The checkpoint.
+        manifest: What `read_manifest` has returned for it.
+        part: Of ``range(parts)``.
+        parts: Among how many the files are dealt out.
+
+    Raises:
+        CheckpointError: A file's content is not what was written.
+    """
+    records = _records(manifest)
+    loads = [0] * parts
+    for name in sorted(records, key=lambda name: (-records[name].bytes, name)):
+        taker = loads.index(min(loads))
+        loads[taker] += records[name].bytes + 1
+        if taker != part or not records[name].xxh3:
+            continue
+        found = checksum(folder / name)
+        if found != records[name]:
+            reason = f"the file's checksum is {found.xxh3} instead of {records[name].xxh3}"
+            raise damaged(folder / name, reason, folder)
+
+
+def complete_tags(folder: Path, runs: Collection[str] | None = None) -> list[str]:
+    """Return the tags of a folder whose files are all there, by size, the newest first.
+
+    Args:
+        folder: Of the checkpoints.
+        runs: If given, only what one of these engines has saved.
+    """
+    found = []
+    for path in _lists(folder):
+        try:
+            manifest = _parse(path)
+            sizes = {path.parent / name: r.bytes for name, r in _records(manifest).items()}
+            whole = all(file.stat().st_size == size for file, size in sizes.items())
+        except (ValueError, OSError):
+            continue
+        if whole and (runs is None or _run(manifest) in runs):
+            found.append(
+                (str(manifest.get("saved", "")), path.stat().st_mtime_ns, path.parent.name)
+            )
+    return [tag for *_, tag in sorted(found, reverse=True)]
+
+
+def keep_last(folder: Path, count: int, latest: str, runs: Collection[str]) -> list[str]:
+    """Remove all complete checkpoints that some engines have saved but the newest ones.
+
+    Args:
+        folder: Of the checkpoints.
+        count: How many stay.
+        latest: The tag that stays whatever the others are.
+        runs: The engines: the one that saves, and those that it has gone on from.
+
+    Returns:
+        The tags removed. Folders of others, or that are not whole, are left alone.
+    """
+    old = [tag for tag in complete_tags(folder, runs)[count:] if tag != latest]
+    for tag in old:
+        discard_folder(folder / tag)
+    return old
+
+
+def damaged(file: Path, reason: str, folder: Path) -> CheckpointError:
+    """Return the error for a file that cannot be used, with another checkpoint to use.
+
+    Args:
+        file: The damaged one.
+        reason: What is wrong with it.
+        folder: Its checkpoint.
+    """
+    others = [tag for tag in complete_tags(folder.parent) if tag != folder.name]
+    remedy = "Start without resuming"
+    if others:
+        remedy = (
+            f"Load the tag {others[0]!r}, the newest complete one beside it (write it into "
+            f"{folder.parent / 'latest'} to resume from it)"
+        )
+    return CheckpointError("checkpoint", str(file), reason, remedy)
+
+
+def _lists(folder: Path) -> list[Path]:
+    # Hidden ones are being written, replaced or removed.
+    return [path for path in folder.glob(f"*/{MANIFEST}") if not path.parent.name.startswith(".")]
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    """Read a list of files.
+
+    Raises:
+        ValueError: It cannot be understood; the text says why.
+    """
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        _records(manifest)
+        number = int(manifest.get("format", 1))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ValueError("it is not a list of files any more") from None
+    if number > FORMAT:
+        raise ValueError(f"it has the format {number}, and this version knows 1 to {FORMAT}")
+    _check_topology(manifest.get("topology"))
+    return manifest
+
+
+def _check_topology(topology: Any) -> None:
+    """Check what decides whether a run can go on from the files.
+
+    Raises:
+        ValueError: It is no topology; the text says why.
+    """
+    if not isinstance(topology, Mapping):
+        raise ValueError("it does not say by which topology the files were saved")
+    for name in _NUMBERS:
+        value = topology.get(name)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"its topology has no whole number for {name}")
+
+
+def _run(manifest: Mapping[str, Any]) -> str | None:
+    """Return which engine saved a checkpoint; None if its version did not say."""
+    runs = manifest.get("runs")
+    return str(runs[-1]) if isinstance(runs, list) and runs else None
+
+
+def _records(manifest: Mapping[str, Any]) -> dict[str, FileRecord]:
+    """Return size and checksum of each file; in format 1 there was no checksum."""
+    return {
+        str(name): FileRecord(int(value["bytes"]), str(value["xxh3"]))
+        if isinstance(value, Mapping)
+        else FileRecord(int(value), "")
+        for name, value in manifest["files"].items()
+    }

@@ -1,0 +1,373 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No optimizer step with numbers that are not finite, and word of where they came from.
+
+In a sound step this costs one pass over the reduced gradients, and the sum of one number over the
+ranks that step together: a loss that is not finite is made one with gradients that are not, so that
+whoever sums those learns of it. A step found bad costs a second pass over its micro-batches
+(`trace`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor
+
+from wavemare.engine.config.sections import GuardConfig
+from wavemare.engine.health.consensus import judges_of
+from wavemare.engine.health.nonfinite_trace import (
+    Finding,
+    RandomState,
+    are_finite,
+    explained,
+    loss_of,
+    trace,
+)
+from wavemare.errors import NumericsError
+
+__all__ = ["Fault", "NumericsGuard", "attach_guard", "gradients_of", "skipping"]
+
+logger = logging.getLogger("wavemare")
+
+_KEY = "wavemare.guard.nonfinite"
+_UNREPRODUCED = (
+    "not found again in a second pass over the micro-batches kept, so that it came from outside of "
+    "them or from a fault of the machine"
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The first number of a step that is not finite, as one rank knows it.
+
+    Args:
+        rank: Global.
+        stage: In the pipeline; None without one.
+        micro_batch: Within the optimizer step, counted from 1; None if it is not known.
+        finding: None if a second pass found nothing.
+        arrived: Whether it came from a neighbouring stage.
+    """
+
+    rank: int
+    stage: int | None
+    micro_batch: int | None = None
+    finding: Finding | None = None
+    arrived: bool = False
+
+    @property
+    def place(self) -> tuple[bool, bool, bool, float, bool, int, int]:
+        """Sorts faults such that the one that explains the others is the first."""
+        # Reduced gradients tell no micro-batch, and may be bad by another replica's.
+        reduced = self.micro_batch is None
+        backward = self.finding is not None and self.finding.what == "gradient"
+        depth = (-1 if backward else 1) * (self.stage or 0)
+        number = self.micro_batch or math.inf
+        return reduced, self.arrived, self.finding is None, number, backward, depth, self.rank
+
+    def __str__(self) -> str:
+        where = f"rank {self.rank}"
+        if self.stage is not None:
+            where += f" (stage {self.stage})"
+        if self.micro_batch is not None:
+            where += f", micro-batch {self.micro_batch}"
+        if self.finding is None:
+            return f"{where}: {_UNREPRODUCED}"
+        found = self.finding
+        told = f"{where}: the {found.what}"
+        if found.module:
+            told += f" of module {found.module!r}"
+        if self.arrived:
+            told += " that came from a neighbouring stage"
+        return f"{told} ({found.detail})" if found.detail else told
+
+
+@dataclass
+class _Record:
+    """A micro-batch of a step that is not judged yet, so that it can be done again."""
+
+    step: int  # how many were done before its own
+    micro_batch: int  # within it, counted from 1
+    inputs: tuple[Any, ...]
+    keywords: dict[str, Any]
+    random: RandomState
+    loss: Tensor | None = None
+
+
+class NumericsGuard:
+    """Judges each optimizer step of an engine before it is made.
+
+    Args:
+        engine: Complete.
+        config: The section, with another ``nonfinite`` than ``off``.
+
+    Attributes:
+        before_verdict: Called first; notes what is still to be noted.
+    """
+
+    def __init__(self, engine: Any, config: GuardConfig) -> None:
+        self._engine = engine
+        self._config = config
+        self._stage: int | None = engine.stage_id if engine.pipeline_parallelism else None
+        self._judges = judges_of(engine)
+        staged = engine.pipeline_parallelism
+        self._slices = (
+            engine.grid.get_slice_parallel_world_size() if staged else engine.mp_world_size
+        )
+        # Optimizer steps from a gradient to its update.
+        self._lag = 2 if engine._sections.wavelet.mode in ("async", "replica") else 0
+        self._records: deque[_Record] = deque()
+        self._faults: list[tuple[int, Fault]] = []
+        self.before_verdict: Callable[[], None] = lambda: None
+        self._others = self._reads = True
+        self._end: float = math.inf
+        self._skips = 0
+
+    # --- what engines tell ------------------------------------------------------------------------
+
+    def keep(self, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """Keep what a forward pass of the whole model gets, until the step is judged.
+
+        Of a step with more passes than it has micro-batches, the last ones are kept.
+        """
+        if not torch.is_grad_enabled():
+            return
+        step, records = self._engine.global_steps, self._records
+        # By steps, not by their number: how many micro-batches a step has may change.
+        while records and records[0].step < step - self._lag:
+            records.popleft()
+        micro_batch = records[-1].micro_batch + 1 if records and records[-1].step == step else 1
+        most = self._engine.gradient_accumulation_steps()
+        if len(records) >= most and records[-most].step == step:
+            del records[-most]
+        records.append(_Record(step, micro_batch, inputs, keywords, RandomState()))
+
+    def watch(self, loss: Tensor) -> Tensor:
+        """Return a loss whose gradients are finite only if it is; its value stays."""
+        value = loss.detach()
+        if self._records:
+            self._records[-1].loss = value
+        return loss * (1 + 0 * value)
+
+    def forget(self) -> None:
+        """Forget what stages have seen of micro-batches that will be done again."""
+        self._faults.clear()
+
+    def start_anew(self) -> None:
+        """Forget the steps that were: other weights have been loaded."""
+        self.forget()
+        self._records.clear()
+        self._skips = 0
+
+    def note(self, number: int, fault: Fault) -> None:
+        """Note what a stage has seen of a micro-batch.
+
+        Args:
+            number: As the plan counts.
+            fault: What was seen.
+        """
+        self._faults.append((number, fault))
+
+    def expect(self, end: int, norm: float | None) -> None:
+        """Say what an asynchronous stage's next step is made of.
+
+        Args:
+            end: Number of the first micro-batch after it.
+            norm: Squared gradient norm of this and the later stages, for which gradients need not
+                be read again; None if it is not known.
+        """
+        self._end = end
+        self._others = norm is None or math.isfinite(norm)
+        # Of weights that are not split, one of the ranks that split the rest counts for all.
+        self._reads = norm is None or self._slices > 1
+
+    # --- the verdict ------------------------------------------------------------------------------
+
+    def judge(self) -> bool:
+        """Return whether the step may be made; all ranks that it sums over must call it.
+
+        Raises:
+            NumericsError: It may not, and the policy or the number of skipped steps ends the run.
+        """
+        self.before_verdict()
+        faults = [fault for number, fault in self._faults if number < self._end]
+        try:
+            if self._judges.agree(self._seen(bool(faults) or not self._others)):
+                self._condemn(faults)
+                return False
+            self._skips = 0
+            return True
+        finally:
+            if not self._lag:
+                self._records.clear()
+            self._faults = [noted for noted in self._faults if noted[0] >= self._end]
+            self._others = self._reads = True
+
+    def _seen(self, bad: bool) -> Tensor:
+        """Return whether this rank has seen something bad, here or before; () bool."""
+        finite = are_finite(gradients_of(self._engine) if self._reads else [])
+        return (~finite | bad).to(self._engine.device)
+
+    def _condemn(self, faults: list[Fault]) -> None:
+        self._skips += 1
+        known = self._judges.gather([*faults, *self._search(bool(faults))])
+        fault = min(known, key=lambda fault: fault.place)
+        step = self._engine.global_steps + 1 - self._lag
+        told = f"in optimizer step {step} a number is not finite; first on {fault}"
+        mend = Finding.remedy if fault.finding is None else fault.finding.remedy
+        mend += ", and resume from the last checkpoint"
+        if self._config.nonfinite == "stop":
+            raise NumericsError(_KEY, "stop", told, f'{mend}; "skip" leaves such steps out')
+        if self._skips >= self._config.max_skips:
+            raise NumericsError(
+                "wavemare.guard.max_skips",
+                self._config.max_skips,
+                f"{self._skips} optimizer steps one after the other were skipped; {told}",
+                mend,
+            )
+        if self._judges.speaks:
+            logger.warning("guard: step skipped: %s", told)
+
+    # --- where it came from -----------------------------------------------------------------------
+
+    def _search(self, found: bool) -> Iterator[Fault]:
+        """Look for what is not finite; all micro-batches where passes meet in collectives."""
+        here = Fault(dist.get_rank(), self._stage)
+        if self._stage is not None:
+            if not found:
+                yield self._without_micro_batch(here)
+            return
+        yield here
+        engine = self._engine
+        meets = engine.zero_optimization_partition_weights() or self._slices > 1
+        # Those whose loss is known to be bad are the first to look at.
+        records = sorted(self._records, key=lambda r: r.loss is None or bool(r.loss.isfinite()))
+        for record in records:
+            finding = self._repeat(record)
+            if finding is not None:
+                yield replace(here, micro_batch=record.micro_batch, finding=finding)
+                if not meets:
+                    return
+
+    def _without_micro_batch(self, here: Fault) -> Fault:
+        """Return what a stage knows that has seen nothing but its gradients."""
+        finding = _first_bad_parameter(self._engine)
+        if finding is None and not self._others:
+            told = Finding("gradient", "", "of which it knows the norm alone")
+            return replace(here, finding=told, arrived=True)
+        if finding is None and not bool(are_finite(gradients_of(self._engine))):
+            finding = Finding("gradient", "")
+        return replace(here, finding=finding)
+
+    def _repeat(self, record: _Record) -> Finding | None:
+        engine = self._engine
+
+        def run() -> Any:
+            record.random.put()
+            with autocast_if_enabled(engine):
+                return engine.module(*record.inputs, **record.keywords)
+
+        def roots(output: Any) -> tuple[list[Tensor], None]:
+            loss = loss_of(output)
+            return ([] if loss is None else [loss]), None
+
+        found = trace(engine.module, run, roots)
+        return explained(found, (record.inputs, record.keywords))
+
+
+def attach_guard(engine: Any, config: GuardConfig) -> NumericsGuard | None:
+    """Return what judges an engine's steps; None where nobody asked for it, or fp16 does it.
+
+    Args:
+        engine: Complete.
+        config: The section ``guard``.
+    """
+    skips_itself = engine.fp16_enabled() or engine.torch_autocast_z0_gradscaler
+    without_section = "wavemare" not in engine.config  # all is as in DeepSpeed then
+    if config.nonfinite == "off" or skips_itself or without_section or engine.optimizer is None:
+        return None
+    return NumericsGuard(engine, config)
+
+
+def gradients_of(engine: Any) -> list[Tensor]:
+    """Return an engine's reduced gradients, or this rank's shares of them, wherever they lie."""
+    optimizer = engine.optimizer
+    if isinstance(optimizer, DeepSpeedZeroOptimizer) and not optimizer.cpu_offload:
+        parts = optimizer.averaged_gradients.values()
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer):
+        parts = [p.grad for p in optimizer.single_partition_of_fp32_groups]
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) and not optimizer.offload_optimizer:
+        parts = optimizer.averaged_gradients.values()
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        parts = [p.grad for p in optimizer.fp32_partitioned_groups_flat]
+    elif isinstance(optimizer, BF16_Optimizer):
+        parts = optimizer.fp32_groups_gradients_flat
+    else:
+        parts = [p.grad for p in engine.module.parameters()]
+    listed = [part for part in parts if part is not None]
+    found = [g for part in listed for g in ([part] if isinstance(part, Tensor) else part)]
+    return [g.coalesce()._values() if g.is_sparse else g for g in found if g is not None]
+
+
+def _first_bad_parameter(engine: Any) -> Finding | None:
+    """Name the last module whose weights have a bad gradient: backward passes begin there."""
+    names = {id(p): name for name, p in engine.module.named_parameters()}
+    for parameter, gradient in reversed(list(_gradients_by_parameter(engine))):
+        if gradient is not None and not bool(are_finite([gradient])):
+            name = names[id(parameter)]
+            return Finding("gradient", name.rpartition(".")[0], f"of its parameter {name!r}")
+    return None
+
+
+def _gradients_by_parameter(engine: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield a stage's parameters, as far as this rank holds gradients of theirs."""
+    optimizer = engine.optimizer
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        for group, gradients in optimizer.averaged_gradients.items():
+            if gradients is not None:
+                yield from zip(optimizer.params_in_partition[group], gradients, strict=False)
+        return
+    for parameter in engine.module.parameters():
+        gradient = getattr(parameter, "_hp_grad", None)
+        yield parameter, parameter.grad if gradient is None else gradient
+
+
+@contextmanager
+def skipping(optimizer: Any) -> Iterator[None]:
+    """Let an optimizer take the way by which it skips a step on overflow.
+
+    Args:
+        optimizer: DeepSpeed's or torch's.
+    """
+    answers: dict[str, Any]
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        answers = {"check_grad_overflow": True, "has_overflow": lambda *args, **kwargs: True}
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        answers = {"_get_norm_groups": lambda: [torch.tensor(-1.0)]}
+    else:
+        answers = {"step": lambda *args, **kwargs: None, "overflow": True}
+    with _answering(optimizer, answers):
+        yield
+
+
+@contextmanager
+def _answering(target: Any, answers: dict[str, Any]) -> Iterator[None]:
+    own = {name: target.__dict__[name] for name in answers if name in target.__dict__}
+    target.__dict__.update(answers)
+    try:
+        yield
+    finally:
+        for name in answers:
+            del target.__dict__[name]
+        target.__dict__.update(own)

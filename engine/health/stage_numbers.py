@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a pipeline stage's own activations and gradients tell of a number that is not finite.
+
+A stage looks at each micro-batch as it leaves: at its outputs or its loss after the forward pass,
+at the gradients of its inputs after the backward pass. On a CPU it knows at once. An accelerator
+tells it as soon as it gets there, and what a second pass needs is kept for so long; nothing waits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+from wavemare.engine.health.nonfinite_trace import (
+    Finding,
+    RandomState,
+    are_finite,
+    explained,
+    tensors_of,
+    trace,
+)
+from wavemare.engine.health.numbers import Fault, NumericsGuard
+from wavemare.engine.pipe.micro_batch import as_tuple
+
+__all__ = ["StageWatch"]
+
+
+@dataclass
+class _Held:
+    """What a stage has of a micro-batch that goes through it, for a second pass."""
+
+    number: int
+    random: RandomState
+    inputs: Any = ()
+    labels: Any = None
+
+
+@dataclass
+class _Look:
+    """A question to the device, and how its answer is explained if it is bad."""
+
+    number: int
+    finite: Tensor
+    event: Any
+    explain: Callable[[], Fault]
+
+
+class StageWatch:
+    """Looks at the micro-batches of a pipeline stage.
+
+    Args:
+        engine: The pipeline engine, complete.
+        guard: Gets what is found.
+    """
+
+    def __init__(self, engine: Any, guard: NumericsGuard) -> None:
+        self._engine = engine
+        self._guard = guard
+        self._count = 0
+        self._held: dict[int, _Held] = {}
+        self._looks: deque[_Look] = deque()
+        guard.before_verdict = self._settle
+
+    def begin(self, key: int, number: int | None = None) -> None:
+        """Note the random state just before a forward pass.
+
+        Args:
+            key: By which the micro-batch is called until its backward pass.
+            number: In the plan; if omitted, they are counted.
+        """
+        if number is None:
+            number = self._count % self._engine.micro_batches
+            self._count += 1
+        self._held[key] = _Held(number, RandomState())
+
+    def end_forward(self, key: int, inputs: Any, outputs: Any, labels: Any = None) -> None:
+        """Look at what a forward pass has made.
+
+        Args:
+            key: See `begin`.
+            inputs: Of the stage.
+            outputs: Of the stage; the loss on the last one.
+            labels: For the loss.
+        """
+        held = self._held[key]
+        held.inputs, held.labels = inputs, labels
+        tensors = [tensor for tensor in as_tuple(outputs) if tensor.requires_grad]
+        self._look(held, tensors, partial(self._explain_forward, held))
+
+    def end_backward(self, key: int, gradients: Sequence[Tensor]) -> None:
+        """Look at what a backward pass has made.
+
+        Args:
+            key: See `begin`.
+            gradients: Of the outputs; none on the last stage.
+        """
+        held = self._held.pop(key)
+        made = [t.grad for t in as_tuple(held.inputs) if t.is_leaf and t.grad is not None]
+        self._look(held, made or gradients, partial(self._explain_backward, held, list(gradients)))
+
+    def forget(self) -> None:
+        """Forget the micro-batches under way, which will be done again."""
+        self._held.clear()
+        self._looks.clear()
+        self._guard.forget()
+
+    def _look(self, held: _Held, tensors: Iterable[Tensor], explain: Callable[[], Fault]) -> None:
+        finite, event = are_finite(tensors), None
+        if finite.device.type != "cpu":
+            finite, event = finite.to("cpu", non_blocking=True), get_accelerator().Event()
+            event.record()
+        self._looks.append(_Look(held.number, finite, event, explain))
+        while self._looks and (self._looks[0].event is None or self._looks[0].event.query()):
+            self._answer(self._looks.popleft())
+
+    def _settle(self) -> None:
+        while self._looks:
+            self._answer(self._looks.popleft())
+
+    def _answer(self, look: _Look) -> None:
+        if look.event is not None:
+            look.event.synchronize()
+        if not bool(look.finite):
+            self._guard.note(look.number, look.explain())
+
+    def _explain_forward(self, held: _Held) -> Fault:
+        here = self._fault(held)
+        if not bool(are_finite(self._floating(held.inputs))):
+            return replace(here, arrived=True, finding=Finding("activation", ""))
+        return replace(here, finding=self._second_pass(held, [], "activation", backward=False))
+
+    def _explain_backward(self, held: _Held, gradients: list[Tensor]) -> Fault:
+        here = self._fault(held)
+        if not bool(are_finite(self._floating(held.inputs))):
+            return replace(here, arrived=True, finding=Finding("activation", ""))
+        if not bool(are_finite(gradients)):
+            return replace(here, arrived=True, finding=Finding("gradient", ""))
+        return replace(here, finding=self._second_pass(held, gradients, "gradient", backward=True))
+
+    def _fault(self, held: _Held) -> Fault:
+        engine = self._engine
+        # A plan that never ends counts on from step to step.
+        within = (held.number - getattr(engine, "_first", 0)) % engine.micro_batches + 1
+        return Fault(dist.get_rank(), engine.stage_id, within)
+
+    def _second_pass(
+        self, held: _Held, gradients: list[Tensor], what: Any, *, backward: bool
+    ) -> Finding | None:
+        engine = self._engine
+        if engine.grid.get_slice_parallel_world_size() > 1:
+            return Finding(what, "")  # its sums would need the other ranks
+        given = [t.detach().clone().requires_grad_(t.requires_grad) for t in as_tuple(held.inputs)]
+
+        def run() -> Any:
+            held.random.put()
+            single = isinstance(held.inputs, Tensor)
+            return engine.module(given[0].clone() if single else tuple(t.clone() for t in given))
+
+        def roots(output: Any) -> tuple[list[Tensor], list[Tensor] | None]:
+            if engine.is_last_stage():
+                loss_fn = engine.module.loss_fn
+                # `alone` stands for one that has to be called once, or on all ranks.
+                loss_fn = getattr(loss_fn, "alone", loss_fn)
+                return [output if loss_fn is None else loss_fn(output, held.labels)], None
+            if not backward:
+                return [], None
+            outputs = [tensor for tensor in as_tuple(output) if tensor.is_floating_point()]
+            pairs = zip(outputs, gradients, strict=True)
+            used = [(output, gradient) for output, gradient in pairs if output.requires_grad]
+            return [output for output, _ in used], [gradient for _, gradient in used]
+
+        leaves = [tensor for tensor in given if tensor.requires_grad]
+        # This rank alone is here: the others do not count their tokens with it.
+        alone = engine._balance.alone() if engine._balance is not None else nullcontext()
+        with alone:
+            found = trace(engine.module, run, roots, leaves=leaves, backward=backward)
+        return explained(found, held.labels)
+
+    @staticmethod
+    def _floating(inputs: Any) -> list[Tensor]:
+        return [tensor for tensor in tensors_of(inputs) if tensor.requires_grad]

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where this process stands in its training, for a watchdog that asks when it no longer moves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from wavemare.comm.waits import Wait, wait_of
+from wavemare.pipeline.plan.action import Action
+
+__all__ = ["PROGRESS", "Followed", "Follower", "Place", "Progress"]
+
+_OUTSIDE = "the script's own code"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a process is doing.
+
+    Args:
+        what: In words, an action of the plan or an instruction of DeepSpeed's.
+        peer: The rank whose message it sends or receives, if it does.
+        outside: Whether it is in no call to an engine.
+    """
+
+    what: object
+    peer: int | None = None
+    outside: bool = False
+
+    def __str__(self) -> str:
+        if isinstance(self.what, Action):
+            name = self.what.kind.name.lower().replace("_", " ")
+            return f"{name} of micro-batch {self.what.micro_batch} ({self.what})"
+        return str(self.what)
+
+
+class Follower(Protocol):
+    """Is told of the places as the process comes to them."""
+
+    def enter(self, what: object) -> None:
+        """Hear that something begins."""
+
+    def at(self, what: object) -> None:
+        """Hear that the next action begins."""
+
+    def leave(self) -> None:
+        """Hear that what was entered last has ended."""
+
+
+class Progress:
+    """Written by the thread that trains, read by others; every write replaces one reference.
+
+    Attributes:
+        place: Where the process is.
+        finished: What it finished last.
+        broken: Where an exception left the step; None if none has.
+        step: The optimizer step that it is in, or has finished last; from 1.
+        plan: The actions of the step, as far as there is a plan.
+        position: Which of them it is at.
+        thread: Identity of the thread that trains.
+        follower: Is told at once, by that thread; None if nobody wants to know.
+    """
+
+    def __init__(self) -> None:
+        self.place = Place(_OUTSIDE, outside=True)
+        self.finished: object = "nothing"
+        self.broken: Place | None = None
+        self.step = 0
+        self.plan: tuple[str, ...] = ()
+        self.position = 0
+        self.thread = threading.main_thread().ident
+        self.follower: Follower | None = None
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Say what is done inside; afterwards it is again what it was before.
+
+        Args:
+            what: In words.
+        """
+        outer = self.place
+        self.thread = threading.get_ident()
+        self.place = Place(what)
+        if self.follower is not None:
+            self.follower.enter(what)
+        try:
+            yield
+            self.finished = what
+        except BaseException:
+            self.broken = self.broken or self.place
+            raise
+        finally:
+            self.place = outer
+            if self.follower is not None:
+                self.follower.leave()
+
+    def reading(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield what an iterator gives, and say so while it is asked."""
+        while True:
+            with self.doing("the data loader"):
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+            yield batch
+
+    def at(self, what: object, peer: int | None = None) -> None:
+        """Say that the next action begins, and so the one before has ended."""
+        place = self.place
+        if not place.outside:
+            self.finished = place
+        self.place = Place(what, peer)
+        if self.follower is not None:
+            self.follower.at(what)
+
+    def begin_step(self, step: int) -> None:
+        """Note which optimizer step begins."""
+        self.step = step
+        self.plan = ()
+        self.broken = None
+
+    @property
+    def wait(self) -> Wait | None:
+        """What the thread that trains waits for; None if it computes."""
+        return wait_of(self.thread)
+
+
+class Followed:
+    """A DeepSpeed schedule that notes each instruction as it begins.
+
+    Args:
+        schedule: The schedule. Instructions may know their ``action`` of the plan.
+        progress: Takes the notes.
+        grid: DeepSpeed's, which knows the ranks of the stages before and after.
+        neighbours: By kind of action, how many stages further its other side is.
+    """
+
+    def __init__(self, schedule: Any, progress: Progress, grid: Any, neighbours: Any) -> None:
+        self._schedule = schedule
+        self._progress = progress
+        self._grid = grid
+        self._neighbours = neighbours
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        """Yield the instructions, one at a time."""
+        instructions = [each for step in self._schedule.steps() for each in step]
+        progress = self._progress
+        progress.plan = tuple(map(_text, instructions))
+        for position, instruction in enumerate(instructions):
+            progress.position = position
+            progress.at(getattr(instruction, "action", instruction), self._peer(instruction))
+            yield [instruction]
+
+    def num_pipe_buffers(self) -> int:
+        """Return the schedule's."""
+        return int(self._schedule.num_pipe_buffers())
+
+    def _peer(self, instruction: Any) -> int | None:
+        action = getattr(instruction, "action", None)
+        distance = self._neighbours.get(getattr(action, "kind", None))
+        if action is None or distance is None:
+            return None
+        return int(self._grid.stage_to_global(stage_id=action.stage + distance))
+
+
+def _text(instruction: Any) -> str:
+    action = getattr(instruction, "action", None)
+    return str(action) if action is not None else repr(instruction)
+
+
+PROGRESS = Progress()
+"""This process's; it trains at one place, however many engines it has."""

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Joining the group of processes that a launcher started."""
+
+from __future__ import annotations
+
+import atexit
+import os
+
+from wavemare.engine.launch.environment import (
+    RANK_VARIABLES,
+    SIZE_VARIABLES,
+    TORCH_VARIABLES,
+    check_environment,
+    launcher_variables,
+    place_of,
+)
+from wavemare.engine.launch.exit import let_gloo_rest
+from wavemare.errors import LaunchError
+
+__all__ = [
+    "compiled_ops_enabled",
+    "ensure_launched",
+    "environment_rank",
+    "environment_world_size",
+    "init_distributed",
+]
+
+# That of deepspeed.initialize, which cannot be told from one that the user has chosen.
+_DEFAULT_PORT = 29500
+
+atexit.register(let_gloo_rest)
+
+
+def environment_rank() -> int:
+    """Return the global rank that the launcher gave to this process, or 0."""
+    return _first_number(RANK_VARIABLES, 0)
+
+
+def environment_world_size() -> int:
+    """Return the number of processes that the launcher started, or 1."""
+    return _first_number(SIZE_VARIABLES, 1)
+
+
+def _first_number(names: tuple[str, ...], default: int) -> int:
+    texts = (os.environ.get(name, "") for name in names)
+    return next((int(text) for text in texts if text.isascii() and text.isdecimal()), default)
+
+
+def compiled_ops_enabled() -> bool:
+    """Whether DeepSpeed may compile its C++ parts on a CPU (``WAVEMARE_COMPILED_OPS=1``).
+
+    They are off by default: the first start would compile for minutes, and a build that is
+    killed leaves a lock on which every later start waits for ever.
+    """
+    return os.environ.get("WAVEMARE_COMPILED_OPS", "0") == "1"
+
+
+def ensure_launched() -> None:
+    """Check that a launcher started this process.
+
+    Raises:
+        LaunchError: Neither torch's nor MPI's nor Slurm's variables are set, or one of them is not
+            what it should be.
+    """
+    check_environment(os.environ)
+    missing = [name for name in TORCH_VARIABLES if name not in os.environ]
+    if missing and place_of(os.environ) is None:
+        raise LaunchError(
+            "launcher",
+            None,
+            f"this process was started without a launcher ({', '.join(missing)} not set)",
+            "Start it with 'wavemare train ...', 'deepspeed --num_gpus N SCRIPT', "
+            "'torchrun --nproc-per-node N SCRIPT', 'mpirun -n N python -m mpi4py SCRIPT' or "
+            "'srun python SCRIPT'",
+        )
+
+
+def init_distributed(distributed_port: int | None = None) -> None:
+    """Initialize ``deepspeed.comm`` once, under any launcher; nothing is compiled on a CPU.
+
+    What ``mpirun`` and ``srun`` tell becomes torch's variables (``RANK``, ``MASTER_ADDR``, ...).
+
+    Args:
+        distributed_port: TCP port of rank 0, used only where no launcher named one.
+
+    Raises:
+        LaunchError: No launcher started this process, or the processes cannot find each other.
+    """
+    import deepspeed
+    from deepspeed import comm
+    from deepspeed.accelerator import get_accelerator
+
+    if comm.is_initialized():
+        return
+    ensure_launched()
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu" and not compiled_ops_enabled():
+        # Shared-memory all-reduce is an optimization of DeepSpeed that gloo can do without.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    _name_meeting_point(distributed_port)
+    from wavemare.engine.launch.torchrun import init_method
+
+    backend = accelerator.communication_backend_name()
+    comm.init_distributed(dist_backend=backend, init_method=init_method())
+
+
+def _name_meeting_point(port: int | None) -> None:
+    if all(name in os.environ for name in TORCH_VARIABLES):
+        return
+    place = place_of(os.environ)
+    assert place is not None  # ensure_launched
+    os.environ.update(
+        launcher_variables(os.environ, place, None if port == _DEFAULT_PORT else port)
+    )

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizers of the JSON configuration that DeepSpeed does not have, or not for all engines."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+from torch import Tensor, nn
+
+from wavemare.errors import ConfigError, did_you_mean
+from wavemare.pipeline.optim.matrix_optimizer import SIDES
+from wavemare.pipeline.optim.muon import Muon
+from wavemare.pipeline.optim.soap import SOAP, refresh_of
+
+__all__ = ["check_parameters", "make_muon", "muon_groups", "refresh_by_stage", "take_optimizer"]
+
+_KEY = "optimizer.params"
+_RATES = ("muon_lr", "adam_lr")
+
+
+def take_optimizer(
+    config: dict[str, Any], model: Any, given: Any
+) -> tuple[dict[str, Any], Callable[[Any], Any] | Any]:
+    """Take an optimizer of ours out of a configuration.
+
+    ``SOAP`` and ``NAdam`` (torch's) are taken for all engines, ``Muon`` for pipelines; other
+    engines have DeepSpeed's. Names are accepted in any case, as DeepSpeed's own.
+
+    Args:
+        config: The whole configuration.
+        model: The model or pipeline.
+        given: The optimizer or function given to ``initialize``, which goes before the section.
+
+    Returns:
+        The configuration and what is to be given to ``deepspeed.initialize``.
+
+    Raises:
+        ConfigError: There is no such optimizer, a parameter does not exist, or its value is out of
+            range.
+    """
+    section = config.get("optimizer")
+    if given is not None or not isinstance(section, Mapping):
+        return config, given
+    kind = str(section.get("type", "")).lower()
+    is_pipeline = isinstance(model, deepspeed.PipelineModule)
+    settings = dict(section.get("params") or {})
+    make: Callable[[Any], Any]
+    if kind == "soap":
+        make = partial(SOAP, **settings)
+        check_parameters(SOAP, settings)
+    elif kind == "nadam":
+        make = partial(torch.optim.NAdam, **settings)
+        check_parameters(torch.optim.NAdam, settings)
+    elif kind == "muon" and is_pipeline:
+        make = make_muon(model, settings)
+    else:
+        _check_name(section.get("type"))
+        return config, given
+    return {key: value for key, value in config.items() if key != "optimizer"}, make
+
+
+def _check_name(kind: Any) -> None:
+    """Refuse an optimizer that neither DeepSpeed nor torch has; those are named in torch's case."""
+    if kind is None or str(kind).lower() in DEEPSPEED_OPTIMIZERS or hasattr(torch.optim, str(kind)):
+        return
+    torchs = (name for name, value in vars(torch.optim).items() if isinstance(value, type))
+    remedy = did_you_mean(str(kind), ["SOAP", *DEEPSPEED_OPTIMIZERS, *torchs])
+    raise ConfigError("optimizer.type", kind, "there is no optimizer of that name", remedy)
+
+
+def make_muon(model: nn.Module, params: Mapping[str, Any]) -> Callable[[Any], Muon]:
+    """Return what makes Muon of parameters.
+
+    Args:
+        model: The pipeline, or a stage of it.
+        params: Of the configuration; ``muon_lr`` and ``adam_lr`` go before ``lr``.
+
+    Raises:
+        ConfigError: A parameter does not exist, or its value is out of range.
+    """
+    rates = {key: params[key] for key in _RATES if key in params}
+    settings = {key: value for key, value in params.items() if key not in _RATES}
+    check_parameters(Muon, settings, others=_RATES)
+    for key, rate in rates.items():
+        check_parameters(Muon, {"lr": rate}, key=f"{_KEY}.{key}")
+    return lambda parameters: Muon(list(muon_groups(model, parameters, rates)), **settings)
+
+
+def check_parameters(
+    kind: Any, settings: Mapping[str, Any], *, others: tuple[str, ...] = (), key: str = ""
+) -> None:
+    """Refuse parameters with which no optimizer can be made, before there are weights.
+
+    Args:
+        kind: Class of the optimizer.
+        settings: The configuration's ``params``.
+        others: Names beside those of the class.
+        key: Of all of it, if it is not ``optimizer.params``.
+
+    Raises:
+        ConfigError: A parameter does not exist, or its value is out of range.
+    """
+    names = [*list(inspect.signature(kind).parameters)[1:], *others]
+    for name, value in settings.items():
+        if name not in names:
+            reason = f"{kind.__name__} has no such parameter"
+            raise ConfigError(f"{_KEY}.{name}", value, reason, did_you_mean(name, names))
+    try:
+        kind([torch.zeros(1)], **settings)
+    except ConfigError as error:
+        path = key or f"{_KEY}.{error.key}"
+        raise ConfigError(path, error.value, error.reason, error.remedy) from None
+    except (TypeError, ValueError, RuntimeError) as error:  # of torch's own optimizers
+        reason = f"torch refuses it ({error})"
+        raise ConfigError(_KEY, dict(settings), reason, "Give values that fit") from None
+
+
+def refresh_by_stage(engine: Any) -> None:
+    """Let SOAP refresh the bases of an asynchronous pipeline's stage as `refresh_of` says."""
+    optimizer = getattr(engine, "basic_optimizer", None)
+    if isinstance(optimizer, SOAP):
+        for group in optimizer.param_groups:
+            if group["stage_aware"]:
+                group["refresh"] = refresh_of(engine.stage_id, engine.num_stages, group["refresh"])
+
+
+def muon_groups(
+    model: nn.Module, parameters: Iterable[Any], rates: Mapping[str, float]
+) -> Iterator[dict[str, Any]]:
+    """Yield each parameter group's hidden matrices and, in a group of their own, the rest.
+
+    Args:
+        model: The pipeline, or this rank's stage of it.
+        parameters: Parameters or parameter groups.
+        rates: ``muon_lr`` of the matrices and ``adam_lr`` of the rest, where they are other ones.
+    """
+    items = list(parameters)
+    groups = [item for item in items if isinstance(item, Mapping)]
+    loose = [item for item in items if not isinstance(item, Mapping)]
+    outer = {id(parameter) for parameter in _outer(model)}
+    for group in [*groups, *([{"params": loose}] if loose else [])]:
+        given = group["params"]
+        tensors = [given] if isinstance(given, Tensor) else list(given)
+        for use_muon, rate in ((True, "muon_lr"), (False, "adam_lr")):
+            part = [p for p in tensors if _is_hidden(p, outer) is use_muon]
+            if part:
+                own = {"lr": rates[rate]} if rate in rates else {}
+                yield {**own, **group, "params": part, "use_muon": use_muon}
+
+
+def _is_hidden(parameter: Tensor, outer: set[int]) -> bool:
+    marked = getattr(parameter, "use_muon", None)  # DeepSpeed's mark, if the user has set it
+    if marked is None:
+        return parameter.ndim == SIDES and id(parameter) not in outer
+    return bool(marked)
+
+
+def _outer(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the weights of embeddings and of the output head, by kind, name and place."""
+    for name, module in model.named_modules():
+        kind = type(module).__name__.lower()
+        for key, parameter in module.named_parameters(recurse=False):
+            names = f"{name}.{key}".lower()
+            if "embed" in kind or "embed" in names or "lm_head" in names:
+                yield parameter
+    if isinstance(model, deepspeed.PipelineModule) and model.stage_id == model.num_stages - 1:
+        last = model.forward_funcs[-1]
+        if isinstance(last, nn.Module):  # a function of tied weights: an embedding's
+            yield from last.parameters()

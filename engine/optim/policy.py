@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``"optimizer_policy": "auto"``: which optimizer an asynchronous pipeline trains with, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from wavemare.engine.config.resolve import SECTION, WavemareConfig
+from wavemare.errors import ConfigError
+from wavemare.pipeline.optim.matrix_optimizer import check_betas
+from wavemare.pipeline.staleness.advice import largest_staleness, staleness_warning
+
+__all__ = ["advise", "check_replaceable", "choose_optimizer"]
+
+_BETAS = (0.9, 0.95)  # SOAP's own defaults
+_LONG = 0.95
+_KEY = f"{SECTION}.pipeline.pipemare.optimizer_policy"
+# What chooses between implementations of Adam, and what SOAP has none of.
+_IMPLEMENTATION = ("torch_adam", "adam_w_mode", "fused", "foreach", "bias_correction", "amsgrad")
+
+
+def advise(
+    config: Mapping[str, Any], *, stages: int, micro_batches: int
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the configuration that a pipeline starts with, and what its user is told at the start.
+
+    Args:
+        config: The whole configuration; it is not changed.
+        stages: Length of the pipeline.
+        micro_batches: Micro-batches per optimizer step.
+
+    Returns:
+        The configuration of `choose_optimizer`, and messages: how stale gradients are, if
+        micro-batches do not bound it to one step, and what the policy chose, if it was asked. None
+        of a synchronous pipeline.
+
+    Raises:
+        ConfigError: See `choose_optimizer`.
+    """
+    pipeline = WavemareConfig.of(config).pipeline
+    chosen, said = choose_optimizer(config, stages=stages, micro_batches=micro_batches)
+    stale = pipeline.schedule == "pipemare"
+    warning = staleness_warning(stages, micro_batches, pipeline.pipemare.slack) if stale else None
+    return chosen, tuple(filter(None, (warning, said)))
+
+
+def choose_optimizer(
+    config: Mapping[str, Any], *, stages: int, micro_batches: int
+) -> tuple[dict[str, Any], str | None]:
+    """Return the configuration with the optimizer that the policy chooses, and what it says of it.
+
+    AdamW's steps, taken along the axes of the weights, suffer from old gradients far more than the
+    same steps along the axes of the curvature (arXiv 2602.03515). So where gradients are stale,
+    Adam and AdamW become `SOAP`, which is AdamW in these axes and takes its settings, and each
+    update is corrected by the next (`update_feedback`). Up to one step of staleness forward passes
+    take predicted weights (`prediction`): a change repeats itself once, not several times. Where
+    gradients are older, their average is at least as long as that of 0.95: the longer, the less a
+    delay matters. Other optimizers, and what the section sets itself, are the user's own choice.
+
+    Args:
+        config: The whole configuration; it is not changed.
+        stages: Length of the pipeline.
+        micro_batches: Micro-batches per optimizer step.
+
+    Raises:
+        ConfigError: The optimizer is not named in the configuration.
+    """
+    config = dict(config)
+    pipeline = WavemareConfig.of(config).pipeline
+    settings = pipeline.pipemare
+    if pipeline.schedule != "pipemare" or settings.optimizer_policy != "auto":
+        return config, None
+    chosen = config.get("optimizer")
+    if not isinstance(chosen, Mapping) or "type" not in chosen:
+        raise ConfigError(
+            _KEY,
+            "auto",
+            "there is no optimizer in the configuration to begin from",
+            'Name one, such as "optimizer": {"type": "AdamW", ...}, or set the policy to "keep"',
+        )
+    name = str(chosen["type"])
+    worst, mean = largest_staleness(stages, micro_batches, settings.slack)
+    lag = f"gradients are up to {worst} steps old on the first of {stages} stages ({mean:.2f} mean)"
+    if not worst:
+        return config, f"pipemare: {name} stays, as no gradient is stale"
+    if name.lower() not in ("adam", "adamw"):
+        return config, f"pipemare: {name} stays, the configuration's own choice; {lag}"
+    given = chosen.get("params") or {}
+    params = {key: value for key, value in given.items() if key not in _IMPLEMENTATION}
+    check_betas("optimizer.params.betas", params.get("betas", _BETAS))
+    momentum = list(params.get("betas", _BETAS))
+    lengthens = worst > 1 and momentum[0] < _LONG
+    if lengthens:
+        params["betas"] = [_LONG, *momentum[1:]]
+    config["optimizer"] = {"type": "SOAP", "params": params}
+    said = f"pipemare: SOAP in the place of {name}, with its settings: {lag}, which AdamW suffers"
+    if "betas" not in given:
+        said += f"; betas are {momentum[0]} and {momentum[1]}, as none are given"
+    if lengthens:
+        said += f"; beta1 is {_LONG} instead of {momentum[0]}"
+    if given.get("amsgrad"):
+        said += "; amsgrad is left out"
+    if given.get("weight_decay") and not given.get("adam_w_mode", True):
+        said += "; weight decay is decoupled, in spite of adam_w_mode"
+    own = settings.model_fields_set
+    if "error_feedback" not in own:
+        config[SECTION] = _with(config[SECTION], {"error_feedback": True})
+        said += "; error_feedback is on"
+    if worst == 1 and not pipeline.pair_passes and "discrepancy_correction" not in own:
+        config[SECTION] = _with(config[SECTION], {"discrepancy_correction": {"mode": "predict"}})
+        said += "; forward passes take predicted weights"
+    return config, said
+
+
+def check_replaceable(ours: WavemareConfig, optimizer: Any) -> None:
+    """Check that the policy has an optimizer of the configuration to choose for.
+
+    Args:
+        ours: The section.
+        optimizer: As given to ``initialize``.
+
+    Raises:
+        ConfigError: It is one that the caller made.
+    """
+    if optimizer is not None and ours.pipeline.pipemare.optimizer_policy == "auto":
+        raise ConfigError(
+            _KEY,
+            "auto",
+            f"{type(optimizer).__name__} was given to initialize, and is not the policy's to "
+            "replace",
+            'Name the optimizer in the configuration, or set the policy to "keep"',
+        )
+
+
+def _with(section: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    pipeline = section["pipeline"]
+    pipemare = {**pipeline.get("pipemare", {}), **settings}
+    return {**section, "pipeline": {**pipeline, "pipemare": pipemare}}

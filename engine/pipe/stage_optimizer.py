@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer of one stage, cut loose from the other stages.
+
+DeepSpeed's optimizers reduce gradient norms and overflow flags over all stages at each step, even
+without clipping: a barrier. A stage steps alone here. Its norm is its own, and the bound that it is
+clipped to is chosen such that the result is that of clipping the norm of all stages.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.utils import get_global_norm_of_tensors, is_model_parallel_parameter
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from wavemare.errors import ConfigError
+from wavemare.pipeline.config import PipeMareConfig
+from wavemare.pipeline.plan.order import ahead
+from wavemare.pipeline.staleness.feedback import UpdateFeedback
+from wavemare.pipeline.staleness.staleness import lr_factor, mean_delay
+
+__all__ = ["StageOptimizer"]
+
+_EPSILON = 1e-6  # DeepSpeed's own, in the denominator of the clipping coefficient
+
+
+class StageOptimizer:
+    """What the asynchronous engine needs of DeepSpeed's optimizers, whichever it is.
+
+    Args:
+        engine: The pipeline engine that holds the optimizer.
+        clip: ``gradient_clipping``; 0 for none.
+        config: Says whether the learning rate is rescheduled (PipeMare's T1).
+
+    Raises:
+        ConfigError: The optimizer needs more than its own stage.
+    """
+
+    def __init__(self, engine: Any, *, clip: float, config: PipeMareConfig) -> None:
+        self._engine = engine
+        self._optimizer = engine.optimizer
+        self._clip = clip
+        self._parameters = [p for p in engine.module.parameters() if p.requires_grad]
+        self._check()
+        # The ranks that share this stage's layers, which all are at the same step.
+        splits = engine.grid.get_slice_parallel_world_size() > 1
+        self._group = engine.grid.get_slice_parallel_group() if splits else None
+        self._group_rank = engine.grid.get_slice_parallel_rank()
+        if isinstance(self._optimizer, BF16_Optimizer):
+            self._optimizer.mpu = None
+        elif isinstance(self._optimizer, DeepSpeedZeroOptimizer):
+            self._optimizer.model_parallel_group = self._group
+            self._optimizer.model_parallel_rank = self._group_rank
+        self._mean_staleness = 0.0
+        if config.lr_rescheduling.enabled:
+            self._reschedule(config)
+        if config.error_feedback and ahead(engine.stage_id, engine.num_stages, config.slack):
+            UpdateFeedback(engine.basic_optimizer, lambda: self._mean_staleness)
+
+    def _check(self) -> None:
+        basic = self._engine.basic_optimizer
+        known = (BF16_Optimizer, DeepSpeedZeroOptimizer)
+        if not isinstance(self._optimizer, known) and self._optimizer is not basic:
+            raise ConfigError(
+                "optimizer",
+                type(self._optimizer).__name__,
+                "this wrapper of DeepSpeed's steps all stages together",
+                "Use fp32 or bf16, with ZeRO stage 0 or 1",
+            )
+        if isinstance(basic, torch.optim.LBFGS):
+            raise ConfigError(
+                "optimizer",
+                type(basic).__name__,
+                "its line search evaluates all stages at the same weights",
+                "Use an optimizer of element-wise state, such as AdamW, Adam or SGD",
+            )
+
+    def _reschedule(self, config: PipeMareConfig) -> None:
+        # In the optimizer's own hooks: a scheduler that derives the next rate from the present
+        # one must not see the divided rate.
+        rates: list[float] = []
+
+        def divide(optimizer: Any, args: Any, kwargs: Any) -> None:
+            engine = self._engine
+            tau = mean_delay(engine.stage_id, engine.num_stages, engine.micro_batches, config.slack)
+            step = engine.global_steps - config.warmup_steps
+            anneal_steps = config.lr_rescheduling.anneal_steps
+            factor = lr_factor(step, tau, anneal_steps) if step >= 0 else 1.0
+            rates[:] = [group["lr"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * factor
+
+        def put_back(optimizer: Any, args: Any, kwargs: Any) -> None:
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+        basic = self._engine.basic_optimizer
+        basic.register_step_pre_hook(divide)
+        basic.register_step_post_hook(put_back)
+
+    def note_staleness(self, mean: float) -> None:
+        """Take the mean staleness of the micro-batches that the next step is made of, in steps."""
+        self._mean_staleness = mean
+
+    def norm_squared(self) -> float:
+        """Return the squared norm of the stage's gradients, over all its ranks' shares.
+
+        It is not finite if any of them is not.
+        """
+        optimizer = self._optimizer
+        if isinstance(optimizer, DeepSpeedZeroOptimizer):
+            return float(optimizer.scaled_global_norm()) ** 2
+        if isinstance(optimizer, BF16_Optimizer):
+            # Its mpu tells which weights count here; in its own step it would be a barrier.
+            optimizer.mpu = self._engine.grid
+            norm = _norm_of_bf16(optimizer)
+            optimizer.mpu = None
+        else:
+            norm = float(torch.nn.utils.get_total_norm(self._gradients(counted=True)))
+        return self._sum_over_group(norm**2)
+
+    def _sum_over_group(self, squared: float) -> float:
+        if self._group is None:
+            return squared
+        total = torch.tensor(squared, dtype=torch.float64, device=self._engine.device)
+        dist.all_reduce(total, group=self._group)
+        return float(total)
+
+    def _gradients(self, *, counted: bool = False) -> list[Tensor]:
+        """Return the gradients that there are, or those alone that no other rank counts."""
+        for parameter in self._parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()
+        found = (
+            p.grad
+            for p in self._parameters
+            if p.grad is not None
+            and (not counted or self._group_rank == 0 or is_model_parallel_parameter(p))
+        )
+        return [grad._values() if grad.is_sparse else grad for grad in found]
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the accumulated gradients, before they are reduced."""
+        if isinstance(self._optimizer, BF16_Optimizer):
+            gradients = self._optimizer.fp32_groups_gradients_flat
+        else:
+            gradients = self._gradients()
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
+    def clip(self, own_squared: float, total_squared: float) -> None:
+        """Make the next step clip by the norm of all stages.
+
+        Args:
+            own_squared: Squared norm of this stage's gradients.
+            total_squared: Squared norm of all stages' gradients, or the best estimate of it.
+        """
+        # Where a stage has an infinite gradient, the others take none of theirs.
+        total = total_squared**0.5 if math.isfinite(total_squared) else math.inf
+        coefficient = self._clip / (total + _EPSILON)
+        if self._optimizer is not self._engine.basic_optimizer:
+            # It multiplies by min(1, bound / (own + eps)), and takes 0 for no bound.
+            own = own_squared**0.5
+            if self._group is not None and isinstance(self._optimizer, BF16_Optimizer):
+                own = _norm_of_bf16(self._optimizer)  # without its mpu, that of this rank's parts
+            bound = coefficient * (own + _EPSILON)
+            self._optimizer.clip_grad = max(bound, sys.float_info.min)
+            return
+        gradients = self._gradients()
+        if coefficient < 1 and gradients:
+            torch._foreach_mul_(gradients, coefficient)
+
+    def end_step(self) -> None:
+        """Put back what a step has changed for itself, and keep the stages' schedules in step."""
+        if self._optimizer is not self._engine.basic_optimizer:
+            self._optimizer.clip_grad = self._clip  # checkpoints contain it
+        scheduler = self._engine.lr_scheduler
+        if scheduler is not None and not self._engine.was_step_applied():
+            scheduler.step()  # DeepSpeed leaves it where a stage skips its step
+
+    @contextmanager
+    def keeping_versions(self) -> Iterator[None]:
+        """Change weights in place without telling autograd.
+
+        The backward passes of micro-batches under way want exactly what autograd forbids: the
+        weights that are in place at that time.
+        """
+        with _unsafe_preserve_version_counter(tuple(self._parameters)):
+            yield
+
+
+def _norm_of_bf16(optimizer: BF16_Optimizer) -> float:
+    """Return the norm of the gradients that the optimizer counts on this rank."""
+    gradients, _ = optimizer.get_grads_for_norm()
+    norm = float(get_global_norm_of_tensors(gradients)) if gradients else 0.0
+    return norm if norm >= 0 else math.inf  # DeepSpeed's mark of a norm that is not finite

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buckets that fill up while a backward pass runs, and are reduced in the background meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from wavemare.comm.blocks.layout import Piece
+from wavemare.comm.sparse import SparseComm
+from wavemare.comm.worker import Handle
+from wavemare.engine.sparse.bucket_layout import Bucket, Place
+
+__all__ = ["BucketRounds", "Write"]
+
+
+class Write(Protocol):
+    """Takes a reduced gradient."""
+
+    def __call__(self, name: str, reduced: Tensor, here: bool) -> None:
+        """Take the gradient of one parameter.
+
+        Args:
+            name: Of the parameter.
+            reduced: (numel,); valid during the call.
+            here: Whether this rank gave a gradient of its own.
+        """
+
+
+class BucketRounds:
+    """Reduces all buckets once in each round.
+
+    Gradients come in any order. Buckets are sent in the order in which they are listed, on all
+    ranks alike: one that is complete waits for those before it. What has not come when the round
+    ends counts as zero.
+
+    Args:
+        comm: Reduces.
+        buckets: All there are.
+        device: Where they are.
+        write: Takes what has been reduced, at some time before the round's end.
+        pieces: By the bucket's key, which rank needs which range; all ranks need all if omitted.
+        parameters: By name, for compressors that compare gradients with weights.
+        keep: Whether buckets stay in memory from round to round.
+    """
+
+    def __init__(
+        self,
+        comm: SparseComm,
+        buckets: Sequence[Bucket],
+        *,
+        device: torch.device,
+        write: Write,
+        pieces: Mapping[str, Sequence[Piece]] | None = None,
+        parameters: Mapping[str, Tensor] | None = None,
+        keep: bool = True,
+    ) -> None:
+        self.buckets = tuple(buckets)
+        self._comm = comm
+        self._device = device
+        self._write = write
+        self._pieces = pieces
+        self._parameters = parameters or {}
+        self._keep = keep
+        self._number_of = {
+            place.name: number for number, bucket in enumerate(buckets) for place in bucket.places
+        }
+        self._place_of = {place.name: place for bucket in buckets for place in bucket.places}
+        self._buffers: dict[int, Tensor] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        self._missing = [{place.name for place in bucket.places} for bucket in self.buckets]
+        self._handles: list[Handle] = []
+        self._num_written = 0
+
+    @property
+    def begun(self) -> bool:
+        """Whether a gradient has come in this round."""
+        return any(
+            len(missing) < len(bucket.places)
+            for missing, bucket in zip(self._missing, self.buckets, strict=True)
+        )
+
+    @property
+    def num_sent(self) -> int:
+        """How many buckets of this round are on their way or back."""
+        return len(self._handles)
+
+    def has(self, name: str) -> bool:
+        """Whether the parameter's gradient has come."""
+        return name not in self._missing[self._number_of[name]]
+
+    def sent(self, name: str) -> bool:
+        """Whether the parameter's bucket is on its way, so that it takes no gradient any more."""
+        return self._number_of[name] < self.num_sent
+
+    def put(self, name: str, gradient: Tensor) -> None:
+        """Copy a gradient into its bucket; one that came before is replaced.
+
+        Args:
+            name: Of its parameter.
+            gradient: Of any shape and type.
+        """
+        assert not self.sent(name), name
+        number = self._number_of[name]
+        self._view(number, self._place_of[name]).view(gradient.shape).copy_(gradient)
+        self._missing[number].discard(name)
+
+    def send_complete(self) -> None:
+        """Send the buckets that are complete, and take what has come back."""
+        while (number := self.num_sent) < len(self.buckets) and not self._missing[number]:
+            self._send()
+        while self._num_written < self.num_sent and self._handles[self._num_written].done():
+            self._take()
+
+    def end(self) -> None:
+        """Send all that is left, and wait for all.
+
+        Raises:
+            CommError: A peer was lost, or reduces other buckets.
+        """
+        while self.num_sent < len(self.buckets):
+            self._send()
+        while self._num_written < self.num_sent:
+            self._take()
+        self._begin()
+
+    def _send(self) -> None:
+        number = self.num_sent
+        bucket, flat = self.buckets[number], self._buffer(number)
+        if self._keep:  # else it is new, and zero
+            for place in bucket.places:
+                if place.name in self._missing[number]:
+                    flat[place.start : place.stop].zero_()
+        weights = self._weights(bucket, flat) if self._parameters else None
+        reduce: Callable[..., Handle] = self._comm.allreduce_
+        arguments: tuple[object, ...] = (flat,)
+        if self._pieces is not None:
+            reduce, arguments = self._comm.reduce_scatter_, (flat, self._pieces[bucket.key])
+        self._handles.append(reduce(*arguments, key=bucket.key, weights=weights, async_op=True))
+
+    def _take(self) -> None:
+        number = self._num_written
+        self._handles[number].wait()
+        for place in self.buckets[number].places:
+            here = place.name not in self._missing[number]
+            self._write(place.name, self._view(number, place), here)
+        if not self._keep:
+            del self._buffers[number]
+        self._num_written += 1
+
+    def _view(self, number: int, place: Place) -> Tensor:
+        return self._buffer(number)[place.start : place.stop]
+
+    def _buffer(self, number: int) -> Tensor:
+        if number not in self._buffers:
+            bucket = self.buckets[number]
+            self._buffers[number] = torch.zeros(
+                bucket.numel, dtype=bucket.dtype, device=self._device
+            )
+        return self._buffers[number]
+
+    def _weights(self, bucket: Bucket, flat: Tensor) -> Tensor:
+        weights = torch.zeros_like(flat)
+        for place in bucket.places:
+            parameter = self._parameters[place.name].detach()
+            weights[place.start : place.stop].view(parameter.shape).copy_(parameter)
+        return weights

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients that all ranks need, reduced by the sparse collective: ZeRO 0, and bf16 pipelines."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from torch import Tensor, nn
+
+from wavemare.comm.config import SparseCollectiveConfig
+from wavemare.comm.sparse import SparseComm
+from wavemare.comm.worker import Handle
+from wavemare.engine.sparse.bucket_layout import (
+    Bucket,
+    Member,
+    embedding_weights,
+    make_buckets,
+    row_tables,
+)
+from wavemare.engine.sparse.buckets import BucketRounds
+from wavemare.errors import CheckpointError, ModelError
+
+__all__ = ["ReplicatedGradients", "SparseGradients"]
+
+
+class SparseGradients(ABC):
+    """Reduces an engine's gradients over its data ranks in the place of DeepSpeed.
+
+    Args:
+        engine: A DeepSpeed engine, complete.
+        config: How gradients are summed.
+        timeout_s: Seconds after which a silent rank counts as lost.
+
+    Attributes:
+        comm: The collectives.
+        figures: What they did in the last optimizer step, by name.
+    """
+
+    def __init__(self, engine: Any, config: SparseCollectiveConfig, timeout_s: float) -> None:
+        assert config.mode != "off"
+        self._engine = engine
+        self.figures: Mapping[str, float] = {}
+        compressor = config.compressor
+        if compressor is not None and engine.zero_optimization_partition_gradients():
+            # ZeRO 2 reduces after each micro-batch, and the compressor counts reductions.
+            calls = compressor.warmup_steps * engine.gradient_accumulation_steps()
+            compressor = compressor.model_copy(update={"warmup_steps": calls})
+        self.comm = SparseComm(
+            engine.data_parallel_group,
+            block=config.block,
+            mode=config.mode,
+            average=engine.gradient_average,
+            deterministic=config.deterministic,
+            hierarchical=config.hierarchical,
+            compressor=compressor,
+            transport=config.transport,
+            staging=config.staging,
+            timeout_s=timeout_s,
+            device=engine.device,
+        )
+        self._compares_weights = (
+            config.compressor is not None and config.compressor.type == "block_topk_ratio"
+        )
+
+    @property
+    @abstractmethod
+    def rounds(self) -> BucketRounds:
+        """The buckets."""
+
+    @abstractmethod
+    def reduce(self) -> None:
+        """Reduce what has not been reduced, and wait for all."""
+
+    def close(self) -> None:
+        """End the collectives."""
+        self.comm.close()
+
+    def rank_state(self) -> dict[str, Any]:
+        """Return the compressor's residuals and the buckets that they belong to."""
+        state = self.comm.state_dict()
+        return {**state, "buckets": self._bucket_sizes()} if state else {}
+
+    def load_rank_state(self, state: Mapping[str, Any]) -> None:
+        """Take over a state of `rank_state`.
+
+        Raises:
+            CheckpointError: It is of other buckets, or of another compressor.
+        """
+        if self.comm.compressor is not None and state.get("buckets") != self._bucket_sizes():
+            raise CheckpointError(
+                "wavemare.sparse_collective",
+                f"{len(self.rounds.buckets)} buckets",
+                "the checkpoint has the residuals of other buckets",
+                "Resume with the section that it was saved with, or without a compressor",
+            )
+        self.comm.load_state_dict(state)
+
+    def start_anew(self) -> None:
+        """Forget what waits of gradients, which belongs to other weights than those now loaded."""
+        compressor = self.comm.compressor
+        if compressor is not None:
+            compressor.load_state_dict({**compressor.state_dict(), "residuals": {}})
+
+    def _bucket_sizes(self) -> dict[str, int]:
+        return {bucket.key: bucket.numel for bucket in self.rounds.buckets}
+
+    def _buckets(
+        self, parameters: Mapping[str, nn.Parameter], dtype_of: Any, config: SparseCollectiveConfig
+    ) -> list[Bucket]:
+        embeddings = embedding_weights(self._engine.module.modules())
+        members = [
+            Member(name, parameter.numel(), dtype_of(parameter), id(parameter) in embeddings)
+            for name, parameter in parameters.items()
+        ]
+        return make_buckets(members, config.block, config.bucket_bytes)
+
+    def note_round(self) -> None:
+        """Take the figures of a step that has ended: ZeRO 2 reduces after each micro-batch."""
+        if self._engine.is_gradient_accumulation_boundary():
+            self.figures = self.comm.totals.take()
+
+
+class ReplicatedGradients(SparseGradients):
+    """Reduces gradients to all ranks: without ZeRO, and of DeepSpeed's ``BF16_Optimizer``.
+
+    Without a pipeline, buckets are sent while the step's last backward pass runs, except in the
+    first step, which shows how often each parameter's gradient is added to in one pass.
+
+    Args:
+        engine: See `SparseGradients`.
+        config: See `SparseGradients`.
+        timeout_s: See `SparseGradients`.
+        early: Whether buckets may be sent during the backward pass.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        config: SparseCollectiveConfig,
+        timeout_s: float,
+        *,
+        early: bool = True,
+    ) -> None:
+        super().__init__(engine, config, timeout_s)
+        tables = row_tables(engine.module.modules())
+        trained = {
+            name: parameter
+            for name, parameter in engine.module.named_parameters()
+            if parameter.requires_grad and parameter.numel()
+        }
+        self._tables = {name: p for name, p in trained.items() if id(p) in tables}
+        self._parameters = {name: p for name, p in trained.items() if id(p) not in tables}
+        self._accumulated = _bf16_gradients(engine.optimizer, self._parameters)
+        dtype = engine.communication_data_type
+        self._dtype: torch.dtype = dtype
+        self._rounds = BucketRounds(
+            self.comm,
+            self._buckets(self._parameters, lambda parameter: dtype, config),
+            device=engine.device,
+            write=self._write,
+            parameters=self._parameters if self._compares_weights else None,
+        )
+        self._rows: dict[str, Handle] = {}
+        self._fired: Counter[str] = Counter()
+        self._usual: Counter[str] = Counter()
+        self._hooks: list[Any] = []
+        if early and not engine.pipeline_parallelism and self._accumulated is None:
+            for name, parameter in self._parameters.items():
+                hook = partial(self._on_gradient, name)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    @property
+    def rounds(self) -> BucketRounds:
+        """The buckets."""
+        return self._rounds
+
+    def reduce(self) -> None:
+        """Reduce what the backward pass has not sent, and wait for all.
+
+        Raises:
+            CommError: A peer was lost, or reduces something else.
+            ModelError: A gradient is sparse in another way than an embedding's rows.
+        """
+        self.begin()
+        self.end()
+
+    def begin(self) -> None:
+        """Send all that has not been sent; gradients are then free to be replaced."""
+        for name in self._parameters:
+            if not self._rounds.has(name):
+                self._rounds.put(name, self._gradient(name))
+        self._rounds.send_complete()
+        self._rows = {name: self._send_rows(name) for name in self._tables}
+
+    def end(self) -> None:
+        """Wait for all that `begin` has sent, and put it in the gradients' place."""
+        self._rounds.end()
+        for name, handle in self._rows.items():
+            self._take_rows(name, handle)
+        self._usual, self._fired = self._fired, Counter()
+        self.note_round()
+
+    def close(self) -> None:
+        """End the collectives, and leave the parameters alone."""
+        for hook in self._hooks:
+            hook.remove()
+        super().close()
+
+    def _on_gradient(self, name: str, parameter: Tensor) -> None:
+        engine = self._engine
+        if engine.inside_no_sync_ctxt or not engine.is_gradient_accumulation_boundary():
+            return
+        self._fired[name] += 1
+        if self._rounds.sent(name):
+            raise ModelError(
+                name,
+                f"gradient of {self._fired[name]} parts",
+                f"in the step before it came in {self._usual[name]}, after which it was sent",
+                'Set "overlap_comm" to false in zero_optimization: gradients are then sent after '
+                "the backward pass. If a backward pass before ended with an error, start again",
+            )
+        if name in self._usual and self._fired[name] >= self._usual[name]:
+            self._rounds.put(name, self._gradient(name))
+            self._rounds.send_complete()
+
+    def _gradient(self, name: str) -> Tensor:
+        if self._accumulated is not None:
+            return self._accumulated[name]
+        parameter = self._parameters[name]
+        if parameter.grad is None:  # on this rank; as DeepSpeed has it, zero
+            parameter.grad = torch.zeros_like(parameter)
+        if parameter.grad.layout is not torch.strided:
+            raise ModelError(
+                name,
+                str(parameter.grad.layout),
+                "only embeddings that say sparse=True may have sparse gradients",
+                "Use torch.nn.Embedding(..., sparse=True), or dense gradients",
+            )
+        return parameter.grad
+
+    def _write(self, name: str, reduced: Tensor, here: bool) -> None:
+        gradient = self._gradient(name)
+        gradient.copy_(reduced.view(gradient.shape))
+
+    def _send_rows(self, name: str) -> Handle:
+        table = self._tables[name]
+        if table.grad is None:
+            ids = torch.empty(0, dtype=torch.int64, device=table.device)
+            rows = torch.empty(0, table.shape[1], dtype=self._dtype, device=table.device)
+        else:
+            # Dense where another layer uses the same weight.
+            gradient = table.grad if table.grad.is_sparse else table.grad.to_sparse(1)
+            ids = gradient._indices()[0].contiguous()
+            rows = gradient._values().to(self._dtype).contiguous()
+        return self.comm.allreduce_rows_(ids, rows, table.shape[0], async_op=True)
+
+    def _take_rows(self, name: str, handle: Handle) -> None:
+        ids, rows = handle.wait()
+        table = self._tables[name]
+        dense = table.grad is not None and not table.grad.is_sparse
+        reduced = torch.sparse_coo_tensor(
+            ids[None], rows.to(table.dtype), table.shape, is_coalesced=True
+        )
+        table.grad = reduced.to_dense() if dense else reduced
+
+
+def _bf16_gradients(
+    optimizer: Any, parameters: Mapping[str, nn.Parameter]
+) -> dict[str, Tensor] | None:
+    """Return the fp32 gradients to which DeepSpeed's ``BF16_Optimizer`` adds; None of another."""
+    if not isinstance(optimizer, BF16_Optimizer):
+        return None
+    held = {
+        id(parameter): gradient
+        for weights, gradients in zip(
+            optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True
+        )
+        for parameter, gradient in zip(weights, gradients, strict=True)
+    }
+    return {name: held[id(parameter)] for name, parameter in parameters.items()}

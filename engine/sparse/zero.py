@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of which each rank needs its partition, reduced by the sparse collective: ZeRO 1, 2.
+
+DeepSpeed's optimizer hands over what it has gathered whenever it would reduce that, and goes on at
+once. Before it reads the gradients, the sums are put where its own would be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor, nn
+
+from wavemare.comm.blocks.layout import Piece
+from wavemare.comm.config import SparseCollectiveConfig
+from wavemare.engine.sparse.bucket_layout import Bucket, Place
+from wavemare.engine.sparse.buckets import BucketRounds
+from wavemare.engine.sparse.gradients import SparseGradients
+
+__all__ = ["PartitionedGradients"]
+
+
+class PartitionedGradients(SparseGradients):
+    """Reduces the gradients of DeepSpeed's optimizer of ZeRO 1 and 2.
+
+    Each range is summed on the rank that owns it, and nowhere else (with ``reduce_scatter`` false
+    on all ranks).
+
+    Args:
+        engine: See `SparseGradients`.
+        config: See `SparseGradients`.
+        timeout_s: See `SparseGradients`.
+    """
+
+    def __init__(self, engine: Any, config: SparseCollectiveConfig, timeout_s: float) -> None:
+        super().__init__(engine, config, timeout_s)
+        optimizer = self._optimizer = engine.optimizer
+        names = {id(p): name for name, p in engine.module.named_parameters()}
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._group_of: dict[str, int] = {}
+        for number, group in enumerate(optimizer.bit16_groups):
+            for parameter in group:
+                if parameter.requires_grad and parameter.numel():
+                    name = names[id(parameter)]
+                    self._parameters[name] = parameter
+                    self._group_of[name] = number
+        self._names = {id(p): name for name, p in self._parameters.items()}
+        registered = {n: self._parameters[n] for n in names.values() if n in self._parameters}
+        buckets = self._buckets(registered, optimizer.get_param_comm_dtype, config)
+        splits = optimizer.reduce_scatter and not any(
+            getattr(p, "use_muon", False) for p in registered.values()
+        )
+        self._rounds = BucketRounds(
+            self.comm,
+            buckets,
+            device=engine.device,
+            write=self._write,
+            pieces={b.key: self._pieces(b) for b in buckets} if splits else None,
+            parameters=registered if self._compares_weights else None,
+            keep=False,
+        )
+        # What DeepSpeed gathers before it hands it over delays what could be under way.
+        itemsize = max((bucket.dtype.itemsize for bucket in buckets), default=4)
+        optimizer.reduce_bucket_size = min(
+            optimizer.reduce_bucket_size, max(config.bucket_bytes // itemsize, 1)
+        )
+        self._stock_reduce = optimizer.reduce_ipg_grads
+        optimizer.reduce_ipg_grads = self._reduce_ipg_grads
+        optimizer.average_tensor = self._average_tensor
+        optimizer.buffered_reduce_fallback = self._buffered_reduce_fallback
+        optimizer._buffered_reduce_fallback_preserving_fp32 = self._buffered_reduce_preserving_fp32
+
+    @property
+    def rounds(self) -> BucketRounds:
+        """The buckets."""
+        return self._rounds
+
+    def reduce(self) -> None:
+        """Reduce what the backward pass has not sent, and wait for all.
+
+        Raises:
+            CommError: A peer was lost, or reduces something else.
+        """
+        with self._stream():
+            self._rounds.end()
+        self.note_round()
+
+    # --- in the place of the optimizer's methods --------------------------------------------------
+
+    def _average_tensor(self, tensor: Tensor, communication_data_type: torch.dtype) -> None:
+        bucket = self._optimizer.ipg_buckets[communication_data_type]
+        sizes = [self._parameter(place).numel() for place in bucket.params]
+        with self._stream(bucket):
+            self._put(bucket, tensor.split(sizes))
+
+    def _buffered_reduce_fallback(
+        self,
+        rank: int | None,
+        grads: Sequence[Tensor],
+        communication_data_type: torch.dtype,
+        **_: Any,
+    ) -> None:
+        bucket = self._optimizer.ipg_buckets[communication_data_type]
+        with self._stream(bucket):
+            self._put(bucket, grads)
+
+    def _buffered_reduce_preserving_fp32(
+        self,
+        grads: Sequence[Tensor],
+        grad_params: object,
+        communication_data_type: torch.dtype,
+        **_: Any,
+    ) -> None:
+        self._buffered_reduce_fallback(None, grads, communication_data_type)
+
+    def _reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> None:
+        self._stock_reduce(comm_dtype=comm_dtype)
+        # Without a type it is the end of a backward pass. A pipeline asks for that once more.
+        if comm_dtype is None and self._rounds.begun:
+            self.reduce()
+
+    # --- in and out -------------------------------------------------------------------------------
+
+    def _put(self, bucket: Any, gradients: Sequence[Tensor]) -> None:
+        for place, gradient in zip(bucket.params, gradients, strict=True):
+            self._rounds.put(self._names[id(self._parameter(place))], gradient)
+        self._rounds.send_complete()
+
+    def _parameter(self, place: tuple[int, int, int]) -> nn.Parameter:
+        group, number, _ = place
+        parameter: nn.Parameter = self._optimizer.bit16_groups[group][number]
+        return parameter
+
+    def _write(self, name: str, reduced: Tensor, here: bool) -> None:
+        optimizer, parameter = self._optimizer, self._parameters[name]
+        for owner, start, stop in self._ranges(name):
+            if owner != self.comm.rank:
+                continue
+            part = reduced[start:stop]
+            held = optimizer._get_compact_grad_partition_slice(
+                self._group_of[name], owner, optimizer.get_param_id(parameter), stop - start
+            )
+            if held is not None:
+                held.add_(part.to(held.dtype))
+                continue
+            gradient = optimizer.get_gradient_for_reduction(parameter)
+            if gradient is None and not here and not part.any():
+                continue
+            if gradient is None:  # this rank had none, but another had
+                gradient = _new_gradient(optimizer, parameter)
+            gradient.view(-1)[start:stop].copy_(part)
+
+    def _pieces(self, bucket: Bucket) -> list[Piece]:
+        return [piece for place in bucket.places for piece in self._pieces_of(place)]
+
+    def _pieces_of(self, place: Place) -> Iterator[Piece]:
+        for owner, start, stop in self._ranges(place.name):
+            yield Piece(place.start + start, place.start + stop, owner)
+
+    def _ranges(self, name: str) -> Iterator[tuple[int, int, int]]:
+        """Yield who owns which elements of a parameter: rank, first, and after the last."""
+        optimizer, group = self._optimizer, self._group_of[name]
+        number = optimizer.get_param_id(self._parameters[name])
+        starts = sorted(
+            (int(optimizer.grad_start_offset[group][owner][number]), owner)
+            for owner in optimizer.param_to_partition_ids[group][number]
+        )
+        end = (self._parameters[name].numel(), -1)
+        for (start, owner), (stop, _) in pairwise([*starts, end]):
+            yield owner, start, stop
+
+    @contextmanager
+    def _stream(self, bucket: Any = None) -> Iterator[None]:
+        """Work where the optimizer does what follows its reductions."""
+        if not self._optimizer.overlap_comm:
+            yield
+            return
+        accelerator = get_accelerator()
+        stream = self._optimizer.reduction_stream
+        if not accelerator.resolves_data_dependency():
+            current = accelerator.current_stream()
+            for producer in getattr(bucket, "copy_streams", None) or {current}:
+                stream.wait_stream(producer)
+            current.wait_stream(stream)
+        with accelerator.stream(stream):
+            yield
+
+
+def _new_gradient(optimizer: Any, parameter: nn.Parameter) -> Tensor:
+    if optimizer.use_grad_accum_attribute:
+        gradient = torch.zeros_like(parameter, dtype=optimizer.gradient_accumulation_dtype)
+        parameter.grad_accum = gradient  # type: ignore[attr-defined]
+    else:
+        gradient = parameter.grad = torch.zeros_like(parameter)
+    return gradient

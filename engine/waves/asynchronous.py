@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waves that never drain: a step's gradients are reduced and applied behind the next step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from wavemare.engine.sparse.gradients import ReplicatedGradients
+from wavemare.engine.waves.background import BackgroundReduction
+from wavemare.engine.waves.executor import Hooks, WaveExecutor
+from wavemare.engine.waves.versions import DelayedVersions, Replicas, Versions
+from wavemare.pipeline.wave.steps import OpenSteps
+
+__all__ = ["AsyncWaves"]
+
+
+_Gradients = list[Tensor | None]
+
+
+class _Reduction(Protocol):
+    def begin(self) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class AsyncWaves:
+    """Trains steps whose last micro-batch goes backward beside the next step's first.
+
+    Step n is computed with the weights of step n - 1's beginning, which the gradients of step
+    n - 2 have just updated: ``w_(n+1) = w_n - rate * g(w_(n-1); x_n)`` (mode ``async``), or with
+    replica ``n % 2`` (mode ``replica``). Its gradients are complete, and are sent, when its last
+    micro-batch has gone backward within step n + 1; step n + 2 begins with their update.
+
+    Args:
+        engine: A data-parallel engine without ZeRO, in fp32.
+        mode: ``async`` or ``replica``.
+    """
+
+    def __init__(self, engine: Any, mode: str) -> None:
+        self._engine = engine
+        self._parameters = [p for p in engine.module.parameters() if p.requires_grad]
+        self._versions: Versions = (
+            Replicas(self._parameters, engine.optimizer)
+            if mode == "replica"
+            else DelayedVersions(self._parameters)
+        )
+        sparse = engine._sparse
+        self._reduction: _Reduction = (
+            sparse
+            if isinstance(sparse, ReplicatedGradients)
+            else BackgroundReduction(engine, self._parameters)
+        )
+        self._begin()
+
+    def _begin(self) -> None:
+        self._step = 0
+        self._plan: OpenSteps | None = None
+        self._open: int | None = None  # the micro-batch under way between two steps
+        self._sent: int | None = None  # the step whose gradients are being reduced
+        self._held: tuple[int, _Gradients] | None = None  # a step, and its reduced gradients
+        self._advanced = False  # whether other weights than the open micro-batch's are in place
+
+    def hooks(self) -> Hooks:
+        """Return what the executor calls around the passes."""
+        return Hooks(
+            forward=self._forward,
+            backward=self._backward,
+            scale=lambda loss: self._engine.watched(loss) / self._micro_batches,
+            end_backward=self._end_backward,
+        )
+
+    def train(
+        self, executor: WaveExecutor, batches: Iterator[Any], plan: OpenSteps
+    ) -> list[Tensor]:
+        """Train one step; its last micro-batch stays under way.
+
+        Args:
+            executor: Made with `hooks`.
+            batches: This rank's micro-batches.
+            plan: Of the executor's segments.
+
+        Returns:
+            The losses of the step's micro-batches, detached.
+        """
+        engine = self._engine
+        # DeepSpeed reduces, steps and counts nothing until we say so.
+        engine.set_gradient_accumulation_boundary(False)
+        if self._step == 0:
+            # Other steps may have been before, or other weights been loaded.
+            self._versions.begin()
+        if self._sent is not None and self._sent <= self._step - 2:
+            self._collect()
+        self._advance(self._step)
+        self._advanced = True
+        self._plan = plan
+        actions = plan.step(self._step, carries_on=self._open is not None)
+        losses = executor.run(actions, batches)
+        self._step += 1
+        self._open = self._step * self._micro_batches - 1
+        self._advanced = False
+        engine.global_steps += 1
+        engine.global_samples += engine.train_batch_size()
+        engine.micro_steps += self._micro_batches
+        return losses
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether all gradients have been applied."""
+        return self._open is None and self._sent is None and self._held is None
+
+    def settle(self, executor: WaveExecutor | None) -> None:
+        """Finish what is under way; the last step's gradients stay, reduced and not yet applied.
+
+        What follows is what would have followed without.
+
+        Args:
+            executor: That of `train`; None before the first step.
+        """
+        if self._sent is not None:
+            self._collect()
+        if self._open is not None:
+            assert executor is not None
+            assert self._plan is not None
+            self._advance(self._step)
+            self._advanced = True
+            executor.run(self._plan.closing(self._step - 1), iter(()))
+            self._open, self._advanced = None, False
+            self._collect()
+
+    def drain(self, executor: WaveExecutor | None) -> None:
+        """Finish what is under way, and apply all gradients; `train` may go on after it."""
+        self.settle(executor)
+        if self._held is not None:
+            self._advance(self._step + 1)
+            self._versions.advance(self._step, updates=False)
+        self._engine.set_gradient_accumulation_boundary(None)
+
+    def abandon(self) -> None:
+        """Begin anew at step 0: what is under way is dropped, once its reduction has ended."""
+        if self._sent is not None:
+            self._collect()
+        self.forget()
+        self._begin()
+
+    def forget(self) -> None:
+        """Drop the gradients of what is under way, after an error."""
+        self._open, self._advanced = None, False
+        self._engine.zero_grad()
+        self._engine.set_gradient_accumulation_boundary(None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` needs beside the weights; after `settle`."""
+        return {
+            "step": self._step,
+            "held": self._held,
+            "versions": self._versions.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state."""
+        self._step = state["step"]
+        self._held = None
+        if state["held"] is not None:
+            step, gradients = state["held"]
+            places = zip(gradients, self._parameters, strict=True)
+            self._held = step, [None if g is None else g.to(p.device) for g, p in places]
+        self._versions.load_state_dict(state["versions"])
+
+    def _advance(self, step: int) -> None:
+        """Put the weights that a step begins with in place."""
+        updates = self._held is not None and self._held[0] <= step - 2
+        self._versions.advance(step, updates=updates)
+        if not updates:
+            return
+        assert self._held is not None
+        engine, (_, gradients), self._held = self._engine, self._held, None
+        unfinished = self._exchange(gradients)
+        counts = engine.global_steps, engine.global_samples, engine.micro_steps
+        engine.set_gradient_accumulation_boundary(True)
+        try:
+            engine.step()
+        finally:
+            engine.set_gradient_accumulation_boundary(False)
+            # They count the steps that were trained, not the updates, which come later.
+            engine.global_steps, engine.global_samples, engine.micro_steps = counts
+            self._exchange(unfinished)
+
+    def _collect(self) -> None:
+        """Wait for the reduction, and keep its result."""
+        assert self._sent is not None
+        unfinished = self._exchange([None] * len(self._parameters))
+        if isinstance(self._reduction, ReplicatedGradients):
+            self._exchange([torch.zeros_like(p) for p in self._parameters])
+        self._reduction.end()
+        self._held, self._sent = (self._sent, self._exchange(unfinished)), None
+
+    def _exchange(self, gradients: _Gradients) -> _Gradients:
+        before = [parameter.grad for parameter in self._parameters]
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+        return before
+
+    def _forward(self, micro_batch: int) -> AbstractContextManager[Any]:
+        last = (micro_batch + 1) % self._micro_batches == 0
+        return self._versions.forward() if last else nullcontext()
+
+    def _backward(self, micro_batch: int) -> AbstractContextManager[Any]:
+        stale = micro_batch == self._open and self._advanced
+        return self._versions.former() if stale else nullcontext()
+
+    def _end_backward(self, micro_batch: int) -> None:
+        if (micro_batch + 1) % self._micro_batches == 0:
+            self._versions.smooth()
+            self._reduction.begin()
+            self._sent = micro_batch // self._micro_batches
+            self._exchange([None] * len(self._parameters))
+
+    @property
+    def _micro_batches(self) -> int:
+        return int(self._engine.gradient_accumulation_steps())

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One forward pass over a model's segments before training: what they keep, share and leak."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from wavemare.engine.waves.segments import Carry, Segments
+from wavemare.errors import ModelError
+
+__all__ = ["SavedBytes", "Survey", "cut", "detached", "nothing_shared", "survey"]
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What a forward pass over all segments has shown.
+
+    Args:
+        saved_bytes: For each segment, the head last, the bytes that it keeps for its backward
+            pass, weights left aside; what several segments keep counts for the first one.
+        lent: For each segment the weights that segments before it use, too.
+        owned: For each segment the weights that later ones use, too, and none before it.
+    """
+
+    saved_bytes: tuple[int, ...]
+    lent: tuple[tuple[nn.Parameter, ...], ...]
+    owned: tuple[tuple[nn.Parameter, ...], ...]
+
+
+def nothing_shared(segments: Segments) -> Survey:
+    """Return what holds of segments of which no two use the same weight; bytes are not known."""
+    count = len(segments.names)
+    return Survey((0,) * count, ((),) * count, ((),) * count)
+
+
+class SavedBytes:
+    """Counts the memory that autograd keeps: a storage once, that of weights not at all.
+
+    Args:
+        module: Owns the weights.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._weights = {weight.untyped_storage().data_ptr() for weight in module.parameters()}
+        self._seen: set[int] = set()
+        self._kept: list[Tensor] = []  # so that no storage is freed and its address used again
+        self.total = 0
+
+    def hooks(self) -> Any:
+        """Return the context in which saved tensors are counted."""
+        return torch.autograd.graph.saved_tensors_hooks(self._count, lambda kept: kept)
+
+    def _count(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._weights and storage.data_ptr() not in self._seen:
+            self._seen.add(storage.data_ptr())
+            self._kept.append(tensor.detach())
+            self.total += storage.nbytes()
+        return tensor.detach()  # an operator's own output would hold the operator, which holds this
+
+
+def cut(carry: Carry) -> Carry:
+    """Return leaves of the same memory with gradients; what can have none stays what it is."""
+    return tuple(
+        tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
+        for tensor in carry
+    )
+
+
+def detached(carry: Carry) -> Carry:
+    """Return the same memory without a graph; what has none anyway stays what it is."""
+    return tuple(tensor.detach() if tensor.requires_grad else tensor for tensor in carry)
+
+
+def survey(segments: Segments, module: nn.Module, batch: Any) -> Survey:
+    """Run a batch forward, and leave random state, buffers and gradients as they were.
+
+    Args:
+        segments: The model.
+        module: Owns its weights and buffers.
+        batch: On the module's device.
+
+    Raises:
+        ModelError: A segment uses a tensor that another has computed and that is not in its carry.
+    """
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    carry, labels = segments.split(batch)
+    devices = [carry[0].device] if carry[0].is_cuda else []
+    counter = SavedBytes(module)
+    saved: list[int] = []
+    users: dict[nn.Parameter, list[int]] = {}
+    origins: dict[Tensor, int] = {}
+    graphs: list[Carry] = []
+    with torch.random.fork_rng(devices), torch.enable_grad():
+        for index, name in enumerate(segments.names):
+            inputs = cut(carry)
+            before = counter.total
+            with counter.hooks():
+                if index < len(segments.body):
+                    outputs = segments.body[index].run(inputs)
+                else:
+                    assert segments.head is not None
+                    outputs = (segments.head(inputs, labels),)
+            saved.append(counter.total - before)
+            _look(index, name, inputs, outputs, segments.names, origins, users)
+            origins |= {tensor: index for tensor in inputs if tensor.requires_grad}
+            graphs.append(outputs)
+            carry = detached(outputs)
+            if index < len(segments.body) and segments.body[index].sums_output:
+                dist.all_reduce(carry[0], group=segments.group)
+    with torch.no_grad():
+        for buffer, value in buffers:
+            buffer.copy_(value)
+    return Survey(tuple(saved), *_shared(users, len(segments.names)))
+
+
+def _look(
+    index: int,
+    name: str,
+    inputs: Carry,
+    outputs: Carry,
+    names: Sequence[str],
+    origins: dict[Tensor, int],
+    users: dict[nn.Parameter, list[int]],
+) -> None:
+    """Note the weights that a segment uses, and refuse a tensor of another segment."""
+    own = {id(tensor) for tensor in inputs}
+    foreign = {id(tensor): origin for tensor, origin in origins.items()}
+    for leaf in _leaves(outputs):
+        if id(leaf) in own:
+            continue
+        if id(leaf) in foreign:
+            source = names[foreign[id(leaf)]]
+            raise ModelError(
+                f"segment {name}",
+                tuple(leaf.shape),
+                f"it uses a tensor that segment {source} has computed and that is not handed on "
+                "to it, so its gradient would be lost",
+                f"Hand the tensor on through the carry, or keep {source} and {name} in one segment",
+            )
+        if isinstance(leaf, nn.Parameter):
+            users.setdefault(leaf, []).append(index)
+
+
+def _leaves(outputs: Carry) -> Iterator[Tensor]:
+    """Yield the leaves of a graph, each once."""
+    nodes = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node: Any = nodes.pop()
+        if hasattr(node, "variable"):
+            yield node.variable
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
+
+
+def _shared(
+    users: dict[nn.Parameter, list[int]], count: int
+) -> tuple[tuple[tuple[nn.Parameter, ...], ...], tuple[tuple[nn.Parameter, ...], ...]]:
+    """Return, for each segment, the weights that it is lent and those that it owns for others."""
+    shared = {weight: sorted(where) for weight, where in users.items() if len(where) > 1}
+    lent = tuple(
+        tuple(weight for weight, where in shared.items() if index in where[1:])
+        for index in range(count)
+    )
+    owned = tuple(
+        tuple(weight for weight, where in shared.items() if index == where[0])
+        for index in range(count)
+    )
+    return lent, owned

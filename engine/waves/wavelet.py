@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waves inside a DeepSpeed engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from torch import Tensor
+
+from wavemare.engine.waves.asynchronous import AsyncWaves
+from wavemare.engine.waves.executor import Hooks, WaveExecutor
+from wavemare.engine.waves.probe import WaveProbe
+from wavemare.engine.waves.profile import Survey, survey
+from wavemare.engine.waves.protocol import AccumulationProtocol
+from wavemare.engine.waves.segments import Segment, Segments
+from wavemare.pipeline.wave.config import WaveletConfig
+from wavemare.pipeline.wave.memory import accumulation_peak, in_phase_peak, peak
+from wavemare.pipeline.wave.schedule import accumulation, tick_tock
+from wavemare.pipeline.wave.steps import OpenSteps, checked_step
+
+__all__ = ["Wavelet", "attach_wavelet"]
+
+logger = logging.getLogger("wavemare")
+
+_MIB = 2**20
+_PROBE_WARMUPS, _PROBE_STEPS = 1, 2
+"""Optimizer steps of plain accumulation before the measured ones, and these."""
+
+
+class Wavelet:
+    """Trains the micro-batches of an optimizer step as two waves.
+
+    Args:
+        engine: A data-parallel engine.
+        segments: Its model.
+        config: The section ``wavelet``.
+    """
+
+    def __init__(self, engine: Any, segments: Segments, config: WaveletConfig) -> None:
+        self._engine = engine
+        self._segments = _compiled(segments) if config.compile else segments
+        self._config = config
+        self._protocol = AccumulationProtocol(engine)
+        self._asynchronous = (
+            AsyncWaves(engine, config.mode) if config.mode in ("async", "replica") else None
+        )
+        self._survey: Survey | None = None
+        self._open_executor: WaveExecutor | None = None
+        self._steps = 0
+        self._paired = config.mode != "auto"
+        self._probe = (
+            WaveProbe(engine.device, self._num_segments) if config.mode == "auto" else None
+        )
+
+    def train(self, batches: Iterator[Any]) -> list[Tensor]:
+        """Train one optimizer step.
+
+        Args:
+            batches: Micro-batches on the engine's device.
+
+        Returns:
+            The losses of its micro-batches, detached.
+        """
+        if self._survey is None:
+            first = next(batches)
+            self._prepare(first)
+            batches = chain([first], batches)
+        self._steps += 1
+        if self._probe is not None:
+            self._watch(self._probe)
+        if self._asynchronous is None or self._steps <= self._config.warmup_steps:
+            return self._train_synchronously(batches)
+        assert self._open_executor is not None
+        try:
+            plan = OpenSteps.make(micro_batches=self._micro_batches, **self._shape)
+            return self._asynchronous.train(self._open_executor, batches, plan)
+        except BaseException:
+            self._asynchronous.forget()
+            raise
+
+    @property
+    def paired(self) -> bool:
+        """Whether the next step runs two micro-batches at a time, as far as is known."""
+        return self._paired
+
+    def settle(self) -> None:
+        """Finish what is under way between two steps, so that the engine can be saved."""
+        if self._asynchronous is not None:
+            self._asynchronous.settle(self._open_executor)
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether the weights have all gradients."""
+        return self._asynchronous is None or self._asynchronous.is_drained
+
+    def drain(self) -> None:
+        """Apply all gradients there are to the weights."""
+        if self._asynchronous is not None:
+            self._asynchronous.drain(self._open_executor)
+
+    def start_anew(self) -> None:
+        """Drop what is under way, and the gradients and weights of the steps that were.
+
+        Nothing of it is judged or applied: it may be what the training goes back from.
+        """
+        if self._asynchronous is not None:
+            self._asynchronous.abandon()
+            if self._open_executor is not None:
+                self._open_executor.abandon()
+
+    def rank_state(self) -> dict[str, Any]:
+        """Return what the next step needs beside weights and optimizer; after `settle`."""
+        if self._asynchronous is None:
+            return {}
+        return {"steps": self._steps, **self._asynchronous.state_dict()}
+
+    def load_rank_state(self, state: dict[str, Any] | None) -> None:
+        """Take over a state of `rank_state`; None if a checkpoint has none for this rank."""
+        if self._asynchronous is None:
+            return
+        if state is not None:
+            self._steps = state["steps"]
+            self._asynchronous.load_state_dict(state)
+        elif dist.get_rank() == 0:
+            logger.warning(
+                "wavelet %s: the checkpoint has no waves of these ranks; they start anew from its "
+                "weights",
+                self._config.mode,
+            )
+
+    def _train_synchronously(self, batches: Iterator[Any]) -> list[Tensor]:
+        self._protocol.begin_step()
+        if self._paired:
+            actions = checked_step(tick_tock, micro_batches=self._micro_batches, **self._shape)
+        else:
+            actions = checked_step(accumulation, self._num_segments, self._micro_batches)
+        try:
+            return self._executor.run(actions, batches)
+        except BaseException:
+            self._protocol.abandon()
+            raise
+
+    def _watch(self, probe: WaveProbe) -> None:
+        """Go on measuring, or decide by what was measured in the steps before."""
+        if self._steps == _PROBE_WARMUPS + 1:
+            probe.forget()
+        elif self._steps == _PROBE_WARMUPS + _PROBE_STEPS + 1:
+            plan = {key: self._shape[key] for key in ("pair_order", "saved_bytes", "budget")}
+            decision = probe.decide(self._micro_batches, **plan)
+            self._paired, self._probe = decision.on, None
+            self._executor = self._make_executor(self._protocol.hooks())
+            if dist.get_rank() == 0:
+                logger.info("wavelet auto: %s: %s", "on" if decision.on else "off", decision.reason)
+
+    def _prepare(self, batch: Any) -> None:
+        """Run a batch forward once, to know what the segments keep and share."""
+        engine = self._engine
+        with self._protocol.forward():
+            found = survey(self._segments, engine.module, batch)
+        # Ranks must follow one plan, whatever the shapes of their batches.
+        agreed = torch.tensor(found.saved_bytes, device=engine.device)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+        self._survey = replace(found, saved_bytes=tuple(agreed.tolist()))
+        hooks = self._protocol.hooks()
+        if self._probe is not None:
+            hooks = replace(hooks, record=self._probe.record)
+        self._executor = self._make_executor(hooks)
+        if self._asynchronous is not None:
+            self._open_executor = self._make_executor(self._asynchronous.hooks())
+        if dist.get_rank() == 0:
+            logger.info(self._description())
+
+    def _make_executor(self, hooks: Hooks) -> WaveExecutor:
+        assert self._survey is not None
+        return WaveExecutor(self._segments, self._engine.module, self._survey, hooks)
+
+    @property
+    def _micro_batches(self) -> int:
+        return int(self._engine.gradient_accumulation_steps())
+
+    @property
+    def _num_segments(self) -> int:
+        return len(self._segments.names)
+
+    @property
+    def _shape(self) -> dict[str, Any]:
+        """What the plan is made of, save for the number of micro-batches."""
+        assert self._survey is not None
+        saved = self._survey.saved_bytes
+        budget = self._config.budget
+        return {
+            "num_segments": self._num_segments,
+            "sums_output": tuple(self._segments.sums_output),
+            "sums_gradient": tuple(self._segments.sums_gradient),
+            "pair_order": self._config.pair_order,
+            "saved_bytes": saved,
+            "budget": None if budget is None else int(budget * sum(saved)),
+        }
+
+    def _description(self) -> str:
+        assert self._survey is not None
+        saved = self._survey.saved_bytes
+        plan = tick_tock(micro_batches=max(2, self._micro_batches), **self._shape)
+        return (
+            f"wavelet {self._config.mode}: {self._num_segments} segments; predicted peak of "
+            f"activations {peak(plan, saved) / _MIB:.1f} MiB (one wave "
+            f"{accumulation_peak(saved) / _MIB:.1f}, two in phase "
+            f"{in_phase_peak(saved) / _MIB:.1f})"
+        )
+
+
+def attach_wavelet(engine: Any, segments: Segments, config: WaveletConfig) -> Wavelet | None:
+    """Return what trains an engine's micro-batches as waves; None where there is one only.
+
+    Args:
+        engine: Complete.
+        segments: Its model.
+        config: The section ``wavelet``, with another mode than ``off``.
+    """
+    single = engine.gradient_accumulation_steps() == 1
+    if single and config.mode not in ("async", "replica"):
+        if dist.get_rank() == 0:
+            logger.warning(
+                "wavelet: gradient_accumulation_steps is 1, so there is no second wave to pair; "
+                "training goes on without. Give 2 or more"
+            )
+        return None
+    return Wavelet(engine, segments, config)
+
+
+def _compiled(segments: Segments) -> Segments:
+    def compiled(run: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.compile(run)
+
+    assert segments.head is not None
+    body = tuple(
+        Segment(s.name, compiled(s.run), s.sums_output, s.sums_gradient) for s in segments.body
+    )
+    return replace(segments, body=body, head=compiled(segments.head))

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SOAP: Adam in the eigenbasis of Shampoo's preconditioner, which delay harms less."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wavemare.pipeline.optim.matrix_optimizer import (
+    SIDES,
+    MatrixOptimizer,
+    Shape,
+    State,
+    adam_denominator,
+    adam_update,
+    check_betas,
+    check_number,
+)
+
+__all__ = ["SOAP", "refresh_of"]
+
+
+class SOAP(MatrixOptimizer):
+    r"""AdamW in a rotated basis (SOAP, arXiv 2409.11321, algorithm 3).
+
+    Adam is at its best where the axes of its coordinates are those of the curvature; elsewhere it
+    oscillates, which delayed gradients amplify (basis rotation, arXiv 2602.03515). For the gradient
+    ``G`` of a matrix, with ``b = shampoo_beta`` and ``Q`` the eigenvectors of ``L`` and ``R``:
+
+    .. math::
+        G' = Q_L^T G Q_R, \quad M = \beta_1 M + (1 - \beta_1) G, \quad
+        V = \beta_2 V + (1 - \beta_2) G'^2 \\
+        W = W - lr \, (Q_L \frac{Q_L^T M Q_R / (1 - \beta_1^t)}
+        {\sqrt{V / (1 - \beta_2^t)} + \epsilon} Q_R^T + decay \, W) \\
+        L = b L + (1 - b) G G^T, \quad R = b R + (1 - b) G^T G
+
+    Every ``refresh`` steps one power iteration brings the bases up to date: the columns of ``Q``,
+    and rows and columns of ``V`` with them, are sorted by ``diag(Q^T L Q)``, largest first, and
+    ``Q`` becomes the orthogonal factor of ``L Q``. The first bases are eigenvectors of the first
+    gradient's ``L`` and ``R``. That gradient itself takes no step, as in the paper: it is diagonal
+    in its own basis, where Adam would step by the signs of rounding errors. So a matrix begins at
+    its second gradient that is not zero, and the first one that is finite.
+
+    A side longer than ``max_size`` keeps its own axes, and a matrix with two such sides, as every
+    tensor that is not a matrix, is stepped as by AdamW.
+
+    Other implementations of SOAP know neither flat partitions of ZeRO nor a refresh per stage;
+    for the former see `MatrixOptimizer`, for the latter `refresh_of`.
+
+    Args:
+        params: Parameters or parameter groups.
+        lr: Learning rate.
+        betas: Decays of the averages of gradients and of their squares.
+        shampoo_beta: Decay of ``L`` and ``R``.
+        eps: Is added to the denominator.
+        weight_decay: Decoupled, times the learning rate.
+        refresh: Steps between two refreshes of the bases.
+        max_size: Longest side that is rotated. The default rotates widths, not vocabularies and the
+            longer sides of feed-forward layers, as work grows with the cube of a side: on one core
+            a 768 x 3072 matrix steps in 150 to 200 ms with one side rotated, 80 ms more in a step
+            that refreshes; with both in 700 ms and 3300 ms more; AdamW's step takes 22 ms. All of
+            it is on the critical path of its stage.
+        stage_aware: Whether the engine of an asynchronous pipeline sets ``refresh`` by the stage.
+
+    Raises:
+        ConfigError: A number is out of range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        shampoo_beta: float = 0.95,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        refresh: int = 10,
+        max_size: int = 1024,
+        stage_aware: bool = True,
+    ) -> None:
+        check_number("lr", lr, 0)
+        check_betas("betas", betas)
+        check_number("shampoo_beta", shampoo_beta, 0, 1)
+        check_number("eps", eps, 0)
+        check_number("weight_decay", weight_decay, 0)
+        check_number("refresh", refresh, 1, whole=True)
+        check_number("max_size", max_size, 0, whole=True)
+        defaults = {
+            "lr": lr,
+            "betas": tuple(betas),
+            "shampoo_beta": shampoo_beta,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "refresh": refresh,
+            "max_size": max_size,
+            "stage_aware": bool(stage_aware),
+        }
+        super().__init__(params, defaults)
+
+    def is_matrix(self, group: Mapping[str, Any], shape: Shape) -> bool:
+        """Return whether a tensor has two sides, one of which at least is rotated."""
+        return len(shape) == SIDES and any(1 < side <= group["max_size"] for side in shape)
+
+    def update(self, group: Mapping[str, Any], state: State, grad: Tensor) -> Tensor | None:
+        """See `MatrixOptimizer.update`."""
+        betas, eps = group["betas"], group["eps"]
+        if not self.is_matrix(group, tuple(grad.shape)):
+            return adam_update(state, grad, betas, eps)
+        sides = [side for side in (0, 1) if 1 < grad.shape[side] <= group["max_size"]]
+        if "exp_avg" not in state:
+            _begin(state, grad, sides)
+            return None
+        denominator = adam_denominator(state, grad, _rotate(state, grad), betas, eps)
+        update = _rotate_back(state, _rotate(state, state["exp_avg"]) / denominator)
+        for side in sides:
+            state[f"covariance_{side}"].lerp_(_covariance(grad, side), 1 - group["shampoo_beta"])
+        if state["step"] % group["refresh"] == 0:
+            for side in sides:
+                _refresh(state, side)
+        return update
+
+
+def refresh_of(stage: int, num_stages: int, base: int = 10) -> int:
+    """Return how many steps a stage of an asynchronous pipeline keeps its bases.
+
+    The longer gradients are delayed, the more a basis that does not fit harms, so that early stages
+    refresh more often. The rate is proportional to ``num_stages - stage - 1/2``: the delay in
+    micro-batches, and a half so that the last stage, which has none, refreshes at all. The period
+    is ``base * P / (2 (P - s) - 1)``, rounded: all stages together do as much work as with ``base``
+    everywhere, a single stage has ``base``, the first of many about half of it, and the last one
+    ``base * P``.
+
+    Args:
+        stage: From 0.
+        num_stages: P.
+        base: The period of a stage on the average of rates.
+
+    Returns:
+        Optimizer steps, 1 or more.
+    """
+    return max(1, round(base * num_stages / (2 * (num_stages - stage) - 1)))
+
+
+def _begin(state: State, grad: Tensor, sides: list[int]) -> None:
+    """Make the first bases, of a gradient that has any direction."""
+    if not 0 < float(grad.abs().sum()) < math.inf:  # nor is it if it is not a number
+        return
+    state.update(step=0, exp_avg=torch.zeros_like(grad), exp_avg_sq=torch.zeros_like(grad))
+    for side in sides:
+        covariance = _covariance(grad, side)
+        state[f"covariance_{side}"] = covariance
+        state[f"basis_{side}"] = _eigenvectors(covariance)
+
+
+def _eigenvectors(covariance: Tensor) -> Tensor:
+    """Return the eigenvectors as columns, that of the largest eigenvalue first."""
+    # Of a tall gradient's rows few differ: in fp32, solvers give up on that many equal eigenvalues.
+    wide = covariance.double()
+    try:
+        vectors = torch.linalg.eigh(wide).eigenvectors
+    except RuntimeError:  # torch's LinAlgError, which has no public name for types
+        ramp = torch.linspace(0, 1e-9, len(wide), dtype=wide.dtype, device=wide.device)
+        vectors = torch.linalg.eigh(wide + (ramp * wide.trace()).diag()).eigenvectors
+    return vectors.flip(1).to(covariance.dtype).contiguous()
+
+
+def _covariance(grad: Tensor, side: int) -> Tensor:
+    return grad @ grad.T if side == 0 else grad.T @ grad
+
+
+def _rotate(state: State, matrix: Tensor) -> Tensor:
+    """Return a matrix in the basis of the state."""
+    if "basis_0" in state:
+        matrix = state["basis_0"].T @ matrix
+    return matrix @ state["basis_1"] if "basis_1" in state else matrix
+
+
+def _rotate_back(state: State, matrix: Tensor) -> Tensor:
+    if "basis_0" in state:
+        matrix = state["basis_0"] @ matrix
+    return matrix @ state["basis_1"].T if "basis_1" in state else matrix
+
+
+def _refresh(state: State, side: int) -> None:
+    covariance, basis = state[f"covariance_{side}"], state[f"basis_{side}"]
+    image = covariance @ basis
+    order = (basis * image).sum(0).argsort(descending=True, stable=True)
+    state[f"basis_{side}"] = torch.linalg.qr(image[:, order]).Q.contiguous()
+    state["exp_avg_sq"] = state["exp_avg_sq"].index_select(side, order)

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One stage's part of a plan, walked through action by action: what may come, and after what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from wavemare.errors import PlanError
+from wavemare.pipeline.plan.action import RECEIVES, SENDS, Action, Kind
+from wavemare.pipeline.plan.plan import Plan
+
+__all__ = ["Walk"]
+
+_Key = tuple[int, ...]
+"""A micro-batch and its wave."""
+
+_BIT = {kind: 1 << number for number, kind in enumerate(Kind)}
+_FORWARD, _BACKWARD, _STEP = _BIT[Kind.FORWARD], _BIT[Kind.BACKWARD], _BIT[Kind.STEP]
+_REDUCE, _CORRECT, _RESTORE = _BIT[Kind.REDUCE], _BIT[Kind.CORRECT], _BIT[Kind.RESTORE]
+_OF_A_STEP = frozenset(
+    {
+        Kind.REDUCE,
+        Kind.SEND_NORM,
+        Kind.RECV_NORM,
+        Kind.SEND_TOTAL,
+        Kind.RECV_TOTAL,
+        Kind.STEP,
+    }
+)
+_OF_A_CORRECTION = frozenset({Kind.RECV_GRAD, Kind.BACKWARD, Kind.SEND_GRAD, Kind.RESTORE})
+
+
+class _Rule(NamedTuple):
+    """When an action of a kind may come.
+
+    Args:
+        bit: Of the kind, in the set of what is done for a micro-batch or an optimizer step.
+        needs: Bits of what must be done before.
+        of_a_step: Whether it belongs to an optimizer step rather than to a micro-batch.
+        log: Where such actions are noted: messages and loads.
+    """
+
+    bit: int
+    needs: int
+    of_a_step: bool
+    log: list[Action] | None
+
+
+class Walk:
+    """Checks one stage's actions in their order, and measures staleness and activations.
+
+    Args:
+        stage: Counted from 0.
+        plan: The whole plan, for its numbers.
+
+    Attributes:
+        sent: The stage's sends, to the next stage (1) and to the one before (-1).
+        received: Its receives, of messages that go to the next stage (1) or to the one before (-1).
+        loads: Its loads.
+        staleness: By micro-batch and wave, the optimizer steps between forward and backward pass.
+        peak: The most micro-batches that were forwarded and not yet backwarded.
+    """
+
+    def __init__(self, stage: int, plan: Plan) -> None:
+        self.sent: dict[int, list[Action]] = {1: [], -1: []}
+        self.received: dict[int, list[Action]] = {1: [], -1: []}
+        self.loads: list[Action] = []
+        self.staleness: dict[_Key, int] = {}
+        self.peak = 0
+        self._stage = stage
+        self._plan = plan
+        self._rules = self._make_rules()
+        self._done: dict[_Key, int] = {}
+        self._forward_version: dict[_Key, int] = {}
+        self._steps = 0
+        self._reduced = 0  # optimizer steps whose gradients are complete
+        self._done_for_step = 0
+        self._corrected: Action | None = None
+
+    def go(self, actions: Iterable[Action]) -> None:
+        """Check the stage's actions, all of them in their order.
+
+        Raises:
+            PlanError: An action may not come where it is, or one is missing.
+        """
+        for action in actions:
+            rule = self._rules.get(action.kind)
+            if rule is None:
+                raise _refusal(action, "this stage has nothing of this kind to do", "Leave it out")
+            bit, needs, of_a_step, log = rule
+            key = action[2::2]
+            done = self._done_for_step if of_a_step else self._done.get(key, 0)
+            if done & bit:
+                raise _refusal(action, "it is done a second time", "Leave it out")
+            if needs & ~done:
+                raise _missing_before(action, needs & ~done)
+            if self._corrected is not None or bit == _CORRECT:
+                self._meet_correction(action, bit, done)
+            expected = self._forward_version[key] if bit == _CORRECT else self._steps
+            if -1 != action.version != expected:
+                reason = f"the weights' version is {expected} here"
+                raise _refusal(action, reason, "Let 'Versions' count the optimizer steps")
+            if of_a_step:
+                self._meet_step(action, bit)
+            else:
+                self._done[key] = done | bit
+                if bit == _FORWARD:
+                    self._forward_version[key] = self._steps
+                    self.peak = max(self.peak, len(self._forward_version) - len(self.staleness))
+                elif bit == _BACKWARD:
+                    self._meet_backward(action, key)
+            if log is not None:
+                log.append(action)
+        self._finish()
+
+    def _meet_backward(self, action: Action, key: _Key) -> None:
+        step = action.micro_batch // self._plan.micro_batches
+        if step != self._reduced or step - self._steps > self._plan.step_delay:
+            reason = f"it belongs to optimizer step {step}, but {self._steps} steps come before it"
+            raise _refusal(action, reason, "Put it between the steps to which it belongs")
+        self.staleness[key] = self._steps - self._forward_version[key]
+
+    def _meet_step(self, action: Action, bit: int) -> None:
+        """Check what is done once per optimizer step, and count the steps."""
+        size = self._plan.micro_batches
+        end = ((self._reduced if bit == _REDUCE else self._steps) + 1) * size
+        if action.micro_batch != end - 1:
+            reason = f"the next optimizer step is that of micro-batch {end - 1}"
+            raise _refusal(action, reason, f"Put a step after every {size} micro-batches")
+        if action.wave:
+            reason = "an optimizer step is that of both waves"
+            raise _refusal(action, reason, "Leave out its wave")
+        if bit == _REDUCE and len(self.staleness) < end:
+            backwarded = {micro_batch for micro_batch, _ in self.staleness}
+            missing = Action(
+                Kind.BACKWARD, self._stage, next(m for m in range(end) if m not in backwarded)
+            )
+            raise _refusal(action, f"{missing} does not come before it", f"Put {missing} before it")
+        self._done_for_step |= bit
+        if bit == _REDUCE:
+            self._reduced += 1
+        elif bit == _STEP:
+            self._steps += 1
+            self._done_for_step = 0
+
+    def _meet_correction(self, action: Action, bit: int, done: int) -> None:
+        """Check that nothing but the backward pass sees corrected weights."""
+        if self._corrected is None:
+            if done & _BACKWARD:
+                reason = "the backward pass comes before it"
+                raise _refusal(action, reason, "Put it before the backward pass")
+            self._corrected = action
+            return
+        if action.kind not in _OF_A_CORRECTION or action[2::2] != self._corrected[2::2]:
+            reason = f"it would see the weights that {self._corrected} has put in place"
+            raise _refusal(action, reason, "Put the newest weights back before it")
+        if bit == _RESTORE:
+            self._corrected = None
+
+    def _finish(self) -> None:
+        """Check that nothing is missing at the end."""
+        if self._corrected is not None:
+            reason = "the newest weights are not put back after it"
+            raise _refusal(self._corrected, reason, "Add the action that does so")
+        plan, stage = self._plan, self._stage
+        if self._steps != plan.num_steps:
+            reason = f"stage {stage} does {self._steps} optimizer steps"
+            raise PlanError("steps", plan.num_steps, reason, "Give each stage all steps")
+        total = plan.micro_batches * max(1, plan.num_steps)
+        needed = sum(rule.bit for rule in self._rules.values() if not rule.of_a_step)
+        needed &= ~(_CORRECT | _RESTORE)
+        waves: dict[int, int] = {}
+        for micro_batch, wave in self._done:
+            if micro_batch >= total or waves.setdefault(micro_batch, wave) != wave:
+                action = Action(Kind.FORWARD, stage, micro_batch, wave=wave)
+                reason = f"the plan has {total} micro-batches, each in one wave"
+                raise _refusal(action, reason, "Leave it out")
+        for micro_batch in range(total):
+            wave = waves.get(micro_batch, 0)
+            missing = needed & ~self._done.get((micro_batch, wave), 0)
+            if missing:
+                action = Action(_kind(missing), stage, micro_batch, wave=wave)
+                raise _refusal(action, "it is missing", "Add it")
+
+    def _make_rules(self) -> dict[Kind, _Rule]:
+        logs = {Kind.LOAD: self.loads}
+        logs |= {kind: self.sent[step] for kind, (_, step) in SENDS.items()}
+        logs |= {kind: self.received[-step] for kind, (_, step) in RECEIVES.items()}
+        return {
+            kind: _Rule(
+                bit=_BIT[kind],
+                needs=sum(_BIT[need] for need in needs),
+                of_a_step=kind in _OF_A_STEP,
+                log=logs.get(kind),
+            )
+            for kind, needs in _requirements(
+                self._stage,
+                self._plan.num_stages,
+                trains=self._plan.num_steps > 0,
+                on_one_rank=self._plan.on_one_rank,
+            ).items()
+        }
+
+
+def _requirements(
+    stage: int, num_stages: int, *, trains: bool, on_one_rank: bool
+) -> dict[Kind, list[Kind]]:
+    """Return the kinds of actions that a stage has to do, each with those that come before it."""
+    first, last = stage == 0, stage == num_stages - 1
+    loads = [Kind.LOAD] if first or (last and not on_one_rank) else []
+    if on_one_rank:  # no stage has a neighbour with which it exchanges messages
+        first = last = True
+    from_before = [Kind.RECV_ACTIVATION] if not first else []
+    rules: dict[Kind, list[Kind]] = {kind: [] for kind in [*loads, *from_before]}
+    rules[Kind.FORWARD] = [*loads, *from_before]
+    if not last:
+        rules[Kind.SEND_ACTIVATION] = [Kind.FORWARD]
+    if not trains:
+        return rules
+    from_after = [Kind.RECV_GRAD] if not last else []
+    norms = [Kind.RECV_NORM] if not last else []
+    totals = [Kind.RECV_TOTAL] if not first else [Kind.REDUCE, *norms]
+    rules |= {kind: [] for kind in [*from_after, *norms]}
+    rules |= {
+        Kind.BACKWARD: [Kind.FORWARD, *from_after],
+        Kind.CORRECT: [Kind.FORWARD],
+        Kind.RESTORE: [Kind.CORRECT, Kind.BACKWARD],
+        Kind.REDUCE: [],
+        Kind.STEP: [Kind.REDUCE],
+    }
+    if not first:
+        rules[Kind.SEND_GRAD] = [Kind.BACKWARD]
+        rules[Kind.SEND_NORM] = [Kind.REDUCE, *norms]
+        rules[Kind.RECV_TOTAL] = []
+    if not last:
+        rules[Kind.SEND_TOTAL] = totals
+    return rules
+
+
+def _kind(bits: int) -> Kind:
+    """Return the first kind among bits."""
+    return next(kind for kind, bit in _BIT.items() if bits & bit)
+
+
+def _missing_before(action: Action, bits: int) -> PlanError:
+    needed = action._replace(kind=_kind(bits), version=-1)
+    reason = f"{needed} does not come before it"
+    return _refusal(action, reason, f"Put {needed} before it")
+
+
+def _refusal(action: Action, reason: str, remedy: str) -> PlanError:
+    return PlanError("action", str(action), reason, remedy)

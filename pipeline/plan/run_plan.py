@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer steps that a pipeline engine runs, taken from plans that `check` has proved.
+
+A run is a sequence of optimizer steps that begins with an empty pipeline and drains it at the end,
+or never. The middle steps of a long run are alike, and so are the middle micro-batches of a long
+step. The checked plan has one of each; the engine repeats it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from wavemare.pipeline.config import PipelineConfig
+from wavemare.pipeline.plan.action import Action, Kind
+from wavemare.pipeline.plan.check import check
+from wavemare.pipeline.plan.lowering import pair_passes
+from wavemare.pipeline.plan.order import ahead
+from wavemare.pipeline.plan.plan import Plan
+from wavemare.pipeline.plan.schedules import PAIR_SLACK, one_f_one_b, paired_one_f_one_b, pipemare
+from wavemare.pipeline.staleness.staleness import max_staleness
+
+__all__ = ["RunPlan", "repeat_micro_batch"]
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """The plan of all runs of one pipeline.
+
+    Args:
+        num_stages: Length of the pipeline.
+        micro_batches: Per optimizer step.
+        asynchronous: Whether it is PipeMare; else each run is one step of 1F1B.
+        pairs: Whether a stage runs a backward pass and the forward pass after it together.
+        norms: See `add_steps`.
+        correct: See `Versions`.
+        slack: See `ahead`.
+    """
+
+    num_stages: int
+    micro_batches: int
+    asynchronous: bool = False
+    pairs: bool = False
+    norms: bool = False
+    correct: bool = False
+    slack: int = 0
+
+    @classmethod
+    def of(
+        cls, config: PipelineConfig, num_stages: int, micro_batches: int, *, clips: bool
+    ) -> RunPlan:
+        """Return the plan for a configuration.
+
+        Args:
+            config: Schedule and its settings.
+            num_stages: Length of the pipeline.
+            micro_batches: Per optimizer step.
+            clips: Whether gradients are clipped.
+        """
+        if config.schedule != "pipemare":
+            slack = PAIR_SLACK if config.pair_passes else 0
+            return cls(num_stages, micro_batches, pairs=config.pair_passes, slack=slack)
+        options = config.pipemare.plan_options(clips=clips)
+        return cls(
+            num_stages, micro_batches, asynchronous=True, pairs=config.pair_passes, **options
+        )
+
+    def check(self, *, warmup_steps: int = 0, drain_interval: int = 0) -> None:
+        """Prove the runs that the settings ask for; others are proved when they begin.
+
+        Args:
+            warmup_steps: So many first runs have one step.
+            drain_interval: Steps of each run after them; 0 for no end.
+
+        Raises:
+            PlanError: A number is out of range, or a plan is wrong.
+        """
+        if warmup_steps or not self.asynchronous:
+            _checked(self, 1)
+        if self.asynchronous:
+            _checked(self, min(drain_interval or self._longest, self._longest))
+
+    def step(
+        self, stage: int, number: int, left: int | None, *, first: int = 0, version: int = 0
+    ) -> list[Action]:
+        """Return a stage's actions of one optimizer step.
+
+        Args:
+            stage: Counted from 0.
+            number: Steps of the run before this one.
+            left: Steps until the pipeline is empty, this one included; None if it never is.
+            first: First micro-batch of the step.
+            version: Of the stage's weights.
+
+        Raises:
+            PlanError: A number is out of range, or the plan is wrong.
+        """
+        plan, index = self._place(number, left)
+        actions = _split_steps(plan.ranks[stage])[index]
+        middle = index * plan.micro_batches + ahead(0, self.num_stages, self.slack)
+        extra = self.micro_batches - plan.micro_batches
+        actions = repeat_micro_batch(actions, stage, middle, extra)
+        return _shifted(actions, first - index * plan.micro_batches, version - index)
+
+    def unreceived(self, stage: int, left: int | None) -> int:
+        """Return how many activations, sent by a step's end, this stage does not receive in it.
+
+        Args:
+            stage: Counted from 0.
+            left: See `step`.
+        """
+        if stage == 0:
+            return 0
+        before, own = (ahead(s, self.num_stages, self.slack) for s in (stage - 1, stage))
+        if left is None:
+            return before - own
+        rest = (left - 1) * self.micro_batches  # of the run, after the step
+        return min(before, rest) - min(own, rest)
+
+    @property
+    def _size(self) -> int:
+        """Micro-batches per step of the checked plan: the one in the middle is repeated.
+
+        There each stage is as far ahead as it gets, and the step's end does not stop it yet.
+        """
+        return min(self.micro_batches, 2 * ahead(0, self.num_stages, self.slack) + 3)
+
+    @property
+    def _delay(self) -> int:
+        return max_staleness(0, self.num_stages, self._size, self.slack)
+
+    @property
+    def _longest(self) -> int:
+        """Steps of the longest checked plan: to fill the pipeline, one to repeat, to drain it."""
+        return 2 * self._delay + 1
+
+    def _place(self, number: int, left: int | None) -> tuple[Plan, int]:
+        """Return the checked plan that a step is in, and which step of it is the same."""
+        longest = self._longest
+        if left is not None and number + left <= longest:
+            return _checked(self, number + left), number
+        from_end = 0 if left is None else longest - left
+        return _checked(self, longest), max(min(number, self._delay), from_end)
+
+    def _plan(self, num_steps: int) -> Plan:
+        if not self.asynchronous:
+            make = paired_one_f_one_b if self.pairs else one_f_one_b
+            return make(self.num_stages, self._size, num_steps)
+        plan = pipemare(
+            self.num_stages,
+            self._size,
+            num_steps,
+            norms=self.norms,
+            correct=self.correct,
+            slack=self.slack,
+        )
+        if not self.pairs:
+            return plan
+        return replace(plan, ranks=tuple(tuple(pair_passes(actions)) for actions in plan.ranks))
+
+
+@lru_cache(maxsize=16)
+def _checked(run: RunPlan, num_steps: int) -> Plan:
+    plan = run._plan(num_steps)
+    check(plan)
+    return plan
+
+
+def _split_steps(actions: Sequence[Action]) -> list[Sequence[Action]]:
+    """Split the actions of one stage behind each optimizer step."""
+    ends = [place + 1 for place, action in enumerate(actions) if action.kind is Kind.STEP]
+    return [actions[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def repeat_micro_batch(
+    actions: Sequence[Action], stage: int, micro_batch: int, times: int
+) -> list[Action]:
+    """Return a step with more micro-batches.
+
+    Args:
+        actions: Of one optimizer step of one rank.
+        stage: Whose backward passes part the micro-batches.
+        micro_batch: The one to repeat, which is not the step's last one. Its actions, from its
+            backward pass to the next micro-batch's, are like those of its neighbours.
+        times: How often.
+    """
+    if not times:
+        return list(actions)
+    start, end = (
+        place
+        for place, (kind, at, number, _, _) in enumerate(actions)
+        if kind is Kind.BACKWARD and at == stage and micro_batch <= number <= micro_batch + 1
+    )
+    result = list(actions[:start])
+    for repetition in range(times + 1):
+        result += _shifted(actions[start:end], repetition)
+    return result + _shifted(actions[end:], times)
+
+
+def _shifted(actions: Sequence[Action], micro_batches: int, versions: int = 0) -> list[Action]:
+    return [
+        Action(kind, stage, number + micro_batches, version + versions, wave)
+        for kind, stage, number, version, wave in actions
+    ]

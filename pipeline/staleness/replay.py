@@ -1,0 +1,425 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An asynchronous pipeline replayed in one process, weight version by weight version.
+
+`Replay` says what a pipeline of many ranks has to compute. It shares no weights' arithmetic with
+the engine: old weights come from a plain history of copies, and PipeMare's estimate from its
+formula. Factors of the learning rate and of the decay are the engine's, which have tests of theirs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from wavemare.errors import PlanError
+from wavemare.pipeline.optim.soap import SOAP
+from wavemare.pipeline.plan.order import ahead
+from wavemare.pipeline.plan.schedules import drain_boundary
+from wavemare.pipeline.staleness.staleness import (
+    ema_decay,
+    ema_decay_from,
+    forward_version,
+    lr_factor,
+    resolve_mode,
+)
+
+__all__ = ["Replay", "StepRecord"]
+
+Value = Any
+"""What passes between stages: a tensor or a tuple of tensors."""
+
+Weights = list[Tensor]
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one optimizer step saw.
+
+    Args:
+        step: Counted from 0.
+        losses: For each micro-batch its loss.
+        staleness: For each stage and micro-batch, how many versions old its forward weights were.
+        gaps: For each stage the Euclidean distance between its newest weights and those that the
+            step's first micro-batch, the stalest one, was forwarded with; empty if not measured.
+    """
+
+    step: int
+    losses: tuple[float, ...]
+    staleness: tuple[tuple[int, ...], ...]
+    gaps: tuple[float, ...]
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of the micro-batches."""
+        return math.fsum(self.losses) / len(self.losses)
+
+
+class Replay:
+    """Trains a chain of stages exactly as an asynchronous pipeline of as many ranks does.
+
+    Each micro-batch passes a stage with the weights of the version that the stage has when the
+    pipeline forwards it, and back with the newest weights or, where they are corrected, with the
+    former ones or their estimate. The activations are those of the forward pass in any case.
+
+    Random numbers (dropout) are drawn, and buffers (running means) updated, in the order of the
+    micro-batches rather than in the pipeline's.
+
+    Args:
+        stages: Take and give a tensor or a tuple of tensors; they share no parameters.
+        loss_fn: Mean loss of a micro-batch, from the last stage's outputs and the labels.
+        make_optimizer: Makes a stage's optimizer from its trainable parameters.
+        micro_batches: Micro-batches per optimizer step.
+        correction: One of `staleness.MODES`.
+        error_feedback: Whether each update is corrected by its difference to the one before; see
+            `update_feedback`.
+        decay_base: PipeMare's D for the estimate; omitted, the decay is `ema_decay`'s.
+        anneal_steps: Steps after warm-up in which the learning rate is rescheduled (T1), or None.
+        make_scheduler: Makes a stage's learning-rate scheduler, stepped after its optimizer.
+        warmup_steps: So many first steps are synchronous (T3).
+        drain_interval: Steps between drains after that; 0 for none.
+        slack: See `order.ahead`.
+        delays: For each stage how many micro-batches it forwards ahead of its backward passes, if
+            it is not what the pipeline and ``slack`` say: as many as a step has for each stage are
+            PipeDream-2BW's one step, ``2 (P - 1 - s) + 1`` those of PipeMare's dataflow machine.
+        clip: Bound of the norm of all stages' gradients, or None. It is that of the step itself:
+            in an asynchronous pipeline a stage knows the norms of those before it as of a step
+            before.
+        measure_gap: Whether to measure how far the weights move away from forward passes.
+
+    Attributes:
+        records: What each step saw.
+
+    Raises:
+        PlanError: There is no stage, two share a parameter, or a number or name is out of range.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        loss_fn: Callable[[Value, Any], Tensor],
+        make_optimizer: Callable[[list[Parameter]], Optimizer],
+        micro_batches: int,
+        *,
+        correction: str = "off",
+        decay_base: float | None = None,
+        anneal_steps: int | None = None,
+        make_scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+        warmup_steps: int = 0,
+        drain_interval: int = 0,
+        slack: int = 0,
+        delays: Sequence[int] | None = None,
+        clip: float | None = None,
+        error_feedback: bool = False,
+        measure_gap: bool = False,
+    ) -> None:
+        if not stages:
+            raise PlanError("stages", 0, "a pipeline has at least one", "Give 1 or more")
+        _refuse_shared(stages)
+        self._loss_fn = loss_fn
+        self._micro_batches = micro_batches
+        self._anneal_steps = anneal_steps
+        self._warmup_steps = warmup_steps
+        self._drain_interval = drain_interval
+        self._measure_gap = measure_gap
+        self._clip = clip
+        self._drained = 0
+        if micro_batches < 1:
+            reason = "an optimizer step has at least one micro-batch"
+            raise PlanError("micro_batches", micro_batches, reason, "Give 1 or more")
+        if delays is None:
+            delays = [ahead(index, len(stages), slack) for index in range(len(stages))]
+        if len(delays) != len(stages):
+            reason = f"there are {len(stages)} stages"
+            raise PlanError("delays", list(delays), reason, "Give one for each stage")
+        self.records: list[StepRecord] = []
+        self._stages = [
+            _Stage(
+                module,
+                make_optimizer,
+                make_scheduler,
+                delay=delay,
+                micro_batches=micro_batches,
+                correction=correction,
+                decay_base=decay_base,
+                error_feedback=error_feedback,
+            )
+            for module, delay in zip(stages, delays, strict=True)
+        ]
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps done: the version of all stages' weights."""
+        return len(self.records)
+
+    def correction_bytes(self) -> list[int]:
+        """Return what each stage of a real pipeline holds for its correction."""
+        return [stage.correction_bytes() for stage in self._stages]
+
+    def step(self, batches: Iterable[tuple[Value, Any]]) -> float:
+        """Do one optimizer step on every stage.
+
+        Args:
+            batches: The step's micro-batches: (inputs, labels) of each.
+
+        Returns:
+            The mean loss of the micro-batches.
+
+        Raises:
+            PlanError: These are not as many micro-batches as a step has.
+        """
+        given = list(batches)
+        if len(given) != self._micro_batches:
+            reason = f"an optimizer step has {self._micro_batches}"
+            raise PlanError("micro_batches", len(given), reason, "Give as many")
+        step, first = self.steps, self.steps * self._micro_batches
+        ages = [self._ages(stage, first) for stage in self._stages]
+        gaps: list[float] = []
+        if self._measure_gap:
+            gaps = [s.gap(age[0]) for s, age in zip(self._stages, ages, strict=True)]
+        losses = []
+        for index, (inputs, labels) in enumerate(given):
+            losses.append(self._pass(inputs, labels, [age[index] for age in ages]))
+        self._clip_gradients()
+        for stage, age in zip(self._stages, ages, strict=True):
+            stage.update(self._factor(stage, step), math.fsum(age) / len(age))
+        self._note_drain(step, first)
+        record = StepRecord(step, tuple(losses), tuple(ages), tuple(gaps))
+        self.records.append(record)
+        return record.loss
+
+    def _ages(self, stage: _Stage, first: int) -> tuple[int, ...]:
+        """Return the staleness of the next step's micro-batches at a stage."""
+        size = self._micro_batches
+        seen = (forward_version(first + i, stage.delay, size, self._drained) for i in range(size))
+        return tuple(self.steps - version for version in seen)
+
+    def _pass(self, inputs: Value, labels: Any, ages: list[int]) -> float:
+        """Take one micro-batch through all stages and back; return its loss.
+
+        No optimizer step falls between the two directions, as one would in a pipeline, and weights
+        are put in place through `.data`. So autograd's version counters never find a saved weight
+        changed, whatever the optimizer does to them; and as the contents change in place, the
+        backward pass takes the weights that lie there when it runs.
+        """
+        received: list[Value] = []
+        sent: list[Value] = []
+        value = inputs
+        for stage, age in zip(self._stages, ages, strict=True):
+            stage.put_former(age)
+            received.append(value)
+            sent.append(stage.module(value))
+            value = _detached(sent[-1])
+        loss = self._loss_fn(sent[-1], labels)
+        outputs: Value = loss / self._micro_batches
+        grads: list[Tensor | None] = [torch.ones_like(loss)]
+        for index in reversed(range(len(self._stages))):
+            stage, age = self._stages[index], ages[index]
+            stage.put_corrected(age)
+            _backward(outputs, grads)
+            stage.put_newest(age)
+            if index:
+                outputs = sent[index - 1]
+                grads = [tensor.grad for tensor in _tensors(received[index])]
+        return float(loss.detach())
+
+    def _clip_gradients(self) -> None:
+        if self._clip is not None:
+            parameters = [p for stage in self._stages for p in stage.parameters]
+            nn.utils.clip_grad_norm_(parameters, self._clip)
+
+    def _factor(self, stage: _Stage, step: int) -> float:
+        # A synchronous step has no delay: the annealing begins after them.
+        step -= self._warmup_steps
+        if self._anneal_steps is None or step < 0:
+            return 1.0
+        return lr_factor(step, stage.tau, self._anneal_steps)
+
+    def _note_drain(self, step: int, first: int) -> None:
+        end = first + self._micro_batches
+        boundary = drain_boundary(
+            step,
+            first,
+            self._micro_batches,
+            warmup_steps=self._warmup_steps,
+            drain_interval=self._drain_interval,
+        )
+        if boundary == end:
+            self._drained = step + 1
+
+
+class _Stage:
+    """One stage with the history of its weights.
+
+    Args:
+        module: The stage.
+        make_optimizer: See `Replay`.
+        make_scheduler: See `Replay`.
+        delay: In micro-batches.
+        micro_batches: See `Replay`.
+        correction: See `Replay`.
+        decay_base: See `Replay`.
+        error_feedback: See `Replay`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        make_optimizer: Callable[[list[Parameter]], Optimizer],
+        make_scheduler: Callable[[Optimizer], LRScheduler] | None,
+        *,
+        delay: int,
+        micro_batches: int,
+        correction: str,
+        decay_base: float | None,
+        error_feedback: bool,
+    ) -> None:
+        self.module = module
+        self.delay = delay
+        self.tau = delay / micro_batches
+        oldest = self._oldest = -(-delay // micro_batches)
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        # torch's optimizers refuse to be made without parameters.
+        self._optimizer = make_optimizer(self.parameters) if self.parameters else None
+        self._scheduler = (
+            make_scheduler(self._optimizer) if make_scheduler and self._optimizer else None
+        )
+        self._mode = resolve_mode(correction, oldest)
+        self._decay = 0.0
+        if self._mode == "ema":
+            self._decay = (
+                ema_decay(oldest) if decay_base is None else ema_decay_from(decay_base, oldest)
+            )
+        # One more than passes meet, for the change that a prediction continues.
+        self._history: deque[Weights] = deque([self._copy()], maxlen=oldest + 2)
+        self._error_feedback = error_feedback
+        self._update: Weights | None = None
+        self._updates = 0
+        self._deltas = [torch.zeros_like(w) for w in map(_wide, self._history[-1])]
+
+    def correction_bytes(self) -> int:
+        """Return what the correction of a real stage holds."""
+        copies = {"off": 0, "exact": self._oldest, "ema": 2, "predict": 2}[self._mode]
+        return copies * sum(p.nbytes for p in self.parameters)
+
+    def former(self, age: int) -> Weights:
+        """Return the weights of some versions ago."""
+        return self._history[-1 - age]
+
+    def put_former(self, age: int) -> None:
+        """Put the weights for a forward pass, of some versions ago, in place of the newest."""
+        if age and self._mode == "predict" and age + 1 < len(self._history):
+            pairs = zip(self.former(age), self.former(age + 1), strict=True)
+            self._put([seen + age * (seen - before) for seen, before in pairs])
+        elif age:
+            self._put(self.former(age))
+
+    def put_corrected(self, age: int) -> None:
+        """Put the weights for a backward pass in place of those of the forward pass."""
+        if age and self._mode in ("off", "predict"):
+            self._put(self.former(0))
+        elif age and self._mode == "ema":
+            pairs = zip(self.former(0), self._deltas, strict=True)
+            self._put([_wide(newest) - age * delta for newest, delta in pairs])
+
+    def put_newest(self, age: int) -> None:
+        """Put the newest weights back after a backward pass."""
+        if age and self._mode != "off":
+            self._put(self.former(0))
+
+    def gap(self, age: int) -> float:
+        """Return the distance between the newest weights and those of some versions ago."""
+        pairs = zip(self.former(0), self.former(age), strict=True)
+        return math.sqrt(sum(float((_wide(a) - _wide(b)).square().sum()) for a, b in pairs))
+
+    def update(self, factor: float, staleness: float) -> None:
+        """Do an optimizer step and keep the new weights.
+
+        Args:
+            factor: Of the learning rate.
+            staleness: Mean of the step's micro-batches.
+        """
+        if self._optimizer is not None:
+            self._step(self._optimizer, factor)
+        if self._scheduler is not None:
+            self._scheduler.step()
+        if self._error_feedback:
+            self._correct_update(staleness)
+        newest = self._copy()
+        if self._mode == "ema":
+            former = self.former(0)
+            self._deltas = [
+                self._decay * delta + (1 - self._decay) * (_wide(new) - _wide(old))
+                for delta, new, old in zip(self._deltas, newest, former, strict=True)
+            ]
+        self._history.append(newest)
+
+    def _correct_update(self, staleness: float) -> None:
+        update = [p.detach() - w for p, w in zip(self.parameters, self.former(0), strict=True)]
+        if self._update is not None:
+            for p, new, old in zip(self.parameters, update, self._update, strict=True):
+                p.data.add_(min(staleness, staleness**0.5) * (new - old))
+        # SOAP's first gradient makes its bases and no step, of which the next were a change.
+        looks = isinstance(self._optimizer, SOAP) and any(p.ndim > 1 for p in self.parameters)
+        if self._updates or not looks:
+            self._update = update
+        self._updates += 1
+
+    @staticmethod
+    def _step(optimizer: Optimizer, factor: float) -> None:
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * factor
+        optimizer.step()
+        # A scheduler that derives the next rate from the present one must not see the factor.
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        optimizer.zero_grad(set_to_none=True)
+
+    def _copy(self) -> Weights:
+        return [parameter.detach().clone() for parameter in self.parameters]
+
+    def _put(self, weights: Weights) -> None:
+        for parameter, weight in zip(self.parameters, weights, strict=True):
+            parameter.data.copy_(weight)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Return a tensor in fp32 at least."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _tensors(value: Value) -> tuple[Tensor, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _detached(value: Value) -> Value:
+    """Return what the next rank receives: the same contents without their graph."""
+    received = tuple(t.detach().requires_grad_(t.requires_grad) for t in _tensors(value))
+    return received if isinstance(value, tuple) else received[0]
+
+
+def _backward(sent: Value, grads: Sequence[Tensor | None]) -> None:
+    """Go backward from those outputs that a gradient has come for."""
+    pairs = [(t, g) for t, g in zip(_tensors(sent), grads, strict=True) if g is not None]
+    if pairs:
+        outputs, gradients = zip(*pairs, strict=True)
+        torch.autograd.backward(outputs, gradients)
+
+
+def _refuse_shared(stages: Sequence[nn.Module]) -> None:
+    owners: dict[int, int] = {}
+    for index, module in enumerate(stages):
+        for parameter in module.parameters():
+            owner = owners.setdefault(id(parameter), index)
+            if owner != index:
+                reason = f"stages {owner} and {index} share a parameter"
+                raise PlanError("stages", len(stages), reason, "Give each stage its own")

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What waves gain: step times predicted from those of passes and collectives, and a decision.
+
+The model has one resource that computes and one that runs collectives (see `overlap`). For equal
+segments of forward time ``f``, backward time ``2f`` and ``c`` for a collective in each direction,
+accumulation takes ``3f + 2c`` per segment and paired tick-tock ``2f + max(f, c)``, or ``2c`` where
+that is more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from wavemare.errors import PlanError
+from wavemare.pipeline.clock.simulate import Costs, Seconds, simulate
+from wavemare.pipeline.plan.plan import Plan
+from wavemare.pipeline.wave.schedule import accumulation, in_phase, tick_tock
+
+__all__ = [
+    "LEAST_GAIN",
+    "Decision",
+    "Prediction",
+    "StepTime",
+    "decide",
+    "predict",
+    "step_time",
+    "sums_of",
+]
+
+LEAST_GAIN = 1.03
+"""How many times as fast as accumulation tick-tock must be predicted to be worth it."""
+
+
+class StepTime(NamedTuple):
+    """One optimizer step of a schedule.
+
+    Args:
+        step_s: From its first to its last action, in seconds.
+        collectives_s: Of it in collectives, hidden or not.
+        exposed_s: Of it in collectives with nothing else to do.
+    """
+
+    step_s: float
+    collectives_s: float
+    exposed_s: float
+
+    @property
+    def exposed_share(self) -> float:
+        """Exposed time over the whole, 0 to 1."""
+        return self.exposed_s / self.step_s if self.step_s else 0.0
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One optimizer step under each schedule.
+
+    Args:
+        accumulation: One micro-batch after the other.
+        in_phase: Micro-batches in pairs; memory of two.
+        domino: Halves of each micro-batch in pairs.
+        tick_tock: Two waves half a cycle apart.
+    """
+
+    accumulation: StepTime
+    in_phase: StepTime
+    domino: StepTime
+    tick_tock: StepTime
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast as accumulation tick-tock is."""
+        step_s = self.tick_tock.step_s
+        return self.accumulation.step_s / step_s if step_s else 1.0
+
+
+class Decision(NamedTuple):
+    """Whether to use tick-tock.
+
+    Args:
+        on: Whether.
+        reason: For a log line, without a trailing full stop.
+    """
+
+    on: bool
+    reason: str
+
+
+def sums_of(costs: Costs, num_segments: int) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+    """Return ``sums_output`` and ``sums_gradient``: which segments' collectives take time."""
+    output_s = costs.of("sum_output_s", num_segments)
+    gradient_s = costs.of("sum_gradient_s", num_segments)
+    return tuple(cost > 0 for cost in output_s), tuple(cost > 0 for cost in gradient_s)
+
+
+def predict(
+    costs: Costs,
+    num_segments: int,
+    micro_batches: int,
+    *,
+    split_loss: float = 0.0,
+    pair_order: str = "bf",
+    saved_bytes: Sequence[int] = (),
+    budget: int | None = None,
+) -> Prediction:
+    """Return one optimizer step of each schedule.
+
+    Args:
+        costs: Of each segment, with its collectives; what takes no time is no collective.
+        num_segments: With the head.
+        micro_batches: Per optimizer step.
+        split_loss: How much longer two halves of a micro-batch take than the whole, in passes: 0.1
+            for 10 %.
+        pair_order: See `tick_tock`, as for the next two.
+        saved_bytes: For each segment.
+        budget: In bytes.
+
+    Raises:
+        PlanError: See `tick_tock` and `Costs`.
+    """
+    up, down = sums_of(costs, num_segments)
+
+    def paired(count: int) -> Plan:
+        return in_phase(num_segments, count, sums_output=up, sums_gradient=down)
+
+    waves = tick_tock(
+        num_segments,
+        micro_batches,
+        sums_output=up,
+        sums_gradient=down,
+        pair_order=pair_order,
+        saved_bytes=saved_bytes,
+        budget=budget,
+    )
+    return Prediction(
+        accumulation=step_time(accumulation(num_segments, micro_batches), costs),
+        in_phase=step_time(paired(micro_batches), costs),
+        domino=step_time(paired(2 * micro_batches), _halved(costs, split_loss)),
+        tick_tock=step_time(waves, costs),
+    )
+
+
+def step_time(plan: Plan, costs: Costs) -> StepTime:
+    """Return the mean time of a plan's optimizer steps.
+
+    Raises:
+        PlanError: See `simulate`; or the plan has no optimizer step.
+    """
+    if plan.num_steps < 1:
+        raise PlanError("steps", plan.num_steps, "there is none to be timed", "Give 1 or more")
+    timeline = simulate(plan, costs)
+    whole = timeline.makespan_s, timeline.collectives_s, timeline.exposed_s
+    return StepTime(*(seconds / plan.num_steps for seconds in whole))
+
+
+def decide(prediction: Prediction, micro_batches: int) -> Decision:
+    """Decide whether tick-tock is worth it, where the user leaves that to us.
+
+    Args:
+        prediction: From measured times.
+        micro_batches: Per optimizer step.
+    """
+    if micro_batches == 1:
+        return Decision(False, "an optimizer step of one micro-batch has nothing to pair")
+    before, after = prediction.accumulation, prediction.tick_tock
+    if not before.collectives_s:
+        return Decision(False, "no segment has a collective that the other wave could hide")
+    shares = (
+        f"exposed collectives {before.exposed_share:.1%} of the time instead of "
+        f"{after.exposed_share:.1%}"
+    )
+    if not prediction.gain > LEAST_GAIN:
+        reason = f"a step would be {prediction.gain:.3f} times as fast, not above {LEAST_GAIN}"
+        return Decision(False, f"{reason}: {shares}")
+    return Decision(True, f"a step is predicted {prediction.gain:.3f} times as fast: {shares}")
+
+
+def _halved(costs: Costs, split_loss: float) -> Costs:
+    """Return the costs of half a micro-batch; an optimizer step takes what it took."""
+
+    def part(seconds: Seconds, factor: float) -> Seconds:
+        if isinstance(seconds, tuple):
+            return tuple(number * factor for number in seconds)
+        return seconds * factor
+
+    return replace(
+        costs,
+        forward_s=part(costs.forward_s, (1 + split_loss) / 2),
+        backward_s=part(costs.backward_s, (1 + split_loss) / 2),
+        load_s=part(costs.load_s, 0.5),
+        sum_output_s=part(costs.sum_output_s, 0.5),
+        sum_gradient_s=part(costs.sum_gradient_s, 0.5),
+    )

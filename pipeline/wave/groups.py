@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which segments waves take in one go, so that collectives of one run behind passes of the other.
+
+Collectives are no actions of a plan. A segment that sums its output over ranks starts to do so
+after its forward pass, and the micro-batch's next forward pass waits for it; one that sums the
+gradient of its input starts after its backward pass, and the next backward pass waits. Waves
+therefore alternate by groups of segments that end where a collective starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from typing import NamedTuple
+
+from wavemare.errors import PlanError
+from wavemare.pipeline.plan.plan import check_numbers
+
+__all__ = ["Group", "Groups", "cut", "group_segments"]
+
+Group = tuple[int, ...]
+"""Segments in the order of their passes."""
+
+
+class Groups(NamedTuple):
+    """Segments between two places where waves may alternate.
+
+    Args:
+        forward: All segments but the head, upwards.
+        backward: Downwards from the head; the first group begins with it.
+    """
+
+    forward: tuple[Group, ...]
+    backward: tuple[Group, ...]
+
+    @property
+    def below_head(self) -> tuple[Group, ...]:
+        """The backward groups without the head, so that the first one may be empty."""
+        first, *others = self.backward
+        return (first[1:], *others)
+
+
+def group_segments(
+    num_segments: int, sums_output: Sequence[bool] = (), sums_gradient: Sequence[bool] = ()
+) -> Groups:
+    """Return the groups by which waves alternate.
+
+    A forward group ends at each segment that sums its output, a backward group at each that sums
+    its gradient. A direction without sums takes the groups of the other one, and without any sums
+    each segment is a group, the head together with the segment before it: as soon as the head is
+    done, bytes must be freed before the other wave keeps new ones.
+
+    Args:
+        num_segments: With the head.
+        sums_output: For each segment, whether it sums its output; empty for none.
+        sums_gradient: The same of its input's gradient.
+
+    Raises:
+        PlanError: There are flags for another number of segments, or the head sums its loss.
+    """
+    check_numbers(num_segments, 1, 0)
+    for key, flags in {"sums_output": sums_output, "sums_gradient": sums_gradient}.items():
+        if len(flags) not in {0, num_segments}:
+            reason = f"these are {len(flags)} flags for {num_segments} segments"
+            raise PlanError(key, tuple(flags), reason, "Give one for each segment, or none")
+    head = num_segments - 1
+    ends_up = {segment for segment, sums in enumerate(sums_output) if sums}
+    ends_down = {segment for segment, sums in enumerate(sums_gradient) if sums}
+    if head in ends_up:
+        reason = "the head's output is the loss, for which nothing waits"
+        raise PlanError("sums_output", tuple(sums_output), reason, "Give False for the head")
+    if not ends_up and not ends_down:
+        ends_up = set(range(head))
+    ends_up = ends_up or {segment - 1 for segment in ends_down}
+    ends_down = ends_down or {segment + 1 for segment in ends_up if segment + 1 < head}
+    return Groups(cut(range(head), ends_up), cut(range(head, -1, -1), ends_down))
+
+
+def cut(segments: Iterable[int], ends: Container[int]) -> tuple[Group, ...]:
+    """Return a row of segments cut behind each end."""
+    groups: list[Group] = []
+    group: Group = ()
+    for segment in segments:
+        group = (*group, segment)
+        if segment in ends:
+            groups.append(group)
+            group = ()
+    return tuple([*groups, group] if group else groups)

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans of waves on one rank: two micro-batches under way, the one forward, the other backward.
+
+The stages of such a plan are the segments of a model, all on one rank; the last one, the head, has
+the loss and goes backward right after its forward pass. Micro-batch ``m`` belongs to wave
+``m % 2``. Tick-tock pairs the backward passes of one wave with the forward passes of the next
+(Wavelet, MLSys 2021; here in its synchronous form, which adds up the gradients of plain
+accumulation in the same order):
+
+    F_1 | B_1 with F_2 | B_2 with F_3 | ... | B_M | reduce | step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
+
+from wavemare.errors import PlanError, did_you_mean
+from wavemare.pipeline.plan.action import Action, Kind
+from wavemare.pipeline.plan.plan import Plan, check_numbers
+from wavemare.pipeline.wave.groups import Group, Groups, group_segments
+
+__all__ = [
+    "PAIR_ORDERS",
+    "accumulation",
+    "accumulation_step",
+    "in_phase",
+    "in_phase_step",
+    "tick_tock",
+    "tick_tock_step",
+]
+
+PAIR_ORDERS = ("bf", "fb")
+"""Backward group before forward group, which keeps the memory of one wave, or the other way."""
+
+
+def accumulation(num_segments: int, micro_batches: int, num_steps: int = 1) -> Plan:
+    """Return plain gradient accumulation: one micro-batch after the other.
+
+    Raises:
+        PlanError: A number is out of range.
+    """
+    steps = (accumulation_step(num_segments, micro_batches, step) for step in range(num_steps))
+    return _plan("accumulation", num_segments, micro_batches, num_steps, steps)
+
+
+def accumulation_step(num_segments: int, micro_batches: int, step: int = 0) -> tuple[Action, ...]:
+    """Return one optimizer step of `accumulation`, counted from 0."""
+    window = _Window(num_segments, micro_batches, step)
+    head = num_segments - 1
+    actions: list[Action] = []
+    for micro_batch in window.micro_batches:
+        actions += window.forward(range(head), micro_batch)
+        actions += window.head(micro_batch)
+        actions += window.backward(range(head - 1, -1, -1), micro_batch)
+    return (*actions, *window.end())
+
+
+def in_phase(
+    num_segments: int,
+    micro_batches: int,
+    num_steps: int = 1,
+    *,
+    sums_output: Sequence[bool] = (),
+    sums_gradient: Sequence[bool] = (),
+) -> Plan:
+    """Return micro-batches in pairs that go forward together and then backward together.
+
+    With halves of micro-batches this is Domino's schedule. It keeps the activations of two.
+
+    Args:
+        num_segments: With the head.
+        micro_batches: Per optimizer step; an odd last one runs alone.
+        num_steps: Optimizer steps.
+        sums_output: See `group_segments`.
+        sums_gradient: See `group_segments`.
+
+    Raises:
+        PlanError: A number is out of range, or see `group_segments`.
+    """
+    sums = {"sums_output": sums_output, "sums_gradient": sums_gradient}
+    steps = (in_phase_step(num_segments, micro_batches, k, **sums) for k in range(num_steps))
+    return _plan("in-phase", num_segments, micro_batches, num_steps, steps)
+
+
+def in_phase_step(
+    num_segments: int,
+    micro_batches: int,
+    step: int = 0,
+    *,
+    sums_output: Sequence[bool] = (),
+    sums_gradient: Sequence[bool] = (),
+) -> tuple[Action, ...]:
+    """Return one optimizer step of `in_phase`, counted from 0."""
+    window = _Window(num_segments, micro_batches, step)
+    groups = group_segments(num_segments, sums_output, sums_gradient)
+    actions: list[Action] = []
+    for tick in window.micro_batches[::2]:
+        waves = range(tick, min(tick + 2, window.micro_batches.stop))
+        for group, micro_batch in product(groups.forward, waves):
+            actions += window.forward(group, micro_batch)
+        for micro_batch in waves:
+            actions += window.head(micro_batch)
+        for group, micro_batch in product(groups.below_head, waves):
+            actions += window.backward(group, micro_batch)
+    return (*actions, *window.end())
+
+
+def tick_tock(
+    num_segments: int,
+    micro_batches: int,
+    num_steps: int = 1,
+    *,
+    sums_output: Sequence[bool] = (),
+    sums_gradient: Sequence[bool] = (),
+    pair_order: str = "bf",
+    saved_bytes: Sequence[int] = (),
+    budget: int | None = None,
+) -> Plan:
+    """Return two waves half a cycle apart: the one goes backward while the other goes forward.
+
+    After each backward group comes the other wave's next forward group; what is left of the longer
+    row comes last. The head comes when the other wave is done: backward passes of two
+    micro-batches never mix.
+
+    With a budget a forward group comes only if the bytes that both waves keep, its own included,
+    are within the budget. It catches up when more are freed, after the last backward pass at the
+    latest; a collective may then find nothing to run behind.
+
+    Args:
+        num_segments: With the head.
+        micro_batches: Per optimizer step, which begins and ends with nothing under way.
+        num_steps: Optimizer steps.
+        sums_output: See `group_segments`.
+        sums_gradient: See `group_segments`.
+        pair_order: One of `PAIR_ORDERS`.
+        saved_bytes: For each segment what its forward pass keeps for its backward pass; needed
+            with a budget.
+        budget: In bytes. A small one leaves plain accumulation, whose peak no budget lowers.
+
+    Raises:
+        PlanError: A number or name is out of range, or see `group_segments`.
+    """
+    steps = (
+        tick_tock_step(
+            num_segments,
+            micro_batches,
+            step,
+            sums_output=sums_output,
+            sums_gradient=sums_gradient,
+            pair_order=pair_order,
+            saved_bytes=saved_bytes,
+            budget=budget,
+        )
+        for step in range(num_steps)
+    )
+    return _plan("tick-tock", num_segments, micro_batches, num_steps, steps)
+
+
+def tick_tock_step(
+    num_segments: int,
+    micro_batches: int,
+    step: int = 0,
+    *,
+    sums_output: Sequence[bool] = (),
+    sums_gradient: Sequence[bool] = (),
+    pair_order: str = "bf",
+    saved_bytes: Sequence[int] = (),
+    budget: int | None = None,
+) -> tuple[Action, ...]:
+    """Return one optimizer step of `tick_tock`, counted from 0."""
+    window = _Window(num_segments, micro_batches, step)
+    groups = group_segments(num_segments, sums_output, sums_gradient)
+    _check_pairing(num_segments, pair_order, saved_bytes, budget)
+    phase = _phase(groups, pair_order, saved_bytes, budget)
+    first, last = window.micro_batches[0], window.micro_batches[-1]
+    actions = list(window.forward(range(num_segments - 1), first))
+    for micro_batch in range(first, last):
+        actions += window.head(micro_batch)
+        for kind, group in phase:
+            if kind is Kind.BACKWARD:
+                actions += window.backward(group, micro_batch)
+            else:
+                actions += window.forward(group, micro_batch + 1)
+    actions += window.head(last)
+    actions += window.backward(range(num_segments - 2, -1, -1), last)
+    return (*actions, *window.end())
+
+
+def _phase(
+    groups: Groups, pair_order: str, saved_bytes: Sequence[int], budget: int | None
+) -> list[tuple[Kind, Group]]:
+    """Return the order of one wave's groups below the head and all of the next one's before it."""
+    # Behind a head that is a group by itself there is a place for the other wave at once, which
+    # the order "fb" has anyway.
+    down = [group for group in groups.below_head if group or pair_order == "bf"]
+    up = groups.forward
+    phase: list[tuple[Kind, Group]] = []
+    forwarded = 0
+
+    def fits(left: Iterable[Group]) -> bool:
+        kept = (*left, *up[: forwarded + 1])
+        return budget is None or sum(saved_bytes[s] for group in kept for s in group) <= budget
+
+    for number, group in enumerate(down):
+        if pair_order == "bf":
+            phase.append((Kind.BACKWARD, group))
+        left = down[number + (pair_order == "bf") :]
+        while forwarded < min(number + 1, len(up)) and fits(left):
+            phase.append((Kind.FORWARD, up[forwarded]))
+            forwarded += 1
+        if pair_order == "fb":
+            phase.append((Kind.BACKWARD, group))
+    return phase + [(Kind.FORWARD, group) for group in up[forwarded:]]
+
+
+class _Window:
+    """Makes the actions of one optimizer step.
+
+    Args:
+        num_segments: With the head.
+        micro_batches: Per optimizer step.
+        step: Counted from 0.
+
+    Attributes:
+        micro_batches: Those of the step, counted over the run.
+    """
+
+    def __init__(self, num_segments: int, micro_batches: int, step: int) -> None:
+        check_numbers(num_segments, micro_batches, step)
+        self.micro_batches = range(step * micro_batches, (step + 1) * micro_batches)
+        self._num_segments = num_segments
+        self._step = step
+
+    def forward(self, segments: Iterable[int], micro_batch: int) -> Iterator[Action]:
+        """Return forward passes, and the micro-batch's loading before the first segment's."""
+        for segment in segments:
+            if segment == 0:
+                yield self._action(Kind.LOAD, segment, micro_batch)
+            yield self._action(Kind.FORWARD, segment, micro_batch)
+
+    def backward(self, segments: Iterable[int], micro_batch: int) -> Iterator[Action]:
+        """Return backward passes."""
+        for segment in segments:
+            yield self._action(Kind.BACKWARD, segment, micro_batch)
+
+    def head(self, micro_batch: int) -> Iterator[Action]:
+        """Return both passes of the last segment."""
+        head = [self._num_segments - 1]
+        yield from self.forward(head, micro_batch)
+        yield from self.backward(head, micro_batch)
+
+    def end(self) -> Iterator[Action]:
+        """Return the optimizer step of all segments."""
+        last = self.micro_batches[-1]
+        for kind in (Kind.REDUCE, Kind.STEP):
+            for segment in range(self._num_segments):
+                yield Action(kind, segment, last, self._step)
+
+    def _action(self, kind: Kind, segment: int, micro_batch: int) -> Action:
+        return Action(kind, segment, micro_batch, self._step, micro_batch % 2)
+
+
+def _plan(
+    schedule: str,
+    num_segments: int,
+    micro_batches: int,
+    num_steps: int,
+    steps: Iterable[tuple[Action, ...]],
+) -> Plan:
+    check_numbers(num_segments, micro_batches, num_steps)
+    actions = tuple(action for step in steps for action in step)
+    return Plan(schedule, num_segments, micro_batches, num_steps, (actions,))
+
+
+def _check_pairing(
+    num_segments: int, pair_order: str, saved_bytes: Sequence[int], budget: int | None
+) -> None:
+    if pair_order not in PAIR_ORDERS:
+        reason = "there is no such order"
+        raise PlanError("pair_order", pair_order, reason, did_you_mean(pair_order, PAIR_ORDERS))
+    if budget is None:
+        return
+    if budget < 0:
+        raise PlanError("budget", budget, "it is negative", "Give bytes, or None for no budget")
+    if len(saved_bytes) != num_segments:
+        reason = f"these are {len(saved_bytes)} numbers for {num_segments} segments"
+        raise PlanError("saved_bytes", tuple(saved_bytes), reason, "Give one for each segment")
+    if min(saved_bytes) < 0:
+        reason = "a segment keeps no negative number of bytes"
+        raise PlanError("saved_bytes", tuple(saved_bytes), reason, "Give 0 or more for each")
