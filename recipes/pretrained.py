@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from wavemare.data import check_length
+from wavemare.data.tokens import check_length
 from wavemare.errors import ConfigError, ModelError, did_you_mean
 from wavemare.json_text import parse_json
 

@@ -32,7 +32,7 @@ class TextData:
     """
 
     def __init__(self, arguments: JobArguments) -> None:
-        from wavemare.data import Kind, resolve
+        from wavemare.data.sources import Kind, resolve
 
         self.source = resolve(arguments.data)
         self._split = arguments.split
@@ -60,20 +60,21 @@ class TextData:
             DataError: Data or tokenizer are damaged.
             ConfigError: Data of tokens is given without their tokenizer.
         """
-        from wavemare.data import Kind, cached_tokenizer, load_documents, load_tokenizer, tokenize
+        from wavemare.data import cached_tokenizer, load_text, load_tokenizer, tokenize
+        from wavemare.data.sources import Kind
 
         self.tokenizer: Any = load_tokenizer(tokenizer) if tokenizer is not None else None
         if self.source.kind is Kind.MEGATRON:
             self._read_megatron()
             return
-        corpus = load_documents(self.source, text_column=self._text_column)
+        corpus = load_text(self.source, text_column=self._text_column)
         if self.tokenizer is None:
             self.tokenizer = cached_tokenizer(corpus.train, vocab_size, kind, self._cache)
         progress = _notes("tokenising")
         read = partial(
             tokenize, tokenizer=self.tokenizer, cache_dir=self._cache, name=self.source.name
         )
-        self.train, self.held_out = read(corpus.train, progress=progress), read(corpus.held_out)
+        self.train, self.held_out = read(corpus.train, progress=progress), read(corpus.validation)
 
     def _read_megatron(self) -> None:
         from wavemare.data import read_indexed, split_store

@@ -59,7 +59,7 @@ def main() -> None:
             arguments.model_config, arguments.sequence_length, arguments.megatron.model
         )
 
-    from wavemare.data import EncodedDataset, load_classification, majority_baseline, resolve
+    from wavemare.data import encode_labelled, load_classification, majority_baseline, resolve
 
     source = resolve(arguments.data)
     job.connect()
@@ -67,8 +67,8 @@ def main() -> None:
         source, text_column=arguments.text_column, label_column=arguments.label_column
     )
     tokenizer, model = start(arguments, corpus, Path(os.path.expanduser(arguments.cache)), values)
-    train = EncodedDataset(corpus.train, tokenizer, arguments.sequence_length)
-    held_out = EncodedDataset(corpus.held_out, tokenizer, arguments.sequence_length)
+    train = encode_labelled(corpus.train, tokenizer, arguments.sequence_length)
+    held_out = encode_labelled(corpus.validation, tokenizer, arguments.sequence_length)
     panel = {
         "name": corpus.name,
         "texts": f"{len(train)} to train, {len(held_out)} held out",
@@ -84,9 +84,10 @@ def main() -> None:
     job.export(tokenizer)
 
     def answer() -> str:
-        example = corpus.held_out[0]
-        label = corpus.label_names[example.label]
-        return f"{example.text[:300]}\n-> {classify(job.exported, example.text)} (it is {label})"
+        example = corpus.validation[0]
+        label = corpus.label_names[example["label"]]
+        text = example["text"]
+        return f"{text[:300]}\n-> {classify(job.exported, text)} (it is {label})"
 
     baseline = majority_baseline(corpus)
     majority = {

@@ -92,7 +92,11 @@ def masked_samples(arguments: PretrainArguments, text: TextData, config: Any) ->
     )
     train, held_out = (
         MaskedDataset(
-            part, text.tokenizer, probability=arguments.mask_probability, seed=arguments.seed
+            part.store,
+            arguments.sequence_length,
+            text.tokenizer,
+            probability=arguments.mask_probability,
+            seed=arguments.seed,
         )
         for part in packed
     )

@@ -8,15 +8,12 @@ import runpy
 import sys
 
 import datasets
-import numpy as np
 import pytest
 import torch
 import transformers
 
-from wavemare.data.documents import Document
-from wavemare.data.sources import load_documents
+from wavemare.data.text import load_text
 from wavemare.data.tokenizer import load_tokenizer
-from wavemare.data.tokens import tokenize
 from wavemare.errors import CheckpointError, DataError, ModelError
 from wavemare.megatron.models import load_model
 from wavemare.megatron.pipeline_files import read_pipeline, write_pipeline
@@ -51,13 +48,6 @@ def tiny():
     return transformers.GPT2LMHeadModel(config)
 
 
-def objects(evil):
-    """Return an array of objects in NumPy's format, whose content is the pickle."""
-    header = b"{'descr': '|O', 'fortran_order': False, 'shape': (1,), }"
-    header += b" " * (117 - len(header)) + b"\n"
-    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + evil
-
-
 @pytest.fixture
 def tokenizer(tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -70,35 +60,21 @@ def tokenizer(tmp_path):
     )
 
 
-@pytest.mark.parametrize("name", ["tokens.npy", "offsets.npy", "store.json"])
-def test_the_cache_of_tokens(evil, tmp_path, tokenizer, name):
-    documents = [Document("a", "one two one")]
-    first = np.array(tokenize(documents, tokenizer, tmp_path / "cache").tokens)
-    (file,) = (tmp_path / "cache").glob(f"*/{name}")
-    harmless = tmp_path / "harmless.npy"
-    harmless.write_bytes(objects(pickle.dumps({"plain": 1})))
-    assert np.load(harmless, allow_pickle=True) == {"plain": 1}  # NumPy would unpickle such a file
-    for content in (evil, objects(evil)):
-        file.write_bytes(content)
-        again = tokenize(documents, tokenizer, tmp_path / "cache")  # it is built again
-        assert np.array_equal(again.tokens, first)
-
-
 @pytest.mark.parametrize("suffix", ["parquet", "arrow", "json", "jsonl", "csv", "tsv", "txt"])
 def test_tables_and_texts(evil, tmp_path, suffix):
     file = tmp_path / f"data.{suffix}"
     file.write_bytes(evil)
     with pytest.raises(DataError):
-        load_documents(str(file), cache_dir=tmp_path / "cache")
+        load_text(str(file), cache_dir=tmp_path / "cache")
 
 
 @pytest.mark.parametrize("suffix", ["pkl", "pickle", "py", "pt", "npy"])
 def test_formats_that_run_code_are_none_of_ours(evil, tmp_path, suffix):
     (tmp_path / f"data.{suffix}").write_bytes(evil)
     with pytest.raises(DataError):
-        load_documents(str(tmp_path / f"data.{suffix}"), cache_dir=tmp_path / "cache")
+        load_text(str(tmp_path / f"data.{suffix}"), cache_dir=tmp_path / "cache")
     with pytest.raises(DataError):
-        load_documents(str(tmp_path), cache_dir=tmp_path / "cache")
+        load_text(str(tmp_path), cache_dir=tmp_path / "cache")
 
 
 def test_a_saved_dataset(evil, tmp_path):
@@ -107,7 +83,7 @@ def test_a_saved_dataset(evil, tmp_path):
         kept = file.read_bytes()
         file.write_bytes(evil)
         with pytest.raises(DataError):
-            load_documents(str(tmp_path / "saved"), cache_dir=tmp_path / "cache")
+            load_text(str(tmp_path / "saved"), cache_dir=tmp_path / "cache")
         file.write_bytes(kept)
     datasets.load_from_disk(str(tmp_path / "saved"))  # whole again
 

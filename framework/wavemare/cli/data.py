@@ -33,7 +33,7 @@ def build(
     tokenizer: Annotated[str, typer.Option(help="Hugging Face folder of the tokenizer.")],
     text_column: Annotated[str, typer.Option(help="Column of a table that holds text.")] = "text",
     workers: Annotated[
-        int, typer.Option(min=1, help="Processes that encode.", show_default="one for each core")
+        int, typer.Option(min=1, help="Threads that encode.", show_default="one for each core")
     ] = os.cpu_count() or 1,
     append_eod: Annotated[
         bool,
@@ -42,23 +42,23 @@ def build(
         ),
     ] = True,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace what is there, finished or not.")
+        bool, typer.Option("--overwrite", help="Replace files of the target's name.")
     ] = False,
 ) -> None:
-    """Encode text, a document after the other. A build that was killed goes on if run again.
+    """Encode text, document by document.
 
     For example: wavemare data build 'corpus/*.jsonl' --output data/corpus --tokenizer gpt2/
     """
-    from wavemare.data import all_documents, build_indexed, load_tokenizer, resolve
+    # The tokenizers library reads these when it encodes for the first time.
+    os.environ |= {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(workers)}
+    from wavemare.data import build_indexed, load_texts_to_build, load_tokenizer, resolve
 
     loaded = load_tokenizer(tokenizer)
-    documents, identity = all_documents(resolve(source), text_column=text_column)
+    documents = load_texts_to_build(resolve(source), text_column=text_column)
     written = build_indexed(
         documents,
         loaded,
         output,
-        identity=identity,
-        workers=workers,
         append_eod=append_eod,
         overwrite=overwrite,
         progress=_lines("documents"),
@@ -68,13 +68,13 @@ def build(
 
 @app.command()
 def merge(
-    prefixes: Annotated[list[str], typer.Argument(metavar="PREFIX...", help="What to merge.")],
+    prefixes: Annotated[list[str], typer.Argument(metavar="PREFIX...", help="Data sets to merge.")],
     output: Annotated[Path, typer.Option(help="The target, without .bin and .idx.")],
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace what is there, finished or not.")
+        bool, typer.Option("--overwrite", help="Replace files of the target's name.")
     ] = False,
 ) -> None:
-    """Put data sets one after another into one; nothing is encoded again."""
+    """Concatenate data sets; nothing is encoded again."""
     from wavemare.data import merge_indexed
 
     merge_indexed(prefixes, output, overwrite=overwrite, progress=_lines("tokens"))
@@ -90,7 +90,7 @@ def inspect(
     documents: Annotated[int, typer.Option(min=0, help="How many documents to show.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check a data set and say what it holds."""
+    """Check a data set and show its contents."""
     from wavemare.data import load_tokenizer, open_indexed
 
     decode = None if tokenizer is None else load_tokenizer(tokenizer).decode

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data for training: what ``--data`` names, its tokens, and the order in which they are read.
+"""From a ``--data`` argument to batches: texts, tokenizer, tokens, samples, loader.
 
-Importing this package is cheap: torch, transformers and datasets are imported when they are used.
+Read `wavemare.data.sources` first. Importing this package is cheap: torch, transformers and
+datasets are imported when they are used.
 """
 
 from __future__ import annotations
@@ -11,47 +12,33 @@ from typing import TYPE_CHECKING
 from wavemare.lazy import at_first_use
 
 if TYPE_CHECKING:
-    from wavemare.data.classification import (
-        LabelledCorpus,
-        LabelledText,
-        MajorityBaseline,
-        load_classification,
-        majority_baseline,
-    )
-    from wavemare.data.default_corpus import load_default_corpus
-    from wavemare.data.documents import Corpus, Document
-    from wavemare.data.encoding import EncodedDataset
-    from wavemare.data.gpt_index import blend_index, build_gpt_index, split_ranges
-    from wavemare.data.indexed_build import build_indexed
-    from wavemare.data.indexed_merge import merge_indexed
-    from wavemare.data.indexed_writer import IndexedWriter
+    from wavemare.data.classification import encode_labelled, load_classification, majority_baseline
+    from wavemare.data.encode import build_indexed, tokenize
+    from wavemare.data.indexed import IndexedData, open_indexed, read_indexed
+    from wavemare.data.indexed_writer import IndexedWriter, merge_indexed
     from wavemare.data.loader import ResumableLoader, evaluation_batches
-    from wavemare.data.masking import MaskedDataset
-    from wavemare.data.megatron import IndexedData, open_indexed, read_indexed
-    from wavemare.data.megatron_samples import MegatronSamples, blended_samples
-    from wavemare.data.packing import PackedDataset, check_fits
-    from wavemare.data.sources import Kind, Source, all_documents, load_documents, resolve
+    from wavemare.data.megatron_order import (
+        MegatronSamples,
+        blend_index,
+        blended_samples,
+        build_gpt_index,
+        split_ranges,
+    )
+    from wavemare.data.samples import MaskedDataset, PackedDataset, check_fits
+    from wavemare.data.sources import resolve
     from wavemare.data.statistics import bigram_cross_entropy, unigram_cross_entropy
+    from wavemare.data.text import load_text, load_texts_to_build
     from wavemare.data.tokenizer import cached_tokenizer, load_tokenizer, train_tokenizer
-    from wavemare.data.tokens import TokenStore, check_length, split_store, tokenize
+    from wavemare.data.tokens import TokenStore, split_store
 
 __all__ = [
-    "Corpus",
-    "Document",
-    "EncodedDataset",
     "IndexedData",
     "IndexedWriter",
-    "Kind",
-    "LabelledCorpus",
-    "LabelledText",
-    "MajorityBaseline",
     "MaskedDataset",
     "MegatronSamples",
     "PackedDataset",
     "ResumableLoader",
-    "Source",
     "TokenStore",
-    "all_documents",
     "bigram_cross_entropy",
     "blend_index",
     "blended_samples",
@@ -59,11 +46,11 @@ __all__ = [
     "build_indexed",
     "cached_tokenizer",
     "check_fits",
-    "check_length",
+    "encode_labelled",
     "evaluation_batches",
     "load_classification",
-    "load_default_corpus",
-    "load_documents",
+    "load_text",
+    "load_texts_to_build",
     "load_tokenizer",
     "majority_baseline",
     "merge_indexed",
@@ -77,35 +64,41 @@ __all__ = [
     "unigram_cross_entropy",
 ]
 
-_MODULES = {
-    "classification": (
-        "LabelledCorpus",
-        "LabelledText",
-        "MajorityBaseline",
-        "load_classification",
-        "majority_baseline",
-    ),
-    "default_corpus": ("load_default_corpus",),
-    "documents": ("Corpus", "Document"),
-    "encoding": ("EncodedDataset",),
-    "loader": ("ResumableLoader", "evaluation_batches"),
-    "masking": ("MaskedDataset",),
-    "gpt_index": ("blend_index", "build_gpt_index", "split_ranges"),
-    "indexed_build": ("build_indexed",),
-    "indexed_merge": ("merge_indexed",),
-    "indexed_writer": ("IndexedWriter",),
-    "megatron": ("IndexedData", "open_indexed", "read_indexed"),
-    "megatron_samples": ("MegatronSamples", "blended_samples"),
-    "packing": ("PackedDataset", "check_fits"),
-    "sources": ("Kind", "Source", "all_documents", "load_documents", "resolve"),
-    "statistics": ("bigram_cross_entropy", "unigram_cross_entropy"),
-    "tokenizer": ("cached_tokenizer", "load_tokenizer", "train_tokenizer"),
-    "tokens": ("TokenStore", "check_length", "split_store", "tokenize"),
+_HOME = {
+    "IndexedData": "indexed",
+    "IndexedWriter": "indexed_writer",
+    "MaskedDataset": "samples",
+    "MegatronSamples": "megatron_order",
+    "PackedDataset": "samples",
+    "ResumableLoader": "loader",
+    "TokenStore": "tokens",
+    "bigram_cross_entropy": "statistics",
+    "blend_index": "megatron_order",
+    "blended_samples": "megatron_order",
+    "build_gpt_index": "megatron_order",
+    "build_indexed": "encode",
+    "cached_tokenizer": "tokenizer",
+    "check_fits": "samples",
+    "encode_labelled": "classification",
+    "evaluation_batches": "loader",
+    "load_classification": "classification",
+    "load_text": "text",
+    "load_texts_to_build": "text",
+    "load_tokenizer": "tokenizer",
+    "majority_baseline": "classification",
+    "merge_indexed": "indexed_writer",
+    "open_indexed": "indexed",
+    "read_indexed": "indexed",
+    "resolve": "sources",
+    "split_ranges": "megatron_order",
+    "split_store": "tokens",
+    "tokenize": "encode",
+    "train_tokenizer": "tokenizer",
+    "unigram_cross_entropy": "statistics",
 }
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
-__getattr__ = at_first_use(__name__, _MODULE_OF)
+__getattr__ = at_first_use(__name__, _HOME)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*globals(), *_HOME])

@@ -1,30 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Labelled texts for sequence classification."""
+"""Labelled texts for sequence classification, as ``datasets`` with ``text`` and ``label``."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wavemare.data import default_corpus
-from wavemare.data.documents import Document, check_fraction, hash_fraction, split_indices
-from wavemare.data.specs import Kind, Source, resolve
-from wavemare.data.tables import check_columns, load_splits
+from wavemare.data.sources import Kind, Source, resolve
+from wavemare.data.text import (
+    check_fraction,
+    check_text_column,
+    hash_fraction,
+    load_rows,
+    split_indices,
+)
 from wavemare.errors import DataError
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from transformers import PreTrainedTokenizerFast
 
 __all__ = [
     "LabelledCorpus",
-    "LabelledText",
     "MajorityBaseline",
+    "encode_labelled",
     "load_classification",
     "majority_baseline",
-    "package_snippets",
 ]
 
 _SENTENCE_COLUMN = "sentence"
@@ -33,41 +38,35 @@ _FEWEST_FILES = 5  # so that a package can be split by file
 _LINES_PER_SNIPPET = 8
 _MOST_SNIPPETS = 600  # per package, so that no package prevails
 # Generated character tables, which every model would tell from code at a glance.
-_NOT_ASKED_FOR = frozenset({"encodings"})
+_LEFT_OUT = frozenset({"encodings"})
 
-
-@dataclass(frozen=True, slots=True)
-class LabelledText:
-    """A text and the index of its label in ``LabelledCorpus.label_names``."""
-
-    text: str
-    label: int
+_Row = tuple[str, str | int]
 
 
 @dataclass(frozen=True)
 class LabelledCorpus:
-    """Labelled texts to train on and others to evaluate on.
+    """Labelled texts with the columns ``text`` and ``label``, an index of `label_names`.
 
     Attributes:
-        name: The data as the user knows it.
+        name: The ``--data`` argument, for messages.
         train: Texts to train on.
-        held_out: Texts to evaluate on.
+        validation: Texts to validate on.
         label_names: Name of each label, at least two.
     """
 
     name: str
-    train: Sequence[LabelledText]
-    held_out: Sequence[LabelledText]
+    train: Dataset
+    validation: Dataset
     label_names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class MajorityBaseline:
-    """What the constant answer scores on the held-out texts.
+    """Scores of the constant answer on the validation texts.
 
     Attributes:
-        label: The most frequent label of the train texts.
-        accuracy: Share of the held-out texts that have this label.
+        label: The most frequent label of the training texts.
+        accuracy: Share of the validation texts that have this label.
         macro_f1: Mean over all labels of the F1 score, which is 0 for every other label.
     """
 
@@ -81,8 +80,8 @@ def load_classification(
     *,
     text_column: str = "text",
     label_column: str = "label",
-    held_out: str | Source | None = None,
-    held_out_fraction: float = 0.1,
+    validation: str | Source | None = None,
+    validation_fraction: float = 0.1,
     cache_dir: Path | None = None,
 ) -> LabelledCorpus:
     """Load labelled texts.
@@ -92,75 +91,72 @@ def load_classification(
             dataset), or None for snippets of the standard library labelled by package. A TSV file
             whose first line is a text and a number has no header: its columns are ``text`` and
             ``label``.
-        text_column: Column of the text; ``sentence`` is taken where ``text`` does not exist.
+        text_column: Column of the text; ``sentence`` is read where ``text`` does not exist.
         label_column: Column of the label, integers or texts.
-        held_out: A second table to evaluate on. Without it a validation or test split is used, or
-            else a part of the rows chosen by the hash of the text.
-        held_out_fraction: Share of that part.
+        validation: A second table to validate on. Without it a validation or test split is used, or
+            a part of the rows chosen by the hash of the text.
+        validation_fraction: Share of that part.
         cache_dir: Where ``datasets`` keeps its Arrow files; None is its own default.
 
     Raises:
-        DataError: The data is missing, empty or of another kind, lacks a column, or has a row
-            without label, fewer than two labels, or held-out labels that are not learned.
+        DataError: The data is missing, empty or of another kind, lacks a column, has a row without
+            label, fewer than two labels, or validation labels that no training text has.
         ConfigError: The fraction is out of range.
     """
-    check_fraction(held_out_fraction)
+    check_fraction(validation_fraction)
     source = _labelled_source(spec)
     if source.kind is Kind.DEFAULT:
-        return package_snippets(default_corpus.read_standard_library(), held_out_fraction)
-    table, held_out_table = load_splits(source, cache_dir)
+        return _package_snippets(default_corpus.read_standard_library(), validation_fraction)
+    table, other = load_rows(source, cache_dir)
     rows = _read_rows(source, table, text_column, label_column)
-    if held_out is not None:
-        held_out_source = _labelled_source(held_out)
-        held_out_table, _ = load_splits(held_out_source, cache_dir)
-    if held_out_table is not None:
-        return _encode(source, rows, _read_rows(source, held_out_table, text_column, label_column))
-    train, rest = split_indices((text for text, _ in rows), held_out_fraction, name=source.name)
-    if not rest:
+    if validation is not None:
+        other, _ = load_rows(_labelled_source(validation), cache_dir)
+    if other is not None:
+        return _corpus(source.name, rows, _read_rows(source, other, text_column, label_column))
+    first, second = split_indices((text for text, _ in rows), validation_fraction, name=source.name)
+    if not second:
         reason = "a single text cannot be split for evaluation"
         raise DataError("--data", source.name, reason, "Give more rows")
-    return _encode(source, [rows[i] for i in train], [rows[i] for i in rest])
+    return _corpus(source.name, [rows[i] for i in first], [rows[i] for i in second])
 
 
-def majority_baseline(labelled: LabelledCorpus) -> MajorityBaseline:
-    """Score the answer that is always the most frequent train label, the first of equals."""
-    counts = Counter(example.label for example in labelled.train)
+def majority_baseline(corpus: LabelledCorpus) -> MajorityBaseline:
+    """Score the answer that is always the most frequent training label, the first of equals."""
+    counts = Counter(corpus.train["label"])
     label = min(counts, key=lambda candidate: (-counts[candidate], candidate))
-    hits = sum(example.label == label for example in labelled.held_out)
-    accuracy = hits / len(labelled.held_out)
+    hits = Counter(corpus.validation["label"])[label]
+    accuracy = hits / len(corpus.validation)
     f1 = 2.0 * accuracy / (1.0 + accuracy)  # precision is the accuracy, recall is 1
-    return MajorityBaseline(label, accuracy, f1 / len(labelled.label_names))
+    return MajorityBaseline(label, accuracy, f1 / len(corpus.label_names))
 
 
-def package_snippets(
-    documents: Sequence[Document], held_out_fraction: float = 0.1
-) -> LabelledCorpus:
-    """Make the default task: tell which standard-library package a snippet comes from.
+def encode_labelled(
+    rows: Dataset, tokenizer: PreTrainedTokenizerFast, sequence_length: int
+) -> Dataset:
+    """Encode labelled texts with special tokens, cut or padded to one length.
 
-    The eight packages with the most source are asked for, among those of five files or more.
-    A snippet is eight lines of one file, blank ones left out. Held-out snippets come from other
-    files than train snippets.
-
-    Args:
-        documents: The standard library, as ``read_standard_library`` returns it.
-        held_out_fraction: Share of the source of each package that is held out, as whole files.
+    Returns:
+        Samples ``{"input_ids": int64 [sequence_length], "attention_mask": int64 [sequence_length],
+        "labels": int64 []}``.
 
     Raises:
-        DataError: The library has fewer than two packages of that size.
+        DataError: The tokenizer has no padding token.
     """
-    packages = _largest_packages(documents)
-    if len(packages) < 2:  # noqa: PLR2004
-        reason = f"this Python's library has {len(packages)} packages that are large enough"
-        raise DataError("--data", default_corpus.NAME, reason, "Give labelled data of your own")
-    train: list[LabelledText] = []
-    held_out: list[LabelledText] = []
-    for label, name in enumerate(sorted(packages)):
-        train_files, held_out_files = _split_files(packages[name], held_out_fraction)
-        train += _snippets(train_files, label, _MOST_SNIPPETS)
-        held_out += _snippets(held_out_files, label, int(_MOST_SNIPPETS * held_out_fraction))
-    return LabelledCorpus(
-        f"{default_corpus.NAME} by package", train, held_out, tuple(sorted(packages))
+    if tokenizer.pad_token_id is None:
+        reason = "it has no padding token"
+        raise DataError("--tokenizer", tokenizer.name_or_path, reason, "Add a pad_token to it")
+
+    def encode(batch: Mapping[str, Any]) -> dict[str, Any]:
+        options = {"padding": "max_length", "truncation": True, "max_length": sequence_length}
+        encoded = tokenizer(list(batch["text"]), **options)
+        kept = {name: encoded[name] for name in ("input_ids", "attention_mask")}
+        return {**kept, "labels": batch["label"]}
+
+    # The rows are in memory, and so is the result: the fingerprint names no file.
+    encoded = rows.map(
+        encode, batched=True, remove_columns=rows.column_names, new_fingerprint="encoded"
     )
+    return encoded.with_format("torch")
 
 
 def _labelled_source(spec: str | Source | None) -> Source:
@@ -172,19 +168,16 @@ def _labelled_source(spec: str | Source | None) -> Source:
     return source
 
 
-def _read_rows(
-    source: Source, table: Dataset, text_column: str, label_column: str
-) -> list[tuple[str, str | int]]:
+def _read_rows(source: Source, table: Dataset, text_column: str, label_column: str) -> list[_Row]:
     if text_column == "text" and "text" not in table.column_names:
         text_column = _SENTENCE_COLUMN if _SENTENCE_COLUMN in table.column_names else text_column
-    check_columns(source, table, text_column, label_column, text_columns=[text_column])
+    check_text_column(source, table, text_column, label_column)
     names = getattr(table.features[label_column], "names", None)  # of a datasets.ClassLabel
-    rows: list[tuple[str, str | int]] = []
-    for number, row in enumerate(table):
-        text, label = row[text_column], row[label_column]
-        if not text or not text.strip():
-            continue
-        rows.append((text, _check_label(source, number, label_column, label, names)))
+    rows = [
+        (row[text_column], _check_label(source, number, label_column, row[label_column], names))
+        for number, row in enumerate(table)
+        if row[text_column] and row[text_column].strip()
+    ]
     if not rows:
         reason = "the corpus is empty: no row holds text"
         raise DataError("--data", source.name, reason, "Give rows that hold text")
@@ -203,59 +196,71 @@ def _check_label(
     return label
 
 
-def _encode(
-    source: Source, train: list[tuple[str, str | int]], held_out: list[tuple[str, str | int]]
-) -> LabelledCorpus:
-    labels = sorted(
-        {label for _, label in train}, key=lambda label: (isinstance(label, str), label)
-    )
+def _corpus(name: str, train: list[_Row], validation: list[_Row]) -> LabelledCorpus:
+    from datasets import Dataset
+
+    labels = sorted({label for _, label in train}, key=lambda x: (isinstance(x, str), x))
     if len(labels) < 2:  # noqa: PLR2004
         reason = f"the train texts have one label only, {labels[0]!r}"
-        raise DataError("--data", source.name, reason, "Give texts of two labels or more")
+        raise DataError("--data", name, reason, "Give texts of two labels or more")
     codes = {label: code for code, label in enumerate(labels)}
-    unknown = sorted({str(label) for _, label in held_out if label not in codes})
+    unknown = sorted({str(label) for _, label in validation if label not in codes})
     if unknown:
-        reason = f"held-out texts have labels that no train text has: {', '.join(unknown)}"
-        raise DataError("--data", source.name, reason, "Give train texts of every label")
-    return LabelledCorpus(
-        source.name,
-        [LabelledText(text, codes[label]) for text, label in train],
-        [LabelledText(text, codes[label]) for text, label in held_out],
-        tuple(map(str, labels)),
-    )
+        reason = f"validation texts have labels that no train text has: {', '.join(unknown)}"
+        raise DataError("--data", name, reason, "Give train texts of every label")
+
+    def table(rows: list[_Row]) -> Dataset:
+        columns = {"text": [t for t, _ in rows], "label": [codes[label] for _, label in rows]}
+        return Dataset.from_dict(columns)
+
+    return LabelledCorpus(name, table(train), table(validation), tuple(map(str, labels)))
 
 
-def _largest_packages(documents: Sequence[Document]) -> dict[str, list[Document]]:
-    packages: dict[str, list[Document]] = {}
-    for document in documents:
-        name = default_corpus.package_of(document.name)
-        if "/" in document.name and name not in _NOT_ASKED_FOR:
-            packages.setdefault(name, []).append(document)
+def _package_snippets(library: Dataset, fraction: float) -> LabelledCorpus:
+    """Make the default task: tell which standard-library package a snippet comes from.
+
+    The labels are the eight packages with the most source, among the packages of five files or
+    more. A snippet is eight lines of one file without its blank lines. Validation snippets come
+    from other files than training snippets.
+    """
+    packages: dict[str, dict[str, str]] = {}
+    for row in library:
+        package, slash, _ = row["name"].partition("/")
+        if slash and package not in _LEFT_OUT:
+            packages.setdefault(package, {})[row["name"]] = row["text"]
     large = {name: files for name, files in packages.items() if len(files) >= _FEWEST_FILES}
-    by_size = sorted(large, key=lambda name: (-sum(len(d.text) for d in large[name]), name))
-    return {name: large[name] for name in by_size[:_NUM_PACKAGES]}
+    by_size = sorted(large, key=lambda name: (-sum(map(len, large[name].values())), name))
+    train: list[_Row] = []
+    validation: list[_Row] = []
+    for name in sorted(by_size[:_NUM_PACKAGES]):
+        chosen = _validation_files(large[name], fraction)
+        rest = [text for file, text in large[name].items() if file not in chosen]
+        train += _snippets(rest, name, _MOST_SNIPPETS)
+        held = [text for file, text in large[name].items() if file in chosen]
+        validation += _snippets(held, name, int(_MOST_SNIPPETS * fraction))
+    if len(by_size) < 2:  # noqa: PLR2004
+        reason = f"this Python's library has {len(by_size)} packages that are large enough"
+        raise DataError("--data", default_corpus.NAME, reason, "Give labelled data of your own")
+    return _corpus(f"{default_corpus.NAME} by package", train, validation)
 
 
-def _split_files(
-    files: Sequence[Document], fraction: float
-) -> tuple[list[Document], list[Document]]:
-    """Hold out files in the order of their hash, between the share and its double if they can."""
-    target = fraction * sum(len(file.text) for file in files)
-    held_out: list[Document] = []
+def _validation_files(files: Mapping[str, str], fraction: float) -> set[str]:
+    """Choose files in the order of their hash, between the share and its double if they can."""
+    target = fraction * sum(map(len, files.values()))
+    chosen: set[str] = set()
     size = 0
-    for file in sorted(files, key=lambda file: hash_fraction(file.name)):
-        if size < target and size + len(file.text) <= 2 * target:
-            held_out.append(file)
-            size += len(file.text)
-    held_out = held_out or [min(files, key=lambda file: len(file.text))]
-    return [file for file in files if file not in held_out], held_out
+    for file in sorted(files, key=hash_fraction):
+        if size < target and size + len(files[file]) <= 2 * target:
+            chosen.add(file)
+            size += len(files[file])
+    return chosen or {min(files, key=lambda file: len(files[file]))}
 
 
-def _snippets(files: Sequence[Document], label: int, most: int) -> list[LabelledText]:
-    texts = [text for file in files for text in _cut(file.text)]
-    if len(texts) > most:
-        texts = [texts[i * len(texts) // most] for i in range(most)]
-    return [LabelledText(text, label) for text in texts]
+def _snippets(texts: list[str], label: str, most: int) -> list[_Row]:
+    found = [snippet for text in texts for snippet in _cut(text)]
+    if len(found) > most:
+        found = [found[i * len(found) // most] for i in range(most)]
+    return [(snippet, label) for snippet in found]
 
 
 def _cut(text: str) -> Iterator[str]:

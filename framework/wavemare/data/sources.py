@@ -1,158 +1,219 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents from whatever ``--data`` names."""
+"""What a ``--data`` argument names. Nothing is read here but names and sizes of files."""
 
 from __future__ import annotations
 
+import glob
+import math
 import os
-from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from enum import StrEnum
 from pathlib import Path
 
 from wavemare.data import default_corpus
-from wavemare.data.cache import content_key
-from wavemare.data.documents import (
-    Corpus,
-    Document,
-    ReadDocuments,
-    check_fraction,
-    split_indices,
-    split_text,
-)
-from wavemare.data.specs import Kind, Source, resolve
-from wavemare.data.tables import ColumnDocuments, check_columns, load_splits
 from wavemare.errors import DataError
 
-__all__ = ["Kind", "Source", "all_documents", "load_documents", "resolve"]
+__all__ = ["EXTENSIONS", "Kind", "Source", "check_prefix", "resolve"]
 
 
-def load_documents(
-    spec: str | Source | None,
-    *,
-    text_column: str = "text",
-    held_out_fraction: float = 0.05,
-    cache_dir: Path | None = None,
-) -> Corpus:
-    """Load a corpus of text and split it into train and held-out documents.
+class Kind(StrEnum):
+    """The kinds of data that ``--data`` can name."""
 
-    A text file is one document; a row of a table is one document. A ``datasets`` dataset with a
-    validation or test split is evaluated on that split; any other corpus is split by the hash of
-    each document's text, and a single document by position at a line end.
+    DEFAULT = "default"
+    TEXT = "text"
+    JSON = "json"
+    CSV = "csv"
+    TSV = "tsv"
+    PARQUET = "parquet"
+    SAVED = "saved"
+    HUB = "hub"
+    MEGATRON = "megatron"
+
+
+EXTENSIONS = {
+    ".txt": Kind.TEXT,
+    ".text": Kind.TEXT,
+    ".md": Kind.TEXT,
+    ".rst": Kind.TEXT,
+    ".py": Kind.TEXT,
+    ".json": Kind.JSON,
+    ".jsonl": Kind.JSON,
+    ".csv": Kind.CSV,
+    ".tsv": Kind.TSV,
+    ".parquet": Kind.PARQUET,
+}
+"""Known file extensions, and how each is read."""
+
+_MEGATRON_EXTENSIONS = (".bin", ".idx")
+_SAVED_MARKERS = ("dataset_dict.json", "dataset_info.json")
+_HUB_PREFIX = "hub:"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Data that exists, not read yet.
+
+    Attributes:
+        kind: How to read it.
+        name: The ``--data`` argument, for messages.
+        files: Sorted files of a local kind; the folder of a saved dataset; Megatron prefixes.
+        dataset: Name of a dataset of the Hub.
+        config: Its configuration, if the argument names one.
+        weights: One per Megatron prefix of a blend; else empty.
+    """
+
+    kind: Kind
+    name: str
+    files: tuple[Path, ...] = ()
+    dataset: str | None = None
+    config: str | None = None
+    weights: tuple[float, ...] = ()
+
+
+def resolve(spec: str | None) -> Source:
+    """Find the data that a ``--data`` argument names, without reading it or using a network.
 
     Args:
-        spec: The ``--data`` argument, or what ``resolve`` made of it.
-        text_column: Column of a table that holds the text.
-        held_out_fraction: Share of the documents that is held out.
-        cache_dir: Where ``datasets`` keeps its Arrow files; None is its own default.
+        spec: None or ``stdlib`` (the default corpus), a file, a folder, a glob, a Megatron prefix,
+            a dataset's name, ``hub:OWNER/NAME[:CONFIG]``, or a blend of Megatron prefixes:
+            ``0.3 PREFIX 0.7 PREFIX``.
 
     Raises:
-        DataError: The data is missing, empty, unreadable, has no such column, or is Megatron data,
-            which holds tokens and not text.
-        ConfigError: The fraction is out of range.
+        DataError: A path does not exist, has no known extension, mixes kinds, or all its files are
+            empty.
     """
-    check_fraction(held_out_fraction)
-    source = spec if isinstance(spec, Source) else resolve(spec)
-    if source.kind is Kind.MEGATRON:
-        reason = "Megatron data holds tokens, not text"
-        raise DataError("--data", source.name, reason, "Use it where a model reads tokens")
-    if source.kind is Kind.DEFAULT:
-        return default_corpus.load_default_corpus(held_out_fraction)
-    if source.kind is Kind.TEXT:
-        return _load_text(source, held_out_fraction)
-    return _load_table(source, text_column, held_out_fraction, cache_dir)
-
-
-def all_documents(source: Source, *, text_column: str = "text") -> tuple[Sequence[Document], str]:
-    """Open all documents of a source, none held out; each is read when it is asked for.
-
-    Args:
-        source: What to read.
-        text_column: Column of a table that holds the text.
-
-    Returns:
-        The documents, blank ones among them, and a text that changes when they do.
-
-    Raises:
-        DataError: The data is missing, unreadable, has no such column, or is Megatron data.
-    """
-    if source.kind is Kind.MEGATRON:
-        reason = "Megatron data holds tokens, not text"
-        raise DataError("INPUT", source.name, reason, "Give text; merge tokens with data merge")
-    if source.kind is Kind.DEFAULT:
-        corpus = default_corpus.load_default_corpus()
-        documents = [*corpus.train, *corpus.held_out]
-        return documents, content_key(document.text for document in documents)
-    if source.kind is Kind.TEXT:
-        return FileDocuments(source), _identity(source)
-    train_rows, held_out_rows = load_splits(source)
-    if held_out_rows is not None:
-        reason = "the dataset has a split to train on and one held out"
-        raise DataError("INPUT", source.name, reason, "Save the split that you mean by itself")
-    check_columns(source, train_rows, text_column, text_columns=[text_column])
-    identity = content_key([str(train_rows._fingerprint), text_column])
-    return ColumnDocuments(train_rows, text_column, source.name), identity
-
-
-def _identity(source: Source) -> str:
-    stats = ((file, file.stat()) for file in source.files)
-    return content_key(f"{file.absolute()} {s.st_size} {s.st_mtime_ns}" for file, s in stats)
-
-
-class FileDocuments(ReadDocuments):
-    """Text files as documents."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self._base = Path(os.path.commonpath([file.parent for file in source.files]))
-
-    def __len__(self) -> int:
-        return len(self._source.files)
-
-    def read(self, index: int) -> Document:
-        """Return the text of a file.
-
-        Raises:
-            DataError: It cannot be read, or is not UTF-8.
-        """
-        return _read(self._source, self._base, self._source.files[index])
-
-
-def _load_text(source: Source, fraction: float) -> Corpus:
-    documents = list(FileDocuments(source))
-    train, held_out = split_indices((d.text for d in documents), fraction, name=source.name)
-    if not held_out:
-        start, end = split_text(documents[train[0]], fraction)
-        return Corpus(source.name, [start], [end])
-    return Corpus(source.name, [documents[i] for i in train], [documents[i] for i in held_out])
-
-
-def _read(source: Source, base: Path, file: Path) -> Document:
+    if spec is not None and not spec.strip():
+        reason = "it is empty"
+        raise DataError("--data", spec, reason, "Name data, or leave the option out")
+    if spec is None or spec == "stdlib":
+        return Source(Kind.DEFAULT, default_corpus.NAME)
+    if spec.startswith(_HUB_PREFIX):
+        return _hub(spec, spec.removeprefix(_HUB_PREFIX))
+    blend = _blend(spec)
+    if blend is not None:
+        return blend
+    path = Path(os.path.expanduser(spec))
     try:
-        return Document(file.relative_to(base).as_posix(), file.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        reason = f"{file} is not UTF-8 text: {error.reason} at byte {error.start}"
-        raise DataError("--data", source.name, reason, "Convert the file to UTF-8") from error
-    except OSError as error:
-        reason = f"{file} cannot be read: {error.strerror}"
-        raise DataError("--data", source.name, reason, "Check the permissions") from error
+        return _resolve_path(spec, path) or _hub(spec, spec)
+    except OSError as error:  # a name that is too long, a folder that may not be read
+        reason = f"it cannot be looked for ({error.strerror})"
+        raise DataError("--data", spec, reason, "Check the path") from None
 
 
-def _load_table(source: Source, column: str, fraction: float, cache_dir: Path | None) -> Corpus:
-    train_rows, held_out_rows = load_splits(source, cache_dir)
-    check_columns(source, train_rows, column, text_columns=[column])
-    rows = ColumnDocuments(train_rows, column, source.name)
-    if held_out_rows is not None:
-        check_columns(source, held_out_rows, column, text_columns=[column])
-        named = ColumnDocuments(held_out_rows, column, f"{source.name} (held out)")
-        return Corpus(source.name, _filled(source, rows), _filled(source, named))
-    train, held_out = split_indices(rows.texts(), fraction, name=source.name)
-    if not held_out:
-        start, end = split_text(rows[train[0]], fraction)
-        return Corpus(source.name, [start], [end])
-    return Corpus(source.name, rows.select(train), rows.select(held_out))
+def _blend(spec: str) -> Source | None:
+    words = spec.split()
+    try:
+        weights = tuple(float(word) for word in words[::2])
+    except ValueError:
+        return None
+    if len(words) < 2 or len(words) % 2:  # noqa: PLR2004
+        return None
+    if not all(0 <= weight < math.inf for weight in weights) or not sum(weights):
+        reason = "weights are 0 or more, and one is above"
+        raise DataError("--data", spec, reason, "Give weights such as 0.3 A 0.7 B")
+    named = [Path(os.path.expanduser(word)) for word in words[1::2]]
+    stems = [
+        path.with_suffix("") if path.suffix in _MEGATRON_EXTENSIONS else path for path in named
+    ]
+    prefixes = [_megatron(spec, stem).files[0] for stem in stems]
+    return Source(Kind.MEGATRON, spec, tuple(prefixes), weights=weights)
 
 
-def _filled(source: Source, rows: ColumnDocuments) -> ColumnDocuments:
-    filled = [i for i, text in enumerate(rows.texts()) if text and text.strip()]
-    if not filled:
-        reason = "a split of the dataset is empty: it holds no text besides blanks"
-        raise DataError("--data", source.name, reason, "Give a dataset that holds text")
-    return rows.select(filled)
+def _resolve_path(spec: str, path: Path) -> Source | None:
+    """Return the data at a path, or None if the argument can only be a dataset's name."""
+    if path.suffix in _MEGATRON_EXTENSIONS:
+        return _megatron(spec, path.with_suffix(""))
+    if path.is_dir():
+        return _folder(spec, path)
+    if path.exists():
+        return _files(spec, [path])
+    if any(_with_extension(path, extension).exists() for extension in _MEGATRON_EXTENSIONS):
+        return _megatron(spec, path)
+    if glob.has_magic(spec):
+        matches = [Path(match) for match in glob.glob(str(path), recursive=True)]
+        return _files(spec, [match for match in matches if match.is_file()])
+    if _looks_like_path(spec):
+        raise _missing(spec, path)
+    return None
+
+
+def _hub(spec: str, name: str) -> Source:
+    dataset, _, config = name.partition(":")
+    if not dataset.strip():
+        reason = "no dataset is named"
+        raise DataError("--data", spec, reason, "Give a file, a folder or the name of a dataset")
+    return Source(Kind.HUB, spec, dataset=dataset, config=config or None)
+
+
+def _with_extension(prefix: Path, extension: str) -> Path:
+    # Path.with_suffix would cut a prefix such as "corpus.v2" at its own dot.
+    return prefix.with_name(prefix.name + extension)
+
+
+def check_prefix(option: str, prefix: Path) -> None:
+    """Refuse a prefix without a file name.
+
+    Raises:
+        DataError: The prefix is a folder.
+    """
+    if not prefix.name:
+        reason = "it names a folder, not the files in it"
+        raise DataError(option, str(prefix), reason, "Give FOLDER/NAME, without .bin and .idx")
+
+
+def _megatron(spec: str, prefix: Path) -> Source:
+    check_prefix("--data", prefix)
+    for extension in _MEGATRON_EXTENSIONS:
+        file = _with_extension(prefix, extension)
+        if not file.is_file():
+            remedy = f"Put {prefix.name}.bin and {prefix.name}.idx side by side"
+            raise DataError("--data", spec, f"the file {file} does not exist", remedy)
+    return Source(Kind.MEGATRON, spec, (prefix,))
+
+
+def _folder(spec: str, folder: Path) -> Source:
+    if any((folder / marker).is_file() for marker in _SAVED_MARKERS):
+        return Source(Kind.SAVED, spec, (folder,))
+    found = (path for path in folder.rglob("*") if path.suffix.lower() in EXTENSIONS)
+    visible = [
+        path
+        for path in found
+        if path.is_file() and not any(p.startswith(".") for p in path.relative_to(folder).parts)
+    ]
+    return _files(spec, visible)
+
+
+def _files(spec: str, files: list[Path]) -> Source:
+    known = ", ".join(EXTENSIONS)
+    if not files:
+        reason = "no file with a known extension is there"
+        raise DataError("--data", spec, reason, f"Known extensions are {known}")
+    kinds: dict[Kind, list[Path]] = {}
+    for file in files:
+        kind = EXTENSIONS.get(file.suffix.lower())
+        if kind is None:
+            reason = f"the extension of {file.name} is not known"
+            raise DataError("--data", spec, reason, f"Known extensions are {known}")
+        kinds.setdefault(kind, []).append(file)
+    if len(kinds) > 1:
+        counts = ", ".join(f"{len(members)} of {kind}" for kind, members in kinds.items())
+        remedy = "Choose one kind with a glob such as 'folder/**/*.jsonl'"
+        raise DataError("--data", spec, f"the files are of several kinds: {counts}", remedy)
+    if all(file.stat().st_size == 0 for file in files):
+        reason = "the corpus is empty: every file has 0 bytes"
+        raise DataError("--data", spec, reason, "Give files that hold text")
+    return Source(next(iter(kinds)), spec, tuple(sorted(files)))
+
+
+def _looks_like_path(spec: str) -> bool:
+    return "/" in spec or "\\" in spec or Path(spec).suffix.lower() in EXTENSIONS
+
+
+def _missing(spec: str, path: Path) -> DataError:
+    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    nearest = get_close_matches(path.name, siblings, n=1)
+    remedy = f"Did you mean {path.with_name(nearest[0])}" if nearest else "Check the path"
+    if spec.count("/") == 1 and spec.isprintable() and not path.parent.is_dir():
+        remedy += f", or write {_HUB_PREFIX}{spec} for a dataset of the Hugging Face Hub"
+    return DataError("--data", spec, "no such file, folder or prefix exists", remedy)

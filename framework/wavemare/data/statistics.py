@@ -13,7 +13,7 @@ __all__ = ["bigram_cross_entropy", "unigram_cross_entropy"]
 
 
 def unigram_cross_entropy(
-    train: TokenStore, held_out: TokenStore, *, sequence_length: int | None = None
+    train: TokenStore, validation: TokenStore, *, sequence_length: int | None = None
 ) -> float:
     """Return the cross-entropy of predicting each token by its frequency, in nats per token.
 
@@ -21,19 +21,19 @@ def unigram_cross_entropy(
 
     Args:
         train: Tokens to count.
-        held_out: Tokens to predict; the first token of a document is not predicted.
+        validation: Tokens to predict; the first token of a document is not predicted.
         sequence_length: If given, only the tokens that ``PackedDataset`` of this length asks for
             are predicted: neither the first of a window nor the rest after the last one.
 
     Raises:
         DataError: There is no token to predict.
     """
-    _, targets = _pairs(held_out, sequence_length)
-    return -float(np.log(_unigram(train, held_out)[targets]).mean())
+    _, targets = _pairs(validation, sequence_length)
+    return -float(np.log(_unigram(train, validation)[targets]).mean())
 
 
 def bigram_cross_entropy(
-    train: TokenStore, held_out: TokenStore, *, sequence_length: int | None = None
+    train: TokenStore, validation: TokenStore, *, sequence_length: int | None = None
 ) -> float:
     r"""Return the cross-entropy of predicting each token from the one before, in nats per token.
 
@@ -46,20 +46,20 @@ def bigram_cross_entropy(
 
     Args:
         train: Tokens to count; pairs across documents are not counted.
-        held_out: Tokens to predict, as in ``unigram_cross_entropy``.
+        validation: Tokens to predict, as in ``unigram_cross_entropy``.
         sequence_length: As in ``unigram_cross_entropy``.
 
     Raises:
         DataError: There is no token to predict.
     """
-    unigram = _unigram(train, held_out)
+    unigram = _unigram(train, validation)
     size = len(unigram)
     pairs, counts = np.unique(_keys(*_pairs(train, None), size), return_counts=True)
     before = pairs // size
     total = np.bincount(before, weights=counts, minlength=size)
     distinct = np.bincount(before, minlength=size)
 
-    history, targets = _pairs(held_out, sequence_length)
+    history, targets = _pairs(validation, sequence_length)
     keys = _keys(history, targets, size)
     place = np.minimum(np.searchsorted(pairs, keys), len(pairs) - 1)
     seen = np.where(pairs[place] == keys, counts[place], 0)
@@ -70,8 +70,8 @@ def bigram_cross_entropy(
     return -float(np.log(probability).mean())
 
 
-def _unigram(train: TokenStore, held_out: TokenStore) -> NDArray[np.float64]:
-    size = max(train.vocab_size, held_out.vocab_size)
+def _unigram(train: TokenStore, validation: TokenStore) -> NDArray[np.float64]:
+    size = max(train.vocab_size, validation.vocab_size)
     _, targets = _pairs(train, None)
     counts = np.bincount(targets, minlength=size) + 1.0
     return counts / counts.sum()

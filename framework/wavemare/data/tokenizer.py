@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from wavemare.data.cache import build_once, content_key
+from wavemare.data.text import iterate_texts
 from wavemare.errors import ConfigError, DataError, did_you_mean
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -31,13 +33,6 @@ _BERT_ROLES = {
     "mask_token": "[MASK]",
 }
 _ROLES = {"gpt": _GPT_ROLES, "bert": _BERT_ROLES}
-
-
-class HasText(Protocol):
-    """Anything with a text to learn from."""
-
-    @property
-    def text(self) -> str: ...
 
 
 def train_tokenizer(
@@ -125,39 +120,27 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
 
 
 def cached_tokenizer(
-    documents: Sequence[HasText], vocab_size: int, kind: TokenizerKind, cache_dir: Path
+    documents: Dataset, vocab_size: int, kind: TokenizerKind, cache_dir: Path
 ) -> PreTrainedTokenizerFast:
-    """Return the tokenizer trained on these documents, from the cache where it is there.
+    """Return the tokenizer trained on these documents; it is trained once and cached.
 
     Args:
-        documents: What to learn from: documents, labelled texts, anything with a ``text``.
+        documents: Texts to learn from, in the column ``text``.
         vocab_size: Number of tokens, special tokens included.
-        kind: See ``train_tokenizer``.
+        kind: See `train_tokenizer`.
         cache_dir: Folder of the cache, shared by all processes of a host.
 
     Raises:
         ConfigError: The vocabulary is too small.
-        DataError: The cache cannot be written.
+        DataError: The cache cannot be written, or its entry is damaged.
     """
     settings = ("tokenizer", _FORMAT_VERSION, kind, str(vocab_size))
-    key = content_key((*settings, content_key(document.text for document in documents)))
+    key = content_key((*settings, content_key(iterate_texts(documents))))
     folder = Path(cache_dir) / f"tokenizer-{key[:32]}"
 
     def build(target: Path) -> None:
-        texts = (document.text for document in documents)
+        texts = (text or "" for text in iterate_texts(documents))
         train_tokenizer(texts, vocab_size, kind=kind).save_pretrained(target)
 
-    build_once(folder, build, _is_whole)
+    build_once(folder, build)
     return load_tokenizer(folder)
-
-
-def _is_whole(folder: Path) -> bool:
-    from tokenizers import Tokenizer
-
-    if not (folder / "tokenizer_config.json").is_file():
-        return False
-    try:
-        Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except Exception:  # tokenizers raises a bare Exception for a missing or truncated file
-        return False
-    return True

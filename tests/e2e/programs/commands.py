@@ -25,7 +25,7 @@ WORK = {
     "subprocess": ["Popen"],
     "wavemare.engine": ["init_distributed"],
     "wavemare.recipes.text": ["TextData.read"],
-    "wavemare.data": ["all_documents", "merge_indexed", "open_indexed"],
+    "wavemare.data": ["load_texts_to_build", "merge_indexed", "open_indexed"],
     "wavemare.megatron.convert": ["convert"],
     "wavemare.report": ["read_run"],
 }

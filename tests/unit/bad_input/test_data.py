@@ -6,7 +6,7 @@ import pytest
 from wavemare.data import (
     ResumableLoader,
     load_classification,
-    load_documents,
+    load_text,
     load_tokenizer,
     resolve,
     split_ranges,
@@ -44,14 +44,14 @@ NAMES = [
 
 @pytest.mark.parametrize(("name", "reason", "remedy"), NAMES)
 def test_a_name_of_data(refused, name, reason, remedy):
-    refused(lambda: load_documents(name), DataError, "--data", reason, remedy)
+    refused(lambda: load_text(name), DataError, "--data", reason, remedy)
 
 
 FILES = [
     ("a.txt", "", "every file has 0 bytes"),
     pytest.param("a.txt", " \n\n", "no text besides blanks", id="a blank file"),
-    pytest.param("a.txt", b"abc\xff", "invalid start byte at byte 3", id="not UTF-8"),
-    ("a.txt", "héllo".encode("utf-16"), "Convert the file to UTF-8"),
+    pytest.param("a.txt", b"abc\xff", "in position 3: invalid start byte", id="not UTF-8"),
+    ("a.txt", "héllo".encode("utf-16"), "Convert the files to UTF-8"),
     ("a.pdf", "x", "the extension of a.pdf is not known"),
     ("a.txt.gz", "x", "extension of a.txt.gz"),
     pytest.param("a.csv", "a,b\n1,2\n", "The columns are 'a', 'b'", id="no text column"),
@@ -72,7 +72,7 @@ FILES = [
 def test_a_file_of_data(refused, write, tmp_path, name, content, said):
     file = write(f"data/{name}", content)
     spec = str(file.parent if name.startswith("dataset_info") else file)
-    refused(lambda: load_documents(spec, cache_dir=tmp_path), DataError, "--data", spec, said)
+    refused(lambda: load_text(spec, cache_dir=tmp_path), DataError, "--data", spec, said)
 
 
 def test_a_folder_without_text(refused, tmp_path):
@@ -88,7 +88,7 @@ def test_a_folder_of_several_kinds(refused, write, tmp_path):
 def test_a_misspelt_file(refused, write):
     spec = str(write("book.txt", "text")).replace("book", "bok")
     said = ("no such file", "Did you mean", "book.txt")
-    refused(lambda: load_documents(spec), DataError, "--data", *said)
+    refused(lambda: load_text(spec), DataError, "--data", *said)
 
 
 LABELS = [
@@ -155,7 +155,7 @@ def loader(**changes):
 
 
 CALLS = [
-    (lambda: load_documents(None, held_out_fraction=0), "held_out_fraction", "between 0 and 1"),
+    (lambda: load_text(None, validation_fraction=0), "validation_fraction", "between 0 and 1"),
     (lambda: train_tokenizer(["a"], 300, kind="t5"), "kind", "'bert', 'gpt'"),
     (loader(micro_batch_size=0), "micro_batch_size", "at least 1"),
     (loader(data_rank=1), "data_rank", "outside 0 to 0"),

@@ -2,16 +2,15 @@
 
 import numpy as np
 import pytest
+from datasets import Dataset
 from huggingface_hub import constants
 
-from wavemare.data.default_corpus import load_default_corpus
-from wavemare.data.documents import Document
 from wavemare.data.tokenizer import train_tokenizer
 from wavemare.data.tokens import TokenStore
 
 
 @pytest.fixture(autouse=True)
-def quiet_datasets(monkeypatch):
+def offline(monkeypatch):
     """Fail at once, rather than after many retries, where a test would use the network."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
 
@@ -34,7 +33,7 @@ def texts():
 
 @pytest.fixture(scope="session")
 def documents(texts):
-    return [Document(f"{i}.txt", text) for i, text in enumerate(texts)]
+    return Dataset.from_dict({"text": texts})
 
 
 @pytest.fixture(scope="session")
@@ -45,8 +44,3 @@ def gpt_tokenizer(texts):
 @pytest.fixture(scope="session")
 def bert_tokenizer(texts):
     return train_tokenizer(texts, 290, kind="bert")
-
-
-@pytest.fixture(scope="session")
-def default_corpus():
-    return load_default_corpus()

@@ -4,19 +4,25 @@ from collections import Counter
 
 import datasets
 import pytest
+import torch
 
 from wavemare.data.classification import (
     LabelledCorpus,
-    LabelledText,
+    encode_labelled,
     load_classification,
     majority_baseline,
 )
-from wavemare.data.encoding import EncodedDataset
 from wavemare.errors import DataError
 
 
+def labelled_rows(pairs):
+    columns = {"text": [text for text, _ in pairs], "label": [label for _, label in pairs]}
+    return datasets.Dataset.from_dict(columns)
+
+
 def pairs(labelled):
-    return [(e.text, labelled.label_names[e.label]) for e in (*labelled.train, *labelled.held_out)]
+    rows = (*labelled.train, *labelled.validation)
+    return [(row["text"], labelled.label_names[row["label"]]) for row in rows]
 
 
 def write_tsv(path, rows, header=None):
@@ -34,7 +40,7 @@ def test_tsv_with_and_without_header(tmp_path, header):
     labelled = load_classification(spec, cache_dir=tmp_path / "cache")
     assert sorted(pairs(labelled)) == sorted((text, str(label)) for text, label in ROWS)
     assert labelled.label_names == ("8", "9", "10")
-    assert 0 < len(labelled.held_out) < 20
+    assert 0 < len(labelled.validation) < 20
 
 
 def test_named_columns_and_text_labels(tmp_path):
@@ -48,12 +54,12 @@ def test_named_columns_and_text_labels(tmp_path):
     assert sorted(pairs(labelled)) == sorted((str(r["body"]), str(r["kind"])) for r in rows)
 
 
-def test_a_second_file_is_held_out(tmp_path):
+def test_a_second_file_is_for_validation(tmp_path):
     train = write_tsv(tmp_path / "train.tsv", ROWS)
-    held_out = write_tsv(tmp_path / "dev.tsv", ROWS[:5])
-    labelled = load_classification(train, held_out=held_out, cache_dir=tmp_path / "cache")
+    second = write_tsv(tmp_path / "dev.tsv", ROWS[:5])
+    labelled = load_classification(train, validation=second, cache_dir=tmp_path / "cache")
     assert len(labelled.train) == 60
-    assert [e.text for e in labelled.held_out] == [text for text, _ in ROWS[:5]]
+    assert list(labelled.validation["text"]) == [text for text, _ in ROWS[:5]]
 
 
 def test_class_labels_of_a_saved_dataset(tmp_path):
@@ -64,20 +70,22 @@ def test_class_labels_of_a_saved_dataset(tmp_path):
     datasets.DatasetDict({"train": rows, "validation": rows}).save_to_disk(str(tmp_path / "saved"))
     labelled = load_classification(str(tmp_path / "saved"))
     assert labelled.label_names == ("neg", "pos")
-    assert labelled.held_out == [LabelledText("a", 1), LabelledText("b", 0)]
+    assert labelled.validation[:] == {"text": ["a", "b"], "label": [1, 0]}
 
 
-def test_unknown_held_out_labels(tmp_path):
+def test_unknown_validation_labels(tmp_path):
     train = write_tsv(tmp_path / "train.tsv", ROWS)
     other = write_tsv(tmp_path / "dev.tsv", [("x", 8), ("y", 77)])
     with pytest.raises(DataError, match=r"labels that no train text has: 77.*every label"):
-        load_classification(train, held_out=other, cache_dir=tmp_path / "cache")
+        load_classification(train, validation=other, cache_dir=tmp_path / "cache")
 
 
 def test_majority_baseline():
-    train = [LabelledText("", label) for label in (2, 2, 1, 1, 0)]
-    truth = [0, 1, 1, 2, 1]
-    labelled = LabelledCorpus("x", train, [LabelledText("", t) for t in truth], ("a", "b", "c"))
+    train, truth = (
+        labelled_rows([("", label) for label in labels])
+        for labels in ([2, 2, 1, 1, 0], [0, 1, 1, 2, 1])
+    )
+    labelled = LabelledCorpus("x", train, truth, ("a", "b", "c"))
     baseline = majority_baseline(labelled)
     assert baseline.label == 1  # as frequent as 2, and before it
     assert baseline.accuracy == pytest.approx(3 / 5)
@@ -88,22 +96,21 @@ def test_the_default_task():
     labelled = load_classification(None)
     assert 4 <= len(labelled.label_names) <= 8
     assert 2000 < len(labelled.train) < 10_000
-    assert len(labelled.held_out) > 150
-    for examples in (labelled.train, labelled.held_out):
-        counts = Counter(e.label for e in examples)
+    assert len(labelled.validation) > 150
+    for examples in (labelled.train, labelled.validation):
+        counts = Counter(examples["label"])
         assert set(counts) == set(range(len(labelled.label_names)))
         assert max(counts.values()) < 0.4 * len(examples)
     assert majority_baseline(labelled).accuracy < 0.4
 
 
-def test_encoded_dataset(bert_tokenizer):
-    examples = [LabelledText("wave", 1), LabelledText("sea tide " * 50, 0)]
-    dataset = EncodedDataset(examples, bert_tokenizer, 16)
+def test_encoded_texts(bert_tokenizer):
+    rows = labelled_rows([("wave", 1), ("sea tide " * 50, 0)])
+    dataset = encode_labelled(rows, bert_tokenizer, 16)
     short, long = dataset[0], dataset[1]
     ids = bert_tokenizer("wave")["input_ids"]
     assert short["input_ids"].tolist() == ids + [0] * (16 - len(ids))
     assert short["attention_mask"].sum() == len(ids)
     assert (long["input_ids"][0], long["input_ids"][-1]) == (2, 3)
     assert [int(dataset[i]["labels"]) for i in range(len(dataset))] == [1, 0]
-    with pytest.raises(DataError, match="no labelled texts"):
-        EncodedDataset([], bert_tokenizer, 16)
+    assert dataset[0]["labels"].dtype == short["input_ids"].dtype == torch.int64

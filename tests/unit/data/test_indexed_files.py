@@ -7,13 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from filelock import FileLock
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from wavemare.data.indexed_merge import merge_indexed
-from wavemare.data.indexed_writer import IndexedWriter, claimed
-from wavemare.data.megatron import open_indexed, read_indexed
+from wavemare.data.indexed import open_indexed, read_indexed
+from wavemare.data.indexed_writer import IndexedWriter, merge_indexed
 from wavemare.errors import DataError
 
 CODES = {"u1": 1, "i1": 2, "i2": 3, "i4": 4, "i8": 5, "u2": 8}
@@ -103,7 +101,6 @@ def test_merging_is_writing_one_after_another(tmp_path_factory, parts, modes):
 
 
 def test_more_than_a_million_sequences(tmp_path):
-    """Indexes are written in chunks of 2^20 sequences."""
     count = (1 << 20) + 3
     lengths = np.arange(count, dtype="<i4") % 3
     ends = np.cumsum(lengths, dtype="<i8") * 2
@@ -140,18 +137,9 @@ def test_merging_writes_over_nothing_unasked(tmp_path):
     with pytest.raises(DataError, match=r"2\.bin exists.*--overwrite"):
         merge_indexed([tmp_path / "1"], tmp_path / "2")
     assert files(tmp_path / "2") == before
-    notes = tmp_path / ".3.position.partial"
-    notes.write_text("{}")
-    with pytest.raises(DataError, match=r"an unfinished build is there.*--overwrite"):
-        merge_indexed([tmp_path / "1"], tmp_path / "3")
-    lock = FileLock(tmp_path / ".4.lock.partial")
-    with lock, pytest.raises(DataError, match="another process builds it"):
-        merge_indexed([tmp_path / "1"], tmp_path / "4")
-    for target in ("2", "3"):
-        merge_indexed([tmp_path / "1"], tmp_path / target, overwrite=True)
-        assert files(tmp_path / target) == files(tmp_path / "1")
-    left = {path.name for path in tmp_path.iterdir()} - {".4.lock.partial"}
-    assert left == {f"{name}.{end}" for name in "123" for end in ("bin", "idx")}
+    merge_indexed([tmp_path / "1"], tmp_path / "2", overwrite=True)
+    assert files(tmp_path / "2") == files(tmp_path / "1")
+    assert {path.name for path in tmp_path.iterdir()} == {"1.bin", "1.idx", "2.bin", "2.idx"}
     (tmp_path / "link").symlink_to(tmp_path)
     with pytest.raises(DataError, match="the target is one of"):
         merge_indexed([tmp_path / "1"], tmp_path / "link" / "1", overwrite=True)
@@ -161,9 +149,11 @@ def test_what_cannot_be_merged(tmp_path):
     write(tmp_path / "a", [[[1]]])
     write(tmp_path / "b", [[[1]]], "i4")
     write(tmp_path / "c", [[[1]]], modes=True)
-    with pytest.raises(DataError, match=r"type of tokens is int32 where that of .*a is uint16"):
+    with pytest.raises(
+        DataError, match=r"type of tokens is int32, and the type of tokens of .*a is uint16"
+    ):
         merge_indexed([tmp_path / "a", tmp_path / "b"], tmp_path / "out")
-    with pytest.raises(DataError, match=r"kind is multimodal where that of .*a is plain"):
+    with pytest.raises(DataError, match=r"kind is multimodal, and the kind of .*a is plain"):
         merge_indexed([tmp_path / "a", tmp_path / "c"], tmp_path / "out")
     with pytest.raises(DataError, match="nothing to merge"):
         merge_indexed([], tmp_path / "out")
@@ -208,6 +198,6 @@ def test_megatron_core_writes_and_reads_the_same(tmp_path, megatron, dtype, mode
 @pytest.mark.parametrize("prefix", ["/proc/nosuch/x", "{folder}/file/x", ".", "/"])
 def test_a_place_where_nothing_can_be_written(tmp_path, prefix):
     (tmp_path / "file").touch()
-    with pytest.raises(DataError) as caught, claimed(Path(prefix.format(folder=tmp_path))):
-        pass
+    with pytest.raises(DataError) as caught:
+        IndexedWriter(prefix.format(folder=tmp_path), "u2")
     assert caught.value.key == "--output"

@@ -5,7 +5,8 @@ import socket
 import datasets
 import pytest
 
-from wavemare.data.sources import Kind, load_documents, resolve
+from wavemare.data.sources import Kind, resolve
+from wavemare.data.text import load_text
 from wavemare.errors import DataError
 
 
@@ -28,7 +29,7 @@ def write_rows(path, texts, column="text"):
 
 
 def everything(corpus):
-    return sorted(d.text for d in (*corpus.train, *corpus.held_out))
+    return sorted([*corpus.train["text"], *corpus.validation["text"]])
 
 
 def test_text_files_folder_and_glob(tmp_path):
@@ -38,64 +39,63 @@ def test_text_files_folder_and_glob(tmp_path):
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "hidden.txt").write_text("hidden")
     (tmp_path / "picture.png").write_bytes(b"png")
-    folder = load_documents(str(tmp_path))
+    folder = load_text(str(tmp_path))
     expected = sorted(f"document {i}\nline\n" for i in range(30))
     assert everything(folder) == expected
-    assert folder.train
-    assert folder.held_out
-    pattern = load_documents(str(tmp_path / "**" / "*.txt"))
-    assert (pattern.train, pattern.held_out) == (folder.train, folder.held_out)
+    assert len(folder.train)
+    assert len(folder.validation)
+    pattern = load_text(str(tmp_path / "**" / "*.txt"))
+    assert list(pattern.train) == list(folder.train)
+    assert list(pattern.validation) == list(folder.validation)
     even = sorted(f"document {i}\nline\n" for i in range(0, 30, 2))
-    assert everything(load_documents(str(tmp_path / "sub0"))) == even
-    assert {d.name for d in folder.train} <= {f"sub{i % 2}/{i}.txt" for i in range(30)}
+    assert everything(load_text(str(tmp_path / "sub0"))) == even
 
 
 def test_one_text_file_is_split_at_the_nearest_line_end(tmp_path):
     text = "".join(f"line {i}\n" for i in range(200))
     (tmp_path / "book.txt").write_text(text)
-    corpus = load_documents(str(tmp_path / "book.txt"))
-    (start,), (end,) = corpus.train, corpus.held_out
-    assert start.text + end.text == text
-    assert start.name == "book.txt (start)"
-    assert end.text.startswith("line ")
-    assert abs(len(end.text) - 0.05 * len(text)) < len("line 199\n")
+    corpus = load_text(str(tmp_path / "book.txt"))
+    (start,), (end,) = corpus.train["text"], corpus.validation["text"]
+    assert start + end == text
+    assert end.startswith("line ")
+    assert abs(len(end) - 0.05 * len(text)) < len("line 199\n")
 
 
 def test_a_line_end_far_away_is_not_used(tmp_path):
     (tmp_path / "book.txt").write_text("title\n" + "x" * 994)
-    corpus = load_documents(str(tmp_path / "book.txt"), held_out_fraction=0.1)
-    assert (len(corpus.train[0].text), len(corpus.held_out[0].text)) == (900, 100)
+    corpus = load_text(str(tmp_path / "book.txt"), validation_fraction=0.1)
+    assert [len(part["text"][0]) for part in (corpus.train, corpus.validation)] == [900, 100]
 
 
 def test_the_split_keeps_equal_texts_together_and_sides_when_texts_are_added(tmp_path):
     texts = [f"text {i % 200}" for i in range(400)]
     cache = tmp_path / "cache"
     path = write_rows(tmp_path / "rows.jsonl", texts)
-    first = load_documents(str(path), held_out_fraction=0.2, cache_dir=cache)
-    train, held_out = ([d.text for d in part] for part in (first.train, first.held_out))
-    assert set(train).isdisjoint(held_out)
-    assert 40 < len(held_out) < 120
+    first = load_text(str(path), validation_fraction=0.2, cache_dir=cache)
+    train, validation = (list(part["text"]) for part in (first.train, first.validation))
+    assert set(train).isdisjoint(validation)
+    assert 40 < len(validation) < 120
     path = write_rows(tmp_path / "more.jsonl", [*texts, "one more"])
-    more = load_documents(str(path), held_out_fraction=0.2, cache_dir=cache)
-    assert [d.text for d in more.train][: len(train)] == train
-    assert [d.text for d in more.held_out][: len(held_out)] == held_out
+    more = load_text(str(path), validation_fraction=0.2, cache_dir=cache)
+    assert list(more.train["text"])[: len(train)] == train
+    assert list(more.validation["text"])[: len(validation)] == validation
 
 
 @pytest.mark.parametrize("extension", [".jsonl", ".json", ".csv", ".tsv", ".parquet"])
 def test_tables(tmp_path, extension):
     texts = [f"row {i}, it's null" for i in range(40)] + ["null", "NA"]
     path = write_rows(tmp_path / f"rows{extension}", texts)
-    corpus = load_documents(str(path), cache_dir=tmp_path / "cache")
+    corpus = load_text(str(path), cache_dir=tmp_path / "cache")
     assert everything(corpus) == sorted(texts)
-    assert corpus.held_out
-    again = load_documents(str(path), cache_dir=tmp_path / "cache")
-    assert list(again.held_out) == list(corpus.held_out)
+    assert len(corpus.validation)
+    again = load_text(str(path), cache_dir=tmp_path / "cache")
+    assert list(again.validation) == list(corpus.validation)
 
 
 def test_quotes_in_a_tsv_are_text(tmp_path):
     texts = ['he said "no', '"never closed', '"yes" and "no"', "third"]
     path = write_rows(tmp_path / "rows.tsv", texts)
-    corpus = load_documents(str(path), cache_dir=tmp_path / "cache")
+    corpus = load_text(str(path), cache_dir=tmp_path / "cache")
     assert everything(corpus) == sorted(texts)
 
 
@@ -103,16 +103,16 @@ def test_saved_dataset_with_its_own_validation_split(tmp_path):
     texts = {"train": ["a", "", "b"], "test": ["t"], "validation": ["v", None]}
     parts = {name: datasets.Dataset.from_dict({"text": part}) for name, part in texts.items()}
     datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "saved"))
-    corpus = load_documents(str(tmp_path / "saved"))
-    assert [d.text for d in corpus.train] == ["a", "b"]
-    assert [d.text for d in corpus.held_out] == ["v"]
+    corpus = load_text(str(tmp_path / "saved"))
+    assert list(corpus.train["text"]) == ["a", "b"]
+    assert list(corpus.validation["text"]) == ["v"]
 
 
 def test_saved_dataset_without_train_split(tmp_path):
     part = datasets.Dataset.from_dict({"text": ["a", "b"]})
     datasets.DatasetDict({"left": part, "right": part}).save_to_disk(str(tmp_path / "saved"))
     with pytest.raises(DataError, match=r"no split 'train' but 'left', 'right'"):
-        load_documents(str(tmp_path / "saved"))
+        load_text(str(tmp_path / "saved"))
 
 
 def test_megatron_prefix(tmp_path):
@@ -124,7 +124,7 @@ def test_megatron_prefix(tmp_path):
     for extension in (".bin", ".idx"):
         assert resolve(str(tmp_path / f"my.corpus{extension}")).files == expected.files
     with pytest.raises(DataError, match=r"holds tokens, not text"):
-        load_documents(expected)
+        load_text(expected)
     (tmp_path / "my.corpus.bin").unlink()
     with pytest.raises(DataError, match=r"my\.corpus\.bin does not exist.*side by side"):
         resolve(str(tmp_path / "my.corpus"))
@@ -154,7 +154,7 @@ def test_an_unreachable_hub_is_told_from_a_missing_dataset(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", fail)
     with pytest.raises(DataError, match=r"cannot be reached.*HF_HUB_OFFLINE=1"):
-        load_documents("imdb")
+        load_text("imdb")
 
 
 def test_a_blend_names_weights_and_prefixes(tmp_path):

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.data.packing import PackedDataset
+from wavemare.data.encode import tokenize
+from wavemare.data.samples import PackedDataset
 from wavemare.data.statistics import bigram_cross_entropy, unigram_cross_entropy
+from wavemare.data.text import load_text
 from wavemare.data.tokenizer import cached_tokenizer
-from wavemare.data.tokens import tokenize
 from wavemare.errors import DataError
 
 VOCABULARY = 6
@@ -40,10 +41,10 @@ def slow_bigram(train, before):
 
 
 @given(DOCUMENTS, DOCUMENTS, st.none() | st.integers(2, 5))
-def test_both_equal_the_slow_twin(make_store, train, held_out, length):
+def test_both_equal_the_slow_twin(make_store, train, validation, length):
     """With a length, of the positions that a packed model of such sequences is scored on."""
-    store = make_store(held_out, VOCABULARY)
-    scored = [] if length else pairs_of(held_out)
+    store = make_store(validation, VOCABULARY)
+    scored = [] if length else pairs_of(validation)
     if length and store.num_tokens >= length:
         packed = PackedDataset(store, length)
         for i in range(len(packed)):
@@ -64,9 +65,11 @@ def test_both_equal_the_slow_twin(make_store, train, held_out, length):
     assert found == pytest.approx(bigram, rel=1e-12)
 
 
-def test_the_default_corpus(tmp_path, default_corpus):
-    train, held_out = default_corpus.train[::30], default_corpus.held_out[::6]
+def test_the_default_corpus(tmp_path):
+    corpus = load_text(None)
+    train = corpus.train.select(range(0, len(corpus.train), 30))
+    validation = corpus.validation.select(range(0, len(corpus.validation), 6))
     tokenizer = cached_tokenizer(train, 512, "gpt", tmp_path)
-    stores = tokenize(train, tokenizer, tmp_path), tokenize(held_out, tokenizer, tmp_path)
+    stores = [tokenize(part, tokenizer, tmp_path, name="made") for part in (train, validation)]
     unigram, bigram = unigram_cross_entropy(*stores), bigram_cross_entropy(*stores)
     assert 2.0 < bigram < unigram - 0.5 < math.log(len(tokenizer)) - 1.0

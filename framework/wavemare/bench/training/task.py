@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -95,23 +96,21 @@ class _Table(Task):
         self._request = request
         corpus = load_classification(request.data)
         self.name, self.num_labels = Path(corpus.name).name, len(corpus.label_names)
-        tokenizer = train_tokenizer(
-            (example.text for example in corpus.train), request.vocabulary, kind="bert"
-        )
+        tokenizer = train_tokenizer(corpus.train["text"], request.vocabulary, kind="bert")
 
-        def encode(examples: list[tuple[str, int]]) -> Batch:
+        def encode(rows: Any) -> Batch:
             encoded = tokenizer(
-                [text for text, _ in examples],
+                list(rows["text"]),
                 padding="max_length",
                 truncation=True,
                 max_length=request.sequence,
                 return_tensors="pt",
             )
-            return _batch(encoded["input_ids"], torch.tensor([label for _, label in examples]))
+            return _batch(encoded["input_ids"], torch.tensor(rows["label"][:]))
 
         assert tokenizer.pad_token_id == _PADDING
-        self._train = encode([(e.text, e.label) for e in corpus.train])
-        self.held_out = encode([(e.text, e.label) for e in corpus.held_out])
+        self._train = encode(corpus.train)
+        self.held_out = encode(corpus.validation)
 
     def batch(self, step: int, rank: int) -> Batch:
         size, texts = self._request.batch, len(self._train["labels"])

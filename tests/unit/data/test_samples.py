@@ -6,22 +6,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.data.masking import MaskedDataset
-from wavemare.data.packing import PackedDataset, check_fits
-from wavemare.data.tokens import tokenize
+from wavemare.data.encode import tokenize
+from wavemare.data.samples import MaskedDataset, PackedDataset, check_fits
 from wavemare.errors import ConfigError, DataError
 
 CLS, SEP, MASK = 2, 3, 4
 
 
 @pytest.fixture
-def packed(tmp_path, documents, bert_tokenizer):
-    return PackedDataset(tokenize(documents, bert_tokenizer, tmp_path), 32)
+def store(tmp_path, documents, bert_tokenizer):
+    return tokenize(documents, bert_tokenizer, tmp_path, name="made")
 
 
-def test_frame_and_originals(packed, bert_tokenizer):
-    masked = MaskedDataset(packed, bert_tokenizer, seed=3)
-    assert len(masked) == packed.store.num_tokens // 30
+def test_frame_and_originals(store, bert_tokenizer):
+    masked = MaskedDataset(store, 32, bert_tokenizer, seed=3)
+    assert len(masked) == store.num_tokens // 30
     for i in range(len(masked)):
         item = masked[i]
         inputs, labels = item["input_ids"], item["labels"]
@@ -29,7 +28,7 @@ def test_frame_and_originals(packed, bert_tokenizer):
         assert inputs.dtype == labels.dtype == torch.int64
         assert (inputs[0], inputs[-1]) == (CLS, SEP)
         restored = torch.where(labels == -100, inputs, labels)[1:-1]
-        original = torch.from_numpy(packed.store.tokens[30 * i : 30 * i + 30].astype("int64"))
+        original = torch.from_numpy(store.tokens[30 * i : 30 * i + 30].astype("int64"))
         assert torch.equal(restored, original)
         chosen = labels != -100
         assert chosen.any()
@@ -39,7 +38,7 @@ def test_frame_and_originals(packed, bert_tokenizer):
 
 def test_shares(make_store, bert_tokenizer):
     store = make_store([[*range(5, 205)] * 400], vocab_size=290)
-    masked = MaskedDataset(PackedDataset(store, 402), bert_tokenizer, seed=1)
+    masked = MaskedDataset(store, 402, bert_tokenizer, seed=1)
     items = [masked[i] for i in range(len(masked))]
     inputs = torch.stack([item["input_ids"] for item in items])
     labels = torch.stack([item["labels"] for item in items])
@@ -55,11 +54,13 @@ def test_shares(make_store, bert_tokenizer):
     assert len(replaced.unique()) > 200
 
 
-def test_masks_depend_on_seed_epoch_and_index_alone(packed, bert_tokenizer):
+def test_masks_depend_on_seed_epoch_and_index_alone(store, bert_tokenizer):
     def read(seed, index, epoch):
-        return MaskedDataset(packed, bert_tokenizer, seed=seed).at(index, epoch)["labels"].tolist()
+        return (
+            MaskedDataset(store, 32, bert_tokenizer, seed=seed).at(index, epoch)["labels"].tolist()
+        )
 
-    one = MaskedDataset(packed, bert_tokenizer, seed=1)
+    one = MaskedDataset(store, 32, bert_tokenizer, seed=1)
     one.at(3, 0)
     assert one.at(2, 1)["labels"].tolist() == read(1, 2, 1)
     assert one[2]["labels"].tolist() == read(1, 2, 0)
@@ -70,22 +71,22 @@ def test_masks_depend_on_seed_epoch_and_index_alone(packed, bert_tokenizer):
     assert len(places) == 5
 
 
-def test_one_token_at_least(packed, bert_tokenizer):
-    masked = MaskedDataset(packed, bert_tokenizer, probability=1e-9)
+def test_one_token_at_least(store, bert_tokenizer):
+    masked = MaskedDataset(store, 32, bert_tokenizer, probability=1e-9)
     counts = {int((masked[i]["labels"] != -100).sum()) for i in range(len(masked))}
     assert counts == {1}
 
 
-def test_errors(packed, make_store, bert_tokenizer, gpt_tokenizer):
+def test_errors(store, make_store, bert_tokenizer, gpt_tokenizer):
     with pytest.raises(DataError, match=r"--tokenizer.*no cls_token.*tokenizer of a BERT"):
-        MaskedDataset(packed, gpt_tokenizer)
+        MaskedDataset(store, 32, gpt_tokenizer)
     with pytest.raises(ConfigError, match=r"mask_probability = 0.*0\.15"):
-        MaskedDataset(packed, bert_tokenizer, probability=0.0)
+        MaskedDataset(store, 32, bert_tokenizer, probability=0.0)
     with pytest.raises(ConfigError, match=r"sequence_length = 3.*at least 4"):
-        MaskedDataset(PackedDataset(packed.store, 3), bert_tokenizer)
-    ends = PackedDataset(make_store([[SEP]] * 9), 4)
+        MaskedDataset(store, 3, bert_tokenizer)
+    ends = make_store([[SEP]] * 9)
     with pytest.raises(DataError, match=r"window 1 holds special tokens alone.*blank"):
-        MaskedDataset(ends, bert_tokenizer)[1]
+        MaskedDataset(ends, 4, bert_tokenizer)[1]
 
 
 def slow_windows(documents, length):

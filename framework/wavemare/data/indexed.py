@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wavemare.data.specs import check_prefix
+from wavemare.data.sources import check_prefix
 from wavemare.data.tokens import TokenStore
 from wavemare.errors import DataError
 

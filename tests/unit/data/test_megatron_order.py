@@ -9,8 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wavemare.data.gpt_index import blend_index, blend_sizes, build_gpt_index, split_ranges
-from wavemare.data.megatron_samples import blended_samples
+from wavemare.data.megatron_order import (
+    blend_index,
+    blend_sizes,
+    blended_samples,
+    build_gpt_index,
+    split_ranges,
+)
 from wavemare.data.tokens import TokenStore
 from wavemare.errors import ConfigError, DataError
 
