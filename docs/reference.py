@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the tables of keys in configuration.md from the models of the configuration.
 
-``make reference`` replaces what stands below each comment ``<!-- keys of NAME -->``, up to the next
-empty line; all else on the page is written by hand. NAME is a section, or ``wavemare`` for the list
-of sections. A test compares the page with what this file would write.
+``make reference`` replaces the text between ``<!-- generated: keys of NAME -->`` and
+``<!-- end -->``. The rest of the page is written by hand. NAME is a section, or ``wavemare`` for the
+list of sections. A test compares the page with what this file would write.
 """
 
 import inspect
@@ -19,7 +19,9 @@ from wavemare.engine.config.resolve import WavemareConfig
 
 PAGE = Path(__file__).with_name("configuration.md")
 SECTIONS = {name: field.annotation for name, field in WavemareConfig.model_fields.items()}
-_MARKED = re.compile(r"^(<!-- keys of (\w+) -->\n)(?:\S.*\n)*", re.MULTILINE)
+_MARKED = re.compile(
+    r"^(<!-- generated: keys of (\w+) -->\n).*?(?=^<!-- end -->$)", re.MULTILINE | re.DOTALL
+)
 _BOUNDS = {
     "minimum": "from {:g}",
     "exclusiveMinimum": "above {:g}",
@@ -29,14 +31,14 @@ _BOUNDS = {
 
 
 def page(text: str) -> str:
-    """Return the page with the tables that the models say."""
-    return _MARKED.sub(lambda found: f"{found[1]}{table(found[2])}", text)
+    """Return the page with its tables written anew."""
+    return _MARKED.sub(lambda found: f"{found[1]}\n{table(found[2])}\n", text)
 
 
 def table(name: str) -> str:
-    """Return the table of a section's keys, or that of all sections."""
+    """Return the table of a section's keys, or the table of all sections."""
     if name == "wavemare":
-        head = ["section of `wavemare`", "what it says"]
+        head = ["section of `wavemare`", "purpose"]
         rows = [[f"`{key}`", _first_line(model)] for key, model in SECTIONS.items()]
     else:
         head = [f"key in `wavemare.{name}`", "values", "default", "meaning"]
@@ -54,9 +56,9 @@ def keys(schema: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
             models = [one for one in inner if "properties" in one]
             if not models or field.get("anyOf"):  # a model that is always there has no value itself
                 default = json.dumps(field["default"]) if "default" in field else None
-                told = {"null": "none", None: "to be given"}.get(default, f"`{default}`")
-                meaning = _told(field["description"], f"{prefix}{key}")
-                yield f"`{prefix}{key}`", _values(field, schema), told, meaning
+                shown = {"null": "none", None: "required"}.get(default, f"`{default}`")
+                meaning = _one_line(field["description"], f"{prefix}{key}")
+                yield f"`{prefix}{key}`", _values(field, schema), shown, meaning
             for one in models:
                 yield from walk(one, f"{prefix}{key}.")
 
@@ -69,7 +71,7 @@ def _resolve(field: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _values(field: dict[str, Any], schema: dict[str, Any]) -> str:
-    """Say in words what a key takes; null, which stands for an absent key, is left out."""
+    """Describe the values of a key. Null stands for an absent key and is left out."""
     if "anyOf" in field:
         kinds = (_values(one, schema) for one in field["anyOf"] if one.get("type") != "null")
         return " or ".join(dict.fromkeys(kinds))
@@ -91,7 +93,7 @@ def _plural(kind: str) -> str:
     return " ".join([f"{first}s", rest]).rstrip()
 
 
-def _told(description: str, key: str) -> str:
+def _one_line(description: str, key: str) -> str:
     """Return a docstring as one line of Markdown."""
     text = " ".join(description.split()).replace("``", "`")
     if "|" in text:
@@ -100,7 +102,7 @@ def _told(description: str, key: str) -> str:
 
 
 def _first_line(model: type[BaseModel]) -> str:
-    return _told(inspect.cleandoc(model.__doc__ or "").partition("\n\n")[0], model.__name__)
+    return _one_line(inspect.cleandoc(model.__doc__ or "").partition("\n\n")[0], model.__name__)
 
 
 if __name__ == "__main__":
