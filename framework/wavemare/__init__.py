@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from wavemare.parallel.names import annotate
     from wavemare.parallel.planner.api import plan
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "DualPipeVEngine",
