@@ -2,8 +2,8 @@
 """Write the tables of keys in configuration.md from the models of the configuration.
 
 ``make reference`` replaces the text between ``<!-- generated: keys of NAME -->`` and
-``<!-- end -->``. The rest of the page is written by hand. NAME is a section, or ``wavemare`` for the
-list of sections. A test compares the page with what this file would write.
+``<!-- end -->``. The rest of the page is written by hand. NAME is a section, or ``wavemare`` for
+the list of sections. A test compares the page with what this file would write.
 """
 
 import inspect
