@@ -17,8 +17,8 @@ from wavemare.engine.balance import Balance, ShareSampler, attach_balance
 from wavemare.engine.checkpoint.checkpointing import CheckpointMixin
 from wavemare.engine.config.resolve import SECTION, WavemareConfig
 from wavemare.engine.health.numbers import NumericsGuard, attach_guard, skipping
-from wavemare.engine.health.watchdog.progress import PROGRESS
 from wavemare.engine.health.watchdog.watcher import Watchdog
+from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.open_step import leave_open_step
 from wavemare.engine.optim.optimizers import refresh_by_stage
 from wavemare.engine.optim.partitions import (
@@ -188,26 +188,26 @@ class EngineMixin(CheckpointMixin):
                 stack.callback(self._sparse.close)
             stack.callback(self.finish_saving)  # while it is watched
 
-    def rank_state(self) -> dict[str, Any]:
+    def extra_state(self) -> dict[str, Any]:
         """Return what this rank's next step needs beside weights, optimizer and random state."""
-        state = self._sparse.rank_state() if self._sparse is not None else {}
+        state = self._sparse.extra_state() if self._sparse is not None else {}
         return {"sparse_collective": state} if state else {}
 
-    def start_anew(self) -> None:
-        """Forget what belonged to the weights that were, as `CheckpointMixin.start_anew`."""
+    def reset_state(self) -> None:
+        """Forget what belonged to the weights that were, as `CheckpointMixin.reset_state`."""
         leave_open_step(self)
         if self._guard is not None:
-            self._guard.start_anew()
+            self._guard.reset()
         if self._sparse is not None:
-            self._sparse.start_anew()
+            self._sparse.reset()
 
-    def load_rank_state(self, state: dict[str, Any]) -> None:
-        """Take over a state of `rank_state`."""
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        """Take over a state of `extra_state`."""
         saved = state.get("sparse_collective")
         if self._sparse is None:
             return
         if saved is not None:
-            self._sparse.load_rank_state(saved)
+            self._sparse.load_extra_state(saved)
         elif self._sparse.comm.compressor is not None and dist.get_rank() == 0:
             logger.warning(
                 "sparse_collective: the checkpoint has nothing of what the compressor left out of "

@@ -121,9 +121,9 @@ class ColocatedHeads:
         finally:
             self.has_moe_layers = experts
 
-    def rank_state(self) -> dict[str, Any]:
+    def extra_state(self) -> dict[str, Any]:
         """Return what this rank's next step needs beside weights and optimizer."""
-        state: dict[str, Any] = super().rank_state()  # type: ignore[misc]
+        state: dict[str, Any] = super().extra_state()  # type: ignore[misc]
         if self._colocates:
             state["heads"] = {
                 name: {"part": part.detach().clone(), "optimizer": self._moments(part)}
@@ -137,9 +137,9 @@ class ColocatedHeads:
             return {}
         return dict(engine.optimizer.state.get(part, {}))
 
-    def load_rank_state(self, state: dict[str, Any]) -> None:
-        """Take over a state of `rank_state`."""
-        super().load_rank_state(state)  # type: ignore[misc]
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        """Take over a state of `extra_state`."""
+        super().load_extra_state(state)  # type: ignore[misc]
         self._take_parts(state)
         engine: Any = self
         for name, saved in state.get("heads", {}).items():

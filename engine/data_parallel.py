@@ -14,7 +14,7 @@ from deepspeed.runtime.dataloader import RepeatingLoader
 from wavemare.engine.base import EngineMixin
 from wavemare.engine.colocated import ColocatedHeads
 from wavemare.engine.config.resolve import WavemareConfig
-from wavemare.engine.health.watchdog.progress import PROGRESS
+from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.pipe.micro_batch import naming_ids
 from wavemare.engine.waves.segments import Segments
 from wavemare.engine.waves.wavelet import Wavelet, attach_wavelet
@@ -164,32 +164,32 @@ class Engine(ColocatedHeads, EngineMixin, deepspeed.DeepSpeedEngine):
         if self._wavelet is not None:
             self._wavelet.drain()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Finish what is under way between two steps, so that the engine can be saved."""
         if self._wavelet is not None:
-            self._wavelet.settle()
+            self._wavelet.synchronize()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the number of micro-batches per step; all ranks must call it."""
-        self.settle()
+        self.synchronize()
         super().set_train_batch_size(train_batch_size)
 
-    def start_anew(self) -> None:
+    def reset_state(self) -> None:
         """Forget what belonged to the weights that were, waves under way as well."""
         if self._wavelet is not None:
-            self._wavelet.start_anew()
-        super().start_anew()
+            self._wavelet.reset()
+        super().reset_state()
 
-    def rank_state(self) -> dict[str, Any]:
+    def extra_state(self) -> dict[str, Any]:
         """Return what this rank's next step needs beside weights and optimizer."""
-        state = self._wavelet.rank_state() if self._wavelet is not None else {}
-        return {**super().rank_state(), **({"wavelet": state} if state else {})}
+        state = self._wavelet.extra_state() if self._wavelet is not None else {}
+        return {**super().extra_state(), **({"wavelet": state} if state else {})}
 
-    def load_rank_state(self, state: dict[str, Any]) -> None:
-        """Take over a state of `rank_state`."""
-        super().load_rank_state(state)
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        """Take over a state of `extra_state`."""
+        super().load_extra_state(state)
         if self._wavelet is not None:
-            self._wavelet.load_rank_state(state.get("wavelet"))
+            self._wavelet.load_extra_state(state.get("wavelet"))
 
     def _training_batches(self) -> Iterator[Any]:
         if self._own_batches is None:

@@ -113,7 +113,7 @@ class CheckpointMixin:
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
         engine: Any = self
-        self.settle()
+        self.synchronize()
         self.finish_saving()
         agree(Path(save_dir), lambda: _check_client_state(engine, client_state))
         tag = str(tag if tag is not None else f"global_step{engine.global_steps}")
@@ -137,7 +137,7 @@ class CheckpointMixin:
             super().save_checkpoint(  # type: ignore[misc]
                 save_dir, partial, state, False, exclude_frozen_parameters
             )
-        own = {**random_state(), "engine": engine.rank_state(), "shapes": shapes(engine)}
+        own = {**random_state(), "engine": engine.extra_state(), "shapes": shapes(engine)}
         files.take(own, str(folder / partial / _rank_file(engine.global_rank)))
         save = Save(
             files=files,
@@ -188,7 +188,7 @@ class CheckpointMixin:
                 class.
         """
         engine: Any = self
-        self.come_to_rest()
+        self.drain_before_load()
         self.finish_saving()
         universal = engine.load_universal_checkpoint()
         whole = load_optimizer_states and not load_module_only
@@ -227,8 +227,8 @@ class CheckpointMixin:
         self._earlier_runs = tuple(manifest.get("runs", ())) if manifest and whole else ()
         if own and whole:
             restore_random_state(own)
-        engine.start_anew()
-        take = engine.load_rank_state if whole else engine.load_rank_weights
+        engine.reset_state()
+        take = engine.load_extra_state if whole else engine.load_rank_weights
         take(own.get("engine", {}))
         if result[1]:
             result[1].pop(UNIVERSAL_CHECKPOINT_INFO, None)  # for ds_to_universal, not the client
@@ -258,25 +258,25 @@ class CheckpointMixin:
         """The engines whose checkpoints led to this one, and this one."""
         return [*self._earlier_runs, self._own_run]
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Finish what is under way between two steps, so that the engine can be saved."""
 
-    def come_to_rest(self) -> None:
+    def drain_before_load(self) -> None:
         """Leave nothing under way that a load could meet; if it finds nothing, training goes on."""
 
-    def rank_state(self) -> dict[str, Any]:
+    def extra_state(self) -> dict[str, Any]:
         """Return what this rank's next step needs beside weights, optimizer and random state."""
         return {}
 
-    def start_anew(self) -> None:
+    def reset_state(self) -> None:
         """Forget what belonged to the weights that were; others have just been loaded.
 
         Gradients that no step has taken are among it, so that training can go on from a checkpoint
         after an error, too.
         """
 
-    def load_rank_state(self, state: dict[str, Any]) -> None:
-        """Take over a state of `rank_state`; it is empty where a checkpoint has none."""
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        """Take over a state of `extra_state`; it is empty where a checkpoint has none."""
 
     def load_rank_weights(self, state: dict[str, Any]) -> None:
         """Take over only the weights in it, where the optimizer's state is not loaded."""

@@ -164,7 +164,7 @@ class NumericsGuard:
         """Forget what stages have seen of micro-batches that will be done again."""
         self._faults.clear()
 
-    def start_anew(self) -> None:
+    def reset(self) -> None:
         """Forget the steps that were: other weights have been loaded."""
         self.forget()
         self._records.clear()

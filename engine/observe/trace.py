@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rank did in some optimizer steps, and its memory meanwhile, kept for a report.
 
-Records what is reported to the watchdog (`wavemare.engine.health.watchdog.progress`) by any engine:
+Records what is reported to the watchdog (`wavemare.engine.observe.progress`) by any engine:
  actions of a plan, passes of the data-parallel engine, evaluations, checkpoints.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from wavemare.engine.health.watchdog.progress import PROGRESS, Progress
+from wavemare.engine.observe.progress import PROGRESS, Progress
 from wavemare.files import atomic_write_text
 from wavemare.pipeline.plan.action import Action, Kind
 

@@ -12,7 +12,7 @@ from deepspeed.runtime.pipe import schedule
 
 from wavemare.engine.base import EngineMixin
 from wavemare.engine.health.stage_numbers import StageWatch
-from wavemare.engine.health.watchdog.progress import PROGRESS, Followed
+from wavemare.engine.observe.progress import PROGRESS, Followed
 from wavemare.engine.pipe.micro_batch import as_tuple
 from wavemare.engine.pipe.plan_schedule import PlanSchedule
 from wavemare.errors import ModelError

@@ -42,9 +42,9 @@ class StageNorms:
         self.share: float = shares[stage]
         self._later_share = sum(shares[stage:])
         self._is_first = stage == 0
-        self.start_anew()
+        self.reset()
 
-    def start_anew(self) -> None:
+    def reset(self) -> None:
         """Forget all steps that were."""
         self.own = self._told = self.suffix = 0.0
         self.prefix = 0.0 if self._is_first else math.nan

@@ -459,19 +459,19 @@ class PipeMareEngine(PipelineEngine):
         if hasattr(self, "_feed"):  # DeepSpeed's constructor calls this, too
             self._feed.use(self.data_iterator)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Have one version of the weights on all stages, so that it can be saved."""
         self.drain()
 
-    def come_to_rest(self) -> None:
+    def drain_before_load(self) -> None:
         """Have one version of the weights on all stages, so that others can take its place."""
         self.drain()
 
-    def start_anew(self) -> None:
+    def reset_state(self) -> None:
         """Forget what belonged to the weights that were, and what was read ahead."""
-        super().start_anew()
+        super().reset_state()
         self._drop_read_ahead()
-        self._norms.start_anew()
+        self._norms.reset()
         self._start_stream()
 
     def _drop_read_ahead(self) -> None:
@@ -491,17 +491,17 @@ class PipeMareEngine(PipelineEngine):
             self._micro_batches.clear()
         super().destroy()
 
-    def rank_state(self) -> dict[str, Any]:
+    def extra_state(self) -> dict[str, Any]:
         """Return what this rank's next step needs beside weights and optimizer."""
         return {
-            **super().rank_state(),
+            **super().extra_state(),
             "norms": self._norms.state_dict(),
             "correction": self._correction.state_dict(),
         }
 
-    def load_rank_state(self, state: dict[str, Any]) -> None:
-        """Take over a state of `rank_state`; of another schedule or correction there is none."""
-        super().load_rank_state(state)
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        """Take over a state of `extra_state`; of another schedule or correction there is none."""
+        super().load_extra_state(state)
         if "norms" in state:
             self._norms.load_state_dict(state["norms"])
         correction = state.get("correction", {})

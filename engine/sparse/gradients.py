@@ -81,13 +81,13 @@ class SparseGradients(ABC):
         """End the collectives."""
         self.comm.close()
 
-    def rank_state(self) -> dict[str, Any]:
+    def extra_state(self) -> dict[str, Any]:
         """Return the compressor's residuals and the buckets that they belong to."""
         state = self.comm.state_dict()
         return {**state, "buckets": self._bucket_sizes()} if state else {}
 
-    def load_rank_state(self, state: Mapping[str, Any]) -> None:
-        """Take over a state of `rank_state`.
+    def load_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Take over a state of `extra_state`.
 
         Raises:
             CheckpointError: It is of other buckets, or of another compressor.
@@ -101,7 +101,7 @@ class SparseGradients(ABC):
             )
         self.comm.load_state_dict(state)
 
-    def start_anew(self) -> None:
+    def reset(self) -> None:
         """Forget what waits of gradients, which belongs to other weights than those now loaded."""
         compressor = self.comm.compressor
         if compressor is not None:

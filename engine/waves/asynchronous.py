@@ -113,7 +113,7 @@ class AsyncWaves:
         """Whether all gradients have been applied."""
         return self._open is None and self._sent is None and self._held is None
 
-    def settle(self, executor: WaveExecutor | None) -> None:
+    def synchronize(self, executor: WaveExecutor | None) -> None:
         """Finish what is under way; the last step's gradients stay, reduced and not yet applied.
 
         What follows is what would have followed without.
@@ -134,7 +134,7 @@ class AsyncWaves:
 
     def drain(self, executor: WaveExecutor | None) -> None:
         """Finish what is under way, and apply all gradients; `train` may go on after it."""
-        self.settle(executor)
+        self.synchronize(executor)
         if self._held is not None:
             self._advance(self._step + 1)
             self._versions.advance(self._step, updates=False)
@@ -154,7 +154,7 @@ class AsyncWaves:
         self._engine.set_gradient_accumulation_boundary(None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` needs beside the weights; after `settle`."""
+        """Return what `load_state_dict` needs beside the weights; after `synchronize`."""
         return {
             "step": self._step,
             "held": self._held,

@@ -89,10 +89,10 @@ class Wavelet:
         """Whether the next step runs two micro-batches at a time, as far as is known."""
         return self._paired
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Finish what is under way between two steps, so that the engine can be saved."""
         if self._asynchronous is not None:
-            self._asynchronous.settle(self._open_executor)
+            self._asynchronous.synchronize(self._open_executor)
 
     @property
     def is_drained(self) -> bool:
@@ -104,7 +104,7 @@ class Wavelet:
         if self._asynchronous is not None:
             self._asynchronous.drain(self._open_executor)
 
-    def start_anew(self) -> None:
+    def reset(self) -> None:
         """Drop what is under way, and the gradients and weights of the steps that were.
 
         Nothing of it is judged or applied: it may be what the training goes back from.
@@ -114,14 +114,14 @@ class Wavelet:
             if self._open_executor is not None:
                 self._open_executor.abandon()
 
-    def rank_state(self) -> dict[str, Any]:
-        """Return what the next step needs beside weights and optimizer; after `settle`."""
+    def extra_state(self) -> dict[str, Any]:
+        """Return what the next step needs beside weights and optimizer; after `synchronize`."""
         if self._asynchronous is None:
             return {}
         return {"steps": self._steps, **self._asynchronous.state_dict()}
 
-    def load_rank_state(self, state: dict[str, Any] | None) -> None:
-        """Take over a state of `rank_state`; None if a checkpoint has none for this rank."""
+    def load_extra_state(self, state: dict[str, Any] | None) -> None:
+        """Take over a state of `extra_state`; None if a checkpoint has none for this rank."""
         if self._asynchronous is None:
             return
         if state is not None:

@@ -15,9 +15,9 @@ from wavemare import engine
 from wavemare.engine import build_engine
 from wavemare.engine.colocated import check_colocated
 from wavemare.engine.config.resolve import SECTION, WavemareConfig, check_config, zero_section
-from wavemare.engine.health.watchdog.progress import PROGRESS
 from wavemare.engine.health.watchdog.watcher import hold
 from wavemare.engine.initialize import read_config
+from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.waves.segments import Segments
 from wavemare.errors import ConfigError, PlanError
 from wavemare.failure import watch_failures

@@ -9,8 +9,8 @@ import time
 import traceback
 from pathlib import Path
 
-from wavemare.engine.health.watchdog.progress import Progress
 from wavemare.engine.health.watchdog.status import PeerAddress, RankStatus
+from wavemare.engine.observe.progress import Progress
 
 __all__ = ["report_text", "write_report"]
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from wavemare.engine.health.watchdog.progress import Progress
+from wavemare.engine.observe.progress import Progress
 
 __all__ = ["PeerAddress", "RankStatus", "UnreachablePeer"]
 

@@ -35,11 +35,11 @@ from wavemare.engine.health.watchdog.peers import (
     reachable_address,
     serve,
 )
-from wavemare.engine.health.watchdog.progress import PROGRESS, Progress
 from wavemare.engine.health.watchdog.report import write_report
 from wavemare.engine.health.watchdog.status import PeerAddress, RankStatus, UnreachablePeer
 from wavemare.engine.launch.exit import leave_at_once
 from wavemare.engine.launch.group import environment_rank, environment_world_size
+from wavemare.engine.observe.progress import PROGRESS, Progress
 from wavemare.processes import process_has_ended, process_state, this_machine
 
 __all__ = ["EXIT_CODE", "Watchdog", "current", "hold"]

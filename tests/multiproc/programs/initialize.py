@@ -24,7 +24,7 @@ from common import (
 )
 
 import wavemare
-from wavemare.engine.health.watchdog.progress import PROGRESS
+from wavemare.engine.observe.progress import PROGRESS
 
 STAGES = {"pipeline": {"stages": 2}}
 STEPS = 3

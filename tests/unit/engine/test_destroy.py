@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from wavemare.engine.base import EngineMixin
-from wavemare.engine.health.watchdog.progress import PROGRESS
+from wavemare.engine.observe.progress import PROGRESS
 from wavemare.errors import CheckpointError
 
 

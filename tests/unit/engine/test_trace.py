@@ -3,7 +3,7 @@
 
 import json
 
-from wavemare.engine.health.watchdog.progress import Progress
+from wavemare.engine.observe.progress import Progress
 from wavemare.engine.observe.trace import StepTrace
 from wavemare.engine.pipe.step_schedule import Pair
 from wavemare.pipeline.plan.action import Action, Kind

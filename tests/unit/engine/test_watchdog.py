@@ -15,10 +15,10 @@ from wavemare.engine.config.sections import WatchdogConfig
 from wavemare.engine.health.watchdog.diagnosis import diagnose
 from wavemare.engine.health.watchdog.exit_notice import Farewells
 from wavemare.engine.health.watchdog.peers import ask, listening_socket, reachable_address, serve
-from wavemare.engine.health.watchdog.progress import Followed, Progress
 from wavemare.engine.health.watchdog.report import report_text
 from wavemare.engine.health.watchdog.status import PeerAddress, RankStatus, UnreachablePeer
 from wavemare.engine.health.watchdog.watcher import EXIT_CODE, Watchdog, current, hold
+from wavemare.engine.observe.progress import Followed, Progress
 from wavemare.pipeline.plan.action import Action, Kind
 
 RANKS = [PeerAddress(r, f"node{r}", 100 + r, "127.0.0.1", 1, f"{r}") for r in range(3)]

@@ -18,8 +18,8 @@ from torch.distributed import FileStore
 
 from wavemare.comm.waits import waiting
 from wavemare.engine.config.sections import WatchdogConfig
-from wavemare.engine.health.watchdog.progress import Progress
 from wavemare.engine.health.watchdog.watcher import EXIT_CODE, Watchdog, hold
+from wavemare.engine.observe.progress import Progress
 from wavemare.errors import ConfigError
 from wavemare.failure import run_main
 from wavemare.processes import this_machine

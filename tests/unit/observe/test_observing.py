@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from wavemare.engine.health.watchdog.progress import PROGRESS
+from wavemare.engine.observe.progress import PROGRESS
 from wavemare.observe.events import Events, read_events
 from wavemare.observe.observing import Observing
 from wavemare.report.traces import read_traces

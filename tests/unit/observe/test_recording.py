@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from wavemare.engine.config.resolve import WavemareConfig
-from wavemare.engine.health.watchdog.progress import PROGRESS
+from wavemare.engine.observe.progress import PROGRESS
 from wavemare.errors import ConfigError
 from wavemare.observe import Recording, read_events, read_metrics
 from wavemare.observe.engine_facts import EngineFacts
