@@ -84,7 +84,6 @@ NIGHTLY_alone := $(ALONE)
 
 test-mpi: $(READY)
 	$(call pytest) tests/mpi tests/e2e/test_launchers.py $(ARGS)
-	$(call pytest,-restart) tests/e2e/test_restart.py -k supervisor $(ARGS)
 
 # The same with the other MPI, in an environment of its own.
 test-openmpi:

@@ -24,7 +24,7 @@ from wavemare.engine.launch.group import (
     environment_rank,
     environment_world_size,
 )
-from wavemare.engine.launch.restart import restart_count
+from wavemare.engine.launch.restart import may_restart
 from wavemare.errors import CheckpointError, ConfigError, DataError
 from wavemare.observe import Events, Run, Screen, live_facts, quiet_libraries
 from wavemare.observe.engine_facts import EngineFacts
@@ -81,7 +81,7 @@ class Job:
         self._place_reports()
         self.section = check_config(self.config, world_size=self.world_size)
         replicas = self.world_size // self.section.model_ranks
-        if restart_count():
+        if may_restart():
             adapt_accumulation(self.config, replicas)
         self.batch = check_batch_sizes(self.config, data_world_size=replicas)
         quiet_libraries()

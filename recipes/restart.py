@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from wavemare.engine.checkpoint.manifest import read_manifest, resolve_tag
-from wavemare.engine.launch.restart import job_started, restart_count
+from wavemare.engine.launch.restart import agent_started, may_restart
 from wavemare.errors import CheckpointError
 from wavemare.files import (
     atomic_write_text,
@@ -34,14 +34,14 @@ Arguments = TypeVar("Arguments", bound=JobArguments)
 
 
 def resume_after_restart(arguments: Arguments) -> Arguments:
-    """Return the options, with ``--resume`` if the ranks were restarted and there is a checkpoint.
+    """Return the options, with ``--resume`` if this job has saved a checkpoint before.
 
-    A checkpoint that is older than the job is another run's, which is left as it is.
+    A checkpoint that is older than the job's elastic agent is of another run.
     """
     latest = Path(arguments.output) / "checkpoints" / "latest"
-    if arguments.resume or not restart_count() or not latest.is_file():
+    if arguments.resume or not may_restart() or not latest.is_file():
         return arguments
-    if latest.stat().st_mtime < job_started():
+    if latest.stat().st_mtime < agent_started():
         return arguments
     resumed = replace(arguments, resume=True)
     resumed.megatron = arguments.megatron

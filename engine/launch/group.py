@@ -15,6 +15,7 @@ from wavemare.engine.launch.environment import (
     place_of,
 )
 from wavemare.engine.launch.exit import let_gloo_rest
+from wavemare.engine.launch.restart import init_attempt, may_restart
 from wavemare.errors import LaunchError
 
 __all__ = [
@@ -98,10 +99,10 @@ def init_distributed(distributed_port: int | None = None) -> None:
         # Shared-memory all-reduce is an optimization of DeepSpeed that gloo can do without.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     _name_meeting_point(distributed_port)
-    from wavemare.engine.launch.torchrun import init_method
-
     backend = accelerator.communication_backend_name()
-    comm.init_distributed(dist_backend=backend, init_method=init_method())
+    if may_restart() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        init_attempt(backend)
+    comm.init_distributed(dist_backend=backend)
 
 
 def _name_meeting_point(port: int | None) -> None:

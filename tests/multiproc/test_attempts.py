@@ -9,17 +9,30 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from wavemare.comm.meeting import agree_on_name
-from wavemare.errors import CommError
+from wavemare.engine.launch.restart import init_attempt
+from wavemare.errors import CommError, LaunchError
 
 
 @pytest.mark.world_size(2)
 def test_ranks_that_are_started_again_meet(launch):
     """Whichever comes first would read the other one's last address, where nobody listens."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
     for slow in (0, 1):
+        environment = {
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_MAX_RESTARTS": "1",
+            "TORCHELASTIC_RESTART_COUNT": str(slow),
+        }
         finished = launch("attempts.py", slow, environment=environment, own=True).check()
         assert [finished.result(rank) for rank in (0, 1)] == [[2.0, 2.0]] * 2
+
+
+def test_a_store_that_several_agents_share_is_refused(monkeypatch):
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    with pytest.raises(LaunchError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        init_attempt("gloo")
 
 
 def test_each_attempt_has_a_name_of_its_own():

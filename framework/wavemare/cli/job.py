@@ -32,6 +32,7 @@ _PASSED_ON = ("DS_", "GLOO_", "HF_", "NCCL_", "OMP_", "TORCH_", "TP_", "UCX_", "
 _OPEN_MPI_OPTION = "--oversubscribe"
 _ENVIRONMENT_FILE = "DS_ENV_FILE"
 _DEFAULT_PROCESSES = 2
+_AGENT = "wavemare.cli.agent"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,7 @@ class Job:
         hostfile: Where they stand.
         launcher: ``deepspeed`` (on several hosts by pdsh), or the ``mpirun`` of mpi4py's MPI.
         launcher_options: More of its options; they win.
+        max_restarts: How often to start the ranks again after one has failed.
     """
 
     program: str
@@ -57,12 +59,14 @@ class Job:
     hostfile: Path | None = None
     launcher: Launcher = "deepspeed"
     launcher_options: Sequence[str] = field(default=())
+    max_restarts: int = 0
 
     def command(self) -> list[str]:
         """Return the words that start it.
 
         Raises:
-            LaunchError: The launcher is not installed, or does not belong to mpi4py's MPI.
+            LaunchError: The launcher is not installed, does not belong to mpi4py's MPI, or cannot
+                restart ranks.
         """
         return self._by_mpirun() if self.launcher == "mpirun" else self._by_deepspeed()
 
@@ -70,28 +74,28 @@ class Job:
         """Return variables that the ranks need and the user has not set."""
         return launch.extra_environment()
 
-    def run(self, signals: list[int] | None = None) -> int:
-        """Run the job to its end, and return an exit code as `wavemare.cli.launch.run` does.
-
-        Args:
-            signals: Gets the signals that this process received meanwhile.
-        """
+    def run(self) -> int:
+        """Run the job to its end, and return an exit code as `wavemare.cli.launch.run` does."""
         command, variables = self.command(), self.variables()
         if self.launcher == "mpirun":
             # Open MPI's ends with 128 + n if signal n has ended a rank.
             bare = _OPEN_MPI_OPTION not in command
-            return launch.run(command, variables, bare_signals=bare, signals=signals)
+            return launch.run(command, variables, bare_signals=bare)
         if not self.hosts:
-            return launch.run(command, variables, signals=signals)
+            return launch.run(command, variables)
         with _environment_file({**os.environ, **variables}, pdsh=self._by_pdsh()) as file:
             variables = {**variables, _ENVIRONMENT_FILE: str(file)}
-            return launch.run(command, variables, signals=signals)
+            return launch.run(command, variables)
 
     def _by_deepspeed(self) -> list[str]:
         options = list(self.launcher_options)
         if self.hostfile is not None:
             options = ["--hostfile", str(self.hostfile), *self._options_of_one_host(), *options]
-        program, words = self.program, list(self.options)
+        program, words, module = self.program, list(self.options), self.module
+        if self.max_restarts:
+            words = [str(self.max_restarts), *(["-m"] if module else []), program, *words]
+            program, module = _AGENT, True
+            options = ["--no_local_rank", *options]
         if self._by_pdsh():
             program, words = (
                 _through_pdsh(shlex.quote(program)),
@@ -100,7 +104,7 @@ class Job:
         return launch.build_command(
             program,
             words,
-            module=self.module,
+            module=module,
             num_processes=self._processes_per_host(),
             launcher_options=options,
         )
@@ -125,6 +129,10 @@ class Job:
     def _by_mpirun(self) -> list[str]:
         from wavemare.comm.mpi_library import describe_mpi
 
+        if self.max_restarts:
+            reason = "a job of mpirun ends with the first of its ranks"
+            remedy = "Leave out --launcher mpirun, or start the job again with --resume"
+            raise LaunchError("--max-restarts", self.max_restarts, reason, remedy)
         mpi = describe_mpi()
         program = mpi.mpirun()
         open_mpi = mpi.launcher_flavour == "Open MPI"

@@ -24,7 +24,6 @@ __all__ = [
     "exit_code",
     "extra_environment",
     "find_deepspeed",
-    "noted_signals",
     "run",
 ]
 
@@ -123,7 +122,6 @@ def run(
     variables: Mapping[str, str],
     *,
     bare_signals: bool = False,
-    signals: list[int] | None = None,
 ) -> int:
     """Run the launcher to its end, passing on signals to its processes.
 
@@ -135,20 +133,17 @@ def run(
         variables: Added to the environment.
         bare_signals: Whether the launcher ends with n where signal n has ended a rank, as MPICH's
             ``mpirun`` does.
-        signals: Gets the signals that this process received meanwhile.
 
     Returns:
         The exit code, 0 if all ranks have ended with 0; 128 + n if signal n ended the job.
     """
     # A session of its own: Ctrl-C in a terminal would reach the launcher too, which prints a
     # traceback of its own and leaves the ranks to themselves.
-    with noted_signals() as received:
+    with _noted_signals() as received:
         launcher = subprocess.Popen(
             command, env={**os.environ, **variables}, start_new_session=True
         )
         code = _wait(launcher, received)
-        if signals is not None:
-            signals += received
         if received:
             from wavemare.cli.ending import end_job
 
@@ -179,7 +174,7 @@ def exit_code(code: int) -> int:
 
 
 @contextmanager
-def noted_signals() -> Iterator[list[int]]:
+def _noted_signals() -> Iterator[list[int]]:
     """Let the block get a list of the signals that ask this process to end, as they come."""
     received: list[int] = []
 

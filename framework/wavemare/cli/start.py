@@ -92,7 +92,7 @@ def start(
         launcher: Its name.
         launcher_args: Its options, as a shell writes them.
         print_command: Whether to print instead.
-        max_restarts: How often to start the ranks again after they have failed.
+        max_restarts: How often to start the ranks again after one has failed.
 
     Raises:
         LaunchError: The hostfile or the launcher cannot be used.
@@ -109,14 +109,11 @@ def start(
         hostfile=hostfile,
         launcher=check_launcher(launcher),
         launcher_options=split_options(launcher_args),
+        max_restarts=max_restarts,
     )
     if print_command:
         _show(job.command(), job.variables())
         return
-    if max_restarts:
-        from wavemare.cli.restart import run_with_restarts
-
-        raise typer.Exit(run_with_restarts(job, max_restarts))
     raise typer.Exit(job.run())
 
 

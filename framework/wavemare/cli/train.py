@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -24,8 +25,8 @@ from wavemare.engine.launch.environment import mpi_place
 from wavemare.errors import ConfigError, LaunchError
 
 __all__ = [
+    "become_rank",
     "check_early",
-    "refuse_mpi_transport",
     "refuse_second_config",
     "refuse_second_launcher",
     "train",
@@ -72,13 +73,15 @@ def train(
     options = ["--deepspeed_config", str(file), *options]
     place = None if print_command else mpi_place(os.environ)
     if place is not None:
-        given = {"--nproc": nproc, "--hostfile": hostfile, "--launcher-args": launcher_args}
-        refuse_second_launcher({"--launcher": launcher if launcher != "deepspeed" else "", **given})
-        refuse_mpi_transport(settings)
-        from wavemare.cli.supervisor import supervise
-
-        command = [sys.executable, "-u", "-m", chosen.module, *options]
-        raise typer.Exit(supervise(place, command, max_restarts))
+        given = {
+            "--launcher": launcher if launcher != "deepspeed" else "",
+            "--nproc": nproc,
+            "--hostfile": hostfile,
+            "--launcher-args": launcher_args,
+            "--max-restarts": max_restarts,
+        }
+        refuse_second_launcher(given)
+        become_rank(chosen.module, options)
     start(
         chosen.module,
         options,
@@ -123,21 +126,24 @@ def refuse_second_launcher(given: Mapping[str, object]) -> None:
             raise LaunchError(name, str(value), reason, "Leave it out, or leave out mpirun")
 
 
-def refuse_mpi_transport(config: Mapping[str, Any]) -> None:
-    """Refuse gradients over MPI: ranks are children of the processes of ``mpirun``.
+def become_rank(module: str, options: Sequence[str]) -> NoReturn:
+    """Replace this process of ``mpirun`` by a rank.
+
+    Args:
+        module: Of the recipe.
+        options: Of the recipe.
 
     Raises:
-        ConfigError: The sparse collective is to use MPI.
+        LaunchError: mpi4py is missing.
     """
-    from wavemare.engine.config.shape import SECTION, section_of
+    from wavemare.cli.launch import extra_environment
 
-    if section_of(section_of(config, SECTION), "sparse_collective").get("transport") == "mpi":
-        raise ConfigError(
-            f"{SECTION}.sparse_collective.transport",
-            "mpi",
-            "under mpirun `wavemare train` starts ranks that know nothing of MPI",
-            'Set it to "auto", or run the recipe itself: mpirun -n N python -m wavemare.recipes...',
-        )
+    if find_spec("mpi4py") is None:
+        reason = "mpirun has started this process, and mpi4py is not installed"
+        raise LaunchError("mpi4py", None, reason, "Install MPI: pip install 'wavemare[mpi]'")
+    # mpi4py's runner ends the other ranks when one fails.
+    words = [sys.executable, "-u", "-m", "mpi4py", "-m", module, *options]
+    os.execve(sys.executable, words, {**os.environ, **extra_environment()})
 
 
 def refuse_second_config(options: list[str]) -> None:

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from wavemare.cli import app, launch
 from wavemare.cli.recipes import RECIPES, find_recipe
-from wavemare.cli.train import check_early, refuse_mpi_transport
+from wavemare.cli.train import check_early
 from wavemare.errors import ConfigError, LaunchError
 
 
@@ -127,7 +127,12 @@ def under_mpirun(monkeypatch):
     monkeypatch.setenv("PMI_SIZE", "2")
 
 
-LAUNCHER_OPTIONS = [("--nproc", "2"), ("--launcher", "mpirun"), ("--launcher-args", "-v")]
+LAUNCHER_OPTIONS = [
+    ("--nproc", "2"),
+    ("--launcher", "mpirun"),
+    ("--launcher-args", "-v"),
+    ("--max-restarts", "1"),
+]
 
 
 @pytest.mark.parametrize(("option", "value"), LAUNCHER_OPTIONS)
@@ -139,10 +144,17 @@ def test_ranks_of_mpirun_are_not_launched_again(config, option, value):
 
 
 @pytest.mark.usefixtures("under_mpirun")
-def test_ranks_of_mpirun_have_no_mpi_for_gradients(config):
-    content = json.loads(config.read_text())
-    content["wavemare"] = {"sparse_collective": {"mode": "auto", "transport": "mpi"}}
-    config.write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=r"wavemare\.sparse_collective\.transport"):
-        app(["train", "gpt", "--config", str(config)], standalone_mode=False)
-    refuse_mpi_transport({"wavemare": {"sparse_collective": "mpi"}})  # the ranks refuse the section
+def test_a_process_of_mpirun_becomes_a_rank(monkeypatch, config):
+    class BecameError(Exception):
+        pass
+
+    def become(program, words, variables):
+        assert variables["PMI_RANK"] == "0"
+        raise BecameError(program, *words)
+
+    monkeypatch.setattr("os.execve", become)
+    with pytest.raises(BecameError) as caught:
+        app(["train", "gpt", "--config", str(config), "--max_steps", "3"], standalone_mode=False)
+    python, *words = caught.value.args
+    recipe = ["wavemare.recipes.gpt.pretrain", "--deepspeed_config", str(config)]
+    assert words == [python, "-u", "-m", "mpi4py", "-m", *recipe, "--max_steps", "3"]
