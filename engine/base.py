@@ -20,11 +20,11 @@ from wavemare.engine.health.numbers import NumericsGuard, attach_guard, skipping
 from wavemare.engine.health.watchdog.watcher import Watchdog
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.open_step import leave_open_step
-from wavemare.engine.optim.optimizers import refresh_by_stage
-from wavemare.engine.optim.partitions import (
+from wavemare.engine.optim.optimizers import (
     check_matrix_optimizer,
     describe_partitions,
     is_added,
+    refresh_by_stage,
 )
 from wavemare.engine.pipe.micro_batch import naming_ids
 from wavemare.engine.sparse.attach import attach_sparse_gradients
@@ -84,7 +84,7 @@ class EngineMixin(CheckpointMixin):
         engine: Any = self
         try:
             sound = self._guard is None or self._guard.judge()
-            with nullcontext() if sound else skipping(engine.optimizer):
+            with nullcontext() if sound else skipping(engine):
                 super()._take_model_step(*args, **kwargs)
         except RuntimeError:
             # Another rank that is lost may have left for the save that failed here as well.

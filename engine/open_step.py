@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
+from wavemare.engine.optim.adapter import adapt
 
 __all__ = ["leave_open_step"]
 
@@ -19,14 +19,7 @@ def leave_open_step(engine: Any) -> None:
     Args:
         engine: Of DeepSpeed's, outside of a backward pass.
     """
-    optimizer = engine.optimizer
-    engine.zero_grad()
-    if hasattr(optimizer, "zero_grad"):  # what stands for one where ZeRO 3 has none has not
-        optimizer.zero_grad()
-    if isinstance(optimizer, DeepSpeedZeroOptimizer):
-        for gradients in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
-            gradients.update(dict.fromkeys(gradients))
-        optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
+    adapt(engine).discard_gradients()
     engine._unmanaged_backward_count = 0
     engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
     if engine.pipeline_parallelism:

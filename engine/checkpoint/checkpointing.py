@@ -29,7 +29,6 @@ from deepspeed.checkpoint.constants import (
     UNIVERSAL_CHECKPOINT_VERSION_KEY,
     UNIVERSAL_CHECKPOINT_VERSION_VALUE,
 )
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from torch.distributed import distributed_c10d
 
@@ -59,6 +58,7 @@ from wavemare.engine.checkpoint.save import (
     meet_by_collective,
 )
 from wavemare.engine.config.sections import CheckpointConfig
+from wavemare.engine.optim.adapter import adapt
 from wavemare.errors import CheckpointError
 from wavemare.files import remove_leftovers, temporary_sibling
 
@@ -238,7 +238,7 @@ class CheckpointMixin:
         """Whether ZeRO keeps the optimizer's states, as DeepSpeed's files of them are read."""
         engine: Any = self
         # A pipeline in bf16 without ZeRO saves them as ZeRO does; DeepSpeed looks elsewhere.
-        as_zero = self._loading and isinstance(engine.optimizer, BF16_Optimizer)
+        as_zero = self._loading and adapt(engine).accumulates_in_fp32
         return bool(super().zero_optimization() or as_zero)  # type: ignore[misc]
 
     @contextmanager

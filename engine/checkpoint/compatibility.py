@@ -13,7 +13,7 @@ from deepspeed.runtime.zero.utils import ZeRORuntimeException
 
 from wavemare.engine.checkpoint.files import read_file
 from wavemare.engine.checkpoint.manifest import MANIFEST
-from wavemare.engine.optim.partitions import is_added
+from wavemare.engine.optim.optimizers import is_added
 from wavemare.errors import CheckpointError
 
 __all__ = [

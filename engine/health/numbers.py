@@ -19,10 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
 from wavemare.engine.config.sections import GuardConfig
@@ -35,9 +32,10 @@ from wavemare.engine.health.nonfinite_trace import (
     loss_of,
     trace,
 )
+from wavemare.engine.optim.adapter import adapt
 from wavemare.errors import NumericsError
 
-__all__ = ["Fault", "NumericsGuard", "attach_guard", "gradients_of", "skipping"]
+__all__ = ["Fault", "NumericsGuard", "attach_guard", "skipping"]
 
 logger = logging.getLogger("wavemare")
 
@@ -216,7 +214,7 @@ class NumericsGuard:
 
     def _seen(self, bad: bool) -> Tensor:
         """Return whether this rank has seen something bad, here or before; () bool."""
-        finite = are_finite(gradients_of(self._engine) if self._reads else [])
+        finite = are_finite(adapt(self._engine).gradients() if self._reads else [])
         return (~finite | bad).to(self._engine.device)
 
     def _condemn(self, faults: list[Fault]) -> None:
@@ -266,7 +264,7 @@ class NumericsGuard:
         if finding is None and not self._others:
             told = Finding("gradient", "", "of which it knows the norm alone")
             return replace(here, finding=told, arrived=True)
-        if finding is None and not bool(are_finite(gradients_of(self._engine))):
+        if finding is None and not bool(are_finite(adapt(self._engine).gradients())):
             finding = Finding("gradient", "")
         return replace(here, finding=finding)
 
@@ -300,64 +298,20 @@ def attach_guard(engine: Any, config: GuardConfig) -> NumericsGuard | None:
     return NumericsGuard(engine, config)
 
 
-def gradients_of(engine: Any) -> list[Tensor]:
-    """Return an engine's reduced gradients, or this rank's shares of them, wherever they lie."""
-    optimizer = engine.optimizer
-    if isinstance(optimizer, DeepSpeedZeroOptimizer) and not optimizer.cpu_offload:
-        parts = optimizer.averaged_gradients.values()
-    elif isinstance(optimizer, DeepSpeedZeroOptimizer):
-        parts = [p.grad for p in optimizer.single_partition_of_fp32_groups]
-    elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) and not optimizer.offload_optimizer:
-        parts = optimizer.averaged_gradients.values()
-    elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-        parts = [p.grad for p in optimizer.fp32_partitioned_groups_flat]
-    elif isinstance(optimizer, BF16_Optimizer):
-        parts = optimizer.fp32_groups_gradients_flat
-    else:
-        parts = [p.grad for p in engine.module.parameters()]
-    listed = [part for part in parts if part is not None]
-    found = [g for part in listed for g in ([part] if isinstance(part, Tensor) else part)]
-    return [g.coalesce()._values() if g.is_sparse else g for g in found if g is not None]
-
-
 def _first_bad_parameter(engine: Any) -> Finding | None:
     """Name the last module whose weights have a bad gradient: backward passes begin there."""
     names = {id(p): name for name, p in engine.module.named_parameters()}
-    for parameter, gradient in reversed(list(_gradients_by_parameter(engine))):
+    for parameter, gradient in reversed(list(adapt(engine).gradients_by_parameter())):
         if gradient is not None and not bool(are_finite([gradient])):
             name = names[id(parameter)]
             return Finding("gradient", name.rpartition(".")[0], f"of its parameter {name!r}")
     return None
 
 
-def _gradients_by_parameter(engine: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield a stage's parameters, as far as this rank holds gradients of theirs."""
-    optimizer = engine.optimizer
-    if isinstance(optimizer, DeepSpeedZeroOptimizer):
-        for group, gradients in optimizer.averaged_gradients.items():
-            if gradients is not None:
-                yield from zip(optimizer.params_in_partition[group], gradients, strict=False)
-        return
-    for parameter in engine.module.parameters():
-        gradient = getattr(parameter, "_hp_grad", None)
-        yield parameter, parameter.grad if gradient is None else gradient
-
-
 @contextmanager
-def skipping(optimizer: Any) -> Iterator[None]:
-    """Let an optimizer take the way by which it skips a step on overflow.
-
-    Args:
-        optimizer: DeepSpeed's or torch's.
-    """
-    answers: dict[str, Any]
-    if isinstance(optimizer, DeepSpeedZeroOptimizer):
-        answers = {"check_grad_overflow": True, "has_overflow": lambda *args, **kwargs: True}
-    elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-        answers = {"_get_norm_groups": lambda: [torch.tensor(-1.0)]}
-    else:
-        answers = {"step": lambda *args, **kwargs: None, "overflow": True}
-    with _answering(optimizer, answers):
+def skipping(engine: Any) -> Iterator[None]:
+    """Make an engine's optimizer skip its step, as on overflow."""
+    with _answering(engine.optimizer, adapt(engine).skip_overrides()):
         yield
 
 

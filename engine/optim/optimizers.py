@@ -13,12 +13,23 @@ import torch
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 from torch import Tensor, nn
 
+from wavemare.engine.config.shape import ZERO_WEIGHTS
+from wavemare.engine.optim.adapter import adapt
 from wavemare.errors import ConfigError, did_you_mean
-from wavemare.pipeline.optim.matrix_optimizer import SIDES
+from wavemare.pipeline.optim.matrix_optimizer import SIDES, MatrixOptimizer
 from wavemare.pipeline.optim.muon import Muon
 from wavemare.pipeline.optim.soap import SOAP, refresh_of
 
-__all__ = ["check_parameters", "make_muon", "muon_groups", "refresh_by_stage", "take_optimizer"]
+__all__ = [
+    "check_matrix_optimizer",
+    "check_parameters",
+    "describe_partitions",
+    "is_added",
+    "make_muon",
+    "muon_groups",
+    "refresh_by_stage",
+    "take_optimizer",
+]
 
 _KEY = "optimizer.params"
 _RATES = ("muon_lr", "adam_lr")
@@ -119,6 +130,49 @@ def check_parameters(
     except (TypeError, ValueError, RuntimeError) as error:  # of torch's own optimizers
         reason = f"torch refuses it ({error})"
         raise ConfigError(_KEY, dict(settings), reason, "Give values that fit") from None
+
+
+def is_added(optimizer: Any) -> bool:
+    """Return whether an optimizer is one that wavemare adds to DeepSpeed's.
+
+    ZeRO 1 and 2 step it correctly. Universal checkpoints do not keep its states.
+    """
+    return isinstance(optimizer, (MatrixOptimizer, torch.optim.NAdam))
+
+
+def check_matrix_optimizer(engine: Any, optimizer: Any) -> None:
+    """Refuse the settings that an optimizer of matrices does not support.
+
+    Raises:
+        ConfigError: ZeRO 3, offloading or fp16 is on.
+    """
+    if not isinstance(optimizer, MatrixOptimizer):
+        return
+    name = type(optimizer).__name__
+
+    def refuse(key: str, value: Any, reason: str, remedy: str) -> ConfigError:
+        return ConfigError(key, value, f"{name} {reason}", remedy)
+
+    stage = engine.zero_optimization_stage()
+    if stage == ZERO_WEIGHTS:
+        reason = "steps whole matrices, and under ZeRO 3 no rank holds one"
+        raise refuse("zero_optimization.stage", stage, reason, "Use 0, 1 or 2, or AdamW")
+    if engine.zero_use_cpu_optimizer():
+        device = engine.zero_offload_optimizer().device
+        reason = "steps on the device of the weights, and offloading needs DeepSpeed's CPUAdam"
+        remedy = "Leave out offload_optimizer, or use AdamW"
+        raise refuse("zero_optimization.offload_optimizer.device", device, reason, remedy)
+    if engine.fp16_enabled():
+        reason = "is made for fp32 and bf16, whose gradients need no loss scale"
+        raise refuse("fp16.enabled", True, reason, 'Use "bf16": {"enabled": true}, or AdamW')
+
+
+def describe_partitions(engine: Any) -> None:
+    """Tell an optimizer of matrices which tensors its flat partitions hold."""
+    basic = getattr(engine, "basic_optimizer", None)  # an engine that only evaluates has none
+    if isinstance(basic, MatrixOptimizer):
+        for flat, partition in adapt(engine).partitions():
+            basic.set_partition(flat, partition)
 
 
 def refresh_by_stage(engine: Any) -> None:

@@ -15,13 +15,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from deepspeed import comm as dist
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.utils import get_global_norm_of_tensors, is_model_parallel_parameter
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from wavemare.engine.optim.adapter import adapt
 from wavemare.errors import ConfigError
 from wavemare.pipeline.config import PipeMareConfig
 from wavemare.pipeline.plan.order import ahead
@@ -50,16 +46,13 @@ class StageOptimizer:
         self._optimizer = engine.optimizer
         self._clip = clip
         self._parameters = [p for p in engine.module.parameters() if p.requires_grad]
+        self._adapter = adapt(engine)
         self._check()
         # The ranks that share this stage's layers, which all are at the same step.
         splits = engine.grid.get_slice_parallel_world_size() > 1
         self._group = engine.grid.get_slice_parallel_group() if splits else None
         self._group_rank = engine.grid.get_slice_parallel_rank()
-        if isinstance(self._optimizer, BF16_Optimizer):
-            self._optimizer.mpu = None
-        elif isinstance(self._optimizer, DeepSpeedZeroOptimizer):
-            self._optimizer.model_parallel_group = self._group
-            self._optimizer.model_parallel_rank = self._group_rank
+        self._adapter.detach_stage(self._group, self._group_rank)
         self._mean_staleness = 0.0
         if config.lr_rescheduling.enabled:
             self._reschedule(config)
@@ -68,8 +61,7 @@ class StageOptimizer:
 
     def _check(self) -> None:
         basic = self._engine.basic_optimizer
-        known = (BF16_Optimizer, DeepSpeedZeroOptimizer)
-        if not isinstance(self._optimizer, known) and self._optimizer is not basic:
+        if not self._adapter.steps_one_stage:
             raise ConfigError(
                 "optimizer",
                 type(self._optimizer).__name__,
@@ -116,44 +108,11 @@ class StageOptimizer:
 
         It is not finite if any of them is not.
         """
-        optimizer = self._optimizer
-        if isinstance(optimizer, DeepSpeedZeroOptimizer):
-            return float(optimizer.scaled_global_norm()) ** 2
-        if isinstance(optimizer, BF16_Optimizer):
-            # Its mpu tells which weights count here; in its own step it would be a barrier.
-            optimizer.mpu = self._engine.grid
-            norm = _norm_of_bf16(optimizer)
-            optimizer.mpu = None
-        else:
-            norm = float(torch.nn.utils.get_total_norm(self._gradients(counted=True)))
-        return self._sum_over_group(norm**2)
-
-    def _sum_over_group(self, squared: float) -> float:
-        if self._group is None:
-            return squared
-        total = torch.tensor(squared, dtype=torch.float64, device=self._engine.device)
-        dist.all_reduce(total, group=self._group)
-        return float(total)
-
-    def _gradients(self, *, counted: bool = False) -> list[Tensor]:
-        """Return the gradients that there are, or those alone that no other rank counts."""
-        for parameter in self._parameters:
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.coalesce()
-        found = (
-            p.grad
-            for p in self._parameters
-            if p.grad is not None
-            and (not counted or self._group_rank == 0 or is_model_parallel_parameter(p))
-        )
-        return [grad._values() if grad.is_sparse else grad for grad in found]
+        return self._adapter.norm_squared(self._group, self._group_rank)
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the accumulated gradients, before they are reduced."""
-        if isinstance(self._optimizer, BF16_Optimizer):
-            gradients = self._optimizer.fp32_groups_gradients_flat
-        else:
-            gradients = self._gradients()
+        gradients = self._adapter.accumulated_gradients()
         if gradients:
             torch._foreach_mul_(gradients, factor)
 
@@ -169,13 +128,11 @@ class StageOptimizer:
         coefficient = self._clip / (total + _EPSILON)
         if self._optimizer is not self._engine.basic_optimizer:
             # It multiplies by min(1, bound / (own + eps)), and takes 0 for no bound.
-            own = own_squared**0.5
-            if self._group is not None and isinstance(self._optimizer, BF16_Optimizer):
-                own = _norm_of_bf16(self._optimizer)  # without its mpu, that of this rank's parts
+            own = self._adapter.clipped_norm(own_squared**0.5, self._group)
             bound = coefficient * (own + _EPSILON)
             self._optimizer.clip_grad = max(bound, sys.float_info.min)
             return
-        gradients = self._gradients()
+        gradients = self._adapter.gradients()
         if coefficient < 1 and gradients:
             torch._foreach_mul_(gradients, coefficient)
 
@@ -196,10 +153,3 @@ class StageOptimizer:
         """
         with _unsafe_preserve_version_counter(tuple(self._parameters)):
             yield
-
-
-def _norm_of_bf16(optimizer: BF16_Optimizer) -> float:
-    """Return the norm of the gradients that the optimizer counts on this rank."""
-    gradients, _ = optimizer.get_grads_for_norm()
-    norm = float(get_global_norm_of_tensors(gradients)) if gradients else 0.0
-    return norm if norm >= 0 else math.inf  # DeepSpeed's mark of a norm that is not finite

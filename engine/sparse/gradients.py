@@ -10,12 +10,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor, nn
 
 from wavemare.comm.config import SparseCollectiveConfig
 from wavemare.comm.sparse import SparseComm
 from wavemare.comm.worker import Handle
+from wavemare.engine.optim.adapter import adapt
 from wavemare.engine.sparse.bucket_layout import (
     Bucket,
     Member,
@@ -156,7 +156,11 @@ class ReplicatedGradients(SparseGradients):
         }
         self._tables = {name: p for name, p in trained.items() if id(p) in tables}
         self._parameters = {name: p for name, p in trained.items() if id(p) not in tables}
-        self._accumulated = _bf16_gradients(engine.optimizer, self._parameters)
+        adapter = adapt(engine)
+        self._accumulated: dict[str, Any] | None = None
+        if adapter.accumulates_in_fp32:
+            held = {id(p): gradient for p, gradient in adapter.gradients_by_parameter()}
+            self._accumulated = {name: held[id(p)] for name, p in self._parameters.items()}
         dtype = engine.communication_data_type
         self._dtype: torch.dtype = dtype
         self._rounds = BucketRounds(
@@ -268,19 +272,3 @@ class ReplicatedGradients(SparseGradients):
             ids[None], rows.to(table.dtype), table.shape, is_coalesced=True
         )
         table.grad = reduced.to_dense() if dense else reduced
-
-
-def _bf16_gradients(
-    optimizer: Any, parameters: Mapping[str, nn.Parameter]
-) -> dict[str, Tensor] | None:
-    """Return the fp32 gradients to which DeepSpeed's ``BF16_Optimizer`` adds; None of another."""
-    if not isinstance(optimizer, BF16_Optimizer):
-        return None
-    held = {
-        id(parameter): gradient
-        for weights, gradients in zip(
-            optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True
-        )
-        for parameter, gradient in zip(weights, gradients, strict=True)
-    }
-    return {name: held[id(parameter)] for name, parameter in parameters.items()}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from wavemare.comm.blocks.layout import Piece
 from wavemare.comm.config import SparseCollectiveConfig
+from wavemare.engine.optim.adapter import ZeroAdapter
 from wavemare.engine.sparse.bucket_layout import Bucket, Place
 from wavemare.engine.sparse.buckets import BucketRounds
 from wavemare.engine.sparse.gradients import SparseGradients
@@ -40,15 +40,14 @@ class PartitionedGradients(SparseGradients):
     def __init__(self, engine: Any, config: SparseCollectiveConfig, timeout_s: float) -> None:
         super().__init__(engine, config, timeout_s)
         optimizer = self._optimizer = engine.optimizer
+        self._adapter = ZeroAdapter(engine)
         names = {id(p): name for name, p in engine.module.named_parameters()}
         self._parameters: dict[str, nn.Parameter] = {}
         self._group_of: dict[str, int] = {}
-        for number, group in enumerate(optimizer.bit16_groups):
-            for parameter in group:
-                if parameter.requires_grad and parameter.numel():
-                    name = names[id(parameter)]
-                    self._parameters[name] = parameter
-                    self._group_of[name] = number
+        for group, parameter in self._adapter.grouped_parameters():
+            name = names[id(parameter)]
+            self._parameters[name] = parameter
+            self._group_of[name] = group
         self._names = {id(p): name for name, p in self._parameters.items()}
         registered = {n: self._parameters[n] for n in names.values() if n in self._parameters}
         buckets = self._buckets(registered, optimizer.get_param_comm_dtype, config)
@@ -94,7 +93,7 @@ class PartitionedGradients(SparseGradients):
 
     def _average_tensor(self, tensor: Tensor, communication_data_type: torch.dtype) -> None:
         bucket = self._optimizer.ipg_buckets[communication_data_type]
-        sizes = [self._parameter(place).numel() for place in bucket.params]
+        sizes = [self._adapter.parameter(entry).numel() for entry in bucket.params]
         with self._stream(bucket):
             self._put(bucket, tensor.split(sizes))
 
@@ -127,52 +126,25 @@ class PartitionedGradients(SparseGradients):
     # --- in and out -------------------------------------------------------------------------------
 
     def _put(self, bucket: Any, gradients: Sequence[Tensor]) -> None:
-        for place, gradient in zip(bucket.params, gradients, strict=True):
-            self._rounds.put(self._names[id(self._parameter(place))], gradient)
+        for entry, gradient in zip(bucket.params, gradients, strict=True):
+            self._rounds.put(self._names[id(self._adapter.parameter(entry))], gradient)
         self._rounds.send_complete()
 
-    def _parameter(self, place: tuple[int, int, int]) -> nn.Parameter:
-        group, number, _ = place
-        parameter: nn.Parameter = self._optimizer.bit16_groups[group][number]
-        return parameter
-
     def _write(self, name: str, reduced: Tensor, here: bool) -> None:
-        optimizer, parameter = self._optimizer, self._parameters[name]
-        for owner, start, stop in self._ranges(name):
-            if owner != self.comm.rank:
-                continue
-            part = reduced[start:stop]
-            held = optimizer._get_compact_grad_partition_slice(
-                self._group_of[name], owner, optimizer.get_param_id(parameter), stop - start
-            )
-            if held is not None:
-                held.add_(part.to(held.dtype))
-                continue
-            gradient = optimizer.get_gradient_for_reduction(parameter)
-            if gradient is None and not here and not part.any():
-                continue
-            if gradient is None:  # this rank had none, but another had
-                gradient = _new_gradient(optimizer, parameter)
-            gradient.view(-1)[start:stop].copy_(part)
+        group, parameter = self._group_of[name], self._parameters[name]
+        for owned in self._adapter.owned_ranges(group, parameter):
+            owner, start, stop = owned
+            if owner == self.comm.rank:
+                part = reduced[start:stop]
+                self._adapter.store_reduced(group, parameter, owned, part, here)
 
     def _pieces(self, bucket: Bucket) -> list[Piece]:
         return [piece for place in bucket.places for piece in self._pieces_of(place)]
 
     def _pieces_of(self, place: Place) -> Iterator[Piece]:
-        for owner, start, stop in self._ranges(place.name):
+        group, parameter = self._group_of[place.name], self._parameters[place.name]
+        for owner, start, stop in self._adapter.owned_ranges(group, parameter):
             yield Piece(place.start + start, place.start + stop, owner)
-
-    def _ranges(self, name: str) -> Iterator[tuple[int, int, int]]:
-        """Yield who owns which elements of a parameter: rank, first, and after the last."""
-        optimizer, group = self._optimizer, self._group_of[name]
-        number = optimizer.get_param_id(self._parameters[name])
-        starts = sorted(
-            (int(optimizer.grad_start_offset[group][owner][number]), owner)
-            for owner in optimizer.param_to_partition_ids[group][number]
-        )
-        end = (self._parameters[name].numel(), -1)
-        for (start, owner), (stop, _) in pairwise([*starts, end]):
-            yield owner, start, stop
 
     @contextmanager
     def _stream(self, bucket: Any = None) -> Iterator[None]:
@@ -189,12 +161,3 @@ class PartitionedGradients(SparseGradients):
             current.wait_stream(stream)
         with accelerator.stream(stream):
             yield
-
-
-def _new_gradient(optimizer: Any, parameter: nn.Parameter) -> Tensor:
-    if optimizer.use_grad_accum_attribute:
-        gradient = torch.zeros_like(parameter, dtype=optimizer.gradient_accumulation_dtype)
-        parameter.grad_accum = gradient  # type: ignore[attr-defined]
-    else:
-        gradient = parameter.grad = torch.zeros_like(parameter)
-    return gradient

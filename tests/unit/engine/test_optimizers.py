@@ -6,8 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from wavemare.engine.optim.optimizers import muon_groups, take_optimizer
-from wavemare.engine.optim.partitions import check_matrix_optimizer, is_added
+from wavemare.engine.optim.optimizers import (
+    check_matrix_optimizer,
+    is_added,
+    muon_groups,
+    take_optimizer,
+)
 from wavemare.errors import ConfigError
 from wavemare.optim import SOAP, Muon
 

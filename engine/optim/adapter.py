@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where DeepSpeed's optimizers keep gradients, fp32 master weights and partitions.
+
+No other module reads these attributes of the optimizers. Tested with the version of DeepSpeed that
+`wavemare.engine.seams` names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.utils import get_global_norm_of_tensors, is_model_parallel_parameter
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
+from torch import Tensor
+
+from wavemare.pipeline.optim.matrix_optimizer import Partition
+
+__all__ = ["OptimizerAdapter", "ZeroAdapter", "adapt"]
+
+
+def adapt(engine: Any) -> OptimizerAdapter:
+    """Return the adapter of an engine's optimizer.
+
+    Args:
+        engine: A DeepSpeed engine, complete.
+    """
+    optimizer = engine.optimizer
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        return ZeroAdapter(engine)
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        return _Zero3Adapter(engine)
+    if isinstance(optimizer, BF16_Optimizer):
+        return _Bf16Adapter(engine)
+    return OptimizerAdapter(engine)
+
+
+class OptimizerAdapter:
+    """Optimizers that read the gradients of the model's own parameters: ZeRO 0 and fp16.
+
+    Args:
+        engine: A DeepSpeed engine, complete.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._optimizer = engine.optimizer
+
+    @property
+    def steps_one_stage(self) -> bool:
+        """Whether one stage of a pipeline can step without the others."""
+        return self._optimizer is self._engine.basic_optimizer
+
+    @property
+    def accumulates_in_fp32(self) -> bool:
+        """Whether backward passes add to fp32 gradients of the optimizer's own."""
+        return False
+
+    def accumulated_gradients(self) -> list[Tensor]:
+        """Return the gradients that backward passes add to, not yet reduced.
+
+        Sparse gradients are coalesced in place; their values are returned.
+        """
+        return _values(self._parameters())
+
+    def gradients(self) -> list[Tensor]:
+        """Return the reduced gradients, or this rank's shares of them."""
+        return self.accumulated_gradients()
+
+    def gradients_by_parameter(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yield the model's parameters with the gradients that this rank holds."""
+        for parameter in self._parameters():
+            yield parameter, parameter.grad
+
+    def discard_gradients(self) -> None:
+        """Drop the gradients that no optimizer step has taken."""
+        self._engine.zero_grad()
+        if hasattr(self._optimizer, "zero_grad"):  # DeepSpeed's DummyOptim has none
+            self._optimizer.zero_grad()
+
+    def skip_overrides(self) -> dict[str, Any]:
+        """Return the attributes that make the optimizer skip its next step, as on overflow."""
+        return {"step": lambda *args, **kwargs: None, "overflow": True}
+
+    def partitions(self) -> Iterator[tuple[Tensor, Partition]]:
+        """Yield each flat parameter that the basic optimizer steps, and which tensors it holds."""
+        yield from ()
+
+    def detach_stage(self, group: Any, rank: int) -> None:
+        """Make the optimizer's steps reduce norms and overflow flags within one stage.
+
+        Args:
+            group: The ranks that share the stage's layers; None for this rank alone.
+            rank: This rank's number in the group.
+        """
+
+    def norm_squared(self, group: Any, rank: int) -> float:
+        """Return the squared norm of one stage's gradients; not finite if any of them is not.
+
+        Args:
+            group: As for `detach_stage`.
+            rank: As for `detach_stage`.
+        """
+        counted = [p for p in self._parameters() if rank == 0 or is_model_parallel_parameter(p)]
+        norm = float(torch.nn.utils.get_total_norm(_values(counted)))
+        return _sum_over(group, norm**2, self._engine.device)
+
+    def clipped_norm(self, own: float, group: Any) -> float:
+        """Return the norm that the optimizer's step compares with its ``clip_grad``.
+
+        Args:
+            own: Norm of the stage's gradients.
+            group: As for `detach_stage`.
+        """
+        return own
+
+    def _parameters(self) -> Iterator[Any]:
+        return (p for p in self._engine.module.parameters() if p.requires_grad)
+
+
+class ZeroAdapter(OptimizerAdapter):
+    """DeepSpeed's optimizer of ZeRO 1 and 2: each rank keeps the gradients of its partition."""
+
+    @property
+    def steps_one_stage(self) -> bool:
+        """Whether one stage of a pipeline can step without the others."""
+        return True
+
+    def gradients(self) -> list[Tensor]:
+        """Return this rank's shares of the reduced gradients."""
+        if self._optimizer.cpu_offload:
+            return _present(p.grad for p in self._optimizer.single_partition_of_fp32_groups)
+        return _present(self._optimizer.averaged_gradients.values())
+
+    def gradients_by_parameter(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yield the parameters of this rank's partition with their gradients."""
+        for group, gradients in self._optimizer.averaged_gradients.items():
+            if gradients is not None:
+                parameters = self._optimizer.params_in_partition[group]
+                yield from zip(parameters, gradients, strict=False)
+
+    def discard_gradients(self) -> None:
+        """Drop the gradients that no optimizer step has taken."""
+        super().discard_gradients()
+        for gradients in (self._optimizer.averaged_gradients, self._optimizer.all_grad_tensors):
+            gradients.update(dict.fromkeys(gradients))
+        self._optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
+
+    def skip_overrides(self) -> dict[str, Any]:
+        """Return the attributes that make the optimizer skip its next step, as on overflow."""
+        return {"check_grad_overflow": True, "has_overflow": lambda *args, **kwargs: True}
+
+    def partitions(self) -> Iterator[tuple[Tensor, Partition]]:
+        """Yield each flat parameter that the basic optimizer steps, and which tensors it holds."""
+        optimizer = self._optimizer
+        for index, group in enumerate(optimizer.real_dp_process_group):
+            # Sorted as in memory, also under round_robin_gradients.
+            tensors = optimizer.round_robin_bit16_groups[index]
+            offsets = optimizer.round_robin_bit16_offsets[index]
+            flat = optimizer.single_partition_of_fp32_groups[index]
+            yield flat, _partition(flat, tensors, offsets, group)
+
+    def detach_stage(self, group: Any, rank: int) -> None:
+        """Make the optimizer's steps reduce norms and overflow flags within one stage."""
+        self._optimizer.model_parallel_group = group
+        self._optimizer.model_parallel_rank = rank
+
+    def norm_squared(self, group: Any, rank: int) -> float:
+        """Return the squared norm of one stage's gradients."""
+        return float(self._optimizer.scaled_global_norm()) ** 2
+
+    # --- where reduced gradients go ---------------------------------------------------------------
+
+    def grouped_parameters(self) -> Iterator[tuple[int, Any]]:
+        """Yield the trainable parameters with the numbers of their groups."""
+        for number, group in enumerate(self._optimizer.bit16_groups):
+            yield from ((number, p) for p in group if p.requires_grad and p.numel())
+
+    def parameter(self, entry: tuple[int, int, int]) -> Any:
+        """Return the parameter of an entry in the ``params`` of DeepSpeed's bucket."""
+        group, number, _ = entry
+        return self._optimizer.bit16_groups[group][number]
+
+    def owned_ranges(self, group: int, parameter: Tensor) -> Iterator[tuple[int, int, int]]:
+        """Yield the owners of a parameter's elements: rank, first element, and end.
+
+        Args:
+            group: Number of the parameter's group.
+            parameter: One of the group.
+        """
+        optimizer = self._optimizer
+        number = optimizer.get_param_id(parameter)
+        starts = sorted(
+            (int(optimizer.grad_start_offset[group][owner][number]), owner)
+            for owner in optimizer.param_to_partition_ids[group][number]
+        )
+        for (start, owner), (stop, _) in pairwise([*starts, (parameter.numel(), -1)]):
+            yield owner, start, stop
+
+    def store_reduced(
+        self, group: int, parameter: Any, owned: tuple[int, int, int], reduced: Tensor, here: bool
+    ) -> None:
+        """Put a reduced range of a gradient where the optimizer's step reads it.
+
+        Args:
+            group: Number of the parameter's group.
+            parameter: Whose gradient it is.
+            owned: One of `owned_ranges`, of this rank.
+            reduced: (stop - start,).
+            here: Whether this rank computed a gradient of the parameter.
+        """
+        optimizer, (owner, start, stop) = self._optimizer, owned
+        number = optimizer.get_param_id(parameter)
+        held = optimizer._get_compact_grad_partition_slice(group, owner, number, stop - start)
+        if held is not None:
+            held.add_(reduced.to(held.dtype))
+            return
+        gradient = optimizer.get_gradient_for_reduction(parameter)
+        if gradient is None and not here and not reduced.any():
+            return
+        if gradient is None:  # another rank computed one
+            gradient = self._new_gradient(parameter)
+        gradient.view(-1)[start:stop].copy_(reduced)
+
+    def _new_gradient(self, parameter: Any) -> Tensor:
+        if self._optimizer.use_grad_accum_attribute:
+            dtype = self._optimizer.gradient_accumulation_dtype
+            parameter.grad_accum = torch.zeros_like(parameter, dtype=dtype)
+            return parameter.grad_accum
+        parameter.grad = torch.zeros_like(parameter)
+        return parameter.grad
+
+
+class _Zero3Adapter(OptimizerAdapter):
+    """DeepSpeed's optimizer of ZeRO 3."""
+
+    def gradients(self) -> list[Tensor]:
+        """Return this rank's shares of the reduced gradients."""
+        if self._optimizer.offload_optimizer:
+            return _present(p.grad for p in self._optimizer.fp32_partitioned_groups_flat)
+        return _present(self._optimizer.averaged_gradients.values())
+
+    def skip_overrides(self) -> dict[str, Any]:
+        """Return the attributes that make the optimizer skip its next step, as on overflow."""
+        return {"_get_norm_groups": lambda: [torch.tensor(-1.0)]}
+
+
+class _Bf16Adapter(OptimizerAdapter):
+    """DeepSpeed's ``BF16_Optimizer`` of pipelines: backward passes add to fp32 gradients."""
+
+    @property
+    def steps_one_stage(self) -> bool:
+        """Whether one stage of a pipeline can step without the others."""
+        return True
+
+    @property
+    def accumulates_in_fp32(self) -> bool:
+        """Whether backward passes add to fp32 gradients of the optimizer's own."""
+        return True
+
+    def accumulated_gradients(self) -> list[Tensor]:
+        """Return the fp32 gradients, one flat tensor for each group."""
+        return list(self._optimizer.fp32_groups_gradients_flat)
+
+    def gradients_by_parameter(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yield the model's parameters with their fp32 gradients."""
+        held: dict[int, Tensor] = {}
+        groups = self._optimizer.bf16_groups, self._optimizer.fp32_groups_gradients
+        for parameters, gradients in zip(*groups, strict=True):
+            held.update(zip(map(id, parameters), gradients, strict=True))
+        for parameter in self._parameters():
+            yield parameter, held.get(id(parameter))
+
+    def partitions(self) -> Iterator[tuple[Tensor, Partition]]:
+        """Yield each flat parameter that the basic optimizer steps, and which tensors it holds."""
+        optimizer = self._optimizer
+        for index, group in enumerate(optimizer.real_dp_process_group):
+            tensors = optimizer.bf16_groups[index]
+            flat = optimizer.fp32_groups_flat_partition[index]
+            offsets = [0, *accumulate(tensor.numel() for tensor in tensors)][:-1]
+            yield flat, _partition(flat, tensors, offsets, group)
+
+    def detach_stage(self, group: Any, rank: int) -> None:
+        """Make the optimizer's steps reduce norms and overflow flags within one stage."""
+        self._optimizer.mpu = None
+
+    def norm_squared(self, group: Any, rank: int) -> float:
+        """Return the squared norm of one stage's gradients."""
+        # The mpu says which weights this rank counts. In a step, DeepSpeed would reduce over it.
+        self._optimizer.mpu = self._engine.grid
+        norm = self._counted_norm()
+        self._optimizer.mpu = None
+        return _sum_over(group, norm**2, self._engine.device)
+
+    def clipped_norm(self, own: float, group: Any) -> float:
+        """Return the norm that the optimizer's step compares with its ``clip_grad``."""
+        return own if group is None else self._counted_norm()
+
+    def _counted_norm(self) -> float:
+        gradients, _ = self._optimizer.get_grads_for_norm()
+        norm = float(get_global_norm_of_tensors(gradients)) if gradients else 0.0
+        return norm if norm >= 0 else math.inf  # DeepSpeed returns -1 for a norm that is not finite
+
+
+def _values(parameters: Iterable[Any]) -> list[Tensor]:
+    held = [parameter for parameter in parameters if parameter.grad is not None]
+    for parameter in held:
+        if parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()
+    grads = (parameter.grad for parameter in held)
+    return [grad._values() if grad.is_sparse else grad for grad in grads]
+
+
+def _present(parts: Iterable[Any]) -> list[Tensor]:
+    found: list[Tensor | None] = []
+    for part in parts:
+        found += [part] if isinstance(part, Tensor) else (part or [])
+    return [gradient for gradient in found if gradient is not None]
+
+
+def _partition(flat: Tensor, tensors: Any, offsets: Iterable[int], group: Any) -> Partition:
+    size = flat.numel()
+    return Partition(
+        shapes=tuple(tuple(tensor.shape) for tensor in tensors),
+        offsets=tuple(int(offset) for offset in offsets),
+        begin=int(dist.get_rank(group=group)) * size,
+        size=size,
+        group=group,
+    )
+
+
+def _sum_over(group: Any, squared: float, device: Any) -> float:
+    if group is None:
+        return squared
+    total = torch.tensor(squared, dtype=torch.float64, device=device)
+    dist.all_reduce(total, group=group)
+    return float(total)
