@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING
 from wavemare.lazy import at_first_use
 
 if TYPE_CHECKING:
-    from wavemare.comm.blocks.layout import Piece
+    from wavemare.comm.blocks.layout import OwnedRange
     from wavemare.comm.blocks.masks import Masks
+    from wavemare.comm.collective_queue import Handle
     from wavemare.comm.compress.compressors import make_compressor
     from wavemare.comm.config import CompressorConfig, SparseCollectiveConfig
     from wavemare.comm.ddp import register_ddp_hook
     from wavemare.comm.sparse import SparseComm
-    from wavemare.comm.worker import Handle
 
 __all__ = [
     "CompressorConfig",
     "Handle",
     "Masks",
-    "Piece",
+    "OwnedRange",
     "SparseCollectiveConfig",
     "SparseComm",
     "make_compressor",
@@ -36,9 +36,9 @@ __all__ = [
 
 _HOME = {
     "CompressorConfig": "config",
-    "Handle": "worker",
+    "Handle": "collective_queue",
     "Masks": "blocks.masks",
-    "Piece": "blocks.layout",
+    "OwnedRange": "blocks.layout",
     "SparseCollectiveConfig": "config",
     "SparseComm": "sparse",
     "make_compressor": "compress.compressors",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks tell each other before they move data: what each calls, and its mask."""
+"""What ranks exchange before they move data: a header of the call, and masks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEADER_BYTES = 8 * _FIELDS
 
 @dataclass(frozen=True)
 class Header:
-    """What a rank calls.
+    """A rank's call.
 
     Args:
         number: Of the call, counted from 0.
@@ -32,9 +32,9 @@ class Header:
         numel: Elements of the bucket, or columns of the rows.
         dtype: Of its elements.
         block: Elements per block.
-        took_ns: Nanoseconds that the call of this bucket before took.
-        num_items: Rows of a table; -1 if they are not known.
-        terms: Digest of all else that must agree (see `digest_of`).
+        took_ns: Nanoseconds of this bucket's previous call; 0 if unknown.
+        num_items: Rows of a table; -1 if unknown.
+        terms: Digest of everything else that must agree (see `digest_of`).
     """
 
     number: int
@@ -55,19 +55,19 @@ class Header:
         ]
         return torch.tensor(numbers, dtype=torch.int64)
 
-    def differs(self, told: list[int]) -> bool:
-        """Whether another rank's header names another call."""
+    def differs(self, other: list[int]) -> bool:
+        """Whether another rank's header is of another call."""
         own = self.as_tensor().tolist()
-        return own[:5] != told[:5] or own[6:] != told[6:]
+        return own[:5] != other[:5] or own[6:] != other[6:]
 
 
 def digest_of(*terms: object) -> int:
-    """Return a number that differs, as good as always, where the values do."""
+    """Return a 32-bit checksum of values."""
     return zlib.crc32(repr(terms).encode())
 
 
 def agree(transport: Transport, header: Header) -> list[int]:
-    """Check that all ranks call the same.
+    """Check that all ranks make the same call.
 
     Args:
         transport: To the other ranks.
@@ -77,14 +77,14 @@ def agree(transport: Transport, header: Header) -> list[int]:
         Each rank's ``took_ns``.
 
     Raises:
-        CommError: A rank calls something else; the message names it.
+        CommError: A rank makes another call; the message names the rank.
     """
     mine = header.as_tensor().to(transport.message_device)
     table = mine.new_empty(transport.size, _FIELDS)
     transport.all_gather(mine, table)
-    told = table.tolist()
-    own = _spell(told[transport.rank])
-    for rank, numbers in enumerate(told):
+    headers = table.tolist()
+    own = _spell(headers[transport.rank])
+    for rank, numbers in enumerate(headers):
         if header.differs(numbers):
             other = _spell(numbers)
             if other == own:
@@ -95,11 +95,11 @@ def agree(transport: Transport, header: Header) -> list[int]:
                 f"rank {rank} calls {other} instead",
                 "Let all ranks call the same collectives, on equal buckets, in one order",
             )
-    return [numbers[5] for numbers in told]
+    return [numbers[5] for numbers in headers]
 
 
 def exchange_masks(transport: Transport, bits: Tensor, num_blocks: int) -> Masks:
-    """Tell all ranks which blocks are not zero.
+    """Exchange the masks of all ranks.
 
     Args:
         transport: To the other ranks.

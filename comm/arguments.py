@@ -1,23 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of what callers give, before anything is sent."""
+"""Checks of arguments, before anything is sent."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from wavemare.comm.blocks.layout import Piece
 from wavemare.comm.compress.error_feedback import Compressor
 from wavemare.comm.config import MODES
 from wavemare.comm.executors import EXECUTOR_TYPES
 from wavemare.comm.kernels import DTYPES
 from wavemare.errors import ConfigError, did_you_mean
 
-__all__ = ["bucket_key", "check_bucket", "check_settings", "pieces_of"]
+__all__ = ["bucket_key", "check_bucket", "check_settings"]
 
 
 def bucket_key(
@@ -26,32 +21,32 @@ def bucket_key(
     """Return the name of a bucket, by default its size and type.
 
     Args:
-        key: The name that was given.
+        key: The caller's name, if any.
         flat: The bucket.
-        weights: Whose gradient it is, if they were given.
-        compressor: What it is compressed by; it checks them.
+        weights: The weights of this gradient, if given.
+        compressor: Compresses it; checks bucket and weights.
 
     Raises:
-        ConfigError: The compressor needs a name or weights, or the bucket does not fit it.
+        ConfigError: The compressor needs a name or weights, or refuses the bucket.
     """
     if compressor is None:
         return key or f"{flat.numel()} {flat.dtype}"
     if not key:
-        reason = "what the compressor leaves out must wait under a name of the bucket's own"
-        raise ConfigError("key", key, reason, "Give key=, another one for each bucket")
+        reason = "the compressor keeps the residual of each bucket under its name"
+        raise ConfigError("key", key, reason, "Give key=, a different one for each bucket")
     compressor.check(key, flat.detach(), weights)
     return key
 
 
 def check_bucket(flat: Tensor, *, averages: bool = False) -> None:
-    """Check what is to be summed or sent.
+    """Check a bucket that is to be summed or sent.
 
     Args:
         flat: The bucket.
         averages: Whether its mean is wanted.
 
     Raises:
-        ConfigError: It has another layout, shape or type than a bucket.
+        ConfigError: Its layout, shape or type is not supported.
     """
     reason = remedy = None
     if flat.layout is not torch.strided:
@@ -73,10 +68,10 @@ def check_bucket(flat: Tensor, *, averages: bool = False) -> None:
 
 
 def check_settings(block: int, mode: str, deterministic: bool) -> None:
-    """Check what a `SparseComm` is made with.
+    """Check the settings of a `SparseComm`.
 
     Raises:
-        ConfigError: A value cannot be.
+        ConfigError: A value is out of range.
     """
     if block < 1:
         raise ConfigError("block", block, "a block has at least one element", "Give 256")
@@ -89,30 +84,3 @@ def check_settings(block: int, mode: str, deterministic: bool) -> None:
             "it does not sum in the order of the ranks, which deterministic asks for",
             "Set deterministic to false, or choose auto, ordered, pushpull or allgather",
         )
-
-
-def pieces_of(partition: Sequence[Any], numel: int, num_ranks: int) -> list[Piece]:
-    """Return a partition as pieces.
-
-    Args:
-        partition: Pieces, or the N + 1 borders of one range for each rank.
-        numel: Elements of the bucket.
-        num_ranks: N.
-
-    Raises:
-        ConfigError: Ranges overlap, or lie outside.
-    """
-    if all(isinstance(item, Piece) for item in partition):
-        pieces = list(partition)
-    else:
-        borders = [int(border) for border in partition]
-        pieces = [Piece(*pair, owner) for owner, pair in enumerate(pairwise(borders))]
-        if len(pieces) != num_ranks:
-            reason = f"it has {len(pieces)} ranges for {num_ranks} ranks"
-            raise ConfigError("partition", borders, reason, f"Give {num_ranks + 1} borders")
-    ordered = sorted(pieces, key=lambda piece: (piece.start, piece.stop))
-    inside = all(0 <= p.start <= p.stop <= numel and 0 <= p.owner < num_ranks for p in ordered)
-    if not inside or any(a.stop > b.start for a, b in pairwise(ordered)):
-        reason = f"its ranges overlap or lie outside of {numel} elements and {num_ranks} ranks"
-        raise ConfigError("partition", pieces, reason, "Give ranges that do not overlap")
-    return pieces

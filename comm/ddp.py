@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from wavemare.comm.collective_queue import Handle
 from wavemare.comm.compress.compressors import make_compressor
 from wavemare.comm.compress.error_feedback import Compressor
 from wavemare.comm.config import CompressorConfig
 from wavemare.comm.sparse import SparseComm
-from wavemare.comm.worker import Handle
 from wavemare.errors import ConfigError
 
 __all__ = ["register_ddp_hook"]

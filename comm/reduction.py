@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One bucket, from its mask to its sum: what runs on the thread of a `SparseComm`."""
+"""Sums one bucket, from its mask to its result; runs on the thread of a `SparseComm`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from wavemare.comm.agreement import exchange_masks
-from wavemare.comm.blocks.layout import Piece
+from wavemare.comm.blocks.layout import OwnedRange
 from wavemare.comm.blocks.masks import Masks, mask_bytes
 from wavemare.comm.compress.compressors import Compressor
-from wavemare.comm.executors import EXECUTOR_TYPES, Call, Executor, Scratch
+from wavemare.comm.executors import EXECUTOR_TYPES, CollectiveCall, Executor, Scratch
 from wavemare.comm.executors.hierarchy import Hierarchy
 from wavemare.comm.executors.ranges import (
-    equal_pieces,
+    equal_ranges,
     gather_ranges,
     reduce_ranges,
     reduce_scatter,
@@ -31,16 +31,16 @@ __all__ = ["Reduction"]
 
 
 class Reduction:
-    """Sums buckets by the executor that was asked for, or by the one that a selector chooses.
+    """Sums buckets by the executor of the mode, or the one that the selector chooses.
 
     Args:
         transport: Among all ranks.
-        hierarchy: Nodes, if their ranks are to sum among themselves first.
+        hierarchy: If ranks of a node sum among themselves first.
         block: Elements per block.
         mode: ``auto`` or the name of an executor.
         constants: Of the cost model.
-        allowed: What the selector may choose.
-        compressor: What each rank leaves out.
+        allowed: Executors for the selector.
+        compressor: Selects the blocks that each rank sends.
         scratch: Memory to use.
     """
 
@@ -69,75 +69,77 @@ class Reduction:
         self._took: dict[str, tuple[str, float, float]] = {}
 
     def took_ns(self, key: str) -> int:
-        """Return the nanoseconds of the call of a bucket before, to tell the other ranks."""
+        """Return the nanoseconds of a bucket's previous call, 0 if unknown."""
         return int(1e9 * self._took[key][1]) if key in self._took else 0
 
-    def learn(self, key: str, told_ns: Sequence[int]) -> None:
-        """Take note of what the call before took on all ranks.
+    def learn(self, key: str, times_ns: Sequence[int]) -> None:
+        """Correct the predictions by the times of a bucket's previous call on all ranks.
 
-        Of their times the least counts: a rank that waited for another measured that as well.
+        The least time counts: the other ranks' times include waiting for another rank.
         """
-        # With a hierarchy, ranks of other places have other shards, and choose by themselves.
-        if key in self._took and min(told_ns) > 0 and self._hierarchy is None:
+        # With a hierarchy, each group between nodes has its own shard and chooses by itself.
+        if key in self._took and min(times_ns) > 0 and self._hierarchy is None:
             executor, _, predicted = self._took.pop(key)
-            self.selector.learn(key, executor, 1e-9 * min(told_ns) / predicted)
+            self.selector.learn(key, executor, 1e-9 * min(times_ns) / predicted)
 
     def all_reduce(
         self, flat: Tensor, key: str, scale: float, weights: Tensor | None, stats: Statistics
     ) -> None:
-        """Leave the scaled sum of all ranks' buckets in each rank's.
+        """Replace each rank's bucket by the scaled sum of all buckets.
 
         Args:
             flat: (E,), the bucket.
             key: Its name.
             scale: Factor of the sum.
-            weights: (E,), of which it is the gradient, for a compressor.
+            weights: (E,), the weights of this gradient, for a compressor.
             stats: Filled in.
         """
         self._compress(flat, key, weights)
         if self._hierarchy is None:
             self._sum(self._call(flat, self._transport, scale, stats), key, stats)
             return
-        # Dense and in order within the node; then each rank's shard sparsely between the nodes. Of
-        # a mean each does its part: the sum of a node may be too large for 16 bits.
+        # Dense within the node, then each rank's shard sparsely between nodes. Both scale: a node's
+        # sum may overflow 16 bits.
         parts = self._hierarchy.within.size if scale != 1 else 1
         within = self._call(flat, self._hierarchy.within, 1 / parts, stats)
-        pieces = equal_pieces(flat.numel(), self._block, within.size)
-        reduce_ranges(within, pieces)
-        shard = flat[pieces[within.rank].start : pieces[within.rank].stop]
+        ranges = equal_ranges(flat.numel(), self._block, within.size)
+        reduce_ranges(within, ranges)
+        shard = flat[ranges[within.rank].start : ranges[within.rank].stop]
         between = self._call(shard, self._hierarchy.between, scale * parts, stats)
         self._sum(between, key, stats)
-        gather_ranges(within, pieces)
+        gather_ranges(within, ranges)
 
     def reduce_scatter(
         self,
         flat: Tensor,
-        pieces: Sequence[Piece],
+        ranges: Sequence[OwnedRange],
         key: str,
         scale: float,
         weights: Tensor | None,
         stats: Statistics,
     ) -> None:
-        """Leave the scaled sum of each range on its owner; arguments as for `all_reduce`."""
+        """Put the scaled sum of each range on its owner; arguments as for `all_reduce`."""
         self._compress(flat, key, weights)
         call = self._call(flat, self._transport, scale, stats)
 
-        def ordered(call: Call, masks: Masks | None) -> None:
-            reduce_ranges(call, pieces)
+        def ordered(call: CollectiveCall, masks: Masks | None) -> None:
+            reduce_ranges(call, ranges)
 
-        def pushed(call: Call, masks: Masks | None) -> None:
+        def pushed(call: CollectiveCall, masks: Masks | None) -> None:
             assert masks is not None
-            reduce_scatter(call, masks, pieces)
+            reduce_scatter(call, masks, ranges)
 
         self._sum(call, key, stats, {"ordered": ordered, "pushpull": pushed})
 
-    def all_gather(self, flat: Tensor, pieces: Sequence[Piece], stats: Statistics) -> None:
-        """Give all ranks each range as its owner has it."""
+    def all_gather(self, flat: Tensor, ranges: Sequence[OwnedRange], stats: Statistics) -> None:
+        """Copy each range from its owner to all ranks."""
         stats.executor = "dense"
-        gather_ranges(self._call(flat, self._transport, 1.0, stats), pieces)
+        gather_ranges(self._call(flat, self._transport, 1.0, stats), ranges)
 
-    def _call(self, flat: Tensor, transport: Transport, scale: float, stats: Statistics) -> Call:
-        return Call(flat, self._block, scale, transport, self._scratch, stats.phases_s)
+    def _call(
+        self, flat: Tensor, transport: Transport, scale: float, stats: Statistics
+    ) -> CollectiveCall:
+        return CollectiveCall(flat, self._block, scale, transport, self._scratch, stats.phases_s)
 
     def _compress(self, flat: Tensor, key: str, weights: Tensor | None) -> None:
         if self._compressor is not None:
@@ -145,26 +147,26 @@ class Reduction:
 
     def _sum(
         self,
-        call: Call,
+        call: CollectiveCall,
         key: str,
         stats: Statistics,
-        ways: Mapping[str, Callable[[Call, Masks | None], None]] | None = None,
+        halves: Mapping[str, Callable[[CollectiveCall, Masks | None], None]] | None = None,
     ) -> None:
-        """Sum by the executor of the mode, or by that which the selector chooses.
+        """Sum by the executor of the mode, or the one that the selector chooses.
 
         Args:
             call: The bucket.
             key: Its name.
             stats: Filled in.
-            ways: What there is beside the executors: the push half of the two that have one.
+            halves: The reduce-scatters by name, to use instead of the executors.
         """
-        halves = ways is not None
-        ways = ways or {name: way.all_reduce for name, way in self._executors.items()}
+        is_half = halves is not None
+        sums = halves or {name: way.all_reduce for name, way in self._executors.items()}
         if self._mode != "auto":
             stats.executor = name = self._mode
             masks = self._masks(call) if self._executors[name].needs_masks else None
             _note(stats, masks)
-            ways[name](call, masks)
+            sums[name](call, masks)
             return
         started = time.perf_counter()
         if not self.selector.looks(key):
@@ -172,19 +174,19 @@ class Reduction:
         else:
             masks = self._masks(call)
             block_bytes = self._block * call.flat.element_size()
-            plan = self.selector.choose(key, masks, block_bytes, halves=halves)
+            plan = self.selector.choose(key, masks, block_bytes, halves=is_half)
             name, predicted = plan.executor, plan.predicted_s[plan.executor]
             _note(stats, masks)
         stats.executor, stats.predicted_s = name, predicted
         if name in DENSE:
-            started = time.perf_counter()  # the mask is not a part of it: it is rarely taken
-        ways[name](call, masks)
+            started = time.perf_counter()  # without the mask, which dense calls rarely take
+        sums[name](call, masks)
         if call.flat.is_cuda:
             torch.cuda.current_stream(call.flat.device).synchronize()
         if predicted is not None:
             self._took[key] = name, time.perf_counter() - started, predicted
 
-    def _masks(self, call: Call) -> Masks:
+    def _masks(self, call: CollectiveCall) -> Masks:
         blocks = num_blocks(call.flat.numel(), call.block)
         with call.phase("mask"):
             like = torch.empty(0, dtype=torch.uint8, device=call.flat.device)

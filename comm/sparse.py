@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -11,11 +12,11 @@ import torch
 from torch import Tensor
 
 from wavemare.comm.agreement import Header, agree, digest_of
-from wavemare.comm.arguments import bucket_key, check_bucket, check_settings, pieces_of
-from wavemare.comm.blocks.layout import Piece
+from wavemare.comm.arguments import bucket_key, check_bucket, check_settings
+from wavemare.comm.blocks.layout import OwnedRange, ranges_of
 from wavemare.comm.blocks.masks import Masks
 from wavemare.comm.blocks.rows import RowReducer, check_rows
-from wavemare.comm.calls import Calls
+from wavemare.comm.collective_queue import CollectiveQueue, Handle
 from wavemare.comm.compress.compressors import Compressor, make_compressor
 from wavemare.comm.config import HALVES, CompressorConfig, Mode
 from wavemare.comm.executors import Scratch
@@ -24,42 +25,41 @@ from wavemare.comm.reduction import Reduction
 from wavemare.comm.selection.calibration import calibrate
 from wavemare.comm.selection.cost import EXECUTORS, IN_ORDER, Constants
 from wavemare.comm.selection.selector import ExecutorChoice, choose_executor
-from wavemare.comm.statistics import Statistics
+from wavemare.comm.statistics import Statistics, Totals
 from wavemare.comm.transport import Transport, open_transport
 from wavemare.comm.transport.choice import Choice, Staging
-from wavemare.comm.worker import Handle
 from wavemare.errors import ConfigError
 
 __all__ = ["SparseComm"]
 
 
 class SparseComm:
-    """Sums gradients over a group of ranks, moving the blocks that are not zero.
+    """Sums gradients over a group of ranks; only blocks that are not zero travel.
 
-    All ranks of the group make one together and call its methods in the same order. Collectives
-    run one after the other on a thread of their own; each method returns a `Handle`, and has ended
-    unless ``async_op`` is true.
+    All ranks of the group create it together and call its methods in the same order. Collectives
+    run one after the other on a background thread. Each method returns a `Handle`, and waits for
+    the end unless ``async_op`` is true.
 
     Args:
-        group: An MPI communicator, a torch process group, a `Transport` (which then is used by
-            nobody else, as it is, and closed with this), or None for all ranks.
+        group: An MPI communicator, a torch process group, a `Transport` (used as it is, by nobody
+            else, and closed with this object), or None for all ranks.
         block: Elements per block; 64 to 4096 are useful.
         mode: ``auto`` or the name of an executor.
         average: Whether results are means rather than sums.
-        deterministic: Whether sums are made in the order of the ranks, from +0.0, in float32 for
-            16-bit floats: all executors then give the same bits, and so do all ranks.
-        hierarchical: Whether ranks of one node first sum densely among themselves, in `allreduce_`;
-            the order is then that of the ranks within each node, and of the nodes.
-        compressor: What each rank leaves out of its gradients, and adds to the next ones.
-        transport: ``mpi``, ``torch`` or ``auto``: what the launch offers.
+        deterministic: Whether to add in rank order, starting from +0.0, in float32 for 16-bit
+            floats. All executors and all ranks then give the same bits.
+        hierarchical: Whether `allreduce_` first sums densely within each node. The order is then
+            by rank within the node, and by node.
+        compressor: Selects the blocks that are sent; the others wait for the next step.
+        transport: ``mpi``, ``torch`` or ``auto``.
         staging: How an accelerator's tensors travel: ``direct``, ``pinned`` or ``auto``.
         timeout_s: Seconds after which a silent peer counts as lost.
-        constants: Of the cost model; measured here if omitted and needed.
-        device: Where buckets will be; that of the present accelerator if omitted.
+        constants: Of the cost model; measured at start if omitted and needed.
+        device: Where buckets will be; the current accelerator if omitted.
 
     Raises:
-        ConfigError: A value cannot be.
-        CommError: There is no such transport, a peer was lost, or the ranks' settings differ.
+        ConfigError: A value is out of range.
+        CommError: The transport is missing, a peer was lost, or the ranks' settings differ.
     """
 
     def __init__(
@@ -93,10 +93,10 @@ class SparseComm:
         )
         self._hierarchy: Hierarchy | None = None
         stages = measures and self._transport.stages(torch.empty(0, device=device))
-        alike = digest_of(mode, deterministic, hierarchical, measures, stages)
+        settings = digest_of(mode, deterministic, hierarchical, measures, stages)
         try:
-            header = Header(0, "SparseComm", 0, torch.float32, block, terms=alike)
-            agree(self._transport, header)  # before they measure, each in its own way
+            header = Header(0, "SparseComm", 0, torch.float32, block, terms=settings)
+            agree(self._transport, header)  # before the ranks measure, each in its own way
             self._hierarchy = Hierarchy.find(self._transport) if hierarchical else None
             between = self._hierarchy.between if self._hierarchy else self._transport
             if measures and between.size > 1:
@@ -107,7 +107,7 @@ class SparseComm:
             self._transport.close()
             raise
         self.constants = constants or Constants()
-        scratch = Scratch()
+        self._scratch = Scratch()
         self._reduction = Reduction(
             self._transport,
             self._hierarchy,
@@ -116,22 +116,20 @@ class SparseComm:
             constants=self.constants,
             allowed=IN_ORDER if deterministic else EXECUTORS,
             compressor=compressor,
-            scratch=scratch,
+            scratch=self._scratch,
         )
-        self._rows = RowReducer(self._transport, scratch, self.constants, mode)
-        self._scratch = scratch
-        transports = [self._transport]
+        self._rows = RowReducer(self._transport, self._scratch, self.constants, mode)
+        self._transports = [self._transport]
         if self._hierarchy:
-            transports += [self._hierarchy.within, self._hierarchy.between]
-        terms = digest_of(alike, self.constants)
-        self._calls = Calls(transports, self._reduction, block, terms)
-        self.totals = self._calls.totals
-
-    # --- what this is -----------------------------------------------------------------------------
+            self._transports += [self._hierarchy.within, self._hierarchy.between]
+        self._terms = digest_of(settings, self.constants)
+        self._queue = CollectiveQueue(f"wavemare-collectives-{self.rank}")
+        self._num_calls = 0
+        self.totals = Totals()
 
     @property
     def rank(self) -> int:
-        """This process's place in the group."""
+        """This process's rank in the group."""
         return self._transport.rank
 
     @property
@@ -146,20 +144,20 @@ class SparseComm:
 
     @property
     def num_scratch_bytes(self) -> int:
-        """Bytes held to pack and receive blocks; they grow to what the largest call needed."""
+        """Bytes held to pack and receive blocks: what the largest call so far needed."""
         return self._scratch.num_bytes
 
     def plan(
         self, masks: Masks | np.ndarray[Any, Any] | Tensor, itemsize: int = 4
     ) -> ExecutorChoice:
-        """Say what ``auto`` would do with a bucket: a pure function of its masks, without history.
+        """Return what ``auto`` would choose for a bucket; a pure function of its masks.
 
         Args:
             masks: (N, nb), whether each rank's block is not zero.
             itemsize: Bytes of an element.
 
         Returns:
-            The choice, which prints as a table.
+            The choice; ``str`` of it is a table.
         """
         if not isinstance(masks, Masks):
             masks = Masks.of(masks.cpu().numpy() if isinstance(masks, Tensor) else masks)
@@ -180,57 +178,57 @@ class SparseComm:
 
         Args:
             flat: (E,), contiguous; float32, bfloat16, float16, float64 or int32.
-            key: Name of the bucket, under which its history and residual are kept; by default its
-                size and type. With a compressor it must be given.
-            weights: (E,), the weights whose gradient it is, if the compressor asks for them.
+            key: Name of the bucket; its history and residual are kept under it. By default its size
+                and type. Required with a compressor.
+            weights: (E,), the weights of this gradient, for compressors that need them.
             async_op: Whether to return at once.
 
         Returns:
             A handle, whose ``wait`` returns ``flat``.
 
         Raises:
-            ConfigError: The tensor has another layout or type; nothing was sent.
-            CommError: A peer was lost, or calls something else.
+            ConfigError: The tensor's layout or type is not supported; nothing was sent.
+            CommError: A peer was lost, or calls another collective.
         """
         scale = self._scale(flat)
         key = bucket_key(key, flat, weights, self.compressor)
-        data = flat.detach()  # sums are no part of a graph, even of a leaf that requires gradients
+        data = flat.detach()  # flat may be a leaf that requires gradients
 
         def work(stats: Statistics) -> Tensor:
             if data.numel():
                 self._reduction.all_reduce(data, key, scale, weights, stats)
             return flat
 
-        return self._calls.submit("allreduce_", flat, work, async_op, self.average, key=key)
+        return self._submit("allreduce_", flat, work, async_op, key=key)
 
     def reduce_scatter_(
         self,
         flat: Tensor,
-        partition: Sequence[Piece] | Sequence[int],
+        partition: Sequence[OwnedRange] | Sequence[int],
         *,
         key: str | None = None,
         weights: Tensor | None = None,
         async_op: bool = False,
     ) -> Handle:
-        """Sum (or average) a bucket over all ranks, each range on the rank that owns it.
+        """Sum (or average) a bucket over all ranks; each rank gets the ranges that it owns.
 
         Args:
-            flat: As for `allreduce_`. Afterwards this rank's own ranges hold the result and the
-                others are undefined.
-            partition: Who owns what: pieces, or the N + 1 borders of one range for each rank. The
+            flat: As for `allreduce_`. Afterwards this rank's own ranges hold the result; the others
+                are undefined.
+            partition: Ranges with their owners, or the N + 1 borders of one range per rank. The
                 same on all ranks.
             key: As for `allreduce_`.
             weights: As for `allreduce_`.
             async_op: Whether to return at once.
 
         Raises:
-            ConfigError: As for `allreduce_`; or the mode has no reduce-scatter.
+            ConfigError: As for `allreduce_`, or the mode has no reduce-scatter.
         """
         if self.mode not in ("auto", *HALVES):
             reason = "it has no reduce_scatter_"
             raise ConfigError("mode", self.mode, reason, f"Choose auto, {' or '.join(HALVES)}")
         scale = self._scale(flat)
-        pieces = pieces_of(partition, flat.numel(), self.size)
+        ranges = ranges_of(partition, flat.numel(), self.size)
         if key is None and self.compressor is None:
             key = f"{flat.numel()} {flat.dtype}"
         key = bucket_key(f"scatter {key}" if key else None, flat, weights, self.compressor)
@@ -238,50 +236,52 @@ class SparseComm:
 
         def work(stats: Statistics) -> Tensor:
             if data.numel():
-                self._reduction.reduce_scatter(data, pieces, key, scale, weights, stats)
+                self._reduction.reduce_scatter(data, ranges, key, scale, weights, stats)
             return flat
 
-        return self._calls.submit(
-            "reduce_scatter_", flat, work, async_op, self.average, pieces, key=key
-        )
+        return self._submit("reduce_scatter_", flat, work, async_op, ranges, key=key)
 
     def allgather_(
-        self, flat: Tensor, partition: Sequence[Piece] | Sequence[int], *, async_op: bool = False
+        self,
+        flat: Tensor,
+        partition: Sequence[OwnedRange] | Sequence[int],
+        *,
+        async_op: bool = False,
     ) -> Handle:
-        """Give all ranks each range as it is on the rank that owns it.
+        """Copy each range from its owner to all ranks.
 
         Args:
-            flat: As for `allreduce_`; its ranges of other owners are written.
+            flat: As for `allreduce_`; the ranges of other owners are written.
             partition: As for `reduce_scatter_`.
             async_op: Whether to return at once.
         """
         check_bucket(flat)
-        pieces = pieces_of(partition, flat.numel(), self.size)
+        ranges = ranges_of(partition, flat.numel(), self.size)
         data = flat.detach()
 
         def work(stats: Statistics) -> Tensor:
-            self._reduction.all_gather(data, pieces, stats)
+            self._reduction.all_gather(data, ranges, stats)
             return flat
 
-        return self._calls.submit("allgather_", flat, work, async_op, self.average, pieces)
+        return self._submit("allgather_", flat, work, async_op, ranges)
 
     def allreduce_rows_(
         self, ids: Tensor, rows: Tensor, num_rows: int | None = None, *, async_op: bool = False
     ) -> Handle:
-        """Sum (or average) some rows of a table, such as an embedding's gradient, over all ranks.
+        """Sum (or average) some rows of a table over all ranks, such as an embedding's gradient.
 
-        Modes ``pushpull`` and ``allgather`` hold for rows as well; in all others the faster of
-        these two is chosen. Of large tables, or of none that is known, ranks exchange their ids.
+        Modes ``pushpull`` and ``allgather`` apply to rows as well. All other modes choose the
+        faster of the two.
 
         Args:
-            ids: (k,), int64: which rows; a row that stands several times is summed first.
-            rows: (k, dim), contiguous: their values.
+            ids: (k,), int64, row numbers; equal ids are summed first.
+            rows: (k, dim), contiguous.
             num_rows: Rows of the table; None if ids can be any number.
             async_op: Whether to return at once.
 
         Returns:
-            A handle, whose ``wait`` returns (ids, rows): ascending ids of the rows that some rank
-            gave, and their sums, the same on all ranks.
+            A handle, whose ``wait`` returns (ids, rows): the ids of all ranks, ascending, and the
+            sums of their rows. They are the same on all ranks.
 
         Raises:
             ConfigError: Shapes or types do not fit, or an id is not a row; nothing was sent.
@@ -294,28 +294,24 @@ class SparseComm:
         def work(stats: Statistics) -> tuple[Tensor, Tensor]:
             return self._rows.reduce(ids, data, num_rows, scale, stats)
 
-        return self._calls.submit(
-            "allreduce_rows_", rows, work, async_op, self.average, num_items=num_items
-        )
-
-    # --- state ------------------------------------------------------------------------------------
+        return self._submit("allreduce_rows_", rows, work, async_op, num_items=num_items)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what must be saved with a checkpoint: the compressor's residuals."""
+        """Return what a checkpoint must contain: the compressor's residuals."""
         return {"compressor": self.compressor.state_dict()} if self.compressor else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state of `state_dict`.
+        """Load a state of `state_dict`.
 
         Raises:
-            CheckpointError: It is of another compressor.
+            CheckpointError: Another compressor saved it.
         """
         if self.compressor is not None and "compressor" in state:
             self.compressor.load_state_dict(state["compressor"])
 
     def close(self) -> None:
-        """End the collectives under way, then the thread and the transport."""
-        self._calls.close()
+        """Finish all collectives, then close the thread and the transport."""
+        self._queue.close()
         if self._hierarchy:
             self._hierarchy.close()
         self._transport.close()
@@ -327,9 +323,60 @@ class SparseComm:
         self.close()
 
     def _scale(self, flat: Tensor) -> float:
-        """Check a bucket that is to be summed, and return the factor of its sum."""
+        """Check a bucket, and return the factor of its sum."""
         check_bucket(flat, averages=self.average)
         return 1.0 / self.size if self.average else 1.0
+
+    def _submit(
+        self,
+        operation: str,
+        tensor: Tensor,
+        work: Callable[[Statistics], Any],
+        async_op: bool,
+        *terms: object,
+        key: str = "",
+        num_items: int = 0,
+    ) -> Handle:
+        """Run a collective once the ranks have agreed that all call it, and measure it.
+
+        Args:
+            operation: Its name.
+            tensor: (E,), the bucket; or (k, dim), rows.
+            work: Runs it; its result is the handle's.
+            async_op: Whether to return at once.
+            terms: What else must be the same on all ranks.
+            key: Name of the bucket; empty if the selector learns nothing from the call.
+            num_items: Rows of a table; -1 if unknown.
+        """
+        number, self._num_calls = self._num_calls, self._num_calls + 1
+        numel = tensor.numel() if tensor.dim() == 1 else tensor.shape[1]
+        digest = digest_of(self._terms, key, self._transport.stages(tensor), self.average, *terms)
+
+        def run(stats: Statistics) -> Any:
+            started = time.perf_counter()
+            up, down = self._traffic()
+            stats.payload_bytes = tensor.nbytes
+            if self.size > 1:
+                took = self._reduction.took_ns(key)
+                shape = (numel, tensor.dtype, self.block, took, num_items, digest)
+                times = agree(self._transport, Header(number, operation, *shape))
+                self._reduction.learn(key, times)
+            result = work(stats)
+            stats.actual_s = time.perf_counter() - started
+            after = self._traffic()
+            stats.bytes_up, stats.bytes_down = after[0] - up, after[1] - down
+            self.totals.add(stats)
+            return result
+
+        handle = self._queue.submit(run, tensor.device)
+        if not async_op:
+            handle.wait()
+        return handle
+
+    def _traffic(self) -> tuple[int, int]:
+        """Return the bytes sent and received so far."""
+        ups = sum(transport.bytes_up for transport in self._transports)
+        return ups, sum(transport.bytes_down for transport in self._transports)
 
 
 def _present_device() -> torch.device:

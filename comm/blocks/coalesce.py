@@ -43,8 +43,8 @@ def coalesce(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     # One part, unless parts must be converted.
     size = len(rows) if rows.dtype == sums.dtype else _CHUNK // max(1, rows.shape[1])
     parts = rows.contiguous().split(max(1, size)), inverse.split(max(1, size))
-    for part, places in zip(*parts, strict=True):
-        _add_rows(places.numpy(), part.to(sums.dtype).numpy(), sums.numpy())
+    for part, positions in zip(*parts, strict=True):
+        _add_rows(positions.numpy(), part.to(sums.dtype).numpy(), sums.numpy())
     return unique, sums.to(rows.dtype)
 
 
@@ -63,8 +63,8 @@ def coalesce_sorted(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 # 1.2 to 2 times as fast as `index_add_`.
 @compiled
-def _add_rows(places: Any, rows: Any, sums: Any) -> None:
+def _add_rows(positions: Any, rows: Any, sums: Any) -> None:
     for i in range(rows.shape[0]):
-        row, total = rows[i], sums[places[i]]
+        row, total = rows[i], sums[positions[i]]
         for j in range(row.size):
             total[j] += row[j]

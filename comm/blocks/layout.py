@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who owns which block, and where each one lies in which message.
+"""Who owns which block, and where each block lies in each message.
 
-All of it follows from the masks of all ranks, so that no rank has to be told anything else.
+Everything follows from the masks of all ranks, so the ranks exchange nothing else.
 """
 
 from __future__ import annotations
@@ -9,26 +9,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from wavemare.comm.blocks.masks import Masks
+from wavemare.errors import ConfigError
 
-__all__ = ["Layout", "Piece", "deal", "gathered", "owned_ranges"]
+__all__ = ["Layout", "OwnedRange", "assign_owners", "assign_ranges", "gathered"]
 
 Index = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The blocks that travel, grouped by owner, and ascending within each group.
+    """The blocks that travel, grouped by owner, ascending within each group.
 
     Args:
-        blocks: (B,), int64: the numbers of the blocks. One may stand in two groups where owners
-            share a block (see `owned_ranges`).
-        edges: (N + 1,), int64: the owner o's group is ``blocks[edges[o]:edges[o + 1]]``.
-        present: (N, B), bool: whether the source rank has that block, which is to say sends it.
+        blocks: (B,), int64: block numbers. A block that two owners share is in both groups (see
+            `assign_ranges`).
+        edges: (N + 1,), int64: the group of owner o is ``blocks[edges[o]:edges[o + 1]]``.
+        present: (N, B), bool: whether the rank has that block, and so sends it.
     """
 
     blocks: Index
@@ -41,20 +43,16 @@ class Layout:
         return self.present.shape[0]
 
     def group(self, owner: int) -> slice:
-        """Return the place of an owner's group within `blocks`."""
+        """Return the slice of `blocks` that an owner has."""
         return slice(int(self.edges[owner]), int(self.edges[owner + 1]))
 
     def pushed(self, source: int, owner: int) -> Index:
-        """Return the blocks that a rank sends to an owner, in the order of the message."""
+        """Return the blocks that a rank sends to an owner, in message order."""
         group = self.group(owner)
         return self.blocks[group][self.present[source, group]]
 
     def chunks(self, count: int) -> list[Layout]:
-        """Cut each owner's group into parts: one layout of the first parts, one of the second, ...
-
-        Args:
-            count: How many.
-        """
+        """Split each group into ``count`` parts; layout i has the i-th part of each group."""
         if count == 1:
             return [self]
         cuts = np.linspace(self.edges[:-1], self.edges[1:], count + 1).astype(np.int64)
@@ -68,17 +66,17 @@ class Layout:
         return layouts
 
     def push_counts(self) -> Index:
-        """Return (N sources, N owners), int64: the blocks of each message, one's own included."""
+        """Return (N senders, N owners), int64: blocks per message, also of a rank to itself."""
         running = np.zeros((self.num_ranks, self.blocks.size + 1), dtype=np.int64)
         np.cumsum(self.present, axis=1, out=running[:, 1:])
         return running[:, self.edges[1:]] - running[:, self.edges[:-1]]
 
-    def places(self, owner: int) -> Index:
-        """Return where an owner finds the blocks that it must sum.
+    def sources(self, owner: int) -> Index:
+        """Return where an owner finds the blocks that it sums.
 
         Returns:
-            (N, m), int64: for each rank and owned block its number within the messages of all
-            ranks, one after the other by rank; -1 where the rank has sent none.
+            (N, m), int64: for each rank and owned block, the block's number in the concatenated
+            messages of all ranks; -1 where the rank sent none.
         """
         present = self.present[:, self.group(owner)]
         # Messages stand one after the other, each in the order of the group.
@@ -86,26 +84,25 @@ class Layout:
         return np.where(present, number, -1)
 
 
-def deal(masks: Masks) -> Layout:
-    """Give each block of the union an owner such that all owners have alike to do.
+def assign_owners(masks: Masks) -> Layout:
+    """Assign each block of the union to an owner so that every rank sends and receives the same.
 
-    Blocks are sorted by their multiplicity (the number of ranks that have them) and dealt round
-    robin, so that each owner gets as many of each multiplicity, but for one: what is pushed to it
-    and what is pulled from it are both balanced (Zen, OSDI'25, asks for that of hashing; with the
-    masks of all ranks at hand it is exact).
+    Blocks are sorted by the number of ranks that have them and assigned round robin. Owners thus
+    differ by at most one block of each multiplicity, which balances push and pull (Zen, OSDI'25,
+    balances both by hashing).
     """
     num_ranks = masks.num_ranks
     present = masks.matrix[:, masks.union]
     multiplicity = present.sum(axis=0, dtype=np.min_scalar_type(num_ranks))
     order = np.argsort(multiplicity, kind="stable")
-    dealt = [np.sort(order[owner::num_ranks]) for owner in range(num_ranks)]
-    order = np.concatenate(dealt) if order.size else order
-    edges = np.cumsum([0, *(len(group) for group in dealt)], dtype=np.int64)
+    groups = [np.sort(order[owner::num_ranks]) for owner in range(num_ranks)]
+    order = np.concatenate(groups) if order.size else order
+    edges = np.cumsum([0, *(len(group) for group in groups)], dtype=np.int64)
     return Layout(masks.union[order], edges, present[:, order])
 
 
 @dataclass(frozen=True)
-class Piece:
+class OwnedRange:
     """A range of a bucket's elements that one rank owns.
 
     Args:
@@ -119,23 +116,50 @@ class Piece:
     owner: int
 
 
-def owned_ranges(masks: Masks, block: int, pieces: Sequence[Piece]) -> Layout:
-    """Give blocks the owners that a partition of the elements says.
+def ranges_of(partition: Sequence[Any], numel: int, num_ranks: int) -> list[OwnedRange]:
+    """Return a partition as ranges.
 
-    A block on a border belongs to both its owners: both get and sum all of it.
+    Args:
+        partition: Ranges, or the N + 1 borders of one range for each rank.
+        numel: Elements of the bucket.
+        num_ranks: N.
+
+    Raises:
+        ConfigError: Ranges overlap, or lie outside of the bucket.
+    """
+    if all(isinstance(item, OwnedRange) for item in partition):
+        ranges = list(partition)
+    else:
+        borders = [int(border) for border in partition]
+        ranges = [OwnedRange(*pair, owner) for owner, pair in enumerate(pairwise(borders))]
+        if len(ranges) != num_ranks:
+            reason = f"it has {len(ranges)} ranges for {num_ranks} ranks"
+            raise ConfigError("partition", borders, reason, f"Give {num_ranks + 1} borders")
+    ordered = sorted(ranges, key=lambda owned: (owned.start, owned.stop))
+    inside = all(0 <= p.start <= p.stop <= numel and 0 <= p.owner < num_ranks for p in ordered)
+    if not inside or any(a.stop > b.start for a, b in pairwise(ordered)):
+        reason = f"its ranges overlap or lie outside of {numel} elements and {num_ranks} ranks"
+        raise ConfigError("partition", ranges, reason, "Give ranges that do not overlap")
+    return ranges
+
+
+def assign_ranges(masks: Masks, block: int, ranges: Sequence[OwnedRange]) -> Layout:
+    """Assign blocks to owners by a partition of the elements.
+
+    A block on a border belongs to both owners: both receive and sum all of it.
 
     Args:
         masks: Of all ranks.
         block: Elements per block.
-        pieces: Ranges that do not overlap; blocks in none of them do not travel.
+        ranges: Ranges that do not overlap; blocks in none of them do not travel.
     """
     groups = []
     any_rank = masks.matrix.any(axis=0)
     for owner in range(masks.num_ranks):
         covered = np.zeros(masks.num_blocks, dtype=bool)
-        for piece in pieces:
-            if piece.owner == owner and piece.stop > piece.start:
-                covered[piece.start // block : -(-piece.stop // block)] = True
+        for owned in ranges:
+            if owned.owner == owner and owned.stop > owned.start:
+                covered[owned.start // block : -(-owned.stop // block)] = True
         groups.append(np.flatnonzero(covered & any_rank))
     blocks = np.concatenate(groups) if groups else np.empty(0, dtype=np.int64)
     edges = np.cumsum([0, *(len(group) for group in groups)], dtype=np.int64)
@@ -143,7 +167,7 @@ def owned_ranges(masks: Masks, block: int, pieces: Sequence[Piece]) -> Layout:
 
 
 def gathered(masks: Masks) -> Layout:
-    """Return the layout by which every rank gets all blocks of all ranks: one group, the union."""
+    """Return the layout of a gather to all ranks: one group, the union."""
     blocks = masks.union
     edges = np.array([0, blocks.size], dtype=np.int64)
     return Layout(blocks, edges, masks.matrix[:, blocks])

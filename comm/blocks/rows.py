@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a table, such as an embedding's gradient: a block is a row, and only some are there."""
+"""Sums of some rows of a table, such as an embedding's gradient; a block is a row."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from wavemare.comm.agreement import exchange_masks
 from wavemare.comm.blocks.coalesce import coalesce
-from wavemare.comm.blocks.layout import Layout, deal, gathered
+from wavemare.comm.blocks.layout import Layout, assign_owners, gathered
 from wavemare.comm.blocks.masks import Masks, mask_bytes
-from wavemare.comm.executors.base import Call, Scratch
+from wavemare.comm.executors.base import CollectiveCall, Scratch
 from wavemare.comm.executors.block_allgather import gather_and_sum
 from wavemare.comm.executors.push_pull import push_and_pull
 from wavemare.comm.selection.cost import Constants, predict
@@ -23,7 +23,7 @@ from wavemare.errors import ConfigError
 
 __all__ = ["RowReducer", "check_rows"]
 
-_WAYS = ("pushpull", "allgather")
+_MODES = ("pushpull", "allgather")
 _LARGEST_TABLE = 1 << 24
 """Rows up to which the ranks exchange masks; above, they exchange their ids."""
 
@@ -73,7 +73,7 @@ class RowReducer:
         self._transport = transport
         self._scratch = scratch
         self._constants = constants
-        self._ways = (mode,) if mode in _WAYS else _WAYS
+        self._modes = (mode,) if mode in _MODES else _MODES
 
     def reduce(
         self, ids: Tensor, rows: Tensor, num_rows: int | None, scale: float, stats: Statistics
@@ -92,7 +92,9 @@ class RowReducer:
         """
         dim = rows.shape[1]
         ids, rows = coalesce(ids, rows)
-        call = Call(rows.view(-1), dim, scale, self._transport, self._scratch, stats.phases_s)
+        call = CollectiveCall(
+            rows.view(-1), dim, scale, self._transport, self._scratch, stats.phases_s
+        )
         if num_rows is None or num_rows > _LARGEST_TABLE:
             union, masks = self._exchange_ids(call, ids)
             ids = torch.searchsorted(union, ids)  # rows of a table of the union alone
@@ -101,13 +103,13 @@ class RowReducer:
             stats.density = float(masks.counts.mean()) / max(num_rows, 1)
             stats.union = masks.union_size / max(num_rows, 1)
         seconds = predict(masks, dim * rows.element_size(), self._constants)
-        chosen = min(self._ways, key=lambda name: seconds[name])
+        chosen = min(self._modes, key=lambda name: seconds[name])
         stats.executor, stats.predicted_s = f"rows-{chosen}", seconds[chosen]
         found, sums = self._by_masks(call, ids, masks, chosen)
         return (found if union is None else union), sums
 
-    def _exchange_ids(self, call: Call, ids: Tensor) -> tuple[Tensor, Masks]:
-        """Return (U,), the ids that some rank has, ascending, and which rank has which of them."""
+    def _exchange_ids(self, call: CollectiveCall, ids: Tensor) -> tuple[Tensor, Masks]:
+        """Return (U,), the ascending ids of all ranks, and which rank has which."""
         with call.phase("metadata"):
             mine = ids.to(call.transport.message_device)
             lengths = mine.new_empty(call.size, 1)
@@ -116,13 +118,13 @@ class RowReducer:
             parts[call.rank] = mine
             call.transport.all_gather_parts(parts)
         with call.phase("plan"):
-            union, places = torch.unique(torch.cat(parts).cpu(), return_inverse=True)
+            union, columns = torch.unique(torch.cat(parts).cpu(), return_inverse=True)
             present = np.zeros((call.size, union.numel()), dtype=bool)
-            for row, part in zip(present, places.split([p.numel() for p in parts]), strict=True):
+            for row, part in zip(present, columns.split([p.numel() for p in parts]), strict=True):
                 row[part.numpy()] = True
         return union.to(ids.device), Masks.of(present)
 
-    def _masks(self, call: Call, ids: Tensor, num_rows: int) -> Masks:
+    def _masks(self, call: CollectiveCall, ids: Tensor, num_rows: int) -> Masks:
         with call.phase("mask"):
             present = np.zeros(num_rows, dtype=bool)
             present[ids.cpu().numpy()] = True
@@ -132,12 +134,12 @@ class RowReducer:
             return exchange_masks(call.transport, bits, num_rows)
 
     def _by_masks(
-        self, call: Call, ids: Tensor, masks: Masks, chosen: str
+        self, call: CollectiveCall, ids: Tensor, masks: Masks, chosen: str
     ) -> tuple[Tensor, Tensor]:
         own = ids.cpu().numpy()
         with call.phase("plan"):
-            layout = deal(masks) if chosen == "pushpull" else gathered(masks)
-            # Of the bucket, which holds this rank's rows alone, a block's place is that of its id.
+            layout = assign_owners(masks) if chosen == "pushpull" else gathered(masks)
+            # The bucket holds this rank's rows alone.
             local = replace(layout, blocks=np.searchsorted(own, layout.blocks))
         out = call.flat.new_empty(layout.blocks.size * call.block)
         if chosen == "pushpull":
@@ -147,7 +149,7 @@ class RowReducer:
                     rows = np.searchsorted(masks.union, part.blocks)
                     call.kernels.scatter(summed, call.block, call.index(rows), out)
 
-            push_and_pull(call, layout, put, places=local)
+            push_and_pull(call, layout, put, local=local)
         else:
             gather_and_sum(call, masks, np.arange(own.size), layout, out)
         return call.index(masks.union), out.view(-1, call.block)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from wavemare.comm.executors.agsparse import AGsparse
-from wavemare.comm.executors.base import Call, Executor, Scratch
+from wavemare.comm.executors.base import CollectiveCall, Executor, Scratch
 from wavemare.comm.executors.block_allgather import BlockAllgather
 from wavemare.comm.executors.dense import Dense, Ordered
 from wavemare.comm.executors.packed import Packed
@@ -14,7 +14,7 @@ from wavemare.comm.executors.push_pull import PushPull
 from wavemare.comm.executors.sparcml import SparCML
 from wavemare.comm.executors.streaming import Streaming
 
-__all__ = ["EXECUTOR_TYPES", "Call", "Executor", "Scratch"]
+__all__ = ["EXECUTOR_TYPES", "CollectiveCall", "Executor", "Scratch"]
 
 EXECUTOR_TYPES: Mapping[str, type[Executor]] = {
     executor.name: executor

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from wavemare.comm.blocks.masks import Masks
-from wavemare.comm.executors.base import Call, Executor
+from wavemare.comm.executors.base import CollectiveCall, Executor
 from wavemare.comm.executors.pairs import nonzero_ids
 from wavemare.comm.kernels.words import sum_dtype
 
@@ -25,7 +25,7 @@ class AGsparse(Executor):
     name = "agsparse"
     needs_masks = False
 
-    def all_reduce(self, call: Call, masks: Masks | None = None) -> None:
+    def all_reduce(self, call: CollectiveCall, masks: Masks | None = None) -> None:
         """Exchange sizes, then indices and values, and sum."""
         flat = call.flat
         with call.phase("pack"):
@@ -50,14 +50,14 @@ class AGsparse(Executor):
                 flat.copy_(sums)
 
 
-def _exchange_counts(call: Call, own: int) -> list[int]:
+def _exchange_counts(call: CollectiveCall, own: int) -> list[int]:
     mine = torch.tensor([own], dtype=torch.int64, device=call.transport.message_device)
     table = mine.new_empty(call.size, 1)
     call.transport.all_gather(mine, table)
     return [int(count) for count in table.view(-1).tolist()]
 
 
-def _gather_parts(call: Call, name: str, own: Tensor, counts: list[int]) -> list[Tensor]:
+def _gather_parts(call: CollectiveCall, name: str, own: Tensor, counts: list[int]) -> list[Tensor]:
     gathered = call.scratch(name, sum(counts), own)
     parts = list(gathered.split(counts))
     parts[call.rank].copy_(own)

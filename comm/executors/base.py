@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an executor is: one way to sum a bucket over all ranks."""
+"""Executors: the ways to sum a bucket over all ranks."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from wavemare.comm.blocks.masks import Masks
 from wavemare.comm.kernels import BlockKernels, kernels_for
 from wavemare.comm.transport.base import Transport
 
-__all__ = ["Call", "Executor", "Scratch"]
+__all__ = ["CollectiveCall", "Executor", "Scratch"]
 
 
 class Scratch:
-    """Memory that grows to what was needed most and is used again: fresh pages are slow."""
+    """Memory that is reused from call to call and only grows: fresh pages are slow."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
     def __call__(self, name: str, numel: int, like: Tensor) -> Tensor:
-        """Return a flat tensor of undefined content, of another's type and device.
+        """Return a flat tensor of undefined content.
 
         Args:
-            name: What it is for; one name is one memory.
+            name: One name is one memory.
             numel: Elements.
             like: A tensor of the wanted type and device.
         """
@@ -49,7 +49,7 @@ class Scratch:
 
 
 @dataclass
-class Call:
+class CollectiveCall:
     """One collective on one bucket.
 
     Args:
@@ -85,18 +85,18 @@ class Call:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time of what happens inside to a phase."""
+        """Add the time of the body to a phase."""
         started = time.perf_counter()
         yield
         seconds = time.perf_counter() - started
         self.phases_s[name] = self.phases_s.get(name, 0.0) + seconds
 
     def packed(self, name: str, num_blocks: int) -> Tensor:
-        """Return scratch for so many packed blocks."""
+        """Return scratch for ``num_blocks`` packed blocks."""
         return self.scratch(name, num_blocks * self.block, self.flat)
 
     def index(self, numbers: npt.NDArray[np.int64]) -> Tensor:
-        """Return numbers of blocks, or places, as a tensor on the bucket's device."""
+        """Return block numbers as a tensor on the bucket's device."""
         return torch.from_numpy(numbers).to(self.flat.device, non_blocking=True)
 
 
@@ -104,11 +104,11 @@ class Executor(ABC):
     """Sums buckets over all ranks; all ranks call it with the same masks.
 
     Attributes:
-        name: By which it is chosen.
-        needs_masks: Whether it has a use for them.
-        deterministic: Whether the result is, bit for bit, the sum in the order of the ranks from
-            +0.0 in float32 (or the bucket's type if that is wider, or whole numbers), scaled and
-            rounded once; on all ranks, for any number of them.
+        name: Its mode.
+        needs_masks: Whether it uses the masks.
+        deterministic: Whether the result is the sum in rank order, starting from +0.0, in float32
+            (or the bucket's type if wider or integer), scaled and rounded once. All ranks then get
+            the same bits.
     """
 
     name: str
@@ -116,10 +116,10 @@ class Executor(ABC):
     deterministic: bool = True
 
     @abstractmethod
-    def all_reduce(self, call: Call, masks: Masks | None) -> None:
-        """Leave the scaled sum of all ranks' buckets in each rank's bucket.
+    def all_reduce(self, call: CollectiveCall, masks: Masks | None) -> None:
+        """Replace each rank's bucket by the scaled sum of all buckets.
 
         Args:
-            call: This rank's bucket; blocks that its mask says are zero hold +0.0.
+            call: This rank's bucket; its zero blocks hold +0.0.
             masks: Of all ranks, if `needs_masks`.
         """

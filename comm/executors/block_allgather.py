@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every rank gets all ranks' non-zero blocks and sums them by itself."""
+"""Every rank gathers the non-zero blocks of all ranks and sums them itself."""
 
 from __future__ import annotations
 
@@ -9,21 +9,18 @@ from torch import Tensor
 
 from wavemare.comm.blocks.layout import Layout, gathered
 from wavemare.comm.blocks.masks import Masks
-from wavemare.comm.executors.base import Call, Executor
+from wavemare.comm.executors.base import CollectiveCall, Executor
 
 __all__ = ["BlockAllgather", "gather_and_sum"]
 
 
 class BlockAllgather(Executor):
-    """(N-1) d of the bucket: best for two ranks, tiny buckets and masks that hardly overlap.
-
-    It holds N d of the bucket in memory.
-    """
+    """Sends (N-1) d of the bucket and holds N d: for two ranks, tiny buckets, disjoint masks."""
 
     name = "allgather"
 
-    def all_reduce(self, call: Call, masks: Masks | None) -> None:
-        """Gather all blocks, and sum the union."""
+    def all_reduce(self, call: CollectiveCall, masks: Masks | None) -> None:
+        """Gather all blocks and sum the union."""
         assert masks is not None
         with call.phase("plan"):
             layout = gathered(masks)
@@ -34,14 +31,14 @@ class BlockAllgather(Executor):
 
 
 def gather_and_sum(
-    call: Call, masks: Masks, own: npt.NDArray[np.int64], layout: Layout, out: Tensor
+    call: CollectiveCall, masks: Masks, own: npt.NDArray[np.int64], layout: Layout, out: Tensor
 ) -> None:
-    """Send this rank's blocks to all ranks, and sum those of all ranks.
+    """Send this rank's blocks to all ranks, and sum the blocks of all ranks.
 
     Args:
         call: The call; its bucket is only read.
         masks: Of all ranks.
-        own: (k,), the places of this rank's blocks in its bucket, ascending by block.
+        own: (k,), the numbers of this rank's blocks in its bucket, ascending.
         layout: From `gathered`.
         out: (U * block,), written: the scaled sums, ascending by block.
     """
@@ -52,6 +49,6 @@ def gather_and_sum(
     with call.phase("push"):
         call.transport.all_gather_parts(parts)
     with call.phase("plan"):
-        places = call.index(layout.places(0))
+        sources = call.index(layout.sources(0))
     with call.phase("reduce"):
-        call.kernels.reduce(received, places, call.block, call.scale, out)
+        call.kernels.reduce(received, sources, call.block, call.scale, out)

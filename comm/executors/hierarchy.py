@@ -16,15 +16,15 @@ __all__ = ["Hierarchy"]
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """The ranks of this node, and the ranks that have this one's place on the other nodes.
+    """The ranks of this node, and the ranks with the same number on the other nodes.
 
-    Within a node every rank sums a shard; the ranks of one place then sum their shards sparsely, so
-    that all network interfaces of a node are busy. Sums within a node are denser than a rank's
-    gradient: for G ranks with independent masks of density d it is 1 - (1-d)^G.
+    Within a node every rank sums a shard. Ranks with the same number then sum their shards
+    sparsely, which uses all network interfaces of a node. Sums within a node are denser than a
+    rank's gradient: 1 - (1-d)^G for G ranks with independent masks of density d.
 
     Args:
         within: Transport among the ranks of this node.
-        between: Transport among the ranks of this place.
+        between: Transport among the ranks with this number.
     """
 
     within: Transport
@@ -32,14 +32,14 @@ class Hierarchy:
 
     @classmethod
     def find(cls, transport: Transport, node: str | None = None) -> Hierarchy | None:
-        """Find the nodes; all ranks must call this together.
+        """Find the nodes; collective over all ranks.
 
         Args:
             transport: Among all ranks.
             node: This rank's node; the machine's name if omitted.
 
         Returns:
-            None if there is one node only, or one rank on each.
+            None if there is one node, or one rank per node.
 
         Raises:
             CommError: The nodes have different numbers of ranks.
@@ -59,9 +59,9 @@ class Hierarchy:
             )
         if len(sizes) in {1, transport.size}:
             return None
-        place = colours[: transport.rank].count(colour)
-        # A colour of MPI's has 31 bits: the node's first rank stands for its name.
-        return cls(transport.split(colours.index(colour)), transport.split(place))
+        number = colours[: transport.rank].count(colour)
+        # MPI colours have 31 bits: use the node's first rank.
+        return cls(transport.split(colours.index(colour)), transport.split(number))
 
     def close(self) -> None:
         """Close both transports."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from wavemare.comm.blocks.masks import Masks
-from wavemare.comm.executors.base import Call, Executor
+from wavemare.comm.executors.base import CollectiveCall, Executor
 from wavemare.comm.executors.dense import Dense
 
 __all__ = ["Packed"]
@@ -18,7 +18,7 @@ class Packed(Executor):
     name = "packed"
     deterministic = False
 
-    def all_reduce(self, call: Call, masks: Masks | None) -> None:
+    def all_reduce(self, call: CollectiveCall, masks: Masks | None) -> None:
         """Pack the union, reduce it, and put it back."""
         assert masks is not None
         with call.phase("pack"):

@@ -31,7 +31,7 @@ def find(words: Any, magnitude: Any, ids: Any) -> None:
     Args:
         words: (n,), unsigned integers.
         magnitude: The bits, of the words' type.
-        ids: (k + 1,), integers, of which the first k are written: the places of the words.
+        ids: (k + 1,), integers, of which the first k are written: the positions of the words.
     """
     k = 0
     for i in range(words.size):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two rounds of messages with a sum between them, in chunks: while one is summed, others travel."""
+"""Push, sum and pull in chunks: while one chunk is summed, others travel."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Callable, Sequence
 __all__ = ["Begin", "num_chunks", "pipelined"]
 
 Begin = Callable[[], Callable[[], None]]
-"""Starts messages; what it returns waits for them and does what is to be done then."""
+"""Starts messages; returns a function that waits for them and uses them."""
 
 _CHUNK_BYTES = 4 << 20
 _MOST_CHUNKS = 8
 
 
 def num_chunks(num_bytes: float) -> int:
-    """Return into how many chunks to cut what an owner gets, the same on all ranks.
+    """Return the number of chunks of an owner's sums; the same on all ranks.
 
     Args:
-        num_bytes: Of the sums of one owner: what all ranks know.
+        num_bytes: Bytes of one owner's sums.
     """
     return int(min(max(num_bytes // _CHUNK_BYTES, 1), _MOST_CHUNKS))
 
 
 def pipelined(first: Sequence[Begin], second: Sequence[Begin]) -> None:
-    """Start all first rounds, and the second round of each chunk when its first has ended.
+    """Start the first round of all chunks, and each chunk's second round when its first ends.
 
     Args:
         first: For each chunk.

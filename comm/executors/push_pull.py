@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Push non-zero blocks to balanced owners, sum them there in order, pull the sums.
+"""Push non-zero blocks to balanced owners, sum them there in rank order, pull the sums.
 
-This is balanced parallelism (Zen, OSDI'25) on blocks (OmniReduce, SIGCOMM'21).
+Balanced parallelism (Zen, OSDI'25) on blocks (OmniReduce, SIGCOMM'21).
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from itertools import pairwise
 import numpy as np
 from torch import Tensor
 
-from wavemare.comm.blocks.layout import Layout, deal
+from wavemare.comm.blocks.layout import Layout, assign_owners
 from wavemare.comm.blocks.masks import Masks
-from wavemare.comm.executors.base import Call, Executor
+from wavemare.comm.executors.base import CollectiveCall, Executor
 from wavemare.comm.executors.pipelining import num_chunks, pipelined
 
 __all__ = ["PushPull", "push", "push_and_pull"]
 
 
 class PushPull(Executor):
-    """(N-1)/N (d + u) of the bucket in each direction: never more than dense or packed."""
+    """Sends (N-1)/N (d + u) of the bucket in each direction: never more than dense or packed."""
 
     name = "pushpull"
 
-    def all_reduce(self, call: Call, masks: Masks | None) -> None:
-        """Sum at the owners that `deal` chooses."""
+    def all_reduce(self, call: CollectiveCall, masks: Masks | None) -> None:
+        """Sum at the owners of `assign_owners`."""
         assert masks is not None
         with call.phase("plan"):
-            layout = deal(masks)
+            layout = assign_owners(masks)
 
         def put_back(part: Layout, summed: Tensor) -> None:
             with call.phase("unpack"):
@@ -40,24 +40,27 @@ class PushPull(Executor):
 
 
 def push_and_pull(
-    call: Call, layout: Layout, use: Callable[[Layout, Tensor], None], places: Layout | None = None
+    call: CollectiveCall,
+    layout: Layout,
+    use: Callable[[Layout, Tensor], None],
+    local: Layout | None = None,
 ) -> None:
-    """Sum blocks at their owners and give the sums to all ranks, chunk by chunk.
+    """Sum blocks at their owners and send the sums to all ranks, chunk by chunk.
 
     Args:
         call: The call; its bucket is only read, except by ``use``.
         layout: Who owns what; no block twice.
-        use: Called for each chunk with its part of the layout and (B * block,) sums in its order;
-            all that is read of a bucket's block has been read by then.
-        places: The same layout with the blocks' places in this rank's bucket, if these are others.
+        use: Called for each chunk with its part of the layout and (B * block,) sums in its order,
+            when the chunk's blocks in the bucket are no longer read.
+        local: The layout with the block numbers of this rank's bucket, if they differ.
     """
     owned = layout.blocks.size / call.size * call.block * call.flat.element_size()
     count = num_chunks(owned)
-    sources = (places or layout).chunks(count)
+    local_parts = (local or layout).chunks(count)
     first, second = [], []
     summed = call.packed("summed", layout.blocks.size)
     start = 0
-    for number, (part, source) in enumerate(zip(layout.chunks(count), sources, strict=True)):
+    for number, (part, source) in enumerate(zip(layout.chunks(count), local_parts, strict=True)):
         sums = summed[start : start + part.blocks.size * call.block]
         start += sums.numel()
         group = part.group(call.rank)
@@ -67,18 +70,20 @@ def push_and_pull(
     pipelined(first, second)
 
 
-def push(call: Call, layout: Layout, out: Tensor) -> None:
-    """Send non-zero blocks to their owners, and sum what is this rank's.
+def push(call: CollectiveCall, layout: Layout, out: Tensor) -> None:
+    """Send non-zero blocks to their owners, and sum the blocks that this rank owns.
 
     Args:
         call: The call; its bucket is only read.
         layout: Who owns what.
-        out: (m * block,), written: the scaled sums of this rank's m blocks, in the layout's order.
+        out: (m * block,), written: the scaled sums of this rank's m blocks, in layout order.
     """
     _begin_push(call, layout, out, 0)()
 
 
-def _begin_push(call: Call, layout: Layout, out: Tensor, number: int) -> Callable[[], None]:
+def _begin_push(
+    call: CollectiveCall, layout: Layout, out: Tensor, number: int
+) -> Callable[[], None]:
     rank, block, kernels = call.rank, call.block, call.kernels
     counts = layout.push_counts()
     arriving = counts[:, rank].tolist()
@@ -90,7 +95,7 @@ def _begin_push(call: Call, layout: Layout, out: Tensor, number: int) -> Callabl
         exchange.receive(peer, parts[peer])
     start = 0
     for peer in call.transport.peers():
-        # Packing for one peer overlaps with sending to the one before.
+        # Pack for one peer while sending to the previous one.
         with call.phase("pack"):
             index = call.index(layout.pushed(rank, peer))
             part = sent[start : start + index.numel() * block]
@@ -101,19 +106,19 @@ def _begin_push(call: Call, layout: Layout, out: Tensor, number: int) -> Callabl
     with call.phase("pack"):
         kernels.gather(call.flat, block, call.index(layout.pushed(rank, rank)), parts[rank])
     with call.phase("plan"):
-        places = call.index(layout.places(rank))
+        sources = call.index(layout.sources(rank))
 
     def finish() -> None:
         with call.phase("push"):
             exchange.wait()
         with call.phase("reduce"):
-            kernels.reduce(received, places, block, call.scale, out)
+            kernels.reduce(received, sources, block, call.scale, out)
 
     return finish
 
 
 def _begin_pull(
-    call: Call, layout: Layout, summed: Tensor, use: Callable[[Layout, Tensor], None]
+    call: CollectiveCall, layout: Layout, summed: Tensor, use: Callable[[Layout, Tensor], None]
 ) -> Callable[[], None]:
     edges = (layout.edges * np.int64(call.block)).tolist()
     parts = [summed[start:stop] for start, stop in pairwise(edges)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranges of a bucket that belong to one rank each: summed there, or given to all from there."""
+"""Reduce-scatter and all-gather of ranges of a bucket that each belong to one rank."""
 
 from __future__ import annotations
 
@@ -9,71 +9,71 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from wavemare.comm.blocks.layout import Piece, owned_ranges
+from wavemare.comm.blocks.layout import OwnedRange, assign_ranges
 from wavemare.comm.blocks.masks import Masks
-from wavemare.comm.executors.base import Call
+from wavemare.comm.executors.base import CollectiveCall
 from wavemare.comm.executors.pipelining import num_chunks, pipelined
 from wavemare.comm.executors.push_pull import push
 from wavemare.comm.kernels import num_blocks
 
-__all__ = ["equal_pieces", "gather_ranges", "reduce_and_gather", "reduce_ranges", "reduce_scatter"]
+__all__ = ["equal_ranges", "gather_ranges", "reduce_and_gather", "reduce_ranges", "reduce_scatter"]
 
 
-def equal_pieces(numel: int, block: int, num_ranks: int) -> list[Piece]:
-    """Cut a bucket into one range of whole blocks for each rank, all of about one size."""
+def equal_ranges(numel: int, block: int, num_ranks: int) -> list[OwnedRange]:
+    """Return one range of whole blocks for each rank, all of about the same size."""
     blocks = num_blocks(numel, block)
     cuts = [min(blocks * owner // num_ranks * block, numel) for owner in range(num_ranks)]
     cuts.append(numel)
-    return [Piece(cuts[owner], cuts[owner + 1], owner) for owner in range(num_ranks)]
+    return [OwnedRange(cuts[owner], cuts[owner + 1], owner) for owner in range(num_ranks)]
 
 
-def reduce_and_gather(call: Call) -> None:
-    """Leave the scaled sum of all ranks' buckets in each rank's, summed in the ranks' order."""
+def reduce_and_gather(call: CollectiveCall) -> None:
+    """Put the scaled sum of all ranks' buckets in each bucket, summed in rank order."""
     flat, size = call.flat, call.size
     count = num_chunks(flat.nbytes / size)
-    # A chunk is a range of the bucket, of which each rank owns a part.
-    cuts = [piece.start for piece in equal_pieces(flat.numel(), call.block, count)]
+    # Each rank owns a part of each chunk.
+    cuts = [owned.start for owned in equal_ranges(flat.numel(), call.block, count)]
     first, second = [], []
     for number, (start, stop) in enumerate(zip(cuts, [*cuts[1:], flat.numel()], strict=True)):
-        pieces = [
-            Piece(start + piece.start, start + piece.stop, piece.owner)
-            for piece in equal_pieces(stop - start, call.block, size)
+        ranges = [
+            OwnedRange(start + owned.start, start + owned.stop, owned.owner)
+            for owned in equal_ranges(stop - start, call.block, size)
         ]
-        first.append(partial(_begin_reduce, call, pieces, number))
-        second.append(partial(_begin_gather, call, pieces))
+        first.append(partial(_begin_reduce, call, ranges, number))
+        second.append(partial(_begin_gather, call, ranges))
     pipelined(first, second)
 
 
-def reduce_ranges(call: Call, pieces: Sequence[Piece]) -> None:
-    """Sum everything at its owner, in the order of the ranks.
+def reduce_ranges(call: CollectiveCall, ranges: Sequence[OwnedRange]) -> None:
+    """Sum all elements at their owners, in rank order.
 
     Args:
-        call: Its bucket's own ranges hold the scaled sums afterwards; the others stay.
-        pieces: Who owns what.
+        call: Afterwards its bucket's own ranges hold the scaled sums; the others are unchanged.
+        ranges: With their owners.
     """
-    _begin_reduce(call, pieces, 0)()
+    _begin_reduce(call, ranges, 0)()
 
 
-def gather_ranges(call: Call, pieces: Sequence[Piece]) -> None:
-    """Give all ranks each range as its owner has it.
+def gather_ranges(call: CollectiveCall, ranges: Sequence[OwnedRange]) -> None:
+    """Copy each range from its owner to all ranks.
 
     Args:
         call: The ranges of other owners are written in its bucket.
-        pieces: Who owns what.
+        ranges: With their owners.
     """
-    _begin_gather(call, pieces)()
+    _begin_gather(call, ranges)()
 
 
-def reduce_scatter(call: Call, masks: Masks, pieces: Sequence[Piece]) -> None:
-    """Sum the non-zero blocks at the owners of the ranges in which they lie.
+def reduce_scatter(call: CollectiveCall, masks: Masks, ranges: Sequence[OwnedRange]) -> None:
+    """Sum the non-zero blocks at the owners of their ranges.
 
     Args:
-        call: Its bucket's own ranges hold the scaled sums afterwards; the others are undefined.
+        call: Afterwards its bucket's own ranges hold the scaled sums; the others are undefined.
         masks: Of all ranks.
-        pieces: Who owns what.
+        ranges: With their owners.
     """
     with call.phase("plan"):
-        layout = owned_ranges(masks, call.block, pieces)
+        layout = assign_ranges(masks, call.block, ranges)
     own = layout.group(call.rank)
     summed = call.packed("summed", own.stop - own.start)
     push(call, layout, summed)
@@ -81,10 +81,12 @@ def reduce_scatter(call: Call, masks: Masks, pieces: Sequence[Piece]) -> None:
         call.kernels.scatter(summed, call.block, call.index(layout.blocks[own]), call.flat)
 
 
-def _begin_reduce(call: Call, pieces: Sequence[Piece], number: int) -> Callable[[], None]:
-    own = _views(call.flat, pieces, call.rank)
+def _begin_reduce(
+    call: CollectiveCall, ranges: Sequence[OwnedRange], number: int
+) -> Callable[[], None]:
+    own = _views(call.flat, ranges, call.rank)
     numel = sum(view.numel() for view in own)
-    # The kernels see whole blocks: each rank's contribution is padded to them.
+    # Kernels take whole blocks: pad each rank's contribution.
     blocks = num_blocks(numel, call.block)
     received = call.packed(f"received {number}", call.size * blocks).view(call.size, -1)
     with call.phase("push"):
@@ -93,7 +95,7 @@ def _begin_reduce(call: Call, pieces: Sequence[Piece], number: int) -> Callable[
             for part in _cut_alike(received[peer], own):
                 exchange.receive(peer, part)
         for peer in call.transport.peers():
-            for view in _views(call.flat, pieces, peer):
+            for view in _views(call.flat, ranges, peer):
                 exchange.send(peer, view)
         for part, view in zip(_cut_alike(received[call.rank], own), own, strict=True):
             part.copy_(view)
@@ -108,24 +110,26 @@ def _begin_reduce(call: Call, pieces: Sequence[Piece], number: int) -> Callable[
     return finish
 
 
-def _sum(call: Call, own: Sequence[Tensor], received: Tensor, blocks: int, number: int) -> None:
-    places = np.arange(call.size * blocks, dtype=np.int64).reshape(call.size, blocks)
+def _sum(
+    call: CollectiveCall, own: Sequence[Tensor], received: Tensor, blocks: int, number: int
+) -> None:
+    sources = np.arange(call.size * blocks, dtype=np.int64).reshape(call.size, blocks)
     in_place = len(own) == 1 and own[0].numel() == blocks * call.block
     summed = own[0] if in_place else call.packed(f"summed {number}", blocks)
-    call.kernels.reduce(received.view(-1), call.index(places), call.block, call.scale, summed)
+    call.kernels.reduce(received.view(-1), call.index(sources), call.block, call.scale, summed)
     if not in_place:
         for part, view in zip(_cut_alike(summed, own), own, strict=True):
             view.copy_(part)
 
 
-def _begin_gather(call: Call, pieces: Sequence[Piece]) -> Callable[[], None]:
+def _begin_gather(call: CollectiveCall, ranges: Sequence[OwnedRange]) -> Callable[[], None]:
     with call.phase("pull"):
         exchange = call.transport.begin()
         for peer in call.transport.peers():
-            for view in _views(call.flat, pieces, peer):
+            for view in _views(call.flat, ranges, peer):
                 exchange.receive(peer, view)
         for peer in call.transport.peers():
-            for view in _views(call.flat, pieces, call.rank):
+            for view in _views(call.flat, ranges, call.rank):
                 exchange.send(peer, view)
 
     def finish() -> None:
@@ -135,8 +139,8 @@ def _begin_gather(call: Call, pieces: Sequence[Piece]) -> Callable[[], None]:
     return finish
 
 
-def _views(flat: Tensor, pieces: Sequence[Piece], owner: int) -> list[Tensor]:
-    return [flat[p.start : p.stop] for p in pieces if p.owner == owner and p.stop > p.start]
+def _views(flat: Tensor, ranges: Sequence[OwnedRange], owner: int) -> list[Tensor]:
+    return [flat[p.start : p.stop] for p in ranges if p.owner == owner and p.stop > p.start]
 
 
 def _cut_alike(buffer: Tensor, views: Sequence[Tensor]) -> list[Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from wavemare.comm.blocks.masks import Masks
-from wavemare.comm.executors.base import Call, Executor
+from wavemare.comm.executors.base import CollectiveCall, Executor
 from wavemare.comm.executors.sparse_stream import SparseStream
 
 __all__ = ["SparCML"]
@@ -30,7 +30,7 @@ class SparCML(Executor):
     needs_masks = False
     deterministic = False
 
-    def all_reduce(self, call: Call, masks: Masks | None = None) -> None:
+    def all_reduce(self, call: CollectiveCall, masks: Masks | None = None) -> None:
         """Fold in, double, fold out."""
         with call.phase("pack"):
             stream = SparseStream.of(call.flat)
@@ -55,18 +55,18 @@ class SparCML(Executor):
             stream.write(call.flat, call.scale)
 
 
-def _sum(call: Call, left: SparseStream, right: SparseStream) -> SparseStream:
+def _sum(call: CollectiveCall, left: SparseStream, right: SparseStream) -> SparseStream:
     with call.phase("reduce"):
         return left + right
 
 
-def _give(call: Call, peer: int, stream: SparseStream) -> None:
+def _give(call: CollectiveCall, peer: int, stream: SparseStream) -> None:
     with call.phase("push"):
         _exchange(call, peer, [_header(stream)], [])
         _exchange(call, peer, stream.tensors, [])
 
 
-def _take(call: Call, peer: int, like: SparseStream) -> SparseStream:
+def _take(call: CollectiveCall, peer: int, like: SparseStream) -> SparseStream:
     with call.phase("push"):
         header = _header(like)
         _exchange(call, peer, [], [header])
@@ -75,7 +75,7 @@ def _take(call: Call, peer: int, like: SparseStream) -> SparseStream:
     return received
 
 
-def _swap(call: Call, peer: int, stream: SparseStream) -> SparseStream:
+def _swap(call: CollectiveCall, peer: int, stream: SparseStream) -> SparseStream:
     with call.phase("push"):
         header = _header(stream)
         _exchange(call, peer, [_header(stream)], [header])
@@ -88,7 +88,9 @@ def _header(stream: SparseStream) -> Tensor:
     return torch.tensor([stream.count])
 
 
-def _exchange(call: Call, peer: int, given: Sequence[Tensor], taken: Sequence[Tensor]) -> None:
+def _exchange(
+    call: CollectiveCall, peer: int, given: Sequence[Tensor], taken: Sequence[Tensor]
+) -> None:
     """Send and receive tensors of the host, over whatever memory the network reads."""
     device = call.transport.message_device
     arriving = [tensor.to(device) for tensor in taken]

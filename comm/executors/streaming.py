@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from wavemare.comm.blocks.masks import Masks, mask_bytes
-from wavemare.comm.executors.base import Call, Executor
+from wavemare.comm.executors.base import CollectiveCall, Executor
 from wavemare.comm.executors.streaming_frames import Frames
 from wavemare.comm.executors.streaming_lanes import Lanes
 from wavemare.comm.executors.streaming_protocol import (
@@ -65,7 +65,7 @@ class Streaming(Executor):
         width = min(max(blocks // (slots * self._depth), 1), self._width)
         return Lanes(blocks, num_ranks, slots, width)
 
-    def all_reduce(self, call: Call, masks: Masks | None = None) -> None:
+    def all_reduce(self, call: CollectiveCall, masks: Masks | None = None) -> None:
         """Stream until all sums are there."""
         lanes = self.lanes(num_blocks(call.flat.numel(), call.block), call.size)
         with call.phase("mask"):
@@ -86,7 +86,7 @@ class _Sent:
 class _Stream:
     """One call of one rank: moves blocks as its worker and its aggregator say."""
 
-    def __init__(self, call: Call, lanes: Lanes, nonzero: npt.NDArray[np.bool_]) -> None:
+    def __init__(self, call: CollectiveCall, lanes: Lanes, nonzero: npt.NDArray[np.bool_]) -> None:
         self._call = call
         self._lanes = lanes
         self._worker = Worker(lanes, nonzero)
@@ -101,7 +101,7 @@ class _Stream:
         self._own: deque[tuple[Message, int]] = deque()
         self._up: dict[int, _Sent] = {}
         self._down: dict[int, list[_Sent]] = {slot: [] for slot in range(lanes.num_slots)}
-        # Of each slot that is summed here: by rank the frame and the place of its first block.
+        # Of each slot that is summed here: by rank the frame and the position of its first block.
         self._contributions: dict[int, dict[int, tuple[int, int]]] = {
             slot: {} for slot in range(lanes.num_slots)
         }
@@ -148,8 +148,8 @@ class _Stream:
         self._up[message.slot] = _Sent(frame, exchange)
 
     def _contribute(self, worker: int, message: Message, frame: int) -> None:
-        place = self._frames.place(frame, message.blocks.size)
-        self._contributions[message.slot][worker] = frame, place
+        position = self._frames.position(frame, message.blocks.size)
+        self._contributions[message.slot][worker] = frame, position
         reply = self._aggregator.receive(worker, message)
         if reply is not None:
             self._reply(reply)
@@ -165,12 +165,12 @@ class _Stream:
         contributions = self._contributions[message.slot]
         with call.phase("reduce"):
             firsts = np.zeros((call.size, 1), dtype=np.int64)
-            for worker, (_, place) in contributions.items():
-                firsts[worker] = place
-            places = np.where(reply.sources < 0, -1, reply.sources + firsts)
+            for worker, (_, position) in contributions.items():
+                firsts[worker] = position
+            positions = np.where(reply.sources < 0, -1, reply.sources + firsts)
             summed = self._frames.blocks(frame, message.blocks.size)
             memory, host = self._frames.memory, kernels_for("cpu")
-            host.reduce(memory, torch.from_numpy(places), call.block, call.scale, summed)
+            host.reduce(memory, torch.from_numpy(positions), call.block, call.scale, summed)
         with call.phase("pull"):
             exchange = call.transport.begin()
             for peer in call.transport.peers():
@@ -239,7 +239,7 @@ class _Stream:
         return self._call.scratch("streamed", packed.numel(), self._call.flat)
 
 
-def _local_mask(call: Call, blocks: int) -> npt.NDArray[np.bool_]:
+def _local_mask(call: CollectiveCall, blocks: int) -> npt.NDArray[np.bool_]:
     like = torch.empty(0, dtype=torch.uint8, device=call.flat.device)
     bits = call.scratch("bits", mask_bytes(blocks), like)
     call.kernels.mask(call.flat, call.block, bits)

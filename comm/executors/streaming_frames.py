@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages of the streaming protocol as they travel: numbers and blocks in one piece of memory."""
+"""Messages of the streaming protocol as they travel: numbers and blocks in one block of memory."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Frames:
         start = self._header_blocks(count) * self._block
         return self._rows[frame, start : start + count * self._block]
 
-    def place(self, frame: int, count: int) -> int:
+    def position(self, frame: int, count: int) -> int:
         """Return where in `memory` the blocks of a message of so many begin, in blocks."""
         return frame * self._frame_blocks + self._header_blocks(count)
 

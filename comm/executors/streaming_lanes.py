@@ -51,7 +51,7 @@ class Lanes:
         return np.arange(start, min(start + self.width, self.num_blocks), dtype=np.int64)
 
     def columns(self, blocks: Index) -> Index:
-        """Return the places of blocks' lanes within their slot; also of a lane's end."""
+        """Return the positions of blocks' lanes within their slot; also of a lane's end."""
         return blocks % self.count % self.width
 
     def first_nonzero_from(self, nonzero: npt.NDArray[np.bool_]) -> Index:

@@ -67,8 +67,8 @@ class Reply:
 
     Args:
         message: To all workers.
-        sources: (N, k), int64: for each worker and block of the message its place within what that
-            worker sent last; -1 if it was not there.
+        sources: (N, k), int64: for each worker and block, its number in that worker's last
+            message; -1 if absent.
         all_answered: Whether all workers have answered the reply before, and so have received it.
     """
 

@@ -49,9 +49,11 @@ class NumbaKernels:
         """Copy packed blocks into a bucket; see `BlockKernels.scatter`."""
         _scatter(as_words(packed), block, index.numpy(), as_words(flat))
 
-    def reduce(self, packed: Tensor, places: Tensor, block: int, scale: float, out: Tensor) -> None:
+    def reduce(
+        self, packed: Tensor, sources: Tensor, block: int, scale: float, out: Tensor
+    ) -> None:
         """Sum blocks of several ranks in their order; see `BlockKernels.reduce`."""
-        where = places.numpy()
+        where = sources.numpy()
         if out.dtype in (torch.bfloat16, torch.float16):
             bfloat = out.dtype == torch.bfloat16
             _reduce_half(as_words(packed), where, block, _f32(scale), bfloat, as_words(out))
@@ -101,16 +103,16 @@ def _scatter(packed: Any, block: int, index: Any, words: Any) -> None:
 
 
 @compiled
-def _reduce(packed: Any, places: Any, block: int, scale: Any, out: Any) -> None:
-    for j in range(places.shape[1]):
+def _reduce(packed: Any, sources: Any, block: int, scale: Any, out: Any) -> None:
+    for j in range(sources.shape[1]):
         for first in range(0, block, _CHUNK):
             last = min(first + _CHUNK, block)
             sums = out[j * block + first : j * block + last]
             sums[:] = 0
-            for rank in range(places.shape[0]):
-                place = places[rank, j]
-                if place >= 0:
-                    terms = packed[place * block + first : place * block + last]
+            for rank in range(sources.shape[0]):
+                source = sources[rank, j]
+                if source >= 0:
+                    terms = packed[source * block + first : source * block + last]
                     for i in range(sums.size):
                         sums[i] += terms[i]
             if scale != 1:
@@ -119,17 +121,17 @@ def _reduce(packed: Any, places: Any, block: int, scale: Any, out: Any) -> None:
 
 
 @compiled
-def _reduce_half(packed: Any, places: Any, block: int, scale: Any, bfloat: bool, out: Any) -> None:
+def _reduce_half(packed: Any, sources: Any, block: int, scale: Any, bfloat: bool, out: Any) -> None:
     scratch = np.empty(min(block, _CHUNK), np.float32)
-    for j in range(places.shape[1]):
+    for j in range(sources.shape[1]):
         for first in range(0, block, _CHUNK):
             last = min(first + _CHUNK, block)
             sums = scratch[: last - first]
             sums[:] = 0
-            for rank in range(places.shape[0]):
-                place = places[rank, j]
-                if place >= 0:
-                    terms = packed[place * block + first : place * block + last]
+            for rank in range(sources.shape[0]):
+                source = sources[rank, j]
+                if source >= 0:
+                    terms = packed[source * block + first : source * block + last]
                     if bfloat:
                         _add_bfloat16(terms, sums)
                     else:

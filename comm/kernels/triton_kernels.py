@@ -101,26 +101,28 @@ class TritonKernels:
         """See `BlockKernels.scatter`."""
         self._copy(flat, packed, block, index, pack=False)
 
-    def reduce(self, packed: Tensor, places: Tensor, block: int, scale: float, out: Tensor) -> None:
+    def reduce(
+        self, packed: Tensor, sources: Tensor, block: int, scale: float, out: Tensor
+    ) -> None:
         """See `BlockKernels.reduce`."""
-        ranks, count = places.shape
-        assert places.dtype == torch.int64
-        assert places.is_contiguous()
+        ranks, count = sources.shape
+        assert sources.dtype == torch.int64
+        assert sources.is_contiguous()
         assert out.numel() == count * block
         assert scale == 1 or packed.is_floating_point()
-        brain = packed.dtype == torch.bfloat16
-        if brain:
+        is_bf16 = packed.dtype == torch.bfloat16
+        if is_bf16:
             packed, out = _words(packed), _words(out)
         rows, cols = self._tile(packed, block)
         self._start(
             sum_blocks,
             (num_blocks(count, rows), num_blocks(block, cols)),
-            (packed, places, out, ranks, count, float(scale)),
+            (packed, sources, out, ranks, count, float(scale)),
             BLOCK=block,
             ROWS=rows,
             COLS=cols,
             SUM=_SUMS.get(packed.dtype, tl.float32),
-            BRAIN=brain,
+            BF16=is_bf16,
             SCALED=scale != 1,
         )
 

@@ -18,7 +18,7 @@ Parameters, beside those of `BlockKernels`:
 * BLOCK: Elements, or integers, per block.
 * PACK: Whether to gather, or to scatter.
 * SUM: The type to sum in.
-* BRAIN: Whether elements are bfloat16, which come as int16.
+* BF16: Whether elements are bfloat16, which come as int16.
 * SCALED: Whether the scale is not 1.
 """
 
@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 
 __all__ = [
-    "brain_of_float",
+    "bf16_of_float",
     "copy_blocks",
     "mask_blocks",
     "sum_blocks",
@@ -83,8 +83,8 @@ def mask_blocks(
             tail_alive = _tail_alive(tail, rest, TAIL_COLS, TAIL_BESIDE_SIGN)
             alive = tl.where(row == whole, tail_alive, alive)
     byte = tl.reshape(alive.to(tl.int32), (ROWS // 8, 8)) << tl.arange(0, 8)[None, :]
-    place = first // 8 + tl.arange(0, ROWS // 8)
-    tl.store(bits + place, tl.sum(byte, 1).to(tl.uint8), mask=place < size)
+    source = first // 8 + tl.arange(0, ROWS // 8)
+    tl.store(bits + source, tl.sum(byte, 1).to(tl.uint8), mask=source < size)
 
 
 @_jit
@@ -144,7 +144,7 @@ def copy_blocks(
 @_jit
 def sum_blocks(
     packed: tl.tensor,
-    places: tl.tensor,
+    sources: tl.tensor,
     out: tl.tensor,
     ranks: tl.int64,
     count: tl.int64,
@@ -153,7 +153,7 @@ def sum_blocks(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     SUM: tl.constexpr,
-    BRAIN: tl.constexpr,
+    BF16: tl.constexpr,
     SCALED: tl.constexpr,
 ) -> None:
     """Do `BlockKernels.reduce`."""
@@ -162,25 +162,25 @@ def sum_blocks(
     inside = (entry < count)[:, None] & (column < BLOCK)[None, :]
     total = tl.zeros((ROWS, COLS), SUM)
     for rank in tl.range(0, ranks, loop_unroll_factor=4):
-        place = tl.load(places + rank * count + entry, mask=entry < count, other=-1)
+        source = tl.load(sources + rank * count + entry, mask=entry < count, other=-1)
         # Adding +0.0 to a sum that began at +0.0 is the same as leaving it out.
-        here = inside & (place >= 0)[:, None]
-        value = tl.load(packed + place[:, None] * BLOCK + column[None, :], mask=here, other=0)
-        total += _float_of_brain(value) if BRAIN else value.to(SUM)
+        here = inside & (source >= 0)[:, None]
+        value = tl.load(packed + source[:, None] * BLOCK + column[None, :], mask=here, other=0)
+        total += _float_of_bf16(value) if BF16 else value.to(SUM)
     if SCALED:
         total *= tl.full((1, 1), scale, SUM)
-    result = brain_of_float(total) if BRAIN else total.to(out.dtype.element_ty)
+    result = bf16_of_float(total) if BF16 else total.to(out.dtype.element_ty)
     tl.store(out + entry[:, None] * BLOCK + column[None, :], result, mask=inside)
 
 
 # bfloat16 is converted by hand, as Triton's interpreter cuts off instead of rounding.
 @_jit
-def _float_of_brain(word: tl.tensor) -> tl.tensor:
+def _float_of_bf16(word: tl.tensor) -> tl.tensor:
     return (word.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
 @_jit
-def brain_of_float(value: tl.tensor) -> tl.tensor:
+def bf16_of_float(value: tl.tensor) -> tl.tensor:
     """Round float32 to bfloat16 (as int16), to the nearest, ties to even."""
     word = value.to(tl.int32, bitcast=True)
     nearest_even = word + 0x7FFF + ((word >> 16) & 1)

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from wavemare.comm.blocks.layout import deal
+from wavemare.comm.blocks.layout import assign_owners
 from wavemare.comm.blocks.masks import Masks
-from wavemare.comm.executors.base import Call, Scratch
+from wavemare.comm.executors.base import CollectiveCall, Scratch
 from wavemare.comm.selection.cost import Constants
 from wavemare.comm.transport.base import Transport
 
@@ -115,11 +115,11 @@ def _kernels(transport: Transport, block: int, device: torch.device) -> list[flo
     blocks = max(_KERNEL_BYTES // 4 // block // 2, 1) * 2
     numel = blocks * block
     flat = torch.ones(numel, device=device)
-    call = Call(flat, block, 0.5, transport, Scratch())
+    call = CollectiveCall(flat, block, 0.5, transport, Scratch())
     bits = torch.empty(-(-blocks // 8), dtype=torch.uint8, device=device)
     every = torch.arange(blocks, device=device)
     packed, out = call.packed("packed", blocks), call.packed("out", blocks // 2)
-    places = torch.arange(blocks, device=device).view(2, -1)[:, : blocks // 2].contiguous()
+    sources = torch.arange(blocks, device=device).view(2, -1)[:, : blocks // 2].contiguous()
     kernels = call.kernels
     # Worst case of the mask: it must read all of a block to find it zero.
     zeros = torch.zeros_like(flat)
@@ -127,14 +127,14 @@ def _kernels(transport: Transport, block: int, device: torch.device) -> list[flo
     masks = Masks.of(torch.randint(2, (2, blocks), generator=generator).numpy())
 
     def planned() -> None:
-        layout = deal(masks)
+        layout = assign_owners(masks)
         layout.push_counts()
-        layout.places(0)
+        layout.sources(0)
 
     measured = [
         (lambda: kernels.mask(zeros, block, bits), 4 * numel),
         (lambda: kernels.gather(flat, block, every, packed), 4 * numel),
-        (lambda: kernels.reduce(packed, places, block, 0.5, out), 6 * numel),
+        (lambda: kernels.reduce(packed, sources, block, 0.5, out), 6 * numel),
         (lambda: kernels.scatter(packed, block, every, flat), 4 * numel),
         (planned, 2 * blocks),
     ]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from wavemare.errors import CommError
 
-__all__ = ["Exchange", "Transport", "as_bytes", "pieces"]
+__all__ = ["Exchange", "Transport", "as_bytes", "message_parts"]
 
 _LARGEST = 1 << 30
 """Bytes of the largest single message: MPI before version 4 counts with 32 bits."""
@@ -199,7 +199,7 @@ def as_bytes(tensor: Tensor) -> Any:
     return tensor.detach().view(-1).view(torch.uint8).numpy()
 
 
-def pieces(tensor: Tensor) -> Sequence[Tensor]:
+def message_parts(tensor: Tensor) -> Sequence[Tensor]:
     """Cut a contiguous tensor into views that each are small enough for one message."""
     if tensor.numel() == 0:
         return ()

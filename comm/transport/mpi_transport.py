@@ -11,7 +11,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from wavemare.comm.transport.base import Transport, as_bytes, pieces
+from wavemare.comm.transport.base import Transport, as_bytes, message_parts
 from wavemare.comm.waits import waiting
 from wavemare.errors import CommError
 
@@ -74,9 +74,9 @@ class MpiTransport(Transport):
 
     def _all_reduce(self, flat: Tensor) -> None:
         kind = _TYPES[flat.dtype]
-        for piece in pieces(flat):
-            _synchronize(piece)
-            request = self._comm.Iallreduce(MPI.IN_PLACE, [buffer_of(piece)[0], kind])
+        for part in message_parts(flat):
+            _synchronize(part)
+            request = self._comm.Iallreduce(MPI.IN_PLACE, [buffer_of(part)[0], kind])
             self.finish([request], [])
 
     def split(self, colour: int) -> MpiTransport:
@@ -192,9 +192,9 @@ class _MpiExchange:
         self._transport.bytes_down += tensor.nbytes
 
     def _post(self, function: Any, peer: int, tensor: Tensor, *, receives: bool = False) -> None:
-        for piece in pieces(tensor):
-            self._sizes.append(piece.nbytes if receives else None)
-            self._requests.append(function(buffer_of(piece), peer, _TAG))
+        for part in message_parts(tensor):
+            self._sizes.append(part.nbytes if receives else None)
+            self._requests.append(function(buffer_of(part), peer, _TAG))
             self._peers.append(peer)
 
     def wait(self) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from wavemare.comm.meeting import agree_on_name
-from wavemare.comm.transport.base import Transport, pieces
+from wavemare.comm.transport.base import Transport, message_parts
 from wavemare.errors import CommError
 
 __all__ = ["TorchTransport"]
@@ -170,9 +170,9 @@ class _TorchExchange:
         self._transport.bytes_down += tensor.nbytes
 
     def _post(self, function: Any, peer: int, tensor: Tensor) -> None:
-        for piece in pieces(tensor):
+        for part in message_parts(tensor):
             try:
-                work = function([piece], peer, _TAG)
+                work = function([part], peer, _TAG)
             except RuntimeError as error:
                 raise self._transport.failed(error, peer) from error
             self._works.append((work, peer))
@@ -199,8 +199,8 @@ class _BatchedExchange:
         self._transport.bytes_down += tensor.nbytes
 
     def _add(self, function: Any, peer: int, tensor: Tensor) -> None:
-        for piece in pieces(tensor):
-            operation = dist.P2POp(function, piece, group=self._transport.group, group_peer=peer)
+        for part in message_parts(tensor):
+            operation = dist.P2POp(function, part, group=self._transport.group, group_peer=peer)
             self._operations.append(operation)
 
     def wait(self) -> None:

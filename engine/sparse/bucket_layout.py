@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-__all__ = ["Bucket", "Member", "Place", "embedding_weights", "make_buckets", "row_tables"]
+__all__ = ["Bucket", "Member", "Slot", "embedding_weights", "make_buckets", "row_tables"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Place:
+class Slot:
     """Where a parameter's gradient lies in its bucket.
 
     Args:
@@ -56,13 +56,13 @@ class Bucket:
         key: The bucket's name, made of those of its parameters: residuals are kept under it.
         dtype: Of its elements.
         numel: Number of its elements, those between the parameters included.
-        places: Its parameters.
+        slots: Its parameters.
     """
 
     key: str
     dtype: torch.dtype
     numel: int
-    places: tuple[Place, ...]
+    slots: tuple[Slot, ...]
 
 
 def make_buckets(members: Sequence[Member], block: int, bucket_bytes: int) -> list[Bucket]:
@@ -92,13 +92,13 @@ def make_buckets(members: Sequence[Member], block: int, bucket_bytes: int) -> li
 
 
 def _bucket(group: Sequence[tuple[int, Member]], block: int) -> Bucket:
-    places, start = [], 0
+    slots, start = [], 0
     for _, member in group:
-        places.append(Place(member.name, start, start + member.numel))
+        slots.append(Slot(member.name, start, start + member.numel))
         start += _padded(member.numel, block)
-    first, last = places[0], places[-1]
-    key = first.name if len(places) == 1 else f"{first.name} to {last.name}"
-    return Bucket(key, group[0][1].dtype, last.stop, tuple(places))
+    first, last = slots[0], slots[-1]
+    key = first.name if len(slots) == 1 else f"{first.name} to {last.name}"
+    return Bucket(key, group[0][1].dtype, last.stop, tuple(slots))
 
 
 def _padded(numel: int, block: int) -> int:

@@ -9,12 +9,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from wavemare.comm.blocks.layout import Piece
+from wavemare.comm.blocks.layout import OwnedRange
+from wavemare.comm.collective_queue import Handle
 from wavemare.comm.sparse import SparseComm
-from wavemare.comm.worker import Handle
-from wavemare.engine.sparse.bucket_layout import Bucket, Place
+from wavemare.engine.sparse.bucket_layout import Bucket, Slot
 
-__all__ = ["BucketRounds", "Write"]
+__all__ = ["BucketReducer", "Write"]
 
 
 class Write(Protocol):
@@ -30,7 +30,7 @@ class Write(Protocol):
         """
 
 
-class BucketRounds:
+class BucketReducer:
     """Reduces all buckets once in each round.
 
     Gradients come in any order. Buckets are sent in the order in which they are listed, on all
@@ -42,7 +42,7 @@ class BucketRounds:
         buckets: All there are.
         device: Where they are.
         write: Takes what has been reduced, at some time before the round's end.
-        pieces: By the bucket's key, which rank needs which range; all ranks need all if omitted.
+        ranges: By the bucket's key, which rank needs which range; all ranks need all if omitted.
         parameters: By name, for compressors that compare gradients with weights.
         keep: Whether buckets stay in memory from round to round.
     """
@@ -54,7 +54,7 @@ class BucketRounds:
         *,
         device: torch.device,
         write: Write,
-        pieces: Mapping[str, Sequence[Piece]] | None = None,
+        ranges: Mapping[str, Sequence[OwnedRange]] | None = None,
         parameters: Mapping[str, Tensor] | None = None,
         keep: bool = True,
     ) -> None:
@@ -62,18 +62,18 @@ class BucketRounds:
         self._comm = comm
         self._device = device
         self._write = write
-        self._pieces = pieces
+        self._ranges = ranges
         self._parameters = parameters or {}
         self._keep = keep
         self._number_of = {
-            place.name: number for number, bucket in enumerate(buckets) for place in bucket.places
+            slot.name: number for number, bucket in enumerate(buckets) for slot in bucket.slots
         }
-        self._place_of = {place.name: place for bucket in buckets for place in bucket.places}
+        self._slot_of = {slot.name: slot for bucket in buckets for slot in bucket.slots}
         self._buffers: dict[int, Tensor] = {}
         self._begin()
 
     def _begin(self) -> None:
-        self._missing = [{place.name for place in bucket.places} for bucket in self.buckets]
+        self._missing = [{slot.name for slot in bucket.slots} for bucket in self.buckets]
         self._handles: list[Handle] = []
         self._num_written = 0
 
@@ -81,7 +81,7 @@ class BucketRounds:
     def begun(self) -> bool:
         """Whether a gradient has come in this round."""
         return any(
-            len(missing) < len(bucket.places)
+            len(missing) < len(bucket.slots)
             for missing, bucket in zip(self._missing, self.buckets, strict=True)
         )
 
@@ -107,7 +107,7 @@ class BucketRounds:
         """
         assert not self.sent(name), name
         number = self._number_of[name]
-        self._view(number, self._place_of[name]).view(gradient.shape).copy_(gradient)
+        self._view(number, self._slot_of[name]).view(gradient.shape).copy_(gradient)
         self._missing[number].discard(name)
 
     def send_complete(self) -> None:
@@ -133,28 +133,28 @@ class BucketRounds:
         number = self.num_sent
         bucket, flat = self.buckets[number], self._buffer(number)
         if self._keep:  # else it is new, and zero
-            for place in bucket.places:
-                if place.name in self._missing[number]:
-                    flat[place.start : place.stop].zero_()
+            for slot in bucket.slots:
+                if slot.name in self._missing[number]:
+                    flat[slot.start : slot.stop].zero_()
         weights = self._weights(bucket, flat) if self._parameters else None
         reduce: Callable[..., Handle] = self._comm.allreduce_
         arguments: tuple[object, ...] = (flat,)
-        if self._pieces is not None:
-            reduce, arguments = self._comm.reduce_scatter_, (flat, self._pieces[bucket.key])
+        if self._ranges is not None:
+            reduce, arguments = self._comm.reduce_scatter_, (flat, self._ranges[bucket.key])
         self._handles.append(reduce(*arguments, key=bucket.key, weights=weights, async_op=True))
 
     def _take(self) -> None:
         number = self._num_written
         self._handles[number].wait()
-        for place in self.buckets[number].places:
-            here = place.name not in self._missing[number]
-            self._write(place.name, self._view(number, place), here)
+        for slot in self.buckets[number].slots:
+            here = slot.name not in self._missing[number]
+            self._write(slot.name, self._view(number, slot), here)
         if not self._keep:
             del self._buffers[number]
         self._num_written += 1
 
-    def _view(self, number: int, place: Place) -> Tensor:
-        return self._buffer(number)[place.start : place.stop]
+    def _view(self, number: int, slot: Slot) -> Tensor:
+        return self._buffer(number)[slot.start : slot.stop]
 
     def _buffer(self, number: int) -> Tensor:
         if number not in self._buffers:
@@ -166,7 +166,7 @@ class BucketRounds:
 
     def _weights(self, bucket: Bucket, flat: Tensor) -> Tensor:
         weights = torch.zeros_like(flat)
-        for place in bucket.places:
-            parameter = self._parameters[place.name].detach()
-            weights[place.start : place.stop].view(parameter.shape).copy_(parameter)
+        for slot in bucket.slots:
+            parameter = self._parameters[slot.name].detach()
+            weights[slot.start : slot.stop].view(parameter.shape).copy_(parameter)
         return weights

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wavemare.comm.collective_queue import Handle
 from wavemare.comm.config import SparseCollectiveConfig
 from wavemare.comm.sparse import SparseComm
-from wavemare.comm.worker import Handle
 from wavemare.engine.optim.adapter import adapt
 from wavemare.engine.sparse.bucket_layout import (
     Bucket,
@@ -23,14 +23,14 @@ from wavemare.engine.sparse.bucket_layout import (
     make_buckets,
     row_tables,
 )
-from wavemare.engine.sparse.buckets import BucketRounds
+from wavemare.engine.sparse.buckets import BucketReducer
 from wavemare.errors import CheckpointError, ModelError
 
 __all__ = ["ReplicatedGradients", "SparseGradients"]
 
 
 class SparseGradients(ABC):
-    """Reduces an engine's gradients over its data ranks in the place of DeepSpeed.
+    """Reduces an engine's gradients over its data ranks in place of DeepSpeed.
 
     Args:
         engine: A DeepSpeed engine, complete.
@@ -70,7 +70,7 @@ class SparseGradients(ABC):
 
     @property
     @abstractmethod
-    def rounds(self) -> BucketRounds:
+    def rounds(self) -> BucketReducer:
         """The buckets."""
 
     @abstractmethod
@@ -163,7 +163,7 @@ class ReplicatedGradients(SparseGradients):
             self._accumulated = {name: held[id(p)] for name, p in self._parameters.items()}
         dtype = engine.communication_data_type
         self._dtype: torch.dtype = dtype
-        self._rounds = BucketRounds(
+        self._rounds = BucketReducer(
             self.comm,
             self._buckets(self._parameters, lambda parameter: dtype, config),
             device=engine.device,
@@ -180,7 +180,7 @@ class ReplicatedGradients(SparseGradients):
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
     @property
-    def rounds(self) -> BucketRounds:
+    def rounds(self) -> BucketReducer:
         """The buckets."""
         return self._rounds
 
@@ -203,7 +203,7 @@ class ReplicatedGradients(SparseGradients):
         self._rows = {name: self._send_rows(name) for name in self._tables}
 
     def end(self) -> None:
-        """Wait for all that `begin` has sent, and put it in the gradients' place."""
+        """Wait for all that `begin` has sent, and put it in the gradients."""
         self._rounds.end()
         for name, handle in self._rows.items():
             self._take_rows(name, handle)

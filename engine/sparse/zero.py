@@ -15,11 +15,11 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from wavemare.comm.blocks.layout import Piece
+from wavemare.comm.blocks.layout import OwnedRange
 from wavemare.comm.config import SparseCollectiveConfig
 from wavemare.engine.optim.adapter import ZeroAdapter
-from wavemare.engine.sparse.bucket_layout import Bucket, Place
-from wavemare.engine.sparse.buckets import BucketRounds
+from wavemare.engine.sparse.bucket_layout import Bucket, Slot
+from wavemare.engine.sparse.buckets import BucketReducer
 from wavemare.engine.sparse.gradients import SparseGradients
 
 __all__ = ["PartitionedGradients"]
@@ -54,12 +54,12 @@ class PartitionedGradients(SparseGradients):
         splits = optimizer.reduce_scatter and not any(
             getattr(p, "use_muon", False) for p in registered.values()
         )
-        self._rounds = BucketRounds(
+        self._rounds = BucketReducer(
             self.comm,
             buckets,
             device=engine.device,
             write=self._write,
-            pieces={b.key: self._pieces(b) for b in buckets} if splits else None,
+            ranges={b.key: self._ranges(b) for b in buckets} if splits else None,
             parameters=registered if self._compares_weights else None,
             keep=False,
         )
@@ -75,7 +75,7 @@ class PartitionedGradients(SparseGradients):
         optimizer._buffered_reduce_fallback_preserving_fp32 = self._buffered_reduce_preserving_fp32
 
     @property
-    def rounds(self) -> BucketRounds:
+    def rounds(self) -> BucketReducer:
         """The buckets."""
         return self._rounds
 
@@ -89,7 +89,7 @@ class PartitionedGradients(SparseGradients):
             self._rounds.end()
         self.note_round()
 
-    # --- in the place of the optimizer's methods --------------------------------------------------
+    # --- in place of the optimizer's methods --------------------------------------------------
 
     def _average_tensor(self, tensor: Tensor, communication_data_type: torch.dtype) -> None:
         bucket = self._optimizer.ipg_buckets[communication_data_type]
@@ -138,13 +138,13 @@ class PartitionedGradients(SparseGradients):
                 part = reduced[start:stop]
                 self._adapter.store_reduced(group, parameter, owned, part, here)
 
-    def _pieces(self, bucket: Bucket) -> list[Piece]:
-        return [piece for place in bucket.places for piece in self._pieces_of(place)]
+    def _ranges(self, bucket: Bucket) -> list[OwnedRange]:
+        return [owned for slot in bucket.slots for owned in self._ranges_of(slot)]
 
-    def _pieces_of(self, place: Place) -> Iterator[Piece]:
-        group, parameter = self._group_of[place.name], self._parameters[place.name]
+    def _ranges_of(self, slot: Slot) -> Iterator[OwnedRange]:
+        group, parameter = self._group_of[slot.name], self._parameters[slot.name]
         for owner, start, stop in self._adapter.owned_ranges(group, parameter):
-            yield Piece(place.start + start, place.start + stop, owner)
+            yield OwnedRange(slot.start + start, slot.start + stop, owner)
 
     @contextmanager
     def _stream(self, bucket: Any = None) -> Iterator[None]:

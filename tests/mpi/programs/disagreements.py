@@ -6,7 +6,7 @@ import functools
 import torch
 from common import sparse_comm
 
-from wavemare.comm.blocks.layout import Piece
+from wavemare.comm.blocks.layout import OwnedRange
 from wavemare.comm.selection.cost import Constants
 from wavemare.comm.transport import open_transport
 from wavemare.comm.transport.staging import StagedTransport
@@ -18,7 +18,7 @@ def disagreements(world, checks, sizes):
     odd = world.rank == world.size - 1
     ids = torch.tensor([1, 2])
     halves = [0, *([50] * (world.size - 1)), 100]
-    pieces = [Piece(0, 50, 0), Piece(50, 100, world.size - 1)]
+    ranges = [OwnedRange(0, 50, 0), OwnedRange(50, 100, world.size - 1)]
     calls = {
         "size": lambda comm: comm.allreduce_(torch.ones(100 + odd)),
         "type": lambda comm: comm.allreduce_(torch.ones(100, dtype=(_F32, _F16)[odd])),
@@ -26,9 +26,9 @@ def disagreements(world, checks, sizes):
         "operation": lambda comm: _either(odd, comm.allreduce_, comm.reduce_scatter_, halves),
         "order": lambda comm: [comm.allreduce_(torch.ones(n)) for n in ((50, 60), (60, 50))[odd]],
         "partition": lambda comm: comm.reduce_scatter_(
-            torch.ones(100), halves if odd else pieces[:1]
+            torch.ones(100), halves if odd else ranges[:1]
         ),
-        "gathered": lambda comm: comm.allgather_(torch.ones(100), halves if odd else pieces[:1]),
+        "gathered": lambda comm: comm.allgather_(torch.ones(100), halves if odd else ranges[:1]),
         "columns": lambda comm: comm.allreduce_rows_(ids, torch.ones(2, 3 + odd), 9),
         "rows": lambda comm: comm.allreduce_rows_(ids, torch.ones(2, 3), 9 + odd),
         "bound": lambda comm: comm.allreduce_rows_(ids, torch.ones(2, 3), None if odd else 9),

@@ -11,7 +11,7 @@ from oracle import ordered_sum, same_bits
 from reductions import PEERS
 
 from wavemare.comm.agreement import HEADER_BYTES
-from wavemare.comm.blocks.layout import Piece
+from wavemare.comm.blocks.layout import OwnedRange
 from wavemare.errors import ConfigError
 
 BLOCK = 64
@@ -20,30 +20,30 @@ MODES = ("ordered", "pushpull", "allgather", "auto", "packed", "dense", *PEERS)
 
 
 def partitions(ranks):
-    """Return partitions by name: borders, or pieces."""
+    """Return partitions by name: borders, or ranges."""
     equal = [NUMEL * owner // ranks for owner in range(ranks + 1)]
     blocks = [min(BLOCK * (32 * owner // ranks), NUMEL) for owner in range(ranks)] + [NUMEL]
     odd = [0, *sorted((7 * owner * owner + 5) % NUMEL for owner in range(1, ranks)), NUMEL]
     cuts = [0, 1, 63, 64, 65, 190, 191, 500, 1000, 1001, NUMEL - 1, NUMEL]
-    many = [Piece(*pair, place % ranks) for place, pair in enumerate(itertools.pairwise(cuts))]
+    many = [OwnedRange(*pair, place % ranks) for place, pair in enumerate(itertools.pairwise(cuts))]
     return {
         "equal": equal,
         "whole blocks": blocks,
         "borders inside blocks": odd,
         "empty for all but the last": [0] * ranks + [NUMEL],
         "empty for all but the first": [0] + [NUMEL] * ranks,
-        "several pieces": many,
-        "several pieces, out of order": many[::-1],
-        "with gaps": [piece for piece in many if piece.stop - piece.start > 1],
-        "with empty pieces": [Piece(64, 64, 0), *many, Piece(NUMEL, NUMEL, ranks - 1)],
+        "several ranges": many,
+        "several ranges, out of order": many[::-1],
+        "with gaps": [owned for owned in many if owned.stop - owned.start > 1],
+        "with empty ranges": [OwnedRange(64, 64, 0), *many, OwnedRange(NUMEL, NUMEL, ranks - 1)],
         "nobody's": [],
     }
 
 
 def as_pieces(partition):
-    if all(isinstance(item, Piece) for item in partition):
+    if all(isinstance(item, OwnedRange) for item in partition):
         return partition
-    return [Piece(*pair, owner) for owner, pair in enumerate(itertools.pairwise(partition))]
+    return [OwnedRange(*pair, owner) for owner, pair in enumerate(itertools.pairwise(partition))]
 
 
 def reduce_scatters(world, checks, sizes):
@@ -66,10 +66,10 @@ def reduce_scatters(world, checks, sizes):
                         flat = everyone[comm.rank].clone()
                         comm.reduce_scatter_(flat, partition)
                         summed = ordered_sum(everyone, 1 / comm.size)
-                        for piece in as_pieces(partition):
-                            if piece.owner == comm.rank:
-                                own = slice(piece.start, piece.stop)
-                                what = (mode, comm.size, name, pattern, dtype, piece)
+                        for owned in as_pieces(partition):
+                            if owned.owner == comm.rank:
+                                own = slice(owned.start, owned.stop)
+                                what = (mode, comm.size, name, pattern, dtype, owned)
                                 checks(same_bits(flat[own], summed[own]), *what)
 
 
@@ -83,12 +83,12 @@ def allgathers(world, checks, sizes):
                 everyone = buckets("half", comm.size, NUMEL, BLOCK, dtype)
                 flat = everyone[comm.rank].clone()
                 expected = flat.clone()
-                pieces = as_pieces(partition)
-                for piece in pieces:
-                    own = slice(piece.start, piece.stop)
-                    expected[own] = everyone[piece.owner][own]
+                ranges = as_pieces(partition)
+                for owned in ranges:
+                    own = slice(owned.start, owned.stop)
+                    expected[own] = everyone[owned.owner][own]
                 handle = comm.allgather_(flat, partition)
-                down = sum(p.stop - p.start for p in pieces if p.owner != comm.rank)
+                down = sum(p.stop - p.start for p in ranges if p.owner != comm.rank)
                 found = handle.stats.bytes_down - HEADER_BYTES * (comm.size - 1)
                 checks(found == down * flat.element_size(), comm.size, name, dtype, "bytes")
                 checks(same_bits(flat, expected), comm.size, name, dtype)

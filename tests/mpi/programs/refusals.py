@@ -9,7 +9,7 @@ from common import sparse_comm
 from inputs import buckets
 from oracle import ordered_sum, same_bits
 
-from wavemare.comm.blocks.layout import Piece
+from wavemare.comm.blocks.layout import OwnedRange
 from wavemare.errors import CommError, ConfigError
 
 
@@ -44,9 +44,9 @@ def refusals(world, checks, sizes):
             "descending": [50] + [0] * comm.size,
             "outside": [0] * comm.size + [numel + 1],
             "negative": [-1] + [numel] * comm.size,
-            "overlapping": [Piece(0, 60, 0), Piece(50, 100, last)],
-            "no such owner": [Piece(0, 100, comm.size)],
-            "backwards": [Piece(60, 50, 0)],
+            "overlapping": [OwnedRange(0, 60, 0), OwnedRange(50, 100, last)],
+            "no such owner": [OwnedRange(0, 100, comm.size)],
+            "backwards": [OwnedRange(60, 50, 0)],
         }
         for name, partition in bad_partitions.items():
             for function in (comm.reduce_scatter_, comm.allgather_):
@@ -120,8 +120,8 @@ def unusual(world, checks, sizes):
         comm.allgather_(counts, list(range(comm.size + 1)))
         checks(counts.tolist() == [r * (r + 1) for r in range(comm.size)], "counts", counts)
 
-        pieces = torch.arange(comm.size + 1) * 10
-        comm.reduce_scatter_(torch.ones(10 * comm.size), pieces)
+        ranges = torch.arange(comm.size + 1) * 10
+        comm.reduce_scatter_(torch.ones(10 * comm.size), ranges)
 
 
 def closing(world, checks, sizes):

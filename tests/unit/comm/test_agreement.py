@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wavemare.comm.agreement import HEADER_BYTES, Header, agree, digest_of, exchange_masks
-from wavemare.comm.blocks.layout import Piece
+from wavemare.comm.blocks.layout import OwnedRange
 from wavemare.comm.blocks.masks import Masks, mask_bytes
 from wavemare.errors import CommError
 
@@ -64,10 +64,10 @@ def test_a_rank_that_differs_is_named(change, words):
 
 def test_terms_differ_where_any_of_them_does():
     terms = [
-        ("ordered", 0.5, [Piece(0, 5, 0)]),
-        ("ordered", 0.5, [Piece(0, 5, 1)]),
-        ("ordered", 0.25, [Piece(0, 5, 0)]),
-        ("pushpull", 0.5, [Piece(0, 5, 0)]),
+        ("ordered", 0.5, [OwnedRange(0, 5, 0)]),
+        ("ordered", 0.5, [OwnedRange(0, 5, 1)]),
+        ("ordered", 0.25, [OwnedRange(0, 5, 0)]),
+        ("pushpull", 0.5, [OwnedRange(0, 5, 0)]),
         ("ordered", 0.5, []),
     ]
     assert len({digest_of(*some) for some in terms}) == len(terms)

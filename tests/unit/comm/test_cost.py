@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.comm.blocks.layout import deal
+from wavemare.comm.blocks.layout import assign_owners
 from wavemare.comm.blocks.masks import Masks
 from wavemare.comm.selection.cost import Constants, predict, traffic
 
@@ -38,7 +38,7 @@ def test_bytes_are_those_that_are_counted(ranks, blocks, density, seed):
         assert moved[name].up == moved[name].down == pytest.approx(2 * (ranks - 1) / ranks * whole)
 
     # Of push/pull, ownership decides: the formula is its mean, and dealt blocks come near it.
-    layout = deal(masks)
+    layout = assign_owners(masks)
     pushes = layout.push_counts() * size
     np.fill_diagonal(pushes, 0)
     owned = np.diff(layout.edges) * size

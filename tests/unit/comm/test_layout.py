@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.comm.blocks.layout import Piece, deal, gathered, owned_ranges
+from wavemare.comm.blocks.layout import OwnedRange, assign_owners, assign_ranges, gathered
 from wavemare.comm.blocks.masks import Masks
-from wavemare.comm.executors.ranges import equal_pieces
+from wavemare.comm.executors.ranges import equal_ranges
 
 
 @st.composite
@@ -34,20 +34,20 @@ def check_messages(layout, table):
             assert message == [block for block in group if table[source][block]]
             assert counts[source, owner] == len(message)
             received += [(source, block) for block in message]
-        places = layout.places(owner)
-        assert places.shape == (ranks, len(group))
+        sources = layout.sources(owner)
+        assert sources.shape == (ranks, len(group))
         for source in range(ranks):
             for column, block in enumerate(group):
-                place = places[source, column]
+                number = sources[source, column]
                 if table[source][block]:
-                    assert received[place] == (source, block)
+                    assert received[number] == (source, block)
                 else:
-                    assert place == -1
+                    assert number == -1
 
 
 @given(table=tables())
-def test_blocks_are_dealt_like_cards_sorted_by_holders(table):
-    layout = deal(Masks.of(table))
+def test_blocks_are_assigned_in_turn_sorted_by_holders(table):
+    layout = assign_owners(Masks.of(table))
     ranks, blocks = table.shape
     holders = {j: sum(row[j] for row in table) for j in range(blocks)}
     cards = sorted((j for j in holders if holders[j]), key=lambda j: (holders[j], j))
@@ -64,9 +64,9 @@ def test_every_rank_gets_the_union(table):
     received = [(r, j) for r, row in enumerate(table) for j in np.flatnonzero(row).tolist()]
     for column, block in enumerate(layout.blocks.tolist()):
         for rank, row in enumerate(table):
-            place = layout.places(0)[rank, column]
-            assert (place == -1) == (not row[block])
-            assert place == -1 or received[place] == (rank, block)
+            source = layout.sources(0)[rank, column]
+            assert (source == -1) == (not row[block])
+            assert source == -1 or received[source] == (rank, block)
 
 
 @given(table=tables(max_blocks=20), block=st.integers(1, 7), data=st.data())
@@ -75,10 +75,10 @@ def test_partitions_give_an_owner_all_blocks_that_it_touches(table, block, data)
     numel = blocks * block
     cuts = sorted(data.draw(st.lists(st.integers(0, numel), max_size=8)))
     owners = st.integers(0, ranks - 1)
-    pieces = [Piece(*pair, data.draw(owners)) for pair in pairwise(cuts)]
-    layout = owned_ranges(Masks.of(table), block, data.draw(st.permutations(pieces)))
+    ranges = [OwnedRange(*pair, data.draw(owners)) for pair in pairwise(cuts)]
+    layout = assign_ranges(Masks.of(table), block, data.draw(st.permutations(ranges)))
     for owner in range(ranks):
-        elements = {i for p in pieces if p.owner == owner for i in range(p.start, p.stop)}
+        elements = {i for p in ranges if p.owner == owner for i in range(p.start, p.stop)}
         touched = sorted({i // block for i in elements})
         expected = [j for j in touched if any(row[j] for row in table)]
         assert layout.blocks[layout.group(owner)].tolist() == expected
@@ -87,7 +87,7 @@ def test_partitions_give_an_owner_all_blocks_that_it_touches(table, block, data)
 
 @given(table=tables(), count=st.integers(1, 9))
 def test_chunks_part_each_owners_blocks(table, count):
-    layout = deal(Masks.of(table))
+    layout = assign_owners(Masks.of(table))
     parts = layout.chunks(count)
     assert len(parts) == count
     for owner in range(len(table)):
@@ -107,7 +107,7 @@ def test_owners_of_a_skewed_table_are_balanced(density):
     table = np.zeros((ranks, blocks), dtype=bool)
     for row in table:
         row[rng.choice(blocks, int(density * blocks), replace=False, p=weights / weights.sum())] = 1
-    layout = deal(Masks.of(table))
+    layout = assign_owners(Masks.of(table))
     counts = layout.push_counts()
     pushed = counts.sum(axis=0) - counts.diagonal()
     pulled = np.diff(layout.edges)
@@ -120,10 +120,10 @@ def test_owners_of_a_skewed_table_are_balanced(density):
 
 @given(numel=st.integers(0, 3000), block=st.integers(1, 300), ranks=st.integers(1, 9))
 def test_equal_pieces_are_whole_blocks_of_about_one_size(numel, block, ranks):
-    pieces = equal_pieces(numel, block, ranks)
-    assert [piece.owner for piece in pieces] == list(range(ranks))
-    assert [piece.start for piece in pieces] == [0, *(piece.stop for piece in pieces[:-1])]
-    assert pieces[-1].stop == numel
-    assert all(piece.stop % block == 0 or piece.stop == numel for piece in pieces)
-    blocks = [-(-(piece.stop - piece.start) // block) for piece in pieces]
+    ranges = equal_ranges(numel, block, ranks)
+    assert [owned.owner for owned in ranges] == list(range(ranks))
+    assert [owned.start for owned in ranges] == [0, *(owned.stop for owned in ranges[:-1])]
+    assert ranges[-1].stop == numel
+    assert all(owned.stop % block == 0 or owned.stop == numel for owned in ranges)
+    blocks = [-(-(owned.stop - owned.start) // block) for owned in ranges]
     assert max(blocks) - min(blocks) <= 1

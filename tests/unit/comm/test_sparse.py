@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from wavemare.comm import SparseComm
-from wavemare.comm.arguments import pieces_of
-from wavemare.comm.blocks.layout import Piece
+from wavemare.comm.blocks.layout import OwnedRange, ranges_of
 from wavemare.comm.compress.compressors import BlockTopK, BlockTopKRatio
 from wavemare.comm.selection.calibration import calibrate
 from wavemare.comm.statistics import Statistics, Totals
@@ -80,10 +79,10 @@ def test_the_memory_of_a_call_is_kept_for_the_next_one_and_told(alone):
 
 
 def test_empty_pieces_may_lie_anywhere_on_a_border():
-    pieces = [Piece(5, 5, 0), Piece(5, 10, 1), Piece(0, 5, 0)]
-    assert pieces_of(pieces, 10, 2) == pieces
+    ranges = [OwnedRange(5, 5, 0), OwnedRange(5, 10, 1), OwnedRange(0, 5, 0)]
+    assert ranges_of(ranges, 10, 2) == ranges
     with pytest.raises(ConfigError):
-        pieces_of([Piece(0, 6, 0), Piece(5, 10, 1)], 10, 2)
+        ranges_of([OwnedRange(0, 6, 0), OwnedRange(5, 10, 1)], 10, 2)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,10 @@
 import pytest
 import torch
 
-from wavemare.comm.blocks.layout import Piece
-from wavemare.comm.worker import Handle
+from wavemare.comm.blocks.layout import OwnedRange
+from wavemare.comm.collective_queue import Handle
 from wavemare.engine.sparse.bucket_layout import Member, make_buckets
-from wavemare.engine.sparse.buckets import BucketRounds
+from wavemare.engine.sparse.buckets import BucketReducer
 
 SIZES = {"a": (3, 2), "b": (5,), "c": (2, 2), "d": (9,)}
 
@@ -22,9 +22,9 @@ class Comm:
         self.calls.append((key, flat.clone(), weights, handle, flat, None))
         return handle
 
-    def reduce_scatter_(self, flat, pieces, *, key, weights, async_op):
+    def reduce_scatter_(self, flat, ranges, *, key, weights, async_op):
         handle = self.allreduce_(flat, key=key, weights=weights, async_op=async_op)
-        self.calls[-1] = (*self.calls[-1][:-1], pieces)
+        self.calls[-1] = (*self.calls[-1][:-1], ranges)
         return handle
 
     def answer(self, number):
@@ -47,7 +47,7 @@ def rounds_of(comm, **settings):
         Member(name, torch.Size(size).numel(), torch.float32) for name, size in SIZES.items()
     ]
     taken = []
-    rounds = BucketRounds(
+    rounds = BucketReducer(
         comm,
         make_buckets(members, 4, 4 * 13),
         device=torch.device("cpu"),
@@ -148,12 +148,12 @@ def test_an_error_of_a_collective_ends_the_round(comm):
 
 
 def test_pieces_and_weights_lie_as_the_gradients_do(comm):
-    pieces = {key: [Piece(0, 4, 0)] for key in ("d", "c to b", "a")}
+    ranges = {key: [OwnedRange(0, 4, 0)] for key in ("d", "c to b", "a")}
     parameters = {name: 10 * gradient(name) for name in SIZES}
-    rounds, _ = rounds_of(comm, pieces=pieces, parameters=parameters, keep=False)
+    rounds, _ = rounds_of(comm, ranges=ranges, parameters=parameters, keep=False)
     for name in SIZES:
         rounds.put(name, gradient(name))
     rounds.send_complete()
     for key, flat, weights, _, _, given in comm.calls:
-        assert given is pieces[key]
+        assert given is ranges[key]
         assert weights.equal(10 * flat)

@@ -16,14 +16,14 @@ members = st.lists(
 def test_each_parameter_has_one_place_that_begins_a_block(members, block, bucket_bytes):
     buckets = make_buckets(members, block, bucket_bytes)
     by_name = {member.name: member for member in members}
-    places = [place for bucket in buckets for place in bucket.places]
-    assert sorted(place.name for place in places) == sorted(by_name)
+    slots = [slot for bucket in buckets for slot in bucket.slots]
+    assert sorted(slot.name for slot in slots) == sorted(by_name)
     for bucket in buckets:
         used = set()
-        for place in bucket.places:
-            assert place.start % block == 0
-            assert place.stop - place.start == by_name[place.name].numel
-            blocks = set(range(place.start // block, -(-place.stop // block)))
+        for slot in bucket.slots:
+            assert slot.start % block == 0
+            assert slot.stop - slot.start == by_name[slot.name].numel
+            blocks = set(range(slot.start // block, -(-slot.stop // block)))
             assert not used & blocks
             used |= blocks
         assert used == set(range(-(-bucket.numel // block)))
@@ -37,7 +37,7 @@ def test_buckets_mix_neither_types_nor_embeddings_and_are_no_larger_than_asked(
     buckets = make_buckets(members, block, bucket_bytes)
     assert len({bucket.key for bucket in buckets}) == len(buckets)
     for bucket in buckets:
-        inside = [by_name[place.name] for place in bucket.places]
+        inside = [by_name[slot.name] for slot in bucket.slots]
         assert {member.dtype for member in inside} == {bucket.dtype}
         assert len({member.embedding for member in inside}) == 1
         assert bucket.numel * bucket.dtype.itemsize <= bucket_bytes or len(inside) == 1
@@ -47,7 +47,7 @@ def test_buckets_mix_neither_types_nor_embeddings_and_are_no_larger_than_asked(
 def test_buckets_stand_in_the_order_in_which_backward_passes_complete_them(members, bucket_bytes):
     arrival = {member.name: time for time, member in enumerate(reversed(members))}
     complete = [
-        max(arrival[place.name] for place in bucket.places)
+        max(arrival[slot.name] for slot in bucket.slots)
         for bucket in make_buckets(members, 8, bucket_bytes)
     ]
     assert complete == sorted(complete)

@@ -11,7 +11,7 @@ from slow_twins import INTEGERS, bucket, intact, same, slow_gather, slow_mask, s
 
 from wavemare.comm.kernels import DTYPES, num_blocks
 
-SINGLE, BRAIN, DOUBLE = torch.float32, torch.bfloat16, torch.float64
+SINGLE, BF16, DOUBLE = torch.float32, torch.bfloat16, torch.float64
 
 
 def sizes(block, long):
@@ -45,13 +45,13 @@ def check_mask(subject):
 
 
 def check_mask_with_the_usual_tile(subject):
-    for dtype in DTYPES if subject.long else (SINGLE, BRAIN):
+    for dtype in DTYPES if subject.long else (SINGLE, BF16):
         flat = bucket(dtype, 256 * 17 + 7, 256, seed=1)
         yield f"{dtype}", mask_case(subject, subject.usual, flat, 256)
 
 
 def check_mask_of_unaligned_bucket(subject):
-    dtypes = DTYPES if subject.long else (SINGLE, BRAIN, DOUBLE)
+    dtypes = DTYPES if subject.long else (SINGLE, BF16, DOUBLE)
     for dtype, block, offset in product(dtypes, (64, 75), (1, 2, 3) if subject.long else (1, 2)):
         flat = bucket(dtype, block * 17 + 5, block, seed=offset)
         case = f"{dtype} {block} {offset}"
@@ -59,14 +59,14 @@ def check_mask_of_unaligned_bucket(subject):
 
 
 def check_mask_of_large_and_tiny_blocks(subject):
-    for dtype, block in product((SINGLE, BRAIN), (1, 2, 3, 7, 15, 16, 17, 768, 2048, 4096)):
+    for dtype, block in product((SINGLE, BF16), (1, 2, 3, 7, 15, 16, 17, 768, 2048, 4096)):
         flat = bucket(dtype, (3 if block > 8 else 300) * block + block // 3, block, seed=block)
         yield f"{dtype} {block}", mask_case(subject, subject.small, flat, block)
 
 
 def check_mask_of_each_single_bit(subject):
     for dtype in DTYPES:
-        # Each block holds another single bit, in another place.
+        # Each block holds another single bit, in another source.
         width = dtype.itemsize * 8
         block = 65
         words = torch.zeros(width * block, dtype=INTEGERS[dtype.itemsize])
@@ -107,7 +107,7 @@ def check_gather_and_scatter(subject):
 
 
 def check_gather_and_scatter_of_odd_rows(subject):
-    dtypes = DTYPES if subject.long else (SINGLE, BRAIN, DOUBLE)
+    dtypes = DTYPES if subject.long else (SINGLE, BF16, DOUBLE)
     for dtype, block in product(dtypes, (1, 7, 75, 300, 768, 4096)):
         numel = block * (3 if block > 512 else 40) + block // 3
         flat = bucket(dtype, numel, block, seed=block, dense=0.5)
@@ -164,8 +164,8 @@ def check_more_than_two_to_the_31_elements(subject):
     packed[2 * block + 5 :] = 0
     yield "gather", same(found, packed.cpu())
     out = torch.empty(block, dtype=torch.float16, device=subject.device)
-    places = torch.tensor([[0], [far - 1]], device=subject.device)
-    subject.small.reduce(flat[: far * block], places, block, 1, out)
+    sources = torch.tensor([[0], [far - 1]], device=subject.device)
+    subject.small.reduce(flat[: far * block], sources, block, 1, out)
     yield "reduce", same(out, (packed[:block].float() + packed[block : 2 * block]).half().cpu())
     if not os.environ.get("TRITON_INTERPRET"):  # the interpreter takes too long
         bits = torch.zeros(num_blocks(num_blocks(numel, block), 8), dtype=torch.uint8)

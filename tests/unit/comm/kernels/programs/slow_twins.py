@@ -113,17 +113,17 @@ def slow_scatter(packed, block, index, flat):
     return flat
 
 
-def slow_reduce(packed, places, block, scale):
+def slow_reduce(packed, sources, block, scale):
     # numpy's scalars round after each operation; bfloat16 is rounded by torch.
     kind = {torch.float64: np.float64, torch.int32: np.int32}.get(packed.dtype, np.float32)
     rows = packed.to(torch.float32) if packed.dtype in HALVES else packed
     rows = rows.numpy().reshape(-1, block)
     sums = []
-    for j in range(places.shape[1]):
+    for j in range(sources.shape[1]):
         total = np.zeros(block, kind)
-        for place in places[:, j].tolist():
-            if place >= 0:
-                total = total + rows[place]
+        for source in sources[:, j].tolist():
+            if source >= 0:
+                total = total + rows[source]
         sums.append(total if scale == 1 else total * kind(scale))
     return torch.from_numpy(np.concatenate(sums)).to(packed.dtype) if sums else packed[:0]
 

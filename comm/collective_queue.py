@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives in the background, while the main thread computes."""
+"""Runs collectives in the background, in call order, while the main thread computes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from wavemare.comm.statistics import Statistics
 from wavemare.comm.waits import joining
 from wavemare.errors import CommError
 
-__all__ = ["CollectiveThread", "Handle"]
+__all__ = ["CollectiveQueue", "Handle"]
 
 
 class Handle:
-    """A collective under way.
+    """A collective that was called and may still run.
 
     Args:
         thread: Runs it.
@@ -38,7 +38,7 @@ class Handle:
         self._device_end: Any = None
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, with or without an error."""
         return self._ended.is_set()
 
     def wait(self) -> Any:
@@ -47,10 +47,10 @@ class Handle:
         On a GPU the current stream waits, not the host.
 
         Returns:
-            What the collective returns; for those in place the tensor that was given.
+            The collective's result; the given tensor if it works in place.
 
         Raises:
-            CommError: A peer was lost, or the ranks have not called the same collective.
+            CommError: A peer was lost, or another rank called another collective.
         """
         with joining(self._thread):
             self._ended.wait()
@@ -65,13 +65,13 @@ class Handle:
         for tensor in result:
             stream = torch.cuda.current_stream(tensor.device)
             stream.wait_event(self._device_end)
-            # Its memory belongs to the worker's stream, and must not be used again there too early.
+            # The worker's stream allocated the memory and would reuse it too early.
             tensor.record_stream(stream)
 
     def then(self, callback: Callable[[Handle], None]) -> None:
         """Call a function at the end, on the worker's thread; at once if it has ended.
 
-        What it raises on the worker's thread is an error of the collectives after this one.
+        If it raises on the worker's thread, all later collectives fail with that error.
         """
         with self._lock:
             if not self._ended.is_set():
@@ -80,7 +80,7 @@ class Handle:
         callback(self)
 
     def finish(self, result: Any, error: BaseException | None, device_end: Any = None) -> None:
-        """Note the end."""
+        """Set the result or the error, and call the callbacks."""
         with self._lock:
             self._result, self._error, self._device_end = result, error, device_end
             self._ended.set()
@@ -89,11 +89,10 @@ class Handle:
         self._callbacks.clear()
 
 
-class CollectiveThread:
-    """One thread that runs collectives in the order in which they were given.
+class CollectiveQueue:
+    """One thread that runs collectives in the order in which they were submitted.
 
-    Messages wait in the kernel or in the library, kernels release the interpreter's lock: the main
-    thread goes on meanwhile.
+    Waiting for messages and running kernels release the interpreter's lock.
 
     Args:
         name: Name of the thread.
@@ -108,14 +107,14 @@ class CollectiveThread:
         self._streams: dict[torch.device, Any] = {}
 
     def submit(self, work: Callable[[Statistics], Any], device: torch.device) -> Handle:
-        """Run a collective after those submitted before.
+        """Run a collective after all earlier ones.
 
         Args:
             work: Fills in statistics; its result is the handle's.
             device: Where its tensors are.
 
         Raises:
-            CommError: It has been closed.
+            CommError: The queue has been closed.
         """
         if self._closed:
             reason, remedy = "its communicator has been closed", "Make another one"
@@ -132,7 +131,7 @@ class CollectiveThread:
         return handle
 
     def close(self) -> None:
-        """End the thread after the collectives that were submitted; nothing the second time."""
+        """Finish the submitted collectives and end the thread; a second call does nothing."""
         self._closed = True
         if self._thread is not None:
             self._queue.put(None)
@@ -148,14 +147,14 @@ class CollectiveThread:
                 if self._failure is not None:
                     raise _broken(self._failure)
                 result, end = self._run_one(handle, work, device, ready)
-            except BaseException as caught:  # the thread must live to tell of it
+            except BaseException as caught:  # the thread goes on, to fail later collectives
                 error = caught
                 self._failure = self._failure or caught
             try:
                 handle.finish(result, error, end)
             except BaseException as caught:
                 self._failure = self._failure or caught
-            # What the handle holds must not live until the next item comes.
+            # Free the handle's tensors before waiting for the next item.
             del item, handle, work, result, error
 
     def _run_one(self, handle: Handle, work: Any, device: torch.device, ready: Any) -> Any:

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from wavemare.comm.worker import CollectiveThread
+from wavemare.comm.collective_queue import CollectiveQueue
 from wavemare.errors import CommError
 
 CPU = torch.device("cpu")
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def worker():
-    worker = CollectiveThread("collectives under test")
+    worker = CollectiveQueue("collectives under test")
     yield worker
     worker.close()
     assert not [thread for thread in threading.enumerate() if "under test" in thread.name]
@@ -123,7 +123,7 @@ def test_results_are_given_back_with_their_handles(worker):
 
 
 def test_closing_ends_what_was_submitted():
-    worker = CollectiveThread("to be closed")
+    worker = CollectiveQueue("to be closed")
     gate = threading.Event()
     worker.submit(lambda stats: gate.wait(60), CPU)
     handle = worker.submit(lambda stats: "done", CPU)
