@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lanes of a Gantt chart: which spans of time are which colour."""
+"""The lanes of a Gantt chart: spans of time and their kinds."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from wavemare.pipeline.clock.timeline import Event, Timeline
-from wavemare.pipeline.draw.picture import Paint
-from wavemare.pipeline.plan.action import COLLECTIVES, Kind
+from wavemare.pipeline.plan.action import COLLECTIVES, COMPUTE, Kind
 
 __all__ = [
-    "PAINTS",
+    "COLOURS",
     "STEP",
     "WAITING",
     "Span",
@@ -23,52 +22,53 @@ __all__ = [
     "waiting_spans",
 ]
 
+STEP, WAITING = "optimizer step", "waiting for messages"
+
 # Colours of Okabe and Ito, which people with any colour vision tell apart; blue, green and orange
 # differ in lightness as well.
-_FORWARD = Paint("forward", "#0072b2")
-_BACKWARD = Paint("backward", "#f0a830", text="#1f2328")
-STEP = Paint("optimizer step", "#1f2328")
-_WEIGHTS = Paint("weight correction", "#009e73")
-_COLLECTIVE = Paint("collective", "#cc79a7", text="#1f2328")
-WAITING = Paint("waiting for messages", "#f1f1f3", hatch="#c4c6cc")
-
-_PAINTS = {
-    Kind.FORWARD: _FORWARD,
-    Kind.BACKWARD: _BACKWARD,
-    Kind.STEP: STEP,
-    Kind.CORRECT: _WEIGHTS,
-    Kind.RESTORE: _WEIGHTS,
+COLOURS = {
+    WAITING: "#f1f1f3",
+    "forward": "#0072b2",
+    "backward": "#f0a830",
+    STEP: "#1f2328",
+    "weight correction": "#009e73",
+    "collective": "#cc79a7",
 }
-PAINTS = (_FORWARD, _BACKWARD, STEP, _WEIGHTS, _COLLECTIVE, WAITING)
-"""In the order of the legend."""
+"""Colours by the kind that the legend names, in drawing order."""
+
+_KINDS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.STEP: STEP,
+    Kind.CORRECT: "weight correction",
+    Kind.RESTORE: "weight correction",
+}
 
 
 class Span(NamedTuple):
     """A stretch of time of one colour.
 
     Args:
-        start_s: Seconds since the timeline's beginning.
-        end_s: The same.
-        paint: Its colour.
-        label: What to write inside if there is room.
-        hint: What happens there.
+        start_s: Start, in seconds since the timeline's beginning.
+        end_s: End, likewise.
+        kind: A key of `COLOURS`.
+        label: Text to write inside if there is room.
     """
 
     start_s: float
     end_s: float
-    paint: Paint
+    kind: str
     label: str = ""
-    hint: str = ""
 
 
 def busy_spans(events: Iterable[Event]) -> list[Span]:
     """Return passes, optimizer steps and weight corrections, in the order of their starts."""
     spans = []
     for action, start_s, end_s in events:
-        paint = _PAINTS.get(action.kind)
-        if paint is not None:
-            label = str(action.micro_batch) if paint in {_FORWARD, _BACKWARD} else ""
-            spans.append(Span(start_s, end_s, paint, label, str(action)))
+        kind = _KINDS.get(action.kind)
+        if kind is not None:
+            label = str(action.micro_batch) if action.kind in COMPUTE else ""
+            spans.append(Span(start_s, end_s, kind, label))
     return sorted(spans)
 
 
@@ -88,28 +88,28 @@ def lanes(timeline: Timeline) -> list[tuple[str, list[Span]]]:
 def collective_spans(events: Iterable[Event]) -> list[Span]:
     """Return the collectives that run beside a rank's passes, in the order of their starts."""
     return sorted(
-        Span(start_s, end_s, _COLLECTIVE, str(action.micro_batch), str(action))
+        Span(start_s, end_s, "collective", str(action.micro_batch))
         for action, start_s, end_s in events
         if action.kind in COLLECTIVES
     )
 
 
 def waiting_spans(events: Iterable[Event]) -> Iterator[Span]:
-    """Return when messages or data were under way and the rank did nothing else.
+    """Return when a rank waited for messages or data and computed nothing.
 
-    A receive may have been posted long before the rank needed it: what it computed meanwhile is
-    cut out.
+    A receive may be posted long before its data is needed; time in which the rank computes does
+    not count as waiting.
     """
     edges = []
     for action, start_s, end_s in events:
-        busy = action.kind in _PAINTS
+        busy = action.kind in _KINDS
         edges += [(start_s, busy, 1), (end_s, busy, -1)]
-    under_way = {True: 0, False: 0}
+    pending = {True: 0, False: 0}
     since: float | None = None
     for time, changes in groupby(sorted(edges), key=itemgetter(0)):
         for _, busy, change in changes:
-            under_way[busy] += change
-        waits = under_way[False] > 0 and not under_way[True]
+            pending[busy] += change
+        waits = pending[False] > 0 and not pending[True]
         if waits and since is None:
             since = time
         elif not waits and since is not None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wavemare.pipeline.clock.timeline import Event, Timeline
-from wavemare.pipeline.draw.lane import WAITING, busy_spans, collective_spans, lanes, waiting_spans
+from wavemare.pipeline.draw.spans import WAITING, busy_spans, collective_spans, lanes, waiting_spans
 from wavemare.pipeline.plan.action import Action, Kind
 
 BUSY = {Kind.FORWARD, Kind.BACKWARD, Kind.STEP, Kind.CORRECT, Kind.RESTORE}
@@ -35,7 +35,7 @@ def test_waiting_is_where_only_messages_are_under_way(events):
     spans = list(waiting_spans(events))
     ticks = [tick for s in spans for tick in range(int(s.start_s), int(s.end_s))]
     assert sorted(ticks) == sorted(waiting)
-    assert all(span.paint is WAITING for span in spans)
+    assert all(span.kind == WAITING for span in spans)
     # As few as possible: no two of them touch.
     assert len({s.start_s for s in spans} | {s.end_s for s in spans}) == 2 * len(spans)
 
@@ -45,7 +45,7 @@ def test_only_work_is_busy_and_only_passes_are_numbered(kind):
     spans = busy_spans([Event(Action(kind, 2, 7, 1), 3.0, 4.0)])
     assert len(spans) == (kind in BUSY)
     assert [s.label for s in spans if s.label] == ["7"] * (kind in {Kind.FORWARD, Kind.BACKWARD})
-    assert all((s.start_s, s.end_s, s.hint) == (3.0, 4.0, f"2{kind.value}7@1") for s in spans)
+    assert all((s.start_s, s.end_s) == (3.0, 4.0) for s in spans)
 
 
 def test_collectives_have_a_lane_below_their_rank():
@@ -60,9 +60,6 @@ def test_collectives_have_a_lane_below_their_rank():
     assert [name for name, _ in rows] == ["rank 0", "sums", "rank 1"]
     own, sums, _ = (spans for _, spans in rows)
     assert sums == collective_spans(events)
-    assert [(s.start_s, s.end_s, s.label, s.hint) for s in sums] == [
-        (1.0, 4.0, "3", "0XO3"),
-        (4.0, 5.0, "2", "1XG2"),
-    ]
+    assert [(s.start_s, s.end_s, s.label) for s in sums] == [(1.0, 4.0, "3"), (4.0, 5.0, "2")]
     # Where nothing runs beside them the rank waits.
-    assert [(s.start_s, s.end_s) for s in own if s.paint is WAITING] == [(2.0, 5.0)]
+    assert [(s.start_s, s.end_s) for s in own if s.kind == WAITING] == [(2.0, 5.0)]
