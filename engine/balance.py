@@ -8,7 +8,7 @@ Gradients are averaged over the data ranks with equal weight. So the mean loss o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -17,7 +17,6 @@ from deepspeed import comm as dist
 from torch import Tensor, nn
 from torch.utils.data import Sampler
 
-from wavemare.engine.config.refusals import check_shares
 from wavemare.engine.config.sections import BalanceConfig
 from wavemare.errors import DataError
 
@@ -42,27 +41,14 @@ class Balance:
         self._ranks = ranks = engine.dp_world_size
         rank = dist.get_rank(group=self._group)
         average = engine.train_micro_batch_size_per_gpu()
-        self._rank, self._average = rank, average
-        self.share_out(config.shares or [average] * ranks)
+        self._rank = rank
+        self.shares = list(config.shares or [average] * ranks)
+        self.micro_batch = self.shares[rank]
+        self._share = self.micro_batch / average
         self._mean: Literal["samples", "tokens"] = config.mean
         self._labels: Tensor | None = None
         self._shifts = False
         self._alone = False
-
-    def share_out(self, shares: Sequence[int]) -> None:
-        """Change the shares from the next micro-batch on.
-
-        Args:
-            shares: Samples of each rank, the same number in all as before.
-
-        Raises:
-            ConfigError: They are not one for each rank, or sum to another number.
-        """
-        size = {"train_micro_batch_size_per_gpu": self._average}
-        check_shares(BalanceConfig(shares=list(shares)), size, self._ranks)
-        self.shares = list(shares)
-        self.micro_batch = self.shares[self._rank]
-        self._share = self.micro_batch / self._average
 
     def watch(self, module: nn.Module) -> None:
         """Remember the labels that a model is called with, for means over tokens."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -13,9 +13,9 @@ from deepspeed.runtime.engine import ROUTE_TRAIN
 from deepspeed.utils import groups
 from torch.optim import Optimizer
 
-from wavemare.engine.balance import Balance, ShareSampler, attach_balance
+from wavemare.engine.balance import Balance, attach_balance
 from wavemare.engine.checkpoint.checkpointing import CheckpointMixin
-from wavemare.engine.config.resolve import SECTION, WavemareConfig
+from wavemare.engine.config.resolve import WavemareConfig
 from wavemare.engine.health.numbers import NumericsGuard, attach_guard, skipping
 from wavemare.engine.health.watchdog.watcher import Watchdog
 from wavemare.engine.observe.progress import PROGRESS
@@ -29,7 +29,6 @@ from wavemare.engine.optim.optimizers import (
 from wavemare.engine.pipe.micro_batch import naming_ids
 from wavemare.engine.sparse.attach import attach_sparse_gradients
 from wavemare.engine.sparse.gradients import SparseGradients
-from wavemare.errors import ConfigError
 
 __all__ = ["EngineMixin"]
 
@@ -134,30 +133,6 @@ class EngineMixin(CheckpointMixin):
             self._sparse.reduce()
         else:
             super().buffered_allreduce_fallback(grads, *args, **kwargs)  # type: ignore[misc]
-
-    def share_out(self, shares: Sequence[int]) -> None:
-        """Change how data-parallel ranks share micro-batches; between two steps, on all ranks.
-
-        Args:
-            shares: As ``wavemare.balance.shares``, with which the engine must have been built.
-
-        Raises:
-            ConfigError: The engine has no shares, is a pipeline, has a loader of its own, or the
-                numbers do not fit.
-        """
-        key = f"{SECTION}.balance.shares"
-        engine: Any = self
-        if self._balance is None:
-            reason = "the engine was built without shares"
-            raise ConfigError(key, list(shares), reason, "Give them in the configuration")
-        if engine.pipeline_parallelism:
-            reason = "the stages of a pipeline expect micro-batches of the size that they know"
-            raise ConfigError(key, list(shares), reason, "Start again with the new shares")
-        if isinstance(getattr(engine.training_dataloader, "data_sampler", None), ShareSampler):
-            reason = "the loader of training_data goes on with micro-batches of the old shares"
-            remedy = "Give train_batch an iterator of your own, and initialize no training_data"
-            raise ConfigError(key, list(shares), reason, remedy)
-        self._balance.share_out(shares)
 
     def deepspeed_io(
         self, dataset: Any, batch_size: int | None = None, route: str = ROUTE_TRAIN, **kwargs: Any

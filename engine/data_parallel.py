@@ -12,7 +12,6 @@ from deepspeed import comm as dist
 from deepspeed.runtime.dataloader import RepeatingLoader
 
 from wavemare.engine.base import EngineMixin
-from wavemare.engine.colocated import ColocatedHeads
 from wavemare.engine.config.resolve import WavemareConfig
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.pipe.micro_batch import naming_ids
@@ -23,7 +22,7 @@ from wavemare.errors import ConfigError, DataError
 __all__ = ["Engine"]
 
 
-class Engine(ColocatedHeads, EngineMixin, deepspeed.DeepSpeedEngine):
+class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
     """``deepspeed.DeepSpeedEngine`` that also has ``train_batch`` and ``eval_batch``.
 
     ``forward``, ``backward`` and ``step`` are DeepSpeed's own. A loop written with

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +17,6 @@ from wavemare.parallel.plan import ParallelPlan
 if TYPE_CHECKING:
     import torch
 
-    from wavemare.parallel.guard import Guard
-    from wavemare.parallel.speed import Speed
 
 __all__ = ["Balancing"]
 
@@ -27,7 +24,7 @@ AUTO, NONE = "auto", "none"
 
 
 class Balancing:
-    """The plan of a run, its file and its guard.
+    """The plan of a run, and its file.
 
     Args:
         choice: Of ``--balance``.
@@ -44,8 +41,6 @@ class Balancing:
         self.config = config
         self.plan: ParallelPlan | None = None
         self._file = folder / "plan.json"
-        self._speeds: list[Speed] | None = None
-        self._guard: Guard | None = None
         self._choice = choice
         self.measures = choice == AUTO
         section = WavemareConfig.of(config)
@@ -127,7 +122,7 @@ class Balancing:
                 dtype=dtype,
             )
         else:
-            plan, self._speeds = balance_replicas(
+            plan = balance_replicas(
                 model,
                 lambda samples: example_samples(model, sequence_length, samples),
                 batch,
@@ -142,45 +137,12 @@ class Balancing:
         if self.plan is not None:
             atomic_write_text(self._file, self.plan.to_json())
 
-    def watch(self, engine: Any, share_out: Callable[[Sequence[int]], None]) -> None:
-        """Begin to compare what was measured with what happens.
-
-        Args:
-            engine: Built by `config`.
-            share_out: Applies new shares to the data.
-        """
-        if self.plan is not None and self._speeds is not None:
-            from wavemare.parallel.guard import Guard
-
-            self._guard = Guard(engine, self._speeds, self.plan.shares, share_out)
-
-    def after_step(self, *, saved: bool, rank: int) -> str | None:
-        """Look after a step, and after a checkpoint; return what there is to say.
-
-        Args:
-            saved: Whether a checkpoint has just been written.
-            rank: Of this process; rank 0 writes the plan with new shares.
-        """
-        if self._guard is None:
-            return None
-        verdict = self._guard.after_step()
-        if saved and verdict is None:
-            verdict = self._guard.at_checkpoint()
-        if verdict is None:
-            return None
-        if self.plan is not None and self.plan.shares != self._guard.shares:
-            self.plan = replace(self.plan, shares=self._guard.shares, predicted=None)
-            if rank == 0:
-                self.save()
-        return f"balance: {verdict}"
-
     def _use(self, plan: ParallelPlan) -> None:
         self.plan = plan
         self.config = plan.configure(self.config)
         section = dict(self.config[SECTION])
         if self.measures and plan.stages == 1:
-            # Given even where they are equal, so that they can be changed; and no checkpoint is
-            # bound to them.
+            # No checkpoint is bound to measured shares.
             section["balance"] = {**section.get("balance", {}), "shares": list(plan.shares)}
         else:
             section["parallel"] = {"plan": json.loads(plan.to_json())}
@@ -188,7 +150,7 @@ class Balancing:
 
     def _weigh_tokens(self, plan: ParallelPlan) -> None:
         # Samples have different numbers of labels (masked tokens, all but the first of a document).
-        if (plan.wavelet and plan.stages == 1) or plan.colocated:
+        if plan.wavelet and plan.stages == 1:
             return  # their losses cannot be weighted, and their shares are equal
         section = dict(self.config[SECTION])
         section["balance"] = {"mean": "tokens", **section.get("balance", {})}

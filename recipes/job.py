@@ -248,7 +248,6 @@ class Job:
             shuffle=shuffle,
             shares=WavemareConfig.of(self.config).balance.shares,
         )
-        self.balancing.watch(self.engine, loader.share_out)
         if self.arguments.resume:
             self._resume(loader)
         self.first_step = self.engine.global_steps
@@ -337,9 +336,6 @@ class Job:
                 if saves:
                     with observing.saving(step, f"step-{step:06d}"):
                         self._save(loader, step)
-                news = self.balancing.after_step(saved=saves, rank=self.rank)
-                if news is not None:
-                    self.note(news)
                 if last:
                     break
         engine.finish_saving()

@@ -79,11 +79,8 @@ def check_checkpoint_fits(
     Raises:
         CheckpointError: It was saved by another topology, plan or tying of weights.
     """
-    _check_heads(folder, manifest.get("plan"), engine.parallel_plan)
+    _check_heads(folder, manifest.get("plan"))
     _check_ties(folder, manifest.get("untied"), untied_weights(engine))
-    if engine.parallel_plan is not None and engine.parallel_plan.colocated:
-        # Each rank has a part in a file of its own.
-        _check_topology(folder, manifest["topology"], topology(engine), False, exactly=True)
     if whole:
         convertible = keeps_adam_alone(engine)
         _check_plan(folder, manifest.get("plan"), engine.parallel_plan, convertible)
@@ -205,16 +202,15 @@ def _check_plan(
     )
 
 
-def _check_heads(folder: Path, saved: dict[str, Any] | None, plan: Any) -> None:
-    """Refuse a checkpoint whose output heads are split over the data ranks and here not."""
-    theirs = list(saved["layout"]["colocated"]) if saved is not None else []
-    own = list(plan.colocated) if plan is not None else []
-    if theirs != own:
+def _check_heads(folder: Path, saved: dict[str, Any] | None) -> None:
+    """Refuse a checkpoint of an earlier version whose output heads were split over data ranks."""
+    heads = saved["layout"].get("colocated") if saved is not None else None
+    if heads:
         raise CheckpointError(
             "checkpoint",
             str(folder),
-            f"in it the heads {theirs} are split over the data ranks, in this run {own}",
-            "Resume with the same plan, or go on from a model that save_pretrained exported",
+            f"its heads {heads} are split over the data ranks, which was removed",
+            "Export the model with save_pretrained of the version that saved it, and go on from it",
         )
 
 
@@ -236,10 +232,8 @@ def _check_topology(
     saved: dict[str, Any],
     current: dict[str, Any],
     convertible: bool = True,
-    *,
-    exactly: bool = False,
 ) -> None:
-    if saved["zero_stage"] == current["zero_stage"] == 0 and not exactly:
+    if saved["zero_stage"] == current["zero_stage"] == 0:
         # Every replica holds everything, so that their number does not matter.
         free = {"world_size", "data"}
         saved = {key: value for key, value in saved.items() if key not in free}

@@ -105,9 +105,6 @@ class ParallelConfig(Section):
     pipeline: PipelineNames = PipelineNames()
     """See `PipelineNames`."""
 
-    colocated: list[str] = Field(default=[])
-    """Patterns of output heads that are split over the data-parallel ranks."""
-
     plan: str | dict[str, Any] | None = None
     """A plan's file, or the plan itself, in place of all others."""
 

@@ -1,39 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """wavemare: a DeepSpeed drop-in for asynchronous and heterogeneous training.
 
+`initialize` turns a model and a JSON configuration into an engine; read ``wavemare.api`` first.
 Names are imported at first use, so that ``import wavemare`` costs nothing by itself.
 """
 
 from __future__ import annotations
 
-import sys
-from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from wavemare.lazy import at_first_use
 
 if TYPE_CHECKING:
     from wavemare.api import init_distributed, initialize
-    from wavemare.engine import DualPipeVEngine, Engine, PipelineEngine
     from wavemare.models import save_pretrained, to_pipeline
-    from wavemare.parallel.annotations import replica, replicate, split, stage
-    from wavemare.parallel.names import annotate
-    from wavemare.parallel.planner.api import plan
+    from wavemare.parallel import annotate, replica, split, stage
 
 __version__ = "0.2.0"
 
 __all__ = [
-    "DualPipeVEngine",
-    "Engine",
-    "PipelineEngine",
     "annotate",
     "init_distributed",
     "initialize",
-    "pipeline",
-    "plan",
     "replica",
-    "replicate",
     "save_pretrained",
     "split",
     "stage",
@@ -41,42 +30,33 @@ __all__ = [
 ]
 
 _HOME = {
-    "initialize": "api",
-    "DualPipeVEngine": "engine",
-    "Engine": "engine",
-    "PipelineEngine": "engine",
-    "annotate": "parallel.names",
+    "annotate": "parallel",
     "init_distributed": "api",
-    "plan": "parallel.planner.api",
-    "replica": "parallel.annotations",
-    "replicate": "parallel.annotations",
+    "initialize": "api",
+    "replica": "parallel",
     "save_pretrained": "models",
-    "split": "parallel.annotations",
-    "stage": "parallel.annotations",
+    "split": "parallel",
+    "stage": "parallel",
     "to_pipeline": "models",
 }
 
+_MOVED = {
+    "DualPipeVEngine": "wavemare.engine.DualPipeVEngine",
+    "Engine": "wavemare.engine.Engine",
+    "PipelineEngine": "wavemare.engine.PipelineEngine",
+    "pipeline": "wavemare.parallel.pipeline",
+    "plan": "wavemare.parallel.plan",
+    "replicate": "wavemare.replica or wavemare.stage",
+}
+"""Names of earlier versions, and what to use now."""
 
-class _PipelinePackage(ModuleType):
-    """``wavemare.pipeline``: the area of that name, and the annotation when it is called."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return import_module("wavemare.parallel.annotations").pipeline(*args, **kwargs)
-
-
-class _Package(ModuleType):
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "pipeline" and isinstance(value, ModuleType):  # its import has ended
-            value.__class__ = _PipelinePackage
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 _find = at_first_use(__name__, _HOME)
 
 
 def __getattr__(name: str) -> Any:
-    return import_module("wavemare.pipeline") if name == "pipeline" else _find(name)
+    if name in _MOVED:
+        raise AttributeError(f"wavemare.{name} was removed; use {_MOVED[name]}")
+    return _find(name)
 
 
 def __dir__() -> list[str]:

@@ -8,12 +8,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import deepspeed
-import torch
 from deepspeed import comm as dist
 
 from wavemare import engine
 from wavemare.engine import build_engine
-from wavemare.engine.colocated import check_colocated
 from wavemare.engine.config.resolve import SECTION, WavemareConfig, check_config, zero_section
 from wavemare.engine.health.watchdog.watcher import hold
 from wavemare.engine.initialize import read_config
@@ -147,9 +145,6 @@ def _build(
     if ours.parallel.given or is_annotated(model) or hasattr(model, PLAN):
         plan, values = _planned(model, values)
         ours = WavemareConfig.of(values)
-        if plan.colocated:
-            _check_whole(optimizer, model_parameters, mpu)
-            _split_heads(model, plan, values)
     if ours.tensor_parallel.size > 1:
         check_config(values, world_size=dist.get_world_size())
         _check_whole(optimizer, model_parameters, mpu)
@@ -198,21 +193,6 @@ def _planned(model: Any, values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     if dist.get_rank() == 0:
         logger.info("%s", plan)
     return plan, values
-
-
-def _split_heads(model: Any, plan: Any, values: dict[str, Any]) -> None:
-    """Split a model's output heads over the data-parallel ranks, which here are all ranks."""
-    from wavemare.parallel.colocated import split_head
-    from wavemare.parallel.names import matches
-
-    check_config(values, world_size=dist.get_world_size())
-    check_colocated(values, zero_section(values))
-    if plan.tensor_parallel > 1:
-        reason = "the ranks that share the body's layers would share the head's as well"
-        raise ConfigError("split", plan.tensor_parallel, reason, "Split either of the two")
-    for pattern in plan.colocated:
-        for name in matches(model, None, pattern, "colocated"):
-            split_head(model, name, torch.distributed.group.WORLD)
 
 
 def _converted(model: Any, ours: WavemareConfig) -> Any:

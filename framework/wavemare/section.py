@@ -41,6 +41,7 @@ _KINDS = {
 _REMOVED = {
     "wavemare.guard.message_checksum": "Leave it out; TCP and RDMA check messages themselves",
     "wavemare.guard.replica_digest_interval": "Leave it out; memory with ECC finds flipped bits",
+    "wavemare.parallel.colocated": "Leave it out; use wavemare.parallel.split",
     "wavemare.balance.micro_steps": "Leave it out; use wavemare.balance.shares",
     "wavemare.wavelet.streams": "Leave it out; all waves compute on one stream",
 }

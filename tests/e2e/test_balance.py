@@ -69,11 +69,7 @@ def test_measured_plans_train_and_resume(recipe, small_options, recipe_config, t
     plan = ParallelPlan.from_json((run / "plan.json").read_text())
     assert plan.world_size == 2
     assert plan.stages == (2 if engine == "pipeline" else 1)
-    if "new shares" in ended.output:  # the guard's, on a busy machine
-        assert f"new shares {', '.join(map(str, plan.shares))}" in ended.output
-    else:
-        assert f"plan {plan.digest[:12]}" in ended.output
-    assert ("balance: forward pass" in ended.output) == (engine == "zero")
+    assert f"plan {plan.digest[:12]}" in ended.output
     losses = losses_of(run)
     assert losses[-1] < losses[0]
     options = small_options("bert", run, balance="auto", resume=True, max_steps=28)

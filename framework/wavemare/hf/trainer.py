@@ -86,7 +86,7 @@ class Trainer(WholeSteps):
         ours = config.ours
         if ours.parallel.given or is_annotated(self.model) or hasattr(self.model, PLAN):
             reason = "the Trainer shares out data before a plan is made of annotations"
-            remedy = f"Give {SECTION}.pipeline and {SECTION}.tensor_parallel, or use wavemare.plan"
+            remedy = f"Give {SECTION}.pipeline and {SECTION}.tensor_parallel"
             raise ConfigError(f"{SECTION}.parallel", "...", reason, remedy)
         if ours.balance.shares is not None:
             reason = "the Trainer gives all data ranks equally many samples"

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from wavemare.errors import ModelError
 from wavemare.models.module import TransformerPipeline
-from wavemare.parallel.colocated import whole_heads
 from wavemare.parallel.tensor.state import (
     gather_weights,
     is_split,
@@ -163,10 +162,9 @@ def _gathered(model: PreTrainedModel) -> dict[str, Tensor] | None:
         identity: _gathered_tensor(tensor, main)
         for identity, tensor in {id(tensor): tensor for tensor in state.values()}.items()
     }
-    heads = whole_heads(model)
     if not main:
         return None
-    return {name: whole[id(tensor)] for name, tensor in state.items()} | heads
+    return {name: whole[id(tensor)] for name, tensor in state.items()}
 
 
 def _gathered_tensor(tensor: Tensor, main: bool) -> Tensor:

@@ -23,7 +23,6 @@ __all__ = [
     "own_region",
     "pipeline",
     "replica",
-    "replicate",
     "split",
     "stage",
     "tag",
@@ -55,8 +54,6 @@ class Scope:
     def __enter__(self) -> Region:
         around = _open.get()
         region = replace(self._region, parent=around[-1] if around else None, serial=next_serial())
-        if region.sequential and around and around[-1].kind == "pipeline":
-            region = _as_stage(region)
         if around:
             check_nesting(around[-1], region)
 
@@ -128,12 +125,11 @@ def stage(name: str | None = None) -> Scope:
     return Scope(region if name is not None else _as_stage(region))
 
 
-def split(size: int | None = None) -> Scope:
+def split(size: int) -> Scope:
     """Split the modules' tensors over ranks.
 
     Args:
-        size: Over so many consecutive ranks; over all data-parallel ranks if omitted, which is for
-            a large output head beside a body that is replicated.
+        size: Number of consecutive ranks that share each tensor.
 
     Raises:
         PlanError: The number is below 1.
@@ -165,22 +161,6 @@ def pipeline(
         stages=_whole("pipeline", stages),
     )
     return Scope(region)
-
-
-def replicate(device_count: int = 1, name: str | None = None) -> Scope:
-    """EPL's spelling: alone it is `replica`; several in sequence are the stages of a pipeline.
-
-    Args:
-        device_count: 1; the replicas of a stage are counted by the processes.
-        name: Of the stage, where it is one.
-
-    Raises:
-        PlanError: It is another number.
-    """
-    if _whole("replicate", device_count) != 1:
-        reason = "the replicas of a stage are counted by the processes"
-        raise PlanError("replicate", device_count, reason, "Give 1, or use replica(count)")
-    return Scope(Region(kind="replica", place=_caller(), name=name, sequential=True))
 
 
 def tag(module: nn.Module, region: Region) -> None:

@@ -18,7 +18,7 @@ from wavemare.models.timing import rank_layer_times
 from wavemare.parallel.plan import ParallelPlan, Prediction
 from wavemare.parallel.planner.shares import balanced_shares
 from wavemare.parallel.planner.stages import StageProblem, cut_stages, pipeline_s
-from wavemare.parallel.speed import Line, Speed, measure_speeds
+from wavemare.parallel.speed import Line, measure_speeds
 
 __all__ = ["balance_replicas", "balance_stages", "measure_layers", "plan_stages", "shares_for"]
 
@@ -33,7 +33,7 @@ def balance_replicas(
     zero_stage: int = 0,
     sequence_length: int = 1,
     dtype: torch.dtype | None = None,
-) -> tuple[ParallelPlan, list[Speed]]:
+) -> ParallelPlan:
     """Measure all ranks of a data-parallel job, and share its micro-batches among them.
 
     Args:
@@ -45,11 +45,10 @@ def balance_replicas(
         dtype: Of autocast while measuring, for a job that computes in 16 bits.
 
     Returns:
-        The plan, and what was measured of each rank; equal on all ranks.
+        The plan, equal on all ranks.
     """
     micro, ranks = batch["train_micro_batch_size_per_gpu"], dist.get_world_size()
-    speeds = measure_speeds(model, batch_of, (max(micro // 2, 1), micro), dtype=dtype)
-    lines = [speed.whole for speed in speeds]
+    lines = measure_speeds(model, batch_of, (max(micro // 2, 1), micro), dtype=dtype)
     shares = shares_for(lines, micro * ranks)
     steps = batch["gradient_accumulation_steps"]
     rank_s = tuple(steps * line.seconds(share) for line, share in zip(lines, shares, strict=True))
@@ -67,7 +66,7 @@ def balance_replicas(
             memory_bytes=(),
         ),
     )
-    return plan, speeds
+    return plan
 
 
 def shares_for(lines: Sequence[Line], samples: int) -> tuple[int, ...]:

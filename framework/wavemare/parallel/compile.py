@@ -67,7 +67,6 @@ def compile_plan(model: Any, config: Mapping[str, Any], *, world_size: int) -> P
         global_batch=sizes["train_batch_size"],
         micro_steps=sizes[_STEPS],
         shares=shares,
-        colocated=regions.colocated,
     )
 
 
@@ -96,7 +95,7 @@ class _Grid:
 def _grid(regions: Regions, stages: int, world_size: int) -> _Grid:
     """Return the degrees; the processes left over are replicas, unless their number was given."""
     split, replicas = regions.split, regions.replicas
-    splits = split.size if split is not None and split.size is not None else 1
+    splits = split.size or 1 if split is not None else 1
     left = world_size // (stages * splits)
     count = replicas.size if replicas is not None and replicas.size is not None else left
     if stages * splits * count == world_size:

@@ -88,11 +88,6 @@ class _Annotator:
             tag(self._model, whole)
         if names.split is not None:
             self._split(names.split)
-        for pattern in names.colocated:
-            place = self._place("colocated", pattern)
-            region = Region(kind="split", place=place, parent=whole)
-            for module in self._modules(pattern, f"{self._key}.colocated"):
-                tag(module, region)
 
     def _stages(self, names: ParallelConfig) -> None:
         stages = names.stages

@@ -77,8 +77,6 @@ class ParallelPlan:
         shares: For each replica its samples in one micro-step.
         order: ``order[rank]`` is the index of the device, in the cluster's description, that runs
             the rank; None: as they come.
-        colocated: Patterns of modules that are split over the data-parallel ranks while the rest
-            is replicated.
         predicted: What the planner expects; it is no part of the plan's identity.
 
     Raises:
@@ -98,7 +96,6 @@ class ParallelPlan:
     recompute: bool = False
     micro_steps: int = 1
     order: tuple[int, ...] | None = None
-    colocated: tuple[str, ...] = ()
     predicted: Prediction | None = None
 
     def __post_init__(self) -> None:
@@ -124,6 +121,8 @@ class ParallelPlan:
         """SHA-256, in hexadecimal, of everything but the prediction."""
         values = self._values()
         del values["predicted"]
+        # Digests in checkpoints of earlier versions count this removed key.
+        values["colocated"] = []
         text = json.dumps(values, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -158,6 +157,10 @@ class ParallelPlan:
         if version != VERSION or isinstance(version, bool):
             reason = f"this program reads version {VERSION}"
             raise PlanError("version", version, reason, "Make the plan again")
+        colocated = values.pop("colocated", [])
+        if colocated != []:
+            reason = "splits of output heads over the data ranks were removed"
+            raise PlanError("colocated", colocated, reason, "Make the plan again")
         predicted = values.pop("predicted", None)
         if predicted is not None:
             predicted = Prediction(**_arguments(Prediction, predicted, "predicted."))
@@ -167,8 +170,7 @@ class ParallelPlan:
         """Return a DeepSpeed configuration that runs the plan.
 
         Keys that the plan decides are replaced. ``recompute`` of one stage is not among them: the
-        model's own gradient checkpointing does it. Nor are ``order``, which is the launcher's, and
-        ``colocated``, which changes the model.
+        model's own gradient checkpointing does it. Nor is ``order``, which is the launcher's.
 
         Args:
             config: The other settings, with or without a section "wavemare".
@@ -227,8 +229,6 @@ class ParallelPlan:
             lines.append(f"  cuts           {','.join(map(str, self.cuts))}")
         if self.order is not None:
             lines.append(f"  devices        {','.join(map(str, self.order))}")
-        if self.colocated:
-            lines.append(f"  colocated      {', '.join(self.colocated)}")
         return "\n".join(lines + (_predicted_lines(self.predicted) if self.predicted else []))
 
 

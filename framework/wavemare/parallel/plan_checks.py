@@ -39,10 +39,6 @@ def check_plan(plan: ParallelPlan) -> None:
     _check_cuts(plan)
     _check_memory(plan)
     _check_order(plan)
-    colocated = plan.colocated
-    if not isinstance(colocated, tuple) or not all(isinstance(p, str) and p for p in colocated):
-        reason = "it is no tuple of names"
-        raise _refuse(plan, "colocated", reason, "Give patterns of modules")
 
 
 def check_seconds(key: str, value: Any, *, several: bool) -> None:

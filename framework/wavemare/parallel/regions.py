@@ -42,12 +42,10 @@ class Region:
         place: Where it stands: ``FILE:LINE``, or the key and the pattern of a mapping.
         parent: The region around it.
         name: Of a stage.
-        size: Ranks of a split, None for all data-parallel ranks; replicas, None for as many as the
-            processes allow.
+        size: Ranks of a split; number of replicas, None for as many as the processes allow.
         micro_batches: Of a pipeline, per optimizer step.
         schedule: Of a pipeline, ``1f1b`` or ``pipemare``.
         stages: Of a pipeline that is cut by itself, how many.
-        sequential: Whether it is EPL's ``replicate``, of which several are stages.
     """
 
     kind: Kind
@@ -58,7 +56,6 @@ class Region:
     micro_batches: int | None = None
     schedule: str | None = None
     stages: int | None = None
-    sequential: bool = False
     serial: int = field(default_factory=next_serial)
     """Tells regions of one place apart, also in copies of a model."""
 
@@ -97,9 +94,6 @@ def check_nesting(outer: Region, inner: Region) -> None:
     if outer.kind == "pipeline" and inner.kind == "stage" and outer.stages is not None:
         reason = f"the pipeline cuts itself into {outer.stages} stages"
         raise _refusal(outer, inner, reason, "Leave out pipeline's stages, or the scopes")
-    if inner.kind == "split" and inner.size is None and outer.kind != "replica":
-        reason = "a split over the data-parallel ranks needs a body that is replicated whole"
-        raise _refusal(outer, inner, reason, "Give split a number of ranks")
 
 
 def _why_not(outer: Region, inner: Region) -> tuple[str, str]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -43,14 +43,7 @@ class Regions:
         Raises:
             PlanError: There are several sizes.
         """
-        return _one(self._splits(colocated=False), "size", "all stages are split alike")
-
-    @property
-    def colocated(self) -> tuple[str, ...]:
-        """Names of the outermost modules that are split over the data-parallel ranks."""
-        serials = {region.serial for region in self._splits(colocated=True)}
-        inside = [name for name, region in self.by_module.items() if region.serial in serials]
-        return tuple(n for n in inside if not any(n.startswith(f"{o}.") for o in inside))
+        return _one(self.of("split"), "size", "all stages are split alike")
 
     @property
     def replicas(self) -> Region | None:
@@ -73,9 +66,6 @@ class Regions:
             self.of("pipeline"), "place", "a model is one pipeline; leave out all scopes but one"
         )
 
-    def _splits(self, *, colocated: bool) -> list[Region]:
-        return [region for region in self.of("split") if (region.size is None) == colocated]
-
 
 def _one(regions: Sequence[Region], attribute: str, reason: str) -> Region | None:
     for region in regions[1:]:
@@ -92,37 +82,15 @@ def regions_of(model: nn.Module) -> Regions:
     Raises:
         PlanError: Two of them do not go together.
     """
-    rename = _stages_in_sequence(model)
     found: dict[str, Region] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         outer = found.get(name.rpartition(".")[0]) if name else None
-        own = own_region(module)
-        region = combined(outer, rename.get(own.serial, own) if own is not None else None)
+        region = combined(outer, own_region(module))
         if region is not None:
             found[name] = region
     regions = Regions(found)
     _check_beside(regions)
     return regions
-
-
-def _stages_in_sequence(model: nn.Module) -> dict[int, Region]:
-    """Return the stages for which several of EPL's ``replicate`` stand, by their serials."""
-    regions = {
-        region.serial: region
-        for module in model.modules()
-        for own in [own_region(module)]
-        if own is not None
-        for region in own.around
-        if region.sequential
-    }
-    if len(regions) <= 1:
-        return {}
-    return {
-        serial: replace(
-            region, kind="stage", sequential=False, name=region.name or f"stage {serial}"
-        )
-        for serial, region in regions.items()
-    }
 
 
 def _check_beside(regions: Regions) -> None:
@@ -138,14 +106,8 @@ def _check_beside(regions: Regions) -> None:
     if split is not None and replicas and split.enclosing("replica") is None:
         where = f"{split} at {split.place} stands beside {replicas[0]} at {replicas[0].place}"
         reason = f"{where}, but all ranks share the grid of splits and replicas"
-        remedy = "Put the split into the replica, or leave out its size: all data-parallel ranks"
+        remedy = "Put the split into the replica"
         raise PlanError("split", str(split), reason, remedy)
-    if regions.colocated and (stages or regions.of("pipeline")):
-        (other, *_) = stages or regions.of("pipeline")
-        own = next(r for r in regions.of("split") if r.size is None)
-        where = f"{own} at {own.place} and {other} at {other.place} do not go together"
-        reason = f"{where}: a split over the data-parallel ranks needs a body replicated whole"
-        raise PlanError("split", str(own), reason, "Give split a number of ranks")
 
 
 def stage_cuts(regions: Regions, chain: NamedChain) -> tuple[int, ...]:
@@ -217,7 +179,7 @@ def check_split(regions: Regions, chain: NamedChain) -> None:
         for name in chain.modules[index]:
             region = regions.by_module.get(name)
             own = region.enclosing("split") if region is not None else None
-            if own is None or own.size is None:
+            if own is None:
                 where = f"{name} at {region.place}" if region is not None else name
                 reason = f"{split} at {split.place} leaves {where} whole, and blocks are alike"
                 raise PlanError("split", str(split), reason, "Split all blocks or none")

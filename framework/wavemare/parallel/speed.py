@@ -15,7 +15,7 @@ from torch import distributed as dist
 
 from wavemare.models.proof import random_state
 
-__all__ = ["Line", "Speed", "example_samples", "measure_speeds"]
+__all__ = ["Line", "example_samples", "measure_speeds"]
 
 _WARMUPS = 4
 """Passes after a change of the batch size that take up to half as long again, seen on CPUs."""
@@ -38,22 +38,6 @@ class Line(NamedTuple):
         """Return the seconds of so many samples."""
         return self.fixed_s + samples * self.sample_s
 
-    def scaled(self, factor: float) -> Line:
-        """Return the line of a device that takes so many times as long."""
-        return Line(self.fixed_s * factor, self.sample_s * factor)
-
-
-class Speed(NamedTuple):
-    """What a micro-batch takes on one rank.
-
-    Args:
-        forward: Of the forward pass.
-        whole: Of forward and backward pass.
-    """
-
-    forward: Line
-    whole: Line
-
 
 def measure_speeds(
     model: Any,
@@ -61,7 +45,7 @@ def measure_speeds(
     sizes: tuple[int, int],
     *,
     dtype: torch.dtype | None = None,
-) -> list[Speed]:
+) -> list[Line]:
     """Measure forward and backward passes of a model on every rank, all at the same time.
 
     Neither weights, gradients nor random state are changed. The model is moved to the device.
@@ -73,7 +57,8 @@ def measure_speeds(
         dtype: Of autocast, for a job that computes in 16 bits; None for that of the weights.
 
     Returns:
-        For each rank what it measured: medians of eight rounds, fewer of slow ones.
+        For each rank the seconds of forward and backward pass by the number of samples, from
+        medians of eight rounds, fewer of slow ones.
     """
     device = torch.device(get_accelerator().current_device_name())
     model.to(device)
@@ -85,11 +70,10 @@ def measure_speeds(
     finally:
         model.train(training)
         restore()
-    (large_forward, large), (small_forward, small) = points
-    own = Speed(_line(sizes, small_forward, large_forward), _line(sizes, small, large))
-    speeds: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(speeds, own)
-    return speeds
+    large, small = points
+    lines: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(lines, _line(sizes, small, large))
+    return lines
 
 
 def example_samples(model: Any, sequence_length: int, samples: int) -> dict[str, Tensor]:
@@ -112,26 +96,24 @@ def example_samples(model: Any, sequence_length: int, samples: int) -> dict[str,
 
 def _measure(
     model: Any, batch: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype | None
-) -> tuple[float, float]:
+) -> float:
     batch = {name: value.to(device) for name, value in batch.items()}
     weights = [weight for weight in model.parameters() if weight.requires_grad]
-    forward, whole = [], []
+    whole = []
     deadline = time.perf_counter() + _LIMIT_S / 2
     for _ in range(_WARMUPS + _ROUNDS):
         dist.barrier()  # unlike programs on one machine disturb each other as they will later
         started = _now()
         with torch.autocast(device.type, dtype, enabled=dtype is not None):
             loss = model(**batch).loss
-        between = _now()
         # Not backward(), which would leave gradients in the parameters.
         torch.autograd.grad(loss, weights, allow_unused=True)
         ended = _now()
-        forward.append(between - started)
         whole.append(ended - started)
         if _any_rank(ended > deadline, device) and len(whole) > 1:
             break
     warm = min(_WARMUPS, len(whole) // 2)
-    return median(forward[warm:]), median(whole[warm:])
+    return median(whole[warm:])
 
 
 def _line(sizes: Sequence[int], small_s: float, large_s: float) -> Line:

@@ -22,6 +22,7 @@ from tensor_models import batch, build
 import wavemare
 from wavemare.engine import init_distributed
 from wavemare.models import pipeline_state_dict
+from wavemare.parallel.annotations import pipeline
 
 STEPS, MICRO_BATCHES, MICRO, RATE = 3, 4, 3, 0.02
 
@@ -84,7 +85,7 @@ def lines():
     """GPT-2 and BERT laid out by the lines of the documentation."""
     result = {}
 
-    with wavemare.pipeline(micro_batches=4, stages=2):
+    with pipeline(micro_batches=4, stages=2):
         model = build("gpt2-101")
     engine, *_ = wavemare.initialize(model=model, config=configuration(1))
     result["gpt2 pipeline"] = beside_whole(engine, "gpt2-101")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import wavemare
 
-STEPS, RESHARED, LENGTH, VOCABULARY, WIDTH = 3, 1, 8, 50, 24
+STEPS, LENGTH, VOCABULARY, WIDTH = 3, 8, 50, 24
 
 
 def main():
@@ -53,9 +53,7 @@ def compare(case, samples, build):
     engine, *_ = wavemare.initialize(model=build(), config=config, training_data=dataset)
     own = None if loader else parts(whole, case, engine.data_rank, replicas, micro, steps)
     losses = []
-    for step in range(STEPS):
-        if step == RESHARED and "later" in case:
-            engine.share_out(case["later"])
+    for _ in range(STEPS):
         if case.get("loop"):
             loop(engine, own, case)
         else:
@@ -88,9 +86,7 @@ def loop(engine, own, case):
 def parts(whole, case, rank, replicas, micro, steps):
     """Yield this rank's micro-batches: contiguous parts of all samples."""
     shares = case.get("shares") or [micro] * replicas
-    for step, batch in enumerate(whole):
-        if step >= RESHARED:
-            shares = case.get("later", shares)
+    for batch in whole:
         for begin in range(sum(shares[:rank]), len(shares) * micro * steps, sum(shares)):
             end = begin + shares[rank]
             yield {name: value[begin:end] for name, value in batch.items()}

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-import wavemare
+from wavemare import parallel
 from wavemare.errors import ModelError, PlanError
 from wavemare.parallel.layouts import unrolled
 from wavemare.parallel.plan import ParallelPlan
@@ -77,7 +77,7 @@ LAYOUTS = [
     pytest.param("[" * 50_000, "plan", "nested too deeply", id="50,000 brackets"),
     pytest.param('{"version": ' + "1" * 5000 + "}", "plan", "too many digits", id="5,000 digits"),
     ('{"version": 1, "version": 1}', "plan", "stands twice"),
-    ('{"version": 1}', "colocated", "key is missing"),
+    ('{"version": 1}', "cuts", "key is missing"),
     (layout(version=2), "version", "reads version 1"),
     (layout(version=True), "version", "Make the plan again"),
     (layout(stage=2), "stage", "Did you mean 'stages'?"),
@@ -97,7 +97,7 @@ LAYOUTS = [
     (layout(zero_stage=4), "zero_stage", "no such stage of ZeRO"),
     (layout(order=[0, 0]), "order", "runs two ranks"),
     (layout(order=[0]), "order", "1 devices for 2 ranks"),
-    (layout(colocated=[3]), "colocated", "patterns of modules"),
+    (layout(colocated=["head"]), "colocated", "were removed"),
     (layout(predicted=3), "predicted", "no mapping"),
     (layout(predicted={"step": 1}), "predicted.step", "no such key"),
     (layout(predicted={**SECONDS, "tokens_per_s": []}), "predicted.tokens_per_s", "it is a list"),
@@ -222,7 +222,7 @@ MODELS = [
 
 @pytest.mark.parametrize(("model", "key", "said"), MODELS)
 def test_a_model_to_plan_for(refused, model, key, said):
-    act = lambda: wavemare.plan(model, "2xV100", global_batch=8, sequence_length=128)  # noqa: E731
+    act = lambda: parallel.plan(model, "2xV100", global_batch=8, sequence_length=128)  # noqa: E731
     refused(act, ModelError, key, said)
 
 
@@ -245,10 +245,10 @@ SETTINGS = [
 @pytest.mark.parametrize(("changes", "key"), SETTINGS)
 def test_a_setting_of_the_planner(refused, changes, key):
     values = {"cluster": "2xV100", "global_batch": 8, "sequence_length": 128, **changes}
-    refused(lambda: wavemare.plan("gpt2", **values), PlanError, key, repr(values[key]))
+    refused(lambda: parallel.plan("gpt2", **values), PlanError, key, repr(values[key]))
 
 
 def test_nothing_fits(refused):
     small = parse_cluster(cluster(memory_gib=0.001))
-    act = lambda: wavemare.plan("gpt2-xl", small, global_batch=8, sequence_length=128)  # noqa: E731
+    act = lambda: parallel.plan("gpt2-xl", small, global_batch=8, sequence_length=128)  # noqa: E731
     refused(act, PlanError, "--cluster", "equal parts need", "Use more or larger devices")

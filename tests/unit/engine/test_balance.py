@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wavemare.engine.balance import Balance, ShareSampler
-from wavemare.engine.base import EngineMixin
 from wavemare.engine.config.refusals import check_shares
 from wavemare.engine.config.sections import BalanceConfig
 from wavemare.errors import ConfigError, DataError
@@ -69,34 +68,6 @@ def test_numbers_that_do_not_fit_are_refused(section, reason):
 @pytest.mark.parametrize("section", [{}, {"shares": [20, 12]}])
 def test_numbers_that_fit_pass(section):
     check_shares(BalanceConfig.parse(section), SIZES, 2)
-
-
-class NoPipeline(EngineMixin):
-    """An engine as `share_out` sees it."""
-
-    pipeline_parallelism = False
-
-    def __init__(self, *, balanced=True, sampler=None):
-        self._balance = SimpleNamespace(share_out=self.note) if balanced else None
-        self.training_dataloader = SimpleNamespace(data_sampler=sampler)
-        self.noted = None
-
-    def note(self, shares):
-        self.noted = shares
-
-
-def test_shares_change_only_where_data_follows():
-    sampler = ShareSampler(range(8), first=0, count=1, stride=2, shuffle=False)
-    for engine, reason in [
-        (NoPipeline(balanced=False), "built without shares"),
-        (NoPipeline(sampler=sampler), "micro-batches of the old shares"),
-    ]:
-        with pytest.raises(ConfigError, match=reason):
-            engine.share_out([3, 1])
-        assert engine.noted is None
-    engine = NoPipeline()
-    engine.share_out([3, 1])
-    assert engine.noted == [3, 1]
 
 
 def test_tokens_cannot_be_counted_without_labels(monkeypatch):

@@ -44,7 +44,7 @@ VALID = {
             },
         },
         "tensor_parallel": {"size": 1},
-        "parallel": {"stages": None, "split": None, "colocated": [], "pipeline": {}},
+        "parallel": {"stages": None, "split": None, "pipeline": {}},
         "balance": {"shares": [3, 5], "mean": "samples"},
         "wavelet": {"mode": "off"},
         "sparse_collective": {"mode": "auto", "compressor": {"type": "block_topk", "ratio": 0.5}},

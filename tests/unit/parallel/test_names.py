@@ -162,11 +162,9 @@ def test_a_number_of_stages_is_balanced_by_parameters():
     assert made.schedule == "pipemare"
 
 
-def test_split_modules_and_heads():
+def test_split_modules():
     model = wavemare.annotate(gpt2(), {"split": {"size": 2, "modules": ["layers.0-3"]}})
     assert plan(model, 4).tensor_parallel == 2
     model = wavemare.annotate(gpt2(), {"split": {"size": 2, "modules": ["layers.0-2"]}})
     with pytest.raises(PlanError, match=r"leaves transformer\.h\.3 whole"):
         plan(model, 4)
-    model = wavemare.annotate(bert(), {"replica": "rest", "colocated": ["classifier"]})
-    assert plan(model, 2).colocated == ("classifier",)

@@ -26,7 +26,6 @@ STAGES = ParallelPlan(
     micro_steps=8,
     shares=(4, 2),
     order=(7, 6, 5, 4, 3, 2, 1, 0),
-    colocated=("lm_head", "wte"),
     predicted=Prediction(
         step_s=0.5,
         tokens_per_s=1e4,
@@ -56,7 +55,6 @@ def test_digest_is_that_of_the_plan_without_its_prediction():
         replace(STAGES, zero_stage=0),
         replace(STAGES, recompute=False),
         replace(STAGES, schedule="1f1b"),
-        replace(STAGES, colocated=()),
     ]
     assert len({STAGES.digest, *(plan.digest for plan in others)}) == len(others) + 1
     # The hash is part of checkpoints: it must not change with the program.
@@ -72,7 +70,6 @@ def test_digest_is_that_of_the_plan_without_its_prediction():
         (SHARES, {"shares": (20, 20, 12, 11), "global_batch": 126}, "shares"),
         (SHARES, {"cuts": (0, 4), "num_layers": 4}, "cuts"),
         (SHARES, {"schedule": "1b1f"}, "schedule"),
-        (SHARES, {"colocated": ("",)}, "colocated"),
         (SHARES, {"schedule": "pipemare"}, "zero_stage"),
         (STAGES, {"zero_stage": 2}, "zero_stage"),
         (STAGES, {"cuts": None}, "cuts"),

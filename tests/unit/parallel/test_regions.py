@@ -11,8 +11,9 @@ from annotation_models import bert, gpt2, plan
 from torch import nn
 
 import wavemare
+from wavemare import parallel
 from wavemare.errors import ConfigError, ModelError, PlanError
-from wavemare.parallel.annotations import own_region
+from wavemare.parallel.annotations import own_region, pipeline
 from wavemare.parallel.compile import legal_triples
 from wavemare.parallel.resolve import regions_of
 
@@ -58,7 +59,7 @@ def test_models_of_any_class_are_replicated():
 
 def test_stages_in_a_pipeline():
     model = gpt2()
-    with wavemare.pipeline(micro_batches=8):
+    with pipeline(micro_batches=8):
         with wavemare.stage("s0"):
             assign(model, "transformer.wte", "transformer.wpe", "transformer.h.0")
         with wavemare.stage("s1"):
@@ -69,7 +70,7 @@ def test_stages_in_a_pipeline():
 
 
 @pytest.mark.parametrize("count", [None, 2])
-@pytest.mark.parametrize("around", [wavemare.pipeline, nullcontext])
+@pytest.mark.parametrize("around", [pipeline, nullcontext])
 @pytest.mark.parametrize("split", [lambda: wavemare.split(2), nullcontext])
 def test_stages_in_a_replica_are_a_replicated_pipeline(count, around, split):
     def annotated(outermost):
@@ -93,7 +94,7 @@ def test_stages_in_a_replica_are_a_replicated_pipeline(count, around, split):
 
 def test_split_stages_are_three_dimensional():
     model = gpt2()
-    with wavemare.pipeline(schedule="pipemare"):
+    with pipeline(schedule="pipemare"):
         with wavemare.stage("s0"), wavemare.split(2):
             assign(model, "transformer.wte", "transformer.h.0", "transformer.h.1")
         with wavemare.stage("s1"), wavemare.split(2):
@@ -108,22 +109,6 @@ def test_a_split_in_a_replica():
     with wavemare.replica(), wavemare.split(2):
         model = bert()
     assert degrees(model, 4) == (1, 2, 2, None)
-
-
-def test_a_split_head_beside_a_replica():
-    with wavemare.replica():
-        model = bert()
-        with wavemare.split():
-            model.classifier = nn.Linear(8, 2)
-    made = plan(model, 2)
-    assert (made.tensor_parallel, made.data_parallel) == (1, 2)
-    assert made.colocated == ("classifier",)
-    model = bert()
-    with wavemare.split():
-        assign(model, "classifier")
-    with wavemare.replica():
-        assign(model, "bert")
-    assert plan(model, 2).colocated == ("classifier",)
 
 
 REFUSED = [
@@ -145,8 +130,8 @@ ARGUMENTS = {"stage": ("one",), "split": (2,), "replica": (), "pipeline": ()}
 
 @pytest.mark.parametrize(("outer", "inner", "reason"), REFUSED)
 def test_scopes_that_do_not_nest_name_both_places(outer, inner, reason):
-    first = getattr(wavemare, outer)(*ARGUMENTS[outer])
-    second = getattr(wavemare, inner)(*ARGUMENTS[inner])
+    first = getattr(parallel, outer)(*ARGUMENTS[outer])
+    second = getattr(parallel, inner)(*ARGUMENTS[inner])
     with first, refused_at_two_places(reason), second:
         pass
     with wavemare.replica():  # no scope stayed open
@@ -157,11 +142,11 @@ def test_scopes_that_do_not_nest_name_both_places(outer, inner, reason):
     ("outer", "inner", "reason"), [case for case in REFUSED if case[:2] != ("stage", "stage")]
 )
 def test_decorators_that_do_not_nest_name_both_places(outer, inner, reason):
-    @getattr(wavemare, inner)(*ARGUMENTS[inner])
+    @getattr(parallel, inner)(*ARGUMENTS[inner])
     class Part(nn.Linear):
         pass
 
-    @getattr(wavemare, outer)(*ARGUMENTS[outer])
+    @getattr(parallel, outer)(*ARGUMENTS[outer])
     def whole():
         return nn.Sequential(part)
 
@@ -171,9 +156,9 @@ def test_decorators_that_do_not_nest_name_both_places(outer, inner, reason):
 
 
 def test_a_pipeline_needs_a_stage_between_it_and_a_split():
-    with wavemare.pipeline(), pytest.raises(PlanError, match="made of stages"), wavemare.split(2):
+    with pipeline(), pytest.raises(PlanError, match="made of stages"), wavemare.split(2):
         pass
-    with wavemare.pipeline(stages=2), wavemare.split(2):
+    with pipeline(stages=2), wavemare.split(2):
         model = gpt2()
     assert degrees(model, 4)[:3] == (2, 2, 1)
 
@@ -235,7 +220,7 @@ def test_decorators_of_classes_and_functions():
 
 def test_the_three_ways_make_one_plan():
     scopes = gpt2()
-    with wavemare.pipeline(4):
+    with pipeline(4):
         with wavemare.stage("a"), wavemare.split(2):
             assign(scopes, "transformer.wte", "transformer.wpe", "transformer.h.0")
         with wavemare.stage("b"), wavemare.split(2):
@@ -268,20 +253,6 @@ def test_the_three_ways_make_one_plan():
     plans = [plan(scopes, 8), plan(decorated, 8, gradient_accumulation_steps=4), plan(names, 8)]
     assert plans[0] == plans[1] == plans[2]
     assert (plans[0].cuts, plans[0].tensor_parallel, plans[0].data_parallel) == ((0, 3, 8), 2, 2)
-
-
-def test_epl_replicates_in_sequence_are_stages():
-    model = gpt2()
-    with wavemare.replicate(device_count=1):
-        assign(model, "transformer.wte", "transformer.h.0", "transformer.h.1")
-    with wavemare.replicate(device_count=1, name="end"):
-        assign(model, "transformer.h.2", "transformer.h.3", "lm_head")
-    assert degrees(model, 4) == (2, 1, 2, (0, 4, 8))
-    with wavemare.replicate(device_count=1):
-        model = gpt2()
-    assert degrees(model, 4) == (1, 1, 4, None)
-    with pytest.raises(PlanError, match="counted by the processes"):
-        wavemare.replicate(device_count=2)
 
 
 def test_annotations_outlive_a_copy():
@@ -347,17 +318,10 @@ def test_regions_beside_each_other_share_the_devices():
         assign(model, "transformer")
     with pytest.raises(PlanError, match="stands beside stage"):
         plan(model, 4)
-    model = bert()
-    with wavemare.split():
-        assign(model, "classifier")
-    with wavemare.stage("s0"):
-        assign(model, "bert")
-    with refused_at_two_places("replicated whole"):
-        plan(model, 4)
 
 
 def test_a_pipeline_without_stages():
-    with wavemare.pipeline():
+    with pipeline():
         model = gpt2()
     with pytest.raises(PlanError, match="has no stages"):
         plan(model, 2)
@@ -379,7 +343,7 @@ def test_nearest_triples():
 
 
 def test_what_a_scope_says_is_not_said_again():
-    with wavemare.pipeline(4, schedule="pipemare", stages=2):
+    with pipeline(4, schedule="pipemare", stages=2):
         model = gpt2()
     for key, section in {
         "wavemare.pipeline.stages": {"pipeline": {"stages": 2}},
@@ -391,7 +355,7 @@ def test_what_a_scope_says_is_not_said_again():
     with pytest.raises(PlanError, match=rf"gradient_accumulation_steps = 2: {HERE}|.*{HERE} has 4"):
         plan(model, 2, gradient_accumulation_steps=2)
     with pytest.raises(PlanError, match="no such schedule"):
-        wavemare.pipeline(schedule="gpipe")
+        pipeline(schedule="gpipe")
     for value in (0, True, 1.5):
         with pytest.raises(PlanError, match="no whole number"):
             wavemare.split(value)
@@ -404,7 +368,7 @@ def test_a_model_without_annotations():
 
 
 def test_models_that_cannot_be_cut():
-    with wavemare.pipeline(stages=2):
+    with pipeline(stages=2):
         model = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(ModelError, match="cannot be cut"):
         plan(model, 2)

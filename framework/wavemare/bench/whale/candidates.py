@@ -24,7 +24,7 @@ def plans_by_axes(
 ) -> dict[Axes, ParallelPlan]:
     """Return the plan with the shortest predicted step for all legal axes, the best one first.
 
-    `wavemare.plan` leaves out axes that cannot be among the best, and this does not.
+    `wavemare.parallel.plan` leaves out axes that cannot be among the best, and this does not.
     """
     scene = Scene(costs, cluster, settings)
     best: dict[Axes, tuple[float, Layout, Prediction]] = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``wavemare.plan``: from a model and a description of devices to plans."""
+"""``wavemare.parallel.plan``: from a model and a description of devices to plans."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two ranks, of which one sleeps twice as long for each sample: planned, trained and watched."""
+"""Two ranks, of which one sleeps twice as long for each sample: measured and trained."""
 
 import time
 from types import SimpleNamespace
@@ -9,16 +9,11 @@ import torch.distributed as dist
 from common import leave
 
 import wavemare
-from wavemare.errors import ConfigError
 from wavemare.parallel.balance import balance_replicas
-from wavemare.parallel.guard import STEPS, Guard
-from wavemare.parallel.speed import Line, Speed
 
 MICRO, WIDTH, ROUNDS = 12, 8, 5
 FAST_S = 0.02
-SHORT_S = 0.003
-"""Of a sample on the fast device: so that steps take much longer than what is around them; and
-where many are taken."""
+"""Seconds of a sample on the fast device; steps take much longer than what is around them."""
 
 
 class Sleep(torch.autograd.Function):
@@ -58,7 +53,7 @@ def main():
         "train_micro_batch_size_per_gpu": MICRO,
         "gradient_accumulation_steps": 1,
     }
-    plan, speeds = balance_replicas(Paced(pace), samples, batch)
+    plan = balance_replicas(Paced(pace), samples, batch)
     shares = {"equal": [MICRO, MICRO], "planned": list(plan.shares)}
     engines = {name: build(pace, share) for name, share in shares.items()}
     times: dict[str, list[float]] = {"equal": [], "planned": []}
@@ -72,48 +67,10 @@ def main():
         {
             "shares": plan.shares,
             "predicted": plan.predicted.step_s,
-            "sample_s": [speed.whole.sample_s for speed in speeds],
             "seconds": {name: min(found) for name, found in times.items()},
             "losses": losses,
-            "guard": guarded(),
         }
     )
-
-
-def guarded():
-    """A plan that was made of wrong speeds is mended; then the fast device becomes slow."""
-    pace = SHORT_S * (1 + dist.get_rank())
-    line = Line(0.0, SHORT_S)
-    wrong = [Speed(Line(0.0, line.sample_s / 3), line)] * 2
-    engine = build(pace, [MICRO, MICRO])
-    applied = [[MICRO, MICRO]]
-    guard = Guard(engine, wrong, applied[0], lambda shares: applied.append(list(shares)))
-    verdicts = []
-    for _ in range(STEPS):
-        step(engine, applied[-1])
-        verdicts.append(guard.after_step())
-    early = [verdict for verdict in verdicts[:-1] if verdict is not None]
-    quiet = guard.at_checkpoint()
-    engine.module.sample_s = SHORT_S * (2 - dist.get_rank())
-    for _ in range(5 * STEPS):
-        step(engine, applied[-1])
-        assert guard.after_step() is None
-    drifted = guard.at_checkpoint()
-    guard.close()
-    try:
-        build(pace, None).share_out([MICRO, MICRO])
-        refused = ""
-    except ConfigError as error:
-        refused = str(error)
-    return {
-        "early": len(early),
-        "error": verdicts[-1].error,
-        "text": str(verdicts[-1]),
-        "quiet": quiet is None,
-        "drifted": None if drifted is None else drifted.imbalance,
-        "applied": applied[1:],
-        "refused": refused,
-    }
 
 
 def build(pace, shares):
@@ -121,7 +78,7 @@ def build(pace, shares):
         "train_micro_batch_size_per_gpu": MICRO,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "steps_per_print": None,
-        "wavemare": {"balance": {"shares": list(shares)}} if shares else {},
+        "wavemare": {"balance": {"shares": list(shares)}},
     }
     return wavemare.initialize(model=Paced(pace), config=config)[0]
 
