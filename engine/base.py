@@ -44,12 +44,12 @@ class EngineMixin(CheckpointMixin):
         kwargs: DeepSpeed's.
 
     Attributes:
-        parallel_plan: The plan by which the model is laid out, with ``digest`` and ``to_json()``;
+        layout: The plan by which the model is laid out, with ``digest`` and ``to_json()``;
             None if the configuration alone says how.
         watchdog: The process's, if this engine's configuration asks for one; None once destroyed.
     """
 
-    parallel_plan: Any = None
+    layout: Any = None
     watchdog: Watchdog | None = None
     _sparse: SparseGradients | None = None
     _balance: Balance | None = None

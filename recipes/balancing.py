@@ -12,7 +12,7 @@ from wavemare.engine.config.resolve import SECTION, WavemareConfig, zero_section
 from wavemare.engine.config.shape import is_enabled
 from wavemare.errors import ConfigError, PlanError
 from wavemare.files import atomic_write_text
-from wavemare.parallel.plan import ParallelPlan
+from wavemare.parallel.layout.layout import Layout
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,7 @@ class Balancing:
 
     def __init__(self, choice: str, config: dict[str, Any], folder: Path, *, resumes: bool) -> None:
         self.config = config
-        self.plan: ParallelPlan | None = None
+        self.plan: Layout | None = None
         self._file = folder / "plan.json"
         self._choice = choice
         self.measures = choice == AUTO
@@ -56,9 +56,7 @@ class Balancing:
             self.measures = False
             self._use(_read(self._file))
 
-    def measure(
-        self, model: Any, batch: dict[str, int], *, sequence_length: int
-    ) -> ParallelPlan | None:
+    def measure(self, model: Any, batch: dict[str, int], *, sequence_length: int) -> Layout | None:
         """Measure the devices and make the plan, if that is wanted; complete `config`.
 
         Args:
@@ -95,8 +93,8 @@ class Balancing:
                 raise PlanError("--balance", self._choice, reason, remedy)
 
     def _measure(self, model: Any, batch: dict[str, int], sequence_length: int) -> None:
-        from wavemare.parallel.balance import balance_replicas, balance_stages
-        from wavemare.parallel.speed import example_samples
+        from wavemare.parallel.planner.balance import balance_replicas, balance_stages
+        from wavemare.parallel.planner.speed import example_samples
 
         section = WavemareConfig.of(self.config)
         if section.tensor_parallel.size > 1:
@@ -122,7 +120,7 @@ class Balancing:
                 dtype=dtype,
             )
         else:
-            plan = balance_replicas(
+            plan, _ = balance_replicas(
                 model,
                 lambda samples: example_samples(model, sequence_length, samples),
                 batch,
@@ -137,7 +135,7 @@ class Balancing:
         if self.plan is not None:
             atomic_write_text(self._file, self.plan.to_json())
 
-    def _use(self, plan: ParallelPlan) -> None:
+    def _use(self, plan: Layout) -> None:
         self.plan = plan
         self.config = plan.configure(self.config)
         section = dict(self.config[SECTION])
@@ -148,7 +146,7 @@ class Balancing:
             section["parallel"] = {"plan": json.loads(plan.to_json())}
         self.config = {**self.config, SECTION: section}
 
-    def _weigh_tokens(self, plan: ParallelPlan) -> None:
+    def _weigh_tokens(self, plan: Layout) -> None:
         # Samples have different numbers of labels (masked tokens, all but the first of a document).
         if plan.wavelet and plan.stages == 1:
             return  # their losses cannot be weighted, and their shares are equal
@@ -168,9 +166,9 @@ def _half(config: Mapping[str, Any]) -> torch.dtype | None:
     return None
 
 
-def _read(file: Path) -> ParallelPlan:
+def _read(file: Path) -> Layout:
     try:
-        return ParallelPlan.from_json(file.read_text(encoding="utf-8"))
+        return Layout.from_json(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "this is not text"
         remedy = "Give auto, none, or a file that 'wavemare plan search --output' wrote"

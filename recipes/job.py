@@ -202,8 +202,8 @@ class Job:
         self.engine, *_ = wavemare.initialize(model=model, config=self.config)
         self.engine_facts = EngineFacts(self.engine)
         self.batch = self.engine_facts.batch  # annotations may have decided it
-        if plan is None and self.engine.parallel_plan is not None:
-            self.note(str(self.engine.parallel_plan))
+        if plan is None and self.engine.layout is not None:
+            self.note(str(self.engine.layout))
         # Dropout must differ between ranks, which hold other samples or other layers, unless they
         # share layers.
         place = self.rank // self.engine_facts.tensor_parallel

@@ -407,7 +407,7 @@ def _tidy(*folders: Path) -> None:
 
 def _manifest(engine: Any, runs: list[str]) -> dict[str, Any]:
     """Return what ``wavemare.json`` says beside the files."""
-    plan = engine.parallel_plan
+    plan = engine.layout
     layout = json.loads(plan.to_json()) if plan is not None else None
     return {
         "format": FORMAT,

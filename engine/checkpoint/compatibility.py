@@ -83,7 +83,7 @@ def check_checkpoint_fits(
     _check_ties(folder, manifest.get("untied"), untied_weights(engine))
     if whole:
         convertible = keeps_adam_alone(engine)
-        _check_plan(folder, manifest.get("plan"), engine.parallel_plan, convertible)
+        _check_plan(folder, manifest.get("plan"), engine.layout, convertible)
         _check_topology(folder, manifest["topology"], topology(engine), convertible)
 
 

@@ -20,8 +20,8 @@ from wavemare.engine.waves.segments import Segments
 from wavemare.errors import ConfigError, PlanError
 from wavemare.failure import watch_failures
 from wavemare.parallel import TensorMesh
-from wavemare.parallel.annotations import PLAN, is_annotated
-from wavemare.parallel.grid import process_grid, same_grid
+from wavemare.parallel.layout.annotations import PLAN, is_annotated
+from wavemare.parallel.layout.grid import process_grid, same_grid
 
 __all__ = ["init_distributed", "initialize"]
 
@@ -174,17 +174,17 @@ def _build(
         **arguments,
     )
     engine = result[0]
-    engine.parallel_plan = plan
+    engine.layout = plan
     if engine.config == given:
         engine.config = given  # as with DeepSpeed the caller's own, where nothing was filled in
     return result
 
 
 def _planned(model: Any, values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return a model's `ParallelPlan`, and the configuration that runs it."""
-    from wavemare.parallel.execute import plan_for
+    """Return a model's `Layout`, and the configuration that runs it."""
+    from wavemare.parallel.layout.execute import layout_for
 
-    plan, values = plan_for(model, values)
+    plan, values = layout_for(model, values)
     if plan.recompute and plan.stages == 1:
         if not hasattr(model, "gradient_checkpointing_enable"):
             reason = f"{type(model).__name__} has no gradient checkpointing to be turned on"

@@ -82,7 +82,7 @@ def figure(
     seconds, unit = next((u for u in _UNITS if end_s - start_s >= 10 * u[0]), _UNITS[-1])
     for axes, timeline, lane in zip(panels[:, 0], timelines, rows, strict=True):
         axes.set_xlim(start_s / seconds, end_s / seconds)
-        _style(axes, [name for name, _ in lane])
+        _style(axes, [name for name, _ in lane], last=axes is panels[-1, 0])
         axes.set_title(timeline.title, loc="left", fontsize=12)
         busy = 100 * _utilisation(timeline, start_s, end_s)
         axes.set_title(f"busy {busy:.0f} % of the time", loc="right", fontsize=9, color="#59636e")
@@ -103,11 +103,11 @@ def figure(
     return chart
 
 
-def _style(axes: Axes, names: Sequence[str]) -> None:
+def _style(axes: Axes, names: Sequence[str], *, last: bool) -> None:
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_yticks(range(len(names)), names)
     axes.tick_params(length=0, labelsize=9, labelcolor="#59636e")
-    axes.tick_params(axis="x", labelbottom=axes.get_subplotspec().is_last_row())
+    axes.tick_params(axis="x", labelbottom=last)
     axes.grid(axis="x", color="#d8dce1")
     axes.set_axisbelow(True)
     axes.spines[:].set_visible(False)

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from wavemare.parallel.plan import ParallelPlan
+from wavemare.parallel.layout.layout import Layout
 from wavemare.report import read_run
 
 TINY_GPT = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 64}
@@ -24,7 +24,7 @@ def test_a_plan_changes_the_shares_and_nothing_that_is_learnt(
     shares = (batch - 3, 3)
 
     def plan_of(shares):
-        plan = ParallelPlan(global_batch=batch, shares=shares, data_parallel=2, zero_stage=1)
+        plan = Layout(global_batch=batch, shares=shares, data_parallel=2, zero_stage=1)
         file = tmp_path / f"{shares[0]}.json"
         file.write_text(plan.to_json())
         return file
@@ -45,7 +45,7 @@ def test_a_plan_changes_the_shares_and_nothing_that_is_learnt(
     assert found == pytest.approx(expected, abs=1e-3)
     assert found != expected  # sums of other parts are rounded otherwise
     manifest = (unequal / "checkpoints" / "step-000020" / "wavemare.json").read_text()
-    assert ParallelPlan.from_json((unequal / "plan.json").read_text()).digest in manifest
+    assert Layout.from_json((unequal / "plan.json").read_text()).digest in manifest
     config_of_run = json.loads((unequal / "config.json").read_text())["configuration"]
     balance = config_of_run["deepspeed"]["wavemare"]["balance"]
     assert balance == {"shares": list(shares), "mean": "tokens"}
@@ -66,7 +66,7 @@ def test_measured_plans_train_and_resume(recipe, small_options, recipe_config, t
     run = tmp_path / "run"
     words = ["bert/pretrain", "--deepspeed_config", config]
     ended = recipe(*words, *small_options("bert", run, balance="auto", max_steps=24)).check()
-    plan = ParallelPlan.from_json((run / "plan.json").read_text())
+    plan = Layout.from_json((run / "plan.json").read_text())
     assert plan.world_size == 2
     assert plan.stages == (2 if engine == "pipeline" else 1)
     assert f"plan {plan.digest[:12]}" in ended.output
@@ -75,4 +75,4 @@ def test_measured_plans_train_and_resume(recipe, small_options, recipe_config, t
     options = small_options("bert", run, balance="auto", resume=True, max_steps=28)
     assert "resumed after step 24" in recipe(*words, *options).check().output
     if engine == "pipeline":
-        assert ParallelPlan.from_json((run / "plan.json").read_text()) == plan
+        assert Layout.from_json((run / "plan.json").read_text()) == plan

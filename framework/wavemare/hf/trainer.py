@@ -21,7 +21,7 @@ from wavemare.hf.loss import ignores_counts
 from wavemare.hf.steps import seeded
 from wavemare.hf.whole_steps import WholeSteps
 from wavemare.models import save_pretrained
-from wavemare.parallel.annotations import PLAN, is_annotated
+from wavemare.parallel.layout.annotations import PLAN, is_annotated
 
 __all__ = ["Trainer"]
 

@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING
 from wavemare.lazy import at_first_use
 
 if TYPE_CHECKING:
-    from wavemare.parallel.annotations import pipeline, replica, split, stage
-    from wavemare.parallel.grid import ProcessGrid, process_grid, rank_lists
-    from wavemare.parallel.mesh import TensorMesh
-    from wavemare.parallel.names import annotate
-    from wavemare.parallel.plan import ParallelPlan, Prediction
+    from wavemare.parallel.layout.annotations import pipeline, replica, split, stage
+    from wavemare.parallel.layout.grid import ProcessGrid, TensorMesh, process_grid, rank_lists
+    from wavemare.parallel.layout.layout import Layout, Prediction
+    from wavemare.parallel.layout.names import annotate
     from wavemare.parallel.planner.api import plan
 
 __all__ = [
-    "ParallelPlan",
+    "Layout",
     "Prediction",
     "ProcessGrid",
     "TensorMesh",
@@ -35,18 +34,18 @@ __all__ = [
 ]
 
 _HOME = {
-    "ParallelPlan": "plan",
-    "Prediction": "plan",
-    "ProcessGrid": "grid",
-    "TensorMesh": "mesh",
-    "annotate": "names",
-    "pipeline": "annotations",
+    "Layout": "layout.layout",
+    "Prediction": "layout.layout",
+    "ProcessGrid": "layout.grid",
+    "TensorMesh": "layout.grid",
+    "annotate": "layout.names",
+    "pipeline": "layout.annotations",
     "plan": "planner.api",
-    "process_grid": "grid",
-    "rank_lists": "grid",
-    "replica": "annotations",
-    "split": "annotations",
-    "stage": "annotations",
+    "process_grid": "layout.grid",
+    "rank_lists": "layout.grid",
+    "replica": "layout.annotations",
+    "split": "layout.annotations",
+    "stage": "layout.annotations",
 }
 
 __getattr__ = at_first_use(__name__, _HOME)

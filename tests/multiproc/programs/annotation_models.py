@@ -3,7 +3,7 @@
 
 import transformers
 
-from wavemare.parallel.compile import compile_plan
+from wavemare.parallel.layout.compile import compile_layout
 
 BATCH = {"train_micro_batch_size_per_gpu": 2}
 
@@ -30,4 +30,4 @@ def bert():
 
 
 def plan(model, world_size, **config):
-    return compile_plan(model, {**BATCH, **config}, world_size=world_size)
+    return compile_layout(model, {**BATCH, **config}, world_size=world_size)

@@ -22,7 +22,7 @@ from tensor_models import batch, build
 import wavemare
 from wavemare.engine import init_distributed
 from wavemare.models import pipeline_state_dict
-from wavemare.parallel.annotations import pipeline
+from wavemare.parallel.layout.annotations import pipeline
 
 STEPS, MICRO_BATCHES, MICRO, RATE = 3, 4, 3, 0.02
 
@@ -70,7 +70,7 @@ def train(engine, name, steps=STEPS, data=None):
 def beside_whole(engine, name):
     expected, weights = train_whole(name)
     losses = train(engine, name)
-    plan = engine.parallel_plan
+    plan = engine.layout
     merged = pipeline_state_dict(engine) if plan.stages > 1 else None
     return {
         "losses": losses,
@@ -109,7 +109,7 @@ def given():
     folder, name = Path(sys.argv[1]), "gpt2"
     section: dict[str, Any] = {"stages": "Et|tL", "pipeline": {"micro_batches": 4}}
     engine = start(build(name), wavemare={"parallel": section})
-    plan = engine.parallel_plan
+    plan = engine.layout
     if torch.distributed.get_rank() == 0:
         (folder / "plan.json").write_text(plan.to_json())
     torch.distributed.barrier()
@@ -137,7 +137,7 @@ def refusals():
     train(engine, "gpt2", 1)
     engine.save_checkpoint(folder, "one")
     expected = train(engine, "gpt2", 2)
-    plan = engine.parallel_plan
+    plan = engine.layout
     manifest = json.loads((folder / "one" / "wavemare.json").read_text())
     again = staged("Et|tL")
     again.load_checkpoint(folder, "one")
@@ -145,7 +145,7 @@ def refusals():
     result["digests"] = [weights_digest(again), weights_digest(engine)]
     other = staged("Ett|L")
     result["other plan"] = refusal(lambda: other.load_checkpoint(folder, "one"))
-    result["plans"] = [plan.digest, other.parallel_plan.digest, manifest["plan"]["digest"]]
+    result["plans"] = [plan.digest, other.layout.digest, manifest["plan"]["digest"]]
     result["layout"] = manifest["plan"]["layout"] == json.loads(plan.to_json())
     result["twice"] = refusal(
         lambda: start(
@@ -188,7 +188,7 @@ def universal():
         "losses": train(other, "gpt2", 3),
         "expected": expected,
         "fresh": fresh,
-        "plans": [engine.parallel_plan.digest, other.parallel_plan.digest],
+        "plans": [engine.layout.digest, other.layout.digest],
     }
 
 
@@ -223,7 +223,7 @@ def documented():
         names: dict[str, Any] = {"wavemare": wavemare, **vars(transformers)}
         names |= {kind.__name__: kind for kind in map(type, models.values())}
         exec(compile(program, f"block {number}", "exec"), names)
-        plan = names["engine"].parallel_plan
+        plan = names["engine"].layout
         made = next(
             m for m in models.values() if m.config.model_type == names["model"].config.model_type
         )

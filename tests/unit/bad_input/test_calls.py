@@ -14,7 +14,7 @@ from wavemare.comm.compress.compressors import BlockTopK
 from wavemare.engine.optim.optimizers import take_optimizer
 from wavemare.errors import ConfigError, LaunchError, ModelError, PlanError
 from wavemare.models.segments import segments_of
-from wavemare.parallel.plan import ParallelPlan
+from wavemare.parallel.layout.layout import Layout
 
 MODEL = torch.nn.Linear(2, 2)
 
@@ -67,5 +67,5 @@ def test_a_pipeline_without_a_launcher(refused):
 
 
 def test_shares_that_are_no_tuple(refused):
-    act = lambda: ParallelPlan(global_batch=8, shares=[8])  # noqa: E731
+    act = lambda: Layout(global_batch=8, shares=[8])  # noqa: E731
     refused(act, PlanError, "shares", "no tuple")

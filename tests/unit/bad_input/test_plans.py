@@ -8,8 +8,8 @@ import pytest
 
 from wavemare import parallel
 from wavemare.errors import ModelError, PlanError
-from wavemare.parallel.layouts import unrolled
-from wavemare.parallel.plan import ParallelPlan
+from wavemare.parallel.layout.layout import Layout
+from wavemare.parallel.layout.layout_string import unrolled
 from wavemare.parallel.planner.cluster_file import parse_cluster, read_cluster
 from wavemare.pipeline.plan.check import check
 from wavemare.pipeline.plan.plan import Plan
@@ -60,9 +60,7 @@ def test_the_text_of_a_schedule(refused, text, key, said):
     refused(lambda: check(Plan.parse(text)), PlanError, key, said)
 
 
-VALID = json.loads(
-    ParallelPlan(global_batch=8, shares=(2, 2), data_parallel=2, micro_steps=2).to_json()
-)
+VALID = json.loads(Layout(global_batch=8, shares=(2, 2), data_parallel=2, micro_steps=2).to_json())
 SECONDS = {"step_s": 1, "tokens_per_s": 1, "stage_s": [1], "rank_s": [1, 1], "memory_bytes": []}
 
 
@@ -116,7 +114,7 @@ def test_a_layout_of_too_many_letters(refused, text):
 
 @pytest.mark.parametrize(("text", "key", "said"), LAYOUTS)
 def test_the_json_of_a_layout(refused, text, key, said):
-    refused(lambda: ParallelPlan.from_json(text), PlanError, key, said)
+    refused(lambda: Layout.from_json(text), PlanError, key, said)
 
 
 DEVICE = {"type": "X", "tflops": 1.0, "memory_gib": 1.0, "memory_gb_s": 1.0}

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from wavemare.cli import app
 from wavemare.errors import ConfigError, PlanError
-from wavemare.parallel.plan import ParallelPlan
+from wavemare.parallel.layout.layout import Layout
 from wavemare.pipeline.clock.simulate import Costs, simulate
 from wavemare.pipeline.draw import grid, to_csv
 from wavemare.pipeline.plan.check import check
@@ -169,7 +169,7 @@ def test_plans_are_printed_and_written(tmp_path):
     assert result.exit_code == 0, result.output
     assert "gpt2, 124.4 M parameters, on 2xV100, 2xP100" in result.output
     assert "\nequal " in result.output
-    best = ParallelPlan.from_json((tmp_path / "plan.json").read_text())
+    best = Layout.from_json((tmp_path / "plan.json").read_text())
     values = json.loads((tmp_path / "all.json").read_text())
-    assert ParallelPlan.from_json(json.dumps(values["plans"][0])) == best
+    assert Layout.from_json(json.dumps(values["plans"][0])) == best
     assert best.digest[:12] in result.output

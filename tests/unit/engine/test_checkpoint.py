@@ -104,7 +104,7 @@ def check_topology(monkeypatch, folder, saved, current):
         dp_world_size=current["data"],
         mp_world_size=current["model"] * current["pipe"],
         zero_optimization_stage=lambda: current["zero_stage"],
-        parallel_plan=None,
+        layout=None,
     )
     monkeypatch.setattr(checkpoint_checks.dist, "get_world_size", lambda: current["world_size"])
     check_checkpoint_fits(folder, {"topology": saved}, engine, whole=True)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from wavemare.cli.checks.hostfile import parse_hostfile
 from wavemare.errors import PlanError
-from wavemare.parallel.plan import ParallelPlan, Prediction
+from wavemare.parallel.layout.layout import Layout, Prediction
 from wavemare.parallel.planner.cluster_file import parse_cluster, read_cluster
 from wavemare.pipeline.plan.check import check
 from wavemare.pipeline.plan.plan import Plan
@@ -57,7 +57,7 @@ def read_schedule(text):
 
 
 LAYOUT = json.loads(
-    ParallelPlan(
+    Layout(
         global_batch=16,
         shares=(3, 5),
         stages=2,
@@ -74,8 +74,8 @@ LAYOUT = json.loads(
 
 
 def read_layout(text):
-    plan = ParallelPlan.from_json(text)
-    assert ParallelPlan.from_json(plan.to_json()) == plan
+    plan = Layout.from_json(text)
+    assert Layout.from_json(plan.to_json()) == plan
     assert str(plan)
     plan.configure({})
 

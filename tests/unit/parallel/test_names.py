@@ -8,9 +8,9 @@ from annotation_models import bert, gpt2, plan
 
 import wavemare
 from wavemare.errors import PlanError
-from wavemare.parallel.chains import named_chain
-from wavemare.parallel.layouts import unrolled
-from wavemare.parallel.names import matches
+from wavemare.parallel.layout.chains import named_chain
+from wavemare.parallel.layout.layout_string import unrolled
+from wavemare.parallel.layout.names import matches
 
 BLOCKS = [f"transformer.h.{n}" for n in range(4)]
 

@@ -7,12 +7,12 @@ import pytest
 
 from wavemare.engine.config.resolve import check_batch_sizes, check_config
 from wavemare.errors import PlanError
-from wavemare.parallel.plan import ParallelPlan, Prediction
+from wavemare.parallel.layout.layout import Layout, Prediction
 
-SHARES = ParallelPlan(
+SHARES = Layout(
     data_parallel=4, global_batch=128, micro_steps=2, shares=(20, 20, 12, 12), zero_stage=2
 )
-STAGES = ParallelPlan(
+STAGES = Layout(
     stages=2,
     tensor_parallel=2,
     data_parallel=2,
@@ -38,7 +38,7 @@ STAGES = ParallelPlan(
 
 @pytest.mark.parametrize("plan", [SHARES, STAGES], ids=["shares", "stages"])
 def test_json_round_trip(plan):
-    again = ParallelPlan.from_json(plan.to_json())
+    again = Layout.from_json(plan.to_json())
     assert again == plan
     assert again.digest == plan.digest
 
@@ -89,7 +89,7 @@ def test_refusals_name_the_key(base, changes, key):
 
 
 def test_tensor_parallel_goes_with_zero_2_but_not_3():
-    split = ParallelPlan(tensor_parallel=2, global_batch=8, shares=(8,), zero_stage=2)
+    split = Layout(tensor_parallel=2, global_batch=8, shares=(8,), zero_stage=2)
     with pytest.raises(PlanError, match="zero_stage = 3"):
         replace(split, zero_stage=3)
 
@@ -144,7 +144,7 @@ def test_configuration_of_stages():
 
 
 def test_waves_of_one_stage():
-    plan = ParallelPlan(tensor_parallel=2, global_batch=8, micro_steps=2, shares=(4,), wavelet=True)
+    plan = Layout(tensor_parallel=2, global_batch=8, micro_steps=2, shares=(4,), wavelet=True)
     config = plan.configure({"wavemare": {"wavelet": {"mode": "off"}}})
     assert config["wavemare"]["wavelet"] == {"mode": "auto"}
     check_config(config, world_size=2)

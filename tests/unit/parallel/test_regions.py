@@ -13,9 +13,9 @@ from torch import nn
 import wavemare
 from wavemare import parallel
 from wavemare.errors import ConfigError, ModelError, PlanError
-from wavemare.parallel.annotations import own_region, pipeline
-from wavemare.parallel.compile import legal_triples
-from wavemare.parallel.resolve import regions_of
+from wavemare.parallel.layout.annotations import own_region, pipeline
+from wavemare.parallel.layout.compile import legal_triples
+from wavemare.parallel.layout.resolve import regions_of
 
 HERE = r"test_regions\.py:\d+"
 

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from wavemare.errors import ConfigError, PlanError
-from wavemare.parallel.plan import ParallelPlan
+from wavemare.parallel.layout.layout import Layout
 from wavemare.recipes.balancing import Balancing
 
-PLAN = ParallelPlan(data_parallel=2, global_batch=8, shares=(5, 3))
-STAGES = ParallelPlan(stages=2, cuts=(0, 2, 4), num_layers=4, global_batch=8, shares=(8,))
+PLAN = Layout(data_parallel=2, global_batch=8, shares=(5, 3))
+STAGES = Layout(stages=2, cuts=(0, 2, 4), num_layers=4, global_batch=8, shares=(8,))
 
 
 class LanguageModel:
@@ -89,9 +89,9 @@ def test_speeds_are_those_of_the_jobs_own_type(monkeypatch, tmp_path, config, dt
 
     def measure(model, batch_of, batch, **options):
         asked.append(options)
-        return PLAN
+        return PLAN, []
 
-    monkeypatch.setattr("wavemare.parallel.balance.balance_replicas", measure)
+    monkeypatch.setattr("wavemare.parallel.planner.balance.balance_replicas", measure)
     found = balancing(tmp_path, "auto", config)
     found.measure(LanguageModel(), {}, sequence_length=8)
     assert asked == [{"zero_stage": zero, "sequence_length": 8, "dtype": dtype}]

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 from itertools import chain
 
-from wavemare.parallel.plan import ParallelPlan, Prediction
+from wavemare.parallel.layout.layout import Layout, Prediction
 from wavemare.parallel.planner.cluster import Cluster
 from wavemare.parallel.planner.costs import ModelCosts
-from wavemare.parallel.planner.layout import Layout, Scene
-from wavemare.parallel.planner.proposals import equal_layouts, unlike_layouts
-from wavemare.parallel.planner.settings import Settings
-from wavemare.parallel.planner.variants import variants, whole_micro_steps
+from wavemare.parallel.planner.predict import Candidate, Scene, Settings
+from wavemare.parallel.planner.proposals import (
+    equal_layouts,
+    unlike_layouts,
+    variants,
+    whole_micro_steps,
+)
 
 __all__ = ["Axes", "plans_by_axes"]
 
@@ -19,15 +22,13 @@ Axes = tuple[int, int, int]
 """Stages, ranks that share each layer, and replicas."""
 
 
-def plans_by_axes(
-    costs: ModelCosts, cluster: Cluster, settings: Settings
-) -> dict[Axes, ParallelPlan]:
+def plans_by_axes(costs: ModelCosts, cluster: Cluster, settings: Settings) -> dict[Axes, Layout]:
     """Return the plan with the shortest predicted step for all legal axes, the best one first.
 
     `wavemare.parallel.plan` leaves out axes that cannot be among the best, and this does not.
     """
     scene = Scene(costs, cluster, settings)
-    best: dict[Axes, tuple[float, Layout, Prediction]] = {}
+    best: dict[Axes, tuple[float, Candidate, Prediction]] = {}
     for variant in variants(scene):
         axes = (variant.stages, variant.tensor_parallel, variant.data_parallel)
         for micro_steps in whole_micro_steps(scene, variant.data_parallel):

@@ -21,7 +21,7 @@ from wavemare.bench.whale.task import (
     undisturbed,
 )
 from wavemare.observe import Screen
-from wavemare.parallel.plan import ParallelPlan
+from wavemare.parallel.layout.layout import Layout
 from wavemare.parallel.planner.probe import BlockSize, probe_cluster
 
 __all__ = ["probe", "try_plan"]
@@ -37,7 +37,7 @@ def probe(job: WhaleJob, screen: Screen) -> dict[str, Any]:
 
 def try_plan(job: WhaleJob, screen: Screen) -> dict[str, Any]:
     """Train by the job's plan; return the seconds of each step of the slowest rank."""
-    plan = ParallelPlan.from_json(job.plan)
+    plan = Layout.from_json(job.plan)
     axes = f"{plan.stages} x {plan.tensor_parallel} x {plan.data_parallel}"
     screen.note(f"trying {axes}: stages x splits x replicas")
     config = plan.configure(base_config({}, plan.zero_stage))
@@ -56,7 +56,7 @@ def try_plan(job: WhaleJob, screen: Screen) -> dict[str, Any]:
     return {"rounds_s": steps[job.warmups :], "disturbed": patience.disturbed}
 
 
-def _own_batches(job: WhaleJob, plan: ParallelPlan) -> Iterator[dict[str, Tensor]]:
+def _own_batches(job: WhaleJob, plan: Layout) -> Iterator[dict[str, Tensor]]:
     """Yield this rank's micro-batches of all steps."""
     replica = dist.get_rank() // plan.tensor_parallel % plan.data_parallel
     before, own = sum(plan.shares[:replica]), plan.shares[replica]

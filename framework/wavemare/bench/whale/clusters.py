@@ -20,7 +20,7 @@ from wavemare.bench.whale.report import choice_rows
 from wavemare.bench.whale.request import HOSTS, PROBE, TRIAL, WhaleJob, WhaleRequest
 from wavemare.parallel.planner.chains import model_costs
 from wavemare.parallel.planner.cluster_file import parse_cluster
-from wavemare.parallel.planner.settings import Settings
+from wavemare.parallel.planner.predict import Settings
 
 __all__ = ["WORKER", "Place", "measure_choice"]
 

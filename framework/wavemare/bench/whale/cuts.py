@@ -27,7 +27,7 @@ from wavemare.bench.whale.task import (
     tokens_of_step,
 )
 from wavemare.observe import Screen
-from wavemare.parallel.balance import measure_layers, plan_stages
+from wavemare.parallel.planner.balance import measure_layers, plan_stages
 from wavemare.parallel.planner.stages import equal_cuts
 
 __all__ = ["measure_cuts"]

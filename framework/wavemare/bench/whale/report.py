@@ -26,8 +26,8 @@ from wavemare.bench.whale.request import (
     WhaleJob,
 )
 from wavemare.errors import CommError
-from wavemare.parallel.plan import ParallelPlan
-from wavemare.parallel.speed import Line
+from wavemare.parallel.layout.layout import Layout
+from wavemare.parallel.planner.speed import Line
 
 __all__ = [
     "LOSS_TOLERANCE",
@@ -203,7 +203,7 @@ def _steps(
 def choice_rows(
     job: WhaleJob,
     cluster: str,
-    plans: Sequence[ParallelPlan],
+    plans: Sequence[Layout],
     trials: Sequence[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
     """Return a row for each plan; ratios are to the one that was fastest.

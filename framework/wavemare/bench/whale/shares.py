@@ -22,8 +22,8 @@ from wavemare.bench.whale.task import (
     tokens_of_step,
 )
 from wavemare.observe import Screen
-from wavemare.parallel.balance import balance_replicas
-from wavemare.parallel.speed import example_samples
+from wavemare.parallel.planner.balance import balance_replicas
+from wavemare.parallel.planner.speed import example_samples
 
 __all__ = ["measure_shares"]
 
@@ -71,7 +71,7 @@ def measure_shares(job: WhaleJob, screen: Screen) -> dict[str, Any]:
             seconds=seconds,
             losses={name: system.losses for name, system in systems.items()},
             predicted_s=plan.predicted.step_s,
-            speeds=[speed.whole for speed in speeds],
+            speeds=speeds,
             disturbed=patience.disturbed,
         ),
     )

@@ -13,10 +13,9 @@ if TYPE_CHECKING:
     from wavemare.parallel.planner.cluster import Cluster, Device, Link
     from wavemare.parallel.planner.cluster_file import read_cluster
     from wavemare.parallel.planner.costs import ModelCosts
-    from wavemare.parallel.planner.outcome import PlanSearch
+    from wavemare.parallel.planner.predict import Settings
     from wavemare.parallel.planner.probe import probe_cluster
-    from wavemare.parallel.planner.search import search_plans
-    from wavemare.parallel.planner.settings import Settings
+    from wavemare.parallel.planner.search import PlanSearch, search_plans
 
 __all__ = [
     "Cluster",
@@ -37,8 +36,8 @@ _HOME = {
     "Device": "cluster",
     "Link": "cluster",
     "ModelCosts": "costs",
-    "PlanSearch": "outcome",
-    "Settings": "settings",
+    "PlanSearch": "search",
+    "Settings": "predict",
     "model_costs": "chains",
     "plan": "api",
     "probe_cluster": "probe",

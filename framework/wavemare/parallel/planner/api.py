@@ -15,9 +15,8 @@ from wavemare.parallel.planner.chains import model_costs
 from wavemare.parallel.planner.cluster import Cluster
 from wavemare.parallel.planner.cluster_file import read_cluster
 from wavemare.parallel.planner.costs import ModelCosts
-from wavemare.parallel.planner.outcome import PlanSearch
-from wavemare.parallel.planner.search import search_plans
-from wavemare.parallel.planner.settings import Settings
+from wavemare.parallel.planner.predict import Settings
+from wavemare.parallel.planner.search import PlanSearch, search_plans
 
 __all__ = ["PRESETS", "plan", "read_model"]
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from wavemare.errors import PlanError, did_you_mean
 from wavemare.json_text import parse_json
-from wavemare.parallel.planner.cards import CARDS
 from wavemare.parallel.planner.cluster import (
     BETWEEN,
+    CARDS,
     DTYPES,
     EFFICIENCY,
     OVERHEAD_S,

@@ -5,21 +5,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
 
 import numpy as np
 
-from wavemare.parallel.planner.layout import Layout, Scene, Unit
 from wavemare.parallel.planner.memory import RESERVE, Variant
-from wavemare.parallel.planner.shares import balanced_shares
-from wavemare.parallel.planner.stages import Cut, StageProblem, best_order
-from wavemare.parallel.planner.variants import units_as_they_come, units_by_type
+from wavemare.parallel.planner.predict import Candidate, Scene, Unit
+from wavemare.parallel.planner.stages import (
+    Cut,
+    StageProblem,
+    balanced_shares,
+    best_order,
+    divisors,
+)
 
-__all__ = ["equal_layouts", "unlike_layouts"]
+__all__ = [
+    "equal_layouts",
+    "units_as_they_come",
+    "units_by_type",
+    "unlike_layouts",
+    "variants",
+    "whole_micro_steps",
+]
 
 Grid = tuple[tuple[Unit, ...], ...]
 
 
-def equal_layouts(scene: Scene, variant: Variant, micro_steps: int) -> Iterator[Layout]:
+def equal_layouts(scene: Scene, variant: Variant, micro_steps: int) -> Iterator[Candidate]:
     """Yield the layout of devices as they come in equal parts, if they form units so."""
     units = units_as_they_come(scene, variant.tensor_parallel)
     if units is None:
@@ -27,7 +40,7 @@ def equal_layouts(scene: Scene, variant: Variant, micro_steps: int) -> Iterator[
     replicas = variant.data_parallel
     share = scene.settings.global_batch // micro_steps // replicas
     rows = range(0, len(units), replicas)
-    yield Layout(
+    yield Candidate(
         variant=variant,
         units=tuple(tuple(units[first : first + replicas]) for first in rows),
         bounds=scene.equal_cuts(variant.stages),
@@ -38,7 +51,7 @@ def equal_layouts(scene: Scene, variant: Variant, micro_steps: int) -> Iterator[
 
 def unlike_layouts(
     scene: Scene, variant: Variant, micro_steps: int, limit_s: float
-) -> Iterator[Layout]:
+) -> Iterator[Candidate]:
     """Yield layouts of like devices in each replica, and of the same mix in all.
 
     Args:
@@ -59,7 +72,7 @@ def unlike_layouts(
 
 def _homogeneous(
     scene: Scene, variant: Variant, micro_steps: int, units: Sequence[Sequence[Unit]]
-) -> Iterator[Layout]:
+) -> Iterator[Candidate]:
     """Yield layouts whose replicas have devices of one type each, and shares by their speed."""
     samples = scene.settings.global_batch // micro_steps
     stages = variant.stages
@@ -73,7 +86,7 @@ def _homogeneous(
         for grid in _placed(units, stages):
             # Replicas in the order of their first devices, so that alike ones stay as they come.
             order = sorted(range(len(kinds)), key=lambda replica: grid[0][replica])
-            yield Layout(
+            yield Candidate(
                 variant=variant,
                 units=tuple(tuple(row[replica] for replica in order) for row in grid),
                 bounds=bounds,
@@ -127,7 +140,7 @@ def _mixed(
     micro_steps: int,
     units: Sequence[Sequence[Unit]],
     limit_s: float,
-) -> Iterator[Layout]:
+) -> Iterator[Candidate]:
     """Yield layouts with the same mix of types in every replica, and equal shares."""
     replicas = variant.data_parallel
     share = scene.settings.global_batch // micro_steps // replicas
@@ -141,7 +154,7 @@ def _mixed(
         for kind in cut.order:
             place, used[kind] = used[kind], used[kind] + 1
             grid.append(tuple(_pick(units[kind], place, counts[kind], replicas, by_replica)))
-        yield Layout(
+        yield Candidate(
             variant=variant,
             units=tuple(grid),
             bounds=cut.bounds,
@@ -199,3 +212,100 @@ def _cut(
         limit_s = limit_s if variant.schedule == "1f1b" else 0.0
         scene.cuts[key] = best_order(problem, counts, micro_steps, limit_s)
     return scene.cuts[key]
+
+
+_GRADIENTS, _WEIGHTS = 2, 3
+_MOST_COUNTS = 16
+
+
+def variants(scene: Scene) -> Iterator[Variant]:
+    """Yield all variants that some units of devices can run."""
+    settings, costs = scene.settings, scene.costs
+    devices = len(scene.cluster.devices)
+    for parts in divisors(devices):
+        if parts > settings.max_tensor_parallel or not costs.splits(parts):
+            continue
+        if units_by_type(scene, parts) is None:
+            continue
+        for stages in divisors(devices // parts):
+            if stages > min(settings.max_stages, len(costs.layers)):
+                continue
+            axes = Variant(
+                stages=stages,
+                tensor_parallel=parts,
+                data_parallel=devices // parts // stages,
+            )
+            yield from _ways(scene, axes)
+
+
+def _ways(scene: Scene, axes: Variant) -> Iterator[Variant]:
+    """Yield the legal combinations of ZeRO, recomputation, schedule and waves."""
+    settings = scene.settings
+    schedules = ["1f1b"]
+    if settings.pipemare and axes.stages > 1:
+        schedules.append("pipemare")
+    recompute = (False, True) if settings.recompute else (False,)
+    waves = (False, True) if settings.waves and axes.tensor_parallel > 1 else (False,)
+    for zero, again, schedule, wave in product(settings.zero_stages, recompute, schedules, waves):
+        useless = zero > min(settings.zero_stages) and axes.data_parallel == 1
+        piped = zero >= _GRADIENTS and axes.stages > 1
+        split = zero == _WEIGHTS and axes.tensor_parallel > 1
+        # ZeRO-less 16-bit optimizers of DeepSpeed clip split weights by one rank's norm.
+        unclipped = (
+            zero == 0
+            and axes.tensor_parallel > 1
+            and (scene.costs.dtype == "fp16" or (scene.costs.dtype == "bf16" and axes.stages == 1))
+        )
+        undrained = wave and schedule == "pipemare"
+        if not (piped or split or unclipped or undrained) and not (
+            useless and not (zero == 1 and _needs_zero(scene, axes))
+        ):
+            yield replace(axes, zero_stage=zero, recompute=again, schedule=schedule, waves=wave)
+
+
+def _needs_zero(scene: Scene, axes: Variant) -> bool:
+    return axes.tensor_parallel > 1 and scene.costs.dtype != "fp32"
+
+
+def whole_micro_steps(scene: Scene, replicas: int) -> list[int]:
+    """Return numbers of micro-steps that leave each replica whole samples on average.
+
+    Where there are many, some of them: all small ones, and a spread of the others.
+    """
+    samples = scene.settings.global_batch
+    counts = [n for n in divisors(samples) if samples // n >= replicas]
+    counts = [n for n in counts if samples // n % replicas == 0]
+    if len(counts) <= _MOST_COUNTS:
+        return counts
+    last = len(counts) - 1
+    chosen = {round(place * last / (_MOST_COUNTS - 1)) for place in range(_MOST_COUNTS)}
+    return [counts[place] for place in sorted(chosen)]
+
+
+def units_by_type(scene: Scene, parts: int) -> list[list[Unit]] | None:
+    """Return for each type its units, node by node; None where a node's do not come out even."""
+    cluster = scene.cluster
+    units: list[list[Unit]] = []
+    for kind in range(len(cluster.types)):
+        by_node: dict[str, list[int]] = {}
+        for index, device in enumerate(cluster.devices):
+            if scene.kind_of[index] == kind:
+                by_node.setdefault(device.node, []).append(index)
+        found: list[Unit] = []
+        for members in by_node.values():
+            if len(members) % parts:
+                return None
+            found += [tuple(members[i : i + parts]) for i in range(0, len(members), parts)]
+        units.append(found)
+    return units
+
+
+def units_as_they_come(scene: Scene, parts: int) -> list[Unit] | None:
+    """Return units of consecutive devices; None where one would span types or nodes."""
+    count = len(scene.cluster.devices)
+    units = [tuple(range(first, first + parts)) for first in range(0, count, parts)]
+    for unit in units:
+        members = [scene.cluster.devices[index] for index in unit]
+        if len({(device.type, device.node) for device in members}) > 1:
+            return None
+    return units

@@ -4,20 +4,25 @@
 from __future__ import annotations
 
 import heapq
+import json
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 from wavemare.errors import PlanError
-from wavemare.parallel.plan import Prediction
+from wavemare.parallel.layout.layout import Layout, Prediction
 from wavemare.parallel.planner.cluster import Cluster
 from wavemare.parallel.planner.costs import ModelCosts
-from wavemare.parallel.planner.layout import Layout, Scene
 from wavemare.parallel.planner.memory import Variant
-from wavemare.parallel.planner.outcome import PlanSearch
-from wavemare.parallel.planner.proposals import equal_layouts, unlike_layouts
-from wavemare.parallel.planner.settings import Settings
-from wavemare.parallel.planner.variants import variants, whole_micro_steps
+from wavemare.parallel.planner.predict import Candidate, Scene, Settings
+from wavemare.parallel.planner.proposals import (
+    equal_layouts,
+    unlike_layouts,
+    variants,
+    whole_micro_steps,
+)
 
-__all__ = ["search_plans"]
+__all__ = ["PlanSearch", "search_plans"]
 
 _GIB = 2**30
 
@@ -42,8 +47,8 @@ def search_plans(costs: ModelCosts, cluster: Cluster, settings: Settings) -> Pla
     if not candidates:
         reason = f"no layout of {len(cluster.devices)} devices gets whole samples of it"
         raise PlanError("global_batch", settings.global_batch, reason, "Give a multiple of them")
-    best: dict[tuple[object, ...], tuple[float, Layout, Prediction]] = {}
-    equal: tuple[Layout, Prediction] | None = None
+    best: dict[tuple[object, ...], tuple[float, Candidate, Prediction]] = {}
+    equal: tuple[Candidate, Prediction] | None = None
     for bound_s, variant, micro_steps in candidates:
         key = (variant.stages, variant.tensor_parallel, variant.schedule, variant.waves)
         leaders = heapq.nsmallest(settings.keep, (entry[0] for entry in best.values()))
@@ -73,9 +78,9 @@ def search_plans(costs: ModelCosts, cluster: Cluster, settings: Settings) -> Pla
 
 
 def _keep(
-    best: dict[tuple[object, ...], tuple[float, Layout, Prediction]],
+    best: dict[tuple[object, ...], tuple[float, Candidate, Prediction]],
     key: tuple[object, ...],
-    layout: Layout,
+    layout: Candidate,
     predicted: Prediction | None,
 ) -> None:
     if predicted and (key not in best or predicted.step_s < best[key][0]):
@@ -119,3 +124,88 @@ def _nothing_fits(scene: Scene) -> PlanError:
         f"device has within the margin{needs}",
         "Use more or larger devices, a smaller global batch or a shorter sequence",
     )
+
+
+_GIB = 2**30
+_HEADER = ("plan", "P", "T", "D", "steps", "shares", "ZeRO", "other", "tokens/s", "gain", "GiB")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSearch:
+    """Plans by predicted tokens per second.
+
+    Args:
+        plans: The best ones, none of which is slower than `equal`.
+        equal: The best plan with devices as they come, equal shares and cuts into equal work; None
+            where none fits into memory.
+        costs: Of the model.
+        cluster: The devices.
+    """
+
+    plans: tuple[Layout, ...]
+    equal: Layout | None
+    costs: ModelCosts
+    cluster: Cluster
+
+    @property
+    def best(self) -> Layout:
+        """The plan with the most predicted tokens per second."""
+        return self.plans[0]
+
+    @property
+    def gain(self) -> float | None:
+        """How many times as fast as the equal plan the best one is predicted to be."""
+        return None if self.equal is None else _speed(self.best) / _speed(self.equal)
+
+    def to_json(self) -> str:
+        """Return the plans, the equal one and the cluster as JSON text."""
+        values: dict[str, Any] = {
+            "plans": [json.loads(plan.to_json()) for plan in self.plans],
+            "equal": None if self.equal is None else json.loads(self.equal.to_json()),
+            "cluster": json.loads(self.cluster.to_json()),
+        }
+        return json.dumps(values, indent=2) + "\n"
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [_HEADER]
+        rows += [self._row(str(place), plan) for place, plan in enumerate(self.plans, 1)]
+        if self.equal is not None:
+            rows.append(self._row("equal", self.equal))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        if self.equal is None:
+            lines.append("equal parts do not fit into the devices' memory")
+        types = self.cluster.types
+        devices = ", ".join(
+            f"{sum(d.type == name for d in self.cluster.devices)}x{name}" for name in types
+        )
+        title = f"{self.costs.name}, {self.costs.parameters / 1e6:.1f} M parameters, on {devices}"
+        return "\n".join([title, *lines, "", str(self.best)])
+
+    def _row(self, name: str, plan: Layout) -> tuple[str, ...]:
+        predicted = plan.predicted
+        assert predicted is not None, "plans of a search have predictions"
+        marks = ["recompute"] * plan.recompute + ["waves"] * plan.wavelet
+        marks += [plan.schedule] * (plan.schedule != "1f1b")
+        gain = "" if self.equal is None else f"{_speed(plan) / _speed(self.equal):.3f}"
+        return (
+            name,
+            str(plan.stages),
+            str(plan.tensor_parallel),
+            str(plan.data_parallel),
+            str(plan.micro_steps),
+            "/".join(map(str, sorted(set(plan.shares), reverse=True))),
+            str(plan.zero_stage),
+            " ".join(marks) or "-",
+            f"{predicted.tokens_per_s:,.0f}",
+            gain,
+            f"{max(predicted.memory_bytes) / _GIB:.2f}",
+        )
+
+
+def _speed(plan: Layout) -> float:
+    assert plan.predicted is not None, "plans of a search have predictions"
+    return plan.predicted.tokens_per_s

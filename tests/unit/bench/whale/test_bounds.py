@@ -11,7 +11,7 @@ from wavemare.bench.whale.candidates import plans_by_axes
 from wavemare.parallel.planner.api import plan
 from wavemare.parallel.planner.chains import model_costs
 from wavemare.parallel.planner.cluster import Cluster, Device, Link
-from wavemare.parallel.planner.settings import Settings
+from wavemare.parallel.planner.predict import Settings
 
 
 @pytest.mark.parametrize("rho", [1.0, 1.5, 15.7 / 9.3, 2.0])

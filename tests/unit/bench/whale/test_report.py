@@ -15,8 +15,8 @@ from wavemare.bench.whale.report import (
 from wavemare.bench.whale.request import ALONE, PASSES, WhaleJob, WhaleRequest
 from wavemare.bench.whale.show import draw, result_table
 from wavemare.errors import CommError
-from wavemare.parallel.plan import ParallelPlan, Prediction
-from wavemare.parallel.speed import Line
+from wavemare.parallel.layout.layout import Layout, Prediction
+from wavemare.parallel.planner.speed import Line
 
 SHARES = WhaleJob(part="shares", ranks=2, devices=(0.9, 0.45))
 CUTS = WhaleJob(part="cuts", ranks=2, devices=(0.45, 0.9), micro_batches=8)
@@ -114,7 +114,7 @@ def choice():
         predicted = Prediction(
             step_s=step_s, tokens_per_s=1.0, stage_s=(), rank_s=(), memory_bytes=()
         )
-        return ParallelPlan(global_batch=16, predicted=predicted, **axes)
+        return Layout(global_batch=16, predicted=predicted, **axes)
 
     plans = [
         plan(2.0, data_parallel=4, shares=(6, 6, 2, 2)),

@@ -8,14 +8,13 @@ import pytest
 
 from wavemare.engine.config.resolve import check_config
 from wavemare.errors import ModelError, PlanError
-from wavemare.parallel.plan import ParallelPlan
+from wavemare.parallel.layout.layout import Layout
 from wavemare.parallel.planner import Cluster, Device, Link, Settings, plan, search_plans
 from wavemare.parallel.planner.chains import model_costs
-from wavemare.parallel.planner.layout import Scene
 from wavemare.parallel.planner.memory import Variant
+from wavemare.parallel.planner.predict import Scene
 from wavemare.parallel.planner.probe import group_types
-from wavemare.parallel.planner.proposals import unlike_layouts
-from wavemare.parallel.planner.variants import variants
+from wavemare.parallel.planner.proposals import unlike_layouts, variants
 
 GIB = 2**30
 
@@ -135,7 +134,7 @@ def test_500_random_clusters_fit_and_never_fall_below_the_equal_plan(part):
             gains += found.gain > 1.01
         for chosen in found.plans:
             assert chosen.world_size == len(cluster.devices)
-            assert ParallelPlan.from_json(chosen.to_json()) == chosen
+            assert Layout.from_json(chosen.to_json()) == chosen
             check_units(cluster, chosen)
     assert found_some > 25
     assert refused > 0

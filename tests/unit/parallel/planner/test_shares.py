@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from wavemare.parallel.planner.shares import balanced_shares, divisors
+from wavemare.parallel.planner.stages import balanced_shares, divisors
 
 
 def linear(speeds, fixed_s=None):

@@ -7,9 +7,8 @@ import pytest
 
 from wavemare.parallel.planner.chains import model_costs
 from wavemare.parallel.planner.cluster import Cluster, Device, Link
-from wavemare.parallel.planner.layout import Layout, Scene
 from wavemare.parallel.planner.memory import Variant
-from wavemare.parallel.planner.settings import Settings
+from wavemare.parallel.planner.predict import Candidate, Scene, Settings
 from wavemare.parallel.planner.times import optimizer_s, reduction_s
 
 SLOW = Link(0.0, 1e6)
@@ -55,7 +54,7 @@ def test_groups_that_reduce_between_nodes_share_the_link(nodes, degrees, units, 
     variant = Variant(stages=stages, tensor_parallel=splits, data_parallel=replicas)
     count = len(scene.costs.layers)
     bounds = (0, count // 2, count) if stages > 1 else (0, count)
-    layout = Layout(
+    layout = Candidate(
         variant=variant,
         units=units,
         bounds=bounds,

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from wavemare.errors import PlanError
-from wavemare.parallel.annotations import own_region
-from wavemare.parallel.chains import NamedChain
-from wavemare.parallel.regions import Region, combined
+from wavemare.parallel.layout.annotations import own_region
+from wavemare.parallel.layout.chains import NamedChain
+from wavemare.parallel.layout.regions import Region, combined
 
 __all__ = ["Regions", "check_split", "regions_of", "stage_cuts"]
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from wavemare.errors import PlanError, did_you_mean
 from wavemare.json_text import parse_json
-from wavemare.parallel.plan_checks import check_plan, check_seconds
+from wavemare.parallel.layout.checks import check_layout, check_seconds
 
-__all__ = ["ParallelPlan", "Prediction"]
+__all__ = ["Layout", "Prediction"]
 
 VERSION = 1
 _GIB = 2**30
@@ -53,7 +53,7 @@ class Prediction:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelPlan:
+class Layout:
     """A layout of ranks, and what each of them trains on.
 
     Rank ``(stage * data_parallel + replica) * tensor_parallel + part`` holds that part of a stage
@@ -99,7 +99,7 @@ class ParallelPlan:
     predicted: Prediction | None = None
 
     def __post_init__(self) -> None:
-        check_plan(self)
+        check_layout(self)
 
     @property
     def world_size(self) -> int:
@@ -140,7 +140,7 @@ class ParallelPlan:
         return {"version": VERSION, **values}
 
     @classmethod
-    def from_json(cls, text: str) -> ParallelPlan:
+    def from_json(cls, text: str) -> Layout:
         """Read what `to_json` wrote.
 
         Raises:

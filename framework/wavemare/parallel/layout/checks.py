@@ -12,16 +12,16 @@ from wavemare.errors import PlanError, did_you_mean
 from wavemare.pipeline.config import TRAINED
 
 if TYPE_CHECKING:
-    from wavemare.parallel.plan import ParallelPlan
+    from wavemare.parallel.layout.layout import Layout
 
-__all__ = ["check_plan", "check_seconds"]
+__all__ = ["check_layout", "check_seconds"]
 
 _ZERO_STAGES = (0, 1, 2, 3)
 _ZERO_WEIGHTS = 3
 _LARGEST = sys.float_info.max
 
 
-def check_plan(plan: ParallelPlan) -> None:
+def check_layout(plan: Layout) -> None:
     """Check a plan.
 
     Raises:
@@ -62,7 +62,7 @@ def check_seconds(key: str, value: Any, *, several: bool) -> None:
             raise PlanError(key, value, reason, "Make the plan again")
 
 
-def _check_batch(plan: ParallelPlan) -> None:
+def _check_batch(plan: Layout) -> None:
     shares, replicas = plan.shares, plan.data_parallel
     _check_numbers(plan, "shares", shares, 1)
     if len(shares) != replicas:
@@ -77,7 +77,7 @@ def _check_batch(plan: ParallelPlan) -> None:
         raise _refuse(plan, "shares", reason, f"Give shares whose sum is a multiple of {replicas}")
 
 
-def _check_cuts(plan: ParallelPlan) -> None:
+def _check_cuts(plan: Layout) -> None:
     cuts, stages = plan.cuts, plan.stages
     if plan.num_layers is not None:
         _check_whole("num_layers", plan.num_layers, 1)
@@ -99,7 +99,7 @@ def _check_cuts(plan: ParallelPlan) -> None:
         raise _refuse(plan, "cuts", "a stage is empty", "Give bounds that increase")
 
 
-def _check_memory(plan: ParallelPlan) -> None:
+def _check_memory(plan: Layout) -> None:
     zero, pipeline = plan.zero_stage, plan.stages > 1 or plan.schedule == "pipemare"
     if zero not in _ZERO_STAGES or not isinstance(zero, int) or isinstance(zero, bool):
         raise _refuse(plan, "zero_stage", "there is no such stage of ZeRO", "Give 0, 1, 2 or 3")
@@ -117,7 +117,7 @@ def _check_memory(plan: ParallelPlan) -> None:
         raise _refuse(plan, "wavelet", reason, "Give false, or equal shares")
 
 
-def _check_order(plan: ParallelPlan) -> None:
+def _check_order(plan: Layout) -> None:
     order = plan.order
     if order is None:
         return
@@ -129,7 +129,7 @@ def _check_order(plan: ParallelPlan) -> None:
         raise _refuse(plan, "order", "a device runs two ranks", "Name each device once")
 
 
-def _check_numbers(plan: ParallelPlan, name: str, numbers: object, least: int) -> None:
+def _check_numbers(plan: Layout, name: str, numbers: object, least: int) -> None:
     if not isinstance(numbers, tuple):
         raise _refuse(plan, name, "it is no tuple of whole numbers", "Give a tuple")
     _check_each(name, numbers, least)
@@ -146,5 +146,5 @@ def _check_whole(key: str, number: object, least: int) -> None:
         raise PlanError(key, number, reason, f"Give {least} or more")
 
 
-def _refuse(plan: ParallelPlan, name: str, reason: str, remedy: str) -> PlanError:
+def _refuse(plan: Layout, name: str, reason: str, remedy: str) -> PlanError:
     return PlanError(name, getattr(plan, name), reason, remedy)

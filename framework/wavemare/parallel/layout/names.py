@@ -13,11 +13,11 @@ from torch import nn
 
 from wavemare.engine.config.sections import ParallelConfig, SplitNames
 from wavemare.errors import ModelError, PlanError, did_you_mean
-from wavemare.parallel.annotations import PLAN, own_region, tag
-from wavemare.parallel.chains import NamedChain, named_chain
-from wavemare.parallel.layouts import layout_stages
-from wavemare.parallel.plan import ParallelPlan
-from wavemare.parallel.regions import Region
+from wavemare.parallel.layout.annotations import PLAN, own_region, tag
+from wavemare.parallel.layout.chains import NamedChain, named_chain
+from wavemare.parallel.layout.layout import Layout
+from wavemare.parallel.layout.layout_string import layout_stages
+from wavemare.parallel.layout.regions import Region
 
 __all__ = ["annotate", "matches"]
 
@@ -25,7 +25,7 @@ _RANGE = re.compile(r"(\d+)-(\d+)")
 _MOST_DIGITS = 5
 
 
-def annotate(model: Any, layout: Mapping[str, Any] | ParallelPlan, *, key: str = "mapping") -> Any:
+def annotate(model: Any, layout: Mapping[str, Any] | Layout, *, key: str = "mapping") -> Any:
     """Annotate a model's modules by their names, or give it a plan to be run by.
 
     A pattern is a module's name, or its end: ``h.0`` is ``transformer.h.0``; where several modules
@@ -46,7 +46,7 @@ def annotate(model: Any, layout: Mapping[str, Any] | ParallelPlan, *, key: str =
         PlanError: A pattern matches nothing, or a module gets two regions that do not go together.
         ModelError: The model cannot be cut into stages.
     """
-    if isinstance(layout, ParallelPlan):
+    if isinstance(layout, Layout):
         setattr(model, PLAN, layout)
         return model
     names = ParallelConfig.parse(layout, key)

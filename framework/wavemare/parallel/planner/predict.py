@@ -3,24 +3,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from wavemare.parallel.plan import ParallelPlan, Prediction
+from wavemare.errors import PlanError
+from wavemare.parallel.layout.layout import Layout, Prediction
 from wavemare.parallel.planner.cluster import Cluster, Link
 from wavemare.parallel.planner.costs import BYTES, ModelCosts
 from wavemare.parallel.planner.memory import MemoryModel, Variant
-from wavemare.parallel.planner.settings import Settings
 from wavemare.parallel.planner.stages import Cut, equal_cuts, pipeline_s
 from wavemare.parallel.planner.times import TimeModel, optimizer_s, reduction_s
 
-__all__ = ["Layout", "Scene"]
+__all__ = ["Candidate", "Scene", "Settings"]
 
 Unit = tuple[int, ...]
 """Devices, by their index, that share a model's layers: of one type, in one node."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class Candidate:
     """Which units run which stages of which replicas, and with how many samples.
 
     Args:
@@ -106,7 +107,7 @@ class Scene:
             return micro_steps * max(stage_s)
         return pipeline_s(stage_s, micro_steps)
 
-    def stage_times(self, layout: Layout, replica: int) -> list[float]:
+    def stage_times(self, layout: Candidate, replica: int) -> list[float]:
         """Return the time of each stage of a replica for a micro-batch, with its messages."""
         times, samples = self.times(layout.variant), layout.shares[replica]
         seconds = []
@@ -122,7 +123,7 @@ class Scene:
             seconds.append(spent)
         return seconds
 
-    def memory_of(self, layout: Layout) -> tuple[float, ...]:
+    def memory_of(self, layout: Candidate) -> tuple[float, ...]:
         """Return the bytes that each rank needs."""
         model = self.memory(layout.variant)
         in_flight = layout.variant.in_flight(layout.micro_steps)
@@ -134,7 +135,7 @@ class Scene:
                 needed += [size] * len(unit)
         return tuple(needed)
 
-    def predict(self, layout: Layout) -> Prediction | None:
+    def predict(self, layout: Candidate) -> Prediction | None:
         """Return what a layout takes; None where it does not fit into memory."""
         memory = self.memory_of(layout)
         order = device_order(layout)
@@ -153,7 +154,7 @@ class Scene:
             memory_bytes=memory,
         )
 
-    def _end_s(self, layout: Layout, stage: int) -> float:
+    def _end_s(self, layout: Candidate, stage: int) -> float:
         """Return what a stage's reduction and optimizer step take at the end."""
         variant = layout.variant
         first, end = layout.bounds[stage], layout.bounds[stage + 1]
@@ -172,7 +173,7 @@ class Scene:
         )
         return reduced + max(optimizer_s(device, parameters, variant) for device in devices)
 
-    def _groups_between(self, layout: Layout, nodes: set[str]) -> int:
+    def _groups_between(self, layout: Candidate, nodes: set[str]) -> int:
         """Return how many groups of replicas reduce over the links of some nodes at once."""
         if len(nodes) == 1:
             return 1
@@ -182,12 +183,12 @@ class Scene:
             groups += len(own) > 1 and bool(own & nodes)
         return groups * layout.variant.tensor_parallel
 
-    def plan(self, layout: Layout, predicted: Prediction) -> ParallelPlan:
+    def plan(self, layout: Candidate, predicted: Prediction) -> Layout:
         """Return a layout as a plan."""
         variant, order = layout.variant, device_order(layout)
         layers = len(self.costs.layers)
         as_they_come = order == tuple(range(len(order)))
-        return ParallelPlan(
+        return Layout(
             stages=variant.stages,
             tensor_parallel=variant.tensor_parallel,
             data_parallel=variant.data_parallel,
@@ -205,6 +206,64 @@ class Scene:
         )
 
 
-def device_order(layout: Layout) -> tuple[int, ...]:
+def device_order(layout: Candidate) -> tuple[int, ...]:
     """Return the device of each rank."""
     return tuple(device for replicas in layout.units for unit in replicas for device in unit)
+
+
+_LARGEST_BATCH = 2**31
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Limits and assumptions of a search.
+
+    Args:
+        global_batch: Samples of one optimizer step.
+        margin: Part of each device's memory that stays free, 0 to below 1.
+        overlap: Part of ZeRO 3's gathers and reductions that passes hide, 0 to 1; DeepSpeed's
+            other stages reduce behind the backward pass, unless ``overlap_comm`` is set.
+        pipemare: Whether asynchronous pipelines are offered. They change the mathematics.
+        waves: Whether waves are offered.
+        recompute: Whether recomputed activations are offered.
+        zero_stages: Stages of ZeRO that are offered.
+        max_stages: The longest pipeline.
+        max_tensor_parallel: The most ranks that share a layer.
+        keep: How many plans are returned.
+
+    Raises:
+        PlanError: A number is out of range.
+    """
+
+    global_batch: int
+    margin: float = 0.05
+    overlap: float = 0.5
+    pipemare: bool = False
+    waves: bool = True
+    recompute: bool = True
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3)
+    max_stages: int = 16
+    max_tensor_parallel: int = 8
+    keep: int = 5
+
+    def __post_init__(self) -> None:
+        for name in ("global_batch", "max_stages", "max_tensor_parallel", "keep"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise PlanError(name, value, "it is no whole number of at least 1", "Give one")
+        if self.global_batch > _LARGEST_BATCH:
+            reason = "no search through its parts would end"
+            remedy = f"Give at most {_LARGEST_BATCH}"
+            raise PlanError("global_batch", self.global_batch, reason, remedy)
+        if not _is_part(self.margin) or self.margin == 1:
+            raise PlanError("margin", self.margin, "it is not from 0 to below 1", "Give a part")
+        if not _is_part(self.overlap):
+            raise PlanError("overlap", self.overlap, "it is not from 0 to 1", "Give a part")
+        stages = self.zero_stages
+        if not isinstance(stages, Sequence) or not stages or any(s not in range(4) for s in stages):
+            reason = "these are no stages of ZeRO"
+            raise PlanError("zero_stages", self.zero_stages, reason, "Give some of 0, 1, 2 and 3")
+
+
+def _is_part(value: object) -> bool:
+    return isinstance(value, int | float) and 0 <= value <= 1

@@ -15,20 +15,20 @@ from deepspeed import comm as dist
 from wavemare.engine.config.resolve import SECTION, WavemareConfig
 from wavemare.engine.config.sections import ParallelConfig
 from wavemare.errors import PlanError
-from wavemare.parallel.annotations import PLAN, is_annotated
-from wavemare.parallel.chains import named_chain
-from wavemare.parallel.compile import compile_plan, configured
-from wavemare.parallel.names import annotate
-from wavemare.parallel.plan import ParallelPlan
+from wavemare.parallel.layout.annotations import PLAN, is_annotated
+from wavemare.parallel.layout.chains import named_chain
+from wavemare.parallel.layout.compile import compile_layout, configured
+from wavemare.parallel.layout.layout import Layout
+from wavemare.parallel.layout.names import annotate
 
-__all__ = ["agree", "plan_for"]
+__all__ = ["agree", "layout_for"]
 
 logger = logging.getLogger("wavemare")
 
 _KEY = f"{SECTION}.parallel"
 
 
-def plan_for(model: Any, values: dict[str, Any]) -> tuple[ParallelPlan, dict[str, Any]]:
+def layout_for(model: Any, values: dict[str, Any]) -> tuple[Layout, dict[str, Any]]:
     """Return the plan that a model is to be run by, equal on all ranks, and its configuration.
 
     The plan comes from ``wavemare.parallel.plan``, from `annotate`, or is compiled from the model's
@@ -55,11 +55,11 @@ def plan_for(model: Any, values: dict[str, Any]) -> tuple[ParallelPlan, dict[str
     if names.annotates:
         mapping = names.model_dump(exclude_unset=True, exclude={"plan"})
         annotate(model, mapping, key=_KEY)
-    plan = agree(compile_plan(model, values, world_size=dist.get_world_size()))
+    plan = agree(compile_layout(model, values, world_size=dist.get_world_size()))
     return plan, configured(plan, values)
 
 
-def agree(plan: ParallelPlan) -> ParallelPlan:
+def agree(plan: Layout) -> Layout:
     """Return rank 0's plan, after comparing all ranks' digests; every rank calls this.
 
     Raises:
@@ -74,13 +74,13 @@ def agree(plan: ParallelPlan) -> ParallelPlan:
             reason = f"rank 0 has {digests[0][:12]}, rank {rank} has {digest[:12]}"
             remedy = "Annotate and configure the model alike on all ranks"
             raise PlanError("plan", plan.digest[:12], f"the ranks' plans differ: {reason}", remedy)
-    return ParallelPlan.from_json(text[0])
+    return Layout.from_json(text[0])
 
 
-def _read(plan: str | dict[str, Any] | None) -> ParallelPlan:
+def _read(plan: str | dict[str, Any] | None) -> Layout:
     """Return a plan that was given as a file, which rank 0 reads, or as parsed JSON."""
     if isinstance(plan, dict):
-        return ParallelPlan.from_json(json.dumps(plan))
+        return Layout.from_json(json.dumps(plan))
     path = Path(str(plan))
     message: list[Any] = [None, None]
     if dist.get_rank() == 0:
@@ -92,10 +92,10 @@ def _read(plan: str | dict[str, Any] | None) -> ParallelPlan:
     if message[1] is not None:
         reason = f"the file cannot be read ({message[1]})"
         raise PlanError(f"{_KEY}.plan", str(path), reason, "Name a file of 'wavemare plan search'")
-    return ParallelPlan.from_json(message[0])
+    return Layout.from_json(message[0])
 
 
-def _tell_order(plan: ParallelPlan) -> None:
+def _tell_order(plan: Layout) -> None:
     """Remind of what only the launcher can do: start the ranks on the devices of the plan."""
     if plan.order is None or plan.order == tuple(range(plan.world_size)) or dist.get_rank():
         return
@@ -132,7 +132,7 @@ def _check_model(model: Any) -> None:
         raise PlanError("model", type(model).__name__, reason, "Give the model that it is made of")
 
 
-def _check_fits(plan: ParallelPlan, model: Any) -> None:
+def _check_fits(plan: Layout, model: Any) -> None:
     """Check that a plan that was made elsewhere is for this model and these processes."""
     processes = dist.get_world_size()
     if plan.world_size != processes:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From an annotated model and a configuration to a `ParallelPlan`."""
+"""From an annotated model and a configuration to a `Layout`."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 from wavemare.engine.config.resolve import WavemareConfig, check_batch_sizes, zero_section
 from wavemare.errors import PlanError
 from wavemare.models.convert import trained_parameters
-from wavemare.parallel.chains import NamedChain, named_chain
-from wavemare.parallel.plan import ParallelPlan
-from wavemare.parallel.regions import Region
-from wavemare.parallel.resolve import Regions, check_split, regions_of, stage_cuts
+from wavemare.parallel.layout.chains import NamedChain, named_chain
+from wavemare.parallel.layout.layout import Layout
+from wavemare.parallel.layout.regions import Region
+from wavemare.parallel.layout.resolve import Regions, check_split, regions_of, stage_cuts
 from wavemare.pipeline.plan.partition import balanced_cuts
 
-__all__ = ["compile_plan", "configured", "legal_triples"]
+__all__ = ["compile_layout", "configured", "legal_triples"]
 
 _STEPS = "gradient_accumulation_steps"
 
 
-def compile_plan(model: Any, config: Mapping[str, Any], *, world_size: int) -> ParallelPlan:
+def compile_layout(model: Any, config: Mapping[str, Any], *, world_size: int) -> Layout:
     """Return the plan of an annotated model.
 
     Args:
@@ -54,7 +54,7 @@ def compile_plan(model: Any, config: Mapping[str, Any], *, world_size: int) -> P
     sizes = check_batch_sizes(given, data_world_size=grid.replicas, stages=grid.stages)
     shares = _shares(config, sizes["train_micro_batch_size_per_gpu"], grid.replicas)
     waves = ours.pipeline.pair_passes if grid.stages > 1 else ours.wavelet.mode == "auto"
-    return ParallelPlan(
+    return Layout(
         stages=grid.stages,
         tensor_parallel=grid.splits,
         data_parallel=grid.replicas,
@@ -70,10 +70,10 @@ def compile_plan(model: Any, config: Mapping[str, Any], *, world_size: int) -> P
     )
 
 
-def configured(plan: ParallelPlan, config: Mapping[str, Any]) -> dict[str, Any]:
+def configured(plan: Layout, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration that runs a plan compiled under ``config``.
 
-    `ParallelPlan.configure` decides also what a plan states but in part, such as the mode of the
+    `Layout.configure` decides also what a plan states but in part, such as the mode of the
     waves; these settings stay as they were.
     """
     result = plan.configure(config)

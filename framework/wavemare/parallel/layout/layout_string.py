@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 
 from wavemare.errors import PlanError
-from wavemare.parallel.chains import NamedChain
+from wavemare.parallel.layout.chains import NamedChain
 
 __all__ = ["layout_stages", "unrolled"]
 

@@ -15,10 +15,9 @@ from torch import distributed as dist
 from wavemare.errors import PlanError
 from wavemare.models.families import family_of
 from wavemare.models.timing import rank_layer_times
-from wavemare.parallel.plan import ParallelPlan, Prediction
-from wavemare.parallel.planner.shares import balanced_shares
-from wavemare.parallel.planner.stages import StageProblem, cut_stages, pipeline_s
-from wavemare.parallel.speed import Line, measure_speeds
+from wavemare.parallel.layout.layout import Layout, Prediction
+from wavemare.parallel.planner.speed import Line, measure_speeds
+from wavemare.parallel.planner.stages import StageProblem, balanced_shares, cut_stages, pipeline_s
 
 __all__ = ["balance_replicas", "balance_stages", "measure_layers", "plan_stages", "shares_for"]
 
@@ -33,7 +32,7 @@ def balance_replicas(
     zero_stage: int = 0,
     sequence_length: int = 1,
     dtype: torch.dtype | None = None,
-) -> ParallelPlan:
+) -> tuple[Layout, list[Line]]:
     """Measure all ranks of a data-parallel job, and share its micro-batches among them.
 
     Args:
@@ -45,14 +44,14 @@ def balance_replicas(
         dtype: Of autocast while measuring, for a job that computes in 16 bits.
 
     Returns:
-        The plan, equal on all ranks.
+        The plan, and for each rank its seconds by the number of samples; equal on all ranks.
     """
     micro, ranks = batch["train_micro_batch_size_per_gpu"], dist.get_world_size()
     lines = measure_speeds(model, batch_of, (max(micro // 2, 1), micro), dtype=dtype)
     shares = shares_for(lines, micro * ranks)
     steps = batch["gradient_accumulation_steps"]
     rank_s = tuple(steps * line.seconds(share) for line, share in zip(lines, shares, strict=True))
-    plan = ParallelPlan(
+    plan = Layout(
         data_parallel=ranks,
         global_batch=batch["train_batch_size"],
         micro_steps=steps,
@@ -66,7 +65,7 @@ def balance_replicas(
             memory_bytes=(),
         ),
     )
-    return plan
+    return plan, lines
 
 
 def shares_for(lines: Sequence[Line], samples: int) -> tuple[int, ...]:
@@ -93,7 +92,7 @@ def balance_stages(
     zero_stage: int = 0,
     sequence_length: int = 1,
     dtype: torch.dtype | None = None,
-) -> ParallelPlan:
+) -> Layout:
     """Measure every layer on every rank, and cut the model so that all stages take as long.
 
     Where several replicas put unlike ranks at the same stage, the slowest of them counts, and the
@@ -170,7 +169,7 @@ def plan_stages(
     schedule: str = "1f1b",
     zero_stage: int = 0,
     sequence_length: int = 1,
-) -> ParallelPlan:
+) -> Layout:
     """Return the plan for measured layers; the arguments are those of `balance_stages`.
 
     Args:
@@ -209,7 +208,7 @@ def plan_stages(
     shares = shares_for(lines, micro * replicas)
     scaled = own * (np.array(shares) / micro)[:, None]
     rank_s = tuple(pipeline_s(list(map(float, row)), steps) for row in scaled)
-    return ParallelPlan(
+    return Layout(
         stages=stages,
         data_parallel=replicas,
         cuts=cut.bounds,

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from wavemare.errors import PlanError, did_you_mean
-from wavemare.parallel.regions import Region, check_nesting, combined, next_serial
+from wavemare.parallel.layout.regions import Region, check_nesting, combined, next_serial
 from wavemare.pipeline.config import TRAINED
 
 __all__ = [
