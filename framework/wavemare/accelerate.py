@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accelerate's ``Accelerator`` with our engines.
 
-``from wavemare.accelerate import Accelerator`` in place of accelerate's own: ``prepare`` then
-builds an engine by `wavemare.initialize`, from the DeepSpeed file with a ``"wavemare"`` section.
-Loops that call ``forward``, ``backward`` and ``step`` run data-parallel engines: ZeRO 0 to 3, the
-sparse collective, tensor parallelism. What trains whole steps is for `wavemare.hf.Trainer` or
-``engine.train_batch``, and is refused here.
+With ``from wavemare.accelerate import Accelerator``, ``prepare`` builds an engine by
+`wavemare.initialize`, from a DeepSpeed file with a ``"wavemare"`` section. Loops of ``forward``,
+``backward`` and ``step`` run data-parallel engines: ZeRO 0 to 3, the sparse collective, tensor
+parallelism. Pipelines and waves train whole steps and are refused here: use `wavemare.hf.Trainer`
+or ``engine.train_batch``.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ _swap_lock = threading.RLock()
 class Accelerator(accelerate.Accelerator):
     """``accelerate.Accelerator`` whose DeepSpeed engines are ours.
 
-    Processes that share a model (stages and tensor parallelism) get the same batches, and `gather`
-    counts them once.
+    Processes that share a model (stages, tensor parallelism) get the same batches. `gather` counts
+    them once.
 
     Attributes:
         section: The ``"wavemare"`` section; None without one.
-        model_ranks: How many processes share a model, and so batches.
+        model_ranks: Number of processes that share a model and its batches.
         stages: Stages of the pipeline.
         weighs_losses: Whether the engine weighs the losses of data ranks.
-        own_loss: Whether a pipeline's loss function is the engine's matter alone.
+        own_loss: Whether only the engine may set a pipeline's loss function.
         whole_step_key: The key that makes the engine train whole steps only; None without one.
         whole_steps: Whether the caller trains by ``engine.train_batch``, as
             `wavemare.hf.Trainer` does.
-        build: What stands for ``deepspeed.initialize``.
+        build: Called in place of ``deepspeed.initialize``.
     """
 
     section: dict[str, Any] | None = None
@@ -78,17 +78,15 @@ class Accelerator(accelerate.Accelerator):
             self.take_section(plugin.deepspeed_config.pop(SECTION, None))
 
     def take_section(self, section: dict[str, Any] | None) -> None:
-        """Use a ``"wavemare"`` section, which accelerate, for its ``"auto"``, must not see.
+        """Use a ``"wavemare"`` section. accelerate must not see it: it would fill in ``"auto"``.
 
         Raises:
-            ConfigError: It is invalid, or needs another loop than the caller's.
+            ConfigError: It is invalid, or needs another training loop.
         """
         ours = WavemareConfig.of({SECTION: section} if section is not None else {})
         key = self.whole_step_key = _whole_step_key(ours)
         if key is not None and not self.whole_steps:
-            reason = (
-                "an engine of that kind trains whole steps, and accelerate's loop single passes"
-            )
+            reason = "its engine trains whole steps, and accelerate's loop single passes"
             remedy = "Use wavemare.hf.Trainer, or wavemare.initialize and engine.train_batch"
             raise ConfigError(f"{SECTION}.{key}", section, reason, remedy)
         self.section = section
@@ -99,12 +97,12 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def data_ranks(self) -> int:
-        """How many processes, or groups that share a model, have batches of their own."""
+        """Number of processes, or groups that share a model, with batches of their own."""
         return int(self.num_processes) // self.model_ranks
 
     @property
     def data_rank(self) -> int:
-        """This process's place among `data_ranks`."""
+        """The rank of this process among `data_ranks`."""
         size = self._ours.tensor_parallel.size
         return int(self.process_index) // size % self.data_ranks
 
@@ -133,7 +131,7 @@ class Accelerator(accelerate.Accelerator):
         """Return a loader of this data rank's batches; see accelerate's method of that name.
 
         Raises:
-            ConfigError: The batches would be shared out in a way that stages cannot follow.
+            ConfigError: An option would give stages different batches.
         """
         if self.model_ranks == 1 or getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader, *args, **kwargs)
@@ -164,7 +162,7 @@ class Accelerator(accelerate.Accelerator):
             ("even_batches", self.even_batches, True),
         ):
             if value != wanted:
-                reason = "processes that share a model each read all its batches, alike"
+                reason = "processes that share a model all read the same batches"
                 raise ConfigError(f"accelerator_config.{name}", value, reason, "Leave it out")
 
     def gather(self, tensor: Any) -> Any:
@@ -188,12 +186,12 @@ class Accelerator(accelerate.Accelerator):
 
 
 def _join_on_cpus(given: dict[str, Any]) -> None:
-    """Have the processes meet where there is no GPU, which accelerate does not do for DeepSpeed.
+    """Initialize accelerate's state for several processes on CPUs.
 
-    Told that there are CPUs alone it leaves DeepSpeed out; not told, it counts one process.
+    accelerate leaves DeepSpeed out with ``cpu=True``, and counts one process without it.
 
     Args:
-        given: Arguments of the accelerator; ``cpu`` is taken out.
+        given: Arguments of the accelerator; ``cpu`` is removed.
     """
     device = get_accelerator().device_name()
     told = given.pop("cpu", False) or parse_flag_from_env(_USE_CPU)
@@ -209,10 +207,10 @@ def _join_on_cpus(given: dict[str, Any]) -> None:
 
 
 def check_joined(processes: int) -> None:
-    """Check that accelerate knows of all processes: its state may be of before they were told.
+    """Check that accelerate's state counts all processes.
 
     Raises:
-        ConfigError: With the lines that help.
+        ConfigError: The state was made earlier, for one process.
     """
     if processes != environment_world_size():
         reason = (
@@ -226,7 +224,7 @@ def check_joined(processes: int) -> None:
 
 
 def _whole_step_key(ours: WavemareConfig) -> str | None:
-    """Return the key that makes an engine train whole steps only; None if there is none."""
+    """Return the key that makes an engine train whole steps only, or None."""
     if ours.pipeline.stages > 1:
         return "pipeline.stages"
     if ours.wavelet.mode not in ("off", "model_parallel"):
@@ -235,7 +233,7 @@ def _whole_step_key(ours: WavemareConfig) -> str | None:
 
 
 def _leave_out_all(arguments: dict[str, Any]) -> None:
-    """Leave out ``model_parameters`` that are all of the model's, which is going to be split."""
+    """Leave out ``model_parameters`` if they are all of the model's: it will be split."""
     given = {id(p) for p in arguments.get("model_parameters") or ()}
     if given == {id(p) for p in arguments["model"].parameters() if p.requires_grad}:
         del arguments["model_parameters"]
@@ -243,8 +241,8 @@ def _leave_out_all(arguments: dict[str, Any]) -> None:
 
 @contextmanager
 def _initializing_by(function: Callable[..., Any]) -> Iterator[None]:
-    # accelerate looks deepspeed.initialize up at each call. Ours ends in DeepSpeed's, so that the
-    # name has to mean that again once we are asked.
+    # accelerate looks deepspeed.initialize up at each call. Ours calls DeepSpeed's, so the stock
+    # function must be restored before.
     stock = deepspeed.initialize
 
     def initialize_once(**arguments: Any) -> Any:

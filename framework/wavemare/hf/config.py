@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The DeepSpeed file of ``TrainingArguments``: its ``"auto"`` values, and ours."""
+"""The DeepSpeed file of ``TrainingArguments``, with ``"auto"`` values in our section too."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from transformers import TrainingArguments
@@ -14,7 +13,7 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 from wavemare.engine.config.resolve import SECTION, WavemareConfig, check_config, load_config
 from wavemare.errors import ConfigError
 
-__all__ = ["AUTO_KEYS", "Difference", "DifferencesError", "TrainerConfig"]
+__all__ = ["AUTO_KEYS", "TrainerConfig"]
 
 AUTO_KEYS = (
     "pipeline.stages",
@@ -24,12 +23,13 @@ AUTO_KEYS = (
     "pipeline.pipemare.lr_rescheduling.anneal_steps",
     "wavelet.warmup_steps",
 )
-"""Keys of our section that may be ``"auto"``, beside those of which it is a value of their own."""
+"""Keys of our section that may be ``"auto"``, beside keys that have a value of that name."""
 
 _ANNEAL_PART = 4
+"""``anneal_steps`` is this part of the run's steps."""
 
 _SCHEDULERS = {"cosine": "WarmupCosineLR", "constant_with_warmup": "WarmupLR"}
-"""By the name that transformers gives them, DeepSpeed's schedulers; "linear" is the default."""
+"""DeepSpeed's schedulers by transformers' names; "linear" is the default."""
 
 _BATCH_KEYS = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
@@ -37,50 +37,8 @@ _BATCH_KEYS = {
 }
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A key of the JSON file and the argument that says otherwise."""
-
-    key: str
-    value: Any
-    argument: str
-    wanted: Any
-
-
-class DifferencesError(ConfigError):
-    """The JSON file and the training arguments say different things.
-
-    Args:
-        differences: All of them.
-    """
-
-    def __init__(self, differences: list[Difference]) -> None:
-        self.differences = tuple(differences)
-        rows = [("key", "JSON", "argument", "value")]
-        rows += [(d.key, repr(d.value), d.argument, repr(d.wanted)) for d in differences]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = (
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        )
-        super().__init__(
-            "deepspeed",
-            [difference.key for difference in differences],
-            "the JSON file and the training arguments differ:\n\n" + "\n".join(lines) + "\n\n",
-            'Make them equal, or write "auto" in the JSON (for a type: leave its section out)',
-        )
-
-    def __str__(self) -> str:
-        return f"{self.subject}: {self.reason}{self.advice}"
-
-    @property
-    def subject(self) -> str:
-        """The key; the values stand in the table."""
-        return self.key
-
-
 class TrainerConfig(HfTrainerDeepSpeedConfig):
-    """transformers' configuration, which counts batches by data ranks and knows our section.
+    """transformers' configuration, with our section and batches counted by data ranks.
 
     Args:
         config: What ``TrainingArguments.deepspeed`` holds: a path, a mapping, or base64.
@@ -97,7 +55,7 @@ class TrainerConfig(HfTrainerDeepSpeedConfig):
     def __init__(self, config: str | Mapping[str, Any], *, world_size: int) -> None:
         values = load_config(config, "deepspeed")
         self._given = values.pop(SECTION, None)
-        self._differences: list[Difference] = []
+        self._differences: list[tuple[str, Any, str | None, Any]] = []
         self._world_size = world_size
         super().__init__(values)
         pipeline = self._given.get("pipeline") if isinstance(self._given, dict) else None
@@ -105,7 +63,6 @@ class TrainerConfig(HfTrainerDeepSpeedConfig):
         if self.wants_entries:
             self.take_entries(None)
         self._fill_section(warmup_steps=0, max_steps=1)
-        # DeepSpeed's own "auto" values are known by now or are no matter of ours.
         check_config({**values, **self.with_section}, world_size=world_size)
 
     @property
@@ -119,13 +76,13 @@ class TrainerConfig(HfTrainerDeepSpeedConfig):
         return {} if self.section is None else {SECTION: self.section}
 
     def take_entries(self, names: list[str] | None) -> None:
-        """Set what ``pipeline.inputs`` is: the names of a batch's entries but its labels."""
+        """Set ``pipeline.inputs`` to the names of a batch's entries without its labels."""
         self._given["pipeline"]["inputs"] = names
 
     def fill_match(
         self, ds_key_long: str, hf_val: Any, hf_key: str | None = None, must_match: bool = True
     ) -> None:
-        """Fill in an ``"auto"``, or note a difference, as transformers' method of that name."""
+        """Fill in an ``"auto"``, or note a difference; see transformers' method of that name."""
         config, key = self.find_config_node(ds_key_long)
         if config is None:
             return
@@ -133,15 +90,15 @@ class TrainerConfig(HfTrainerDeepSpeedConfig):
         if value == "auto":
             config[key] = hf_val
         elif must_match and value is not None and value != hf_val:
-            self._differences.append(Difference(ds_key_long, value, str(hf_key), hf_val))
+            self._differences.append((ds_key_long, value, hf_key, hf_val))
 
     def trainer_config_process(
         self, args: TrainingArguments, auto_find_batch_size: bool = False
     ) -> None:
-        """Fill in what the arguments alone say.
+        """Fill in the values that follow from the arguments.
 
         Raises:
-            DifferencesError: The file says otherwise.
+            ConfigError: The file and the arguments differ.
         """
         for key, argument in _BATCH_KEYS.items():
             self.config.setdefault(key, getattr(args, argument))
@@ -153,10 +110,10 @@ class TrainerConfig(HfTrainerDeepSpeedConfig):
     def trainer_config_finalize(
         self, args: TrainingArguments, model: Any, num_training_steps: int
     ) -> None:
-        """Fill in what the model and the number of steps say.
+        """Fill in the values that follow from the model and the number of steps.
 
         Raises:
-            DifferencesError: The file says otherwise.
+            ConfigError: The file and the arguments differ.
         """
         super().trainer_config_finalize(args, model, num_training_steps)
         self._raise_differences()
@@ -166,23 +123,31 @@ class TrainerConfig(HfTrainerDeepSpeedConfig):
         )
 
     def _note_choices(self, args: TrainingArguments) -> None:
-        """Note an optimizer or scheduler, not the default one, that the JSON would overrule."""
+        """Note an optimizer or scheduler in the arguments that the JSON file would overrule."""
         found = (self.config.get("optimizer") or {}).get("type")
         chosen = str(getattr(args.optim, "value", args.optim))
         family = chosen.partition("_")[0]
         if found is not None and family != "adamw" and family not in str(found).lower():
-            self._differences.append(Difference("optimizer.type", found, "optim", chosen))
+            self._differences.append(("optimizer.type", found, "optim", chosen))
         found = (self.config.get("scheduler") or {}).get("type")
         chosen = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
         if found is not None and chosen != "linear" and found != _SCHEDULERS.get(chosen):
-            self._differences.append(
-                Difference("scheduler.type", found, "lr_scheduler_type", chosen)
-            )
+            self._differences.append(("scheduler.type", found, "lr_scheduler_type", chosen))
 
     def _raise_differences(self) -> None:
         differences, self._differences = self._differences, []
-        if differences:
-            raise DifferencesError(differences)
+        if not differences:
+            return
+        told = "; ".join(
+            f"{key} is {value!r}, the argument {argument} {wanted!r}"
+            for key, value, argument, wanted in differences
+        )
+        raise ConfigError(
+            "deepspeed",
+            [key for key, *_ in differences],
+            f"the JSON file and the training arguments differ: {told}",
+            'Make them equal, or write "auto" in the JSON (for a type: leave its section out)',
+        )
 
     def _fill_section(self, *, warmup_steps: int, max_steps: int) -> None:
         """Replace the ``"auto"`` values of our section; see `AUTO_KEYS`."""
@@ -192,7 +157,7 @@ class TrainerConfig(HfTrainerDeepSpeedConfig):
         tensor = self.section.get("tensor_parallel")
         size = tensor.get("size", 1) if isinstance(tensor, Mapping) else 1
         if type(size) is not int or size < 1:
-            size = 1  # the configuration's own check refuses it by its name
+            size = 1  # the check of the configuration refuses it by name
         values: dict[str, Callable[[], Any]] = {
             "pipeline.stages": lambda: max(self._world_size // size, 1),
             "pipeline.dynamic_shape": lambda: True,
@@ -212,7 +177,7 @@ class TrainerConfig(HfTrainerDeepSpeedConfig):
 
 
 class _Counted:
-    """Training arguments that count groups of processes sharing a model in place of processes."""
+    """Training arguments whose world size is the number of data ranks."""
 
     def __init__(self, args: TrainingArguments, data_ranks: int) -> None:
         self._args = args

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss that the last stage of the Trainer's pipelines computes."""
+"""The loss on the last stage of the Trainer's pipelines."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["StepLoss", "ignores_counts", "weighted_labels", "whole_logits"]
 
 
 class StepLoss:
-    """A micro-batch's share in the mean over all labels of an optimizer step.
+    """A micro-batch's part of the mean over all labels of an optimizer step.
 
     Labels come as (labels, weight, items): the micro-batch's mean is multiplied by ``weight``, and
-    ``items`` is what a ``compute_loss_func`` divides its sum by. Both are such that the mean over
-    micro-batches and data ranks is the mean over the step's labels. Plain labels have weight 1.
+    ``items`` is what a ``compute_loss_func`` divides its sum by. The mean over micro-batches and
+    data ranks is then the mean over the step's labels. Plain labels have weight 1.
 
     Args:
         loss: The model's loss of (logits, labels), a mean over labels.
@@ -66,21 +66,20 @@ class StepLoss:
 
 
 def ignores_counts(model: Any) -> bool:
-    """Whether a model of transformers takes the mean over its labels whatever count it is given.
+    """Whether a transformers model ignores ``num_items_in_batch`` and averages over its labels.
 
-    The Trainer divides by that count over processes and micro-batches, and then multiplies by the
-    processes: of such a model it multiplies a mean.
+    The Trainer then multiplies a mean by the number of processes.
     """
     names = inspect.unwrap(type(unwrap_peft_model(model)).forward).__code__.co_names
     return "CrossEntropyLoss" in names and "loss_function" not in names
 
 
 def whole_logits(loss: Any, logits: Any) -> Any:
-    """Return the logits of all tokens, which tensor parallelism spreads over its ranks.
+    """Return the logits over the whole vocabulary, gathered from tensor-parallel ranks.
 
     Args:
-        loss: The last stage's, on each of these ranks.
-        logits: The last stage's output.
+        loss: The last stage's loss function.
+        logits: The last stage's output on this rank.
     """
     inner = loss.inner if isinstance(loss, StepLoss) else loss
     return inner.gather(logits) if isinstance(inner, SplitLoss) else logits
@@ -92,10 +91,10 @@ def weighted_labels(
     """Return the labels of a step's micro-batches as `StepLoss` takes them.
 
     Args:
-        batches: Those with labels of their own; the step's other ones are to be repetitions.
-        micro_batches: Of the step.
-        shifts: Whether the first label of each row is compared with nothing.
-        group: Data-parallel ranks whose labels count together; None for this one alone.
+        batches: The batches that were read; micro-batches beyond them repeat them, with weight 0.
+        micro_batches: Number per step.
+        shifts: Whether labels are shifted, so that the first label of each row does not count.
+        group: Data-parallel ranks whose labels count together; None for this rank alone.
     """
     labels = [batch["labels"] for batch in batches]
     counts = [_count(one, shifts) for one in labels]
@@ -106,7 +105,7 @@ def weighted_labels(
         ranks = dist.get_world_size(group)
     items = total.clamp(min=1) / (micro_batches * ranks)
     weighted = [
-        # The mean over no label at all is not a number, also where it weighs nothing.
+        # The mean over no label is NaN, also with weight 0.
         (one if count else torch.zeros_like(one), count / items, items)
         for one, count in zip(labels, counts, strict=True)
     ]

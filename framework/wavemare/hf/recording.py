@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run folder of a Hugging Face Trainer's run."""
+"""Records a Hugging Face Trainer's run for ``wavemare report``."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _EVALUATED = "eval_"
 
 
 class RecordingCallback(TrainerCallback):
-    """Writes what ``wavemare report`` reads of a Trainer, to which it is added.
+    """Writes the run folder that ``wavemare report`` reads.
 
-    ``trainer.add_callback(RecordingCallback(trainer, "runs/mine"))`` serves `wavemare.hf.Trainer`
-    and transformers' own. Losses and rates are those that the Trainer logs, every
-    ``logging_steps``; the speed needs ``include_num_input_tokens_seen``. Checkpoints are those in
+    ``trainer.add_callback(RecordingCallback(trainer, "runs/mine"))`` works with
+    `wavemare.hf.Trainer` and transformers' own. It records what the Trainer logs every
+    ``logging_steps``. Speed needs ``include_num_input_tokens_seen``. Checkpoints are read from
     ``output_dir``.
 
     Args:
-        trainer: Which is followed.
-        folder: The run's, which holds nothing else: not ``output_dir``.
-        trace_steps: How many steps of our engines are noted action by action; 0 for none.
+        trainer: The Trainer to record.
+        folder: Run folder; another one than ``output_dir``.
+        trace_steps: Number of steps to trace action by action; 0 for none.
     """
 
     def __init__(self, trainer: Any, folder: str | Path, *, trace_steps: int = 4) -> None:
@@ -45,7 +45,7 @@ class RecordingCallback(TrainerCallback):
         self._called = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Prepare the folder; the engine is built and has loaded its checkpoint."""
+        """Prepare the folder, once the engine has loaded its checkpoint."""
         if self._running and self._recording is not None:  # an exception had ended it
             self._recording.end(finished=False)
         self._recording, self._running, self._step = None, False, ExitStack()
@@ -65,12 +65,12 @@ class RecordingCallback(TrainerCallback):
         self._running = True
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Follow the step."""
+        """Begin to trace the step."""
         if self._recording is not None:
             self._step.enter_context(self._recording.step(state.global_step + 1))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note its tokens, which the Trainer counts if it is asked to."""
+        """Record the step's tokens."""
         if self._recording is not None:
             self._recording.tokens = state.num_input_tokens_seen - self._tokens
             self._tokens = state.num_input_tokens_seen
@@ -85,7 +85,7 @@ class RecordingCallback(TrainerCallback):
         logs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Write a line of what the Trainer logs of training; keep what it says of all of it."""
+        """Record the Trainer's training metrics, and its totals at the end."""
         if self._recording is None or logs is None:
             return
         if "loss" in logs:
@@ -103,7 +103,7 @@ class RecordingCallback(TrainerCallback):
         metrics: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Write a line of what was measured on held-out data, also after the training."""
+        """Record evaluation metrics, also after training."""
         if self._recording is None:
             return
         found = {
@@ -117,7 +117,7 @@ class RecordingCallback(TrainerCallback):
         self._called = time.perf_counter()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note how long the training waited; the Trainer saves after all else that a step has."""
+        """Record how long training waited for a checkpoint."""
         if self._recording is not None:
             step, tag = state.global_step, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
             self._recording.saved(step, tag, seconds=time.perf_counter() - self._called)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of the Trainer as whole optimizer steps, equal on all processes that share a model."""
+"""The Trainer's batches as whole optimizer steps, equal on all processes that share a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RANK_STRIDE = 7_919
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Draw from generators of this seed, and go on with those from before afterwards."""
+    """Seed the generators of torch, numpy and Python; restore their states afterwards."""
     states = torch.get_rng_state(), numpy.random.get_state(), random.getstate()
     torch.default_generator.manual_seed(seed)
     numpy.random.seed(seed % 2**32)
@@ -38,13 +38,13 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class SeededLoader:
-    """A loader whose samplers and collators draw the same numbers on all ranks and at all times.
+    """A loader whose samplers and collators draw the same random numbers on all stages.
 
-    Stages draw differently for their dropout, and would mask other tokens than the labels are of.
+    Otherwise stages, whose dropout draws differently, would mask different tokens.
 
     Args:
-        loader: What is read; its attributes are this object's.
-        seed: Of the first batch.
+        loader: The loader to read; its other attributes are available here.
+        seed: Seed of the first batch.
     """
 
     def __init__(self, loader: Any, seed: int) -> None:
@@ -77,17 +77,17 @@ class _Step:
 
 
 class StepFeed:
-    """An epoch's micro-batches, for the Trainer step by step and for an engine that reads ahead.
+    """The micro-batches of an epoch, for the Trainer and for an engine that reads ahead.
 
-    As an iterator it gives the engine's micro-batches, a multiple of ``micro_batches``.
+    Iteration gives the engine's micro-batches: ``micro_batches`` for each step.
 
     Args:
         source: The Trainer's iterator over an epoch.
-        micro_batches: Of an optimizer step; the last step of an epoch may have fewer.
-        make: From those that were read of a step to the engine's, ``micro_batches`` of them.
-        seed: Of the run.
+        micro_batches: Number per optimizer step; the last step of an epoch may read fewer.
+        make: Makes the ``micro_batches`` micro-batches of a step from the batches read for it.
+        seed: Seed of the run.
         epoch: Number of the epoch.
-        data_rank: Place among the ranks with data of their own.
+        data_rank: Rank among the data ranks.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class StepFeed:
         self._dropped = self._trained = self._given = self._read = 0
 
     def next_step(self) -> list[Any]:
-        """Return what was read for the Trainer's next step; empty at the end."""
+        """Return the batches of the Trainer's next step; empty at the end of the epoch."""
         step = self._step(self._trained)
         while self._dropped < self._trained:
             self._steps.popleft()
@@ -137,7 +137,7 @@ class StepFeed:
         return self._steps[number - self._dropped]
 
     def _next_read(self) -> list[Any]:
-        # The first one draws the epoch's order, which is one for all data ranks.
+        # The first read draws the epoch's order, which all data ranks share.
         with seeded(self._seed + (self._read + self._rank_seed if self._read else 0)):
             self._read += 1
             try:
@@ -147,11 +147,11 @@ class StepFeed:
 
 
 def fill_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """Complete a short batch with rows of its own, of which integer labels are `IGNORED`.
+    """Fill a short batch up with its own rows, whose integer labels become `IGNORED`.
 
     Args:
-        batch: Tensors by name, the first dimension of which are the rows.
-        rows: How many there shall be.
+        batch: Tensors by name; rows are the first dimension.
+        rows: Number of rows to return.
     """
     count = max((len(v) for v in batch.values() if isinstance(v, Tensor) and v.ndim), default=rows)
     if count >= rows:

@@ -31,7 +31,7 @@ _ZERO_WEIGHTS = 3
 
 
 class Trainer(WholeSteps):
-    """``transformers.Trainer``, trained by `wavemare.initialize` where it has a DeepSpeed file.
+    """``transformers.Trainer`` that builds its engine by `wavemare.initialize`.
 
     The constructor, arguments, callbacks and files are transformers'. ``TrainingArguments(
     deepspeed="ds.json")`` may hold a ``"wavemare"`` section; without ``deepspeed`` nothing differs
@@ -57,10 +57,10 @@ class Trainer(WholeSteps):
         super().create_accelerator_and_postprocess()
         if not self.is_deepspeed_enabled:
             return
-        # The object stays: transformers has handed its state round already.
+        # transformers has already shared this object, so its class changes in place.
         self.accelerator.__class__ = Accelerator
         self.accelerator.whole_steps = True
-        if config is None:  # accelerate's launcher brought the file
+        if config is None:  # the file came from accelerate's launcher
             self._refuse_section(self.accelerator.state.deepspeed_plugin.deepspeed_config)
         self.accelerator.take_section(config.section if config is not None else None)
 
@@ -78,18 +78,18 @@ class Trainer(WholeSteps):
 
     def _refuse_section(self, values: dict[str, Any]) -> None:
         if SECTION in values:
-            reason = "accelerate's own configuration brought the file, after data were shared out"
+            reason = "accelerate's own configuration named the file, after data were distributed"
             remedy = "Give the file to TrainingArguments(deepspeed=...) and launch with torchrun"
             raise ConfigError(SECTION, values[SECTION], reason, remedy)
 
     def _check_support(self, config: TrainerConfig) -> None:
         ours = config.ours
         if ours.parallel.given or is_annotated(self.model) or hasattr(self.model, PLAN):
-            reason = "the Trainer shares out data before a plan is made of annotations"
+            reason = "the Trainer distributes data before annotations become a layout"
             remedy = f"Give {SECTION}.pipeline and {SECTION}.tensor_parallel"
             raise ConfigError(f"{SECTION}.parallel", "...", reason, remedy)
         if ours.balance.shares is not None:
-            reason = "the Trainer gives all data ranks equally many samples"
+            reason = "the Trainer gives all data ranks equal numbers of samples"
             remedy = "Leave it out, or use wavemare.initialize with training_data"
             raise ConfigError(f"{SECTION}.balance.shares", ours.balance.shares, reason, remedy)
 
@@ -108,7 +108,7 @@ class Trainer(WholeSteps):
         self._check_optimizers()
         self._release_engine()
         if self.accelerator.weighs_losses:
-            # Else transformers would divide by the number of tokens, and the engine weigh again.
+            # Otherwise transformers and the engine would both divide by the number of tokens.
             self.model_accepts_loss_kwargs = False
         self._warn_of_scale()
         config = getattr(self.args, "hf_deepspeed_config", None)
@@ -117,7 +117,7 @@ class Trainer(WholeSteps):
         return super()._prepare_for_training(*args, **kwargs)
 
     def _warn_of_scale(self) -> None:
-        """Say by what transformers multiplies the losses of a model that divides by itself."""
+        """Warn of the factor that transformers puts on losses of models that average themselves."""
         processes = self.accelerator.data_ranks if self.args.average_tokens_across_devices else 1
         micro_batches = self.args.gradient_accumulation_steps
         if not self.model_accepts_loss_kwargs or self.trains_whole_steps:
@@ -127,23 +127,23 @@ class Trainer(WholeSteps):
         if (processes, micro_batches) != (1, 1) and ignores_counts(self.model):
             logger.warning(
                 "%s takes the mean over its labels: transformers multiplies its losses by %d "
-                "processes, in training also by %d micro-batches, and gradients alike; "
-                "'trainer.model_accepts_loss_kwargs = False' before train() leaves that out",
+                "processes, in training also by %d micro-batches, and so its gradients; "
+                "set 'trainer.model_accepts_loss_kwargs = False' before train() to avoid it",
                 type(self.model).__name__,
                 processes,
                 micro_batches,
             )
 
     def _check_optimizers(self) -> None:
-        """Refuse objects given to the constructor, which transformers would drop for DeepSpeed."""
+        """Refuse optimizer objects, which transformers drops if DeepSpeed is used."""
         for name, value in (("optimizer", self.optimizer), ("scheduler", self.lr_scheduler)):
             if value is not None and self.deepspeed is None:
-                reason = f"transformers drops a given {name} where it builds a DeepSpeed engine"
+                reason = f"transformers drops a given {name} if it builds a DeepSpeed engine"
                 remedy = f"Name the {name} in the JSON, or override create_{name}"
                 raise ConfigError("optimizers", type(value).__name__, reason, remedy)
 
     def _release_engine(self) -> None:
-        """Take an engine that was built before off the model; ZeRO 3 keeps its weights."""
+        """Destroy the engine of an earlier call, but not with ZeRO 3, which owns the weights."""
         engine = self.deepspeed
         if engine is None or engine.zero_optimization_stage() == _ZERO_WEIGHTS:
             return
@@ -155,12 +155,12 @@ class Trainer(WholeSteps):
 
     def _build(self, **arguments: Any) -> tuple[Any, Any, Any, Any]:
         config = getattr(self.args, "hf_deepspeed_config", None)
-        if isinstance(config, TrainerConfig):  # what was "auto" may have waited for the data
+        if isinstance(config, TrainerConfig):  # some "auto" values needed the data
             arguments["config"] |= config.with_section
         return super()._build(**arguments)
 
     def _batch_entries(self) -> list[str]:
-        """Return the names of a batch's entries but its labels, ``input_ids`` first."""
+        """Return the names of a batch's entries without labels, ``input_ids`` first."""
         evaluates = self.train_dataset is None
         loader = self.get_eval_dataloader() if evaluates else self.get_train_dataloader()
         with seeded(self.args.seed):
@@ -170,7 +170,7 @@ class Trainer(WholeSteps):
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         items = super()._get_num_items_in_batch(batch_samples, device)
         if isinstance(items, torch.Tensor) and self.is_deepspeed_enabled:
-            # transformers counts those of all processes; our accelerator those of data ranks.
+            # transformers counts per process; our accelerator gathers per data rank.
             items = items * self.accelerator.model_ranks
         return items
 
@@ -180,23 +180,23 @@ class Trainer(WholeSteps):
         return int(super().get_tp_size() * own)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate as transformers; before training, an engine is built whatever the ZeRO stage."""
+        """Evaluate as transformers does; before training, build an engine first."""
         if self.is_deepspeed_enabled and self.deepspeed is None:
             self._prepare_for_evaluation()
         return super().evaluation_loop(dataloader, *args, **kwargs)
 
     def _prepare_for_evaluation(self) -> None:
-        """Build an engine to evaluate with; under ZeRO 3 transformers does."""
+        """Build an engine to evaluate with; under ZeRO 3 transformers does it."""
         config = self.accelerator.state.deepspeed_plugin.hf_ds_config
         if config.is_zero3():
             return
         before = copy.deepcopy(config.config)
         self._prepare_for_training(1, None, None)
-        config.config.clear()  # a training run to come has its own number of steps
+        config.config.clear()  # a later training run has its own number of steps
         config.config.update(before)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save a folder for ``from_pretrained``, whatever the engine; every process calls this."""
+        """Save a folder for ``from_pretrained``; all processes must call this."""
         if self.deepspeed is None or not isinstance(self.model, PreTrainedModel):
             super().save_model(output_dir, _internal_call)
             return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Trainer's part for engines that train whole optimizer steps: pipelines and waves."""
+"""The Trainer with engines that train whole optimizer steps: pipelines and waves."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _REMEDY = "Leave that out, or train data-parallel without waves"
 
 
 class WholeSteps(StockTrainer):
-    """``transformers.Trainer`` that hands an engine all micro-batches of a step at once.
+    """``transformers.Trainer`` that gives an engine all micro-batches of a step at once.
 
-    Its loop stays transformers': the last micro-step of an optimizer step trains all of them, and
-    returns their mean loss; those before return 0.
+    The loop stays transformers'. The last micro-step of an optimizer step trains all of them and
+    returns their mean loss; earlier micro-steps return 0.
     """
 
     accelerator: Any
@@ -39,18 +39,18 @@ class WholeSteps(StockTrainer):
 
     @property
     def trains_whole_steps(self) -> bool:
-        """Whether the engine trains by ``train_batch`` alone."""
+        """Whether the engine trains only by ``train_batch``."""
         return bool(self.is_deepspeed_enabled and self.accelerator.whole_step_key is not None)
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether the engine is a pipeline, of which each process has one stage."""
+        """Whether the engine is a pipeline."""
         return bool(self.is_deepspeed_enabled and self.accelerator.stages > 1)
 
     # --- building -------------------------------------------------------------------------------
 
     def _build(self, **arguments: Any) -> tuple[Any, Any, Any, Any]:
-        """Build the engine; its own scheduler steps where the Trainer's loop cannot."""
+        """Build the engine, which steps the Trainer's scheduler itself."""
         if "lr_scheduler" not in arguments and "scheduler" not in arguments["config"]:
             arguments["lr_scheduler"] = self._scheduler_of
         return initialize(**arguments)
@@ -73,7 +73,7 @@ class WholeSteps(StockTrainer):
         if not self.trains_whole_steps:
             return super()._prepare_for_training(max_steps, *args, **kwargs)
         self._check_whole_steps()
-        self.model_accepts_loss_kwargs = False  # evaluation has the plain mean, too
+        self.model_accepts_loss_kwargs = False  # evaluation, too, takes the plain mean
         self._max_steps, self._feed = max_steps, None
         self.accelerator.build = self._build
         _, loader = super()._prepare_for_training(max_steps, *args, **kwargs)
@@ -90,7 +90,7 @@ class WholeSteps(StockTrainer):
         return _LoopModel(engine), loader
 
     def _check_whole_steps(self) -> None:
-        """Refuse what transformers does between the micro-batches of a step."""
+        """Refuse options that act between the micro-batches of a step."""
         key = f"wavemare.{self.accelerator.whole_step_key}"
         args, given = self.args, self.accelerator.section
         reason = ""
@@ -102,18 +102,18 @@ class WholeSteps(StockTrainer):
         if args.auto_find_batch_size:
             reason = "auto_find_batch_size cannot interrupt processes that wait for each other"
         if args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
-            reason = "the engine steps the scheduler, and knows no metric"
+            reason = "the engine steps the scheduler, without a metric"
         if reason:
             raise ConfigError(key, given, f"the engine trains whole steps: {reason}", _REMEDY)
 
     @property
     def _weighs_labels(self) -> bool:
-        """Whether a step's loss is the mean over its labels, not over its micro-batches."""
+        """Whether a step's loss is the mean over its labels, and not over its micro-batches."""
         return self.is_pipeline and not self.accelerator.own_loss
 
     @property
     def _shifts(self) -> bool:
-        """Whether the model compares each position with the label after it."""
+        """Whether the model shifts its labels."""
         return type(self.model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
     # --- training -------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ class WholeSteps(StockTrainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Return the micro-batches of the next step, alike on all processes that share a model."""
+        """Return the micro-batches of the next step, the same on all that share a model."""
         if not self.is_deepspeed_enabled or not self._reads_alike:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         if self._feed is None or self._feed.source is not epoch_iterator:
@@ -146,7 +146,7 @@ class WholeSteps(StockTrainer):
         return self.trains_whole_steps or bool(self.accelerator.model_ranks > 1)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Train a step with its last micro-batch; return its mean loss, and 0 before that."""
+        """Train a step at its last micro-batch and return its mean loss; return 0 before."""
         if not self.trains_whole_steps:
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
             return loss
@@ -156,7 +156,7 @@ class WholeSteps(StockTrainer):
         return mean.detach().to(self.args.device)
 
     def _make_step(self, read: list[Any]) -> list[Any]:
-        """Make the micro-batches of a step that the engine takes, all of the same size."""
+        """Make the engine's micro-batches of a step, all of the same size."""
         count = self.args.gradient_accumulation_steps
         full = [fill_rows(batch, self._train_batch_size) for batch in read]
         repeated = [full[n % len(full)] for n in range(count)]
@@ -178,13 +178,13 @@ class WholeSteps(StockTrainer):
     # --- evaluation -----------------------------------------------------------------------------
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate as transformers, on batches that all stages read alike."""
+        """Evaluate as transformers does, with the same batches on all stages."""
         if not self.is_deepspeed_enabled or self.accelerator.model_ranks == 1:
             return super().evaluation_loop(dataloader, *args, **kwargs)
         loader: Any = SeededLoader(dataloader, self.args.seed + self.accelerator.data_rank)
         preprocess = self.preprocess_logits_for_metrics
         if self.is_pipeline:
-            self.preprocess_logits_for_metrics = None  # done where the logits are
+            self.preprocess_logits_for_metrics = None  # the last stage calls it
             self._preprocess = preprocess
         try:
             return super().evaluation_loop(loader, *args, **kwargs)
@@ -200,7 +200,7 @@ class WholeSteps(StockTrainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> Any:
-        """Evaluate a batch; the last stage sends what is made of its logits to the others."""
+        """Evaluate a batch; the last stage sends its processed logits to the others."""
         if not self.is_pipeline:
             return self._predict(model, inputs, prediction_loss_only, ignore_keys)
         inputs = self._prepare_inputs(inputs)
@@ -229,7 +229,7 @@ class WholeSteps(StockTrainer):
         return loss, self._from_last_stage(logits), labels
 
     def _predict(self, model: Any, inputs: Any, loss_only: bool, ignore_keys: Any) -> Any:
-        """Evaluate a batch; tensor parallelism computes a loss or logits, each in a pass."""
+        """Evaluate a batch; a split model needs one pass for the loss and one for the logits."""
         loss, logits, labels = super().prediction_step(model, inputs, loss_only, ignore_keys)
         if loss is not None and not loss_only and isinstance(logits, tuple) and not logits:
             unlabelled = {k: v for k, v in inputs.items() if k not in self.label_names}
@@ -237,7 +237,7 @@ class WholeSteps(StockTrainer):
         return loss, logits, labels
 
     def _from_last_stage(self, values: Any) -> Any:
-        """Return a tensor, or a tuple of tensors, of the last stage on all stages."""
+        """Broadcast a tensor, or a tuple of tensors, from the last stage to all stages."""
         grid = self.deepspeed.grid
         group = grid.get_pipe_parallel_group()
         source = grid.stage_to_global(self.deepspeed.num_stages - 1)
@@ -256,7 +256,7 @@ class WholeSteps(StockTrainer):
 
 
 class _LoopModel:
-    """An engine in the Trainer's loop, which would clear gradients of passes under way."""
+    """An engine in the Trainer's loop, which must not clear the gradients of pending passes."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
