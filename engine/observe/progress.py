@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where this process stands in its training, for a watchdog that asks when it no longer moves."""
+"""What this process does: its action of the plan, or the call to an engine that it is in."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Place:
     Args:
         what: In words, an action of the plan or an instruction of DeepSpeed's.
         peer: The rank whose message it sends or receives, if it does.
-        outside: Whether it is in no call to an engine.
+        outside: Whether it is outside of all engines.
     """
 
     what: object
@@ -39,16 +39,16 @@ class Place:
 
 
 class Follower(Protocol):
-    """Is told of the places as the process comes to them."""
+    """Is called as the process goes on."""
 
     def enter(self, what: object) -> None:
-        """Hear that something begins."""
+        """Something begins."""
 
     def at(self, what: object) -> None:
-        """Hear that the next action begins."""
+        """The next action begins."""
 
     def leave(self) -> None:
-        """Hear that what was entered last has ended."""
+        """What was entered last has ended."""
 
 
 class Progress:
@@ -62,7 +62,7 @@ class Progress:
         plan: The actions of the step, as far as there is a plan.
         position: Which of them it is at.
         thread: Identity of the thread that trains.
-        follower: Is told at once, by that thread; None if nobody wants to know.
+        follower: Called at once, by that thread; None if there is none.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Progress:
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Say what is done inside; afterwards it is again what it was before.
+        """Name what is done inside; afterwards the place before counts again.
 
         Args:
             what: In words.
@@ -99,7 +99,7 @@ class Progress:
                 self.follower.leave()
 
     def reading(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield what an iterator gives, and say so while it is asked."""
+        """Yield from an iterator; the place is the data loader while it is asked."""
         while True:
             with self.doing("the data loader"):
                 try:
@@ -109,7 +109,7 @@ class Progress:
             yield batch
 
     def at(self, what: object, peer: int | None = None) -> None:
-        """Say that the next action begins, and so the one before has ended."""
+        """Begin the next action, which ends the one before."""
         place = self.place
         if not place.outside:
             self.finished = place
@@ -135,8 +135,8 @@ class Followed:
     Args:
         schedule: The schedule. Instructions may know their ``action`` of the plan.
         progress: Takes the notes.
-        grid: DeepSpeed's, which knows the ranks of the stages before and after.
-        neighbours: By kind of action, how many stages further its other side is.
+        grid: DeepSpeed's, for the ranks of the stages.
+        neighbours: Distance in stages to the other side, by kind of action.
     """
 
     def __init__(self, schedule: Any, progress: Progress, grid: Any, neighbours: Any) -> None:
@@ -173,4 +173,4 @@ def _text(instruction: Any) -> str:
 
 
 PROGRESS = Progress()
-"""This process's; it trains at one place, however many engines it has."""
+"""Of this process: all its engines share it."""

@@ -13,7 +13,7 @@ from deepspeed import comm as dist
 from wavemare import engine
 from wavemare.engine import build_engine
 from wavemare.engine.config.resolve import SECTION, WavemareConfig, check_config, zero_section
-from wavemare.engine.health.watchdog.watcher import hold
+from wavemare.engine.health.watchdog.watcher import acquire
 from wavemare.engine.initialize import read_config
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.waves.segments import Segments
@@ -95,7 +95,7 @@ def initialize(
     watch_failures()
     values = read_config(args, config, config_params)
     ours = WavemareConfig.of(values)
-    watchdog = hold(ours.watchdog) if SECTION in values and ours.watchdog.enabled else None
+    watchdog = acquire(ours.watchdog) if SECTION in values and ours.watchdog.enabled else None
     try:
         with PROGRESS.doing("initialize"):
             if dist_init_required is not False:
@@ -117,10 +117,10 @@ def initialize(
                 given=config if config is not None else config_params,
             )
             if watchdog is not None:  # DeepSpeed has made groups
-                watchdog.let_collectives_wait()
+                watchdog.extend_deadline()
     except BaseException:
         if watchdog is not None:
-            watchdog.release(farewell=False)
+            watchdog.release(notify=False)
         raise
     result[0].watchdog = watchdog
     return result

@@ -268,6 +268,6 @@ def _leave(code: int) -> NoReturn:
         tell_deaf_parent()
         raise SystemExit(code)
     if (watchdog := _watchdog()) is not None:
-        watchdog.bid_farewell(code)
+        watchdog.send_exit_notice(code)
     time.sleep(_LINGER_SECONDS)
     leave_at_once(code)

@@ -80,7 +80,7 @@ def test_an_engine_is_watched_after_another_has_been_destroyed(launch):
     finished = launch(PROGRAM, "receive", "data", "--second", "--timeout", TIMEOUT_S, own=True)
     assert finished.codes == [124, 124], finished.outputs
     assert told(finished, "suspect: no single rank") == [0], finished.outputs
-    assert told(finished, "timeout_s = 500.0, folder = ") == [0], finished.outputs
+    assert told(finished, "timeout_s=500.0 folder=") == [0], finished.outputs
     assert "in the data loader" in finished.outputs[0]
     assert len(reports(finished)) == 2
     assert not (finished.folder / "second").exists()

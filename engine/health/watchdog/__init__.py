@@ -1,2 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds out when a run no longer moves, says which rank is to blame, and ends it."""
+"""Ends a run whose ranks only wait for each other, and names the rank that holds it up.
+
+Engines tell `progress`; `watcher` counts how long this rank waits, asks the other ranks and ends
+the run. Read `watcher.py` first.
+"""

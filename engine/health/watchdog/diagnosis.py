@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what all ranks tell to whether the run can go on, and who holds it up."""
+"""Whether a run can go on, and which rank holds it up, from what all ranks tell."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 from wavemare.engine.health.watchdog.status import PeerAddress, RankStatus, UnreachablePeer
 
-__all__ = ["Diagnosis", "blame", "diagnose"]
+__all__ = ["Diagnosis", "diagnose", "diagnose_unreachable"]
+
+_SHOWN = 16
+"""Ranks in a summary, so that it fits a screen."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +19,7 @@ class Diagnosis:
     """Why a run does not go on.
 
     Args:
-        suspects: The ranks to blame; none if all wait in the same place.
+        suspects: The ranks that hold it up; none if all wait in the same step.
         reason: Why these.
         remedy: What to look at.
     """
@@ -36,34 +39,26 @@ class Diagnosis:
         """Return the lines that one rank prints.
 
         Args:
-            ranks: All ranks, in their order.
-            statuses: Of those that answered.
-            unreachable: The others.
+            ranks: All ranks, in order.
+            statuses: Of the ranks that answered.
+            unreachable: The other ranks.
             headline: What was noticed.
             folder: Of the reports.
         """
-        lines = [f"watchdog: {headline}"]
-        names = ", ".join(str(w) for w in ranks if w.rank in self.suspects) or "no single rank"
-        lines.append(f"suspect: {names}: {self.reason}")
-        told = {each.rank: f"{each}" for each in statuses}
-        told |= {each.of.rank: f"{each}" for each in unreachable}
+        suspects = [peer for peer in ranks if peer.rank in self.suspects]
+        others = [peer for peer in ranks if peer.rank not in self.suspects]
+        names = ", ".join(map(str, suspects)) or "no single rank"
+        lines = [f"watchdog: {headline}", f"suspect: {names}: {self.reason}"]
+        reported = {each.rank: f"{each}" for each in statuses}
+        reported |= {each.peer.rank: f"{each}" for each in unreachable}
         plans = {each.rank: each.plan for each in statuses if each.plan}
-        for where in _chosen(ranks, self.suspects):
-            lines.append(f"  {where}: {told.get(where.rank, 'was not asked')}")
-            if where.rank in plans:
-                lines.append(f"    plan: {plans[where.rank]}")
-        lines += [f"remedy: {self.remedy}", f"stacks and plans: {folder}/rank_*.txt"]
-        return "\n".join(lines)
-
-
-_SHOWN = 16
-
-
-def _chosen(ranks: Sequence[PeerAddress], suspects: Sequence[int]) -> list[PeerAddress]:
-    """Return the suspects and the first others, not more than a screen holds."""
-    first = [where for where in ranks if where.rank in suspects][:_SHOWN]
-    others = [where for where in ranks if where.rank not in suspects]
-    return first + others[: max(_SHOWN - len(first), 1)]
+        for peer in suspects[:_SHOWN] + others[: max(_SHOWN - len(suspects), 1)]:
+            lines.append(f"  {peer}: {reported.get(peer.rank, 'was not asked')}")
+            if peer.rank in plans:
+                lines.append(f"    plan: {plans[peer.rank]}")
+        return "\n".join(
+            [*lines, f"remedy: {self.remedy}", f"stacks and plans: {folder}/rank_*.txt"]
+        )
 
 
 def diagnose(
@@ -72,42 +67,35 @@ def diagnose(
     lost: Collection[PeerAddress],
     timeout_s: float,
 ) -> Diagnosis | None:
-    """Return why a run does not go on; None if it may, as a rank computes.
+    """Return why a run does not go on; None while a rank computes or may compute.
 
     Args:
         statuses: Of all ranks that answer.
-        unreachable: Those that do not.
-        lost: Those of them that have not answered for long; the others may compute.
+        unreachable: The other ranks.
+        lost: Unreachable ranks that have been silent for long; the others may compute.
         timeout_s: Seconds for which a rank may wait.
     """
     if any(not status.wait or status.waited_s < timeout_s for status in statuses):
         return None
     if unreachable:
-        known = any(each.of in lost or each.farewell is not None for each in unreachable)
-        return blame(unreachable) if known else None
+        known = any(each.peer in lost or each.notice is not None for each in unreachable)
+        return diagnose_unreachable(unreachable) if known else None
     behind = min(status.step for status in statuses)
     last = tuple(status.rank for status in statuses if status.step == behind)
     if len(last) == len(statuses):
-        return Diagnosis((), "all ranks wait, in the same step", _LOST_MESSAGE)
+        remedy = "Compare the places above: do all ranks call the same collectives in one order?"
+        return Diagnosis((), "all ranks wait, in the same step", remedy)
     reason = f"in step {behind}, while others are in a later one"
     return Diagnosis(last, reason, "Give all ranks equally many batches, and the same calls")
 
 
-_LOST_MESSAGE = (
-    "Compare the places above: ranks that call different collectives, or in another order, never "
-    "meet"
-)
-
-
-def blame(unreachable: Sequence[UnreachablePeer]) -> Diagnosis:
+def diagnose_unreachable(unreachable: Sequence[UnreachablePeer]) -> Diagnosis:
     """Return that ranks which do not answer hold up the run."""
-    ranks = tuple(each.of.rank for each in unreachable)
-    first, reason = unreachable[0], str(unreachable[0])
-    if first.farewell is not None:
+    first, host = unreachable[0], unreachable[0].peer.host
+    if first.notice is not None:
         remedy = "Look at its own output, and give all ranks equally many batches and steps"
-        return Diagnosis(ranks, reason, remedy)
-    if first.gone:
-        remedy = f"Look at its own output, and at dmesg on {first.of.host}"
-        return Diagnosis(ranks, reason, remedy)
-    remedy = f"Look at {first.of.host}: is it reachable, is process {first.of.pid} stopped?"
-    return Diagnosis(ranks, reason, remedy)
+    elif first.gone:
+        remedy = f"Look at its own output, and at dmesg on {host}"
+    else:
+        remedy = f"Look at {host}: is it reachable, is process {first.peer.pid} stopped?"
+    return Diagnosis(tuple(each.peer.rank for each in unreachable), str(first), remedy)

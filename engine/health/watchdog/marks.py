@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Marks the waits of torch: whoever starts a collective, DeepSpeed too, waits in one of these.
+"""Marks the waits of torch: every collective, DeepSpeed's too, waits in one of these methods.
 
-DeepSpeed's collectives call those of torch, which wait by ``Work.wait``; so do asynchronous ones,
-when their handles are awaited. A mark costs 3 microseconds. With NCCL ``Work.wait`` returns at
-once, and the host waits for its device: NCCL's own watchdog ends such a run.
+A mark costs 3 microseconds. With NCCL ``Work.wait`` returns at once, and the host waits for its
+device: NCCL's own watchdog ends such a run.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ __all__ = ["limit_collectives", "mark_torch"]
 
 
 def mark_torch() -> None:
-    """Mark the waits of torch from now on; nothing the second time."""
+    """Mark the waits of torch from now on; a second call does nothing."""
     if not hasattr(distributed.Work.wait, "__wrapped__"):
         _mark(distributed.Work, "wait", _collective)
         _mark(distributed_c10d.Store, "wait", lambda _: "the store of the process group")
@@ -34,10 +33,10 @@ def mark_torch() -> None:
 
 
 def limit_collectives(limits: dict[str, timedelta], seconds: float | None) -> None:
-    """Let collectives over gloo fail after so many seconds, in all groups that there are.
+    """Let collectives over gloo fail after so many seconds, in all groups.
 
     Args:
-        limits: Of each group its own limit, which is kept here.
+        limits: Keeps the own limit of each group.
         seconds: None for the groups' own limits.
     """
     if not distributed.is_available() or not distributed.is_initialized():
@@ -62,7 +61,7 @@ def _mark(owner: Any, name: str, describe: Callable[[Any], str]) -> None:
 
 
 def _collective(_: Any) -> str:
-    caller = sys._getframe(2)  # of what `_mark` made
+    caller = sys._getframe(2)  # the caller of `marked`
     of_torch = str(caller.f_globals.get("__name__")).startswith("torch.distributed")
     return caller.f_code.co_name if of_torch else "a message or collective"
 

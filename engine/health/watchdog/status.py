@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank tells of itself: what it does, and for how long it has waited for other ranks."""
+"""What ranks tell each other: where they listen, what they do, how long they have waited."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from wavemare.engine.observe.progress import Progress
 
 __all__ = ["PeerAddress", "RankStatus", "UnreachablePeer"]
 
-_NOT_SHOWN = ("site-packages", "/lib/python", "engine/health/watchdog/marks.py")
+_LIBRARIES = ("site-packages", "/lib/python", "engine/health/watchdog/marks.py")
 _AROUND = 3
-"""Actions of the plan that are shown on each side of the present one."""
+"""Actions of the plan shown on each side of the present one."""
 
 
 @dataclass(frozen=True)
 class PeerAddress:
-    """Which process a rank is, and where its watchdog listens.
+    """The process of a rank, and where its watchdog listens.
 
     Args:
         rank: Global rank.
@@ -25,7 +25,7 @@ class PeerAddress:
         pid: Its process.
         address: IPv4 address.
         port: TCP port.
-        machine: Equal where process numbers mean the same processes: one boot, one container.
+        machine: Equal on ranks that share process numbers: one boot, one container.
     """
 
     rank: int
@@ -44,26 +44,21 @@ class UnreachablePeer:
     """A rank that does not answer.
 
     Args:
-        of: Which one.
-        gone: Whether its host says that nobody listens any more; else there is no answer at all.
-        farewell: What it said when it ended in good order.
+        peer: The rank.
+        gone: Whether its host refuses the connection; else there is no answer at all.
+        notice: What the rank said when it ended by itself.
     """
 
-    of: PeerAddress
+    peer: PeerAddress
     gone: bool
-    farewell: str | None = None
-
-    @property
-    def is_unexplained(self) -> bool:
-        """Whether it has ended without a word."""
-        return self.gone and self.farewell is None
+    notice: str | None = None
 
     def __str__(self) -> str:
-        if self.farewell is not None:
-            return f"has ended by itself, {self.farewell}"
+        if self.notice is not None:
+            return f"has ended by itself, {self.notice}"
         if self.gone:
             return "has ended without a word: killed, or out of memory?"
-        return "does not answer: stopped, or its host or the way there is down"
+        return "does not answer: stopped, or its host or network is down"
 
 
 @dataclass(frozen=True)
@@ -72,14 +67,15 @@ class RankStatus:
 
     Args:
         rank: Global rank.
-        what: What it does; an action of the plan if there is one.
+        what: Its action of the plan, or what it does in words.
         peer: The rank whose message it sends or receives.
         wait: What it waits for; empty if it computes.
         waited_s: Seconds for which it has waited.
         step: Optimizer step, from 1.
         finished: What it finished last.
-        line: The innermost line of the script or of wavemare that it is in.
+        line: The innermost line of the script or of wavemare.
         plan: The actions around the present one, which stands in brackets.
+        notices: Last words of ranks that have ended, by rank.
     """
 
     rank: int
@@ -91,10 +87,11 @@ class RankStatus:
     finished: str
     line: str
     plan: str
+    notices: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, rank: int, progress: Progress, waited_s: float = 0.0) -> RankStatus:
-        """Look at this process; called by another thread than the one that trains."""
+        """Describe this process; called by another thread than the training thread."""
         place, wait = progress.place, progress.wait
         return cls(
             rank=rank,
@@ -109,7 +106,7 @@ class RankStatus:
         )
 
     def __str__(self) -> str:
-        does, towards = f"computes in {self.what}", ""
+        does = f"computes in {self.what}"
         if self.wait:
             towards = f" with rank {self.peer}" if self.peer is not None else ""
             does = f"waits in {self.what}{towards} ({self.wait}) for {self.waited_s:.0f} s"
@@ -118,20 +115,18 @@ class RankStatus:
 
 
 def _line(thread: int | None) -> str:
-    """Return the innermost line of the thread that trains that is not a library's."""
+    """Return the innermost line of the training thread outside of libraries."""
     frame = sys._current_frames().get(thread) if thread is not None else None
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith("<") and not any(part in file for part in _NOT_SHOWN):
+        if not file.startswith("<") and not any(part in file for part in _LIBRARIES):
             return f"{file}:{frame.f_lineno} ({frame.f_code.co_name})"
         frame = frame.f_back
     return ""
 
 
 def _excerpt(plan: tuple[str, ...], position: int) -> str:
-    if not plan:
-        return ""
     first, last = max(position - _AROUND, 0), position + _AROUND + 1
     words = [f"[{a}]" if first + n == position else a for n, a in enumerate(plan[first:last])]
-    before, after = "... " if first else "", " ..." if last < len(plan) else ""
+    before, after = "... " if first and words else "", " ..." if last < len(plan) else ""
     return f"{before}{' '.join(words)}{after}"

@@ -122,7 +122,7 @@ def main():
         for group in list(torch.distributed.distributed_c10d._world.pg_names):
             limit = timedelta(seconds=options.timeout / 2)
             torch.distributed.distributed_c10d._set_pg_timeout(limit, group)
-        engine.watchdog.let_collectives_wait()
+        engine.watchdog.extend_deadline()
     if options.second:
         watchdog = {"timeout_s": 500.0, "folder": str(options.folder / "second")}
         config = configuration(1, wavemare={"watchdog": section["watchdog"] | watchdog})

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank's watchdog: whom it blames, what it reports, when it ends the process."""
 
-import asyncio
 import os
-import socket
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -13,11 +10,10 @@ import pytest
 from wavemare.comm.waits import joining, waiting
 from wavemare.engine.config.sections import WatchdogConfig
 from wavemare.engine.health.watchdog.diagnosis import diagnose
-from wavemare.engine.health.watchdog.exit_notice import Farewells
-from wavemare.engine.health.watchdog.peers import ask, listening_socket, reachable_address, serve
-from wavemare.engine.health.watchdog.report import report_text
+from wavemare.engine.health.watchdog.peers import Server, ask, reachable_address
+from wavemare.engine.health.watchdog.report import write_report
 from wavemare.engine.health.watchdog.status import PeerAddress, RankStatus, UnreachablePeer
-from wavemare.engine.health.watchdog.watcher import EXIT_CODE, Watchdog, current, hold
+from wavemare.engine.health.watchdog.watcher import EXIT_CODE, Watchdog, acquire, current
 from wavemare.engine.observe.progress import Followed, Progress
 from wavemare.pipeline.plan.action import Action, Kind
 
@@ -103,7 +99,7 @@ def test_progress_says_where_the_thread_is_and_what_it_finished():
     assert progress.place.outside
 
 
-def test_a_schedule_is_followed_with_the_ranks_at_the_other_end():
+def test_a_schedule_is_followed_with_the_ranks_at_the_other_end(tmp_path):
     class Instruction:
         def __init__(self, action):
             self.action = action
@@ -129,8 +125,8 @@ def test_a_schedule_is_followed_with_the_ranks_at_the_other_end():
     assert followed.num_pipe_buffers() == 3
     here = RankStatus.of(1, progress)
     assert here.plan == "1RA0 1F0 [1SA0]"
-    with ThreadPoolExecutor(1) as pool:  # the watchdog is a thread of its own
-        report = pool.submit(report_text, RANKS[1], here, progress, "nothing moves").result()
+    assert write_report(str(tmp_path), RANKS[1], here, progress, "nothing moves") is None
+    report = (tmp_path / "rank_00001.txt").read_text()
     assert "[1SA0]" in report
     assert "last finished: forward of micro-batch 0 (1F0)" in report
     assert "test_a_schedule_is_followed" in report  # the stack
@@ -159,23 +155,18 @@ def test_only_marked_waits_of_the_thread_that_trains_or_that_it_joins_count():
 
 
 def test_only_those_who_know_the_token_are_answered():
-    async def talk():
-        async def answer(request):
-            return {"heard": request["word"]}
-
-        listener = listening_socket()
-        server = await serve(listener, lambda: "secret", answer)
-        here = PeerAddress(0, "here", 1, "127.0.0.1", listener.getsockname()[1], "")
-        answers = [await ask(here, token, {"word": 5}) for token in ("secret", "guess", "")]
-        server.close()
-        await server.wait_closed()
-        return [*answers, await ask(here, "secret", {"word": 5})]
-
-    known, guessed, empty, closed = asyncio.run(talk())
+    with Server(lambda: "secret", lambda request: {"heard": request["word"]}) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        here = PeerAddress(0, "here", 1, "127.0.0.1", server.server_address[1], "")
+        answers = [ask(here, token, {"word": 5}) for token in ("secret", "guess", "")]
+        server.shutdown()
+        thread.join()
+    known, guessed, empty = answers
     assert known == {"heard": 5}
     assert guessed.gone
     assert empty.gone
-    assert closed.gone
+    assert ask(here, "secret", {"word": 5}).gone
 
 
 @pytest.fixture
@@ -299,24 +290,24 @@ def threads():
 
 
 def test_engines_share_the_watchdog_until_the_last_has_gone(caplog):
-    first = hold(WatchdogConfig(timeout_s=60))
-    second = hold(WatchdogConfig(timeout_s=60))
+    first = acquire(WatchdogConfig(timeout_s=60))
+    second = acquire(WatchdogConfig(timeout_s=60))
     assert not caplog.records
     assert second is first
-    third = hold(WatchdogConfig(timeout_s=9, folder="other"))
+    third = acquire(WatchdogConfig(timeout_s=9, folder="other"))
     assert third is first
     assert first.config.timeout_s == 60
     (told,) = [record.getMessage() for record in caplog.records]
-    assert "timeout_s = 9.0, folder = other" in told
-    assert "goes on with timeout_s = 60.0, folder = wavemare-watchdog" in told
+    assert "timeout_s=9.0 folder='other' does not count" in told
+    assert "with enabled=True timeout_s=60.0" in told
     third.release()
-    second.release(farewell=False)  # its engine could not be built
+    second.release(notify=False)  # its engine could not be built
     assert current() is first
     assert len(threads()) == 1
     first.release()
     assert current() is None
     assert not threads()
-    after = hold(WatchdogConfig(timeout_s=9))
+    after = acquire(WatchdogConfig(timeout_s=9))
     assert after is not first
     after.release()
     assert current() is None
@@ -345,53 +336,6 @@ def test_a_watchdog_starts_and_stops_without_a_trace():
     for _ in range(50):
         Watchdog(WatchdogConfig()).start().stop()
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
-
-
-@pytest.mark.parametrize("turns", range(8))
-def test_one_that_ends_as_somebody_calls_says_nothing_of_it(turns):
-    """One of these ends when the conversation is prepared, and has not begun."""
-    told, listener = [], listening_socket()
-
-    async def answer(request):
-        raise AssertionError
-
-    async def end_soon():
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda loop, context: told.append(context))
-        await serve(listener, lambda: "secret", answer)
-        for _ in range(turns):
-            await asyncio.sleep(0)
-
-    with socket.create_connection(("127.0.0.1", listener.getsockname()[1])), listener:
-        asyncio.run(end_soon())
-    assert told == []
-
-
-class Store(dict):
-    def set(self, key, text):
-        self[key] = text
-
-    def check(self, keys):
-        return all(key in self for key in keys)
-
-    def get(self, key):
-        return super().get(key).encode()
-
-
-def test_the_last_word_of_a_rank_is_found_also_if_it_was_the_stores():
-    here = Farewells(Store(), "secret")
-    here.say(1, "after step 3")
-    here.hear(0, "after step 4")
-    assert here.of([0, 1, 2]) == {0: "after step 4", 1: "after step 3"}
-
-    class Gone:
-        def __getattr__(self, name):
-            raise RuntimeError("Broken pipe")
-
-    alone = Farewells(Gone(), "secret")
-    alone.say(1, "after step 3")
-    alone.hear(0, "after step 4")
-    assert alone.of([0, 1]) == {0: "after step 4"}
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torch.distributed import FileStore
 
 from wavemare.comm.waits import waiting
 from wavemare.engine.config.sections import WatchdogConfig
-from wavemare.engine.health.watchdog.watcher import EXIT_CODE, Watchdog, hold
+from wavemare.engine.health.watchdog.watcher import EXIT_CODE, Watchdog, acquire
 from wavemare.engine.observe.progress import Progress
 from wavemare.errors import ConfigError
 from wavemare.failure import run_main
@@ -47,8 +47,8 @@ def run_peer(pipe, group, config, machine):
         os._exit(0)
     pipe.send(worker)
     while word := pipe.recv():
-        if word == "hold":
-            hold(config)
+        if word == "acquire":
+            acquire(config)
         elif word == "release":
             watchdog.release()
         elif word == "fail":
@@ -138,8 +138,8 @@ def test_a_rank_elsewhere_that_has_never_answered_may_have_a_wrong_address(pair,
     ("rank", "words", "why"),
     [
         (0, (), "has ended without a word"),
-        (0, ("hold", "release"), "has ended without a word"),  # another engine is left
-        (0, ("hold", "release", "release"), "has ended by itself, after step 0"),
+        (0, ("acquire", "release"), "has ended without a word"),  # another engine is left
+        (0, ("acquire", "release", "release"), "has ended by itself, after step 0"),
         (1, ("release",), "has ended by itself, after step 0"),
     ],
 )
