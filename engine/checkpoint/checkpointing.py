@@ -51,12 +51,7 @@ from wavemare.engine.checkpoint.files import (
 )
 from wavemare.engine.checkpoint.manifest import FORMAT, read_manifest, resolve_tag, verify_contents
 from wavemare.engine.checkpoint.random_state import random_state, restore_random_state
-from wavemare.engine.checkpoint.save import (
-    BackgroundSave,
-    Save,
-    StoreMeeting,
-    meet_by_collective,
-)
+from wavemare.engine.checkpoint.save import BackgroundSave, Save, gather
 from wavemare.engine.config.sections import CheckpointConfig
 from wavemare.engine.optim.adapter import adapt
 from wavemare.errors import CheckpointError
@@ -80,7 +75,6 @@ class CheckpointMixin:
 
     checkpoint_settings = CheckpointConfig()
     _writing: BackgroundSave | None = None
-    _meetings: tuple[StoreMeeting, ...] = ()
     _earlier_runs: tuple[str, ...] = ()
     _loading = False
 
@@ -125,9 +119,9 @@ class CheckpointMixin:
             )
         folder = Path(save_dir)
         # Its own, whoever else saves there; all ranks write into that of rank 0.
-        (partial, *_) = meet_by_collective(str(temporary_sibling(tag)))
+        (partial, *_) = gather(str(temporary_sibling(tag)))
         background = self.checkpoint_settings.background
-        meet = self._meet_in_store(partial) if background else meet_by_collective
+        store = _store_of_group(partial) if background else None
         zipped = getattr(engine.checkpoint_engine, "zipped", True)
         files = RankFiles(engine.global_rank, background=background, zipped=zipped)
         owner = _owns_folder(engine)
@@ -147,10 +141,13 @@ class CheckpointMixin:
             manifest=_manifest(engine, self._runs) if owner else None,
             save_latest=save_latest,
             keep=self.checkpoint_settings.keep,
-            meet=meet,
         )
         if background:
-            self._writing = BackgroundSave(save)
+            # The engine's own watchdog, which `destroy` removes before it waits.
+            ended = (lambda _: ()) if engine.watchdog is None else engine.watchdog.ended
+            rank, size = dist.get_rank(), dist.get_world_size()
+            timeout_s = self.checkpoint_settings.timeout_s
+            self._writing = BackgroundSave(save, store, rank, size, timeout_s, ended)
         else:
             save.complete()
         return True
@@ -307,25 +304,13 @@ class CheckpointMixin:
         finally:
             engine.checkpoint_engine.current = None
 
-    def _meet_in_store(self, save: str) -> StoreMeeting:
-        store: Any = distributed_c10d._get_default_store()
-        if store is None:
-            reason = "the process group has no store, in which writers could meet (backend MPI)"
-            raise CheckpointError("wavemare.checkpoint.background", True, reason, "Leave it out")
-        engine: Any = self
-        watchdog = engine.watchdog  # the engine's own, which `destroy` forgets before it waits
-        meeting = StoreMeeting(
-            distributed_c10d.PrefixStore(f"wavemare/checkpoint/{save}", store),
-            dist.get_rank(),
-            dist.get_world_size(),
-            self.checkpoint_settings.timeout_s,
-            None if watchdog is None else watchdog.ended,
-        )
-        # All have met twice in the one before, so that nobody asks for the one before that.
-        for old in self._meetings[:-1]:
-            old.forget()
-        self._meetings = (*self._meetings[-1:], meeting)
-        return meeting
+
+def _store_of_group(save: str) -> Any:
+    store: Any = distributed_c10d._get_default_store()
+    if store is None:
+        reason = "the process group has no store, in which writers could meet (backend MPI)"
+        raise CheckpointError("wavemare.checkpoint.background", True, reason, "Leave it out")
+    return distributed_c10d.PrefixStore(f"wavemare/checkpoint/{save}", store)
 
 
 def _check_client_state(engine: Any, state: Mapping[str, Any]) -> None:
@@ -362,7 +347,7 @@ def agree(folder: Path, check: Callable[[], _Result]) -> _Result:
         reason = f"it cannot be read ({type(error).__name__}: {error})"
         refused = CheckpointError("checkpoint", str(folder), reason, "Resume from another one")
     parts = refused and [refused.key, str(refused.value), refused.reason, refused.remedy]
-    found = [other for other in meet_by_collective(parts) if other is not None]
+    found = [other for other in gather(parts) if other is not None]
     if refused is not None or found:
         raise refused or CheckpointError(*found[0])
     return result  # type: ignore[return-value]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files of a checkpoint: how a rank writes its own, with checksums, and reads them safely.
 
-DeepSpeed hands every file to the ``checkpoint_engine`` of its engine. Ours keeps the checksum of
-what passes, remembers an error instead of raising it while other ranks wait, and unpickles nothing
-but tensors, plain values and `HARMLESS`.
+DeepSpeed hands every file to the ``checkpoint_engine`` of its engine. Ours computes checksums,
+keeps an error instead of raising it while other ranks wait, and unpickles only tensors, plain
+values and `HARMLESS`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pickle
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial, wraps
 from pathlib import Path
@@ -34,7 +34,6 @@ from numpy._core import multiarray
 from torch.utils._pytree import tree_map_only
 
 from wavemare.engine.checkpoint.records import FileRecord
-from wavemare.engine.checkpoint.snapshot import Snapshot, num_bytes
 from wavemare.errors import CheckpointError
 from wavemare.pickled_enums import GETATTR, enum_member
 
@@ -64,10 +63,9 @@ class RankFiles:
 
     Attributes:
         rank: This process.
-        zipped: ``checkpoint.checkpoint_serialization``: torch's format of today, a zip archive.
-        background: Whether files are copied when they are taken, and written by `write_queued`.
+        background: Whether `take` copies files into memory, and `write_queued` writes them.
+        zipped: ``checkpoint.checkpoint_serialization``: torch's zip archives.
         written: Records by path.
-        needed: Bytes of all tensors taken so far.
         failure: What went wrong first, as a reason; nothing is written after it.
     """
 
@@ -75,25 +73,21 @@ class RankFiles:
     background: bool
     zipped: bool = True
     written: dict[str, FileRecord] = field(default_factory=dict)
-    needed: int = 0
     failure: str | None = None
-    _queue: list[tuple[str, Snapshot]] = field(default_factory=list)
+    _queue: list[tuple[str, io.BytesIO]] = field(default_factory=list)
 
     def take(self, state: Any, path: str) -> None:
-        """Write a file, or copy its content; an error is kept in `failure`."""
-        self.needed += num_bytes(state)
-        if self.background:
-            self.attempt(path, lambda: self._queue.append((path, Snapshot(state))))
-        else:
-            self.attempt(path, lambda: self._write(state, path))
+        """Write a file, or keep its bytes in memory; `failure` keeps an error."""
+        self.attempt(path, lambda: self._copy(state, path))
 
     def write_queued(self) -> None:
-        """Write what was copied, and free the copies one by one."""
-        for path, snapshot in self._drain():
-            self.attempt(path, lambda s=snapshot, p=path: self._write(s.restore(), p))  # type: ignore[misc]
+        """Write the files in memory, and free each."""
+        while self._queue:
+            path, content = self._queue.pop(0)
+            self.attempt(path, lambda c=content, p=path: self._write(c, p))  # type: ignore[misc]
 
     def attempt(self, path: str, action: Callable[[], object]) -> None:
-        """Do something for a file unless something has failed; an error is kept in `failure`."""
+        """Do something for a file unless something has failed; `failure` keeps an error."""
         if self.failure is not None:
             return
         try:
@@ -103,16 +97,20 @@ class RankFiles:
             self.failure = f"rank {self.rank} could not write {Path(path).name} ({detail})"
 
     def report(self) -> dict[str, Any]:
-        """Return what rank 0 needs to know of this rank, as JSON can hold it."""
+        """Return what the owner of the folder needs to know of this rank, for JSON."""
         written = {path: asdict(record) for path, record in self.written.items()}
-        return {"written": written, "needed": self.needed, "failure": self.failure}
+        return {"written": written, "failure": self.failure}
+
+    def _copy(self, state: Any, path: str) -> None:
+        if self.background:
+            content = io.BytesIO()
+            torch.save(state, content, _use_new_zipfile_serialization=self.zipped)
+            self._queue.append((path, content))
+        else:
+            self._write(state, path)
 
     def _write(self, state: Any, path: str) -> None:
         self.written[path] = write_file(state, path, zipped=self.zipped)
-
-    def _drain(self) -> Iterator[tuple[str, Snapshot]]:
-        while self._queue:
-            yield self._queue.pop(0)
 
 
 class CheckpointFiles(CheckpointEngine):
@@ -122,8 +120,7 @@ class CheckpointFiles(CheckpointEngine):
         zipped: ``checkpoint.checkpoint_serialization``: torch's format of today, a zip archive.
 
     Attributes:
-        current: What is written by the save that is under way; files outside of a save are
-            written as they come.
+        current: Takes the files of the present save; without one, files are written at once.
     """
 
     current: RankFiles | None = None
@@ -203,24 +200,27 @@ class _Stream:
                 return FileRecord(self._size, self._checksum.hexdigest())
             raise self._error
         finally:
-            self._discard()
-
-    def _discard(self) -> None:
-        try:
-            self._file.close()
-        except OSError:  # what is buffered does not fit either; close() has said so before
-            pass
+            with suppress(OSError):  # the buffer does not fit either
+                self._file.close()
 
 
 def write_file(state: Any, path: str, *, zipped: bool = True) -> FileRecord:
     """Write as ``torch.save``, down to the disk, and return the record of what was written.
+
+    Args:
+        state: What ``torch.save`` takes, or what it has written into memory.
+        path: The file.
+        zipped: Whether torch writes a zip archive.
 
     Raises:
         OSError: It could not be written.
     """
     stream = _Stream(path)
     try:
-        torch.save(state, cast(IO[bytes], stream), _use_new_zipfile_serialization=zipped)
+        if isinstance(state, io.BytesIO):
+            stream.write(state.getbuffer())
+        else:
+            torch.save(state, cast(IO[bytes], stream), _use_new_zipfile_serialization=zipped)
     finally:
         record = stream.close()
     return record

@@ -1,25 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How ranks complete a checkpoint together: all files, the list of them, the name, ``latest``.
+"""How ranks complete a checkpoint together: all files, their manifest, the name, ``latest``.
 
-Each rank writes its own files; when all have reported, the rank that owns the folder lists them,
-gives the folder its name, points ``latest`` to it and removes the oldest; when it has reported,
-all know how it went. In the background the ranks meet in the process group's store, since a
-collective of this thread could cross one of the training's.
+Each rank writes its own files and reports. The rank that owns the folder then writes the manifest,
+renames the folder, points ``latest`` to it and removes the oldest. In the foreground the ranks
+report by a collective. In the background they report through the process group's store, since a
+collective of that thread could cross one of the training's.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
-import random
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +28,15 @@ from wavemare.engine.checkpoint.records import FileRecord, checksum
 from wavemare.errors import CheckpointError
 from wavemare.files import atomic_write_text, replace_folder, sync_folder
 
-__all__ = ["BackgroundSave", "Meeting", "Save", "StoreMeeting", "meet_by_collective"]
+__all__ = ["BackgroundSave", "Save", "gather"]
 
 logger = logging.getLogger("wavemare")
 
-Meeting = Callable[[Any], Iterable[Any]]
-"""Gives every rank's value to all; every rank calls it, as often as the others."""
-_Ended = Callable[[Collection[int]], Collection[int]]
-
-_POLL_S, _LONGEST_POLL_S = 0.02, 0.1  # rank 0 may leave, with the store, once all have met
-# When a script has ended: by an error that the other ranks may not survive, more often than not.
+_POLL_S, _ASK_S = 0.05, 2.0
+_SEEN_S = 10.0
+"""Seconds for which rank 0, which may hold the store, waits until all ranks know the outcome."""
 _AFTER_MAIN_S = 60.0
+"""Seconds to wait after the script's end: an error may have ended the other ranks, too."""
 
 
 @dataclass
@@ -53,11 +47,10 @@ class Save:
         files: What this rank writes.
         folder: ``save_dir``.
         tag: The checkpoint's name in it.
-        partial: The folder of a temporary name that the files are written into.
-        manifest: Of the checkpoint, but for the files; None where another rank owns the folder.
+        partial: The folder of a temporary name that takes the files.
+        manifest: Of the checkpoint, without its files; None where another rank owns the folder.
         save_latest: Whether ``latest`` will name it.
         keep: How many complete ones stay in the folder then; None for all.
-        meet: How the ranks meet.
     """
 
     files: RankFiles
@@ -67,28 +60,32 @@ class Save:
     manifest: dict[str, Any] | None
     save_latest: bool
     keep: int | None
-    meet: Meeting
+
+    @property
+    def owns_folder(self) -> bool:
+        """Whether this rank completes the folder."""
+        return self.manifest is not None
 
     def complete(self) -> None:
-        """Write what is not written yet, and finish the checkpoint with the other ranks.
+        """Finish the checkpoint with the other ranks, on the training thread.
 
         Raises:
-            CheckpointError: A rank could not write; the same one on all ranks. What was there
-                before is untouched, and the files of this save are removed.
+            CheckpointError: A rank could not write; the same one on all ranks. The previous
+                checkpoint is untouched, and the files of this save are removed.
         """
         self.files.write_queued()
-        reports = self.meet(self.files.report())
-        failure = None
-        if self.manifest is not None:
-            failure = self._finish(list(reports))
-        failures = [found for found in self.meet(failure) if found is not None]
-        if failures:
-            raise CheckpointError("checkpoint", *failures[0])
+        reports = gather(self.files.report())
+        raise_first(gather(self.finish(reports) if self.owns_folder else None))
 
-    def _finish(self, reports: Sequence[Mapping[str, Any]]) -> list[str] | None:
-        """Complete the folder, or remove it; return value, reason and remedy of a failure."""
+    def finish(self, reports: Sequence[Mapping[str, Any]], reason: str | None = None) -> Any:
+        """Complete the folder, or remove it; return value, reason and remedy of a failure.
+
+        Args:
+            reports: Of all ranks.
+            reason: Why it cannot be completed, if that is known.
+        """
+        reason = next((r["failure"] for r in reports if r["failure"] is not None), reason)
         try:
-            reason = next((r["failure"] for r in reports if r["failure"] is not None), None)
             if reason is None:
                 self._name_folder(reports)
                 return None
@@ -96,10 +93,9 @@ class Save:
             words = getattr(error, "strerror", None) or error
             reason = f"rank {self.files.rank} could not complete it ({words})"
         shutil.rmtree(self.partial, ignore_errors=True)
-        needed = sum(int(report["needed"]) for report in reports)
         return [
             str(self.folder / self.tag),
-            f"{reason}; it needs {needed:,} bytes, and {_free(self.folder):,} are free there",
+            f"{reason}; {_free(self.folder):,} bytes are free there",
             "Make room for it, or save elsewhere; older checkpoints and latest are as they were",
         ]
 
@@ -140,27 +136,33 @@ class Save:
 
 
 class BackgroundSave:
-    """A save that a thread completes.
+    """A save that a thread of each rank completes; ranks report through a store.
 
     Args:
         save: What it completes.
+        store: Of the process group, under a prefix of this save's own.
+        rank: This process.
+        size: Number of ranks.
+        timeout_s: Seconds to wait for the other ranks.
+        ended: Returns which of some ranks have certainly ended; they are not waited for.
     """
 
-    def __init__(self, save: Save) -> None:
-        self.tag = save.tag
-        self._save = save
+    def __init__(
+        self,
+        save: Save,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        ended: Callable[[Collection[int]], Collection[int]] = lambda _: (),
+    ) -> None:
+        self._save, self._store, self._ended = save, store, ended
+        self._rank, self._size, self._timeout_s = rank, size, timeout_s
         self._error: Exception | None = None
-        # Not a daemon: the interpreter waits for it, so that a script that just ends loses nothing.
+        self._after_main_s = 0.0
+        # No daemon: the interpreter waits for it, so that a script that ends loses nothing.
         self._thread = threading.Thread(target=self._run, name="wavemare-checkpoint")
         self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._save.complete()
-        except Exception as error:  # raised where training asks for it
-            self._error = error
-        del self._save
-        _give_back_memory()
 
     @property
     def has_failed(self) -> bool:
@@ -179,131 +181,105 @@ class BackgroundSave:
         Raises:
             CheckpointError: It has failed.
         """
-        if self._thread.is_alive():
-            logger.debug("waiting until checkpoint %s is written", self.tag)
-            with joining(self._thread):
-                self._thread.join()
+        with joining(self._thread):
+            self._thread.join()
         if self._error is not None:
             raise self._error
 
+    def _run(self) -> None:
+        try:
+            self._complete()
+        except CheckpointError as error:  # raised where training asks for it
+            self._error = error
+        except RuntimeError as error:  # of torch's stores
+            words = str(error).partition("\n")[0]
+            self._error = _lost(f"the store of the process group has gone ({words})")
+        except Exception as error:
+            self._error = error
+        del self._save, self._store
 
-def _give_back_memory() -> None:
-    """Let the C library return what pickling has left free between what still lives.
+    def _complete(self) -> None:
+        save, store = self._save, self._store
+        save.files.write_queued()
+        report = {**save.files.report(), "owner": save.owns_folder, "rank": self._rank}
+        store.append("reports", json.dumps(report) + "\n")
+        store.add("reported", 1)
+        if save.owns_folder:
+            reason = self._await_reports()
+            reports = self._lines("reports")
+            store.append("failures", json.dumps(save.finish(reports, reason)) + "\n")
+            if store.add("finished", 1) >= sum(each["owner"] for each in reports):
+                store.set("done", "")
+        self._await_outcome()
+        failures = self._lines("failures")
+        store.add("seen", 1)
+        if self._rank == 0:
+            self._remove_keys()
+        raise_first(failures)
 
-    Otherwise a process keeps more of such holes now and then (docs/results/soak.md).
-    """
-    with suppress(AttributeError, OSError):  # not glibc's
-        ctypes.CDLL(None).malloc_trim(0)
+    @waiting("a checkpoint's other ranks")
+    def _await_reports(self) -> str | None:
+        """Wait for the reports of all ranks; return why some do not come."""
+        deadline, ask = (time.monotonic() + seconds for seconds in (self._timeout_s, _ASK_S))
+        while self._store.add("reported", 0) < self._size:
+            late = self._pause(deadline)
+            if not late and time.monotonic() < ask:
+                continue
+            missing = self._missing()
+            if not missing:  # the last one was killed before it could count itself
+                break
+            # The last words of a rank that has just ended count.
+            if lost := sorted({*self._ended(missing)} & {*self._missing()}):
+                return f"ranks {lost} have ended without completing their parts"
+            if late:
+                return f"ranks {missing} have not written in {self._timeout_s:g} s"
+            ask = time.monotonic() + _ASK_S
+        return None
+
+    @waiting("a checkpoint's other ranks")
+    def _await_outcome(self) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        while not self._store.check(["done"]):
+            if self._pause(deadline):
+                raise _lost(f"the folder's rank has not finished in {self._timeout_s:g} s")
+
+    @waiting("a checkpoint's other ranks")
+    def _remove_keys(self) -> None:
+        """Remove the keys once all ranks have read them."""
+        deadline = time.monotonic() + _SEEN_S
+        while self._store.add("seen", 0) < self._size and not self._pause(deadline):
+            pass
+        for key in ("reports", "reported", "failures", "finished", "done", "seen"):
+            self._store.delete_key(key)
+
+    def _pause(self, deadline: float) -> bool:
+        """Sleep a moment; return whether it is too late to wait on."""
+        # Not store.wait, which would keep other threads from the store.
+        time.sleep(_POLL_S)
+        if not threading.main_thread().is_alive():
+            self._after_main_s += _POLL_S
+        return time.monotonic() > deadline or self._after_main_s > _AFTER_MAIN_S
+
+    def _missing(self) -> list[int]:
+        reported = self._lines("reports")
+        return sorted({*range(self._size)} - {each["rank"] for each in reported})
+
+    def _lines(self, key: str) -> list[Any]:
+        return [json.loads(line) for line in self._store.get(key).splitlines()]
 
 
-def meet_by_collective(value: Any) -> list[Any]:
-    """Meet in the process group of all ranks, on the thread that trains."""
+def gather(value: Any) -> list[Any]:
+    """Return the values of all ranks, by a collective on the training thread."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
-class StoreMeeting:
-    """Meets in a store, which any thread may use, by few accesses whatever the number of ranks.
-
-    Args:
-        store: The process group's, under a prefix of this save's own.
-        rank: This process.
-        ranks: How many there are.
-        timeout_s: For how long the others are waited for.
-        ended: Returns which of some ranks have certainly ended, and are not waited for.
-        ask_s: How often those that have not come are asked whether they still run.
-        asked: How many are asked at a time.
-    """
-
-    def __init__(
-        self,
-        store: Any,
-        rank: int,
-        ranks: int,
-        timeout_s: float,
-        ended: _Ended | None = None,
-        *,
-        ask_s: float = 2.0,
-        asked: int = 64,
-    ) -> None:
-        self._store = store
-        self._rank, self._ranks, self._timeout_s = rank, ranks, timeout_s
-        self._ended = ended
-        self._ask_s, self._asked = ask_s, asked
-        self._count = 0
-
-    def __call__(self, value: Any) -> Iterator[Any]:
-        """Meet; values are fetched by who iterates over them.
-
-        Raises:
-            CheckpointError: Another rank has ended or did not come in time, or the store has gone.
-        """
-        values, arrived, number, complete = self._keys(self._count)
-        self._count += 1
-        with _naming_loss():
-            self._store.append(values, json.dumps([self._rank, value]) + "\n")
-            self._store.append(arrived, f"{self._rank}\n")
-            if self._store.add(number, 1) == self._ranks:
-                self._store.set(complete, "")
-            self._await(arrived, complete)
-        return self._values(values)
-
-    def _values(self, key: str) -> Iterator[Any]:
-        with _naming_loss():
-            lines = self._store.get(key).splitlines()
-        yield from (value for _, value in sorted(map(json.loads, lines), key=itemgetter(0)))
-
-    @waiting("a checkpoint's other ranks")
-    def _await(self, arrived: str, complete: str) -> None:
-        # Not store.wait, which would keep other threads from the store all the while.
-        began = now = time.monotonic()
-        deadline, ask = now + self._timeout_s, now + self._ask_s
-        while not self._store.check([complete]):
-            now = time.monotonic()
-            if not threading.main_thread().is_alive():
-                deadline = min(deadline, now + _AFTER_MAIN_S)
-            if now > min(deadline, ask):
-                missing = self._missing(arrived)
-                if not missing:  # the last one was killed before it could say so
-                    return
-                if now > deadline:
-                    raise _lost(f"ranks {missing} have not written in {self._timeout_s:g} s")
-                self._check_missing(missing, arrived)
-                ask = time.monotonic() + self._ask_s
-            time.sleep(min(max(_POLL_S, (now - began) / 10), _LONGEST_POLL_S))
-
-    def _check_missing(self, missing: Sequence[int], arrived: str) -> None:
-        if self._ended is None:
-            return
-        # Not of the generator that the script may have seeded.
-        asked = random.SystemRandom().sample(missing, min(len(missing), self._asked))
-        # What one has said just before it ended counts.
-        if lost := sorted({*self._ended(asked)} & {*self._missing(arrived)}):
-            raise _lost(f"ranks {lost} have ended without completing their parts")
-
-    def _missing(self, arrived: str) -> list[int]:
-        return sorted({*range(self._ranks)} - {*map(int, self._store.get(arrived).split())})
-
-    def forget(self) -> None:
-        """Remove what was said, once no rank can ask for it; one rank does it for all."""
-        for count in range(self._count if self._rank == 0 else 0):
-            for key in self._keys(count):
-                self._store.delete_key(key)
-
-    def _keys(self, count: int) -> list[str]:
-        return [f"{count}/{name}" for name in ("values", "arrived", "number", "complete")]
-
-
-@contextmanager
-def _naming_loss() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:  # of torch's stores
-        if isinstance(error, CheckpointError):
-            raise
-        reason = f"the store of the process group has gone ({str(error).splitlines()[0]})"
-        raise _lost(reason) from error
+def raise_first(failures: Sequence[Any]) -> None:
+    """Raise the first failure that `Save.finish` has returned."""
+    found = [failure for failure in failures if failure is not None]
+    if found:
+        raise CheckpointError("checkpoint", *found[0])
 
 
 def _lost(reason: str) -> CheckpointError:

@@ -353,7 +353,7 @@ class Watchdog:
         return self._end(diagnosis, statuses, unreachable, headline)
 
     def _print_wait(self, others: Sequence[str]) -> None:
-        """Print that this rank waits and what others do: at ``timeout_s``, then at each doubling."""
+        """Print who waits and who computes: at ``timeout_s``, then at each doubling."""
         if self._waited_s >= 2 * self._printed_s:
             self._printed_s = self._waited_s
             line = "; ".join([f"{self._me} {self._status()}", *others[:_SHOWN]])

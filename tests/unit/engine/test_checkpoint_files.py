@@ -16,7 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import psutil
 import pytest
 import torch
 import xxhash
@@ -32,7 +31,6 @@ from wavemare.engine.checkpoint.files import (
     write_file,
 )
 from wavemare.engine.checkpoint.records import checksum
-from wavemare.engine.checkpoint.snapshot import Snapshot, num_bytes
 from wavemare.errors import CheckpointError
 
 
@@ -84,42 +82,18 @@ def test_a_large_file_is_read_in_pieces(tmp_path):
     assert checksum(tmp_path / "file", sync=True).xxh3 == expected
 
 
-def test_a_snapshot_is_written_as_the_original_would_have_been():
+def test_a_copy_is_written_as_the_original_would_have_been(tmp_path):
     value = state()
     before = as_saved(value)
-    snapshot = Snapshot(value)
+    files = RankFiles(0, background=True)
+    files.take(value, str(tmp_path / "file.pt"))
     with torch.no_grad():
         for tensor in [*value["views"], *value["tied"], *value["module"].values(), value["leaf"]]:
             tensor.zero_()
-    value["other"]["scaler"].cur_scale = 1.0
     value["step"] = 8
-    restored = snapshot.restore()
-    assert as_saved(restored) == before
-    assert restored["views"][0].data_ptr() == restored["views"][2].data_ptr() + 40
-    assert restored["tied"][0] is restored["tied"][1]
-
-
-def test_a_snapshot_of_what_cannot_be_pickled_fails_at_once():
-    with pytest.raises((AttributeError, pickle.PicklingError)):
-        Snapshot({"function": lambda: None})
-
-
-def test_the_memory_of_a_snapshot_goes_back_to_the_system():
-    """Also where something that stays was allocated while the copies lived."""
-    state = [torch.zeros(2**14) for _ in range(1024)]  # 64 KiB each: of the heap, not mapped
-    process = psutil.Process()
-    before = process.memory_info().rss
-    snapshot = Snapshot(state)
-    stays = [torch.zeros(2**14) for _ in range(16)]
-    assert process.memory_info().rss - before > 48 * 2**20  # of 64; some pages were there
-    del snapshot
-    assert process.memory_info().rss - before < 8 * 2**20
-    assert all(tensor.sum() == 0 for tensor in stays)
-
-
-def test_bytes_are_counted_once_per_storage():
-    flat = torch.zeros(100)
-    assert num_bytes({"a": flat[:10], "b": [flat, (flat.t(),)], "c": 3}) == 400
+    files.write_queued()
+    assert (tmp_path / "file.pt").read_bytes() == before
+    assert files.written[str(tmp_path / "file.pt")] == checksum(tmp_path / "file.pt")
 
 
 @pytest.mark.parametrize("size", [1, 10_000_000])
@@ -140,7 +114,6 @@ def test_the_first_error_is_kept_and_nothing_is_written_after_it(tmp_path, backg
     report = json.loads(json.dumps(files.report()))
     assert list(report["written"]) == [str(tmp_path / "one.pt")]
     assert report["failure"] == "rank 3 could not write full (No space left on device)"
-    assert report["needed"] == 240
     assert not (tmp_path / "three.pt").exists()
 
 
