@@ -82,7 +82,7 @@ class EngineMixin(CheckpointMixin):
         """Step as DeepSpeed's method of that name; a guard may find that the step must not be."""
         engine: Any = self
         try:
-            sound = self._guard is None or self._guard.judge()
+            sound = self._guard is None or self._guard.may_step()
             with nullcontext() if sound else skipping(engine):
                 super()._take_model_step(*args, **kwargs)
         except RuntimeError:

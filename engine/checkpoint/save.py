@@ -159,7 +159,7 @@ class BackgroundSave:
         self._save, self._store, self._ended = save, store, ended
         self._rank, self._size, self._timeout_s = rank, size, timeout_s
         self._error: Exception | None = None
-        self._after_main_s = 0.0
+        self._present, self._after_main_s = size, 0.0
         # No daemon: the interpreter waits for it, so that a script that ends loses nothing.
         self._thread = threading.Thread(target=self._run, name="wavemare-checkpoint")
         self._thread.start()
@@ -226,6 +226,7 @@ class BackgroundSave:
             if not late and time.monotonic() < ask:
                 continue
             missing = self._missing()
+            self._present = self._size - len(missing)
             if not missing:  # the last one was killed before it could count itself
                 break
             # The last words of a rank that has just ended count.
@@ -234,6 +235,7 @@ class BackgroundSave:
             if late:
                 return f"ranks {missing} have not written in {self._timeout_s:g} s"
             ask = time.monotonic() + _ASK_S
+        self._present = self._size
         return None
 
     @waiting("a checkpoint's other ranks")
@@ -247,7 +249,7 @@ class BackgroundSave:
     def _remove_keys(self) -> None:
         """Remove the keys once all ranks have read them."""
         deadline = time.monotonic() + _SEEN_S
-        while self._store.add("seen", 0) < self._size and not self._pause(deadline):
+        while self._store.add("seen", 0) < self._present and not self._pause(deadline):
             pass
         for key in ("reports", "reported", "failures", "finished", "done", "seen"):
             self._store.delete_key(key)

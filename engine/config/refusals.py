@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that exclude each other: a check raises a `ConfigError` with key and remedy."""
+"""Options that exclude each other, as one table: condition, key, value, reason, remedy."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
-from wavemare.comm.config import HALVES, LOOSE_MODES, SparseCollectiveConfig
-from wavemare.engine.config.sections import BalanceConfig, CheckpointConfig, GuardConfig
+from wavemare.comm.config import HALVES, LOOSE_MODES
+from wavemare.engine.config.sections import BalanceConfig
 from wavemare.engine.config.shape import (
     SECTION,
     ZERO_WEIGHTS,
@@ -15,38 +15,335 @@ from wavemare.engine.config.shape import (
     offloads,
     refuse_idle,
     section_of,
+    zero_section,
 )
 from wavemare.errors import ConfigError
-from wavemare.pipeline.config import PipelineConfig
-from wavemare.pipeline.wave.config import WaveletConfig
 
-__all__ = [
-    "check_balance",
-    "check_checkpoint",
-    "check_guard",
-    "check_shares",
-    "check_sparse_collective",
-    "check_wavelet",
-]
+if TYPE_CHECKING:
+    from wavemare.engine.config.resolve import WavemareConfig
 
-_BALANCE = "wavemare.balance"
-_GUARD = "wavemare.guard"
+__all__ = ["check_shares", "launch_hint", "refuse"]
+
+_Rows = Iterator[tuple[object, str, object, str, str]]
+"""Condition under which a row refuses, key, value, reason and remedy."""
+
+_SHARES = f"{SECTION}.balance.shares"
 _LEAVE = 'set wavemare.sparse_collective.mode to "off"'
-_MODE = "wavemare.wavelet.mode"
-_LINEAR = ("sgd", "torchsgd")
+_16_BIT_OR_FP32 = 'Use "bf16": {"enabled": true} or fp32, or schedule 1f1b'
 
 
-def check_balance(balance: BalanceConfig, wavelet: WaveletConfig) -> None:
-    """Check what unequal work goes with.
+def refuse(config: Mapping[str, Any], ours: WavemareConfig, world_size: int) -> None:
+    """Refuse the first combination of options that cannot work.
+
+    Args:
+        config: DeepSpeed configuration.
+        ours: Its section ``wavemare``.
+        world_size: Number of processes.
 
     Raises:
-        ConfigError: Waves are on, with which it does not go.
+        ConfigError: Naming the key that has no effect or excludes another.
     """
-    if wavelet.mode != "off" and balance.is_active:
-        reason = "waves scale the losses of micro-batches that are alike on all ranks"
-        raise ConfigError(
-            "wavemare.wavelet.mode", wavelet.mode, reason, f'Set it "off", or leave out {_BALANCE}'
+    if ours.sparse_collective.mode == "off":
+        refuse_idle(ours.sparse_collective, f"{SECTION}.sparse_collective", "auto")
+    if ours.wavelet.mode == "off":
+        refuse_idle(ours.wavelet, f"{SECTION}.wavelet", "sync")
+    for rows in (_layout, _schedule, _sparse, _waves, _health):
+        for refused, key, value, reason, remedy in rows(config, ours, world_size):
+            if refused:
+                raise ConfigError(key, value, reason, remedy)
+
+
+def _layout(config: Mapping[str, Any], ours: WavemareConfig, world_size: int) -> _Rows:
+    stages, size, ranks = ours.pipeline.stages, ours.tensor_parallel.size, ours.model_ranks
+    zero = zero_section(config).get("stage", 0)
+    count = f"the number of processes ({world_size}) is not a multiple of it"
+    yield (
+        world_size % stages,
+        f"{SECTION}.pipeline.stages",
+        stages,
+        f"{count}{launch_hint(world_size)}",
+        f"Start a multiple of {stages} processes, or change the number of stages",
+    )
+    product = f" times the {stages} pipeline stages" if stages > 1 else ""
+    yield (
+        world_size % ranks,
+        f"{SECTION}.tensor_parallel.size",
+        size,
+        f"{count}{product}{launch_hint(world_size)}",
+        f"Start a multiple of {ranks} processes, or change the size",
+    )
+    for name in ("pipe_partitioned", "grad_partitioned"):
+        yield (
+            size > 1 and stages > 1 and section_of(config, "pipeline").get(name),
+            f"pipeline.{name}",
+            True,
+            "the stages of a split model send each other whole tensors",
+            "Leave it out",
         )
+    yield (
+        size > 1 and zero == ZERO_WEIGHTS,
+        "zero_optimization.stage",
+        zero,
+        "ZeRO 3 would cut the parts of split weights further",
+        "Use 0, 1 or 2",
+    )
+    # In a pipeline, bf16 has an optimizer of its own, which counts split weights of all ranks.
+    for name in ("fp16",) if stages > 1 else ("fp16", "bf16"):
+        yield (
+            size > 1 and zero == 0 and is_enabled(config, name),
+            f"{name}.enabled",
+            True,
+            "without ZeRO DeepSpeed's 16-bit optimizers clip by the weights of one rank alone",
+            'Set "stage" to 1 or 2 in zero_optimization',
+        )
+    split = section_of(config, "tensor_parallel").get("autotp_size", 1)
+    yield (
+        size > 1 and split != 1,
+        "tensor_parallel.autotp_size",
+        split,
+        "DeepSpeed would split the model a second time",
+        "Use one of the two",
+    )
+    yield (
+        (stages > 1 or ours.pipeline.schedule == "pipemare") and zero in (2, 3),
+        "zero_optimization.stage",
+        zero,
+        "gradients or weights that ZeRO partitions cannot stay for a pipeline's micro-batches",
+        "Use 0 or 1 with pipeline stages, or wavemare.pipeline.stages 1",
+    )
+
+
+def _schedule(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
+    pipeline, key = ours.pipeline, f"{SECTION}.pipeline"
+    asynchronous = pipeline.schedule == "pipemare"
+    yield (
+        not asynchronous and "pipemare" in pipeline.model_fields_set,
+        f"{key}.pipemare",
+        pipeline.pipemare.model_dump(exclude_unset=True),
+        f"it has no effect on the schedule {pipeline.schedule!r}",
+        f'Set {key}.schedule to "pipemare", or remove the key',
+    )
+    if not asynchronous:
+        return
+    yield (
+        pipeline.untie is False,
+        f"{key}.untie",
+        False,
+        "asynchronous stages would have to meet at each step to share a weight",
+        "Leave it out, or use schedule 1f1b",
+    )
+    yield (
+        pipeline.pair_passes and pipeline.pipemare.discrepancy_correction.mode == "predict",
+        f"{key}.pipemare.discrepancy_correction.mode",
+        "predict",
+        "a forward pass with predicted weights cannot run together with a backward pass with the "
+        "newest",
+        "Use another mode, or leave out pair_passes",
+    )
+    yield (
+        is_enabled(config, "fp16"),
+        "fp16.enabled",
+        True,
+        "a dynamic loss scale is one number for all stages at the same step, and asynchronous "
+        "stages are at different ones",
+        _16_BIT_OR_FP32,
+    )
+    for name in ("torch_autocast", "amp"):
+        yield (
+            is_enabled(config, name),
+            f"{name}.enabled",
+            True,
+            "autocast keeps casts of the weights for the backward pass, which the weight "
+            "correction would not change, and which fill the memory with old versions",
+            _16_BIT_OR_FP32,
+        )
+
+
+def _sparse(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
+    sparse, key = ours.sparse_collective, f"{SECTION}.sparse_collective"
+    if sparse.mode == "off":
+        return
+    zero = zero_section(config)
+    stage = zero.get("stage", 0)
+    scatters = stage and zero.get("reduce_scatter", True)
+    yield (
+        sparse.deterministic and sparse.mode in LOOSE_MODES,
+        f"{key}.mode",
+        sparse.mode,
+        "it does not sum in the order of the ranks, which deterministic asks for",
+        "Set deterministic to false, or choose auto, ordered, pushpull or allgather",
+    )
+    yield (
+        scatters and sparse.mode not in ("auto", *HALVES),
+        f"{key}.mode",
+        sparse.mode,
+        f"it has no reduce-scatters, which ZeRO {stage} makes",
+        f"Choose auto, {' or '.join(HALVES)}, or use ZeRO 0",
+    )
+    yield (
+        sparse.hierarchical and scatters,
+        f"{key}.hierarchical",
+        True,
+        f"it has no effect on the reduce-scatters of ZeRO {stage}",
+        "Leave it out, or use ZeRO 0",
+    )
+    yield (
+        stage == ZERO_WEIGHTS,
+        "zero_optimization.stage",
+        stage,
+        "ZeRO 3 scatters gradients layer by layer, which the sparse collective does not do",
+        f"Use 0, 1 or 2, or {_LEAVE}",
+    )
+    tensor_parallel = section_of(config, "tensor_parallel").get("autotp_size", 1)
+    sequence_parallel = config.get("sequence_parallel_size", 1)
+    unknown = [
+        *(
+            (
+                offloads(zero, name),
+                f"zero_optimization.{name}",
+                zero.get(name, True),
+                "gradients leave for the host as soon as they are gathered",
+            )
+            for name in ("offload_optimizer", "zenflow")
+        ),
+        (
+            tensor_parallel != 1,
+            "tensor_parallel.autotp_size",
+            tensor_parallel,
+            "its ranks hold parts of the weights",
+        ),
+        (
+            sequence_parallel != 1,
+            "sequence_parallel_size",
+            sequence_parallel,
+            "its ranks share samples and average otherwise",
+        ),
+        *(
+            (section_of(config, name).get(option), f"{name}.{option}", True, reason)
+            for name, option, reason in (
+                ("expert_parallel", "enabled", "gradients of experts belong to other groups"),
+                ("compile", "deepcompile", "compiled graphs reduce gradients by themselves"),
+                ("hybrid_engine", "enabled", "DeepSpeed's hybrid engine reduces gradients itself"),
+            )
+        ),
+    ]
+    for refused, name, value, reason in unknown:
+        why = f"{reason}, which the sparse collective does not know"
+        yield refused, name, value, why, f"Remove the key, or {_LEAVE}"
+    yield (
+        sparse.compressor is not None and is_enabled(config, "fp16"),
+        "fp16.enabled",
+        True,
+        "a step that overflows is skipped, and loses what a compressor has sent in it",
+        'Use "bf16": {"enabled": true}, or no compressor',
+    )
+    yield (
+        sparse.compressor is not None and ours.guard.nonfinite == "skip",
+        f"{SECTION}.guard.nonfinite",
+        "skip",
+        "a skipped step loses what a compressor has sent in it",
+        'Use "stop"',
+    )
+
+
+def _waves(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
+    wavelet, mode, key = ours.wavelet, ours.wavelet.mode, f"{SECTION}.wavelet.mode"
+    if mode == "off":
+        return
+    asynchronous = mode in ("async", "replica")
+    yield (
+        ours.pipeline.stages > 1,
+        key,
+        mode,
+        f"the micro-batches of {ours.pipeline.stages} pipeline stages are in turns already",
+        'Use one stage, or mode "off"',
+    )
+    for name in ("curriculum_learning", "progressive_layer_drop", "flops_profiler"):
+        yield (
+            is_enabled(config, name),
+            f"{name}.enabled",
+            True,
+            "it changes or watches whole forward passes, and waves run segments",
+            f'Leave it out, or set {key} "off"',
+        )
+    yield (
+        ours.balance.is_active,
+        key,
+        mode,
+        "waves scale the losses of micro-batches that are alike on all ranks",
+        'Set it "off", or leave out wavemare.balance',
+    )
+    yield (
+        not asynchronous and wavelet.warmup_steps,
+        f"{SECTION}.wavelet.warmup_steps",
+        wavelet.warmup_steps,
+        f"it has no effect on the mode {mode!r}",
+        f'Remove it, or set {key} "async"',
+    )
+    if not asynchronous:
+        return
+    yield (
+        not config.get("managed_gradient_accumulation", True),
+        "managed_gradient_accumulation",
+        False,
+        "the asynchronous waves say when DeepSpeed reduces",
+        "Leave it out",
+    )
+    stage = zero_section(config).get("stage", 0)
+    yield (
+        stage,
+        "zero_optimization.stage",
+        stage,
+        f"mode {mode!r} keeps two versions of all weights, and ZeRO partitions them",
+        'Use 0, or mode "sync"',
+    )
+    for name in ("fp16", "bf16", "amp", "torch_autocast"):
+        yield (
+            is_enabled(config, name),
+            f"{name}.enabled",
+            True,
+            f"mode {mode!r} updates the weights that it computes with, in fp32",
+            'Leave it out, or use mode "sync"',
+        )
+    kind = section_of(config, "optimizer").get("type")
+    yield (
+        mode == "replica" and kind is not None and str(kind).lower() not in ("sgd", "torchsgd"),
+        "optimizer.type",
+        kind,
+        "the replicas stay half a step apart only where a step is linear in the gradients, and "
+        "would drift apart here",
+        'Use "SGD", with or without momentum, or mode "async"',
+    )
+
+
+def _health(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
+    guard = ours.guard
+    for key, value in (
+        ("checkpoint.writer", section_of(config, "checkpoint").get("writer")),
+        ("datastates_ckpt", config.get("datastates_ckpt")),
+    ):
+        yield (
+            ours.checkpoint.background and value,
+            key,
+            value,
+            "DeepSpeed's writer and ours cannot both write in the background",
+            "Leave it out, or wavemare.checkpoint.background",
+        )
+    given = "nonfinite" in guard.model_fields_set and guard.nonfinite != "off"
+    yield (
+        is_enabled(config, "fp16") and given,
+        f"{SECTION}.guard.nonfinite",
+        guard.nonfinite,
+        "with fp16 gradients overflow in a healthy run, and its loss scaler skips them",
+        "Leave it out",
+    )
+    yield (
+        "max_skips" in guard.model_fields_set and guard.nonfinite != "skip",
+        f"{SECTION}.guard.max_skips",
+        guard.max_skips,
+        f"it has no effect on nonfinite {guard.nonfinite!r}",
+        f'Set {SECTION}.guard.nonfinite to "skip", or remove the key',
+    )
 
 
 def check_shares(balance: BalanceConfig, sizes: Mapping[str, int], data_ranks: int) -> None:
@@ -63,7 +360,7 @@ def check_shares(balance: BalanceConfig, sizes: Mapping[str, int], data_ranks: i
     given, size_key = balance.shares, "train_micro_batch_size_per_gpu"
     if given is None or size_key not in sizes:
         return
-    key, wanted = f"{_BALANCE}.shares", sizes[size_key] * data_ranks
+    key, wanted = _SHARES, sizes[size_key] * data_ranks
     if len(given) != data_ranks:
         reason = f"there are {len(given)} numbers for {data_ranks} data-parallel ranks"
         raise ConfigError(key, given, reason, f"Give {data_ranks} numbers")
@@ -79,193 +376,8 @@ def check_shares(balance: BalanceConfig, sizes: Mapping[str, int], data_ranks: i
         raise ConfigError(key, given, reason, remedy)
 
 
-def check_checkpoint(config: Mapping[str, Any], checkpoint: CheckpointConfig) -> None:
-    """Check what background saves go with.
-
-    Args:
-        config: DeepSpeed configuration.
-        checkpoint: The section.
-
-    Raises:
-        ConfigError: DeepSpeed is to write in a way of its own.
-    """
-    if not checkpoint.background:
-        return
-    stock = config.get("checkpoint")
-    writer = stock.get("writer") if isinstance(stock, Mapping) else None
-    for key, value in (
-        ("checkpoint.writer", writer),
-        ("datastates_ckpt", config.get("datastates_ckpt")),
-    ):
-        if value:
-            reason = "DeepSpeed's writer and ours cannot both write in the background"
-            remedy = "Leave it out, or wavemare.checkpoint.background"
-            raise ConfigError(key, value, reason, remedy)
-
-
-def check_guard(config: Mapping[str, Any], guard: GuardConfig) -> None:
-    """Check that what is to be guarded is there.
-
-    Args:
-        config: DeepSpeed configuration.
-        guard: Our section.
-
-    Raises:
-        ConfigError: Naming the key that would have no effect.
-    """
-    fp16 = config.get("fp16")
-    if isinstance(fp16, Mapping) and fp16.get("enabled") and "nonfinite" in guard.model_fields_set:
-        if guard.nonfinite != "off":
-            reason = "with fp16 gradients overflow in a healthy run, and its loss scaler skips them"
-            raise ConfigError(f"{_GUARD}.nonfinite", guard.nonfinite, reason, "Leave it out")
-    if "max_skips" in guard.model_fields_set and guard.nonfinite != "skip":
-        reason = f"it has no effect on nonfinite {guard.nonfinite!r}"
-        remedy = f'Set {_GUARD}.nonfinite to "skip", or remove the key'
-        raise ConfigError(f"{_GUARD}.max_skips", guard.max_skips, reason, remedy)
-
-
-def check_sparse_collective(
-    config: Mapping[str, Any],
-    zero: Mapping[str, Any],
-    sparse: SparseCollectiveConfig,
-    guard: GuardConfig,
-) -> None:
-    """Check what a configuration says of the sparse collective, and what goes with it.
-
-    Args:
-        config: DeepSpeed configuration.
-        zero: Its ``zero_optimization`` section.
-        sparse: The section ``wavemare.sparse_collective``.
-        guard: The section ``wavemare.guard``.
-
-    Raises:
-        ConfigError: Naming the key that has no effect or cannot go with it.
-    """
-    if sparse.mode == "off":
-        refuse_idle(sparse, f"{SECTION}.sparse_collective", "auto")
-        return
-    _check_settings(zero, sparse)
-    if zero.get("stage", 0) == ZERO_WEIGHTS:
-        raise ConfigError(
-            "zero_optimization.stage",
-            ZERO_WEIGHTS,
-            "ZeRO 3 scatters gradients layer by layer, which the sparse collective does not do",
-            f"Use 0, 1 or 2, or {_LEAVE}",
-        )
-    for name in ("offload_optimizer", "zenflow"):
-        if offloads(zero, name):
-            reason = "gradients leave for the host as soon as they are gathered"
-            raise _refusal(f"zero_optimization.{name}", zero.get(name, True), reason)
-    tensor_parallel = section_of(config, "tensor_parallel").get("autotp_size", 1)
-    if tensor_parallel != 1:
-        reason = "its ranks hold parts of the weights"
-        raise _refusal("tensor_parallel.autotp_size", tensor_parallel, reason)
-    sequence_parallel = config.get("sequence_parallel_size", 1)
-    if sequence_parallel != 1:
-        reason = "its ranks share samples and average otherwise"
-        raise _refusal("sequence_parallel_size", sequence_parallel, reason)
-    for name, key, reason in (
-        ("expert_parallel", "enabled", "gradients of experts belong to groups of their own"),
-        ("compile", "deepcompile", "compiled graphs reduce gradients by themselves"),
-        ("hybrid_engine", "enabled", "DeepSpeed's hybrid engine reduces gradients by itself"),
-    ):
-        if section_of(config, name).get(key):
-            raise _refusal(f"{name}.{key}", True, reason)
-    if sparse.compressor is not None and is_enabled(config, "fp16"):
-        raise ConfigError(
-            "fp16.enabled",
-            True,
-            "a step that overflows is skipped, and what a compressor has sent in it would be lost",
-            'Use "bf16": {"enabled": true}, or no compressor',
-        )
-    if sparse.compressor is not None and guard.nonfinite == "skip":
-        reason = "what a compressor has sent in a step that is skipped would be lost"
-        raise ConfigError(f"{SECTION}.guard.nonfinite", "skip", reason, 'Use "stop"')
-
-
-def _check_settings(zero: Mapping[str, Any], sparse: SparseCollectiveConfig) -> None:
-    if sparse.deterministic and sparse.mode in LOOSE_MODES:
-        raise ConfigError(
-            f"{SECTION}.sparse_collective.mode",
-            sparse.mode,
-            "it does not sum in the order of the ranks, which deterministic asks for",
-            "Set deterministic to false, or choose auto, ordered, pushpull or allgather",
-        )
-    stage = zero.get("stage", 0)
-    scatters = stage and zero.get("reduce_scatter", True)
-    if scatters and sparse.mode not in ("auto", *HALVES):
-        reason = f"it has no reduce-scatters, which ZeRO {stage} makes"
-        remedy = f"Choose auto, {' or '.join(HALVES)}, or use ZeRO 0"
-        raise ConfigError(f"{SECTION}.sparse_collective.mode", sparse.mode, reason, remedy)
-    if sparse.hierarchical and scatters:
-        reason = f"it has no effect on the reduce-scatters of ZeRO {stage}"
-        remedy = "Leave it out, or use ZeRO 0"
-        raise ConfigError(f"{SECTION}.sparse_collective.hierarchical", True, reason, remedy)
-
-
-def _refusal(key: str, value: object, reason: str) -> ConfigError:
-    reason = f"{reason}, which the sparse collective does not know"
-    return ConfigError(key, value, reason, f"Remove the key, or {_LEAVE}")
-
-
-def check_wavelet(
-    config: Mapping[str, Any],
-    wavelet: WaveletConfig,
-    pipeline: PipelineConfig,
-    zero: Mapping[str, Any],
-) -> None:
-    """Check a configuration for what its wave mode cannot go with.
-
-    Args:
-        config: DeepSpeed configuration.
-        wavelet: The section ``wavemare.wavelet``.
-        pipeline: The section ``wavemare.pipeline``.
-        zero: The section ``zero_optimization``.
-
-    Raises:
-        ConfigError: Naming the key that cannot go with it.
-    """
-    mode = wavelet.mode
-    if mode == "off":
-        refuse_idle(wavelet, "wavemare.wavelet", "sync")
-        return
-    if pipeline.stages > 1:
-        reason = f"the micro-batches of {pipeline.stages} pipeline stages are in turns already"
-        raise ConfigError(_MODE, mode, reason, 'Use one stage, or mode "off"')
-    for name in ("curriculum_learning", "progressive_layer_drop", "flops_profiler"):
-        if is_enabled(config, name):
-            reason = "it changes or watches whole forward passes, and waves run segments"
-            raise ConfigError(
-                f"{name}.enabled", True, reason, f'Leave it out, or set {_MODE} "off"'
-            )
-    if mode not in ("async", "replica"):
-        if wavelet.warmup_steps:
-            reason = f"it has no effect on the mode {mode!r}"
-            key = "wavemare.wavelet.warmup_steps"
-            raise ConfigError(
-                key, wavelet.warmup_steps, reason, f'Remove it, or set {_MODE} "async"'
-            )
-        return
-    stage = zero.get("stage", 0)
-    if stage:
-        reason = f"mode {mode!r} keeps two versions of all weights, and ZeRO parts them"
-        raise ConfigError("zero_optimization.stage", stage, reason, 'Use 0, or mode "sync"')
-    for name in ("fp16", "bf16", "amp", "torch_autocast"):
-        if is_enabled(config, name):
-            reason = f"mode {mode!r} updates the weights that it computes with, in fp32"
-            raise ConfigError(f"{name}.enabled", True, reason, 'Leave it out, or use mode "sync"')
-    if mode == "replica":
-        _check_linear(config)
-
-
-def _check_linear(config: Mapping[str, Any]) -> None:
-    optimizer = config.get("optimizer")
-    kind = optimizer.get("type") if isinstance(optimizer, Mapping) else None
-    if kind is not None and str(kind).lower() not in _LINEAR:
-        raise ConfigError(
-            "optimizer.type",
-            kind,
-            "the replicas stay half a step apart only where a step is linear in the gradients, and "
-            "would drift apart here",
-            'Use "SGD", with or without momentum, or mode "async"',
-        )
+def launch_hint(world_size: int) -> str:
+    """Return how to start more processes, if there is only this one."""
+    if world_size > 1:
+        return ""
+    return "; this is one process, and deepspeed, torchrun or mpirun start more"

@@ -10,13 +10,7 @@ from pydantic import Field
 
 from wavemare.comm.config import SparseCollectiveConfig
 from wavemare.engine.config.file import load_config
-from wavemare.engine.config.refusals import (
-    check_balance,
-    check_checkpoint,
-    check_guard,
-    check_sparse_collective,
-    check_wavelet,
-)
+from wavemare.engine.config.refusals import launch_hint, refuse
 from wavemare.engine.config.sections import (
     BalanceConfig,
     CheckpointConfig,
@@ -27,13 +21,11 @@ from wavemare.engine.config.sections import (
 from wavemare.engine.config.shape import (
     BATCH_KEYS,
     SECTION,
-    ZERO_WEIGHTS,
     check_precision,
     check_shape,
     check_zero_stage,
-    is_enabled,
     misplaced_keys,
-    section_of,
+    zero_section,
 )
 from wavemare.errors import ConfigError
 from wavemare.pipeline.config import PipelineConfig
@@ -108,123 +100,10 @@ def check_config(config: Mapping[str, Any], *, world_size: int) -> WavemareConfi
     check_zero_stage(zero_section(config).get("stage", 0))
     check_precision(config)
     ours = WavemareConfig.of(config)
-    stages = ours.pipeline.stages
-    if world_size % stages:
-        raise ConfigError(
-            "wavemare.pipeline.stages",
-            stages,
-            f"the number of processes ({world_size}) is not a multiple of it"
-            f"{_launch_hint(world_size)}",
-            f"Start a multiple of {stages} processes, or change the number of stages",
-        )
     if isinstance(ours.pipeline.partition, str):
         check_partition(ours.pipeline.partition)
-    _check_schedule(config, ours.pipeline)
-    if ours.tensor_parallel.size > 1:
-        _check_tensor_parallel(config, ours, world_size)
-    check_sparse_collective(config, zero_section(config), ours.sparse_collective, ours.guard)
-    check_wavelet(config, ours.wavelet, ours.pipeline, zero_section(config))
-    check_checkpoint(config, ours.checkpoint)
-    zero = zero_section(config).get("stage", 0)
-    check_balance(ours.balance, ours.wavelet)
-    check_guard(config, ours.guard)
-    decides = ours.wavelet.mode in ("async", "replica")
-    if decides and not config.get("managed_gradient_accumulation", True):
-        reason = "the asynchronous waves say when DeepSpeed reduces"
-        raise ConfigError("managed_gradient_accumulation", False, reason, "Leave it out")
-    if (stages > 1 or ours.pipeline.schedule == "pipemare") and zero in (2, 3):
-        raise ConfigError(
-            "zero_optimization.stage",
-            zero,
-            "gradients or weights that ZeRO partitions cannot stay for a pipeline's micro-batches",
-            "Use 0 or 1 with pipeline stages, or wavemare.pipeline.stages 1",
-        )
+    refuse(config, ours, world_size)
     return ours
-
-
-def _check_tensor_parallel(
-    config: Mapping[str, Any], ours: WavemareConfig, world_size: int
-) -> None:
-    """Check what the rest of the configuration lets a split model do."""
-    key, size = f"{SECTION}.tensor_parallel.size", ours.tensor_parallel.size
-    stages, ranks = ours.pipeline.stages, ours.model_ranks
-    if world_size % ranks:
-        product = f" times the {stages} pipeline stages" if stages > 1 else ""
-        reason = f"the number of processes ({world_size}) is not a multiple of it{product}"
-        remedy = f"Start a multiple of {ranks} processes, or change the size"
-        raise ConfigError(key, size, f"{reason}{_launch_hint(world_size)}", remedy)
-    for name in ("pipe_partitioned", "grad_partitioned"):
-        if stages > 1 and section_of(config, "pipeline").get(name):
-            reason = "the stages of a split model send each other whole tensors"
-            raise ConfigError(f"pipeline.{name}", True, reason, "Leave it out")
-    zero = zero_section(config).get("stage", 0)
-    if zero == ZERO_WEIGHTS:
-        reason = "ZeRO 3 would cut the parts of split weights further"
-        raise ConfigError("zero_optimization.stage", zero, reason, "Use 0, 1 or 2")
-    # A pipeline trains bf16 with an optimizer of its own, which counts split weights of all ranks.
-    for name in ("fp16",) if stages > 1 else ("fp16", "bf16"):
-        if zero == 0 and is_enabled(config, name):
-            raise ConfigError(
-                f"{name}.enabled",
-                True,
-                "without ZeRO DeepSpeed's 16-bit optimizers count split weights of one rank alone "
-                "when they clip",
-                'Set "stage" to 1 or 2 in zero_optimization',
-            )
-    if section_of(config, "tensor_parallel").get("autotp_size", 1) != 1:
-        reason = "DeepSpeed would split the model a second time"
-        given = section_of(config, "tensor_parallel")["autotp_size"]
-        raise ConfigError("tensor_parallel.autotp_size", given, reason, "Use one of the two")
-
-
-def _check_schedule(config: Mapping[str, Any], pipeline: PipelineConfig) -> None:
-    """Check that nothing in the configuration defeats the schedule."""
-    key = f"{SECTION}.pipeline.schedule"
-    if pipeline.schedule != "pipemare":
-        if "pipemare" in pipeline.model_fields_set:
-            reason = f"it has no effect on the schedule {pipeline.schedule!r}"
-            remedy = f'Set {key} to "pipemare", or remove the key'
-            given = pipeline.pipemare.model_dump(exclude_unset=True)
-            raise ConfigError(f"{SECTION}.pipeline.pipemare", given, reason, remedy)
-        return
-    if pipeline.untie is False:
-        raise ConfigError(
-            f"{SECTION}.pipeline.untie",
-            False,
-            "asynchronous stages would have to meet at each step to share a weight",
-            "Leave it out, or use schedule 1f1b",
-        )
-    if pipeline.pair_passes and pipeline.pipemare.discrepancy_correction.mode == "predict":
-        raise ConfigError(
-            f"{SECTION}.pipeline.pipemare.discrepancy_correction.mode",
-            "predict",
-            "a forward pass with predicted weights cannot run together with a backward pass with "
-            "the newest",
-            "Use another mode, or leave out pair_passes",
-        )
-    if is_enabled(config, "fp16"):
-        raise ConfigError(
-            "fp16.enabled",
-            True,
-            "a dynamic loss scale is one number for all stages at the same step, and asynchronous "
-            "stages are at different ones",
-            'Use "bf16": {"enabled": true} or fp32, or schedule 1f1b',
-        )
-    for name in ("torch_autocast", "amp"):
-        if is_enabled(config, name):
-            raise ConfigError(
-                f"{name}.enabled",
-                True,
-                "autocast keeps casts of the weights for the backward pass, which would go "
-                "unnoticed by the weight correction and fill the memory with old versions",
-                'Use "bf16": {"enabled": true} or fp32, or schedule 1f1b',
-            )
-
-
-def zero_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the ``zero_optimization`` section; DeepSpeed also takes a truth value for stage 1."""
-    section = config.get("zero_optimization", {})
-    return section if isinstance(section, Mapping) else {"stage": int(bool(section))}
 
 
 def check_batch_sizes(
@@ -270,7 +149,7 @@ def check_batch_sizes(
             train,
             f"it is not {BATCH_KEYS[1]} x {BATCH_KEYS[2]} x data-parallel ranks = "
             f"{micro} x {accumulation} x {data_world_size} = {product}"
-            f"{_launch_hint(data_world_size * WavemareConfig.of(config).model_ranks)}",
+            f"{launch_hint(data_world_size * WavemareConfig.of(config).model_ranks)}",
             _batch_remedy(micro, accumulation, data_world_size),
         )
     return dict(zip(BATCH_KEYS, (train, micro, accumulation), strict=True))
@@ -303,9 +182,3 @@ def _batch_remedy(micro: int, accumulation: int, data_world_size: int) -> str:
     if product:
         return f"Give {product}, or leave one of the three out"
     return f"Give at least {max(micro, 1) * max(accumulation, 1) * data_world_size}"
-
-
-def _launch_hint(world_size: int) -> str:
-    if world_size > 1:
-        return ""
-    return "; this is one process, and deepspeed, torchrun or mpirun start more"

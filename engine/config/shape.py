@@ -28,6 +28,7 @@ __all__ = [
     "offloads",
     "refuse_idle",
     "section_of",
+    "zero_section",
 ]
 
 SECTION = "wavemare"
@@ -72,6 +73,12 @@ def section_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Return a section; what is none is an empty one."""
     section = config.get(name)
     return section if isinstance(section, Mapping) else {}
+
+
+def zero_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the ``zero_optimization`` section; DeepSpeed also takes a truth value for stage 1."""
+    section = config.get("zero_optimization", {})
+    return section if isinstance(section, Mapping) else {"stage": int(bool(section))}
 
 
 def is_enabled(config: Mapping[str, Any], name: str) -> bool:

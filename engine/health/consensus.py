@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks that judge an optimizer step: they decide alike, and know the same of it.
+"""Lets the ranks that make an optimizer step together decide alike whether to make it.
 
-A rank that left out a step, or looked for a cause, by itself would wait for ever: the others are in
-the collectives of what follows.
+A rank that skipped a step alone would leave the others waiting in its collectives.
 """
 
 from __future__ import annotations
@@ -13,18 +12,18 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Judges", "judges_of"]
+__all__ = ["StepConsensus", "consensus_of"]
 
 _T = TypeVar("_T")
 
 
-class Judges:
-    """Ranks that decide together. Who decides and who is told are the same, by construction.
+class StepConsensus:
+    """Ranks that decide together, and learn the same.
 
     Args:
-        groups: Process groups of this rank, None for that of all ranks; a rank by itself has none.
-            Each joins what those before it have joined, as the rows of a grid and then its columns
-            do: all ranks must give theirs in the same order.
+        groups: Process groups of this rank, in the same order on all ranks; None stands for all
+            ranks. Each group joins what the groups before it have joined, as rows and columns of a
+            grid do. A single rank has none.
     """
 
     def __init__(self, groups: Iterable[Any]) -> None:
@@ -32,11 +31,11 @@ class Judges:
 
     @property
     def speaks(self) -> bool:
-        """Whether it is this rank that tells of a decision, for all of them."""
+        """Whether this rank logs a decision for all of them."""
         return all(dist.get_rank(group) == 0 for group in self._groups)
 
     def agree(self, seen: Tensor) -> bool:
-        """Return whether any of them has seen something; all must call it.
+        """Return whether any rank has seen something; all must call it.
 
         Args:
             seen: Whether this rank has; () bool, on a device of the groups' backend.
@@ -47,10 +46,10 @@ class Judges:
         return bool(flag)
 
     def gather(self, own: Sequence[_T]) -> list[_T]:
-        """Return what all of them have, the same in the same order for each; all must call it.
+        """Return the values of all ranks, in the same order everywhere; all must call it.
 
         Args:
-            own: What this rank has; can be pickled.
+            own: The values of this rank; can be pickled.
         """
         found = list(own)
         for group in self._groups:
@@ -60,21 +59,21 @@ class Judges:
         return found
 
 
-def judges_of(engine: Any) -> Judges:
+def consensus_of(engine: Any) -> StepConsensus:
     """Return the ranks that make an engine's optimizer steps together.
 
-    These are all, but each stage of an asynchronous pipeline steps by itself. They agree also where
-    reduced gradients are alike: activations that a replica has seen are its own.
+    These are all ranks, or the ranks of one stage of an asynchronous pipeline. Replicas have equal
+    gradients, but each sees its own activations.
 
     Args:
         engine: Complete.
     """
     if engine._sections.pipeline.schedule != "pipemare":
-        return Judges([None] if dist.get_world_size() > 1 else [])
+        return StepConsensus([None] if dist.get_world_size() > 1 else [])
     grid, groups = engine.grid, []
     # DeepSpeed has no group for a single rank.
     if engine.dp_world_size > 1:
         groups.append(grid.get_data_parallel_group())
     if grid.get_slice_parallel_world_size() > 1:
         groups.append(grid.get_slice_parallel_group())
-    return Judges(groups)
+    return StepConsensus(groups)

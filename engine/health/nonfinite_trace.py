@@ -10,10 +10,11 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-__all__ = ["Finding", "RandomState", "are_finite", "explained", "loss_of", "tensors_of", "trace"]
+from wavemare.engine.checkpoint.random_state import random_state, restore_random_state
+
+__all__ = ["Finding", "are_finite", "explained", "loss_of", "tensors_of", "trace"]
 
 _NO_LABEL = -100
 _NO_LABELS = "all labels are -100, and a mean over none is no number"
@@ -36,23 +37,7 @@ class Finding:
     what: What
     module: str
     detail: str = ""
-    remedy: str = "Lower the learning rate or mend the data or that module"
-
-
-class RandomState:
-    """The state of the random numbers, on the host and on the device, when it was made."""
-
-    def __init__(self) -> None:
-        self._host = torch.get_rng_state()
-        self._accelerator = get_accelerator()
-        here = self._accelerator.device_name() != "cpu"
-        self._device = self._accelerator.get_rng_state() if here else None
-
-    def put(self) -> None:
-        """Make it the present one."""
-        torch.set_rng_state(self._host)
-        if self._device is not None:
-            self._accelerator.set_rng_state(self._device)
+    remedy: str = "Lower the learning rate, or fix the data or that module"
 
 
 def tensors_of(value: Any, *, floating: bool = True) -> Iterator[Tensor]:
@@ -109,7 +94,7 @@ def trace(
     leaves: Sequence[Tensor] = (),
     backward: bool = True,
 ) -> Finding | None:
-    """Do a forward pass, and a backward pass if that is finite, and watch every module.
+    """Run a forward pass, and a backward pass if that is finite, and watch every module.
 
     Weights, their gradients, buffers and random numbers stay as they are.
 
@@ -229,12 +214,12 @@ def _is_sound(tensor: Tensor) -> bool:
 
 @contextmanager
 def _undisturbed(module: nn.Module) -> Iterator[None]:
-    present = RandomState()
+    present = random_state()
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     try:
         yield
     finally:
-        present.put()
+        restore_random_state(present)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)

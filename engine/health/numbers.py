@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No optimizer step with numbers that are not finite, and word of where they came from.
+"""Stops or skips optimizer steps with numbers that are not finite, and says where they came from.
 
-In a sound step this costs one pass over the reduced gradients, and the sum of one number over the
-ranks that step together: a loss that is not finite is made one with gradients that are not, so that
-whoever sums those learns of it. A step found bad costs a second pass over its micro-batches
-(`trace`).
+A sound step costs one pass over the reduced gradients, and an all-reduce of one number. `watch`
+gives a loss that is not finite gradients that are not, so that the reduction spreads the news. A
+bad step costs a second pass over its micro-batches (`trace`).
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ import torch.distributed as dist
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor
 
+from wavemare.engine.checkpoint.random_state import random_state, restore_random_state
 from wavemare.engine.config.sections import GuardConfig
-from wavemare.engine.health.consensus import judges_of
+from wavemare.engine.health.consensus import consensus_of
 from wavemare.engine.health.nonfinite_trace import (
     Finding,
-    RandomState,
     are_finite,
     explained,
     loss_of,
@@ -41,8 +40,8 @@ logger = logging.getLogger("wavemare")
 
 _KEY = "wavemare.guard.nonfinite"
 _UNREPRODUCED = (
-    "not found again in a second pass over the micro-batches kept, so that it came from outside of "
-    "them or from a fault of the machine"
+    "not found again in a second pass over the micro-batches, so it came from outside of them or "
+    "from a fault of the machine"
 )
 
 
@@ -93,32 +92,32 @@ class Fault:
 
 @dataclass
 class _Record:
-    """A micro-batch of a step that is not judged yet, so that it can be done again."""
+    """A micro-batch of a step that is not decided yet, for a second pass."""
 
     step: int  # how many were done before its own
     micro_batch: int  # within it, counted from 1
     inputs: tuple[Any, ...]
     keywords: dict[str, Any]
-    random: RandomState
+    random: dict[str, Any]
     loss: Tensor | None = None
 
 
 class NumericsGuard:
-    """Judges each optimizer step of an engine before it is made.
+    """StepConsensus each optimizer step of an engine before it is made.
 
     Args:
         engine: Complete.
         config: The section, with another ``nonfinite`` than ``off``.
 
     Attributes:
-        before_verdict: Called first; notes what is still to be noted.
+        before_decision: Called first, to note pending faults.
     """
 
     def __init__(self, engine: Any, config: GuardConfig) -> None:
         self._engine = engine
         self._config = config
         self._stage: int | None = engine.stage_id if engine.pipeline_parallelism else None
-        self._judges = judges_of(engine)
+        self._consensus = consensus_of(engine)
         staged = engine.pipeline_parallelism
         self._slices = (
             engine.grid.get_slice_parallel_world_size() if staged else engine.mp_world_size
@@ -127,15 +126,15 @@ class NumericsGuard:
         self._lag = 2 if engine._sections.wavelet.mode in ("async", "replica") else 0
         self._records: deque[_Record] = deque()
         self._faults: list[tuple[int, Fault]] = []
-        self.before_verdict: Callable[[], None] = lambda: None
+        self.before_decision: Callable[[], None] = lambda: None
         self._others = self._reads = True
         self._end: float = math.inf
         self._skips = 0
 
-    # --- what engines tell ------------------------------------------------------------------------
+    # --- called by engines ------------------------------------------------------------------------
 
     def keep(self, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Keep what a forward pass of the whole model gets, until the step is judged.
+        """Keep what a forward pass of the whole model gets, until the step is decided.
 
         Of a step with more passes than it has micro-batches, the last ones are kept.
         """
@@ -149,7 +148,7 @@ class NumericsGuard:
         most = self._engine.gradient_accumulation_steps()
         if len(records) >= most and records[-most].step == step:
             del records[-most]
-        records.append(_Record(step, micro_batch, inputs, keywords, RandomState()))
+        records.append(_Record(step, micro_batch, inputs, keywords, random_state()))
 
     def watch(self, loss: Tensor) -> Tensor:
         """Return a loss whose gradients are finite only if it is; its value stays."""
@@ -158,22 +157,22 @@ class NumericsGuard:
             self._records[-1].loss = value
         return loss * (1 + 0 * value)
 
-    def forget(self) -> None:
-        """Forget what stages have seen of micro-batches that will be done again."""
+    def discard(self) -> None:
+        """Discard faults of micro-batches that will be run again."""
         self._faults.clear()
 
     def reset(self) -> None:
-        """Forget the steps that were: other weights have been loaded."""
-        self.forget()
+        """Discard the steps before: other weights have been loaded."""
+        self.discard()
         self._records.clear()
         self._skips = 0
 
     def note(self, number: int, fault: Fault) -> None:
-        """Note what a stage has seen of a micro-batch.
+        """Note a fault in a micro-batch of a stage.
 
         Args:
-            number: As the plan counts.
-            fault: What was seen.
+            number: Of the micro-batch, in the plan.
+            fault: The fault.
         """
         self._faults.append((number, fault))
 
@@ -190,19 +189,19 @@ class NumericsGuard:
         # Of weights that are not split, one of the ranks that split the rest counts for all.
         self._reads = norm is None or self._slices > 1
 
-    # --- the verdict ------------------------------------------------------------------------------
+    # --- the decision -----------------------------------------------------------------------------
 
-    def judge(self) -> bool:
+    def may_step(self) -> bool:
         """Return whether the step may be made; all ranks that it sums over must call it.
 
         Raises:
             NumericsError: It may not, and the policy or the number of skipped steps ends the run.
         """
-        self.before_verdict()
+        self.before_decision()
         faults = [fault for number, fault in self._faults if number < self._end]
         try:
-            if self._judges.agree(self._seen(bool(faults) or not self._others)):
-                self._condemn(faults)
+            if self._consensus.agree(self._seen(bool(faults) or not self._others)):
+                self._report_nonfinite(faults)
                 return False
             self._skips = 0
             return True
@@ -217,9 +216,9 @@ class NumericsGuard:
         finite = are_finite(adapt(self._engine).gradients() if self._reads else [])
         return (~finite | bad).to(self._engine.device)
 
-    def _condemn(self, faults: list[Fault]) -> None:
+    def _report_nonfinite(self, faults: list[Fault]) -> None:
         self._skips += 1
-        known = self._judges.gather([*faults, *self._search(bool(faults))])
+        known = self._consensus.gather([*faults, *self._search(bool(faults))])
         fault = min(known, key=lambda fault: fault.place)
         step = self._engine.global_steps + 1 - self._lag
         told = f"in optimizer step {step} a number is not finite; first on {fault}"
@@ -234,10 +233,10 @@ class NumericsGuard:
                 f"{self._skips} optimizer steps one after the other were skipped; {told}",
                 mend,
             )
-        if self._judges.speaks:
+        if self._consensus.speaks:
             logger.warning("guard: step skipped: %s", told)
 
-    # --- where it came from -----------------------------------------------------------------------
+    # --- the cause --------------------------------------------------------------------------------
 
     def _search(self, found: bool) -> Iterator[Fault]:
         """Look for what is not finite; all micro-batches where passes meet in collectives."""
@@ -272,7 +271,7 @@ class NumericsGuard:
         engine = self._engine
 
         def run() -> Any:
-            record.random.put()
+            restore_random_state(record.random)
             with autocast_if_enabled(engine):
                 return engine.module(*record.inputs, **record.keywords)
 
@@ -285,7 +284,7 @@ class NumericsGuard:
 
 
 def attach_guard(engine: Any, config: GuardConfig) -> NumericsGuard | None:
-    """Return what judges an engine's steps; None where nobody asked for it, or fp16 does it.
+    """Return the guard of an engine; None where it is off, or fp16 skips steps itself.
 
     Args:
         engine: Complete.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pipeline stage's own activations and gradients tell of a number that is not finite.
+"""Finds numbers that are not finite in the activations and gradients of a pipeline stage.
 
-A stage looks at each micro-batch as it leaves: at its outputs or its loss after the forward pass,
-at the gradients of its inputs after the backward pass. On a CPU it knows at once. An accelerator
-tells it as soon as it gets there, and what a second pass needs is kept for so long; nothing waits.
+A stage checks each micro-batch: its outputs or loss after the forward pass, the gradients of its
+inputs after the backward pass. An accelerator answers when it gets there, and nothing waits; until
+then the stage keeps what a second pass needs.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from wavemare.engine.checkpoint.random_state import random_state, restore_random_state
 from wavemare.engine.health.nonfinite_trace import (
     Finding,
-    RandomState,
     are_finite,
     explained,
     tensors_of,
@@ -35,17 +35,17 @@ __all__ = ["StageWatch"]
 
 @dataclass
 class _Held:
-    """What a stage has of a micro-batch that goes through it, for a second pass."""
+    """What a second pass over a micro-batch needs."""
 
     number: int
-    random: RandomState
+    random: dict[str, Any]
     inputs: Any = ()
     labels: Any = None
 
 
 @dataclass
 class _Look:
-    """A question to the device, and how its answer is explained if it is bad."""
+    """A pending check on the device, and how a bad result is explained."""
 
     number: int
     finite: Tensor
@@ -54,11 +54,11 @@ class _Look:
 
 
 class StageWatch:
-    """Looks at the micro-batches of a pipeline stage.
+    """Checks the micro-batches of a pipeline stage.
 
     Args:
         engine: The pipeline engine, complete.
-        guard: Gets what is found.
+        guard: Takes the faults.
     """
 
     def __init__(self, engine: Any, guard: NumericsGuard) -> None:
@@ -67,7 +67,7 @@ class StageWatch:
         self._count = 0
         self._held: dict[int, _Held] = {}
         self._looks: deque[_Look] = deque()
-        guard.before_verdict = self._settle
+        guard.before_decision = self._drain
 
     def begin(self, key: int, number: int | None = None) -> None:
         """Note the random state just before a forward pass.
@@ -79,10 +79,10 @@ class StageWatch:
         if number is None:
             number = self._count % self._engine.micro_batches
             self._count += 1
-        self._held[key] = _Held(number, RandomState())
+        self._held[key] = _Held(number, random_state())
 
     def end_forward(self, key: int, inputs: Any, outputs: Any, labels: Any = None) -> None:
-        """Look at what a forward pass has made.
+        """Check the results of a forward pass.
 
         Args:
             key: See `begin`.
@@ -96,7 +96,7 @@ class StageWatch:
         self._look(held, tensors, partial(self._explain_forward, held))
 
     def end_backward(self, key: int, gradients: Sequence[Tensor]) -> None:
-        """Look at what a backward pass has made.
+        """Check the results of a backward pass.
 
         Args:
             key: See `begin`.
@@ -106,11 +106,11 @@ class StageWatch:
         made = [t.grad for t in as_tuple(held.inputs) if t.is_leaf and t.grad is not None]
         self._look(held, made or gradients, partial(self._explain_backward, held, list(gradients)))
 
-    def forget(self) -> None:
-        """Forget the micro-batches under way, which will be done again."""
+    def discard(self) -> None:
+        """Discard the open micro-batches, which will be run again."""
         self._held.clear()
         self._looks.clear()
-        self._guard.forget()
+        self._guard.discard()
 
     def _look(self, held: _Held, tensors: Iterable[Tensor], explain: Callable[[], Fault]) -> None:
         finite, event = are_finite(tensors), None
@@ -121,7 +121,7 @@ class StageWatch:
         while self._looks and (self._looks[0].event is None or self._looks[0].event.query()):
             self._answer(self._looks.popleft())
 
-    def _settle(self) -> None:
+    def _drain(self) -> None:
         while self._looks:
             self._answer(self._looks.popleft())
 
@@ -160,7 +160,7 @@ class StageWatch:
         given = [t.detach().clone().requires_grad_(t.requires_grad) for t in as_tuple(held.inputs)]
 
         def run() -> Any:
-            held.random.put()
+            restore_random_state(held.random)
             single = isinstance(held.inputs, Tensor)
             return engine.module(given[0].clone() if single else tuple(t.clone() for t in given))
 

@@ -200,7 +200,7 @@ class PipeMareEngine(PipelineEngine):
         self._next = self._next if end is None else end
         self._since_empty = 0
         if self._stage_watch is not None:
-            self._stage_watch.forget()
+            self._stage_watch.discard()
         self._end = None
         self._correction.forget()
 

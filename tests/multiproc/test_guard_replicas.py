@@ -50,7 +50,7 @@ def check_skipped(results, stages, spoken_by, where):
     assert digests[0] == digests[1] != digests[2] == digests[3]
 
 
-def test_an_activation_that_the_next_stage_bears_condemns_the_step_of_all_replicas(found):
+def test_all_replicas_skip_the_step_of_an_activation_that_the_next_stage_bears(found):
     where = "rank 1 (stage 0), micro-batch 2: the activation of module '2'"
     check_skipped(found("mask pipemare"), [0], [0], where)
     check_skipped(found("mask 1f1b"), [0, 1], [0], where)

@@ -17,7 +17,7 @@ from guard_pipeline import SIZE, WIDTH, Spoil, batches
 
 import wavemare
 from wavemare.engine import init_distributed
-from wavemare.engine.health.consensus import Judges
+from wavemare.engine.health.consensus import StepConsensus
 from wavemare.errors import NumericsError
 
 STEPS, ACCUMULATION = 6, 2
@@ -118,12 +118,12 @@ def grid(bad_rank):
     rank = torch.distributed.get_rank()
     lines = [[0, 1], [2, 3], [0, 2], [1, 3]]
     made = [(ranks, torch.distributed.new_group(ranks)) for ranks in lines]
-    judges = Judges(group for ranks, group in made if rank in ranks)
+    consensus = StepConsensus(group for ranks, group in made if rank in ranks)
     return {
-        "agreed": [judges.agree(torch.tensor(rank == bad)) for bad in (bad_rank, None)],
-        "gathered": judges.gather([rank] if rank else []),
-        "speaks": judges.speaks,
-        "alone": Judges([]).agree(torch.tensor(rank == bad_rank)),
+        "agreed": [consensus.agree(torch.tensor(rank == bad)) for bad in (bad_rank, None)],
+        "gathered": consensus.gather([rank] if rank else []),
+        "speaks": consensus.speaks,
+        "alone": StepConsensus([]).agree(torch.tensor(rank == bad_rank)),
     }
 
 

@@ -3,6 +3,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ from wavemare.engine.checkpoint.manifest import (
     verify_contents,
 )
 from wavemare.engine.checkpoint.records import checksum
-from wavemare.engine.config.refusals import check_checkpoint
+from wavemare.engine.config.resolve import check_config
 from wavemare.engine.config.sections import CheckpointConfig
 from wavemare.errors import CheckpointError, ConfigError
 
@@ -243,18 +244,19 @@ def test_the_section_is_strict(section, match):
         CheckpointConfig.parse(section, "wavemare.checkpoint")
 
 
-def test_two_writers_in_the_background_are_refused():
-    ours = CheckpointConfig(background=True)
-    check_checkpoint({"checkpoint": {"load_universal": True}}, ours)
-    with pytest.raises(ConfigError, match=r"checkpoint\.writer"):
-        check_checkpoint({"checkpoint": {"writer": {"type": "fast"}}}, ours)
-    check_checkpoint({"checkpoint": {"writer": {"type": "fast"}}}, CheckpointConfig())
+@pytest.mark.parametrize("background", [True, False])
+def test_two_writers_in_the_background_are_refused(background):
+    config = {"wavemare": {"checkpoint": {"background": background}}}
+    check_config({**config, "checkpoint": {"load_universal": True}}, world_size=1)
+    refused = pytest.raises(ConfigError, match=r"checkpoint\.writer")
+    with refused if background else nullcontext():
+        check_config({**config, "checkpoint": {"writer": {"type": "fast"}}}, world_size=1)
 
 
 @pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), KeyError("topology")])
 def test_what_one_rank_cannot_read_all_refuse(monkeypatch, error):
     met = []
-    monkeypatch.setattr(checkpoint, "meet_by_collective", lambda value: met.append(value) or met)
+    monkeypatch.setattr(checkpoint, "gather", lambda value: met.append(value) or met)
 
     def check():
         raise error

@@ -10,7 +10,6 @@ from torch import nn
 
 from wavemare.engine.health.nonfinite_trace import (
     Finding,
-    RandomState,
     are_finite,
     loss_of,
     tensors_of,
@@ -136,13 +135,6 @@ def test_nothing_is_changed():
         assert torch.equal(value, before[name]), name
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-
-def test_random_numbers_are_drawn_again():
-    state = RandomState()
-    first = torch.rand(3)
-    state.put()
-    assert torch.equal(torch.rand(3), first)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
