@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All ranks gather all non-zero elements, as DeepSpeed and PyTorch do with sparse tensors."""
+"""All ranks gather all non-zero elements, with an index for each.
+
+DeepSpeed and PyTorch gather sparse gradients in the same way, but with an index for each row.
+"""
 
 from __future__ import annotations
 

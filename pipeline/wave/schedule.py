@@ -66,7 +66,8 @@ def in_phase(
 ) -> Plan:
     """Return micro-batches in pairs that go forward together and then backward together.
 
-    With halves of micro-batches this is Domino's schedule. It keeps the activations of two.
+    With halves of micro-batches this is Domino's order of passes, without its input-gradient
+    all-reduce ahead of the weight gradient. It keeps the activations of two micro-batches.
 
     Args:
         num_segments: With the head.
