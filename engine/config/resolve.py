@@ -30,7 +30,7 @@ from wavemare.engine.config.shape import (
 from wavemare.errors import ConfigError
 from wavemare.pipeline.config import PipelineConfig
 from wavemare.pipeline.plan.partition import check_partition
-from wavemare.pipeline.staleness.advice import bounding_micro_batches
+from wavemare.pipeline.staleness.staleness import bounding_micro_batches
 from wavemare.pipeline.wave.config import WaveletConfig
 from wavemare.section import Section
 

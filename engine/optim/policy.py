@@ -9,7 +9,7 @@ from typing import Any
 from wavemare.engine.config.resolve import SECTION, WavemareConfig
 from wavemare.errors import ConfigError
 from wavemare.pipeline.optim.matrix_optimizer import check_betas
-from wavemare.pipeline.staleness.advice import largest_staleness, staleness_warning
+from wavemare.pipeline.staleness.staleness import largest_staleness, staleness_warning
 
 __all__ = ["advise", "check_replaceable", "choose_optimizer"]
 

@@ -36,7 +36,7 @@ from wavemare.pipeline.plan.action import Action, Kind
 from wavemare.pipeline.plan.order import ahead
 from wavemare.pipeline.plan.run_plan import RunPlan
 from wavemare.pipeline.plan.schedules import SEND_SLOTS, steps_to_drain
-from wavemare.pipeline.staleness.corrections import make_correction
+from wavemare.pipeline.staleness.correction import make_correction
 from wavemare.pipeline.staleness.staleness import max_staleness
 
 __all__ = ["PipeMareEngine"]
@@ -202,7 +202,7 @@ class PipeMareEngine(PipelineEngine):
         if self._stage_watch is not None:
             self._stage_watch.discard()
         self._end = None
-        self._correction.forget()
+        self._correction.discard_versions()
 
     # --- the actions ----------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from wavemare.errors import ConfigError
-from wavemare.pipeline.staleness.correction import ExactCorrection
+from wavemare.pipeline.staleness.correction import WeightStashing
 from wavemare.pipeline.staleness.storage import References
 
 __all__ = ["DelayedVersions", "Replicas", "Versions"]
@@ -68,7 +68,7 @@ class DelayedVersions(Versions):
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__(parameters)
-        self._correction = ExactCorrection(parameters, 1)
+        self._correction = WeightStashing(parameters, 1)
         self._changed = False
 
     def forward(self) -> AbstractContextManager[Any]:

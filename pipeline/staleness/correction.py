@@ -1,26 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights for the backward passes of stale micro-batches: copies, or PipeMare's estimate (T2).
+"""Corrections of the weight discrepancy between a micro-batch's forward and backward pass.
 
-A correction gives ``p.data`` another tensor for the time of a backward pass; nothing is copied for
-it. By itself autograd would go on with the newest weights for some operators and take the others
-for some, as it keeps a parameter itself for the ones and a view of its memory for the others. So
-the forward pass of a micro-batch that will be stale keeps neither, but only which part of which
-parameter it was (`Correction.forward`), and its backward pass looks there.
+`WeightStashing` (PipeDream) and `VelocityCorrection` (PipeMare's T2) change the weights of backward
+passes. They give ``p.data`` another tensor for the time of the pass and copy nothing. Autograd
+saves a parameter itself for some operators and a view of its memory for others. A stale
+micro-batch's forward pass therefore saves only which part of which parameter it was
+(`Correction.forward`), and its backward pass looks that part up.
+
+`WeightPrediction` (SpecTrain) changes the weights of forward passes instead, in place.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from wavemare.errors import CheckpointError, ModelError, PlanError
+from wavemare.pipeline.staleness.staleness import ema_decay, ema_decay_from, resolve_mode
 from wavemare.pipeline.staleness.storage import (
     References,
     distinct,
@@ -31,25 +33,56 @@ from wavemare.pipeline.staleness.storage import (
 
 __all__ = [
     "Correction",
-    "EmaCorrection",
-    "ExactCorrection",
-    "NoCorrection",
-    "check_shapes",
+    "VelocityCorrection",
+    "WeightPrediction",
+    "WeightStashing",
+    "make_correction",
 ]
 
 
-class Correction(ABC):
-    """Gives the backward passes of one stage the weights that the forward passes used.
+def make_correction(
+    mode: str,
+    parameters: Iterable[Tensor],
+    max_staleness: int,
+    decay_base: float | None = None,
+) -> Correction:
+    """Return the correction of one stage.
 
     Args:
-        parameters: Of the stage. Frozen ones are left out; those that lie in the memory of another
-            one follow it. Their ``.data`` is looked up at each call.
+        mode: One of `staleness.MODES`; "auto" is "exact" up to a staleness of 2, else "ema".
+        parameters: See `Correction`.
+        max_staleness: Largest staleness of the stage, in optimizer steps; 0 needs no correction.
+        decay_base: PipeMare's D for "ema"; the decay is that of `ema_decay` if omitted.
+
+    Raises:
+        PlanError: There is no such mode, or a number is out of range.
+        ModelError: Parameters share a part of their memory.
+    """
+    resolved = resolve_mode(mode, max_staleness)
+    if resolved == "exact":
+        return WeightStashing(parameters, max_staleness)
+    if resolved == "ema":
+        decay = ema_decay(max_staleness)
+        if decay_base is not None:
+            decay = ema_decay_from(decay_base, max_staleness)
+        return VelocityCorrection(parameters, decay, max_staleness)
+    return (WeightPrediction if resolved == "predict" else Correction)(parameters)
+
+
+class Correction:
+    """No correction: backward passes use the newest weights. Base of the others.
+
+    Args:
+        parameters: Of the stage. Frozen ones are ignored. Those in the memory of another one follow
+            it. Their ``.data`` is looked up at each call.
 
     Raises:
         ModelError: Parameters share a part of their memory.
     """
 
-    mode: str
+    mode = "off"
+    _state_key: str | None = None
+    """Name of `_state` in checkpoints."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         trainable = [p for p in parameters if p.requires_grad and p.numel()]
@@ -58,37 +91,38 @@ class Correction(ABC):
         self._aliases = [p for p in trainable if id(p) not in apart]
         self._references = References(self._parameters)
         self._newest: list[Tensor] | None = None
+        self._state: list[Tensor] = []
 
     def before_step(self) -> None:
-        """Note the newest weights just before an optimizer step changes them.
+        """Record the weights just before an optimizer step.
 
         Raises:
-            PlanError: The weights are corrected ones.
+            PlanError: Corrected weights are in place.
         """
         self._check_newest("step")
         self._before_step(self._weights())
 
     def after_step(self) -> None:
-        """Note the weights that an optimizer step made."""
+        """Record the weights just after an optimizer step."""
         self._after_step(self._weights())
 
     def forward(self, staleness: int) -> AbstractContextManager[None]:
-        """Return a context for a forward pass.
+        """Return the context of a forward pass.
 
         Args:
             staleness: Optimizer steps until the micro-batch's backward pass.
         """
-        return self._references.kept() if staleness else nullcontext()
+        return nullcontext()
 
     def correct(self, staleness: int) -> None:
-        """Put the weights of some versions ago, or their estimate, in place of the newest.
+        """Replace the newest weights by those of the forward pass, or their estimate.
 
         Args:
-            staleness: Optimizer steps since the forward pass; nothing is done at 0.
+            staleness: Optimizer steps since the forward pass; 0 does nothing.
 
         Raises:
-            PlanError: The weights are corrected already, or those asked for are not held.
-            ModelError: A parameter was given another memory format.
+            PlanError: The weights are corrected already, or that version is not kept.
+            ModelError: A parameter has a new memory format.
         """
         if staleness == 0:
             return
@@ -110,41 +144,40 @@ class Correction(ABC):
         _point(self._aliases, map(resolve, parts))
 
     def restore(self) -> None:
-        """Put the newest weights back; nothing is done if they are in place."""
+        """Put the newest weights back, if others are in place."""
         if self._newest is not None:
             _point([*self._parameters, *self._aliases], self._newest)
             self._newest = None
 
-    @abstractmethod
-    def forget(self) -> None:
-        """Note that the pipeline is empty: no backward pass needs versions up to now."""
+    def discard_versions(self) -> None:
+        """Drop older versions: the pipeline is empty, so no backward pass needs them."""
 
-    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` needs; the tensors are not copied."""
+        """Return the state; its tensors are not copied."""
+        return {"mode": self.mode, **({self._state_key: self._state} if self._state_key else {})}
 
-    @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state.
+        """Load a state.
 
         Raises:
-            CheckpointError: It is of another mode or of other parameters.
+            CheckpointError: Another mode or a stage of other parameters saved it.
         """
+        if state.get("mode") != self.mode:
+            reason = f"the state is not of this correction, {self.mode!r}"
+            remedy = f"Set the correction to {state.get('mode')!r}"
+            raise CheckpointError("correction", state.get("mode"), reason, remedy)
+        if self._state_key is not None:
+            self._load(state[self._state_key])
 
     @property
-    @abstractmethod
     def memory_bytes(self) -> int:
-        """Memory held beside the weights."""
-
-    @property
-    def copies(self) -> float:
-        """Memory held beside the weights, in units of the weights."""
-        return self.memory_bytes / max(1, size_bytes(self._parameters))
+        """Bytes held besides the weights."""
+        return 0
 
     def update_gap(self) -> float:
         """Return ``||w_newest - w_oldest|| / ||w_newest||`` for the oldest version in use.
 
-        The estimate's own, where older weights are not held; nan where nothing is known of them.
+        Where older weights are not kept, the difference is the estimate's; nan if unknown.
         """
         self._check_newest("measure")
         weights = self._weights()
@@ -152,62 +185,6 @@ class Correction(ABC):
         if not differences:
             return math.nan
         return _norm(differences) / max(_norm(weights), sys.float_info.min)
-
-    @abstractmethod
-    def _differences(self, weights: list[Tensor]) -> list[Tensor]: ...
-
-    @abstractmethod
-    def _before_step(self, weights: list[Tensor]) -> None: ...
-
-    @abstractmethod
-    def _after_step(self, weights: list[Tensor]) -> None: ...
-
-    @abstractmethod
-    def _former(self, weights: list[Tensor], staleness: int) -> list[Tensor] | None: ...
-
-    def _weights(self) -> list[Tensor]:
-        return [parameter.data for parameter in self._parameters]
-
-    def _check_newest(self, what: str) -> None:
-        if self._newest is not None:
-            reason = "corrected weights are in place"
-            raise PlanError("correction", what, reason, "Restore the newest weights first")
-
-    def _check_mode(self, state: Mapping[str, Any]) -> None:
-        if state.get("mode") != self.mode:
-            reason = f"the state is not of this correction, {self.mode!r}"
-            remedy = f"Set the correction to {state.get('mode')!r}"
-            raise CheckpointError("correction", state.get("mode"), reason, remedy)
-
-
-class NoCorrection(Correction):
-    """Backward passes use the newest weights, whatever their forward passes used."""
-
-    mode = "off"
-
-    def forward(self, staleness: int) -> AbstractContextManager[None]:
-        """Return a context that does nothing."""
-        return nullcontext()
-
-    def forget(self) -> None:
-        """Do nothing: nothing is held."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the mode alone."""
-        return {"mode": self.mode}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Check the mode.
-
-        Raises:
-            CheckpointError: It is of another mode.
-        """
-        self._check_mode(state)
-
-    @property
-    def memory_bytes(self) -> int:
-        """0."""
-        return 0
 
     def _differences(self, weights: list[Tensor]) -> list[Tensor]:
         return []
@@ -221,13 +198,33 @@ class NoCorrection(Correction):
     def _former(self, weights: list[Tensor], staleness: int) -> list[Tensor] | None:
         return None
 
+    def _load(self, loaded: Any) -> None:
+        self._check_shapes(loaded)
+        for held, value in zip(self._state, loaded, strict=True):
+            held.copy_(value)
 
-class ExactCorrection(Correction):
-    """Holds the versions before the newest, so that backward passes use those of the forward pass.
+    def _weights(self) -> list[Tensor]:
+        return [parameter.data for parameter in self._parameters]
+
+    def _check_newest(self, what: str) -> None:
+        if self._newest is not None:
+            reason = "corrected weights are in place"
+            raise PlanError("correction", what, reason, "Restore the newest weights first")
+
+    def _check_shapes(self, loaded: Sequence[Tensor]) -> None:
+        got = [tuple(tensor.shape) for tensor in loaded]
+        if got != [tuple(parameter.shape) for parameter in self._parameters]:
+            reason = f"the state is of other parameters than the stage's {len(self._parameters)}"
+            remedy = "Resume with the stages that the checkpoint was saved with"
+            raise CheckpointError("correction", f"{len(got)} tensors", reason, remedy)
+
+
+class WeightStashing(Correction):
+    """PipeDream's weight stashing: backward passes use the forward pass's weights, from copies.
 
     Args:
         parameters: See `Correction`.
-        depth: How many versions are held: the largest staleness.
+        depth: Number of older versions kept: the largest staleness.
 
     Raises:
         PlanError: The depth is below 1.
@@ -235,6 +232,7 @@ class ExactCorrection(Correction):
     """
 
     mode = "exact"
+    _state_key = "versions"
 
     def __init__(self, parameters: Iterable[Tensor], depth: int) -> None:
         if depth < 1:
@@ -245,27 +243,25 @@ class ExactCorrection(Correction):
         self._latest = 0
         self._held = 0
 
-    def forget(self) -> None:
+    def forward(self, staleness: int) -> AbstractContextManager[None]:
+        """Return the context in which autograd saves references to weights."""
+        return self._references.kept() if staleness else nullcontext()
+
+    def discard_versions(self) -> None:
         """Drop all older versions."""
         self._held = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the held versions, the newest first; none after `forget`."""
+        """Return the kept versions, the newest first."""
         self._check_newest("save")
         versions = [self._ring[self._slot(age)] for age in range(1, self._held + 1)]
         return {"mode": self.mode, "versions": versions}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the newest versions of a state, as many as are held here.
-
-        Raises:
-            CheckpointError: It is of another mode or of other parameters.
-        """
-        self._check_mode(state)
+    def _load(self, loaded: Any) -> None:
         self._check_newest("load")
-        versions = state["versions"][: len(self._ring)]
+        versions = loaded[: len(self._ring)]
         for version in versions:
-            check_shapes(version, self._parameters)
+            self._check_shapes(version)
         self._held = 0
         for version in reversed(versions):
             self._before_step(version)
@@ -289,9 +285,6 @@ class ExactCorrection(Correction):
         if weights:
             torch._foreach_copy_(self._ring[self._latest], weights)
 
-    def _after_step(self, weights: list[Tensor]) -> None:
-        pass
-
     def _former(self, weights: list[Tensor], staleness: int) -> list[Tensor]:
         if not 0 < staleness <= self._held:
             reason = f"the {self._held} newest of the older versions are held"
@@ -300,12 +293,12 @@ class ExactCorrection(Correction):
         return self._ring[self._slot(staleness)]
 
 
-class EmaCorrection(Correction):
-    """Estimates the forward pass's weights from a moving average of the weight changes (T2).
+class VelocityCorrection(Correction):
+    """PipeMare's discrepancy correction (T2): estimates the forward pass's weights.
 
-    After each step ``delta <- decay * delta + (1 - decay) * (w_new - w_old)``, and the estimate for
-    a micro-batch is ``w - staleness * delta``, computed in fp32 at least and rounded once. As the
-    changes are those that took place, any optimizer will do.
+    After each step ``delta <- decay * delta + (1 - decay) * (w_new - w_old)``. The estimate for a
+    micro-batch is ``w - staleness * delta``, computed in fp32 at least and rounded once. Any
+    optimizer works, as the changes are measured.
 
     Args:
         parameters: See `Correction`.
@@ -318,6 +311,7 @@ class EmaCorrection(Correction):
     """
 
     mode = "ema"
+    _state_key = "deltas"
 
     def __init__(self, parameters: Iterable[Tensor], decay: float, depth: int = 1) -> None:
         if not 0 <= decay < 1:
@@ -327,36 +321,22 @@ class EmaCorrection(Correction):
         self._decay = decay
         self._depth = depth
         self._estimate = [_unfilled(w) for w in self._weights()]
-        self._deltas = [
+        self._state = [
             torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32))
             for w in self._weights()
         ]
 
-    def forget(self) -> None:
-        """Do nothing: the weights go on changing as they did."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the moving averages."""
-        return {"mode": self.mode, "deltas": self._deltas}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the moving averages; they may have had another decay.
-
-        Raises:
-            CheckpointError: It is of another mode or of other parameters.
-        """
-        self._check_mode(state)
-        check_shapes(state["deltas"], self._parameters)
-        for delta, loaded in zip(self._deltas, state["deltas"], strict=True):
-            delta.copy_(loaded)
+    def forward(self, staleness: int) -> AbstractContextManager[None]:
+        """Return the context in which autograd saves references to weights."""
+        return self._references.kept() if staleness else nullcontext()
 
     @property
     def memory_bytes(self) -> int:
         """The moving averages and the estimate."""
-        return size_bytes(self._deltas) + size_bytes(self._estimate)
+        return size_bytes(self._state) + size_bytes(self._estimate)
 
     def _differences(self, weights: list[Tensor]) -> list[Tensor]:
-        return list(torch._foreach_mul(self._deltas, self._depth)) if weights else []
+        return list(torch._foreach_mul(self._state, self._depth)) if weights else []
 
     def _before_step(self, weights: list[Tensor]) -> None:
         # No estimate is in place during a step, so its memory is free.
@@ -364,18 +344,85 @@ class EmaCorrection(Correction):
             torch._foreach_copy_(self._estimate, weights)
 
     def _after_step(self, weights: list[Tensor]) -> None:
-        # The change goes first: added in two halves, weights would round it away.
+        # Subtract first: adding the weights in two halves would round the change away.
         if weights:
             torch._foreach_sub_(self._estimate, weights)
-            torch._foreach_mul_(self._deltas, self._decay)
-            torch._foreach_add_(self._deltas, self._estimate, alpha=self._decay - 1.0)
+            torch._foreach_mul_(self._state, self._decay)
+            torch._foreach_add_(self._state, self._estimate, alpha=self._decay - 1.0)
 
     def _former(self, weights: list[Tensor], staleness: int) -> list[Tensor]:
         if weights:
-            # An addition to half precision is done in the wider of the two types.
+            # An addition to half precision is computed in the wider of the two types.
             torch._foreach_copy_(self._estimate, weights)
-            torch._foreach_add_(self._estimate, self._deltas, alpha=-staleness)
+            torch._foreach_add_(self._estimate, self._state, alpha=-staleness)
         return self._estimate
+
+
+class WeightPrediction(Correction):
+    """SpecTrain's weight prediction: forward passes use the weights expected at the backward pass.
+
+    A micro-batch with a staleness of ``s`` steps sees ``w + s * (w - w_old)`` forward, where
+    ``w_old`` is the version before the newest, and ``w`` backward. The last change of the
+    weights stands for the next one, so no optimizer state is read (PipeOptim, arXiv 2312.00839).
+
+    It costs two copies of the weights, and two writes of them for each stale forward pass.
+
+    Args:
+        parameters: See `Correction`.
+
+    Raises:
+        ModelError: Parameters share a part of their memory.
+    """
+
+    mode = "predict"
+    _state_key = "changes"
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters)
+        self._state = [torch.zeros_like(weight) for weight in self._weights()]
+        self._saved = [torch.empty_like(weight) for weight in self._weights()]
+
+    def forward(self, staleness: int) -> AbstractContextManager[None]:
+        """Return a context in which the predicted weights are in place."""
+        return self._predicted(staleness) if staleness and self._state else nullcontext()
+
+    @contextmanager
+    def _predicted(self, staleness: int) -> Iterator[None]:
+        # In place: autograd saves the memory of a weight, where the backward pass then finds the
+        # newest weights. Through .data, its version counters do not change.
+        self._check_newest("forward")
+        weights = self._weights()
+        torch._foreach_copy_(self._saved, weights)
+        torch._foreach_add_(weights, self._state, alpha=staleness)
+        try:
+            yield
+        finally:
+            torch._foreach_copy_(weights, self._saved)
+
+    @property
+    def memory_bytes(self) -> int:
+        """The last changes, and the newest weights while predicted ones are in place."""
+        return size_bytes(self._state) + size_bytes(self._saved)
+
+    def _differences(self, weights: list[Tensor]) -> list[Tensor]:
+        return list(self._state)
+
+    def _before_step(self, weights: list[Tensor]) -> None:
+        if weights:
+            torch._foreach_copy_(self._state, weights)
+
+    def _after_step(self, weights: list[Tensor]) -> None:
+        if weights:
+            torch._foreach_sub_(self._state, weights)
+            torch._foreach_neg_(self._state)
+
+    def _former(self, weights: list[Tensor], staleness: int) -> list[Tensor] | None:
+        raise PlanError(
+            "correction",
+            self.mode,
+            "its backward passes use the newest weights",
+            "Make the plan without corrections of backward passes",
+        )
 
 
 def _point(parameters: Iterable[Tensor], tensors: Iterable[Tensor]) -> None:
@@ -384,7 +431,7 @@ def _point(parameters: Iterable[Tensor], tensors: Iterable[Tensor]) -> None:
 
 
 def _unfilled(weight: Tensor) -> Tensor:
-    """Return memory of a weight's layout: references to parts of the one must fit the other."""
+    """Return memory with a weight's layout, so that references to parts fit both."""
     size, stride = weight.size(), weight.stride()
     return torch.empty_strided(size, stride, dtype=weight.dtype, device=weight.device)
 
@@ -392,16 +439,3 @@ def _unfilled(weight: Tensor) -> Tensor:
 def _norm(tensors: Sequence[Tensor]) -> float:
     norms = torch._foreach_norm([tensor.detach() for tensor in tensors])
     return float(torch.stack([norm.float() for norm in norms]).norm())
-
-
-def check_shapes(loaded: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
-    """Check that tensors of a state are those of a stage's parameters.
-
-    Raises:
-        CheckpointError: Their number or shapes differ.
-    """
-    got = [tuple(tensor.shape) for tensor in loaded]
-    if got != [tuple(parameter.shape) for parameter in parameters]:
-        reason = f"the state is of other parameters than the stage's {len(parameters)}"
-        remedy = "Resume with the stages that the checkpoint was saved with"
-        raise CheckpointError("correction", f"{len(got)} tensors", reason, remedy)

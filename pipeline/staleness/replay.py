@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """An asynchronous pipeline replayed in one process, weight version by weight version.
 
-`Replay` says what a pipeline of many ranks has to compute. It shares no weights' arithmetic with
-the engine: old weights come from a plain history of copies, and PipeMare's estimate from its
-formula. Factors of the learning rate and of the decay are the engine's, which have tests of theirs.
+`Replay` computes what a pipeline of many ranks must compute. It shares no arithmetic on weights
+with the engine: old weights come from a history of copies, PipeMare's estimate from its formula.
+Only the factors of learning rate and decay are shared.
 """
 
 from __future__ import annotations
@@ -42,20 +42,17 @@ Weights = list[Tensor]
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one optimizer step saw.
+    """Results of one optimizer step.
 
     Args:
         step: Counted from 0.
-        losses: For each micro-batch its loss.
-        staleness: For each stage and micro-batch, how many versions old its forward weights were.
-        gaps: For each stage the Euclidean distance between its newest weights and those that the
-            step's first micro-batch, the stalest one, was forwarded with; empty if not measured.
+        losses: Of each micro-batch.
+        staleness: For each stage and micro-batch, the age of its forward weights in versions.
     """
 
     step: int
     losses: tuple[float, ...]
     staleness: tuple[tuple[int, ...], ...]
-    gaps: tuple[float, ...]
 
     @property
     def loss(self) -> float:
@@ -66,37 +63,33 @@ class StepRecord:
 class Replay:
     """Trains a chain of stages exactly as an asynchronous pipeline of as many ranks does.
 
-    Each micro-batch passes a stage with the weights of the version that the stage has when the
-    pipeline forwards it, and back with the newest weights or, where they are corrected, with the
-    former ones or their estimate. The activations are those of the forward pass in any case.
+    Forward passes use the version of the weights that the stage has at that time in the pipeline.
+    Backward passes use the newest weights or, with a correction, the former ones or their estimate.
 
-    Random numbers (dropout) are drawn, and buffers (running means) updated, in the order of the
-    micro-batches rather than in the pipeline's.
+    Random numbers (dropout) and buffers (running means) follow the order of the micro-batches, not
+    the pipeline's.
 
     Args:
-        stages: Take and give a tensor or a tuple of tensors; they share no parameters.
+        stages: From a tensor or tuple of tensors to another; they share no parameters.
         loss_fn: Mean loss of a micro-batch, from the last stage's outputs and the labels.
         make_optimizer: Makes a stage's optimizer from its trainable parameters.
         micro_batches: Micro-batches per optimizer step.
         correction: One of `staleness.MODES`.
-        error_feedback: Whether each update is corrected by its difference to the one before; see
-            `update_feedback`.
-        decay_base: PipeMare's D for the estimate; omitted, the decay is `ema_decay`'s.
+        error_feedback: Whether to correct each update by its difference to the previous one; see
+            `UpdateFeedback`.
+        decay_base: PipeMare's D for "ema"; the decay is that of `ema_decay` if omitted.
         anneal_steps: Steps after warm-up in which the learning rate is rescheduled (T1), or None.
         make_scheduler: Makes a stage's learning-rate scheduler, stepped after its optimizer.
-        warmup_steps: So many first steps are synchronous (T3).
-        drain_interval: Steps between drains after that; 0 for none.
+        warmup_steps: Number of synchronous first steps (T3).
+        drain_interval: Steps between later drains; 0 for none.
         slack: See `order.ahead`.
-        delays: For each stage how many micro-batches it forwards ahead of its backward passes, if
-            it is not what the pipeline and ``slack`` say: as many as a step has for each stage are
-            PipeDream-2BW's one step, ``2 (P - 1 - s) + 1`` those of PipeMare's dataflow machine.
-        clip: Bound of the norm of all stages' gradients, or None. It is that of the step itself:
-            in an asynchronous pipeline a stage knows the norms of those before it as of a step
-            before.
-        measure_gap: Whether to measure how far the weights move away from forward passes.
+        delays: For each stage the micro-batches it forwards ahead of its backward passes; those of
+            the pipeline and ``slack`` if omitted. ``micro_batches`` everywhere is PipeDream-2BW,
+            ``2 (P - 1 - s) + 1`` PipeMare's dataflow machine.
+        clip: Bound of the gradient norm over all stages in this step, or None.
 
     Attributes:
-        records: What each step saw.
+        records: One for each step.
 
     Raises:
         PlanError: There is no stage, two share a parameter, or a number or name is out of range.
@@ -119,7 +112,6 @@ class Replay:
         delays: Sequence[int] | None = None,
         clip: float | None = None,
         error_feedback: bool = False,
-        measure_gap: bool = False,
     ) -> None:
         if not stages:
             raise PlanError("stages", 0, "a pipeline has at least one", "Give 1 or more")
@@ -129,7 +121,6 @@ class Replay:
         self._anneal_steps = anneal_steps
         self._warmup_steps = warmup_steps
         self._drain_interval = drain_interval
-        self._measure_gap = measure_gap
         self._clip = clip
         self._drained = 0
         if micro_batches < 1:
@@ -182,9 +173,6 @@ class Replay:
             raise PlanError("micro_batches", len(given), reason, "Give as many")
         step, first = self.steps, self.steps * self._micro_batches
         ages = [self._ages(stage, first) for stage in self._stages]
-        gaps: list[float] = []
-        if self._measure_gap:
-            gaps = [s.gap(age[0]) for s, age in zip(self._stages, ages, strict=True)]
         losses = []
         for index, (inputs, labels) in enumerate(given):
             losses.append(self._pass(inputs, labels, [age[index] for age in ages]))
@@ -192,7 +180,7 @@ class Replay:
         for stage, age in zip(self._stages, ages, strict=True):
             stage.update(self._factor(stage, step), math.fsum(age) / len(age))
         self._note_drain(step, first)
-        record = StepRecord(step, tuple(losses), tuple(ages), tuple(gaps))
+        record = StepRecord(step, tuple(losses), tuple(ages))
         self.records.append(record)
         return record.loss
 
@@ -334,11 +322,6 @@ class _Stage:
         """Put the newest weights back after a backward pass."""
         if age and self._mode != "off":
             self._put(self.former(0))
-
-    def gap(self, age: int) -> float:
-        """Return the distance between the newest weights and those of some versions ago."""
-        pairs = zip(self.former(0), self.former(age), strict=True)
-        return math.sqrt(sum(float((_wide(a) - _wide(b)).square().sum()) for a, b in pairs))
 
     def update(self, factor: float, staleness: float) -> None:
         """Do an optimizer step and keep the new weights.

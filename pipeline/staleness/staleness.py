@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How old weights are in an asynchronous pipeline, and the two remedies' numbers (PipeMare).
+"""Staleness in an asynchronous pipeline, and the factors of PipeMare's T1 and T2.
 
-A *version* of a stage's weights is the number of optimizer steps the stage has done. A *delay* is
-how many micro-batches a stage forwards ahead of its backward passes (`order.ahead`). *Staleness* is
-how many versions older the weights of a forward pass are than the newest at its backward pass.
+The *version* of a stage's weights is its number of optimizer steps. The *delay* is the number of
+micro-batches that a stage forwards ahead of its backward passes (`order.ahead`). *Staleness* is the
+number of versions between a micro-batch's forward pass and its backward pass.
 """
 
 from __future__ import annotations
@@ -14,22 +14,24 @@ from wavemare.pipeline.plan.order import ahead
 __all__ = [
     "EXACT_LIMIT",
     "MODES",
+    "bounding_micro_batches",
     "ema_decay",
     "ema_decay_from",
     "forward_version",
+    "largest_staleness",
     "lr_factor",
     "max_staleness",
     "mean_delay",
     "resolve_mode",
+    "staleness_warning",
 ]
 
 MODES = ("off", "exact", "ema", "predict", "auto")
-"""Ways to give both passes of a micro-batch the same weights: not at all; the backward pass those
-of the forward pass, from copies or from an exponential moving average of the weight changes; the
-forward pass those of the backward pass, predicted; or copies or average, whichever is smaller."""
+"""Corrections of the weight discrepancy: none, PipeDream's weight stashing, PipeMare's T2,
+SpecTrain's weight prediction, or whichever of stashing and T2 takes less memory."""
 
 EXACT_LIMIT = 2
-"""Up to this staleness, copies take no more memory than the moving average and one saved copy."""
+"""Up to this staleness, stashing takes no more memory than T2."""
 
 
 def mean_delay(stage: int, num_stages: int, micro_batches: int, slack: int = 0) -> float:
@@ -149,6 +151,50 @@ def resolve_mode(mode: str, max_staleness: int) -> str:
     if mode == "auto":
         return "exact" if max_staleness <= EXACT_LIMIT else "ema"
     return mode
+
+
+def bounding_micro_batches(stages: int, slack: int = 0) -> int:
+    """Return the fewest micro-batches per step at which no gradient is more than one step old.
+
+    Args:
+        stages: Length of the pipeline.
+        slack: See `order.ahead`.
+    """
+    return max(1, ahead(0, stages, slack))
+
+
+def largest_staleness(stages: int, micro_batches: int, slack: int = 0) -> tuple[int, float]:
+    """Return the largest and mean staleness of the first stage, the stalest one, in steps.
+
+    Args:
+        stages: Length of the pipeline.
+        micro_batches: Micro-batches per optimizer step.
+        slack: See `order.ahead`.
+    """
+    return (
+        max_staleness(0, stages, micro_batches, slack),
+        mean_delay(0, stages, micro_batches, slack),
+    )
+
+
+def staleness_warning(stages: int, micro_batches: int, slack: int = 0) -> str | None:
+    """Return a warning if a step has too few micro-batches to bound the staleness to one step.
+
+    Args:
+        stages: Length of the pipeline.
+        micro_batches: Micro-batches per optimizer step.
+        slack: See `order.ahead`.
+    """
+    enough = bounding_micro_batches(stages, slack)
+    if micro_batches >= enough:
+        return None
+    worst, mean = largest_staleness(stages, micro_batches, slack)
+    return (
+        f"pipemare: {micro_batches} micro-batches per optimizer step on {stages} stages make the "
+        f"first stage's gradients up to {worst} steps old ({mean:.2f} in the mean); with "
+        f"{enough} or more (gradient_accumulation_steps, or a smaller "
+        "train_micro_batch_size_per_gpu) none is older than 1"
+    )
 
 
 def _delay(stage: int, num_stages: int, micro_batches: int, slack: int) -> int:

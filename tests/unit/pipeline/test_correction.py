@@ -12,8 +12,12 @@ from hypothesis import strategies as st
 from torch.nn import Parameter
 
 from wavemare.errors import CheckpointError, ModelError, PlanError
-from wavemare.pipeline.staleness.correction import EmaCorrection, ExactCorrection, NoCorrection
-from wavemare.pipeline.staleness.corrections import make_correction
+from wavemare.pipeline.staleness.correction import (
+    Correction,
+    VelocityCorrection,
+    WeightStashing,
+    make_correction,
+)
 from wavemare.pipeline.staleness.staleness import MODES, resolve_mode
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -59,7 +63,7 @@ def places(params):
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_exact_gives_each_held_version_and_the_newest_back_bitwise(dtype, depth):
     params = parameters(dtype)
-    correction = ExactCorrection(params, depth)
+    correction = WeightStashing(params, depth)
     history, home = [copies(params)], places(params)
     for number in range(2 * depth + 1):
         step(correction, params, seed=number)
@@ -102,7 +106,7 @@ def test_correcting_writes_to_no_weight(mode, dtype):
 )
 def test_exact_is_a_history_of_versions_for_any_sequence_of_calls(depth, moves):
     param = Parameter(torch.zeros(3))
-    correction = ExactCorrection([param], depth)
+    correction = WeightStashing([param], depth)
     version, oldest = 0, 0
     for move in moves:
         if move == "step":
@@ -111,7 +115,7 @@ def test_exact_is_a_history_of_versions_for_any_sequence_of_calls(depth, moves):
                 param.data.fill_(version)
             oldest = max(oldest, version - depth)
         elif move == "forget":
-            correction.forget()
+            correction.discard_versions()
             oldest = version
         elif version - move >= oldest:
             correction.correct(move)
@@ -127,7 +131,7 @@ def test_exact_is_a_history_of_versions_for_any_sequence_of_calls(depth, moves):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_estimate_follows_the_formula(dtype, decay):
     params = parameters(dtype)
-    correction = EmaCorrection(params, decay)
+    correction = VelocityCorrection(params, decay)
     deltas = [torch.zeros(p.shape, dtype=torch.float64) for p in params]
     for number in range(12):
         old = copies(params)
@@ -199,7 +203,7 @@ def test_a_stage_without_parameters(mode):
     out.backward()
     correction.restore()
     assert x.grad.tolist() == [2.0, 2.0]
-    assert (correction.copies, correction.memory_bytes) == (0.0, 0)
+    assert correction.memory_bytes == 0
     assert math.isnan(correction.update_gap())
 
 
@@ -216,7 +220,6 @@ def test_a_stage_without_parameters(mode):
 def test_memory(mode, dtype, expected):
     params = parameters(dtype)
     correction = make_correction(mode, params, 3)
-    assert correction.copies == expected
     assert correction.memory_bytes == expected * sum(p.nbytes for p in params)
 
 
@@ -231,7 +234,7 @@ def test_off_changes_nothing():
     assert equal(params, newest)
     assert places(params) == home
     correction.restore()
-    correction.forget()
+    correction.discard_versions()
     assert equal(params, newest)
     # Autograd goes on checking for changes in place.
     with torch.no_grad():
@@ -259,7 +262,7 @@ def test_decay_comes_from_the_staleness_or_from_the_base(base, decay):
 def test_small_changes_of_large_weights_are_averaged_as_in_float64():
     torch.manual_seed(0)
     param = Parameter(torch.ones(1000))
-    correction = EmaCorrection([param], 0.8)
+    correction = VelocityCorrection([param], 0.8)
     expected = torch.zeros(1000, dtype=torch.float64)
     for _ in range(20):
         before = param.detach().double()
@@ -279,7 +282,7 @@ def test_a_saved_state_goes_on_alike(mode, drained):
     for number in range(2):
         step(loaded, others, seed=50 + number)
     if drained:
-        correction.forget()
+        correction.discard_versions()
         assert not correction.state_dict().get("versions")
     file = io.BytesIO()
     torch.save(correction.state_dict(), file)
@@ -300,7 +303,7 @@ def test_a_saved_state_goes_on_alike(mode, drained):
 
 def test_a_deeper_state_gives_its_newest_versions():
     params = parameters()
-    deep, shallow = ExactCorrection(params, 3), ExactCorrection(params, 1)
+    deep, shallow = WeightStashing(params, 3), WeightStashing(params, 1)
     history = []
     for number in range(3):
         history.append(copies(params))
@@ -312,13 +315,13 @@ def test_a_deeper_state_gives_its_newest_versions():
 
 def test_states_of_another_mode_or_stage_are_refused():
     params = parameters()
-    exact, estimate = ExactCorrection(params, 1), EmaCorrection(params, 0.5)
-    off = NoCorrection(params)
+    exact, estimate = WeightStashing(params, 1), VelocityCorrection(params, 0.5)
+    off = Correction(params)
     step(exact, params)
     for target, state in ((exact, estimate), (estimate, exact), (off, exact), (exact, off)):
         with pytest.raises(CheckpointError, match="Set the correction to"):
             target.load_state_dict(state.state_dict())
-    for other in (ExactCorrection(params[:2], 1), EmaCorrection(params[:2], 0.5)):
+    for other in (WeightStashing(params[:2], 1), VelocityCorrection(params[:2], 0.5)):
         with pytest.raises(CheckpointError, match="other parameters"):
             other.load_state_dict(
                 exact.state_dict() if other.mode == "exact" else estimate.state_dict()
@@ -343,10 +346,10 @@ def test_corrected_weights_are_never_taken_for_the_newest(mode):
 def test_numbers_out_of_range_are_refused():
     for depth in (0, -1):
         with pytest.raises(PlanError, match="depth"):
-            ExactCorrection(parameters(), depth)
+            WeightStashing(parameters(), depth)
     for decay in (-0.1, 1.0, float("nan")):
         with pytest.raises(PlanError, match="decay"):
-            EmaCorrection(parameters(), decay)
+            VelocityCorrection(parameters(), decay)
     with pytest.raises(PlanError, match="Did you mean 'exact'"):
         make_correction("exakt", parameters(), 1)
     flat = torch.zeros(4)
@@ -358,7 +361,7 @@ def test_numbers_out_of_range_are_refused():
 
 def test_the_update_gap_is_the_relative_distance_to_the_oldest_version_in_use():
     weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
-    exact, estimate = ExactCorrection([weight], 2), EmaCorrection([weight], 0.5, depth=2)
+    exact, estimate = WeightStashing([weight], 2), VelocityCorrection([weight], 0.5, depth=2)
     assert math.isnan(exact.update_gap())
     assert estimate.update_gap() == 0.0
     for change in (1.0, 2.0, 3.0):
@@ -368,4 +371,4 @@ def test_the_update_gap_is_the_relative_distance_to_the_oldest_version_in_use():
     assert exact.update_gap() == pytest.approx(math.hypot(5.0, 5.0) / newest)
     mean = 0.5 * (0.5 * (0.5 * 1.0) + 0.5 * 2.0) + 0.5 * 3.0
     assert estimate.update_gap() == pytest.approx(2 * math.hypot(mean, mean) / newest)
-    assert math.isnan(NoCorrection([weight]).update_gap())
+    assert math.isnan(Correction([weight]).update_gap())

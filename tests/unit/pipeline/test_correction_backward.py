@@ -24,7 +24,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.pytorch_utils import Conv1D
 
 from wavemare.errors import ModelError
-from wavemare.pipeline.staleness.corrections import make_correction
+from wavemare.pipeline.staleness.correction import make_correction
 
 AGE = 2
 WIDTH = 8

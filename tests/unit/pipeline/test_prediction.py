@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from wavemare.errors import CheckpointError, ModelError, PlanError
-from wavemare.pipeline.staleness.prediction import WeightPrediction
+from wavemare.pipeline.staleness.correction import WeightPrediction
 
 LR = 0.01
 
@@ -122,7 +122,7 @@ def test_memory_and_state(dtype):
     weight, other = (Parameter(torch.ones(4, dtype=dtype)) for _ in range(2))
     prediction, resumed = WeightPrediction([weight]), WeightPrediction([other])
     move(prediction, weight)
-    assert prediction.copies == 2
+    assert prediction.memory_bytes == 2 * weight.nbytes
     other.data.copy_(weight)
     resumed.load_state_dict(prediction.state_dict())
     with resumed.forward(2):

@@ -9,20 +9,18 @@ from hypothesis import strategies as st
 
 from wavemare.errors import PlanError
 from wavemare.pipeline.plan.order import ahead
-from wavemare.pipeline.staleness.advice import (
-    bounding_micro_batches,
-    largest_staleness,
-    staleness_warning,
-)
 from wavemare.pipeline.staleness.staleness import (
     MODES,
+    bounding_micro_batches,
     ema_decay,
     ema_decay_from,
     forward_version,
+    largest_staleness,
     lr_factor,
     max_staleness,
     mean_delay,
     resolve_mode,
+    staleness_warning,
 )
 
 
