@@ -12,7 +12,7 @@ from torch import Tensor
 from wavemare.engine.observe.recorder import Recorder
 from wavemare.engine.pipe.micro_batch import MicroBatch, as_tuple
 from wavemare.engine.waves.executor import Hooks, WaveExecutor
-from wavemare.engine.waves.profile import nothing_shared
+from wavemare.engine.waves.profile import no_shared_parameters
 from wavemare.engine.waves.protocol import AccumulationProtocol
 from wavemare.errors import ConfigError
 from wavemare.pipeline.plan.action import Action
@@ -62,7 +62,7 @@ class StagePasses:
         self._executor = WaveExecutor(
             self._segments,
             engine.module,
-            nothing_shared(self._segments),
+            no_shared_parameters(self._segments),
             Hooks(
                 forward=self._forward_hook,
                 begin_backward=hooks.begin_backward,
@@ -104,7 +104,7 @@ class StagePasses:
 
     def forget(self) -> None:
         """Drop the micro-batches under way: they will be done again."""
-        self._executor.abandon()
+        self._executor.discard()
 
     def _run(self, plan: Iterable[Action], forwarded: MicroBatch | None = None) -> None:
         given = [(as_tuple(forwarded.inputs), forwarded.labels)] if forwarded is not None else []
@@ -113,7 +113,7 @@ class StagePasses:
                 assert forwarded is not None
                 forwarded.loss = loss
         except BaseException:
-            self._protocol.abandon()
+            self._protocol.discard_step()
             raise
 
     def _end_forward(self, number: int, micro_batch: MicroBatch) -> None:

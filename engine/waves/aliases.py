@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A weight that several segments use: its gradients are added up before they meet the others.
+"""Weights that several segments share: their gradients add up as without segments.
 
-Autograd adds a weight's gradients of one backward pass up, and then adds the sum to ``.grad``. To
-do the same over segments that go backward one by one, all but the first segment that uses a weight
-are lent a leaf of the same memory; its gradient joins that of the first segment's backward pass.
+Autograd adds a weight's gradients of one backward pass up and then adds the sum to ``.grad``.
+Segments go backward one by one. So all but the first segment that uses a weight get an alias, a
+leaf of the same memory. The alias's gradient joins the backward pass of the first segment.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Loans", "joining", "lent"]
+__all__ = ["Aliases", "adding_gradients", "aliased"]
 
-Loans = dict[nn.Parameter, nn.Parameter]
-"""For each weight the leaf of the same memory that stands for it."""
+Aliases = dict[nn.Parameter, nn.Parameter]
+"""For each shared weight its alias, a leaf of the same memory."""
 
 
 @contextmanager
-def lent(module: nn.Module, weights: Sequence[nn.Parameter], loans: Loans) -> Iterator[None]:
-    """Let all parts of a module use leaves in place of weights.
+def aliased(module: nn.Module, weights: Sequence[nn.Parameter], aliases: Aliases) -> Iterator[None]:
+    """Replace weights by aliases in all parts of a module.
 
     Args:
         module: Owns the weights.
-        weights: Those that are lent.
-        loans: Takes the leaves; those that it has are used again.
+        weights: The shared weights.
+        aliases: Filled in; aliases that it contains are used again.
     """
     with ExitStack() as stack:
         for weight in weights:
             for part in module.modules():
                 for name, held in part._parameters.items():
                     if held is weight:
-                        lend = _lend_gathered if hasattr(weight, "ds_id") else _lend
-                        stack.enter_context(lend(part, name, weight, loans))
+                        alias = _alias_gathered if hasattr(weight, "ds_id") else _alias
+                        stack.enter_context(alias(part, name, weight, aliases))
         yield
 
 
 @contextmanager
-def _lend(part: nn.Module, name: str, weight: nn.Parameter, loans: Loans) -> Iterator[None]:
-    if weight not in loans:
-        loans[weight] = nn.Parameter(weight.detach())
-    part._parameters[name] = loans[weight]
+def _alias(part: nn.Module, name: str, weight: nn.Parameter, aliases: Aliases) -> Iterator[None]:
+    if weight not in aliases:
+        aliases[weight] = nn.Parameter(weight.detach())
+    part._parameters[name] = aliases[weight]
     try:
         yield
     finally:
@@ -51,19 +51,19 @@ def _lend(part: nn.Module, name: str, weight: nn.Parameter, loans: Loans) -> Ite
 
 
 @contextmanager
-def _lend_gathered(
-    part: nn.Module, name: str, weight: nn.Parameter, loans: Loans
+def _alias_gathered(
+    part: nn.Module, name: str, weight: nn.Parameter, aliases: Aliases
 ) -> Iterator[None]:
-    """Lend a weight of ZeRO-3, which is there only while its module runs."""
+    """Alias a weight of ZeRO-3, which is gathered only while its module runs."""
 
     def begin(*_: Any) -> None:
-        loans[weight] = nn.Parameter(weight.detach())
-        part._parameters[name] = loans[weight]
+        aliases[weight] = nn.Parameter(weight.detach())
+        part._parameters[name] = aliases[weight]
 
     def end(*_: Any) -> None:
         part._parameters[name] = weight
 
-    # Ours stand within DeepSpeed's: after it has gathered, and before it gives back.
+    # Run within DeepSpeed's hooks: after the gather, before the release.
     hooks = [
         part.register_forward_pre_hook(begin),
         part.register_forward_hook(end, prepend=True, always_call=True),
@@ -76,10 +76,10 @@ def _lend_gathered(
 
 
 @contextmanager
-def joining(gradients: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
-    """Add gradients of lent weights to those of the backward pass within."""
+def adding_gradients(gradients: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
+    """Add gradients of aliases to the gradients of the backward pass inside."""
     hooks = [
-        weight.register_hook(lambda own, lent=gradient: lent + own)
+        weight.register_hook(lambda own, other=gradient: other + own)
         for weight, gradient in gradients.items()
     ]
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waves that never drain: a step's gradients are reduced and applied behind the next step."""
+"""Waves that never drain: a step's gradients are reduced and applied during the next step."""
 
 from __future__ import annotations
 
@@ -140,15 +140,15 @@ class AsyncWaves:
             self._versions.advance(self._step, updates=False)
         self._engine.set_gradient_accumulation_boundary(None)
 
-    def abandon(self) -> None:
-        """Begin anew at step 0: what is under way is dropped, once its reduction has ended."""
+    def reset(self) -> None:
+        """Wait for the reduction, drop all micro-batches in flight, and start at step 0."""
         if self._sent is not None:
             self._collect()
-        self.forget()
+        self.discard_gradients()
         self._begin()
 
-    def forget(self) -> None:
-        """Drop the gradients of what is under way, after an error."""
+    def discard_gradients(self) -> None:
+        """Drop the gradients of the unfinished micro-batch, after an error."""
         self._open, self._advanced = None, False
         self._engine.zero_grad()
         self._engine.set_gradient_accumulation_boundary(None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense gradients reduced behind the following compute, in the form that sparse ones have."""
+"""Dense gradients reduced in the background, with the interface of sparse ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class BackgroundReduction:
         self._work: Any = None
 
     def begin(self) -> None:
-        """Send the gradients, which are then free to be replaced; a missing one counts as zero."""
+        """Start to reduce the gradients; they may be replaced, and missing ones count as zero."""
         self._flat = torch.cat(
             [
                 (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1)
@@ -39,7 +39,7 @@ class BackgroundReduction:
         self._work = dist.all_reduce(self._flat, group=self._group, async_op=True)
 
     def end(self) -> None:
-        """Wait, and put the means in the gradients' place."""
+        """Wait, and set the gradients to their means."""
         assert self._flat is not None
         if self._work is not None:  # none where there is one rank
             self._work.wait()

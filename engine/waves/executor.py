@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interprets a plan of waves: segments forward and backward, collectives behind the other wave.
+"""Runs a plan of waves: segments forward and backward, collectives overlapped with the other wave.
 
-Every segment is differentiated by itself (Wavelet, MLSys 2021, in the form of one weight copy and
-one compute stream). Its inputs are detached from what computed them and share their memory, so
-that boundaries are not stored twice. Per parameter the micro-batches add up in their order: sums
-are those of plain gradient accumulation, bit for bit.
+Every segment is differentiated by itself (Wavelet, MLSys 2021, with one weight copy and one compute
+stream). Its inputs are detached and share the memory of the previous outputs. Gradients add up in
+micro-batch order, so sums equal plain gradient accumulation bit for bit.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from wavemare.engine.waves.aliases import Loans, joining, lent
-from wavemare.engine.waves.profile import Survey, cut, detached
-from wavemare.engine.waves.segments import Carry, Segments
+from wavemare.engine.waves.aliases import Aliases, adding_gradients, aliased
+from wavemare.engine.waves.profile import SegmentProfile, cut, detached
+from wavemare.engine.waves.segments import Activations, Segments
 from wavemare.pipeline.plan.action import COMPUTE, Action, Kind
 
 __all__ = ["Hooks", "WaveExecutor"]
@@ -30,15 +29,15 @@ _Gradients = tuple[Tensor | None, ...]
 
 @dataclass(frozen=True)
 class Hooks:
-    """What whoever owns weights and optimizer does around the passes.
+    """Callbacks of the owner of weights and optimizer around the passes.
 
     Args:
         forward: Context of a forward pass; gets the micro-batch.
         backward: Context of a backward pass; gets the micro-batch.
         begin_backward: Called before a micro-batch's first backward pass.
-        scale: From a micro-batch's loss to what is differentiated.
-        end_backward: Called after its last one.
-        record: Context of each pass, and of each wait for a collective: what of it is exposed.
+        scale: Scales a micro-batch's loss before differentiation.
+        end_backward: Called after a micro-batch's last backward pass.
+        record: Context of each pass, and of each wait for a collective.
     """
 
     forward: Callable[[int], AbstractContextManager[Any]] = lambda micro_batch: nullcontext()
@@ -51,31 +50,31 @@ class Hooks:
 
 @dataclass
 class _Pass:
-    """What a segment keeps from its forward to its backward pass."""
+    """What a segment saves for its backward pass."""
 
-    inputs: Carry
-    outputs: Carry
-    loans: Loans
+    inputs: Activations
+    outputs: Activations
+    aliases: Aliases
 
 
 @dataclass
 class _Wave:
-    """A micro-batch under way.
+    """A micro-batch in flight.
 
     Attributes:
-        carry: Inputs of the next segment; after the head none, and after the last segment of a
-            stage what the next stage gets.
+        activations: Inputs of the next segment; empty after the head. After a stage's last segment,
+            the input of the next stage.
         labels: For the head.
-        passes: Of the segments that are not yet backwarded.
-        gradients: Of the inputs of the last segment that was backwarded; before that, of the last
-            carry.
-        returned: Gradients of weights that were lent to segments, for the one that owns them.
-        loss: Detached, once there is one.
+        passes: Of the segments that have not gone backward.
+        gradients: Of the inputs of the last segment that went backward; before that, of the last
+            activations.
+        returned: Gradients of aliases, for the segment that owns the weight.
+        loss: Detached; None before the head.
         sum: The last collective.
-        work: Its handle, while the next pass has it to wait for.
+        work: Its handle, until the next pass has waited for it.
     """
 
-    carry: Carry
+    activations: Activations
     labels: Any
     passes: list[_Pass] = field(default_factory=list)
     gradients: _Gradients = (None,)
@@ -96,18 +95,21 @@ class WaveExecutor:
     Args:
         segments: The model.
         module: Owns the weights that the segments use.
-        survey: What is known of the segments. A weight that it says several segments use gets its
-            gradients added up before they meet those of other micro-batches, as autograd does
-            without segments.
+        profile: Of the segments. Gradients of a shared weight are added up within a micro-batch
+            before they are added to other micro-batches, as autograd does without segments.
         hooks: See `Hooks`.
     """
 
     def __init__(
-        self, segments: Segments, module: nn.Module, survey: Survey, hooks: Hooks | None = None
+        self,
+        segments: Segments,
+        module: nn.Module,
+        profile: SegmentProfile,
+        hooks: Hooks | None = None,
     ) -> None:
         self._segments = segments
         self._module = module
-        self._survey = survey
+        self._profile = profile
         self._hooks = hooks or Hooks()
         self._head = len(segments.body)
         self._last = len(segments.names) - 1
@@ -115,11 +117,11 @@ class WaveExecutor:
         self._waves: dict[int, _Wave] = {}
 
     def run(self, actions: Iterable[Action], batches: Iterator[Any]) -> list[Tensor]:
-        """Do the passes among the actions; what is left under way, the next call can go on with.
+        """Run the passes among the actions; the next call can continue unfinished micro-batches.
 
         Args:
-            actions: Of a plan with one stage per segment; those of other kinds are passed over.
-            batches: A batch is taken when its first forward pass comes.
+            actions: Of a plan with one stage per segment; actions of other kinds are ignored.
+            batches: A batch is taken at its first forward pass.
 
         Returns:
             The losses of the heads that ran, in the order of their micro-batches, detached.
@@ -146,23 +148,23 @@ class WaveExecutor:
                         del self._waves[action.micro_batch]
                     self._hooks.end_backward(action.micro_batch)
         except BaseException:
-            self.abandon()
+            self.discard()
             raise
         return [losses[micro_batch] for micro_batch in sorted(losses)]
 
-    def outputs(self, micro_batch: int) -> Carry:
-        """Return what a stage without head has made of a micro-batch, detached."""
+    def outputs(self, micro_batch: int) -> Activations:
+        """Return a stage's outputs of a micro-batch, detached; for stages without head."""
         wave = self._waves[micro_batch]
         self._wait(wave)
-        carry, wave.carry = wave.carry, ()
-        return carry
+        activations, wave.activations = wave.activations, ()
+        return activations
 
     def take_gradients(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> None:
-        """Take the gradients of what `outputs` returned, before the first backward pass."""
+        """Set the gradients of `outputs`, before the first backward pass."""
         self._waves[micro_batch].gradients = tuple(gradients)
 
     def input_gradients(self, micro_batch: int) -> tuple[Tensor | None, ...]:
-        """Return the gradients of a stage's first carry, after the last backward pass; once."""
+        """Return the gradients of a stage's inputs, after the last backward pass; once."""
         wave = self._waves.pop(micro_batch)
         self._wait(wave)
         return wave.gradients
@@ -173,34 +175,34 @@ class WaveExecutor:
             with self._hooks.record(wave.sum):
                 wave.wait()
 
-    def abandon(self) -> None:
-        """Drop all micro-batches under way, once their collectives have ended, or failed."""
+    def discard(self) -> None:
+        """Wait for the collectives of all micro-batches in flight, and drop them."""
         waves, self._waves = self._waves, {}
         for wave in waves.values():
-            with suppress(RuntimeError):  # of a peer that is lost: what led here says more
+            with suppress(RuntimeError):  # of a lost peer: the first error says more
                 wave.wait()
 
     def _forward(self, action: Action, wave: _Wave) -> None:
-        inputs = cut(wave.carry)
-        loans: Loans = {}
+        inputs = cut(wave.activations)
+        aliases: Aliases = {}
         head = action.stage == self._head
         with (
             self._hooks.forward(action.micro_batch),
             torch.enable_grad(),
-            lent(self._module, self._survey.lent[action.stage], loans),
+            aliased(self._module, self._profile.aliased[action.stage], aliases),
         ):
             if head:
                 assert self._segments.head is not None
-                outputs: Carry = (self._segments.head(inputs, wave.labels),)
+                outputs: Activations = (self._segments.head(inputs, wave.labels),)
             else:
                 outputs = self._segments.body[action.stage].run(inputs)
-        wave.passes.append(_Pass(inputs, outputs, loans))
-        wave.carry = detached(outputs)
+        wave.passes.append(_Pass(inputs, outputs, aliases))
+        wave.activations = detached(outputs)
         if head:
-            (wave.loss,), wave.carry, wave.labels = wave.carry, (), None
+            (wave.loss,), wave.activations, wave.labels = wave.activations, (), None
         elif self._segments.body[action.stage].sums_output:
-            # In place: the segment after reads the sum where the boundary is stored anyway.
-            self._sum(action._replace(kind=Kind.SUM_OUTPUT), wave, wave.carry[0])
+            # In place: the next segment reads the sum from the stored boundary.
+            self._sum(action._replace(kind=Kind.SUM_OUTPUT), wave, wave.activations[0])
 
     def _backward(self, action: Action, wave: _Wave) -> None:
         kept = wave.passes.pop()
@@ -218,17 +220,17 @@ class WaveExecutor:
         ]
         returned = {
             weight: wave.returned.pop(weight)
-            for weight in self._survey.owned[action.stage]
+            for weight in self._profile.owned[action.stage]
             if weight in wave.returned
         }
         # A checkpointed segment runs again.
-        again = lent(self._module, list(kept.loans), kept.loans)
-        with self._hooks.backward(action.micro_batch), joining(returned), again:
+        again = aliased(self._module, list(kept.aliases), kept.aliases)
+        with self._hooks.backward(action.micro_batch), adding_gradients(returned), again:
             torch.autograd.backward([output for output, _ in roots], [g for _, g in roots])
-        for weight, loan in kept.loans.items():
-            if loan.grad is not None:
+        for weight, alias in kept.aliases.items():
+            if alias.grad is not None:
                 before = wave.returned.get(weight)
-                wave.returned[weight] = loan.grad if before is None else before + loan.grad
+                wave.returned[weight] = alias.grad if before is None else before + alias.grad
         wave.gradients = tuple(tensor.grad for tensor in kept.inputs)
         follows = action.stage > 0 or self._segments.continues
         if self._sums_gradient[action.stage] and follows:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures passes and collectives of a model's segments, to know whether waves would pay."""
+"""Measures passes and collectives of a model's segments, to decide whether waves are faster."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["WaveProbe"]
 
 
 class WaveProbe:
-    """Times the actions of plain accumulation, in which every collective is waited for at once.
+    """Times the actions of plain accumulation, which waits for every collective at once.
 
     Args:
         device: Of the model. On a GPU each action ends with a synchronization while the probe
@@ -36,13 +36,13 @@ class WaveProbe:
 
     @contextmanager
     def record(self, action: Action) -> Iterator[None]:
-        """Measure what is done inside."""
+        """Measure the body."""
         start = self._now()
         yield
         self._seconds[action.kind, action.stage].append(self._now() - start)
 
-    def forget(self) -> None:
-        """Drop what was measured: first passes take longer."""
+    def reset(self) -> None:
+        """Drop all measurements: first passes take longer."""
         self._seconds.clear()
 
     def costs(self) -> Costs:
@@ -66,11 +66,11 @@ class WaveProbe:
         )
 
     def decide(self, micro_batches: int, **plan: Any) -> Decision:
-        """Say whether waves would pay; all ranks must call it, and hear the same.
+        """Return whether waves are faster; collective, and the same on all ranks.
 
         Args:
             micro_batches: Per optimizer step.
-            plan: What the plan is made of besides, as for `predict`.
+            plan: Other arguments of `predict`.
         """
         predicted = predict(self.costs(), self._num_segments, micro_batches, **plan)
         return decide(predicted, micro_batches)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One forward pass over a model's segments before training: what they keep, share and leak."""
+"""A forward pass over a model's segments before training: saved bytes and shared weights."""
 
 from __future__ import annotations
 
@@ -11,36 +11,43 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from wavemare.engine.waves.segments import Carry, Segments
+from wavemare.engine.waves.segments import Activations, Segments
 from wavemare.errors import ModelError
 
-__all__ = ["SavedBytes", "Survey", "cut", "detached", "nothing_shared", "survey"]
+__all__ = [
+    "SavedBytes",
+    "SegmentProfile",
+    "cut",
+    "detached",
+    "no_shared_parameters",
+    "profile_segments",
+]
 
 
 @dataclass(frozen=True)
-class Survey:
-    """What a forward pass over all segments has shown.
+class SegmentProfile:
+    """Results of a forward pass over all segments.
 
     Args:
-        saved_bytes: For each segment, the head last, the bytes that it keeps for its backward
-            pass, weights left aside; what several segments keep counts for the first one.
-        lent: For each segment the weights that segments before it use, too.
-        owned: For each segment the weights that later ones use, too, and none before it.
+        saved_bytes: For each segment, the head last, the bytes that it saves for its backward
+            pass, without weights. A tensor that several segments save counts for the first one.
+        aliased: For each segment the weights that earlier segments also use.
+        owned: For each segment the weights that later segments also use, and no earlier one.
     """
 
     saved_bytes: tuple[int, ...]
-    lent: tuple[tuple[nn.Parameter, ...], ...]
+    aliased: tuple[tuple[nn.Parameter, ...], ...]
     owned: tuple[tuple[nn.Parameter, ...], ...]
 
 
-def nothing_shared(segments: Segments) -> Survey:
-    """Return what holds of segments of which no two use the same weight; bytes are not known."""
+def no_shared_parameters(segments: Segments) -> SegmentProfile:
+    """Return the profile of segments that share no weights; its bytes are 0."""
     count = len(segments.names)
-    return Survey((0,) * count, ((),) * count, ((),) * count)
+    return SegmentProfile((0,) * count, ((),) * count, ((),) * count)
 
 
 class SavedBytes:
-    """Counts the memory that autograd keeps: a storage once, that of weights not at all.
+    """Counts the memory that autograd saves: each storage once, weights not at all.
 
     Args:
         module: Owns the weights.
@@ -53,7 +60,7 @@ class SavedBytes:
         self.total = 0
 
     def hooks(self) -> Any:
-        """Return the context in which saved tensors are counted."""
+        """Return the context that counts saved tensors."""
         return torch.autograd.graph.saved_tensors_hooks(self._count, lambda kept: kept)
 
     def _count(self, tensor: Tensor) -> Tensor:
@@ -65,21 +72,21 @@ class SavedBytes:
         return tensor.detach()  # an operator's own output would hold the operator, which holds this
 
 
-def cut(carry: Carry) -> Carry:
-    """Return leaves of the same memory with gradients; what can have none stays what it is."""
+def cut(carry: Activations) -> Activations:
+    """Return leaves of the same memory that require gradients; integer tensors stay."""
     return tuple(
         tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
         for tensor in carry
     )
 
 
-def detached(carry: Carry) -> Carry:
-    """Return the same memory without a graph; what has none anyway stays what it is."""
+def detached(carry: Activations) -> Activations:
+    """Return the same memory without a graph."""
     return tuple(tensor.detach() if tensor.requires_grad else tensor for tensor in carry)
 
 
-def survey(segments: Segments, module: nn.Module, batch: Any) -> Survey:
-    """Run a batch forward, and leave random state, buffers and gradients as they were.
+def profile_segments(segments: Segments, module: nn.Module, batch: Any) -> SegmentProfile:
+    """Run a batch forward; random state, buffers and gradients do not change.
 
     Args:
         segments: The model.
@@ -96,7 +103,7 @@ def survey(segments: Segments, module: nn.Module, batch: Any) -> Survey:
     saved: list[int] = []
     users: dict[nn.Parameter, list[int]] = {}
     origins: dict[Tensor, int] = {}
-    graphs: list[Carry] = []
+    graphs: list[Activations] = []
     with torch.random.fork_rng(devices), torch.enable_grad():
         for index, name in enumerate(segments.names):
             inputs = cut(carry)
@@ -117,19 +124,19 @@ def survey(segments: Segments, module: nn.Module, batch: Any) -> Survey:
     with torch.no_grad():
         for buffer, value in buffers:
             buffer.copy_(value)
-    return Survey(tuple(saved), *_shared(users, len(segments.names)))
+    return SegmentProfile(tuple(saved), *_shared(users, len(segments.names)))
 
 
 def _look(
     index: int,
     name: str,
-    inputs: Carry,
-    outputs: Carry,
+    inputs: Activations,
+    outputs: Activations,
     names: Sequence[str],
     origins: dict[Tensor, int],
     users: dict[nn.Parameter, list[int]],
 ) -> None:
-    """Note the weights that a segment uses, and refuse a tensor of another segment."""
+    """Record the weights that a segment uses, and refuse a tensor of another segment."""
     own = {id(tensor) for tensor in inputs}
     foreign = {id(tensor): origin for tensor, origin in origins.items()}
     for leaf in _leaves(outputs):
@@ -148,7 +155,7 @@ def _look(
             users.setdefault(leaf, []).append(index)
 
 
-def _leaves(outputs: Carry) -> Iterator[Tensor]:
+def _leaves(outputs: Activations) -> Iterator[Tensor]:
     """Yield the leaves of a graph, each once."""
     nodes = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     seen = set(nodes)
@@ -165,9 +172,9 @@ def _leaves(outputs: Carry) -> Iterator[Tensor]:
 def _shared(
     users: dict[nn.Parameter, list[int]], count: int
 ) -> tuple[tuple[tuple[nn.Parameter, ...], ...], tuple[tuple[nn.Parameter, ...], ...]]:
-    """Return, for each segment, the weights that it is lent and those that it owns for others."""
+    """Return for each segment its aliased and its owned weights."""
     shared = {weight: sorted(where) for weight, where in users.items() if len(where) > 1}
-    lent = tuple(
+    aliased = tuple(
         tuple(weight for weight, where in shared.items() if index in where[1:])
         for index in range(count)
     )
@@ -175,4 +182,4 @@ def _shared(
         tuple(weight for weight, where in shared.items() if index == where[0])
         for index in range(count)
     )
-    return lent, owned
+    return aliased, owned

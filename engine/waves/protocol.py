@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What DeepSpeed does around forward and backward passes, for passes of segments."""
+"""DeepSpeed's calls around forward and backward passes, for passes of segments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["AccumulationProtocol"]
 
 
 class AccumulationProtocol:
-    """Lets DeepSpeed see gradient accumulation: backward passes of micro-batches never overlap.
+    """Shows DeepSpeed plain gradient accumulation: backward passes never overlap.
 
     Args:
         engine: Of DeepSpeed's.
@@ -40,10 +40,10 @@ class AccumulationProtocol:
         )
 
     def begin_step(self) -> None:
-        """Do what a call of the whole model does first."""
+        """Do what DeepSpeed does before a call of the whole model."""
         engine = self._engine
         if engine.zero_optimization_partition_weights():
-            # What is gathered ahead is known from the step before.
+            # ZeRO 3 prefetches in the order of the previous step.
             engine.optimizer.parameter_offload.get_param_coordinator().reset_step()
         if engine.training_dataloader is None:
             engine.tput_timer.start()
@@ -53,8 +53,8 @@ class AccumulationProtocol:
         context: AbstractContextManager[Any] = autocast_if_enabled(self._engine)
         return context
 
-    def abandon(self) -> None:
-        """Leave a step that an error has ended; its gradients are dropped."""
+    def discard_step(self) -> None:
+        """Drop the gradients of a step that an error has ended."""
         self._leave()
         leave_open_step(self._engine)
 

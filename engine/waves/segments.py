@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model as a row of segments: what the wave executor runs, and where collectives stand in it."""
+"""A model as a row of segments for the wave executor, with its collectives."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Carry", "Segment", "Segments"]
+__all__ = ["Activations", "Segment", "Segments"]
 
-Carry = tuple[Tensor, ...]
-"""What passes from segment to segment: floating-point tensors, through which gradients flow, and
-others (masks, positions), handed on unchanged."""
+Activations = tuple[Tensor, ...]
+"""Tensors between segments: floating-point ones, with gradients, and others (masks, positions) that
+are passed on unchanged."""
 
 
 @dataclass(frozen=True)
@@ -22,15 +22,15 @@ class Segment:
 
     Args:
         name: For messages and timelines.
-        run: From a carry to the next one. It uses nothing that another segment has computed but
-            what is in its carry.
-        sums_output: The first tensor of its output is this rank's part of a sum over the ranks of
-            `Segments.group`; the executor sums it before the next segment runs.
-        sums_gradient: The same of the gradient of its input's first tensor.
+        run: From its input activations to its output. Of other segments' results it may use only
+            its input.
+        sums_output: The first output tensor is this rank's part of a sum over `Segments.group`; the
+            executor sums it before the next segment runs.
+        sums_gradient: The same for the gradient of the first input tensor.
     """
 
     name: str
-    run: Callable[[Carry], Carry]
+    run: Callable[[Activations], Activations]
     sums_output: bool = False
     sums_gradient: bool = False
 
@@ -40,18 +40,18 @@ class Segments:
     """A model from a batch to its loss, or one stage of a pipeline.
 
     Args:
-        split: From a batch to the first carry and the labels.
-        body: All segments but the head, in their order.
-        head: From the body's carry and the labels to the mean loss, scalar; None if another stage
-            goes on with the last carry, and gives its gradient.
+        split: From a batch to the first activations and the labels.
+        body: All segments but the head, in order.
+        head: From the body's output and the labels to the mean loss, scalar; None if the next stage
+            takes the output and returns its gradient.
         head_sums_gradient: As `Segment.sums_gradient`, of the head.
-        continues: Whether the first carry comes from another stage, which wants its gradient.
+        continues: Whether the first activations come from a stage that needs their gradient.
         group: Ranks over which the segments' collectives sum; None where there are none.
     """
 
-    split: Callable[[Any], tuple[Carry, Any]]
+    split: Callable[[Any], tuple[Activations, Any]]
     body: tuple[Segment, ...]
-    head: Callable[[Carry, Any], Tensor] | None
+    head: Callable[[Activations, Any], Tensor] | None
     head_sums_gradient: bool = False
     continues: bool = False
     group: Any = None

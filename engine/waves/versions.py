@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which weights a wave computes with while another wave's are updated."""
+"""The weight versions of two waves, of which one is updated while the other computes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["DelayedVersions", "Replicas", "Versions"]
 
 
 class Versions(ABC):
-    """Lets a micro-batch go backward with the weights of its forward pass, when others are there.
+    """Lets a micro-batch go backward with the weights of its forward pass after an update.
 
     Args:
         parameters: Those that are trained.

@@ -16,7 +16,7 @@ from torch import Tensor
 from wavemare.engine.waves.asynchronous import AsyncWaves
 from wavemare.engine.waves.executor import Hooks, WaveExecutor
 from wavemare.engine.waves.probe import WaveProbe
-from wavemare.engine.waves.profile import Survey, survey
+from wavemare.engine.waves.profile import SegmentProfile, profile_segments
 from wavemare.engine.waves.protocol import AccumulationProtocol
 from wavemare.engine.waves.segments import Segment, Segments
 from wavemare.pipeline.wave.config import WaveletConfig
@@ -50,7 +50,7 @@ class Wavelet:
         self._asynchronous = (
             AsyncWaves(engine, config.mode) if config.mode in ("async", "replica") else None
         )
-        self._survey: Survey | None = None
+        self._profile: SegmentProfile | None = None
         self._open_executor: WaveExecutor | None = None
         self._steps = 0
         self._paired = config.mode != "auto"
@@ -67,7 +67,7 @@ class Wavelet:
         Returns:
             The losses of its micro-batches, detached.
         """
-        if self._survey is None:
+        if self._profile is None:
             first = next(batches)
             self._prepare(first)
             batches = chain([first], batches)
@@ -81,7 +81,7 @@ class Wavelet:
             plan = OpenSteps.make(micro_batches=self._micro_batches, **self._shape)
             return self._asynchronous.train(self._open_executor, batches, plan)
         except BaseException:
-            self._asynchronous.forget()
+            self._asynchronous.discard_gradients()
             raise
 
     @property
@@ -105,14 +105,11 @@ class Wavelet:
             self._asynchronous.drain(self._open_executor)
 
     def reset(self) -> None:
-        """Drop what is under way, and the gradients and weights of the steps that were.
-
-        Nothing of it is judged or applied: it may be what the training goes back from.
-        """
+        """Drop all micro-batches in flight and all gradients that are not applied."""
         if self._asynchronous is not None:
-            self._asynchronous.abandon()
+            self._asynchronous.reset()
             if self._open_executor is not None:
-                self._open_executor.abandon()
+                self._open_executor.discard()
 
     def extra_state(self) -> dict[str, Any]:
         """Return what the next step needs beside weights and optimizer; after `synchronize`."""
@@ -143,13 +140,13 @@ class Wavelet:
         try:
             return self._executor.run(actions, batches)
         except BaseException:
-            self._protocol.abandon()
+            self._protocol.discard_step()
             raise
 
     def _watch(self, probe: WaveProbe) -> None:
         """Go on measuring, or decide by what was measured in the steps before."""
         if self._steps == _PROBE_WARMUPS + 1:
-            probe.forget()
+            probe.reset()
         elif self._steps == _PROBE_WARMUPS + _PROBE_STEPS + 1:
             plan = {key: self._shape[key] for key in ("pair_order", "saved_bytes", "budget")}
             decision = probe.decide(self._micro_batches, **plan)
@@ -162,11 +159,11 @@ class Wavelet:
         """Run a batch forward once, to know what the segments keep and share."""
         engine = self._engine
         with self._protocol.forward():
-            found = survey(self._segments, engine.module, batch)
+            found = profile_segments(self._segments, engine.module, batch)
         # Ranks must follow one plan, whatever the shapes of their batches.
         agreed = torch.tensor(found.saved_bytes, device=engine.device)
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
-        self._survey = replace(found, saved_bytes=tuple(agreed.tolist()))
+        self._profile = replace(found, saved_bytes=tuple(agreed.tolist()))
         hooks = self._protocol.hooks()
         if self._probe is not None:
             hooks = replace(hooks, record=self._probe.record)
@@ -177,8 +174,8 @@ class Wavelet:
             logger.info(self._description())
 
     def _make_executor(self, hooks: Hooks) -> WaveExecutor:
-        assert self._survey is not None
-        return WaveExecutor(self._segments, self._engine.module, self._survey, hooks)
+        assert self._profile is not None
+        return WaveExecutor(self._segments, self._engine.module, self._profile, hooks)
 
     @property
     def _micro_batches(self) -> int:
@@ -191,8 +188,8 @@ class Wavelet:
     @property
     def _shape(self) -> dict[str, Any]:
         """What the plan is made of, save for the number of micro-batches."""
-        assert self._survey is not None
-        saved = self._survey.saved_bytes
+        assert self._profile is not None
+        saved = self._profile.saved_bytes
         budget = self._config.budget
         return {
             "num_segments": self._num_segments,
@@ -204,8 +201,8 @@ class Wavelet:
         }
 
     def _description(self) -> str:
-        assert self._survey is not None
-        saved = self._survey.saved_bytes
+        assert self._profile is not None
+        saved = self._profile.saved_bytes
         plan = tick_tock(micro_batches=max(2, self._micro_batches), **self._shape)
         return (
             f"wavelet {self._config.mode}: {self._num_segments} segments; predicted peak of "

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from wavemare.engine.waves.segments import Carry, Segment, Segments
+from wavemare.engine.waves.segments import Activations, Segment, Segments
 from wavemare.errors import ModelError
 from wavemare.models.batches import split_batch
 from wavemare.models.carry import StageContext
@@ -49,7 +49,7 @@ def segments_of(model: Any, *, inputs: Sequence[str] | None = None) -> Segments:
         if isinstance(context, StageContext):
             context.kept_batches = _WAVES
 
-    def split(batch: Any) -> tuple[Carry, Any]:
+    def split(batch: Any) -> tuple[Activations, Any]:
         carry, labels = split_batch(batch, declared)
         return _tuple(carry), labels
 
@@ -82,9 +82,9 @@ def _blocks(model: Any, chain: Sequence[PipelineLayer]) -> tuple[int, int]:
     return places[0], places[-1] + 1
 
 
-def _run(layers: Sequence[PipelineLayer]) -> Callable[[Carry], Carry]:
-    def run(carry: Carry) -> Carry:
-        result: Tensor | Carry = carry
+def _run(layers: Sequence[PipelineLayer]) -> Callable[[Activations], Activations]:
+    def run(carry: Activations) -> Activations:
+        result: Tensor | Activations = carry
         for layer in layers:
             result = layer(result)
         return _tuple(result)
@@ -92,5 +92,5 @@ def _run(layers: Sequence[PipelineLayer]) -> Callable[[Carry], Carry]:
     return run
 
 
-def _tuple(carry: Tensor | Carry) -> Carry:
+def _tuple(carry: Tensor | Activations) -> Activations:
     return (carry,) if isinstance(carry, Tensor) else tuple(carry)

@@ -12,7 +12,7 @@ from torch import nn
 
 from wavemare.engine.waves.executor import Hooks, WaveExecutor
 from wavemare.engine.waves.probe import WaveProbe
-from wavemare.engine.waves.profile import survey
+from wavemare.engine.waves.profile import profile_segments
 from wavemare.engine.waves.segments import Segment, Segments
 from wavemare.errors import ModelError
 from wavemare.models.segments import segments_of
@@ -103,7 +103,7 @@ def test_gradients_are_those_of_accumulation_bit_for_bit(
         (loss / micro_batches).backward()
         losses.append(loss.detach())
     torch.manual_seed(3)
-    found = survey(segments, ours, batches[0])
+    found = profile_segments(segments, ours, batches[0])
     executor = WaveExecutor(segments, ours, found, Hooks(scale=lambda x: x / micro_batches))
     actions = tick_tock_step(len(segments.names), micro_batches)
     assert torch.equal(
@@ -172,7 +172,7 @@ class Stack(nn.Module):
 def peak_of(model, actions, micro_batches):
     segments = model.wave_segments()
     batches = [torch.randn(64, 16) for _ in range(micro_batches)]
-    found = survey(segments, model, batches[0])
+    found = profile_segments(segments, model, batches[0])
     executor = WaveExecutor(segments, model, found)
     live = LiveBytes(model)
     with live.hooks():
@@ -242,7 +242,7 @@ def test_a_tensor_that_is_not_handed_on_is_refused_by_name():
 
     model = Leaky([2, 2, 2])
     with pytest.raises(ModelError, match=r"segment third.*segment first has computed"):
-        survey(model.wave_segments(), model, torch.randn(4, 16))
+        profile_segments(model.wave_segments(), model, torch.randn(4, 16))
 
 
 def test_a_survey_leaves_no_trace():
@@ -256,7 +256,7 @@ def test_a_survey_leaves_no_trace():
     block = model.transformer.h[1].mlp.register_forward_hook(
         lambda module, inputs, output: outputs.append(weakref.ref(output))
     )
-    found = survey(segments, model, batch)
+    found = profile_segments(segments, model, batch)
     block.remove()
     assert min(found.saved_bytes) > 0
     assert torch.equal(torch.get_rng_state(), state)
@@ -284,7 +284,7 @@ def test_a_weight_of_many_segments_is_summed_as_autograd_does():
             carry = stock.blocks[0](carry)
         carry.square().mean().backward()
     segments = ours.wave_segments()
-    found = survey(segments, ours, batches[0])
+    found = profile_segments(segments, ours, batches[0])
     WaveExecutor(segments, ours, found).run(tick_tock_step(4, 3), iter(batches))
     for expected, got in zip(stock.parameters(), ours.parameters(), strict=True):
         assert torch.equal(expected.grad, got.grad)
@@ -293,7 +293,7 @@ def test_a_weight_of_many_segments_is_summed_as_autograd_does():
 def test_an_error_drops_what_is_under_way():
     model = Stack([2, 2])
     segments = model.wave_segments()
-    found = survey(segments, model, torch.randn(4, 16))
+    found = profile_segments(segments, model, torch.randn(4, 16))
     executor = WaveExecutor(segments, model, found)
     batches = iter([torch.randn(4, 16), torch.randn(4, 5)])
     live = LiveBytes(model)
@@ -313,7 +313,7 @@ def test_an_error_drops_what_is_under_way():
 def test_shapes_may_differ_between_micro_batches():
     model = Stack([2, 2])
     segments = model.wave_segments()
-    found = survey(segments, model, torch.randn(4, 16))
+    found = profile_segments(segments, model, torch.randn(4, 16))
     batches = [torch.randn(rows, 16) for rows in (4, 7, 2)]
     losses = WaveExecutor(segments, model, found).run(tick_tock_step(3, 3), iter(batches))
     for loss, batch in zip(losses, batches, strict=True):

@@ -7,7 +7,7 @@ from tensor_models import batch, build
 from torch import nn
 
 from wavemare.engine.waves.executor import WaveExecutor
-from wavemare.engine.waves.profile import nothing_shared
+from wavemare.engine.waves.profile import no_shared_parameters
 from wavemare.models.batches import split_batch
 from wavemare.models.families import family_of
 from wavemare.models.layers import Head
@@ -48,7 +48,7 @@ class Stage:
     def __init__(self, layers, group, loss, *, first):
         self.segments = stage_segments(layers, group, first=first, loss=loss)
         module = nn.ModuleList(layers)
-        self.executor = WaveExecutor(self.segments, module, nothing_shared(self.segments))
+        self.executor = WaveExecutor(self.segments, module, no_shared_parameters(self.segments))
         self.count = len(self.segments.names)
 
     def run(self, plan, *batches):

@@ -15,7 +15,7 @@ from wavemare.bench.gpt import SEED, build_gpt
 from wavemare.bench.runner import bench_device
 from wavemare.bench.wave.request import BASELINE, DOMINO, IN_PHASE, TICK_TOCK, WaveRequest
 from wavemare.engine.waves.executor import Hooks, WaveExecutor
-from wavemare.engine.waves.profile import survey
+from wavemare.engine.waves.profile import profile_segments
 from wavemare.errors import CommError
 from wavemare.parallel.tensor import split_model, tensor_segments
 from wavemare.pipeline.plan.action import Action
@@ -78,7 +78,7 @@ class Systems:
             TICK_TOCK: _Step(tick_tock_step(num_segments, count, **sums), whole),
             HALVES: _Step(accumulation_step(num_segments, 2 * count), halves),
         }
-        self._survey = survey(segments, self.model, whole[0])
+        self._profile = profile_segments(segments, self.model, whole[0])
 
     def clear(self) -> None:
         """Drop the gradients."""
@@ -103,7 +103,7 @@ class Systems:
             return loss / len(batches)
 
         hooks = Hooks(record=record, scale=scale)
-        executor = executor_type(self._segments, self.model, self._survey, hooks)
+        executor = executor_type(self._segments, self.model, self._profile, hooks)
         executor.run(actions, iter(batches))
         return executor
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from wavemare.engine.waves.segments import Carry, Segment
+from wavemare.engine.waves.segments import Activations, Segment
 from wavemare.models.carry import SideInputs, StageContext
 from wavemare.parallel.tensor.collectives import deferred_sums
 from wavemare.parallel.tensor.layers import RowParallelLinear
@@ -27,7 +27,7 @@ __all__ = [
     "summing",
 ]
 
-Run = Callable[[Carry], Carry]
+Run = Callable[[Activations], Activations]
 Part = Callable[[Tensor, Sequence[Tensor]], Tensor]
 """From (x, side inputs) to this rank's part of a sum."""
 
@@ -35,7 +35,7 @@ Part = Callable[[Tensor, Sequence[Tensor]], Tensor]
 def summing(name: str, part: Part) -> Segment:
     """Return the segment that ends with this rank's part of a sum."""
 
-    def run(carry: Carry) -> Carry:
+    def run(carry: Activations) -> Activations:
         value, residual, *sides = carry
         with deferred_sums():
             return (part(value, sides), residual, *sides)
@@ -69,7 +69,7 @@ def add_then_norm(
 ) -> Run:
     """Return what GPT-2 does between sums: the residual stream goes around the norm."""
 
-    def run(carry: Carry) -> Carry:
+    def run(carry: Activations) -> Activations:
         total, residual, *sides = carry
         residual = dropout(row.add_bias(total)) + residual
         return (norm(residual),) if ends else (norm(residual), residual, *sides)
@@ -101,7 +101,7 @@ def norm_of_sum(output: Any, ending: Callable[[Tensor], Tensor] | None = None) -
         ending: After the last layer, from the hidden states to the head's input.
     """
 
-    def run(carry: Carry) -> Carry:
+    def run(carry: Activations) -> Activations:
         total, residual, *sides = carry
         hidden = output.LayerNorm(output.dropout(output.dense.add_bias(total)) + residual)
         return (ending(hidden),) if ending is not None else (hidden, other(hidden), *sides)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import BertForMaskedLM, BertForSequenceClassification, GPT2LMHeadModel
 
-from wavemare.engine.waves.segments import Carry, Segment, Segments
+from wavemare.engine.waves.segments import Activations, Segment, Segments
 from wavemare.models.batches import split_batch
 from wavemare.models.bert import BertEmbedding, bidirectional_mask
 from wavemare.models.carry import MaskMaker, StageContext
@@ -65,7 +65,7 @@ def tensor_segments(model: Any, group: Any, inputs: Sequence[str] | None = None)
     body = _gpt2_body if isinstance(model, GPT2LMHeadModel) else _bert_body
     head, sums_gradient = _head(model)
 
-    def split(batch: Any) -> tuple[Carry, Any]:
+    def split(batch: Any) -> tuple[Activations, Any]:
         first, labels = split_batch(batch, names)
         return (first,) if isinstance(first, Tensor) else first, labels
 
@@ -79,7 +79,7 @@ def tensor_segments(model: Any, group: Any, inputs: Sequence[str] | None = None)
 
 
 def _embed(embedding: nn.Module) -> Segment:
-    def run(carry: Carry) -> Carry:
+    def run(carry: Activations) -> Activations:
         tokens, *sides = carry
         with deferred_sums():
             return (embedding(tokens), *sides)
@@ -92,7 +92,7 @@ def _gpt2_body(model: Any, names: Sequence[str]) -> list[Segment]:
     context = _context(model, causal_mask)
     positions = PositionEmbedding(names, base.wpe, base.drop, context)
 
-    def start(carry: Carry) -> Carry:
+    def start(carry: Activations) -> Activations:
         embedded, *sides = carry
         residual = positions.run(embedded, named(names, sides))
         return (base.h[0].ln_1(residual), residual, *sides)
@@ -119,7 +119,7 @@ def _bert_body(model: Any, names: Sequence[str]) -> list[Segment]:
     context = _context(model, bidirectional_mask)
     embedding = BertEmbedding(names, model.bert.embeddings, context)
 
-    def start(carry: Carry) -> Carry:
+    def start(carry: Activations) -> Activations:
         embedded, *sides = carry
         hidden = embedding.run(embedded, named(names, sides))
         return (hidden, other(hidden), *sides)
@@ -137,13 +137,13 @@ def _bert_body(model: Any, names: Sequence[str]) -> list[Segment]:
     return segments
 
 
-def _head(model: Any) -> tuple[Callable[[Carry, Any], Tensor], bool]:
+def _head(model: Any) -> tuple[Callable[[Activations, Any], Tensor], bool]:
     """Return the head, and whether the gradient of its input is a part of a sum."""
     classifies = isinstance(model, BertForSequenceClassification)
     if classifies:
         loss = ClassificationLoss(model.config.num_labels, model.config.problem_type)
 
-        def classify(carry: Carry, labels: Any) -> Tensor:
+        def classify(carry: Activations, labels: Any) -> Tensor:
             pooled = model.bert.pooler(carry[0])
             return loss(model.classifier(model.dropout(pooled)), labels)
 
@@ -151,7 +151,7 @@ def _head(model: Any) -> tuple[Callable[[Carry, Any], Tensor], bool]:
     shifts_labels = isinstance(model, GPT2LMHeadModel)
     projection: VocabParallelHead = model.get_output_embeddings()
 
-    def predict(carry: Carry, labels: Any) -> Tensor:
+    def predict(carry: Activations, labels: Any) -> Tensor:
         with deferred_sums():
             logits = projection(carry[0])
         return projection.loss(logits, next_tokens(labels) if shifts_labels else labels)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from wavemare.engine.waves.segments import Carry, Segment, Segments
+from wavemare.engine.waves.segments import Activations, Segment, Segments
 from wavemare.models.bert import BertLayerLayer
 from wavemare.models.gpt2 import GPT2BlockLayer
 from wavemare.models.layers import Head, PipelineLayer, TokenEmbedding
@@ -74,11 +74,11 @@ def _of(layer: PipelineLayer, place: int) -> Iterator[Segment]:
 def _of_gpt2(layer: GPT2BlockLayer, name: str) -> Iterator[Segment]:
     block: Any = layer.block
 
-    def start(carry: Carry) -> Carry:
+    def start(carry: Activations) -> Activations:
         hidden, *sides = carry
         return (block.ln_1(hidden), other(hidden), *sides)
 
-    def end(carry: Carry) -> Carry:
+    def end(carry: Activations) -> Activations:
         total, residual, *sides = carry
         return (block.mlp.dropout(block.mlp.c_proj.add_bias(total)) + residual, *sides)
 
@@ -94,11 +94,11 @@ def _of_bert(layer: BertLayerLayer, name: str) -> Iterator[Segment]:
     block: Any = layer.block
     normed = norm_of_sum(block.output)
 
-    def start(carry: Carry) -> Carry:
+    def start(carry: Activations) -> Activations:
         hidden, *sides = carry
         return (other(hidden), other(hidden), *sides)
 
-    def end(carry: Carry) -> Carry:
+    def end(carry: Activations) -> Activations:
         hidden, _, *sides = normed(carry)
         return (hidden, *sides)
 
@@ -109,13 +109,13 @@ def _of_bert(layer: BertLayerLayer, name: str) -> Iterator[Segment]:
     yield Segment(f"{name}.end", end)
 
 
-def _head(layer: PipelineLayer, loss: Loss) -> Callable[[Carry, Any], Tensor]:
+def _head(layer: PipelineLayer, loss: Loss) -> Callable[[Activations, Any], Tensor]:
     run = _deferred(layer)
     return lambda carry, labels: loss(run(carry)[0], labels)
 
 
 def _whole(layer: PipelineLayer) -> Run:
-    def run(carry: Carry) -> Carry:
+    def run(carry: Activations) -> Activations:
         result = layer(carry[0] if len(carry) == 1 else carry)
         return (result,) if isinstance(result, Tensor) else tuple(result)
 
@@ -125,7 +125,7 @@ def _whole(layer: PipelineLayer) -> Run:
 def _deferred(layer: PipelineLayer) -> Run:
     whole = _whole(layer)
 
-    def run(carry: Carry) -> Carry:
+    def run(carry: Activations) -> Activations:
         with deferred_sums():
             return whole(carry)
 
