@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hook for torch's DistributedDataParallel: its buckets travel as their non-zero blocks.
+"""Communication hook for torch's DistributedDataParallel: only non-zero blocks of buckets travel.
 
-DDP rebuilds its buckets after the first backward pass, in the order in which gradients came, and
-a process that resumes begins with the first ones again. What a compressor keeps must not depend on
-that: here it compresses each parameter by itself, under the parameter's name.
+DDP rebuilds its buckets after the first backward pass, and a resumed process starts with the first
+ones again. The compressor's state must not depend on that, so it compresses each parameter by
+itself, under the parameter's name.
 """
 
 from __future__ import annotations
@@ -30,25 +30,24 @@ __all__ = ["register_ddp_hook"]
 def register_ddp_hook(
     model: DistributedDataParallel, comm: SparseComm | None = None, **options: Any
 ) -> SparseComm:
-    """Let a sparse collective average the gradients of a model; all ranks must call this.
+    """Average a model's gradients by a sparse collective; collective over all ranks.
 
-    Buckets are reduced in the background while the backward pass goes on. Sparse gradients
-    (``Embedding(sparse=True)``, ``EmbeddingBag(sparse=True)``) travel as rows. A lost peer ends
-    ``backward`` with the collective's own error.
+    Buckets are reduced in the background during the backward pass. Sparse gradients
+    (``Embedding(sparse=True)``, ``EmbeddingBag(sparse=True)``) travel as rows. If a peer is lost,
+    ``backward`` raises the collective's error.
 
     Args:
-        model: To be trained; its communication hook must not be set yet.
-        comm: The collectives, of the ranks of the model's process group and without a compressor;
-            made here if omitted.
+        model: Must have no communication hook yet.
+        comm: Of the model's process group, without a compressor; created if omitted.
         options: For `SparseComm`; ``compressor`` compresses each parameter by itself.
 
     Returns:
-        The collectives: their ``state_dict`` has the compressor's residuals by the parameters'
-        names, and ``close`` ends them.
+        The collectives. ``state_dict`` has the compressor's residuals by parameter name; ``close``
+        ends them.
 
     Raises:
-        ConfigError: Options for a given ``comm``, or one that does not fit the model.
-        CommError: There is no such transport, or a rank is missing.
+        ConfigError: Both ``comm`` and options were given, or ``comm`` does not fit the model.
+        CommError: The transport or a rank is missing.
     """
     compressor = None
     if comm is None:
@@ -61,7 +60,7 @@ def register_ddp_hook(
     else:
         _check(comm, options, dist.get_world_size(model.process_group))
     hook = _Hook(model, comm, compressor)
-    # DDP compares annotations, if there are any, with types rather than their names.
+    # A lambda: DDP compares annotations with types, and ours are strings.
     model.register_comm_hook(None, lambda state, bucket: hook.reduce(bucket))
     return comm
 
@@ -160,7 +159,7 @@ class _Hook:
         self._streams: dict[torch.device, Any] = {}
 
     def reduce(self, bucket: Any) -> Future[Tensor]:
-        """Begin to reduce a bucket; DDP calls this when its gradients are there.
+        """Start to reduce a bucket; DDP calls this when the gradients are complete.
 
         Args:
             bucket: A ``torch.distributed.GradBucket``.
@@ -217,8 +216,7 @@ class _Hook:
                 future.set_exception(error)  # type: ignore[arg-type]
 
         def on_side_stream(handle: Handle) -> None:
-            # The future notes the stream that is current. The default one is the backward pass's
-            # own, which must not wait.
+            # The future records the current stream; the backward pass's stream must not wait.
             if device not in self._streams:
                 self._streams[device] = torch.cuda.Stream(device)
             stream = self._streams[device]
@@ -229,11 +227,11 @@ class _Hook:
         return future
 
     def _waits_at_the_end(self) -> bool:
-        """Let the backward pass end with a look at all handles; False if there is none."""
+        """Check all handles at the end of the backward pass; False if none is running."""
         try:
-            # Before DDP's own end of the backward pass, which does not tell errors apart.
+            # Runs before DDP's own callback, which hides the type of errors.
             torch.autograd.Variable._execution_engine.queue_callback(self._wait)
-        except RuntimeError:  # a rank without data shadows the others' backward passes, in join()
+        except RuntimeError:  # no backward pass: a rank without data, within DDP's join()
             return False
         return True
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of an executor: the same on all ranks, because all its inputs are."""
+"""Chooses executors; the same on all ranks, as all its inputs are."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from wavemare.comm.selection.cost import Constants, Traffic, predict, traffic
 __all__ = ["ExecutorChoice", "Selector", "choose_executor"]
 
 HYSTERESIS = 0.1
-"""Another executor than the last one must be predicted to be faster by this much."""
-PATIENCE = 4
-"""After so many choices of a dense executor in a row the masks are not looked at for a while."""
+"""Keep the last executor unless another is predicted to be faster by this share."""
+DENSE_LIMIT = 4
+"""Dense choices in a row after which masks are no longer taken at each call."""
 PROBE_INTERVAL = 16
-"""Then they are at every so many-th call."""
+"""Calls between masks after that."""
 DENSE = ("dense", "ordered")
 _LEARNING_RATE = 0.3
 _MOST_CORRECTION = 4.0
@@ -26,7 +26,7 @@ _FORGETTING = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutorChoice:
-    """What would be done with a bucket, and what each way of doing it would cost.
+    """The executor for a bucket, and the predicted costs of all executors.
 
     Args:
         executor: The chosen one.
@@ -91,9 +91,9 @@ def choose_executor(
         block_bytes: Bytes of a block.
         constants: Of this machine, the same on all ranks.
         allowed: Names of `wavemare.comm.selection.cost.EXECUTORS`.
-        last: What was chosen before: it stays unless another is faster by `HYSTERESIS`.
-        corrections: By how much executors took longer than predicted, as factors.
-        halves: Whether only sums at their owners are wanted.
+        last: The previous choice; kept unless another is faster by `HYSTERESIS`.
+        corrections: Measured over predicted time, by executor.
+        halves: Whether to choose a reduce-scatter.
     """
     factors = corrections or {}
     predictions = predict(masks, block_bytes, constants, halves=halves)
@@ -137,13 +137,13 @@ class Selector:
         self._histories: dict[str, _History] = {}
 
     def looks(self, key: str) -> bool:
-        """Whether the masks of this call are to be taken; if not, `dense` is what to do.
+        """Whether to take the masks of this call; if not, use `dense`.
 
         Args:
             key: Name of the bucket.
         """
         history = self._history(key)
-        if history.dense_in_a_row < PATIENCE:
+        if history.dense_in_a_row < DENSE_LIMIT:
             return True
         history.skipped += 1
         if history.skipped < PROBE_INTERVAL:
@@ -183,7 +183,7 @@ class Selector:
         return choice
 
     def learn(self, key: str, executor: str, ratio: float) -> None:
-        """Take note of what a call really took.
+        """Correct the predictions by a measured call.
 
         Args:
             key: Name of the bucket.
@@ -192,12 +192,12 @@ class Selector:
         """
         history = self._history(key)
         if executor not in history.used:
-            # The first call meets fresh pages and, for some types, a compiler.
+            # The first call touches fresh pages and may compile kernels.
             history.used.add(executor)
             return
         corrections = history.corrections
         for other in corrections.keys() - {executor}:
-            # What is not used is not measured either: let it be tried again some time.
+            # Unused executors are not measured: let their corrections fade.
             corrections[other] += _FORGETTING * (1 - corrections[other])
         before = corrections.get(executor, 1.0)
         # The prediction was corrected already.

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the collectives ask of a network: messages between ranks, and its own dense reduction.
+"""The interface to a network: messages between ranks, and the library's dense reduction.
 
-All algorithms are made of messages between two ranks, so that whoever is missing can be named, and
-so that any MPI and any of torch's backends will do. Messages between two ranks arrive in the order
-in which they were sent; both sides know their sizes.
+All algorithms use messages between two ranks, so a missing rank can be named and any MPI or torch
+backend works. Messages between two ranks arrive in order; both sides know their sizes.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ _LARGEST = 1 << 30
 
 
 class Exchange(Protocol):
-    """Messages under way. A zero-sized tensor is no message, on both sides."""
+    """Pending messages. A zero-sized tensor is no message, on both sides."""
 
     def send(self, peer: int, tensor: Tensor) -> None:
-        """Send a contiguous tensor, which must stay as it is until `wait` has returned."""
+        """Send a contiguous tensor, which must not change until `wait` returns."""
 
     def receive(self, peer: int, tensor: Tensor) -> None:
         """Fill a contiguous tensor with the next message of a peer."""
 
     def wait(self) -> None:
-        """Wait until all that was sent and received has been.
+        """Wait for all sends and receives.
 
         Raises:
-            CommError: A peer has gone, or was silent for longer than the time limit.
+            CommError: A peer was lost, or was silent for longer than the time limit.
         """
 
 
@@ -63,29 +62,29 @@ class Transport(ABC):
 
     @abstractmethod
     def begin(self) -> Exchange:
-        """Begin messages that are under way together."""
+        """Start an exchange of messages."""
 
     @abstractmethod
     def receive_any(self, tensor: Tensor) -> int:
-        """Fill a tensor with the next message of whichever peer; it may be shorter than that.
+        """Receive the next message of any peer; it may be shorter than the tensor.
 
-        No other receives may be under way.
+        No other receive may be pending.
 
         Returns:
             The peer.
 
         Raises:
-            CommError: As `Exchange.wait`; or this network has no such receives.
+            CommError: As `Exchange.wait`, or the network does not support it.
         """
 
     @abstractmethod
     def reduces(self, dtype: torch.dtype) -> bool:
-        """Whether `all_reduce` adds tensors of this type as its own type says."""
+        """Whether `all_reduce` supports this type at full precision."""
 
     def all_reduce(self, flat: Tensor) -> None:
-        """Sum a tensor over all ranks in place, in whatever order the library likes.
+        """Sum a tensor over all ranks in place, in the library's order.
 
-        It counts as 2 (N-1)/N of its bytes in each direction, the least that is possible.
+        It counts as 2 (N-1)/N of its bytes in each direction, the minimum.
 
         Raises:
             CommError: As `Exchange.wait`.
@@ -100,11 +99,11 @@ class Transport(ABC):
 
     @abstractmethod
     def split(self, colour: int) -> Self:
-        """Return a transport among the ranks of one colour, in their order; all must call it."""
+        """Return a transport among the ranks of one colour, in rank order; collective."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what the library holds."""
+        """Free the library's resources."""
 
     def stages(self, tensor: Tensor) -> bool:
         """Whether a tensor travels in the chunks of `StagedTransport`."""
@@ -121,7 +120,7 @@ class Transport(ABC):
         """Name of the machine on which this rank runs."""
 
     def all_gather(self, mine: Tensor, out: Tensor) -> None:
-        """Tell all ranks the same.
+        """Gather equal tensors from all ranks.
 
         Args:
             mine: (n,), this rank's.
@@ -131,10 +130,10 @@ class Transport(ABC):
         self.all_gather_parts(list(out))
 
     def all_gather_parts(self, parts: Sequence[Tensor]) -> None:
-        """Tell all ranks this rank's part and receive the others', of sizes known to all.
+        """Gather parts of different sizes from all ranks; all ranks know the sizes.
 
         Args:
-            parts: For each rank its part; one's own is read, the others are written.
+            parts: One per rank; this rank's is read, the others are written.
         """
         self.begin_all_gather(parts).wait()
 
@@ -148,7 +147,7 @@ class Transport(ABC):
         return exchange
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Give all ranks the tensor of one."""
+        """Copy the source rank's tensor to all ranks."""
         exchange = self.begin()
         if self.rank == source:
             for peer in self.peers():
@@ -158,25 +157,25 @@ class Transport(ABC):
         exchange.wait()
 
     def barrier(self) -> None:
-        """Wait until all ranks have come here."""
+        """Wait until all ranks have called it."""
         mine = torch.zeros(1, dtype=torch.uint8, device=self.message_device)
         self.all_gather(mine, mine.new_empty(self.size, 1))
 
     def peers(self) -> list[int]:
-        """Return the other ranks, beginning with the next: no two ranks begin with the same."""
+        """Return the other ranks from the next one on: each rank starts with a different peer."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     @property
     @abstractmethod
     def world_ranks(self) -> Sequence[int]:
-        """Of each rank of the group the number that its launcher gave it."""
+        """The launcher's number of each rank of the group."""
 
     def lost(self, peers: Sequence[int], how: str) -> CommError:
-        """Return the error for peers that do not answer, by the numbers that the user knows.
+        """Return the error for lost peers, with the launcher's numbers.
 
         Args:
-            peers: Their ranks in this group; empty if nobody knows which.
-            how: What was noticed, such as ``it has closed its connection``.
+            peers: Their ranks in this group; empty if unknown.
+            how: The symptom, such as ``it has closed its connection``.
         """
         names = self.world_ranks
         named = ", ".join(str(names[peer]) for peer in peers) or "unknown"
@@ -190,7 +189,7 @@ class Transport(ABC):
         )
 
     def silent(self, peers: Sequence[int]) -> CommError:
-        """Return the error for peers that have said nothing within the time limit."""
+        """Return the error for peers that sent nothing within the time limit."""
         return self.lost(peers, f"nothing came within {self.timeout_s:g} s")
 
 
@@ -200,7 +199,7 @@ def as_bytes(tensor: Tensor) -> Any:
 
 
 def message_parts(tensor: Tensor) -> Sequence[Tensor]:
-    """Cut a contiguous tensor into views that each are small enough for one message."""
+    """Split a contiguous tensor into views that fit into one message each."""
     if tensor.numel() == 0:
         return ()
     flat = tensor.detach().view(-1)

@@ -29,7 +29,7 @@ def open_transport(
     staging: Staging = "auto",
     timeout_s: float = 300.0,
 ) -> Transport:
-    """Open a transport; all ranks of the group must call this together.
+    """Open a transport; collective over the group.
 
     Args:
         group: A `Transport` (returned as it is, whatever the rest says), an MPI communicator, a
@@ -38,13 +38,12 @@ def open_transport(
             MPI launcher started the ranks and all of them take part, else torch.
         staging: How an accelerator's tensors travel over MPI and gloo: ``pinned`` copies packed
             blocks through the host's pinned memory, ``direct`` hands MPI the device's memory,
-            ``auto`` does that if the MPI says that it is CUDA-aware. MPI needs it on all ranks:
-            else all of them copy.
+            ``auto`` does that if the MPI of all ranks is CUDA-aware.
         timeout_s: Seconds after which a silent peer counts as lost.
 
     Raises:
-        CommError: What was chosen is not there.
-        ConfigError: A process group was given with another transport than torch, or the reverse.
+        CommError: The chosen transport is not available.
+        ConfigError: The group does not fit the chosen transport.
     """
     if isinstance(group, Transport):
         return group
@@ -74,7 +73,7 @@ def open_transport(
 
 
 def _has_all_ranks(group: Any) -> bool:
-    # Of other groups nobody knows whether all ranks are making one, as MPI asks.
+    # MPI needs all ranks; for a smaller group this is unknown.
     return group is None or len(dist.get_process_group_ranks(group)) == dist.get_world_size()
 
 
@@ -98,10 +97,7 @@ def _is_mpi_communicator(group: Any) -> bool:
 
 
 def _same_ranks(group: Any) -> tuple[Any, bool]:
-    """Return a communicator of the ranks of a process group, and whether it was made for that.
-
-    All ranks of the group must call it.
-    """
+    """Return a communicator of the group's ranks, and whether to free it; collective."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD

@@ -60,11 +60,11 @@ class MpiTransport(Transport):
         self._abandoned: list[MPI.Request] = []
 
     def begin(self) -> _MpiExchange:
-        """Begin messages that are under way together."""
+        """Start an exchange of messages."""
         return _MpiExchange(self)
 
     def receive_any(self, tensor: Tensor) -> int:
-        """Fill a tensor with the next message of whichever peer."""
+        """Receive the next message of any peer."""
         request = self._comm.Irecv(buffer_of(tensor), MPI.ANY_SOURCE, _TAG)
         return self.finish([request], []).Get_source()
 
@@ -80,7 +80,7 @@ class MpiTransport(Transport):
             self.finish([request], [])
 
     def split(self, colour: int) -> MpiTransport:
-        """Return a transport among the ranks of one colour; all ranks must call it."""
+        """Return a transport among the ranks of one colour; collective."""
         part = self._comm.Split(colour, self.rank)
         transport = MpiTransport(part, self.timeout_s, self.takes_device)
         part.Free()
@@ -93,7 +93,7 @@ class MpiTransport(Transport):
 
     @property
     def world_ranks(self) -> Sequence[int]:
-        """Of each rank of the group the number that its launcher gave it."""
+        """The launcher's number of each rank of the group."""
         return self._comm.Get_group().Translate_ranks(group=MPI.COMM_WORLD.Get_group())
 
     @property

@@ -42,7 +42,7 @@ class StagedTransport(Transport):
 
     @property
     def world_ranks(self) -> Sequence[int]:
-        """Of each rank of the group the number that its launcher gave it."""
+        """The launcher's number of each rank of the group."""
         return self._inner.world_ranks
 
     @property
@@ -55,7 +55,7 @@ class StagedTransport(Transport):
         self._inner.close()
 
     def begin(self) -> _StagedExchange:
-        """Begin messages that are under way together."""
+        """Start an exchange of messages."""
         return _StagedExchange(self, self._inner.begin())
 
     def stages(self, tensor: Tensor) -> bool:
@@ -63,7 +63,7 @@ class StagedTransport(Transport):
         return tensor.is_cuda or self._stages_host
 
     def receive_any(self, tensor: Tensor) -> int:
-        """Fill a tensor with the next message of whichever peer."""
+        """Receive the next message of any peer."""
         if not self.stages(tensor):
             return self._inner.receive_any(tensor)
         held = self.take(tensor.nbytes)
@@ -88,7 +88,7 @@ class StagedTransport(Transport):
         self.give_back([held])
 
     def split(self, colour: int) -> StagedTransport:
-        """Return a transport among the ranks of one colour; all ranks must call it."""
+        """Return a transport among the ranks of one colour; collective."""
         return StagedTransport(self._inner.split(colour), stages_host=self._stages_host)
 
     def take(self, num_bytes: int) -> Tensor:

@@ -66,11 +66,11 @@ class TorchTransport(Transport):
         )
 
     def begin(self) -> _TorchExchange | _BatchedExchange:
-        """Begin messages that are under way together."""
+        """Start an exchange of messages."""
         return _BatchedExchange(self) if self._backend == "nccl" else _TorchExchange(self)
 
     def receive_any(self, tensor: Tensor) -> int:
-        """Fill a tensor with the next message of whichever peer."""
+        """Receive the next message of any peer."""
         if self._backend == "nccl":
             raise CommError(
                 "executor",
@@ -90,7 +90,7 @@ class TorchTransport(Transport):
         self.finish(self._group.allreduce([flat]), None)
 
     def split(self, colour: int) -> TorchTransport:
-        """Return a transport among the ranks of one colour; all ranks must call it."""
+        """Return a transport among the ranks of one colour; collective."""
         mine = torch.tensor([colour], device=self.message_device)
         colours = mine.new_empty(self.size, 1)
         self.all_gather(mine, colours)
@@ -112,7 +112,7 @@ class TorchTransport(Transport):
 
     @property
     def world_ranks(self) -> Sequence[int]:
-        """Of each rank of the group the number that its launcher gave it."""
+        """The launcher's number of each rank of the group."""
         return self._members
 
     @property

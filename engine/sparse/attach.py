@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which way of reducing gradients by the sparse collective an engine gets."""
+"""Chooses how the sparse collective reduces an engine's gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["attach_sparse_gradients"]
 def attach_sparse_gradients(
     engine: Any, config: SparseCollectiveConfig, timeout_s: float
 ) -> SparseGradients:
-    """Let the sparse collective reduce the gradients of an engine; all ranks must call it.
+    """Reduce an engine's gradients by the sparse collective; collective over all ranks.
 
     Args:
         engine: A DeepSpeed engine, complete.
@@ -27,14 +27,14 @@ def attach_sparse_gradients(
         timeout_s: Seconds after which a silent rank counts as lost.
 
     Raises:
-        ConfigError: The model cannot go with it.
-        CommError: There is no such transport, or a rank is missing.
+        ConfigError: The model is not supported.
+        CommError: The transport or a rank is missing.
     """
     _check_model(engine, config)
     _check_tables(engine)
     if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
         return PartitionedGradients(engine, config, timeout_s)
-    # The key says the same of ZeRO's buckets; without ZeRO DeepSpeed does not read it.
+    # Without ZeRO DeepSpeed does not read overlap_comm.
     zero = engine.config.get("zero_optimization")
     early = not isinstance(zero, dict) or zero.get("overlap_comm") is not False
     return ReplicatedGradients(engine, config, timeout_s, early=early)
@@ -52,7 +52,7 @@ def _check_model(engine: Any, config: SparseCollectiveConfig) -> None:
 
 
 def _check_tables(engine: Any) -> None:
-    """Refuse sparse gradients where DeepSpeed would fail to flatten them."""
+    """Refuse sparse gradients for optimizers that flatten gradients."""
     tables = row_tables(engine.module.modules())
     named = [
         name

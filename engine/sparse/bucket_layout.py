@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the parameters of a model are laid out in the buckets that are reduced together.
+"""Layout of a model's parameters in buckets.
 
-Embeddings get buckets of their own: of their gradients few rows are not zero, which a dense layer
-in the same blocks would hide. Each parameter begins at a block, so that no block holds two of them.
+Embeddings get their own buckets: most rows of their gradients are zero, and a dense layer in the
+same blocks would hide that. Each parameter starts at a block boundary.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ __all__ = ["Bucket", "Member", "Slot", "embedding_weights", "make_buckets", "row
 
 @dataclass(frozen=True)
 class Member:
-    """A parameter whose gradient is to be reduced.
+    """A parameter whose gradient is reduced.
 
     Args:
-        name: Its name in the model, which is the same on all ranks.
-        numel: Number of its elements.
-        dtype: In which its gradient travels.
+        name: In the model; the same on all ranks.
+        numel: Elements.
+        dtype: Type of its gradient on the wire.
         embedding: Whether it is the weight of an embedding.
     """
 
@@ -35,7 +35,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a parameter's gradient lies in its bucket.
+    """A parameter's range in its bucket.
 
     Args:
         name: Of the parameter.
@@ -50,12 +50,12 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that are reduced by one collective.
+    """Gradients that one collective reduces.
 
     Args:
-        key: The bucket's name, made of those of its parameters: residuals are kept under it.
+        key: Name, from the names of its parameters; residuals are kept under it.
         dtype: Of its elements.
-        numel: Number of its elements, those between the parameters included.
+        numel: Elements, including the padding between parameters.
         slots: Its parameters.
     """
 
@@ -66,16 +66,16 @@ class Bucket:
 
 
 def make_buckets(members: Sequence[Member], block: int, bucket_bytes: int) -> list[Bucket]:
-    """Lay parameters out in buckets; the same on all ranks, as all of it follows from the model.
+    """Lay parameters out in buckets; depends on the model alone, so all ranks agree.
 
     Args:
-        members: In the order in which the model registers them. Backward passes reach the last
-            one first, so that buckets are filled from the end.
+        members: In registration order. Backward passes reach the last one first, so buckets are
+            filled from the end.
         block: Elements per block.
         bucket_bytes: Largest bucket; a larger parameter is a bucket by itself.
 
     Returns:
-        The buckets, in the order in which backward passes are expected to complete them.
+        The buckets, in the expected order of their completion in backward passes.
     """
     closed: list[tuple[int, Bucket]] = []
     open_: dict[tuple[torch.dtype, bool], list[tuple[int, Member]]] = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buckets that fill up while a backward pass runs, and are reduced in the background meanwhile."""
+"""Buckets that backward passes fill and that are reduced in the background."""
 
 from __future__ import annotations
 
@@ -33,16 +33,15 @@ class Write(Protocol):
 class BucketReducer:
     """Reduces all buckets once in each round.
 
-    Gradients come in any order. Buckets are sent in the order in which they are listed, on all
-    ranks alike: one that is complete waits for those before it. What has not come when the round
-    ends counts as zero.
+    Gradients come in any order. All ranks send the buckets in the same order: a complete bucket
+    waits for the ones before it. Gradients that are missing at the end of a round count as zero.
 
     Args:
         comm: Reduces.
-        buckets: All there are.
+        buckets: In the order of sending.
         device: Where they are.
-        write: Takes what has been reduced, at some time before the round's end.
-        ranges: By the bucket's key, which rank needs which range; all ranks need all if omitted.
+        write: Takes each reduced gradient before the round ends.
+        ranges: Owned ranges by the bucket's key, for a reduce-scatter; an all-reduce if omitted.
         parameters: By name, for compressors that compare gradients with weights.
         keep: Whether buckets stay in memory from round to round.
     """
@@ -87,7 +86,7 @@ class BucketReducer:
 
     @property
     def num_sent(self) -> int:
-        """How many buckets of this round are on their way or back."""
+        """Number of buckets sent in this round."""
         return len(self._handles)
 
     def has(self, name: str) -> bool:
@@ -95,11 +94,11 @@ class BucketReducer:
         return name not in self._missing[self._number_of[name]]
 
     def sent(self, name: str) -> bool:
-        """Whether the parameter's bucket is on its way, so that it takes no gradient any more."""
+        """Whether the parameter's bucket was sent in this round."""
         return self._number_of[name] < self.num_sent
 
     def put(self, name: str, gradient: Tensor) -> None:
-        """Copy a gradient into its bucket; one that came before is replaced.
+        """Copy a gradient into its bucket, replacing an earlier one.
 
         Args:
             name: Of its parameter.
@@ -111,14 +110,14 @@ class BucketReducer:
         self._missing[number].discard(name)
 
     def send_complete(self) -> None:
-        """Send the buckets that are complete, and take what has come back."""
+        """Send the complete buckets, and write the reduced ones."""
         while (number := self.num_sent) < len(self.buckets) and not self._missing[number]:
             self._send()
         while self._num_written < self.num_sent and self._handles[self._num_written].done():
             self._take()
 
     def end(self) -> None:
-        """Send all that is left, and wait for all.
+        """Send the remaining buckets, and wait for all.
 
         Raises:
             CommError: A peer was lost, or reduces other buckets.

@@ -39,8 +39,11 @@ class SparseGradients(ABC):
 
     Attributes:
         comm: The collectives.
-        figures: What they did in the last optimizer step, by name.
+        reducer: Reduces the buckets.
+        figures: Statistics of the last optimizer step, by name.
     """
+
+    reducer: BucketReducer
 
     def __init__(self, engine: Any, config: SparseCollectiveConfig, timeout_s: float) -> None:
         assert config.mode != "off"
@@ -68,17 +71,12 @@ class SparseGradients(ABC):
             config.compressor is not None and config.compressor.type == "block_topk_ratio"
         )
 
-    @property
-    @abstractmethod
-    def rounds(self) -> BucketReducer:
-        """The buckets."""
-
     @abstractmethod
     def reduce(self) -> None:
-        """Reduce what has not been reduced, and wait for all."""
+        """Reduce all remaining buckets and wait for them."""
 
     def close(self) -> None:
-        """End the collectives."""
+        """Close the collectives."""
         self.comm.close()
 
     def extra_state(self) -> dict[str, Any]:
@@ -87,28 +85,28 @@ class SparseGradients(ABC):
         return {**state, "buckets": self._bucket_sizes()} if state else {}
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Take over a state of `extra_state`.
+        """Load a state of `extra_state`.
 
         Raises:
-            CheckpointError: It is of other buckets, or of another compressor.
+            CheckpointError: Its buckets or compressor differ.
         """
         if self.comm.compressor is not None and state.get("buckets") != self._bucket_sizes():
             raise CheckpointError(
                 "wavemare.sparse_collective",
-                f"{len(self.rounds.buckets)} buckets",
+                f"{len(self.reducer.buckets)} buckets",
                 "the checkpoint has the residuals of other buckets",
                 "Resume with the section that it was saved with, or without a compressor",
             )
         self.comm.load_state_dict(state)
 
     def reset(self) -> None:
-        """Forget what waits of gradients, which belongs to other weights than those now loaded."""
+        """Drop the compressor's residuals, which belong to the weights before a load."""
         compressor = self.comm.compressor
         if compressor is not None:
             compressor.load_state_dict({**compressor.state_dict(), "residuals": {}})
 
     def _bucket_sizes(self) -> dict[str, int]:
-        return {bucket.key: bucket.numel for bucket in self.rounds.buckets}
+        return {bucket.key: bucket.numel for bucket in self.reducer.buckets}
 
     def _buckets(
         self, parameters: Mapping[str, nn.Parameter], dtype_of: Any, config: SparseCollectiveConfig
@@ -120,17 +118,17 @@ class SparseGradients(ABC):
         ]
         return make_buckets(members, config.block, config.bucket_bytes)
 
-    def note_round(self) -> None:
-        """Take the figures of a step that has ended: ZeRO 2 reduces after each micro-batch."""
+    def record_figures(self) -> None:
+        """Collect the statistics of a completed step; ZeRO 2 reduces after each micro-batch."""
         if self._engine.is_gradient_accumulation_boundary():
             self.figures = self.comm.totals.take()
 
 
 class ReplicatedGradients(SparseGradients):
-    """Reduces gradients to all ranks: without ZeRO, and of DeepSpeed's ``BF16_Optimizer``.
+    """Reduces gradients to all ranks: without ZeRO, and for DeepSpeed's ``BF16_Optimizer``.
 
-    Without a pipeline, buckets are sent while the step's last backward pass runs, except in the
-    first step, which shows how often each parameter's gradient is added to in one pass.
+    Without a pipeline, buckets are sent during the step's last backward pass. The first step counts
+    how often each parameter's gradient is added to in one pass, and sends at the end.
 
     Args:
         engine: See `SparseGradients`.
@@ -163,7 +161,7 @@ class ReplicatedGradients(SparseGradients):
             self._accumulated = {name: held[id(p)] for name, p in self._parameters.items()}
         dtype = engine.communication_data_type
         self._dtype: torch.dtype = dtype
-        self._rounds = BucketReducer(
+        self.reducer = BucketReducer(
             self.comm,
             self._buckets(self._parameters, lambda parameter: dtype, config),
             device=engine.device,
@@ -179,39 +177,34 @@ class ReplicatedGradients(SparseGradients):
                 hook = partial(self._on_gradient, name)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
-    @property
-    def rounds(self) -> BucketReducer:
-        """The buckets."""
-        return self._rounds
-
     def reduce(self) -> None:
-        """Reduce what the backward pass has not sent, and wait for all.
+        """Reduce the buckets that the backward pass did not send, and wait for all.
 
         Raises:
-            CommError: A peer was lost, or reduces something else.
-            ModelError: A gradient is sparse in another way than an embedding's rows.
+            CommError: A peer was lost, or makes another call.
+            ModelError: A sparse gradient is not that of an embedding's rows.
         """
         self.begin()
         self.end()
 
     def begin(self) -> None:
-        """Send all that has not been sent; gradients are then free to be replaced."""
+        """Send the remaining buckets and rows; gradients may then be replaced."""
         for name in self._parameters:
-            if not self._rounds.has(name):
-                self._rounds.put(name, self._gradient(name))
-        self._rounds.send_complete()
+            if not self.reducer.has(name):
+                self.reducer.put(name, self._gradient(name))
+        self.reducer.send_complete()
         self._rows = {name: self._send_rows(name) for name in self._tables}
 
     def end(self) -> None:
-        """Wait for all that `begin` has sent, and put it in the gradients."""
-        self._rounds.end()
+        """Wait for all sent buckets, and write the gradients."""
+        self.reducer.end()
         for name, handle in self._rows.items():
             self._take_rows(name, handle)
         self._usual, self._fired = self._fired, Counter()
-        self.note_round()
+        self.record_figures()
 
     def close(self) -> None:
-        """End the collectives, and leave the parameters alone."""
+        """Remove the hooks and close the collectives."""
         for hook in self._hooks:
             hook.remove()
         super().close()
@@ -221,7 +214,7 @@ class ReplicatedGradients(SparseGradients):
         if engine.inside_no_sync_ctxt or not engine.is_gradient_accumulation_boundary():
             return
         self._fired[name] += 1
-        if self._rounds.sent(name):
+        if self.reducer.sent(name):
             raise ModelError(
                 name,
                 f"gradient of {self._fired[name]} parts",
@@ -230,14 +223,14 @@ class ReplicatedGradients(SparseGradients):
                 "the backward pass. If a backward pass before ended with an error, start again",
             )
         if name in self._usual and self._fired[name] >= self._usual[name]:
-            self._rounds.put(name, self._gradient(name))
-            self._rounds.send_complete()
+            self.reducer.put(name, self._gradient(name))
+            self.reducer.send_complete()
 
     def _gradient(self, name: str) -> Tensor:
         if self._accumulated is not None:
             return self._accumulated[name]
         parameter = self._parameters[name]
-        if parameter.grad is None:  # on this rank; as DeepSpeed has it, zero
+        if parameter.grad is None:  # unused on this rank
             parameter.grad = torch.zeros_like(parameter)
         if parameter.grad.layout is not torch.strided:
             raise ModelError(
@@ -258,7 +251,7 @@ class ReplicatedGradients(SparseGradients):
             ids = torch.empty(0, dtype=torch.int64, device=table.device)
             rows = torch.empty(0, table.shape[1], dtype=self._dtype, device=table.device)
         else:
-            # Dense where another layer uses the same weight.
+            # Dense if another layer uses the same weight.
             gradient = table.grad if table.grad.is_sparse else table.grad.to_sparse(1)
             ids = gradient._indices()[0].contiguous()
             rows = gradient._values().to(self._dtype).contiguous()

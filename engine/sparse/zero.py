@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of which each rank needs its partition, reduced by the sparse collective: ZeRO 1, 2.
+"""Gradients of ZeRO 1 and 2, reduced by the sparse collective to each rank's partition.
 
-DeepSpeed's optimizer hands over what it has gathered whenever it would reduce that, and goes on at
-once. Before it reads the gradients, the sums are put where its own would be.
+Methods of DeepSpeed's optimizer are replaced: they hand over gathered gradients instead of reducing
+them. The sums are stored where the optimizer's step reads its own.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ __all__ = ["PartitionedGradients"]
 class PartitionedGradients(SparseGradients):
     """Reduces the gradients of DeepSpeed's optimizer of ZeRO 1 and 2.
 
-    Each range is summed on the rank that owns it, and nowhere else (with ``reduce_scatter`` false
-    on all ranks).
+    Each range is summed on its owner; with ``reduce_scatter`` false on all ranks.
 
     Args:
         engine: See `SparseGradients`.
@@ -54,7 +53,7 @@ class PartitionedGradients(SparseGradients):
         splits = optimizer.reduce_scatter and not any(
             getattr(p, "use_muon", False) for p in registered.values()
         )
-        self._rounds = BucketReducer(
+        self.reducer = BucketReducer(
             self.comm,
             buckets,
             device=engine.device,
@@ -63,7 +62,7 @@ class PartitionedGradients(SparseGradients):
             parameters=registered if self._compares_weights else None,
             keep=False,
         )
-        # What DeepSpeed gathers before it hands it over delays what could be under way.
+        # DeepSpeed gathers this much before it hands gradients over: smaller buckets start earlier.
         itemsize = max((bucket.dtype.itemsize for bucket in buckets), default=4)
         optimizer.reduce_bucket_size = min(
             optimizer.reduce_bucket_size, max(config.bucket_bytes // itemsize, 1)
@@ -74,20 +73,15 @@ class PartitionedGradients(SparseGradients):
         optimizer.buffered_reduce_fallback = self._buffered_reduce_fallback
         optimizer._buffered_reduce_fallback_preserving_fp32 = self._buffered_reduce_preserving_fp32
 
-    @property
-    def rounds(self) -> BucketReducer:
-        """The buckets."""
-        return self._rounds
-
     def reduce(self) -> None:
-        """Reduce what the backward pass has not sent, and wait for all.
+        """Reduce the buckets that the backward pass did not send, and wait for all.
 
         Raises:
-            CommError: A peer was lost, or reduces something else.
+            CommError: A peer was lost, or makes another call.
         """
         with self._stream():
-            self._rounds.end()
-        self.note_round()
+            self.reducer.end()
+        self.record_figures()
 
     # --- in place of the optimizer's methods --------------------------------------------------
 
@@ -119,16 +113,16 @@ class PartitionedGradients(SparseGradients):
 
     def _reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> None:
         self._stock_reduce(comm_dtype=comm_dtype)
-        # Without a type it is the end of a backward pass. A pipeline asks for that once more.
-        if comm_dtype is None and self._rounds.begun:
+        # Without a type it is the end of a backward pass; a pipeline calls it a second time.
+        if comm_dtype is None and self.reducer.begun:
             self.reduce()
 
     # --- in and out -------------------------------------------------------------------------------
 
     def _put(self, bucket: Any, gradients: Sequence[Tensor]) -> None:
         for entry, gradient in zip(bucket.params, gradients, strict=True):
-            self._rounds.put(self._names[id(self._adapter.parameter(entry))], gradient)
-        self._rounds.send_complete()
+            self.reducer.put(self._names[id(self._adapter.parameter(entry))], gradient)
+        self.reducer.send_complete()
 
     def _write(self, name: str, reduced: Tensor, here: bool) -> None:
         group, parameter = self._group_of[name], self._parameters[name]
@@ -148,7 +142,7 @@ class PartitionedGradients(SparseGradients):
 
     @contextmanager
     def _stream(self, bucket: Any = None) -> Iterator[None]:
-        """Work where the optimizer does what follows its reductions."""
+        """Run the body on the optimizer's reduction stream, if it has one."""
         if not self._optimizer.overlap_comm:
             yield
             return

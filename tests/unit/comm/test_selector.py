@@ -10,8 +10,8 @@ from wavemare.comm.blocks.masks import Masks
 from wavemare.comm.config import HALVES
 from wavemare.comm.selection.cost import EXECUTORS, Constants, predict
 from wavemare.comm.selection.selector import (
+    DENSE_LIMIT,
     HYSTERESIS,
-    PATIENCE,
     PROBE_INTERVAL,
     Selector,
     choose_executor,
@@ -101,14 +101,14 @@ def test_after_some_dense_choices_masks_are_rarely_looked_at():
             assert selector.choose("key", FULL, 1024).executor == "ordered"
         else:
             assert selector.dense("key") == "ordered"
-    first = PATIENCE + PROBE_INTERVAL - 1
-    assert looked == [*range(PATIENCE), *range(first, 100, PROBE_INTERVAL)]
-    assert (PATIENCE, PROBE_INTERVAL) == (4, 16)
+    first = DENSE_LIMIT + PROBE_INTERVAL - 1
+    assert looked == [*range(DENSE_LIMIT), *range(first, 100, PROBE_INTERVAL)]
+    assert (DENSE_LIMIT, PROBE_INTERVAL) == (4, 16)
 
 
 def test_a_bucket_that_becomes_sparse_is_looked_at_again():
     selector = Selector(SLOW_WIRE, SPARSE_MODES)
-    for _ in range(PATIENCE):
+    for _ in range(DENSE_LIMIT):
         assert selector.looks("key")
         selector.choose("key", FULL, 1024)
     while not selector.looks("key"):
@@ -119,7 +119,7 @@ def test_a_bucket_that_becomes_sparse_is_looked_at_again():
 
 def test_buckets_have_histories_of_their_own():
     selector = Selector(SLOW_WIRE, SPARSE_MODES)
-    for _ in range(PATIENCE):
+    for _ in range(DENSE_LIMIT):
         selector.looks("dense")
         selector.choose("dense", FULL, 1024)
     assert not selector.looks("dense")

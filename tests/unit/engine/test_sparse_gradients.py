@@ -38,7 +38,7 @@ class Gradients(SparseGradients):
     def __init__(self, comm, numel=3, boundary=True):
         self.comm, self.figures = comm, {}
         self._engine = SimpleNamespace(is_gradient_accumulation_boundary=lambda: boundary)
-        self.rounds = SimpleNamespace(buckets=[Bucket("a to b", torch.float32, numel, ())])
+        self.reducer = SimpleNamespace(buckets=[Bucket("a to b", torch.float32, numel, ())])
 
     def reduce(self):
         raise AssertionError
@@ -72,7 +72,7 @@ def test_figures_are_of_all_calls_of_a_step(boundary, calls):
     gradients = Gradients(Comm(), boundary=boundary)
     for _ in range(2):
         gradients.comm.totals.add(Statistics(executor="pushpull", payload_bytes=10))
-    gradients.note_round()
+    gradients.record_figures()
     assert gradients.figures.get("sparse_calls_pushpull") == calls
 
 
