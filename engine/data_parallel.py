@@ -14,7 +14,7 @@ from deepspeed.runtime.dataloader import RepeatingLoader
 from wavemare.engine.base import EngineMixin
 from wavemare.engine.config.resolve import WavemareConfig
 from wavemare.engine.observe.progress import PROGRESS
-from wavemare.engine.pipe.micro_batch import naming_ids
+from wavemare.engine.pipe.micro_batch import naming_ids, to_device
 from wavemare.engine.waves.segments import Segments
 from wavemare.engine.waves.wavelet import Wavelet, attach_wavelet
 from wavemare.errors import ConfigError, DataError
@@ -199,13 +199,13 @@ class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
         return self._own_batches
 
     def _run(self, batch: Any) -> Any:
-        args, kwargs = _as_arguments(_to_device(batch, self.device))
+        args, kwargs = _as_arguments(to_device(batch, self.device))
         return self(*args, **kwargs)
 
     def _kept(self, batch: Any) -> Any:
         """Return a batch on the device, for passes that are not the whole model's."""
         PROGRESS.at("waves of micro-batches")
-        batch = _to_device(batch, self.device)
+        batch = to_device(batch, self.device)
         if self._guard is not None:
             self._guard.keep(*_as_arguments(batch))
         return batch
@@ -229,14 +229,3 @@ def _as_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
-
-
-def _to_device(batch: Any, device: torch.device) -> Any:
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return {name: _to_device(value, device) for name, value in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        values = [_to_device(value, device) for value in batch]
-        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
-    return batch

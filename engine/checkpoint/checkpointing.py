@@ -95,9 +95,9 @@ class CheckpointMixin:
     ) -> bool:
         """Save as ``deepspeed.DeepSpeedEngine.save_checkpoint``; every rank must call it.
 
-        The folder ``save_dir/tag`` appears at the end, complete; a failure before that leaves an
-        older folder of the same name and ``latest`` as they were. With
-        ``wavemare.checkpoint.background`` the end comes later: `finish_saving` waits for it.
+        The folder ``save_dir/tag`` appears at the end, complete. A failure leaves an older folder
+        of that name, and ``latest``, unchanged. With ``wavemare.checkpoint.background`` the save
+        completes later: `finish_saving` waits for it.
 
         Raises:
             ValueError: There is no ``save_dir``.
@@ -153,7 +153,7 @@ class CheckpointMixin:
         return True
 
     def finish_saving(self) -> None:
-        """Wait until what is written in the background is complete; all ranks should call it.
+        """Wait until a background save is complete; all ranks should call it.
 
         Raises:
             CheckpointError: A rank could not write it.
@@ -174,15 +174,13 @@ class CheckpointMixin:
     ) -> tuple[str | None, Any]:
         """Load as ``deepspeed.DeepSpeedEngine.load_checkpoint``, after verifying the folder.
 
-        At the topology of the save, training goes on exactly as it would have without the stop.
-        Objects of classes other than torch's are not made, so that a file cannot run code.
+        At the topology of the save, training continues bit for bit. Only harmless classes are
+        unpickled, so a file cannot run code.
 
         Raises:
-            CheckpointError: The folder is missing, a file in it is damaged, or it was saved by
-                another topology and is not a universal checkpoint; or it is one, and the optimizer
-                has states that it does not keep; or another optimizer's states are in it. The same
-                on all ranks, before the engine is changed. Or a file holds an object of another
-                class.
+            CheckpointError: The folder is missing or damaged; its topology, plan or optimizer is
+                another one; a universal checkpoint lacks the optimizer's states; or a file holds
+                an object of another class. The same on all ranks, before the engine changes.
         """
         engine: Any = self
         self.drain_before_load()
@@ -218,9 +216,9 @@ class CheckpointMixin:
                 load_module_only=load_module_only,
                 custom_load_fn=custom_load_fn,
             )
-        if result[0] is None:  # there is none: everything stays as it was
+        if result[0] is None:  # no checkpoint: nothing changes
             return result
-        # A run that takes weights alone does not go on with the other's, whose files stay.
+        # A run that takes only weights does not own the other run's checkpoints.
         self._earlier_runs = tuple(manifest.get("runs", ())) if manifest and whole else ()
         if own and whole:
             restore_random_state(own)
@@ -252,31 +250,30 @@ class CheckpointMixin:
 
     @property
     def _runs(self) -> list[str]:
-        """The engines whose checkpoints led to this one, and this one."""
+        """The engines that this one has resumed from, and this one."""
         return [*self._earlier_runs, self._own_run]
 
     def synchronize(self) -> None:
-        """Finish what is under way between two steps, so that the engine can be saved."""
+        """Finish all work between two steps, so that the engine can be saved."""
 
     def drain_before_load(self) -> None:
-        """Leave nothing under way that a load could meet; if it finds nothing, training goes on."""
+        """Finish pending work before a load; a load that finds nothing changes nothing else."""
 
     def extra_state(self) -> dict[str, Any]:
         """Return what this rank's next step needs beside weights, optimizer and random state."""
         return {}
 
     def reset_state(self) -> None:
-        """Forget what belonged to the weights that were; others have just been loaded.
+        """Discard what belongs to the weights before a load, such as unused gradients.
 
-        Gradients that no step has taken are among it, so that training can go on from a checkpoint
-        after an error, too.
+        So training can continue from a checkpoint after an error, too.
         """
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
-        """Take over a state of `extra_state`; it is empty where a checkpoint has none."""
+        """Take over a state of `extra_state`; empty if the checkpoint has none."""
 
     def load_rank_weights(self, state: dict[str, Any]) -> None:
-        """Take over only the weights in it, where the optimizer's state is not loaded."""
+        """Take over only the weights in a state, where the optimizer's is not loaded."""
 
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
         if self._writing is not None and self._writing.has_failed:
@@ -293,7 +290,7 @@ class CheckpointMixin:
 
     @contextmanager
     def _writes_to(self, files: RankFiles) -> Iterator[None]:
-        """Have DeepSpeed hand its files over; an engine of its own for them writes by itself."""
+        """Take DeepSpeed's files over, unless a checkpoint engine of its own writes them."""
         engine: Any = self
         if not isinstance(engine.checkpoint_engine, CheckpointFiles):
             yield

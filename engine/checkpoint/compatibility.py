@@ -27,6 +27,7 @@ __all__ = [
     "untied_weights",
 ]
 
+_EXPORTED = "a model that save_pretrained exported"
 _WRAPPERS = ("optimizer", "optimizer_state_dict", "base_optimizer_state")
 _COMPILED = "bias_correction"
 _TELLING = ("betas", "eps", "momentum", _COMPILED)
@@ -72,19 +73,48 @@ def check_checkpoint_fits(
 
     Args:
         folder: The checkpoint.
-        manifest: Its list of files.
+        manifest: Its list of files; one of an older version lacks some entries.
         engine: The one to load it.
-        whole: Whether the optimizer's states are loaded, too, which are cut by the topology.
+        whole: Whether the optimizer's states are loaded, too; they depend on the topology.
 
     Raises:
         CheckpointError: It was saved by another topology, plan or tying of weights.
     """
-    _check_heads(folder, manifest.get("plan"))
-    _check_ties(folder, manifest.get("untied"), untied_weights(engine))
-    if whole:
-        convertible = keeps_adam_alone(engine)
-        _check_plan(folder, manifest.get("plan"), engine.layout, convertible)
-        _check_topology(folder, manifest["topology"], topology(engine), convertible)
+    plan, layout = manifest.get("plan"), engine.layout
+    heads = plan["layout"].get("colocated") if plan is not None else None
+    untied, own = manifest.get("untied"), untied_weights(engine)
+    convert = _universal_remedy(folder) if keeps_adam_alone(engine) else f"go on from {_EXPORTED}"
+    rows: list[tuple[object, str, str]] = [
+        (
+            heads,
+            f"its heads {heads} are split over the data ranks, which was removed",
+            "Export the model with save_pretrained of the version that saved it, and go on from it",
+        ),
+        (
+            untied is not None and untied != own,
+            f"the weights with copies of their own are {untied} in it, in this run {own}",
+            "Resume with the schedule that saved it (pipemare unties heads, 1f1b does not unless "
+            f'"untie" is set), or go on from {_EXPORTED}',
+        ),
+    ]
+    if whole and plan is not None and layout is not None:
+        reason = f"it was saved under the plan {plan['digest']}, this run has {layout.digest}"
+        remedy = f"Resume with the same plan, which stands in {MANIFEST}, or {convert}"
+        rows.append((plan["digest"] != layout.digest, reason, remedy))
+    for refused, reason, remedy in rows:
+        if refused:
+            raise CheckpointError("checkpoint", str(folder), reason, remedy)
+    saved, current = manifest["topology"], topology(engine)
+    if saved["zero_stage"] == current["zero_stage"] == 0:
+        # Each replica holds everything, so their number does not matter.
+        saved, current = (
+            {key: value for key, value in each.items() if key not in ("world_size", "data")}
+            for each in (saved, current)
+        )
+    if whole and saved != current:
+        reason = f"it was saved by the topology {_spell(saved)}, this run has {_spell(current)}"
+        remedy = f"Resume with the same topology, or {convert}"
+        raise TopologyError("checkpoint", str(folder), reason, remedy)
 
 
 def shapes(engine: Any) -> dict[str, list[int]]:
@@ -182,75 +212,11 @@ def check_universal(load_dir: str, engine: Any) -> None:
             str(load_dir),
             "a universal checkpoint keeps Adam's averages alone, and "
             f"{type(engine.basic_optimizer).__name__} has other states",
-            "Resume at the topology of the save without load_universal, or go on from a model "
-            "that save_pretrained exported",
+            f"Resume at the topology of the save without load_universal, or go on from {_EXPORTED}",
         )
 
 
-def _check_plan(
-    folder: Path, saved: dict[str, Any] | None, plan: Any, convertible: bool = True
-) -> None:
-    """Refuse a checkpoint of another plan; one that was saved or is loaded without any has none."""
-    if saved is None or plan is None or saved["digest"] == plan.digest:
-        return
-    raise CheckpointError(
-        "checkpoint",
-        str(folder),
-        f"it was saved under the plan {saved['digest']}, this run has {plan.digest}",
-        f"Resume with the same plan, which stands in {MANIFEST}, or "
-        f"{_universal_remedy(folder, convertible)}",
-    )
-
-
-def _check_heads(folder: Path, saved: dict[str, Any] | None) -> None:
-    """Refuse a checkpoint of an earlier version whose output heads were split over data ranks."""
-    heads = saved["layout"].get("colocated") if saved is not None else None
-    if heads:
-        raise CheckpointError(
-            "checkpoint",
-            str(folder),
-            f"its heads {heads} are split over the data ranks, which was removed",
-            "Export the model with save_pretrained of the version that saved it, and go on from it",
-        )
-
-
-def _check_ties(folder: Path, saved: list[str] | None, current: list[str]) -> None:
-    """Refuse a checkpoint of stages that tie other weights; older ones do not say."""
-    if saved is None or saved == current:
-        return
-    raise CheckpointError(
-        "checkpoint",
-        str(folder),
-        f"the weights with copies of their own are {saved} in it, in this run {current}",
-        "Resume with the schedule that saved it (pipemare unties heads, 1f1b does not unless "
-        '"untie" is set), or go on from a model that save_pretrained exported',
-    )
-
-
-def _check_topology(
-    folder: Path,
-    saved: dict[str, Any],
-    current: dict[str, Any],
-    convertible: bool = True,
-) -> None:
-    if saved["zero_stage"] == current["zero_stage"] == 0:
-        # Every replica holds everything, so that their number does not matter.
-        free = {"world_size", "data"}
-        saved = {key: value for key, value in saved.items() if key not in free}
-        current = {key: value for key, value in current.items() if key not in free}
-    if saved == current:
-        return
-    raise TopologyError(
-        "checkpoint",
-        str(folder),
-        f"it was saved by the topology {_spell(saved)}, this run has {_spell(current)}",
-        f"Resume with the same topology, or {_universal_remedy(folder, convertible)}",
-    )
-
-
-def _universal_remedy(folder: Path, convertible: bool) -> str:
-    if not convertible:
-        return "go on from a model that save_pretrained exported"
+def _universal_remedy(folder: Path) -> str:
     return (
         f"convert it with 'python -m wavemare.universal --input_folder {folder} "
         f"--output_folder {folder}_universal' (needs ZeRO 1 or higher), write "

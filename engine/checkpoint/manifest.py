@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The list of a checkpoint's files: damage is found by it before anything is loaded."""
+"""The manifest: a checkpoint's files with sizes and checksums, to find damage before a load."""
 
 from __future__ import annotations
 
@@ -90,14 +90,13 @@ def verify_contents(
 ) -> None:
     """Read a part of a checkpoint's files and compare their checksums.
 
-    Files are dealt out by size, so that together the parts read each file once, and none much more
-    than another.
+    Files are assigned by size: together the parts read each file once, and each about as much.
 
     Args:
         folder: The checkpoint.
         manifest: What `read_manifest` has returned for it.
         part: Of ``range(parts)``.
-        parts: Among how many the files are dealt out.
+        parts: Number of parts.
 
     Raises:
         CheckpointError: A file's content is not what was written.
@@ -105,9 +104,9 @@ def verify_contents(
     records = _records(manifest)
     loads = [0] * parts
     for name in sorted(records, key=lambda name: (-records[name].bytes, name)):
-        taker = loads.index(min(loads))
-        loads[taker] += records[name].bytes + 1
-        if taker != part or not records[name].xxh3:
+        reader = loads.index(min(loads))
+        loads[reader] += records[name].bytes + 1
+        if reader != part or not records[name].xxh3:
             continue
         found = checksum(folder / name)
         if found != records[name]:
@@ -138,16 +137,16 @@ def complete_tags(folder: Path, runs: Collection[str] | None = None) -> list[str
 
 
 def keep_last(folder: Path, count: int, latest: str, runs: Collection[str]) -> list[str]:
-    """Remove all complete checkpoints that some engines have saved but the newest ones.
+    """Remove the oldest complete checkpoints of some engines.
 
     Args:
         folder: Of the checkpoints.
         count: How many stay.
         latest: The tag that stays whatever the others are.
-        runs: The engines: the one that saves, and those that it has gone on from.
+        runs: The engines: the one that saves, and the ones it has resumed from.
 
     Returns:
-        The tags removed. Folders of others, or that are not whole, are left alone.
+        The tags removed. Incomplete folders, and folders of others, stay.
     """
     old = [tag for tag in complete_tags(folder, runs)[count:] if tag != latest]
     for tag in old:
@@ -174,7 +173,7 @@ def damaged(file: Path, reason: str, folder: Path) -> CheckpointError:
 
 
 def _lists(folder: Path) -> list[Path]:
-    # Hidden ones are being written, replaced or removed.
+    # Hidden folders are being written, replaced or removed.
     return [path for path in folder.glob(f"*/{MANIFEST}") if not path.parent.name.startswith(".")]
 
 
@@ -197,7 +196,7 @@ def _parse(path: Path) -> dict[str, Any]:
 
 
 def _check_topology(topology: Any) -> None:
-    """Check what decides whether a run can go on from the files.
+    """Check the entry ``topology``.
 
     Raises:
         ValueError: It is no topology; the text says why.

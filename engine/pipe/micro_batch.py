@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from traceback import walk_tb
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from wavemare.errors import DataError
 
-__all__ = ["MicroBatch", "as_tuple", "moved", "naming_ids"]
+__all__ = ["MicroBatch", "as_tuple", "naming_ids", "to_device"]
 
 Tensors = Tensor | tuple[Tensor, ...]
 
@@ -72,13 +72,22 @@ def as_tuple(tensors: Any) -> tuple[Tensor, ...]:
     return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
 
 
-def moved(tensors: Any, device: torch.device) -> Any:
-    """Return one tensor, or a tuple or list of them, on a device; anything else as it is."""
-    if isinstance(tensors, Tensor):
-        return tensors.detach().to(device)
-    if isinstance(tensors, (tuple, list)):
-        return tuple(tensor.detach().to(device) for tensor in tensors)
-    return tensors
+def to_device(batch: Any, device: torch.device, *, detach: bool = False) -> Any:
+    """Return a tensor, or nested mappings, tuples and lists of them, on a device.
+
+    Args:
+        batch: A mapping becomes a dictionary; values of other kinds stay as they are.
+        device: Where the tensors go.
+        detach: Whether they lose their graph.
+    """
+    if isinstance(batch, Tensor):
+        return (batch.detach() if detach else batch).to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {name: to_device(value, device, detach=detach) for name, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        values = [to_device(value, device, detach=detach) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    return batch
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch import Tensor
 from wavemare.engine.pipe.channels import Channels
 from wavemare.engine.pipe.engine import PipelineEngine
 from wavemare.engine.pipe.exchange import Exchange
-from wavemare.engine.pipe.micro_batch import MicroBatch, as_tuple, moved
+from wavemare.engine.pipe.micro_batch import MicroBatch, as_tuple, to_device
 from wavemare.engine.pipe.stage_passes import StagePasses
 from wavemare.engine.pipe.step_schedule import INSTRUCTIONS, Pair, Window
 from wavemare.pipeline.plan.action import Action, Kind
@@ -62,7 +62,9 @@ class PairedPipelineEngine(PipelineEngine):
             inputs = tuple(tensor.detach().to(self.device) for tensor in as_tuple(batch[0]))
             self._micro_batches[action.micro_batch] = MicroBatch(inputs=inputs)
         if self.is_last_stage():
-            self._micro_batches[action.micro_batch].labels = moved(batch[1], self.device)
+            self._micro_batches[action.micro_batch].labels = to_device(
+                batch[1], self.device, detach=True
+            )
 
     def _exec_recv_activation(self, action: Action) -> None:
         _, inputs = self._exchange.receive_activation(self.device)

@@ -26,7 +26,7 @@ from wavemare.engine.pipe.engine import PipelineEngine
 from wavemare.engine.pipe.exchange import Exchange
 from wavemare.engine.pipe.feed import Feed
 from wavemare.engine.pipe.grad_norm import StageNorms
-from wavemare.engine.pipe.micro_batch import MicroBatch, as_tuple, moved
+from wavemare.engine.pipe.micro_batch import MicroBatch, as_tuple, to_device
 from wavemare.engine.pipe.pipemare_checks import check_losses, check_model
 from wavemare.engine.pipe.stage_optimizer import StageOptimizer
 from wavemare.engine.pipe.stage_passes import StagePasses
@@ -221,7 +221,7 @@ class PipeMareEngine(PipelineEngine):
         if self.is_last_stage() and not micro_batch.ended:
             if not self.is_first_stage():
                 batch = self._feed.next_labels(micro_batch.source)
-            micro_batch.labels = moved(batch[1], self.device)
+            micro_batch.labels = to_device(batch[1], self.device, detach=True)
 
     def _read(self, iterator: Iterator[Any]) -> Any:
         self.data_iterator = iterator

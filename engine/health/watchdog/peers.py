@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import logging
 import os
 import socket
 import socketserver
@@ -19,6 +20,8 @@ from wavemare.engine.launch.environment import own_address
 from wavemare.errors import LaunchError
 
 __all__ = ["LOOPBACK", "Server", "ask", "ask_all", "reachable_address"]
+
+logger = logging.getLogger("wavemare")
 
 LOOPBACK = "127.0.0.1"
 
@@ -58,6 +61,7 @@ class Server(socketserver.ThreadingTCPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore what a stranger sends, and callers that hang up."""
+        logger.debug("the watchdog could not answer", exc_info=True)
 
 
 class _Conversation(socketserver.StreamRequestHandler):

@@ -163,7 +163,7 @@ class Watchdog:
         self._seen = clock()
         self._stopped = False
         self._lock = threading.Lock()
-        self._look_thread = self._new_look()
+        self._look_thread = self._end_thread = self._new_look()
         self._thread = threading.Thread(target=self._run, name="wavemare-watchdog", daemon=True)
 
     # --- life -----------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ class Watchdog:
 
     def _at_exit(self) -> None:
         if self.ending:
-            self._look_thread.join(_LAST_S)  # it ends the process; a shutdown might hang
+            self._end_thread.join(_LAST_S)  # it ends the process; a shutdown might hang
         self.send_exit_notice()
         # The interpreter takes seconds to end, in which nobody would answer.
         self.stop()
@@ -289,7 +289,7 @@ class Watchdog:
     def _status(self) -> RankStatus:
         waited_s = self._waited_s if self.progress.wait is self._wait else 0.0
         status = RankStatus.of(self._me.rank, self.progress, waited_s)
-        return replace(status, notices={str(k): text for k, text in self._notices.items()})
+        return replace(status, notices={str(k): text for k, text in self._notices.copy().items()})
 
     def _is_look_due(self) -> bool:
         due = min(_NEXT_S, self.config.timeout_s / 2)
@@ -445,7 +445,7 @@ class Watchdog:
             if self.ending or self._stopped:
                 return False
             self._last.start()
-            self.ending = True
+            self.ending, self._end_thread = True, threading.current_thread()
         return True
 
     def _end(

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from wavemare.engine.pipe.micro_batch import MicroBatch, as_tuple, moved
+from wavemare.engine.pipe.micro_batch import MicroBatch, as_tuple, to_device
 
 CPU = torch.device("cpu")
 
@@ -25,18 +25,18 @@ def test_one_tensor_a_tuple_and_a_list_become_a_tuple():
 
 def test_moved_tensors_keep_their_form_and_lose_their_graph():
     source = leaf(2) * 2
-    assert isinstance(moved(source, CPU), torch.Tensor)
-    assert not moved(source, CPU).requires_grad
-    both = moved([source, torch.arange(3)], CPU)
-    assert isinstance(both, tuple)
+    assert isinstance(to_device(source, CPU, detach=True), torch.Tensor)
+    assert not to_device(source, CPU, detach=True).requires_grad
+    both = to_device([source, torch.arange(3)], CPU, detach=True)
+    assert isinstance(both, list)
     assert not both[0].requires_grad
     assert torch.equal(both[1], torch.arange(3))
-    assert moved(torch.zeros(1), torch.device("meta")).device.type == "meta"
+    assert to_device(torch.zeros(1), torch.device("meta")).device.type == "meta"
 
 
 @pytest.mark.parametrize("labels", [None, {"ids": [1]}, "text"])
-def test_labels_that_are_no_tensors_stay_as_they_are(labels):
-    assert moved(labels, CPU) is labels
+def test_labels_that_are_no_tensors_stay_equal(labels):
+    assert to_device(labels, CPU, detach=True) == labels
 
 
 def test_gradients_of_several_outputs_are_those_of_one_sum():
