@@ -12,109 +12,128 @@ With a pretrained model and a table of one's own (TSV, CSV or JSONL)::
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from wavemare.data.sources import resolve
 from wavemare.errors import ConfigError
 from wavemare.failure import run_main
-from wavemare.recipes.arguments import JobArguments, parse_arguments
-from wavemare.recipes.job import Job
-from wavemare.recipes.pretrained import check_model_folder, longest, naming, read_model_config
+from wavemare.observe.recording import Recording
+from wavemare.recipes.bert.pretrain import finish, train
+from wavemare.training.arguments import ModelArguments, TrainArguments, option, parse_arguments
+from wavemare.training.models import (
+    check_model_folder,
+    max_positions,
+    read_model_config,
+    reraise_model_errors,
+)
+from wavemare.training.setup import connect, leave, prepare
 
 
-@dataclass
-class FinetuneArguments(JobArguments):
+@dataclass(frozen=True)
+class FinetuneArguments(ModelArguments, TrainArguments):
     """Options of BERT finetuning."""
 
-    output: str = field(default="runs/bert-finetune", metadata={"help": "run folder"})
-    model: str | None = field(
-        default=None,
-        metadata={"help": "Hugging Face folder to start from; a new small model if omitted"},
+    output: str = option("runs/bert-finetune", "run folder")
+    model: str | None = option(
+        None, "Hugging Face folder to start from; a new small model if omitted"
     )
-    model_config: str = field(
-        default=str(Path(__file__).with_name("model.json")),
-        metadata={"help": "transformers configuration of a new model"},
+    model_config: str = option(
+        str(Path(__file__).with_name("model.json")), "transformers configuration of a new model"
     )
-    vocab_size: int = field(default=4096, metadata={"help": "tokens of a new model's BPE"})
-    sequence_length: int = field(default=128, metadata={"help": "tokens per text, cut or padded"})
-    label_column: str = field(default="label", metadata={"help": "column of the labels"})
-    max_steps: int = field(default=300, metadata={"help": "optimizer steps"})
+    label_column: str = option("label", "column of the labels")
+    max_steps: int = option(300, "optimizer steps")
 
 
 def main() -> None:
-    """Train, evaluate, export, reload and classify."""
-    arguments = parse_arguments(FinetuneArguments)
-    if arguments.split is not None:
-        reason = "labelled texts are no Megatron data, and a part is held out by its hash"
-        raise ConfigError("--split", arguments.split, reason, "Leave it out")
-    job = Job(arguments, "wavemare: BERT classification")
-    values: dict[str, Any] = {}
-    if arguments.model is not None:
-        check_model_folder(arguments.model, arguments.sequence_length)
+    """Train, evaluate, export and classify."""
+    args = parse_arguments(FinetuneArguments)
+    check_options(args)
+    setup = prepare(args)
+    shape: dict[str, Any] = {}
+    if args.model is not None:
+        check_model_folder(args.model, args.sequence_length)
     else:
-        values = read_model_config(
-            arguments.model_config, arguments.sequence_length, arguments.megatron.model
-        )
+        shape = read_model_config(args.model_config, args.sequence_length, args.sizes())
+    source = resolve(args.data)
+    recording = Recording(args.output, steps=args.max_steps, arguments=args.given(), show=True)
 
-    from wavemare.data import encode_labelled, load_classification, majority_baseline, resolve
+    connect(setup)
 
-    source = resolve(arguments.data)
-    job.connect()
-    corpus = load_classification(
-        source, text_column=arguments.text_column, label_column=arguments.label_column
+    from wavemare.data.classification import (
+        encode_labelled,
+        load_classification,
+        majority_baseline,
     )
-    tokenizer, model = start(arguments, corpus, Path(os.path.expanduser(arguments.cache)), values)
-    train = encode_labelled(corpus.train, tokenizer, arguments.sequence_length)
-    held_out = encode_labelled(corpus.validation, tokenizer, arguments.sequence_length)
-    panel = {
+    from wavemare.training.panel import start_up_panel
+
+    corpus = load_classification(
+        source, text_column=args.text_column, label_column=args.label_column
+    )
+    tokenizer, model = make_model(args, corpus, shape, setup.section.tensor_parallel.size)
+    samples, validation = (
+        encode_labelled(rows, tokenizer, args.sequence_length)
+        for rows in (corpus.train, corpus.validation)
+    )
+    rows = {
         "name": corpus.name,
-        "texts": f"{len(train)} to train, {len(held_out)} held out",
+        "texts": f"{len(samples)} to train, {len(validation)} held out",
         "classes": ", ".join(corpus.label_names),
     }
-    job.build(model, panel, sequence_length=arguments.sequence_length)
-
-    def evaluate(num_samples: int | None) -> Mapping[str, float]:
-        return measure(job, held_out, num_samples, num_classes=len(corpus.label_names))
-
-    job.fit(job.loader(train, held_out), evaluate)
-    results = evaluate(None)
-    job.export(tokenizer)
-
-    def answer() -> str:
-        example = corpus.validation[0]
-        label = corpus.label_names[example["label"]]
-        text = example["text"]
-        return f"{text[:300]}\n-> {classify(job.exported, text)} (it is {label})"
-
-    baseline = majority_baseline(corpus)
-    majority = {
-        "majority accuracy": baseline.accuracy,
-        "majority macro_f1": baseline.macro_f1,
-    }
-    job.finish({**results, **majority}, use=answer)
+    panel = start_up_panel(setup, model, rows)
+    recording.screen.panel("wavemare: BERT classification", panel)
+    evaluate = partial(measure, num_classes=len(corpus.label_names))
+    evaluation = train(setup, recording, model, samples, validation, evaluate)
+    if evaluation is not None:
+        exported = finish(setup, recording, model, tokenizer, evaluation, evaluate)
+        if setup.rank == 0:
+            text, label = corpus.validation[0]["text"], corpus.validation[0]["label"]
+            answer = f"{classify(exported, text)} (it is {corpus.label_names[label]})"
+            recording.screen.note(f"\n{text[:300]}\n-> {answer}\n")
+        majority = majority_baseline(corpus)
+        recording.finish(
+            {"majority accuracy": majority.accuracy, "majority macro_f1": majority.macro_f1}
+        )
+    leave()
 
 
-def measure(
-    job: Job, dataset: Any, num_samples: int | None, *, num_classes: int
-) -> Mapping[str, float]:
-    """Return loss, accuracy and macro F1 on held-out samples, the same on all ranks."""
+def check_options(args: FinetuneArguments) -> None:
+    """Refuse options that have no effect.
+
+    Raises:
+        ConfigError: ``--split`` is given, or a size of a model that comes from a folder.
+    """
+    if args.split is not None:
+        reason = "labelled texts are no Megatron data, and a part is held out by its hash"
+        raise ConfigError("--split", args.split, reason, "Leave it out")
+    sized = {**args.sizes(), "vocabulary": args.make_vocab_size_divisible_by}
+    for name, size in sized.items():
+        if args.model is not None and size is not None:
+            option = "--" + name.replace("num_hidden_layers", "num_layers").replace("_", "-")
+            reason = "the model comes from a folder, with its own size"
+            raise ConfigError(option, size, reason, "Leave it out")
+
+
+def measure(evaluation: Any, num_samples: int | None, *, num_classes: int) -> Mapping[str, float]:
+    """Return loss, accuracy and macro F1 on validation samples, the same on all ranks."""
     import torch
     from torch import distributed
 
-    confusion = torch.zeros(num_classes, num_classes, dtype=torch.long, device=job.engine.device)
+    engine = evaluation.engine
+    confusion = torch.zeros(num_classes, num_classes, dtype=torch.long, device=engine.device)
     losses = []
-    for batch in job.held_out_batches(dataset, num_samples):
-        loss, logits = job.engine.eval_batch(iter([batch]), return_logits=True, num_micro_batches=1)
+    for batch in evaluation.batches(num_samples):
+        loss, logits = engine.eval_batch(iter([batch]), return_logits=True, num_micro_batches=1)
         losses.append(float(loss))
         if logits is not None:  # in a pipeline the last stage has them
             labels = batch["labels"].to(logits.device)
             cells = labels * num_classes + logits.argmax(-1)
             confusion += torch.bincount(cells, minlength=num_classes**2).view_as(confusion)
     distributed.all_reduce(confusion)
-    return {"held_out_loss": sum(losses) / len(losses), **scores(confusion)}
+    return {"eval_loss": sum(losses) / len(losses), **scores(confusion)}
 
 
 def scores(confusion: Any) -> dict[str, float]:
@@ -124,30 +143,29 @@ def scores(confusion: Any) -> dict[str, float]:
     return {"accuracy": float(right.sum() / confusion.sum()), "macro_f1": float(f1.mean())}
 
 
-def start(
-    arguments: FinetuneArguments, corpus: Any, cache: Path, values: dict[str, Any]
+def make_model(
+    args: FinetuneArguments, corpus: Any, shape: dict[str, Any], tensor_parallel: int
 ) -> tuple[Any, Any]:
     """Return the tokenizer and the model to start from: pretrained, or new."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    from wavemare.data import cached_tokenizer, load_tokenizer
+    from wavemare.data.tokenizer import cached_tokenizer, load_tokenizer
 
     names = dict(enumerate(corpus.label_names))
     labels = {"id2label": names, "label2id": {name: index for index, name in names.items()}}
-    if arguments.model is not None:
-        tokenizer = load_tokenizer(arguments.model)
-        with naming("--model", arguments.model):
+    if args.model is not None:
+        tokenizer = load_tokenizer(args.model)
+        with reraise_model_errors("--model", args.model):
             model = AutoModelForSequenceClassification.from_pretrained(
-                arguments.model, dtype="float32", num_labels=len(names), **labels
+                args.model, dtype="float32", num_labels=len(names), **labels
             )
         return tokenizer, model
-    tokenizer = cached_tokenizer(corpus.train, arguments.vocab_size, "bert", cache)
-    with naming("--model_config", arguments.model_config):
-        config = AutoConfig.for_model(
-            **{"vocab_size": arguments.megatron.vocabulary(len(tokenizer)), **values, **labels},
-            num_labels=len(names),
-            pad_token_id=tokenizer.pad_token_id,
-        )
+    cache = Path(args.cache).expanduser()
+    tokenizer = cached_tokenizer(corpus.train, args.vocab_size, "bert", cache)
+    rows = args.padded(len(tokenizer), tensor_parallel)
+    own = {"num_labels": len(names), "pad_token_id": tokenizer.pad_token_id, **labels}
+    with reraise_model_errors("--model_config", args.model_config):
+        config = AutoConfig.for_model(**{"vocab_size": rows, **shape, **own})
         return tokenizer, AutoModelForSequenceClassification.from_config(config)
 
 
@@ -158,7 +176,7 @@ def classify(folder: Path, text: str) -> str:
 
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    room = longest(model.config)
+    room = max_positions(model.config)
     inputs = tokenizer(text, return_tensors="pt", truncation=True, max_length=room)
     with torch.no_grad():
         probabilities = model(**inputs).logits[0].softmax(-1)

@@ -9,98 +9,188 @@ Run it with ``wavemare train bert``, or as any DeepSpeed script::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from wavemare.errors import ConfigError
 from wavemare.failure import run_main
-from wavemare.recipes.arguments import JobArguments, parse_arguments
-from wavemare.recipes.job import Job
-from wavemare.recipes.pretrained import longest, naming, read_model_config
-from wavemare.recipes.text import TextData
+from wavemare.observe.recording import Recording
+from wavemare.training.arguments import (
+    ModelArguments,
+    TokenizerArguments,
+    TrainArguments,
+    option,
+    parse_arguments,
+)
+from wavemare.training.models import max_positions, read_model_config, reraise_model_errors
+from wavemare.training.setup import Setup, connect, leave, prepare, seed_dropout
+from wavemare.training.text import TrainingText, find_text, read_text
 
 
-@dataclass
-class PretrainArguments(JobArguments):
+@dataclass(frozen=True)
+class PretrainArguments(TokenizerArguments, ModelArguments, TrainArguments):
     """Options of BERT pretraining."""
 
-    output: str = field(default="runs/bert-pretrain", metadata={"help": "run folder"})
-    model_config: str = field(
-        default=str(Path(__file__).with_name("model.json")),
-        metadata={"help": "transformers configuration of the model; sizes of text are filled in"},
+    output: str = option("runs/bert-pretrain", "run folder")
+    model_config: str = option(
+        str(Path(__file__).with_name("model.json")), "transformers configuration of the model"
     )
-    vocab_size: int = field(default=4096, metadata={"help": "tokens of the trained BPE"})
-    tokenizer: str | None = field(
-        default=None, metadata={"help": "Hugging Face folder of a tokenizer to use instead"}
-    )
-    sequence_length: int = field(default=128, metadata={"help": "tokens per sample"})
-    mask_probability: float = field(default=0.15, metadata={"help": "share of tokens to guess"})
-    prompt: str = field(
-        default="def [MASK](self):", metadata={"help": "text with a [MASK] to fill in at the end"}
-    )
+    mask_probability: float = option(0.15, "share of tokens to guess")
+    prompt: str = option("def [MASK](self):", "text with a [MASK] to fill in at the end")
 
 
 def main() -> None:
     """Pretrain, evaluate, export and fill a gap."""
-    arguments = parse_arguments(PretrainArguments)
-    job = Job(arguments, "wavemare: BERT pretraining")
+    # Options first: most mistakes are refused before torch and DeepSpeed are imported.
+    args = parse_arguments(PretrainArguments)
+    setup = prepare(args)
+    source = find_text(args)
+    shape = read_model_config(args.model_config, args.sequence_length, args.sizes())
+    recording = Recording(args.output, steps=args.max_steps, arguments=args.given(), show=True)
 
-    text = TextData(arguments)
-    values = read_model_config(
-        arguments.model_config, arguments.sequence_length, arguments.megatron.model
+    connect(setup)
+    text = read_text(source, args, "bert", tokenizer=args.tokenizer, vocab_size=args.vocab_size)
+    model = make_model(args, shape, text.tokenizer, setup.section.tensor_parallel.size)
+    check_gap(text.tokenizer, args.prompt, max_positions(model.config))
+    samples, validation = masked_samples(args, text, model.config)
+
+    from wavemare.training.panel import start_up_panel
+
+    panel = start_up_panel(setup, model, text.describe())
+    recording.screen.panel("wavemare: BERT pretraining", panel)
+    evaluation = train(setup, recording, model, samples, validation, eval_loss)
+    if evaluation is not None:
+        exported = finish(setup, recording, model, text.tokenizer, evaluation, eval_loss)
+        if setup.rank == 0:
+            recording.screen.note(f"\n{fill(exported, args.prompt)}\n")
+        unigram = text.cross_entropies(args.sequence_length)["unigram"]
+        recording.finish({"unigram cross-entropy": unigram}, {"unigram": unigram})
+    leave()
+
+
+Evaluate = Callable[[Any, int | None], Mapping[str, float]]
+"""Given an `Evaluation` and a number of samples (None for all), measures the model."""
+
+
+def train(
+    setup: Setup,
+    recording: Recording,
+    model: Any,
+    samples: Any,
+    validation: Any,
+    evaluate: Evaluate,
+) -> Any:
+    """Train, with evaluations and checkpoints on the way.
+
+    Returns:
+        The evaluation, which has the engine; None if SIGTERM has ended the training early.
+    """
+    import wavemare
+    from wavemare.data.loader import ResumableLoader
+    from wavemare.engine import Interruption
+    from wavemare.training.evaluation import Evaluation
+    from wavemare.training.resume import load_run
+
+    args, checkpoints = setup.arguments, str(setup.folder / "checkpoints")
+
+    # The JSON configuration decides the layout, the optimizer and the schedule.
+    plan = setup.balance.measure(model, setup.batch, sequence_length=args.sequence_length)
+    engine, *_ = wavemare.initialize(model=model, config=setup.balance.config)
+    recording.screen.note(plan or engine.layout)
+    seed_dropout(engine, args.seed)
+    evaluation = Evaluation(engine, validation)
+    batches = ResumableLoader(
+        samples,
+        micro_batch_size=engine.train_micro_batch_size_per_gpu(),
+        data_rank=engine.data_rank,
+        data_world_size=engine.data_world_size,
+        seed=args.seed,
+        shares=setup.balance.shares,
     )
-    job.connect()
+    if setup.resume:
+        recording.seconds = load_run(engine, checkpoints, batches, args.max_steps)
+        recording.screen.note(f"resumed after step {engine.global_steps}")
 
-    text.read(kind="bert", vocab_size=arguments.vocab_size, tokenizer=arguments.tokenizer)
-    model = make_model(arguments, values, text)
-    check_gap(text.tokenizer, arguments.prompt, longest(model.config))
-    train, held_out = masked_samples(arguments, text, model.config)
-    job.build(model, text.describe(), sequence_length=arguments.sequence_length)
+    recording.engine = engine
+    recording.tokens = engine.train_batch_size() * args.sequence_length
+    losses: list[Any] = []
+    stop = False
+    with recording, Interruption(lead=engine.step_lead) as interruption:
+        setup.balance.save(setup.rank)
+        for step in range(engine.global_steps + 1, args.max_steps + 1):
+            with recording.step(step):
+                losses.append(engine.train_batch(batches))
+            stop = step < args.max_steps and interruption.stops_after(step)
+            last = stop or step == args.max_steps
+            if step % args.log_interval == 0 or last:
+                # Reading a loss waits for the device: not every step.
+                recording.log(step, loss=float(sum(losses) / len(losses)))
+                losses.clear()
+            if step % args.eval_interval == 0 and not last:
+                with recording.paused():
+                    recording.run.log(step, **evaluate(evaluation, setup.eval_samples))
+            if step % args.save_interval == 0 or last:
+                with recording.saving(step, f"step-{step:06d}") as tag:
+                    state = {"loader": batches.state_dict(), "seconds": recording.training_seconds}
+                    engine.save_checkpoint(checkpoints, tag, client_state=state)
+            if stop:  # by SIGTERM
+                recording.stopped(step)
+                break
+        engine.finish_saving()
+    return None if stop else evaluation
 
-    def evaluate(num_samples: int | None) -> dict[str, float]:
-        return {"held_out_loss": job.held_out_loss(held_out, num_samples)}
 
-    job.fit(job.loader(train, held_out), evaluate)
-    results = evaluate(None)
-    job.export(text.tokenizer)
-    unigram = text.entropies(arguments.sequence_length)["unigram"]
-    job.finish(
-        {**results, "unigram cross-entropy": unigram},
-        use=lambda: fill(job.exported, arguments.prompt),
-        baselines={"unigram": unigram},
-    )
+def finish(
+    setup: Setup,
+    recording: Recording,
+    model: Any,
+    tokenizer: Any,
+    evaluation: Any,
+    evaluate: Evaluate,
+) -> Path:
+    """Evaluate the trained model on all validation samples and export it; return its folder."""
+    import wavemare
+    from wavemare.training.panel import count_parameters
+
+    found = evaluate(evaluation, None)
+    recording.run.log(setup.arguments.max_steps, **found)
+    parameters = count_parameters(setup, model)
+    recording.results = {**found, "parameters": parameters, **recording.results}
+    exported = setup.folder / "model"
+    wavemare.save_pretrained(evaluation.engine, exported, tokenizer=tokenizer)
+    return exported
 
 
-def make_model(arguments: PretrainArguments, values: Mapping[str, Any], text: TextData) -> Any:
-    """Return a new BERT of a checked configuration, with the text's vocabulary."""
+def eval_loss(evaluation: Any, num_samples: int | None) -> dict[str, float]:
+    """Return the mean loss on validation samples."""
+    return {"eval_loss": evaluation.loss(num_samples)}
+
+
+def make_model(
+    args: ModelArguments, shape: dict[str, Any], tokenizer: Any, tensor_parallel: int = 1
+) -> Any:
+    """Return a new BERT of a checked configuration, with the tokenizer's vocabulary."""
     from transformers import AutoConfig, AutoModelForMaskedLM
 
-    rows = arguments.megatron.vocabulary(len(text.tokenizer))
-    sizes = {"vocab_size": rows, "pad_token_id": text.tokenizer.pad_token_id}
-    with naming("--model_config", arguments.model_config):
-        return AutoModelForMaskedLM.from_config(AutoConfig.for_model(**{**sizes, **values}))
+    rows = args.padded(len(tokenizer), tensor_parallel)
+    config = {"vocab_size": rows, "pad_token_id": tokenizer.pad_token_id, **shape}
+    with reraise_model_errors("--model_config", args.model_config):
+        return AutoModelForMaskedLM.from_config(AutoConfig.for_model(**config))
 
 
-def masked_samples(arguments: PretrainArguments, text: TextData, config: Any) -> tuple[Any, Any]:
-    """Return the samples to train on and those held out, with gaps to fill."""
-    from wavemare.data import MaskedDataset
+def masked_samples(args: PretrainArguments, text: TrainingText, config: Any) -> tuple[Any, Any]:
+    """Return samples with gaps to fill, to train on and to validate on."""
+    from wavemare.data.samples import MaskedDataset
 
-    packed = text.pack(
-        arguments.sequence_length, positions=longest(config), vocabulary=config.vocab_size
+    stores = text.single()
+    text.check_fits(args.sequence_length, config)
+    options: dict[str, Any] = {"probability": args.mask_probability, "seed": args.seed}
+    train, validation = (
+        MaskedDataset(store, args.sequence_length, text.tokenizer, **options) for store in stores
     )
-    train, held_out = (
-        MaskedDataset(
-            part.store,
-            arguments.sequence_length,
-            text.tokenizer,
-            probability=arguments.mask_probability,
-            seed=arguments.seed,
-        )
-        for part in packed
-    )
-    return train, held_out
+    return train, validation
 
 
 def check_gap(tokenizer: Any, prompt: str, positions: int) -> None:

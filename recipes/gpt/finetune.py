@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Go on training a causal language model from a Hugging Face folder.
+"""Continue training a causal language model from a Hugging Face folder.
 
 ::
 
@@ -8,52 +8,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from wavemare.failure import run_main
-from wavemare.recipes.arguments import JobArguments, parse_arguments
-from wavemare.recipes.gpt.causal import learn_to_continue
-from wavemare.recipes.job import Job
-from wavemare.recipes.pretrained import check_model_folder, naming
-from wavemare.recipes.text import TextData
+from wavemare.observe.recording import Recording
+from wavemare.recipes.gpt.pretrain import learn
+from wavemare.training.arguments import TrainArguments, option, parse_arguments
+from wavemare.training.models import check_model_folder, reraise_model_errors
+from wavemare.training.setup import connect, prepare
+from wavemare.training.text import find_text, read_text
 
 
-@dataclass
-class FinetuneArguments(JobArguments):
+@dataclass(frozen=True)
+class FinetuneArguments(TrainArguments):
     """Options of GPT finetuning."""
 
-    output: str = field(default="runs/gpt-finetune", metadata={"help": "run folder"})
-    model: str = field(
-        default="runs/gpt-pretrain/model",
-        metadata={"help": "Hugging Face folder of the model and its tokenizer"},
+    output: str = option("runs/gpt-finetune", "run folder")
+    model: str = option(
+        "runs/gpt-pretrain/model", "Hugging Face folder of the model and its tokenizer"
     )
-    max_steps: int = field(default=100, metadata={"help": "optimizer steps"})
-    sequence_length: int = field(default=128, metadata={"help": "tokens per sample"})
-    prompt: str | None = field(
-        default=None, metadata={"help": "start of the sample text; by default a held-out text's"}
-    )
+    max_steps: int = option(100, "optimizer steps")
+    prompt: str | None = option(None, "start of the sample text; by default a validation text's")
 
 
 def main() -> None:
     """Load, train, evaluate, export and sample."""
-    arguments = parse_arguments(FinetuneArguments)
-    job = Job(arguments, "wavemare: GPT finetuning")
-    check_model_folder(arguments.model, arguments.sequence_length, writes=True)
-    text = TextData(arguments)
-    job.connect()
+    args = parse_arguments(FinetuneArguments)
+    setup = prepare(args)
+    check_model_folder(args.model, args.sequence_length, causal=True)
+    source = find_text(args)
+    recording = Recording(args.output, steps=args.max_steps, arguments=args.given(), show=True)
+
+    connect(setup)
+    text = read_text(source, args, "gpt", tokenizer=args.model)
 
     from transformers import AutoModelForCausalLM
 
-    text.read(kind="gpt", tokenizer=arguments.model)
-    with naming("--model", arguments.model):
-        model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="float32")
-    learn_to_continue(
-        job,
-        text,
-        model,
-        sequence_length=arguments.sequence_length,
-        prompt=arguments.prompt,
-    )
+    with reraise_model_errors("--model", args.model):
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype="float32")
+    learn(setup, recording, model, text, args.prompt, "wavemare: GPT finetuning")
 
 
 if __name__ == "__main__":

@@ -12,68 +12,175 @@ data-parallel with ZeRO, on the same batches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from wavemare.failure import run_main
-from wavemare.recipes.arguments import JobArguments, parse_arguments
-from wavemare.recipes.gpt.causal import learn_to_continue
-from wavemare.recipes.job import Job
-from wavemare.recipes.pretrained import naming, read_model_config
-from wavemare.recipes.text import TextData
+from wavemare.observe.recording import Recording
+from wavemare.training.arguments import (
+    ModelArguments,
+    TokenizerArguments,
+    TrainArguments,
+    option,
+    parse_arguments,
+)
+from wavemare.training.models import max_positions, read_model_config, reraise_model_errors
+from wavemare.training.setup import Setup, connect, leave, prepare, seed_dropout
+from wavemare.training.text import TrainingText, find_text, read_text
 
 
-@dataclass
-class PretrainArguments(JobArguments):
+@dataclass(frozen=True)
+class PretrainArguments(TokenizerArguments, ModelArguments, TrainArguments):
     """Options of GPT pretraining."""
 
-    output: str = field(default="runs/gpt-pretrain", metadata={"help": "run folder"})
-    max_steps: int = field(default=500, metadata={"help": "optimizer steps"})
-    save_interval: int = field(default=250, metadata={"help": "steps between checkpoints"})
-    model_config: str = field(
-        default=str(Path(__file__).with_name("model.json")),
-        metadata={"help": "transformers configuration of the model; sizes of text are filled in"},
+    output: str = option("runs/gpt-pretrain", "run folder")
+    max_steps: int = option(500, "optimizer steps")
+    save_interval: int = option(250, "steps between checkpoints")
+    model_config: str = option(
+        str(Path(__file__).with_name("model.json")), "transformers configuration of the model"
     )
-    vocab_size: int = field(default=4096, metadata={"help": "tokens of the trained BPE"})
-    tokenizer: str | None = field(
-        default=None, metadata={"help": "Hugging Face folder of a tokenizer to use instead"}
-    )
-    sequence_length: int = field(default=128, metadata={"help": "tokens per sample"})
-    prompt: str | None = field(
-        default=None, metadata={"help": "start of the sample text; by default a held-out text's"}
-    )
+    prompt: str | None = option(None, "start of the sample text; by default a validation text's")
 
 
 def main() -> None:
     """Pretrain, evaluate, export and sample."""
-    arguments = parse_arguments(PretrainArguments)
-    job = Job(arguments, "wavemare: GPT pretraining")
-    text = TextData(arguments)
-    values = read_model_config(
-        arguments.model_config, arguments.sequence_length, arguments.megatron.model
-    )
-    job.connect()
-    text.read(kind="gpt", vocab_size=arguments.vocab_size, tokenizer=arguments.tokenizer)
-    learn_to_continue(
-        job,
-        text,
-        make_model(arguments, values, text),
-        sequence_length=arguments.sequence_length,
-        prompt=arguments.prompt,
-    )
+    # Options first: most mistakes are refused before torch and DeepSpeed are imported.
+    args = parse_arguments(PretrainArguments)
+    setup = prepare(args)
+    source = find_text(args)
+    shape = read_model_config(args.model_config, args.sequence_length, args.sizes())
+    recording = Recording(args.output, steps=args.max_steps, arguments=args.given(), show=True)
+
+    connect(setup)
+    text = read_text(source, args, "gpt", tokenizer=args.tokenizer, vocab_size=args.vocab_size)
+    model = make_model(args, shape, text.tokenizer, setup.section.tensor_parallel.size)
+    learn(setup, recording, model, text, args.prompt, "wavemare: GPT pretraining")
 
 
-def make_model(arguments: PretrainArguments, values: Mapping[str, Any], text: TextData) -> Any:
-    """Return a new GPT of a checked configuration, with the text's vocabulary."""
+def learn(
+    setup: Setup,
+    recording: Recording,
+    model: Any,
+    text: TrainingText,
+    prompt: str | None,
+    title: str,
+) -> None:
+    """Train, then evaluate and export the model and let it write."""
+    import wavemare
+    from wavemare.training.panel import count_parameters, start_up_panel
+
+    length = setup.arguments.sequence_length
+    text.check_fits(length, model.config)
+    prompt = text.check_prompt(prompt, max_positions(model.config))
+    recording.screen.panel(title, start_up_panel(setup, model, text.describe()))
+    evaluation = train(setup, recording, model, text)
+    if evaluation is not None:
+        loss, exported = evaluation.loss(), setup.folder / "model"
+        recording.run.log(setup.arguments.max_steps, eval_loss=loss)
+        wavemare.save_pretrained(evaluation.engine, exported, tokenizer=text.tokenizer)
+        if setup.rank == 0:
+            recording.screen.note(f"\n{sample(exported, prompt, setup.arguments.seed)}\n")
+        baselines = text.cross_entropies(length)
+        entropies = {f"{name} cross-entropy": value for name, value in baselines.items()}
+        parameters = count_parameters(setup, model)
+        recording.finish({"eval_loss": loss, **entropies, "parameters": parameters}, baselines)
+    leave()
+
+
+def make_model(
+    args: ModelArguments, shape: dict[str, Any], tokenizer: Any, tensor_parallel: int = 1
+) -> Any:
+    """Return a new GPT of a checked configuration, with the tokenizer's vocabulary."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    end = text.tokenizer.eos_token_id
-    rows = arguments.megatron.vocabulary(len(text.tokenizer))
-    sizes = {"vocab_size": rows, "bos_token_id": end, "eos_token_id": end}
-    with naming("--model_config", arguments.model_config):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**sizes, **values}))
+    end, rows = tokenizer.eos_token_id, args.padded(len(tokenizer), tensor_parallel)
+    config = {"vocab_size": rows, "bos_token_id": end, "eos_token_id": end, **shape}
+    with reraise_model_errors("--model_config", args.model_config):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+
+
+def train(setup: Setup, recording: Recording, model: Any, text: TrainingText) -> Any:
+    """Train, with evaluations and checkpoints on the way.
+
+    Returns:
+        The evaluation, which has the engine; None if SIGTERM has ended the training early.
+    """
+    import wavemare
+    from wavemare.data.loader import ResumableLoader
+    from wavemare.engine import Interruption
+    from wavemare.training.evaluation import Evaluation
+    from wavemare.training.resume import load_run
+
+    args, checkpoints = setup.arguments, str(setup.folder / "checkpoints")
+    samples, validation = text.causal_samples(args.sequence_length, setup.num_samples, args.seed)
+
+    # The JSON configuration decides the layout, the optimizer and the schedule.
+    plan = setup.balance.measure(model, setup.batch, sequence_length=args.sequence_length)
+    engine, *_ = wavemare.initialize(model=model, config=setup.balance.config)
+    recording.screen.note(plan or engine.layout)
+    seed_dropout(engine, args.seed)
+    evaluation = Evaluation(engine, validation)
+    batches = ResumableLoader(
+        samples,
+        micro_batch_size=engine.train_micro_batch_size_per_gpu(),
+        data_rank=engine.data_rank,
+        data_world_size=engine.data_world_size,
+        seed=args.seed,
+        shuffle=text.split is None,
+        shares=setup.balance.shares,
+    )
+    if setup.resume:
+        recording.seconds = load_run(engine, checkpoints, batches, args.max_steps)
+        recording.screen.note(f"resumed after step {engine.global_steps}")
+
+    recording.engine = engine
+    recording.tokens = engine.train_batch_size() * args.sequence_length
+    losses: list[Any] = []
+    stop = False
+    with recording, Interruption(lead=engine.step_lead) as interruption:
+        setup.balance.save(setup.rank)
+        for step in range(engine.global_steps + 1, args.max_steps + 1):
+            with recording.step(step):
+                losses.append(engine.train_batch(batches))
+            stop = step < args.max_steps and interruption.stops_after(step)
+            last = stop or step == args.max_steps
+            if step % args.log_interval == 0 or last:
+                # Reading a loss waits for the device: not every step.
+                recording.log(step, loss=float(sum(losses) / len(losses)))
+                losses.clear()
+            if step % args.eval_interval == 0 and not last:
+                with recording.paused():
+                    recording.run.log(step, eval_loss=evaluation.loss(setup.eval_samples))
+            if step % args.save_interval == 0 or last:
+                with recording.saving(step, f"step-{step:06d}") as tag:
+                    state = {"loader": batches.state_dict(), "seconds": recording.training_seconds}
+                    engine.save_checkpoint(checkpoints, tag, client_state=state)
+            if stop:  # by SIGTERM
+                recording.stopped(step)
+                break
+        engine.finish_saving()
+    return None if stop else evaluation
+
+
+def sample(folder: Path, prompt: str, seed: int, tokens: int = 48) -> str:
+    """Return the prompt and the exported model's continuation."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    torch.manual_seed(seed)
+    inputs = tokenizer(prompt, return_tensors="pt")
+    output = model.generate(
+        **inputs,
+        max_new_tokens=min(tokens, max_positions(model.config) - inputs["input_ids"].shape[1]),
+        do_sample=True,
+        top_k=40,
+        temperature=0.8,
+        pad_token_id=tokenizer.eos_token_id,
+    )
+    return str(tokenizer.decode(output[0]))
 
 
 if __name__ == "__main__":

@@ -309,7 +309,7 @@ def check_recorded(runs):
     assert [each.tag for each in loop.checkpoints if each.complete] == ["last"]
     assert [step for step, _ in trainer.series("loss")] == [2, 4]
     assert len(trainer.series("tokens_per_second")) == 2
-    assert len(trainer.series("held_out_loss")) == 1
+    assert len(trainer.series("eval_loss")) == 1
     assert len(trainer.trace.ranks) == 2
     assert None not in (loop.summary, trainer.summary)
 

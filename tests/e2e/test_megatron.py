@@ -42,7 +42,7 @@ def test_a_blend_with_split(built, command, small_options, recipe_config):
     losses = [loss for _, loss in run.series("loss")]
     assert len(losses) == 6
     assert losses[-1] < losses[0]
-    assert run.series("held_out_loss")[-1][0] == 6
+    assert run.series("eval_loss")[-1][0] == 6
     model = json.loads((built / "run/model/config.json").read_text())
     assert (model["n_layer"], model["n_embd"], model["n_head"]) == (4, 32, 2)
     assert model["vocab_size"] == 320

@@ -38,7 +38,7 @@ def check_run_folder(folder, *, steps=20, batch=32):
     losses = [line["loss"] for line in lines if "loss" in line]
     assert len(losses) == steps
     assert losses[-1] < losses[0]
-    assert len([line for line in lines if "held_out_loss" in line]) == 2
+    assert len([line for line in lines if "eval_loss" in line]) == 2
     # DeepSpeed's schedule begins with two steps at rate 0.
     rates = [line["learning_rate"] for line in lines if "loss" in line]
     assert rates[0] == 0
@@ -86,7 +86,7 @@ def test_gpt_pretraining_and_finetuning(
     ended = command("wavemare", "train", "gpt", "--config", config, *options).check()
     check_screen(ended.output)
     losses, results = check_run_folder(pretrained, batch=16)
-    assert results["held_out_loss"] < losses[0] - 0.5
+    assert results["eval_loss"] < losses[0] - 0.5
 
     model = AutoModelForCausalLM.from_pretrained(pretrained / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(pretrained / "model")
@@ -170,7 +170,7 @@ def test_the_default_classification_corpus_beats_the_majority(
 
 
 # The rest are times, and reports of other stages, which reach the first one a step later.
-COMPUTED = {"step", "loss", "learning_rate", "grad_norm", "samples", "held_out_loss"}
+COMPUTED = {"step", "loss", "learning_rate", "grad_norm", "samples", "eval_loss"}
 
 
 @pytest.mark.nightly
@@ -215,7 +215,7 @@ def test_the_deepspeed_launcher_and_torchrun_run_a_recipe_as_a_module(
         ["torchrun", "--nproc-per-node", 2, "--master-port", free_port(), "-m"],
     ):
         command(*words, "wavemare.recipes.gpt.pretrain", *options).check()
-        losses.append(read_run(tmp_path / "run").summary["results"]["held_out_loss"])
+        losses.append(read_run(tmp_path / "run").summary["results"]["eval_loss"])
     assert losses[0] == losses[1]
 
 
@@ -254,7 +254,7 @@ def test_other_kinds_of_data_reach_the_model(
     recipe("gpt/pretrain", "--deepspeed_config", config, *options).check()
     results = json.loads((run / "summary.json").read_text())["results"]
     assert results["bigram cross-entropy"] < results["unigram cross-entropy"] < 4
-    assert results["held_out_loss"] < 6
+    assert results["eval_loss"] < 6
 
 
 @pytest.mark.nightly
@@ -262,5 +262,5 @@ def test_other_kinds_of_data_reach_the_model(
 def test_the_default_run_ends_below_the_unigram_entropy(command, tmp_path):
     command("wavemare", "train", "gpt", "--output", tmp_path / "run", timeout=5600).check()
     results = read_run(tmp_path / "run").summary["results"]
-    assert results["held_out_loss"] < results["unigram cross-entropy"]
+    assert results["eval_loss"] < results["unigram cross-entropy"]
     assert results["bigram cross-entropy"] < results["unigram cross-entropy"]

@@ -129,4 +129,4 @@ def test_fewer_ranks_go_on_with_the_same_batch(command, small_options, recipe_co
     assert column(after, "samples") == column(before, "samples")
     assert column(after, "loss") == pytest.approx(column(before, "loss"), rel=2e-3)
     assert len(column(after, "loss")) == STEPS
-    assert after[-1]["held_out_loss"] == pytest.approx(before[-1]["held_out_loss"], rel=2e-3)
+    assert after[-1]["eval_loss"] == pytest.approx(before[-1]["eval_loss"], rel=2e-3)

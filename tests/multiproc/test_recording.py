@@ -30,7 +30,7 @@ def test_lines_are_what_was_trained(results, runs, name):
         assert run.series("loss") == list(enumerate(trained["losses"], start=1))
     else:
         assert run.series("loss") == list(zip(range(2, 14, 2), trained["losses"], strict=True))
-        assert run.series("held_out_loss") == [(13, trained["eval"])]
+        assert run.series("eval_loss") == [(13, trained["eval"])]
     # DeepSpeed computes no norm of gradients that it neither clips nor shares out.
     metrics = ("learning_rate", "tokens_per_second", "grad_norm")
     for metric in metrics[: 2 if name in ("stock", "replicas") else 3]:

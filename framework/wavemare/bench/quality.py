@@ -187,9 +187,9 @@ def _run(command: list[str], run: Path) -> None:
 def _read(run: Path) -> dict[str, Any]:
     figures = json.loads((run / "summary.json").read_text(encoding="utf-8"))["results"]
     lines = read_metrics(run / "metrics.jsonl")
-    curve = [[line["step"], line["held_out_loss"]] for line in lines if "held_out_loss" in line]
+    curve = [[line["step"], line["eval_loss"]] for line in lines if "eval_loss" in line]
     return {
-        "held_out_loss": figures["held_out_loss"],
+        "held_out_loss": figures["eval_loss"],
         "bigram": figures.get("bigram cross-entropy"),
         "seconds": figures["seconds"],
         "memory": figures["memory"],

@@ -70,9 +70,9 @@ class ResumableLoader(Iterator[Any]):
         if len(dataset) == 0:
             raise DataError("--data", 0, "the dataset holds no samples", "Give more data")
         self._dataset = dataset
-        self._data_rank = data_rank
         self._stride = data_world_size * micro_batch_size
-        self.share_out(shares or [micro_batch_size] * data_world_size)
+        shares = shares or [micro_batch_size] * data_world_size
+        self._first, self._own = sum(shares[:data_rank]), _own_share(shares, data_rank, self._stride)
         self._seed = seed
         self._shuffle = shuffle
         self._collate = collate or _default_collate()
@@ -88,23 +88,6 @@ class ResumableLoader(Iterator[Any]):
     def epoch(self) -> int:
         """Number of times that the whole dataset has been given out."""
         return self._consumed_samples // len(self._dataset)
-
-    def share_out(self, shares: Sequence[int]) -> None:
-        """Change how ranks share a micro-batch from the next one on; all ranks must do so.
-
-        Args:
-            shares: Samples of each rank, the same number in all as before.
-
-        Raises:
-            ConfigError: They do not sum to it, or this rank has none.
-        """
-        own = shares[self._data_rank] if self._data_rank < len(shares) else 0
-        if sum(shares) != self._stride or own < 1:
-            reason = f"rank {self._data_rank} has {own} of {sum(shares)} samples"
-            remedy = f"Give each rank one or more, {self._stride} in all"
-            raise ConfigError("shares", list(shares), reason, remedy)
-        self._first = sum(shares[: self._data_rank])
-        self._own = own
 
     def __iter__(self) -> Self:
         return self
@@ -205,6 +188,15 @@ def evaluation_batches(
         make([_read(dataset, i * size // count, 0) for i in range(start, start + micro_batch_size)])
         for start in starts
     )
+
+
+def _own_share(shares: Sequence[int], rank: int, samples: int) -> int:
+    own = shares[rank] if rank < len(shares) else 0
+    if sum(shares) != samples or own < 1:
+        reason = f"rank {rank} has {own} of {sum(shares)} samples"
+        remedy = f"Give each rank one or more, {samples} in all"
+        raise ConfigError("shares", list(shares), reason, remedy)
+    return own
 
 
 def _read(dataset: IndexedDataset, index: int, epoch: int) -> Any:

@@ -107,12 +107,10 @@ class RecordingCallback(TrainerCallback):
         if self._recording is None:
             return
         found = {
-            name.removeprefix(_EVALUATED): float(value)
+            name if name == "eval_loss" else name.removeprefix(_EVALUATED): float(value)
             for name, value in (metrics or {}).items()
             if name.startswith(_EVALUATED) and isinstance(value, int | float)
         }
-        if "loss" in found:
-            found["held_out_loss"] = found.pop("loss")
         self._recording.run.log(state.global_step, **found)
         self._called = time.perf_counter()
 

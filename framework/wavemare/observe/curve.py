@@ -20,7 +20,7 @@ _SMOOTH_ABOVE = 60
 
 def draw_loss(
     train: Sequence[tuple[int, float]],
-    held_out: Sequence[tuple[int, float]],
+    validation: Sequence[tuple[int, float]],
     baselines: Mapping[str, float],
 ) -> bytes:
     """Draw losses over steps.
@@ -29,7 +29,7 @@ def draw_loss(
 
     Args:
         train: (step, loss) of each logged step.
-        held_out: (step, loss) of each evaluation.
+        validation: (step, loss) of each evaluation.
         baselines: Losses to compare with, by name.
 
     Returns:
@@ -51,9 +51,9 @@ def draw_loss(
         if smooth:
             label = "training (moving average)"
             axes.plot(steps, moving_average(losses), color="tab:blue", linewidth=1.8, label=label)
-    if held_out:
-        steps, losses = zip(*held_out, strict=True)
-        axes.plot(steps, losses, "o", color="tab:orange", markersize=5, label="held out")
+    if validation:
+        steps, losses = zip(*validation, strict=True)
+        axes.plot(steps, losses, "o", color="tab:orange", markersize=5, label="validation")
     for index, (name, loss) in enumerate(baselines.items()):
         style = ("--", ":", "-.")[index % 3]
         axes.axhline(

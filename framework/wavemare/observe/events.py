@@ -80,7 +80,9 @@ class Events:
             self._lines.add("".join(held))
 
     def listen(self) -> None:
-        """Note warnings from now on, which are shown as ever."""
+        """Record warnings from now on; they are also shown as before. Further calls do nothing."""
+        if self._show is not None:
+            return
         for name in _LOGGERS:
             logging.getLogger(name).addHandler(self._handler)
         self._show = warnings.showwarning
@@ -92,6 +94,7 @@ class Events:
             logging.getLogger(name).removeHandler(self._handler)
         if warnings.showwarning == self._warned and self._show is not None:
             warnings.showwarning = self._show
+            self._show = None
         self._lines.close()
 
     def _warned(

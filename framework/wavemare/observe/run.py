@@ -133,7 +133,7 @@ class Run:
         atomic_write_text(self.metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
 
     def curve(self, *, baselines: Mapping[str, float] | None = None) -> None:
-        """Draw ``loss.png`` from ``metrics.jsonl``: ``loss`` a line, ``held_out_loss`` points.
+        """Draw ``loss.png`` from ``metrics.jsonl``: ``loss`` a line, ``eval_loss`` points.
 
         Args:
             baselines: Losses to compare with, by name, drawn as horizontal lines.
@@ -143,8 +143,8 @@ class Run:
             from wavemare.observe.curve import draw_loss
 
             lines = read_metrics(self.metrics_file) if self.metrics_file.exists() else []
-            train, held_out = _series(lines, "loss"), _series(lines, "held_out_loss")
-            picture = draw_loss(train, held_out, baselines or {})
+            train, validation = _series(lines, "loss"), _series(lines, "eval_loss")
+            picture = draw_loss(train, validation, baselines or {})
             atomic_write_bytes(self.folder / "loss.png", picture)
 
     def summary(self, values: Mapping[str, Any]) -> None:

@@ -90,10 +90,10 @@ class Screen:
             finally:
                 lines.finish()
 
-    def note(self, text: str) -> None:
-        """Print one line; above the progress line if that is being shown."""
-        if self._draws:
-            self._console.print(Text(text), soft_wrap=True)
+    def note(self, text: object) -> None:
+        """Print a line, above the progress line if there is one; None prints nothing."""
+        if self._draws and text is not None:
+            self._console.print(Text(str(text)), soft_wrap=True)
 
     def results(self, figures: Mapping[str, object]) -> None:
         """Draw the table at the end.
@@ -131,7 +131,9 @@ class Progress:
     ) -> None:
         self._total = total
         self._draw = draw
-        self._first = done + 1
+        self._step = done
+        self._loss: float | None = None
+        self._rate: float | None = None
         self._facts: Mapping[str, str] = {}
         self._speed = Speed(clock=clock)
         self._speed.start(done)
@@ -141,36 +143,38 @@ class Progress:
         """Over the last steps and all ranks; None before the first step has ended."""
         return self._speed.tokens_per_second
 
-    def step(
-        self,
-        step: int,
-        *,
-        tokens: int,
-        loss: float | None = None,
-        learning_rate: float | None = None,
-        facts: Mapping[str, str] | None = None,
-    ) -> None:
+    def step(self, step: int, *, tokens: int, learning_rate: float | None = None) -> None:
         """Show that a step has ended.
 
         Args:
             step: Steps done.
             tokens: Tokens of this step, over all ranks.
-            loss: Its mean loss.
             learning_rate: The rate that it used.
-            facts: Figures in words by subject, at the steps that are logged; None between them,
-                where those before stay.
         """
-        self._facts = self._facts if facts is None else facts
+        self._step, self._rate = step, learning_rate
         self._speed.advance(step, tokens)
+        self._redraw(important=False)
+
+    def show(self, loss: float | None, facts: Mapping[str, str]) -> None:
+        """Show the mean loss and the newest figures of a logged step; they stay until the next.
+
+        Args:
+            loss: Of the last steps.
+            facts: Figures in words by subject.
+        """
+        self._loss = self._loss if loss is None else loss
+        self._facts = facts
+        self._redraw(important=True)
+
+    def _redraw(self, *, important: bool) -> None:
         line = format_progress(
-            step,
+            self._step,
             self._total,
-            loss=loss,
-            learning_rate=learning_rate,
+            loss=self._loss,
+            learning_rate=self._rate,
             tokens_per_second=self._speed.tokens_per_second,
             seconds_left=self._speed.seconds_left(self._total),
         )
-        important = facts is not None or step in {self._first, self._total}
         self._draw(line, self._facts, important)
 
 

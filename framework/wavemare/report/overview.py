@@ -20,7 +20,7 @@ def overview(runs: Sequence[RunFacts]) -> list[tuple[object, ...]]:
 
 
 def _facts(run: RunFacts) -> dict[str, object]:
-    loss, held_out = run.series("loss"), run.series("held_out_loss")
+    loss, validation = run.series("loss"), run.series("eval_loss")
     speed = [value for _, value in run.series("tokens_per_second")]
     memory = [event["bytes"] for event in run.events if event["kind"] == "memory"]
     layout = run.layout
@@ -35,7 +35,7 @@ def _facts(run: RunFacts) -> dict[str, object]:
         "micro-batches per step": layout.get("gradient_accumulation_steps"),
         "last step logged": max((line["step"] for line in run.metrics), default=None),
         "last training loss (nats)": _last(loss),
-        "last held-out loss (nats)": _last(held_out),
+        "last validation loss (nats)": _last(validation),
         "tokens/s, median of logged steps": format_count(median(speed)) if speed else None,
         "bubble": _bubble(run),
         "most memory of a rank": format_bytes(max(memory)) if memory else None,

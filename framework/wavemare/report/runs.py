@@ -19,6 +19,7 @@ from wavemare.report.traces import Trace, read_traces
 
 __all__ = ["Checkpoint", "RunFacts", "read_run"]
 
+_FORMER_NAMES = {"held_out_loss": "eval_loss"}
 _FILES = ("config.json", "metrics.jsonl", "summary.json")
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _TRAINER, _TRAINER_STATE = "checkpoint-", "trainer_state.json"
@@ -212,7 +213,10 @@ def _damaged(file: Path, reason: str) -> DataError:
 
 def _checked(file: Path) -> list[dict[str, Any]]:
     """Read metrics, all of which are numbers or nothing."""
-    lines = read_metrics(file)
+    lines = [
+        {_FORMER_NAMES.get(name, name): value for name, value in line.items()}
+        for line in read_metrics(file)
+    ]
     for line in lines:
         for name, value in line.items():
             if isinstance(value, bool) or not isinstance(value, int | float | None):

@@ -102,7 +102,7 @@ def _add_learning(page: Page, runs: Sequence[RunFacts]) -> None:
     _curves(
         page,
         runs,
-        {"loss": ("training", "solid"), "held_out_loss": ("held out", "markers")},
+        {"loss": ("training", "solid"), "eval_loss": ("validation", "markers")},
         "loss (nats)",
         "no step has been logged",
         levels=levels if len(runs) == 1 else None,

@@ -135,23 +135,23 @@ OPTIONS = [
     ("--split 9,1", "--split = '9,1'", "wavemare data build"),
     ("--model_config nosuch.json", "--model_config = 'nosuch.json'", "JSON file"),
     # Megatron's
-    ("--num-layers 0", "--num-layers = '0'", "above 0"),
-    ("--num-layers", "--num-layers = None", "missing"),
-    ("--num-layers two", "--num-layers = 'two'", "whole number"),
+    ("--num-layers 0", "--num_layers = 0", "Give 1 or more"),
+    ("--num-layers", "--num_layers = None", "expected one argument"),
+    ("--num-layers two", "--num_layers = 'two'", "invalid int"),
     ("--num-layer 2", "--num-layer", "Did you mean 'num_layers'"),
-    ("--lr nan", "--lr = 'nan'", "0 or more"),
-    ("--lr fast", "--lr = 'fast'", "0 or more"),
-    ("--lr -1", "--lr = '-1'", "0 or more"),
-    ("--clip-grad inf", "--clip-grad = 'inf'", "0 or more"),
+    ("--lr nan", "--lr = nan", "0 or more"),
+    ("--lr fast", "--lr = 'fast'", "invalid float"),
+    ("--lr -1", "--lr = -1.0", "0 or more"),
+    ("--clip-grad inf", "--clip_grad = inf", "0 or more"),
     ("--min-lr 1", "--min-lr = 1.0", "Give less than --lr"),
-    ("--lr-warmup-fraction 7", "--lr-warmup-fraction = '7'", "Give 0 to 1"),
+    ("--lr-warmup-fraction 7", "--lr_warmup_fraction = 7.0", "Give 0 to 1"),
     ("--lr-decay-style step", "--lr-decay-style = 'step'", "cosine"),
     ("--fp16 --bf16", "fp16.enabled = True", "bf16"),
     ("--global-batch-size 7", "train_batch_size = 7", "Give at least 16"),
     ("--tensor-model-parallel-size 3", "wavemare.tensor_parallel.size = 3", "a multiple of 3"),
     (
         "--num-layers-per-virtual-pipeline-stage 2",
-        "--num-layers-per-virtual-pipeline-stage = '2'",
+        "--num-layers-per-virtual-pipeline-stage = 2",
         "no interleaved schedule",
     ),
     (
@@ -178,7 +178,7 @@ def launched(monkeypatch):
 
 @pytest.fixture
 def recipe(ended, launched, monkeypatch, tmp_path):
-    monkeypatch.setattr("wavemare.recipes.job.quiet_libraries", lambda: None)
+    monkeypatch.setattr("wavemare.training.setup.quiet_libraries", lambda: None)
     config = str(pretrain.__file__).replace("pretrain.py", "pretrain_zero.json")
 
     def run(main, *words):

@@ -14,7 +14,7 @@ from wavemare.data import (
 )
 from wavemare.errors import ConfigError, DataError
 from wavemare.recipes.gpt.pretrain import PretrainArguments
-from wavemare.recipes.text import TextData
+from wavemare.training.text import find_text, read_text
 
 
 @pytest.fixture(autouse=True)
@@ -174,8 +174,8 @@ def test_no_samples(refused):
 
 def test_a_text_that_is_too_short_is_named_by_its_file(refused, write, tmp_path):
     options = {"data": str(write("a.txt", "few words. " * 9)), "cache": str(tmp_path)}
-    text = TextData(PretrainArguments(deepspeed_config="", **options))
-    text.read(kind="gpt", vocab_size=300)
-    act = lambda: text.pack(128, positions=128, vocabulary=300)  # noqa: E731
+    arguments = PretrainArguments(**options)
+    text = read_text(find_text(arguments), arguments, "gpt", vocab_size=300)
+    act = lambda: text.causal_samples(128, 1, 0)  # noqa: E731
     refused(act, DataError, "--data", text.source.name, "do not fill one window of 128")
     assert "a.txt" in text.source.name

@@ -14,8 +14,8 @@ from wavemare.engine.checkpoint.manifest import read_manifest, resolve_tag
 from wavemare.errors import CheckpointError, ModelError
 from wavemare.megatron.convert import convert
 from wavemare.megatron.files import read_checkpoint
-from wavemare.recipes.pretrained import check_model_folder
-from wavemare.recipes.restart import needs_conversion
+from wavemare.training.models import check_model_folder
+from wavemare.training.resume import needs_conversion
 
 
 def saved(content):
@@ -177,5 +177,5 @@ def test_a_bert_that_is_to_continue_text(refused, folder):
     config = json.dumps({"model_type": "bert", "vocab_size": 9})
     where = str(folder({"config.json": config, "model.safetensors": ""}))
     check_model_folder(where, 4)
-    act = lambda: check_model_folder(where, 4, writes=True)  # noqa: E731
+    act = lambda: check_model_folder(where, 4, causal=True)  # noqa: E731
     refused(act, ModelError, "--model", where, "fills gaps", "wavemare train bert/finetune")

@@ -37,7 +37,7 @@ def test_logs_are_lines_and_evaluations_are_held_out(tmp_path):
     callback.on_evaluate(ARGUMENTS, state, control, metrics=metrics)
     facts = read_run(tmp_path)
     assert facts.series("loss") == [(2, 4.0), (4, 2.0)]
-    assert facts.series("held_out_loss") == [(4, 1.5)]
+    assert facts.series("eval_loss") == [(4, 1.5)]
     assert facts.series("accuracy") == [(4, 0.5)]
     assert len(facts.series("tokens_per_second")) == 2
     assert facts.configuration["arguments"] == {"logging_steps": 2}

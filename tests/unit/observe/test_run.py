@@ -49,9 +49,9 @@ def test_config_holds_the_environment(tmp_path, monkeypatch):
 
 def test_a_line_is_on_disk_when_log_returns_and_what_json_cannot_say_is_null(tmp_path):
     run = Run(tmp_path, rank=0)
-    run.log(3, loss=1.5, held_out_loss=None, norm=math.inf, rate=numpy.float32(0.5))
+    run.log(3, loss=1.5, eval_loss=None, norm=math.inf, rate=numpy.float32(0.5))
     assert run.metrics_file.read_text() == (
-        '{"step": 3, "loss": 1.5, "held_out_loss": null, "norm": null, "rate": 0.5}\n'
+        '{"step": 3, "loss": 1.5, "eval_loss": null, "norm": null, "rate": 0.5}\n'
     )
     run.log(4, loss=math.nan)
     assert read_metrics(run.metrics_file)[-1] == {"step": 4, "loss": None}
@@ -108,7 +108,7 @@ def test_curve_is_a_png_of_readme_size(tmp_path):
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     for step in range(1, 101):
         run.log(step, loss=4.0 / step)
-    run.log(100, held_out_loss=0.5)
+    run.log(100, eval_loss=0.5)
     run.curve(baselines={"unigram": 3.0})
     image = imread(tmp_path / "loss.png")
     assert image.shape[:2] == (600, 1050)

@@ -14,7 +14,7 @@ METRICS = [
      "bubble": 0.4, "bubble_predicted": 0.1, "staleness_0": 0.75, "staleness_1": 0.0},
     {"step": 4, "loss": 4.25, "learning_rate": 0.002, "grad_norm": 1.5, "tokens_per_second": 1100.0,
      "bubble": 0.2, "bubble_predicted": 0.05, "staleness_0": 0.75, "staleness_1": 0.0},
-    {"step": 4, "held_out_loss": 4.125},
+    {"step": 4, "eval_loss": 4.125},
 ]  # fmt: skip
 SPARSE = {"sparse_payload_bytes": 4 * MIB, "sparse_bytes_up": MIB, "sparse_bytes_down": 2 * MIB,
           "sparse_seconds": 0.02, "sparse_predicted_seconds": 0.01, "sparse_density": 0.04,
@@ -51,7 +51,7 @@ def write_run(folder, metrics=METRICS):
         (folder / name).mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in metrics))
-    summary = {"results": {"held_out_loss": 4.125, "unigram cross-entropy": 5.0}}
+    summary = {"results": {"eval_loss": 4.125, "unigram cross-entropy": 5.0}}
     (folder / "summary.json").write_text(json.dumps(summary))
     for rank, (spans, (start, end)) in enumerate(zip(SPANS, STEPS, strict=True)):
         trace = {

@@ -24,7 +24,7 @@ def points(figure, name):
 def test_curves_are_the_lines_of_the_metrics(run_folder, figures_of):
     figures = figures_of(run_page([read_run(run_folder)]))
     assert points(figures["Loss"], "training") == [(2, 5.5), (4, 4.25)]
-    assert points(figures["Loss"], "held out") == [(4, 4.125)]
+    assert points(figures["Loss"], "validation") == [(4, 4.125)]
     assert points(figures["Loss"], "unigram cross-entropy (5)") == [(2, 5.0), (4, 5.0)]
     assert figures["Loss"]["layout"]["yaxis"]["title"]["text"] == "loss (nats)"
     assert points(figures["Learning rate"], "learning rate") == [(2, 0.001), (4, 0.002)]

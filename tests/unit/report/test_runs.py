@@ -25,7 +25,7 @@ def test_facts_are_those_of_the_files(run_folder):
     run = read_run(run_folder)
     assert run.name == "one"
     assert run.series("loss") == [(2, 5.5), (4, 4.25)]
-    assert run.series("held_out_loss") == [(4, 4.125)]
+    assert run.series("eval_loss") == [(4, 4.125)]
     assert run.series("sparse_density") == []
     batch = {"train_batch_size": 8, "gradient_accumulation_steps": 2}
     assert run.layout == {"stages": 2, "schedule": "pipemare", **batch}

@@ -1,39 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accuracy and F1 against counting, and which held-out samples recipes evaluate on."""
+"""Accuracy and F1 against counting, and which validation samples recipes evaluate on."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from wavemare.data import resolve
 from wavemare.data.indexed_writer import IndexedWriter
+from wavemare.data.tokenizer import train_tokenizer
 from wavemare.errors import DataError
 from wavemare.recipes.bert.finetune import scores
 from wavemare.recipes.gpt.pretrain import PretrainArguments
-from wavemare.recipes.job import Job
-from wavemare.recipes.megatron_parts import MegatronParts
-from wavemare.recipes.text import TextData
+from wavemare.training.evaluation import Evaluation
+from wavemare.training.text import find_text, read_text
 
 
-def held_out(rank, ranks, num_samples):
-    job = SimpleNamespace(
-        engine=SimpleNamespace(data_rank=rank, data_world_size=ranks),
-        batch={"train_micro_batch_size_per_gpu": 4},
+def evaluated(rank, ranks, num_samples):
+    engine = SimpleNamespace(
+        data_rank=rank, data_world_size=ranks, train_micro_batch_size_per_gpu=lambda: 4
     )
-    samples = torch.arange(100)
-    batches = Job.held_out_batches(job, samples, num_samples)
+    batches = Evaluation(engine, torch.arange(100)).batches(num_samples)
     return [int(sample) for batch in batches for sample in batch]
 
 
 @pytest.mark.parametrize("asked", [1, 2, 3])
 def test_fewer_samples_than_ranks_are_one_for_each(asked):
-    assert [len(held_out(rank, 3, asked)) for rank in range(3)] == [1, 1, 1]
+    assert [len(evaluated(rank, 3, asked)) for rank in range(3)] == [1, 1, 1]
 
 
 def test_samples_are_spread_over_the_whole_set():
-    assert held_out(0, 1, 4) == [0, 25, 50, 75]
-    assert sorted(held_out(0, 2, 8) + held_out(1, 2, 8)) == [0, 12, 25, 37, 50, 62, 75, 87]
+    assert evaluated(0, 1, 4) == [0, 25, 50, 75]
+    assert sorted(evaluated(0, 2, 8) + evaluated(1, 2, 8)) == [0, 12, 25, 37, 50, 62, 75, 87]
+
+
+def test_fewer_samples_than_ranks_in_all_are_refused():
+    with pytest.raises(DataError, match="100 held-out samples, fewer than the 101"):
+        evaluated(0, 101, 8)
 
 
 def test_data_of_which_nothing_is_held_out_is_refused(tmp_path):
@@ -41,18 +43,20 @@ def test_data_of_which_nothing_is_held_out_is_refused(tmp_path):
         for _ in range(10):
             writer.add_sequence([1, 2, 3, 4])
             writer.end_document()
-    parts = MegatronParts(resolve(str(tmp_path / "few")), None, 300)
+    train_tokenizer(["few"], 300, kind="gpt").save_pretrained(tmp_path / "tokenizer")
+    arguments = PretrainArguments(data=str(tmp_path / "few"), split="969,30,1")
+    text = read_text(find_text(arguments), arguments, "gpt", tokenizer=str(tmp_path / "tokenizer"))
     with pytest.raises(DataError, match="by these shares no document is held out") as caught:
-        parts.samples(sequence_length=2, num_samples=4, seed=0)
+        text.causal_samples(sequence_length=2, num_samples=4, seed=0)
     assert (caught.value.key, caught.value.value) == ("--split", "969,30,1")
 
 
-def test_a_sample_text_goes_on_from_the_beginning_of_a_held_out_text(tmp_path):
+def test_a_sample_text_continues_the_beginning_of_a_validation_text(tmp_path):
     (tmp_path / "tales.txt").write_text("Once upon a time there was a sea.\n" * 40)
     options = {"data": str(tmp_path / "tales.txt"), "cache": str(tmp_path / "cache")}
-    text = TextData(PretrainArguments(deepspeed_config="", **options))
-    text.read(kind="gpt", vocab_size=300)
-    whole = text.tokenizer.decode(text.held_out.tokens.tolist())
+    arguments = PretrainArguments(**options)
+    text = read_text(find_text(arguments), arguments, "gpt", vocab_size=300)
+    whole = text.tokenizer.decode(text.validation[0].tokens.tolist())
     beginnings = [text.beginning(positions) for positions in (64, 3)]
     assert all(whole.startswith(one) for one in beginnings)
     assert [len(text.tokenizer(one)["input_ids"]) for one in beginnings] == [8, 2]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from wavemare.errors import ConfigError, PlanError
 from wavemare.parallel.layout.layout import Layout
-from wavemare.recipes.balancing import Balancing
+from wavemare.training.balance import BalanceController
 
 PLAN = Layout(data_parallel=2, global_batch=8, shares=(5, 3))
 STAGES = Layout(stages=2, cuts=(0, 2, 4), num_layers=4, global_batch=8, shares=(8,))
@@ -19,11 +19,11 @@ class LanguageModel:
     """Some model that is no classifier."""
 
 
-def balancing(folder, choice, config=None, plan=None, *, resumes=False):
+def balancing(folder, choice, config=None, plan=None, *, resume=False):
     if plan is not None:
         (folder / "plan.json").write_text(plan.to_json())
         choice = choice or str(folder / "plan.json")
-    return Balancing(choice, config or {}, folder, resumes=resumes)
+    return BalanceController(choice, config or {}, folder, resume=resume)
 
 
 def ranks_that_read(monkeypatch, *digests):
@@ -37,7 +37,7 @@ def ranks_that_read(monkeypatch, *digests):
 def test_a_plan_on_some_machines_only_is_refused_before_anything_is_measured(monkeypatch, tmp_path):
     ranks_that_read(monkeypatch, None)
     config = {"wavemare": {"pipeline": {"stages": 2}}}
-    resumed = balancing(tmp_path, "auto", config, STAGES, resumes=True)
+    resumed = balancing(tmp_path, "auto", config, STAGES, resume=True)
     with pytest.raises(PlanError, match="rank 1 none"):
         resumed.measure(LanguageModel(), {}, sequence_length=8)
 

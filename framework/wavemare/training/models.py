@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checking what a model is made from, before anything slow begins."""
+"""Checks of a model's configuration and files, before anything slow begins."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,30 +13,29 @@ from wavemare.data.tokens import check_length
 from wavemare.errors import ConfigError, ModelError, did_you_mean
 from wavemare.json_text import parse_json
 
-__all__ = ["check_model_folder", "longest", "naming", "read_model_config"]
+__all__ = ["check_model_folder", "max_positions", "read_model_config", "reraise_model_errors"]
 
 
-def check_model_folder(folder: str, sequence_length: int, *, writes: bool = False) -> None:
+def check_model_folder(folder: str, sequence_length: int, *, causal: bool = False) -> None:
     """Check that a folder holds a configuration and weights of a model that is long enough.
 
     Args:
         folder: The folder.
         sequence_length: Tokens per sample.
-        writes: Whether the model has to continue text, from left to right.
+        causal: Whether the model has to continue text, from left to right.
 
     Raises:
-        ModelError: Naming what is missing; or the model reads in both directions.
+        ModelError: A file is missing, or the model reads in both directions.
         ConfigError: The sequences are longer than the model.
     """
     path = Path(folder)
     if not path.is_dir():
-        raise ModelError(
-            "--model",
-            folder,
-            "there is no such folder",
-            "Name a folder that save_pretrained wrote, for example the 'model' folder of a run "
-            "of the pretraining recipe",
+        reason = "there is no such folder"
+        remedy = (
+            "Name a folder that save_pretrained wrote, for example the 'model' folder of a run of "
+            "the pretraining recipe"
         )
+        raise ModelError("--model", folder, reason, remedy)
     weights = [*path.glob("*.safetensors"), *path.glob("*.bin")]
     if not (path / "config.json").is_file() or not weights:
         missing = "weights" if (path / "config.json").is_file() else "config.json"
@@ -45,7 +44,7 @@ def check_model_folder(folder: str, sequence_length: int, *, writes: bool = Fals
 
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as READERS
 
-    if writes and values["model_type"] in READERS and not values.get("is_decoder"):
+    if causal and values["model_type"] in READERS and not values.get("is_decoder"):
         reason = f"a {values['model_type']} model fills gaps in text, and does not continue it"
         remedy = "Name the folder of a GPT, or use wavemare train bert/finetune"
         raise ModelError("--model", folder, reason, remedy)
@@ -54,7 +53,7 @@ def check_model_folder(folder: str, sequence_length: int, *, writes: bool = Fals
 def read_model_config(
     file: str,
     sequence_length: int,
-    change: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+    sizes: Mapping[str, int] | None = None,
     key: str = "--model_config",
 ) -> dict[str, Any]:
     """Read a transformers configuration with its ``model_type``.
@@ -62,12 +61,13 @@ def read_model_config(
     Args:
         file: The JSON file.
         sequence_length: Tokens per sample.
-        change: Applied to it before it is checked.
-        key: What a message calls the file.
+        sizes: Replaces values, by transformers' common names.
+        key: The option that names the file, for messages.
 
     Raises:
         ConfigError: The file is missing, no JSON object, names no model type that transformers
             knows, or the sequences are longer than the model.
+        ModelError: transformers cannot make such a configuration.
     """
     try:
         values = parse_json(Path(file).read_text(encoding="utf-8"))
@@ -84,40 +84,36 @@ def read_model_config(
         remedy = did_you_mean(values["model_type"], CONFIG_MAPPING.keys())
         reason = f"transformers knows no model type {values['model_type']!r}"
         raise ConfigError(key, file, reason, remedy)
-    values = change(values)
-    with naming(key, file):
+    kind, sizes = CONFIG_MAPPING[values["model_type"]], sizes or {}
+    for name, size in sizes.items():
+        values[kind.attribute_map.get(name, name)] = size
+    if "hidden_size" in sizes and hasattr(kind(), "intermediate_size"):
+        values["intermediate_size"] = 4 * sizes["hidden_size"]
+    with reraise_model_errors(key, file):
         config = AutoConfig.for_model(**values)
-    check_length(sequence_length, longest(config))
+    check_length(sequence_length, max_positions(config))
     return values
 
 
-def longest(config: Any) -> int:
+def max_positions(config: Any) -> int:
     """Return the longest sequence that a model takes; a very large number if it has no limit."""
     return int(getattr(config, "max_position_embeddings", None) or sys.maxsize)
 
 
 @contextmanager
-def naming(key: str, value: str) -> Iterator[None]:
-    """Say which option is to blame where transformers cannot make or load a model.
+def reraise_model_errors(key: str, value: str) -> Iterator[None]:
+    """Name the option where transformers cannot make or load a model.
 
     Raises:
-        ModelError: With what transformers said.
+        ModelError: With transformers' own words.
     """
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
-    foreign = (SafetensorError, StrictDataclassError)
+    kinds = (OSError, RuntimeError, ValueError, TypeError, KeyError, ArithmeticError)
     try:
         yield
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-        TypeError,
-        KeyError,
-        ArithmeticError,
-        *foreign,
-    ) as error:
+    except (*kinds, SafetensorError, StrictDataclassError) as error:
         said = " ".join(str(error).split())[:200]
         reason = f"transformers cannot make a model of it ({said})"
         raise ModelError(key, value, reason, "Mend the configuration or the files") from error

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``--balance auto|FILE|none``: plans for unlike devices, in a recipe."""
+"""``--balance auto|FILE|none``: a plan that shares the work among unlike devices."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,46 +18,57 @@ if TYPE_CHECKING:
     import torch
 
 
-__all__ = ["Balancing"]
+__all__ = ["BalanceController"]
 
 AUTO, NONE = "auto", "none"
 
 
-class Balancing:
-    """The plan of a run, and its file.
+class BalanceController:
+    """The plan of a run, and the configuration that executes it.
 
     Args:
-        choice: Of ``--balance``.
+        choice: The option ``--balance``.
         config: DeepSpeed's configuration.
-        folder: Of the run, where a measured plan is left as ``plan.json``.
-        resumes: Whether an earlier run goes on, by its own plan.
+        folder: The run folder; a measured plan is written there as ``plan.json``.
+        resume: Whether the run continues, by its own plan.
+
+    Attributes:
+        config: DeepSpeed's configuration, completed by the plan as soon as there is one.
+        plan: The plan; None without one.
 
     Raises:
         ConfigError: The file cannot be read, or the configuration cannot be balanced.
-        PlanError: It holds no plan.
+        PlanError: The file holds no plan.
     """
 
-    def __init__(self, choice: str, config: dict[str, Any], folder: Path, *, resumes: bool) -> None:
+    def __init__(self, choice: str, config: dict[str, Any], folder: Path, *, resume: bool) -> None:
         self.config = config
         self.plan: Layout | None = None
-        self._file = folder / "plan.json"
         self._choice = choice
-        self.measures = choice == AUTO
-        section = WavemareConfig.of(config)
+        self._file = folder / "plan.json"
+        self._measures = choice == AUTO
         if choice == NONE:
             return
+        section = WavemareConfig.of(config)
         if section.parallel.given:
-            reason = "wavemare.parallel says how the model is laid out"
+            reason = "wavemare.parallel already lays out the model"
             raise ConfigError("--balance", choice, reason, "Leave out one of the two")
         if choice != AUTO:
             self._use(_read(Path(choice)))
-        elif resumes and self._file.is_file() and section.pipeline.stages > 1:
-            # Weights stay where they are; shares alone may be measured anew.
-            self.measures = False
+        elif resume and self._file.is_file() and section.pipeline.stages > 1:
+            # Weights stay where they are. Replicas alone may be measured again.
+            self._measures = False
             self._use(_read(self._file))
 
-    def measure(self, model: Any, batch: dict[str, int], *, sequence_length: int) -> Layout | None:
-        """Measure the devices and make the plan, if that is wanted; complete `config`.
+    @property
+    def shares(self) -> Sequence[int] | None:
+        """Samples per micro-batch of each rank; None for equal ones."""
+        return WavemareConfig.of(self.config).balance.shares
+
+    def measure(
+        self, model: Any, batch: dict[str, int], *, sequence_length: int
+    ) -> Layout | None:
+        """Measure the devices and make the plan, if the option asks for it; complete `config`.
 
         Args:
             model: Whole on every rank.
@@ -65,22 +76,23 @@ class Balancing:
             sequence_length: Tokens of a sample.
 
         Returns:
-            The plan that was made, which `config` now runs; None if nothing was measured.
+            The measured plan; None if nothing was measured.
 
         Raises:
-            ConfigError: What the configuration asks for cannot be balanced.
-            PlanError: The ranks have read unlike plans, or not all of them one.
+            ConfigError: The configuration cannot be balanced.
+            PlanError: The ranks have read different plans.
         """
-        if self._choice != NONE:
-            self._agree()
-        if self.measures:
+        if self._choice == NONE:
+            return None
+        self._agree()
+        if self._measures:
             self._measure(model, batch, sequence_length)
         if self.plan is not None and not type(model).__name__.endswith("ForSequenceClassification"):
-            self._weigh_tokens(self.plan)
-        return self.plan if self.measures else None
+            self._weight_by_tokens(self.plan)
+        return self.plan if self._measures else None
 
     def _agree(self) -> None:
-        # A folder of each machine's own may hold a plan on some: others would wait for ever.
+        # The run folder may be local to each machine, and hold a plan on some of them.
         from torch import distributed as dist
 
         own = None if self.plan is None else self.plan.digest[:12]
@@ -102,51 +114,49 @@ class Balancing:
             raise ConfigError("--balance", AUTO, reason, "Put like devices there, and give a plan")
         if section.wavelet.mode != "off":
             reason = "waves scale the losses of micro-batches that are alike on all ranks"
-            mode = section.wavelet.mode
-            raise ConfigError(
-                "wavemare.wavelet.mode", mode, reason, 'Set it "off", or --balance none'
-            )
-        zero = int(zero_section(self.config).get("stage", 0))
-        dtype = _half(self.config)
-        if section.pipeline.stages > 1:
+            mode, remedy = section.wavelet.mode, 'Set it "off", or --balance none'
+            raise ConfigError("wavemare.wavelet.mode", mode, reason, remedy)
+        options: dict[str, Any] = {
+            "zero_stage": int(zero_section(self.config).get("stage", 0)),
+            "sequence_length": sequence_length,
+            "dtype": _half_type(self.config),
+        }
+        pipeline = section.pipeline
+        if pipeline.stages > 1:
             plan = balance_stages(
                 model,
                 batch,
-                stages=section.pipeline.stages,
-                schedule=section.pipeline.schedule,
-                inputs=section.pipeline.inputs,
-                zero_stage=zero,
-                sequence_length=sequence_length,
-                dtype=dtype,
+                stages=pipeline.stages,
+                schedule=pipeline.schedule,
+                inputs=pipeline.inputs,
+                **options,
             )
         else:
             plan, _ = balance_replicas(
                 model,
                 lambda samples: example_samples(model, sequence_length, samples),
                 batch,
-                zero_stage=zero,
-                sequence_length=sequence_length,
-                dtype=dtype,
+                **options,
             )
         self._use(plan)
 
-    def save(self) -> None:
-        """Leave the plan in the run's folder; one rank calls it."""
-        if self.plan is not None:
+    def save(self, rank: int) -> None:
+        """Write the plan into the run folder, by rank 0."""
+        if self.plan is not None and rank == 0:
             atomic_write_text(self._file, self.plan.to_json())
 
     def _use(self, plan: Layout) -> None:
         self.plan = plan
         self.config = plan.configure(self.config)
         section = dict(self.config[SECTION])
-        if self.measures and plan.stages == 1:
+        if self._measures and plan.stages == 1:
             # No checkpoint is bound to measured shares.
             section["balance"] = {**section.get("balance", {}), "shares": list(plan.shares)}
         else:
             section["parallel"] = {"plan": json.loads(plan.to_json())}
         self.config = {**self.config, SECTION: section}
 
-    def _weigh_tokens(self, plan: Layout) -> None:
+    def _weight_by_tokens(self, plan: Layout) -> None:
         # Samples have different numbers of labels (masked tokens, all but the first of a document).
         if plan.wavelet and plan.stages == 1:
             return  # their losses cannot be weighted, and their shares are equal
@@ -155,15 +165,12 @@ class Balancing:
         self.config = {**self.config, SECTION: section}
 
 
-def _half(config: Mapping[str, Any]) -> torch.dtype | None:
+def _half_type(config: Mapping[str, Any]) -> torch.dtype | None:
     """Return the 16-bit type that a configuration computes in, None for 32 bits."""
     import torch
 
     types = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    for name, dtype in types.items():
-        if is_enabled(config, name):
-            return dtype
-    return None
+    return next((dtype for name, dtype in types.items() if is_enabled(config, name)), None)
 
 
 def _read(file: Path) -> Layout:

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the ``--data`` option to the tokens and samples of a language model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from wavemare.data.sources import Kind, Source, resolve
+from wavemare.errors import ConfigError, DataError
+from wavemare.observe.screen import Screen
+from wavemare.training.arguments import TrainArguments
+
+if TYPE_CHECKING:
+    from wavemare.data.tokens import TokenStore
+
+__all__ = ["TrainingText", "find_text", "read_text"]
+
+_SECONDS_BETWEEN_NOTES = 2.0
+_SPLIT = "969,30,1"  # Megatron's own default
+
+
+def find_text(arguments: TrainArguments) -> Source:
+    """Find the text that the options name; nothing is read yet.
+
+    Raises:
+        DataError: There is no such text.
+        ConfigError: ``--split`` is given for text.
+    """
+    source = resolve(arguments.data)
+    if arguments.split is not None and source.kind is not Kind.MEGATRON:
+        reason = f"{source.name} is text, of which a part is held out by its hash"
+        remedy = "Leave it out, or make Megatron data with wavemare data build"
+        raise ConfigError("--split", arguments.split, reason, remedy)
+    return source
+
+
+@dataclass(frozen=True)
+class TrainingText:
+    """Tokens to train on and to validate on, with their tokenizer.
+
+    Attributes:
+        source: Origin of the tokens.
+        tokenizer: A fast tokenizer.
+        train: Tokens to train on, one store for each data set of a blend.
+        validation: Tokens to validate on, likewise.
+        split: Megatron's ``--split`` if a GPT reads the data in Megatron's order, else None.
+    """
+
+    source: Source
+    tokenizer: Any
+    train: tuple[TokenStore, ...]
+    validation: tuple[TokenStore, ...]
+    split: str | None = None
+
+    def check_fits(self, sequence_length: int, model_config: Any) -> None:
+        """Check that a model takes all tokens.
+
+        Raises:
+            ConfigError: The sequences are longer than the model.
+            DataError: A token is beyond the vocabulary.
+        """
+        from wavemare.data.samples import check_fits
+        from wavemare.training.models import max_positions
+
+        known = min(model_config.vocab_size, len(self.tokenizer))
+        for store in (*self.train, *self.validation):
+            if store.num_tokens:
+                check_fits(store, sequence_length, max_positions(model_config), known)
+
+    def single(self) -> tuple[TokenStore, TokenStore]:
+        """Return the training and validation tokens of one data set.
+
+        Raises:
+            ConfigError: The data is a blend, which only GPT reads.
+        """
+        if self.source.weights:
+            remedy = "Put the data sets into one: wavemare data merge"
+            reason = "weights are for the order of Megatron's GPT"
+            raise ConfigError("--data", self.source.name, reason, remedy)
+        return self.train[0], self.validation[0]
+
+    def causal_samples(self, sequence_length: int, num_samples: int, seed: int) -> tuple[Any, Any]:
+        """Return samples for a GPT, to train on and to validate on.
+
+        Args:
+            sequence_length: Tokens per sample.
+            num_samples: Samples of the whole training; decides Megatron's order.
+            seed: Of Megatron's order.
+
+        Raises:
+            DataError: The tokens do not fill one sample, or none is left for the validation.
+        """
+        from wavemare.data.samples import PackedDataset
+
+        if self.split is None:
+            train, validation = self.single()
+            return (
+                PackedDataset(train, sequence_length),
+                PackedDataset(validation, sequence_length),
+            )
+        from torch.utils.data import ConcatDataset
+
+        from wavemare.data.megatron_order import MegatronSamples, blended_samples
+
+        filled = [store for store in self.validation if store.num_documents]
+        if not filled:
+            reason = "by these shares no document is held out"
+            remedy = "Give the second share more, or more documents"
+            raise DataError("--split", self.split, reason, remedy)
+        options: dict[str, Any] = {"sequence_length": sequence_length, "seed": seed}
+        # Samples do not overlap (Megatron's add_extra_token_to_sequence is off): the model shifts.
+        samples = blended_samples(
+            self.train,
+            [range(store.num_documents) for store in self.train],
+            self.source.weights or None,
+            num_samples=num_samples,
+            **options,
+        )
+        parts = [
+            MegatronSamples(store, range(store.num_documents), num_samples=None, **options)
+            for store in filled
+        ]
+        return samples, ConcatDataset(parts)
+
+    def check_prompt(self, prompt: str | None, positions: int) -> str:
+        """Return the start of a text to write: the given one, or the validation text's.
+
+        Raises:
+            ConfigError: It is empty, or leaves no room in the model.
+        """
+        if prompt is None:
+            return self.beginning(positions)
+        length = len(self.tokenizer(prompt)["input_ids"])
+        if not 0 < length < positions:
+            reason = f"it has {length} tokens, and the model takes {positions}"
+            remedy = f"Give a prompt of 1 to {positions - 1} tokens"
+            raise ConfigError("--prompt", prompt, reason, remedy)
+        return prompt
+
+    def beginning(self, positions: int, tokens: int = 8) -> str:
+        """Return the first words of the validation text, with room after them in the model."""
+        special = {*self.tokenizer.all_special_ids}
+        first = self.validation[0].tokens[:1024].tolist()
+        ids = [token for token in first if token not in special]
+        start: str = self.tokenizer.decode(ids[: min(tokens, positions - 1)]).rstrip("\ufffd")
+        return start
+
+    def describe(self) -> dict[str, object]:
+        """Return the panel's rows about the corpus."""
+
+        def count(what: str) -> str:
+            sums = [
+                sum(getattr(s, what) for s in stores) for stores in (self.train, self.validation)
+            ]
+            return "{:,} to train, {:,} held out".format(*sums)
+
+        return {
+            "name": self.source.name,
+            "documents": count("num_documents"),
+            "tokens": count("num_tokens"),
+            "vocabulary": len(self.tokenizer),
+        }
+
+    def cross_entropies(self, sequence_length: int) -> dict[str, float]:
+        """Return the cross-entropies of the corpus's n-grams, nats per validation token.
+
+        Args:
+            sequence_length: Tokens per sample: the same tokens are scored as the model's.
+        """
+        if self.source.weights:
+            return {}  # counts of one corpus say nothing about a blend
+        from wavemare.data.statistics import bigram_cross_entropy, unigram_cross_entropy
+
+        stores = self.single()
+        return {
+            "unigram": unigram_cross_entropy(*stores, sequence_length=sequence_length),
+            "bigram": bigram_cross_entropy(*stores, sequence_length=sequence_length),
+        }
+
+
+def read_text(
+    source: Source,
+    arguments: TrainArguments,
+    kind: Literal["gpt", "bert"],
+    *,
+    tokenizer: str | None = None,
+    vocab_size: int = 0,
+) -> TrainingText:
+    """Read and tokenise text, or open the tokens of the same text from the cache.
+
+    Args:
+        source: Of `find_text`.
+        arguments: The recipe's options.
+        kind: Decides the special tokens of a new tokenizer.
+        tokenizer: Hugging Face folder of a tokenizer; a new one is trained if omitted.
+        vocab_size: Tokens of a new byte-level BPE.
+
+    Raises:
+        DataError: Data or tokenizer are damaged.
+        ConfigError: Data of tokens is given without their tokenizer.
+    """
+    from wavemare.data.encode import tokenize
+    from wavemare.data.text import load_text
+    from wavemare.data.tokenizer import cached_tokenizer, load_tokenizer
+
+    found: Any = None if tokenizer is None else load_tokenizer(tokenizer)
+    if source.kind is Kind.MEGATRON:
+        return _read_megatron(source, arguments.split, found)
+    cache = Path(arguments.cache).expanduser()
+    corpus = load_text(source, text_column=arguments.text_column)
+    if found is None:
+        found = cached_tokenizer(corpus.train, vocab_size, kind, cache)
+    progress = _notes("tokenising")
+    train, validation = (
+        tokenize(part, found, cache, name=source.name, progress=progress)
+        for part in (corpus.train, corpus.validation)
+    )
+    return TrainingText(source, found, (train,), (validation,))
+
+
+def _read_megatron(source: Source, split: str | None, tokenizer: Any) -> TrainingText:
+    from wavemare.data.indexed import open_indexed, read_indexed
+    from wavemare.data.megatron_order import split_ranges
+    from wavemare.data.tokens import split_store
+
+    if tokenizer is None:
+        reason = f"{source.name} holds tokens, whose meaning the data does not say"
+        remedy = "Name the Hugging Face folder of the tokenizer that made them"
+        raise ConfigError("--tokenizer", None, reason, remedy)
+    if not source.weights and split is None:
+        store = read_indexed(source.files[0], vocab_size=len(tokenizer))
+        train, validation = split_store(store)
+        return TrainingText(source, tokenizer, (train,), (validation,))
+    split = split or _SPLIT
+    pairs = []
+    for prefix in source.files:
+        store = open_indexed(prefix).store(len(tokenizer), sequences=True)
+        first, second, _ = split_ranges(split, store.num_documents)
+        pairs.append(
+            (store.select(first.start, first.stop), store.select(second.start, second.stop))
+        )
+    trains, validations = zip(*pairs, strict=True)
+    return TrainingText(source, tokenizer, trains, validations, split)
+
+
+def _notes(what: str) -> Callable[[int, int], None]:
+    """Return a callback that notes progress now and then; one process per host encodes."""
+    screen, shown = Screen(rank=0), time.monotonic()
+
+    def note(done: int, total: int) -> None:
+        nonlocal shown
+        if time.monotonic() - shown >= _SECONDS_BETWEEN_NOTES:
+            shown = time.monotonic()
+            screen.note(f"{what} {done / max(total, 1):.0%}")
+
+    return note

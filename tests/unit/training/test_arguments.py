@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A recipe's command line, also in Megatron's spellings, and the configuration that it makes."""
+
+import json
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from wavemare.engine.config.resolve import check_batch_sizes, check_config
+from wavemare.errors import ConfigError
+from wavemare.recipes.bert.finetune import FinetuneArguments as Classification
+from wavemare.recipes.bert.finetune import check_options
+from wavemare.recipes.gpt.finetune import FinetuneArguments
+from wavemare.recipes.gpt.pretrain import PretrainArguments
+from wavemare.training.arguments import parse_arguments
+from wavemare.training.config import resolve_config
+from wavemare.training.models import read_model_config
+
+CONFIG = str(files("wavemare.recipes") / "gpt" / "pretrain_pipeline.json")
+
+
+def parsed(line, kind=PretrainArguments):
+    return parse_arguments(kind, ["--deepspeed_config", CONFIG, *line.split()])
+
+
+def test_a_megatron_command_line(tmp_path):
+    arguments = parsed(
+        "--num-layers 6 --hidden-size 64 --num-attention-heads 8 --max-position-embeddings 512 "
+        "--seq-length 256 --micro-batch-size 2 --global-batch-size 24 --train-iters 300 --lr 6e-4 "
+        "--min-lr 6e-5 --lr-decay-style cosine --lr-warmup-fraction 0.02 --weight-decay 0.05 "
+        "--clip-grad 0.5 --pipeline-model-parallel-size 3 --data-path 0.3 a 0.7 b --split 969,30,1 "
+        "--make-vocab-size-divisible-by 128 --tensor-model-parallel-size 2 --save-interval 50 "
+        "--log-interval 7 --eval-interval 60 --eval-iters 10 --bf16 --deepspeed "
+        "--tensorboard-dir boards --wandb-project sea --tokenizer-type GPT2BPETokenizer "
+        "--vocab-file bpe/vocab.json --merge-file bpe/merges.txt --prompt hello",
+    )
+    assert arguments.max_steps == 300
+    assert arguments.sequence_length == 256
+    assert arguments.data == "0.3 a 0.7 b"
+    assert arguments.split == "969,30,1"
+    assert (arguments.save_interval, arguments.log_interval, arguments.eval_interval) == (50, 7, 60)
+    assert arguments.tokenizer == "bpe"
+    assert (arguments.prompt, arguments.eval_iters) == ("hello", 10)
+    config = resolve_config(arguments)
+    assert config["train_micro_batch_size_per_gpu"] == 2
+    assert config["train_batch_size"] == 24
+    assert config["optimizer"]["params"] == {"lr": 6e-4, "betas": [0.9, 0.95], "weight_decay": 0.05}
+    assert config["gradient_clipping"] == 0.5
+    assert config["scheduler"]["type"] == "WarmupCosineLR"
+    assert config["scheduler"]["params"]["cos_min_ratio"] == pytest.approx(0.1)
+    assert config["scheduler"]["params"]["warmup_num_steps"] == 6
+    assert config["bf16"] == {"enabled": True}
+    assert config["tensorboard"] == {"enabled": True, "output_path": "boards"}
+    assert config["wandb"] == {"enabled": True, "project": "sea"}
+    assert config["wavemare"] == {
+        "pipeline": {"stages": 3, "inputs": ["input_ids"]},
+        "tensor_parallel": {"size": 2},
+        "watchdog": {"folder": str(Path("runs/gpt-pretrain/watchdog").resolve())},
+    }
+    check_config(config, world_size=6)
+    assert check_batch_sizes(config, data_world_size=1)["gradient_accumulation_steps"] == 12
+    assert arguments.padded(4000, 2) == 4096
+    assert arguments.padded(4097, 2) == 4352  # a multiple of 128 * 2
+    for kind, sizes in (
+        ("gpt2", {"n_layer": 6, "n_embd": 64, "n_head": 8, "n_positions": 512}),
+        (
+            "bert",
+            {
+                "num_hidden_layers": 6,
+                "hidden_size": 64,
+                "intermediate_size": 256,
+                "num_attention_heads": 8,
+                "max_position_embeddings": 512,
+            },
+        ),
+    ):
+        (tmp_path / "model.json").write_text(json.dumps({"model_type": kind}))
+        found = read_model_config(str(tmp_path / "model.json"), 256, arguments.sizes())
+        assert found == {"model_type": kind, **sizes}
+
+
+def test_without_them_only_schedules_are_filled_in():
+    arguments = parsed("--max_steps 300 --save-interval 5 --data corpus.txt --output x")
+    assert (arguments.max_steps, arguments.data) == (300, "corpus.txt")
+    config, expected = resolve_config(arguments), json.loads(Path(CONFIG).read_text())
+    expected["scheduler"]["params"] |= {"total_num_steps": 300, "warmup_num_steps": 30}
+    expected["wavemare"]["watchdog"] = {"folder": str(Path("x/watchdog").resolve())}
+    assert config == expected
+    assert arguments.sizes() == {}
+    assert arguments.padded(4001, 2) == 4001
+
+
+def test_the_command_line_of_the_process(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["recipe", "--deepspeed_config", CONFIG, "--max_steps", "7"])
+    assert parse_arguments(PretrainArguments).max_steps == 7
+    monkeypatch.setattr(sys, "argv", ["recipe"])
+    with pytest.raises(ConfigError, match=r"--deepspeed_config.*missing"):
+        parse_arguments(PretrainArguments)
+
+
+@pytest.mark.parametrize(
+    ("style", "kind", "keys"),
+    [
+        ("linear", "WarmupDecayLR", {"warmup_num_steps", "warmup_max_lr", "total_num_steps"}),
+        ("constant", "WarmupLR", {"warmup_num_steps", "warmup_max_lr"}),
+    ],
+)
+def test_schedules(style, kind, keys):
+    scheduler = resolve_config(parsed(f"--lr-decay-style {style} --lr=0.5"))["scheduler"]
+    assert scheduler["type"] == kind
+    assert scheduler["params"].keys() == keys
+    assert scheduler["params"]["warmup_max_lr"] == 0.5
+    with pytest.raises(ConfigError, match=r"--min-lr.*no lowest rate.*cosine"):
+        resolve_config(parsed(f"--lr-decay-style {style} --min-lr 0.1"))
+
+
+def test_a_model_from_a_folder_has_its_own_size():
+    with pytest.raises(ConfigError, match=r"--hidden-size.*no such option"):
+        parsed("--hidden-size 8", FinetuneArguments)
+    assert parsed("--train-iters 3", FinetuneArguments).max_steps == 3
+    with pytest.raises(ConfigError, match=r"--num-layers.*comes from a folder"):
+        check_options(parsed("--num-layers 2 --model folder", Classification))
+    check_options(parsed("--num-layers 2", Classification))
+    with pytest.raises(ConfigError, match=r"--split.*no Megatron data"):
+        check_options(parsed("--split 9,1", Classification))
+
+
+def test_load_resumes_where_there_is_a_checkpoint(tmp_path):
+    both = f"--save {tmp_path} --load {tmp_path}"
+    arguments = parsed(both)
+    assert (arguments.output, arguments.resume) == (str(tmp_path), False)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest").touch()
+    assert parsed(both).resume
+    assert not parsed(f"--save {tmp_path}").resume
