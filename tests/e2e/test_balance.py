@@ -37,8 +37,8 @@ def test_a_plan_changes_the_shares_and_nothing_that_is_learnt(
     for run, plan in ((equal, plan_of((batch // 2,) * 2)), (unequal, plan_of(shares))):
         options = small_options("gpt", run, model_config=model, balance=plan)
         ended = recipe(*words, *options).check()
-    assert "that of wavemare.parallel" in ended.output
-    assert "plan " in ended.output.split("that of wavemare.parallel")[1]
+    assert "wavemare.parallel's, see below" in ended.output
+    assert "plan " in ended.output.split("wavemare.parallel's, see below")[1]
     assert json.loads((unequal / "plan.json").read_text())["shares"] == list(shares)
     expected, found = losses_of(equal), losses_of(unequal)
     assert found[:2] == pytest.approx(expected[:2], abs=1e-6)  # before the first update

@@ -49,12 +49,12 @@ def build(
 
     For example: wavemare data build 'corpus/*.jsonl' --output data/corpus --tokenizer gpt2/
     """
-    # The tokenizers library reads these when it encodes for the first time.
-    os.environ |= {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(workers)}
     from wavemare.data import build_indexed, load_texts_to_build, load_tokenizer, resolve
 
     loaded = load_tokenizer(tokenizer)
     documents = load_texts_to_build(resolve(source), text_column=text_column)
+    # The tokenizers library reads these when it encodes for the first time.
+    os.environ |= {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(workers)}
     written = build_indexed(
         documents,
         loaded,

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pipeline schedule of one's own: written as data, checked, priced and drawn.
+
+python recipes/examples/custom_schedule.py
+"""
+
+from pathlib import Path
+
+from wavemare.pipeline.clock.simulate import Costs, simulate
+from wavemare.pipeline.clock.utilisation import bubble
+from wavemare.pipeline.draw import grid, svg
+from wavemare.pipeline.plan.action import Action, Kind
+from wavemare.pipeline.plan.check import check
+from wavemare.pipeline.plan.lowering import add_communication, add_steps
+from wavemare.pipeline.plan.plan import Plan
+from wavemare.pipeline.plan.schedules import one_f_one_b
+
+
+def gpipe(num_stages: int, micro_batches: int) -> Plan:
+    """Return GPipe's schedule: all forward passes, then all backward passes, then the step."""
+
+    def actions(stage: int) -> tuple[Action, ...]:
+        passes = [
+            Action(kind, stage, micro_batch, version=0)
+            for kind in (Kind.FORWARD, Kind.BACKWARD)
+            for micro_batch in range(micro_batches)
+        ]
+        steps = add_steps(passes, num_stages, ends={micro_batches - 1})
+        # Sends, receives and loads follow from the order of the passes.
+        return tuple(add_communication(steps, num_stages))
+
+    ranks = tuple(actions(stage) for stage in range(num_stages))
+    return Plan("gpipe", num_stages, micro_batches, 1, ranks, send_slots=2)
+
+
+def main() -> None:
+    """Compare GPipe with 1F1B."""
+    costs = Costs(forward_s=0.01, backward_s=0.02)
+    timelines = []
+    for plan in (gpipe(4, 8), one_f_one_b(4, 8)):
+        print(check(plan))  # refuses an incomplete plan, or one in which ranks wait forever
+        print(grid(plan))
+        timelines.append(simulate(plan, costs))
+        print(f"{plan.schedule}: bubble {bubble(timelines[-1]):.0%}\n")
+    target = Path("build/custom-schedule.svg")
+    target.parent.mkdir(exist_ok=True)
+    target.write_text(svg(timelines, title="GPipe above, 1F1B below"))
+
+
+if __name__ == "__main__":
+    main()
