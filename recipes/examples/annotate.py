@@ -22,8 +22,10 @@ CONFIG = {
 def main() -> None:
     """Train a tiny GPT-2 to count, with a short first and a long second stage."""
     set_seed(1)
-    sizes = {"vocab_size": 8, "n_positions": 16, "n_embd": 32, "n_layer": 4, "n_head": 2}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    config = GPT2Config(
+        vocab_size=8, n_positions=16, n_embd=32, n_layer=4, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    model = GPT2LMHeadModel(config)
     wavemare.annotate(
         model,
         {
@@ -36,7 +38,7 @@ def main() -> None:
 
     engine, *_ = wavemare.initialize(model=model, config=CONFIG)
     if engine.global_rank == 0:
-        print(engine.parallel_plan)
+        print(engine.layout)
     for step in range(1, 13):
         loss = engine.train_batch(batches)
         if step % 4 == 0 and engine.global_rank == 0:

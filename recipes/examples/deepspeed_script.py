@@ -21,8 +21,10 @@ CONFIG = {
 def main() -> None:
     """Train a tiny GPT-2 to count."""
     set_seed(1)
-    sizes = {"vocab_size": 8, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    config = GPT2Config(
+        vocab_size=8, n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    model = GPT2LMHeadModel(config)
     rows = (torch.arange(64)[:, None] + torch.arange(16)) % 8
     data = [{"input_ids": row, "labels": row} for row in rows]
 

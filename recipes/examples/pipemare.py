@@ -27,8 +27,10 @@ CONFIG = {
 def main() -> None:
     """Train a tiny GPT-2 to count, and export it."""
     set_seed(1)
-    sizes = {"vocab_size": 8, "n_positions": 16, "n_embd": 32, "n_layer": 4, "n_head": 2}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    config = GPT2Config(
+        vocab_size=8, n_positions=16, n_embd=32, n_layer=4, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    model = GPT2LMHeadModel(config)
     rows = (torch.arange(64)[:, None] + torch.arange(16)) % 8
     batches = cycle({"input_ids": part, "labels": part} for part in rows.split(4))
 

@@ -13,6 +13,7 @@ CONFIG = {
     "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": "auto",
+    "zero_optimization": {"stage": 0},
     "wavemare": {"pipeline": {"stages": "auto", "schedule": "1f1b"}},
 }
 
@@ -20,8 +21,10 @@ CONFIG = {
 def main() -> None:
     """Train a tiny GPT-2 to count, and evaluate it."""
     set_seed(1)
-    sizes = {"vocab_size": 8, "n_positions": 16, "n_embd": 32, "n_layer": 4, "n_head": 2}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    config = GPT2Config(
+        vocab_size=8, n_positions=16, n_embd=32, n_layer=4, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    model = GPT2LMHeadModel(config)
     rows = (torch.arange(64)[:, None] + torch.arange(16)) % 8
     data = [{"input_ids": row, "labels": row} for row in rows]
 

@@ -26,9 +26,19 @@ CONFIG = {
 def main() -> None:
     """Train a tiny GPT-2 to count."""
     set_seed(1)
-    sizes = {"vocab_size": 8, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
-    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    model = GPT2LMHeadModel(GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0))
+    config = GPT2Config(
+        vocab_size=8,
+        n_positions=16,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    model = GPT2LMHeadModel(config)
     rows = (torch.arange(64)[:, None] + torch.arange(16)) % 8
     batches = cycle({"input_ids": part, "labels": part} for part in rows.split(4))
 

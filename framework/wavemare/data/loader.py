@@ -72,7 +72,10 @@ class ResumableLoader(Iterator[Any]):
         self._dataset = dataset
         self._stride = data_world_size * micro_batch_size
         shares = shares or [micro_batch_size] * data_world_size
-        self._first, self._own = sum(shares[:data_rank]), _own_share(shares, data_rank, self._stride)
+        self._first, self._own = (
+            sum(shares[:data_rank]),
+            _own_share(shares, data_rank, self._stride),
+        )
         self._seed = seed
         self._shuffle = shuffle
         self._collate = collate or _default_collate()

@@ -65,9 +65,7 @@ class BalanceController:
         """Samples per micro-batch of each rank; None for equal ones."""
         return WavemareConfig.of(self.config).balance.shares
 
-    def measure(
-        self, model: Any, batch: dict[str, int], *, sequence_length: int
-    ) -> Layout | None:
+    def measure(self, model: Any, batch: dict[str, int], *, sequence_length: int) -> Layout | None:
         """Measure the devices and make the plan, if the option asks for it; complete `config`.
 
         Args:
