@@ -68,8 +68,8 @@ def test_the_site_is_built_without_a_warning(tmp_path):
         [*command, ROOT / "docs", tmp_path], capture_output=True, text=True, check=False
     )
     assert (built.returncode, built.stderr) == (0, "")
-    pages = [page.with_suffix(".html") for page in PAGES if "docs" in page.parts]
-    assert all((tmp_path / page.relative_to(ROOT / "docs")).is_file() for page in pages)
+    for page in PAGES[1:]:
+        assert (tmp_path / page.relative_to(ROOT / "docs")).with_suffix(".html").is_file()
     for page in tmp_path.rglob("*.html"):  # it is read without a network
         loaded = re.findall(
             r"<(?:script|link|img)[^>]*(?:src|href)=\"(https?:[^\"]*)", page.read_text()
