@@ -40,13 +40,13 @@ class EngineMixin(CheckpointMixin):
 
     Args:
         args: DeepSpeed's.
-        sections: Ours of the configuration; all defaults if omitted.
+        sections: The ``"wavemare"`` section; all defaults if omitted.
         kwargs: DeepSpeed's.
 
     Attributes:
-        layout: The plan by which the model is laid out, with ``digest`` and ``to_json()``;
-            None if the configuration alone says how.
-        watchdog: The process's, if this engine's configuration asks for one; None once destroyed.
+        layout: The layout of the model, with ``digest`` and ``to_json()``; None if the
+            configuration alone determines it.
+        watchdog: The process's, if the configuration asks for one; None after `destroy`.
     """
 
     layout: Any = None
@@ -54,25 +54,23 @@ class EngineMixin(CheckpointMixin):
     _sparse: SparseGradients | None = None
     _balance: Balance | None = None
     _guard: NumericsGuard | None = None
-    _sections: WavemareConfig | None = None
+    _sections = WavemareConfig()
 
     def __init__(self, *args: Any, sections: WavemareConfig | None = None, **kwargs: Any) -> None:
-        self._sections = sections  # DeepSpeed makes its loader while it is built
-        if sections is not None:
-            self.checkpoint_settings = sections.checkpoint
+        # Set first: DeepSpeed's constructor makes the loader.
+        self._sections = sections = sections or self._sections
+        self.checkpoint_settings = sections.checkpoint
         super().__init__(*args, **kwargs)
         describe_partitions(self)
-        if sections is not None and sections.pipeline.schedule == "pipemare":
+        if sections.pipeline.schedule == "pipemare":
             refresh_by_stage(self)
-        if sections is not None:
-            self._balance = attach_balance(self, sections.balance)
+        self._balance = attach_balance(self, sections.balance)
         trains = getattr(self, "basic_optimizer", None) is not None
-        if sections is not None and sections.sparse_collective.mode != "off" and trains:
+        if sections.sparse_collective.mode != "off" and trains:
             self._sparse = attach_sparse_gradients(
                 self, sections.sparse_collective, sections.watchdog.collective_timeout_s
             )
-        if sections is not None:
-            self._guard = attach_guard(self, sections.guard)
+        self._guard = attach_guard(self, sections.guard)
 
     def watched(self, loss: Any) -> Any:
         """Return a micro-batch's loss for its backward pass, watched if a guard is there."""
@@ -138,9 +136,9 @@ class EngineMixin(CheckpointMixin):
         self, dataset: Any, batch_size: int | None = None, route: str = ROUTE_TRAIN, **kwargs: Any
     ) -> Any:
         """Return a loader as DeepSpeed's method of that name, of this rank's share of samples."""
-        sections = self._sections
-        if route == ROUTE_TRAIN and sections is not None and sections.balance.shares is not None:
-            balance = Balance(sections.balance, self)
+        shares = self._sections.balance
+        if route == ROUTE_TRAIN and shares.shares is not None:
+            balance = Balance(shares, self)
             # A pipeline brings a sampler of its own, which does not shuffle.
             shuffles = kwargs.get("data_sampler") is None
             kwargs["data_sampler"] = balance.sampler(dataset, shuffle=shuffles)

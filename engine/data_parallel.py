@@ -46,8 +46,8 @@ class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, sections=sections, **kwargs)
-        if segments is not None and sections is not None:
-            self._wavelet = attach_wavelet(self, segments, sections.wavelet)
+        if segments is not None:
+            self._wavelet = attach_wavelet(self, segments, self._sections.wavelet)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """Train one optimizer step.

@@ -34,9 +34,9 @@ from wavemare.engine.optim.optimizers import take_optimizer
 from wavemare.engine.optim.policy import advise, check_replaceable
 from wavemare.engine.pipe.engine import DualPipeVEngine, PipelineEngine
 from wavemare.engine.pipe.grad_norm import clipping_limit, count_all_stages
-from wavemare.engine.pipe.paired import PairedPipelineEngine
+from wavemare.engine.pipe.linked import OverlappedPipelineEngine
 from wavemare.engine.pipe.pipemare import PipeMareEngine
-from wavemare.engine.pipe.stage_passes import check_pair_passes
+from wavemare.engine.pipe.stage_passes import check_overlap
 from wavemare.engine.seams import warn_of_other_version
 from wavemare.engine.waves.segments import Segments
 from wavemare.errors import ConfigError
@@ -129,9 +129,9 @@ def _engines(ours: WavemareConfig, model: Any, segments: Segments | None) -> Map
     engines = {name: partial(engine, sections=ours) for name, engine in ENGINES.items()}
     if segments is not None:
         engines["DeepSpeedEngine"] = partial(Engine, sections=ours, segments=segments)
-    if ours.pipeline.pair_passes:
-        check_pair_passes(model)
-        engines["PipelineEngine"] = partial(PairedPipelineEngine, sections=ours)
+    if ours.pipeline.overlap_forward_backward:
+        check_overlap(model)
+        engines["PipelineEngine"] = partial(OverlappedPipelineEngine, sections=ours)
     if ours.pipeline.schedule != "pipemare":
         return engines
     if isinstance(model, DualPipeVModule) or not isinstance(model, deepspeed.PipelineModule):
@@ -141,13 +141,7 @@ def _engines(ours: WavemareConfig, model: Any, segments: Segments | None) -> Map
             f"{type(model).__name__} is no pipeline of one stage per rank",
             "Give a PipelineModule, or a transformers model and 2 or more stages",
         )
-    asynchronous = partial(
-        PipeMareEngine,
-        pipemare=ours.pipeline.pipemare,
-        pairs=ours.pipeline.pair_passes,
-        sections=ours,
-    )
-    return {**engines, "PipelineEngine": asynchronous}
+    return {**engines, "PipelineEngine": partial(PipeMareEngine, sections=ours)}
 
 
 def _check(config: dict[str, Any], model: Any, mpu: Any, mesh_param: Any) -> WavemareConfig:

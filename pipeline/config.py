@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from pydantic import Field
 
@@ -81,18 +81,6 @@ class PipeMareConfig(Section):
     their last step) or each stage's own norm by its share, ``sqrt(parameters / all parameters)``.
     """
 
-    def plan_options(self, *, clips: bool) -> dict[str, Any]:
-        """Return settings of `wavemare.pipeline.plan.run_plan.RunPlan`.
-
-        Args:
-            clips: Whether gradients are clipped.
-        """
-        return {
-            "norms": clips and self.clipping == "global",
-            "correct": self.discrepancy_correction.mode not in ("off", "predict"),
-            "slack": self.slack,
-        }
-
 
 class PipelineConfig(Section):
     """How a Hugging Face model becomes a pipeline, and how the pipeline runs.
@@ -123,7 +111,7 @@ class PipelineConfig(Section):
     """Whether an output head gets weights of its own where it shares those of the embedding. By
     default it does with ``pipemare``, whose stages cannot share a weight."""
 
-    pair_passes: bool = False
+    overlap_forward_backward: bool = False
     """Whether a stage that is split by ``tensor_parallel`` runs a backward pass and the forward
     pass after it together, segment by segment, so that the sums of each run behind the other. With
     ``1f1b`` it then forwards twice as far ahead, and keeps the activations of that."""

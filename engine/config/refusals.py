@@ -133,12 +133,13 @@ def _schedule(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
         "Leave it out, or use schedule 1f1b",
     )
     yield (
-        pipeline.pair_passes and pipeline.pipemare.discrepancy_correction.mode == "predict",
+        pipeline.overlap_forward_backward
+        and pipeline.pipemare.discrepancy_correction.mode == "predict",
         f"{key}.pipemare.discrepancy_correction.mode",
         "predict",
         "a forward pass with predicted weights cannot run together with a backward pass with the "
         "newest",
-        "Use another mode, or leave out pair_passes",
+        "Use another mode, or leave out overlap_forward_backward",
     )
     yield (
         is_enabled(config, "fp16"),

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from wavemare.comm.waits import Wait, wait_of
 from wavemare.pipeline.plan.action import Action
 
-__all__ = ["PROGRESS", "Followed", "Follower", "Place", "Progress"]
+__all__ = ["PROGRESS", "Follower", "Place", "Progress"]
 
 _OUTSIDE = "the script's own code"
 
@@ -127,49 +127,6 @@ class Progress:
     def wait(self) -> Wait | None:
         """What the thread that trains waits for; None if it computes."""
         return wait_of(self.thread)
-
-
-class Followed:
-    """A DeepSpeed schedule that notes each instruction as it begins.
-
-    Args:
-        schedule: The schedule. Instructions may know their ``action`` of the plan.
-        progress: Takes the notes.
-        grid: DeepSpeed's, for the ranks of the stages.
-        neighbours: Distance in stages to the other side, by kind of action.
-    """
-
-    def __init__(self, schedule: Any, progress: Progress, grid: Any, neighbours: Any) -> None:
-        self._schedule = schedule
-        self._progress = progress
-        self._grid = grid
-        self._neighbours = neighbours
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        """Yield the instructions, one at a time."""
-        instructions = [each for step in self._schedule.steps() for each in step]
-        progress = self._progress
-        progress.plan = tuple(map(_text, instructions))
-        for position, instruction in enumerate(instructions):
-            progress.position = position
-            progress.at(getattr(instruction, "action", instruction), self._peer(instruction))
-            yield [instruction]
-
-    def num_pipe_buffers(self) -> int:
-        """Return the schedule's."""
-        return int(self._schedule.num_pipe_buffers())
-
-    def _peer(self, instruction: Any) -> int | None:
-        action = getattr(instruction, "action", None)
-        distance = self._neighbours.get(getattr(action, "kind", None))
-        if action is None or distance is None:
-            return None
-        return int(self._grid.stage_to_global(stage_id=action.stage + distance))
-
-
-def _text(instruction: Any) -> str:
-    action = getattr(instruction, "action", None)
-    return str(action) if action is not None else repr(instruction)
 
 
 PROGRESS = Progress()

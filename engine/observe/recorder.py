@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from wavemare.pipeline.clock.timeline import Event
 from wavemare.pipeline.plan.action import COMPUTE, RECEIVES, SENDS, Action, Kind
+from wavemare.pipeline.plan.lowering import Pair
 
 __all__ = ["Recorder"]
 
@@ -16,13 +17,12 @@ _WAITS = frozenset(RECEIVES) | frozenset(SENDS)
 
 
 class Recorder:
-    """Adds up the time of actions; keeps each one on demand.
+    """Adds up the time of actions, and keeps each one on demand.
 
-    The times are those of the host. On an accelerator, which works behind the host, they tell when
-    work was issued.
+    Times are the host's. An accelerator works behind the host: they then tell when it got its work.
 
     Attributes:
-        keeping: Whether each action's times are kept, for a picture.
+        keeping: Whether to keep each action's times, for a picture.
         events: The kept actions, in seconds of ``time.perf_counter``.
     """
 
@@ -34,11 +34,14 @@ class Recorder:
         self._since = time.perf_counter()
 
     @contextmanager
-    def action(self, action: Action) -> Iterator[None]:
-        """Measure what is done inside."""
+    def action(self, action: Action | Pair) -> Iterator[None]:
+        """Measure the code inside; a pair counts as computing, and is not kept."""
         start = time.perf_counter()
         yield
         end = time.perf_counter()
+        if isinstance(action, Pair):
+            self._busy += end - start
+            return
         if action.kind in COMPUTE or action.kind is Kind.STEP:
             self._busy += end - start
         elif action.kind in _WAITS:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every stage reports of itself, on its way to the first stage with the gradients."""
+"""Reports of all stages, which travel to the first stage with the gradients."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ class Telemetry:
 
     @property
     def num_numbers(self) -> int:
-        """Length of what `tell` returns."""
+        """How many numbers `pack` returns."""
         return _FIELDS * len(self.reports)
 
-    def tell(self) -> list[float]:
+    def pack(self) -> list[float]:
         """Return all reports known here, as numbers."""
         return [number for report in self.reports for number in astuple(report)]
 
-    def hear(self, numbers: Sequence[float]) -> None:
-        """Take over the reports of the later stages."""
+    def unpack(self, numbers: Sequence[float]) -> None:
+        """Take the reports of the later stages."""
         for stage in range(self._stage + 1, len(self.reports)):
             place = stage * _FIELDS
             self.reports[stage] = StageReport(*numbers[place : place + _FIELDS])

@@ -138,11 +138,8 @@ class StepTrace:
 
 
 def _name(what: object) -> str:
-    """Return an action's or an instruction's text, such as ``Pair 0B3 0F5``."""
-    if isinstance(what, str | Action):
-        return str(what)
-    actions = [str(value) for value in vars(what).values() if isinstance(value, Action)]
-    return " ".join([type(what).__name__, *actions])
+    """Return words, an action's text, or a pair's, such as ``Pair 0B3 0F5``."""
+    return str(what).partition("(")[0]  # an instruction of DeepSpeed's without its arguments
 
 
 def _accelerator() -> Any:

@@ -107,7 +107,7 @@ def choose_optimizer(
     if "error_feedback" not in own:
         config[SECTION] = _with(config[SECTION], {"error_feedback": True})
         said += "; error_feedback is on"
-    if worst == 1 and not pipeline.pair_passes and "discrepancy_correction" not in own:
+    if worst == 1 and not pipeline.overlap_forward_backward and "discrepancy_correction" not in own:
         config[SECTION] = _with(config[SECTION], {"discrepancy_correction": {"mode": "predict"}})
         said += "; forward passes take predicted weights"
     return config, said

@@ -4,45 +4,45 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.runtime.pipe import schedule
 
 from wavemare.engine.base import EngineMixin
 from wavemare.engine.health.stage_numbers import StageWatch
-from wavemare.engine.observe.progress import PROGRESS, Followed
+from wavemare.engine.observe.progress import PROGRESS
+from wavemare.engine.observe.recorder import Recorder
+from wavemare.engine.pipe.interpreter import PlanInterpreter, StepSchedule
 from wavemare.engine.pipe.micro_batch import as_tuple
-from wavemare.engine.pipe.plan_schedule import PlanSchedule
 from wavemare.errors import ModelError
-from wavemare.pipeline.plan.action import RECEIVES, SENDS
+from wavemare.pipeline.plan.action import Action
+from wavemare.pipeline.plan.order import ahead
+from wavemare.pipeline.plan.run_plan import RunPlan
 
 __all__ = ["DualPipeVEngine", "PipelineEngine"]
 
-
 Shapes = tuple[tuple[int, ...], ...]
 
-_NEIGHBOURS = {kind: distance for kind, (_, distance) in (SENDS | RECEIVES).items()}
 
+class _Batches(PlanInterpreter):
+    """Accepts Hugging Face batches, and evaluations of another shape."""
 
-class _Batches:
-    """Accepts Hugging Face batches, and evaluations of another shape; tells the watchdog."""
-
+    module: Any
+    dynamic_shape: bool
     _shapes: Shapes | None = None
 
     def _next_batch(self) -> Any:
         batch = super()._next_batch()  # type: ignore[misc]
         if isinstance(batch, Mapping):
-            batch = self.module.split_batch(batch)  # type: ignore[attr-defined]
-        if batch is not None and not self.dynamic_shape:  # type: ignore[attr-defined]
+            batch = self.module.split_batch(batch)
+        if batch is not None and not self.dynamic_shape:
             self._check_shapes(batch[0])
         return batch
 
     def _check_shapes(self, inputs: Any) -> None:
-        # DeepSpeed tells the next stage a shape only once, and cuts or hangs on another one.
-        tensors = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
-        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+        # DeepSpeed sends the next stage a shape only once, and cuts or hangs on another one.
+        shapes = tuple(tuple(tensor.shape) for tensor in as_tuple(inputs))
         if self._shapes is None:
             self._shapes = shapes
         elif self._shapes != shapes:
@@ -56,12 +56,12 @@ class _Batches:
             )
 
     def reset_activation_shape(self) -> None:
-        """Forget the shapes of the micro-batches so far; all stages must call it."""
+        """Forget the shapes of earlier micro-batches; all stages must call it."""
         super().reset_activation_shape()  # type: ignore[misc]
         self._shapes = None
 
     def destroy(self) -> None:
-        """Give back what the engine holds; all ranks should call it."""
+        """Release the engine's resources; all ranks should call it."""
         # Graphs of the last step, whose hooks would keep the engine alive.
         self.loss: torch.Tensor | None = None
         self.total_loss: torch.Tensor | None = None
@@ -72,10 +72,6 @@ class _Batches:
         """Train an optimizer step as ``deepspeed.PipelineEngine.train_batch``."""
         with self.training_step():  # type: ignore[attr-defined]
             return super().train_batch(data_iter)  # type: ignore[misc]
-
-    def _exec_schedule(self, pipe_schedule: Any) -> None:
-        grid = self.grid  # type: ignore[attr-defined]
-        super()._exec_schedule(Followed(pipe_schedule, PROGRESS, grid, _NEIGHBOURS))  # type: ignore[misc]
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate as ``deepspeed.PipelineEngine.eval_batch``.
@@ -98,45 +94,69 @@ class PipelineEngine(EngineMixin, _Batches, deepspeed.PipelineEngine):
     """
 
     loss: Any
+    grad_layer: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.recorder = Recorder()
         if getattr(self.module, "sends_whole", False):
             self.is_pipe_partitioned = self.is_grad_partitioned = False
-        self._stage_watch = self._make_stage_watch()
+        # Overlapped passes run segment by segment: no watch sees a whole stage's outputs there.
+        guard, overlap = self._guard, self._sections.pipeline.overlap_forward_backward
+        self._stage_watch = None if guard is None or overlap else StageWatch(self, guard)
 
-    def _make_stage_watch(self) -> StageWatch | None:
-        # Passes in pairs go by segments, and tell nobody what goes in and comes out.
-        pairs = self._sections is not None and self._sections.pipeline.pair_passes
-        return None if self._guard is None or pairs else StageWatch(self, self._guard)
+    def _train_schedule(self) -> StepSchedule:
+        plan = RunPlan(self.num_stages, self.micro_batches)
+        return StepSchedule(plan.step(self.stage_id, 0, 1), buffers=self._num_buffers)
 
-    def _train_schedule(self) -> PlanSchedule:
-        return PlanSchedule(self.micro_batches, self.num_stages, self.stage_id)
+    @property
+    def _num_buffers(self) -> int:
+        """Micro-batches in flight at most; DeepSpeed wants at least 2."""
+        return max(2, min(ahead(self.stage_id, self.num_stages) + 1, self.micro_batches))
 
-    def _exec_forward_pass(self, buffer_id: int) -> None:
-        watch = self._stage_watch if torch.is_grad_enabled() and self.module.training else None
+    def _buffer(self, action: Action) -> int:
+        return action.micro_batch % self._num_buffers
+
+    def _exec_load(self, action: Action) -> None:
+        self._exec_load_micro_batch(self._buffer(action))
+
+    def _exec_recv_activation(self, action: Action) -> None:
+        self._exec_recv_activations(self._buffer(action))
+
+    def _exec_forward(self, action: Action) -> None:
+        buffer, watch = self._buffer(action), self._stage_watch
         if watch is not None:
-            watch.begin(buffer_id)
-        super()._exec_forward_pass(buffer_id)
+            watch.begin(action.micro_batch, action.micro_batch)
+        self._exec_forward_pass(buffer)
         if watch is not None:
             buffers = self.pipe_buffers
-            outputs = self.loss if self.is_last_stage() else buffers["outputs"][buffer_id]
-            inputs, labels = buffers["inputs"][buffer_id], buffers["labels"][buffer_id]
-            watch.end_forward(buffer_id, inputs, outputs, labels)
+            outputs = self.loss if self.is_last_stage() else buffers["outputs"][buffer]
+            inputs, labels = buffers["inputs"][buffer], buffers["labels"][buffer]
+            watch.end_forward(action.micro_batch, inputs, outputs, labels)
 
-    def _exec_backward_pass(self, buffer_id: int) -> None:
+    def _exec_send_activation(self, action: Action) -> None:
+        self._exec_send_activations(self._buffer(action))
+
+    def _exec_recv_grad(self, action: Action) -> None:
+        self._exec_recv_grads(self._buffer(action))
+
+    def _exec_backward(self, action: Action) -> None:
         if self.is_last_stage() and isinstance(self.loss, torch.Tensor):
             self.loss = self.watched(self.loss)
-        super()._exec_backward_pass(buffer_id)
+        self._exec_backward_pass(self._buffer(action))
         if self._stage_watch is not None:
-            last = self.is_last_stage()
-            self._stage_watch.end_backward(buffer_id, () if last else as_tuple(self.grad_layer))
+            grads = () if self.is_last_stage() else as_tuple(self.grad_layer)
+            self._stage_watch.end_backward(action.micro_batch, grads)
 
-    _INSTRUCTION_MAP: ClassVar = {
-        **deepspeed.PipelineEngine._INSTRUCTION_MAP,
-        schedule.ForwardPass: _exec_forward_pass,
-        schedule.BackwardPass: _exec_backward_pass,
-    }
+    def _exec_send_grad(self, action: Action) -> None:
+        self._exec_send_grads(self._buffer(action))
+
+    def _exec_reduce(self, action: Action) -> None:
+        self._exec_reduce_tied_grads()
+        self._exec_reduce_grads()
+
+    def _exec_step(self, action: Action) -> None:
+        self._exec_optimizer_step()
 
 
 class DualPipeVEngine(EngineMixin, _Batches, deepspeed.DualPipeVEngine):

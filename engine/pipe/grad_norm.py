@@ -15,19 +15,19 @@ __all__ = ["StageNorms", "clipping_limit", "count_all_stages"]
 
 
 class StageNorms:
-    """Squared gradient norms: a stage's own, and what its neighbours tell of the others.
+    """Squared gradient norms: a stage's own, and those that its neighbours report.
 
-    Backward passes reach a stage after all later ones, whose norms for the very same step are
-    therefore on their way already (the *suffix*). Those of earlier stages (the *prefix*) are those
-    of their last step. On the first stage the norm of all stages is exact.
+    Backward passes reach a stage after all later ones, so the later stages' norms of the very same
+    step arrive in time. Earlier stages report the norm of their last step. On the first stage the
+    norm of all stages is exact.
 
     Args:
         engine: The pipeline engine.
 
     Attributes:
         own: This stage's, at the present step.
-        suffix: All later stages', at the present step.
-        prefix: All earlier stages', at their last step; nan before that.
+        later_stages_sq_norm: All later stages', at the present step.
+        earlier_stages_sq_norm: All earlier stages', at their last step; nan before it.
         exact: All stages', in a synchronous step; else None.
         share: This stage's share of all parameters.
     """
@@ -45,53 +45,58 @@ class StageNorms:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all steps that were."""
-        self.own = self._told = self.suffix = 0.0
-        self.prefix = 0.0 if self._is_first else math.nan
+        """Discard all earlier steps."""
+        self.own = self._reported = self.later_stages_sq_norm = 0.0
+        self.earlier_stages_sq_norm = 0.0 if self._is_first else math.nan
         self.exact: float | None = None
         self._stepped = False
 
     def begin_step(self) -> None:
-        """Forget what was exact for the step before."""
+        """Discard the exact norm of the step before."""
         self.exact = None
 
     def end_step(self) -> None:
-        """Note that this stage's own norm is that of a complete step; unless that was skipped."""
+        """Note that the step with this stage's own norm is complete, unless it was skipped."""
         if math.isfinite(self.own):
-            self._told, self._stepped = self.own, True
+            self._reported, self._stepped = self.own, True
 
     @property
     def up_to_here(self) -> float:
-        """What the next stage is told: this stage's and all earlier ones'."""
-        return self._told + self.prefix if self._stepped else math.nan
+        """The squared norm of this stage and all earlier ones, for the next stage."""
+        return self._reported + self.earlier_stages_sq_norm if self._stepped else math.nan
 
     @property
     def from_here(self) -> float:
-        """What the stage before is told: this stage's and all later ones'."""
-        return self.own + self.suffix
+        """The squared norm of this stage and all later ones, for the previous stage."""
+        return self.own + self.later_stages_sq_norm
 
     @property
     def total(self) -> float:
-        """All stages', as far as this one knows."""
+        """The squared norm of all stages, exact or estimated."""
         if self.exact is not None:
             return self.exact
-        if math.isnan(self.prefix):  # before the first step: as if all gradients were alike
+        if math.isnan(self.earlier_stages_sq_norm):
+            # Before the first step: as if all gradients were alike.
             return self.from_here / self._later_share
-        return self.from_here + self.prefix
+        return self.from_here + self.earlier_stages_sq_norm
 
     def set_exact(self, total: float) -> None:
-        """Take over the norm of all stages in a synchronous step."""
+        """Take the norm of all stages in a synchronous step."""
         self.exact = total
-        self.prefix = max(total - self.from_here, 0.0)
+        self.earlier_stages_sq_norm = max(total - self.from_here, 0.0)
 
     def state_dict(self) -> dict[str, float | bool]:
         """Return what the next step needs to be the same after a resume."""
-        return {"own": self._told, "prefix": self.prefix, "stepped": self._stepped}
+        return {
+            "own": self._reported,
+            "prefix": self.earlier_stages_sq_norm,
+            "stepped": self._stepped,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state."""
-        self.own = self._told = state["own"]
-        self.prefix, self._stepped = state["prefix"], state["stepped"]
+        self.own = self._reported = state["own"]
+        self.earlier_stages_sq_norm, self._stepped = state["prefix"], state["stepped"]
 
 
 def clipping_limit(config: Mapping[str, Any]) -> float:

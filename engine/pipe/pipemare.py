@@ -1,38 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """The asynchronous pipeline engine: PipeMare on DeepSpeed's ``PipelineEngine``.
 
-Each stage steps its own weights after every ``gradient_accumulation_steps`` micro-batches and goes
-on at once; nothing is ever flushed. A stage runs a checked plan, one optimizer step at a time
-(:mod:`wavemare.pipeline.plan.run_plan`), through DeepSpeed's instruction map.
+Each stage steps its own weights after every ``gradient_accumulation_steps`` micro-batches and
+continues at once; nothing is ever flushed. A stage runs a checked plan, one optimizer step at a
+time (:mod:`wavemare.pipeline.plan.run_plan`).
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any
 
-import deepspeed
 import torch
 from deepspeed import comm as dist
 from torch import Tensor
 
-from wavemare.engine.observe.recorder import Recorder
 from wavemare.engine.observe.telemetry import Telemetry
-from wavemare.engine.pipe.channels import Channels
-from wavemare.engine.pipe.engine import PipelineEngine
-from wavemare.engine.pipe.exchange import Exchange
 from wavemare.engine.pipe.feed import Feed
 from wavemare.engine.pipe.grad_norm import StageNorms
+from wavemare.engine.pipe.interpreter import StepSchedule
+from wavemare.engine.pipe.linked import LinkedEngine
 from wavemare.engine.pipe.micro_batch import MicroBatch, as_tuple, to_device
-from wavemare.engine.pipe.pipemare_checks import check_losses, check_model
+from wavemare.engine.pipe.p2p import PeerLink
 from wavemare.engine.pipe.stage_optimizer import StageOptimizer
 from wavemare.engine.pipe.stage_passes import StagePasses
-from wavemare.engine.pipe.step_schedule import INSTRUCTIONS, Pair, Window
-from wavemare.pipeline.config import PipeMareConfig
-from wavemare.pipeline.plan.action import Action, Kind
+from wavemare.errors import ConfigError, ModelError
+from wavemare.pipeline.plan.action import Action
 from wavemare.pipeline.plan.order import ahead
 from wavemare.pipeline.plan.run_plan import RunPlan
 from wavemare.pipeline.plan.schedules import SEND_SLOTS, steps_to_drain
@@ -47,47 +43,53 @@ _GAP_INTERVAL = 10
 """Optimizer steps between two measurements of the update gap, which read all weights."""
 
 
-class PipeMareEngine(PipelineEngine):
+class PipeMareEngine(LinkedEngine):
     """A pipeline that never flushes.
 
     ``train_batch``, ``eval_batch`` and checkpoints are used as with ``deepspeed.PipelineEngine``.
-    ``train_batch`` returns the exact mean loss of its own step on every rank, without a barrier: it
-    travels with the gradients.
+    ``train_batch`` returns the exact mean loss of its own step on every rank, without a barrier:
+    the loss travels with the gradients.
     """
 
-    def __init__(
-        self, *args: Any, pipemare: PipeMareConfig, pairs: bool = False, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.pipemare = pipemare
-        check_model(self)
+        self.pipemare = self._sections.pipeline.pipemare
+        _check_model(self)
         self._clip = max(float(self.gradient_clipping()), 0.0)
         self._norms = StageNorms(self)
-        self._stage_optimizer = StageOptimizer(self, clip=self._clip, config=pipemare)
-        self._recorder = Recorder()
-        self._passes = self._make_passes() if pairs else None
+        self._stage_optimizer = StageOptimizer(self, clip=self._clip, config=self.pipemare)
+        self._passes = self._make_passes()
         self._telemetry = Telemetry(self.stage_id, self.num_stages)
-        self._channels = Channels(self.grid, self.device, SEND_SLOTS + pipemare.slack)
-        self._exchange = Exchange(
-            self._channels,
-            down_header=3,
-            up_header=1 + self._telemetry.num_numbers,
+        self._link = PeerLink(
+            self.grid,
+            self.device,
+            SEND_SLOTS + self.pipemare.slack,
+            activation_numbers=3,
+            grad_numbers=1 + self._telemetry.num_numbers,
             dynamic=self.dynamic_shape,
         )
         self._feed = Feed(self._read, keeps_older=self.is_last_stage())
         self._feed.use(self.data_iterator)
         self._evaluating = False
-        self._micro_batches: dict[int, MicroBatch] = {}
         self._first = 0
         self._end: int | None = None
         self._version = 0
-        self._position: Action | None = None
         self._loss_sum: Tensor | float = 0.0
         self._update_gap = math.nan
-        self._start_stream()
+        self._start_schedule()
 
-    def _start_stream(self) -> None:
-        """Begin with an empty pipeline; what a micro-batch's staleness may be follows from it."""
+    def _make_passes(self) -> StagePasses | None:
+        if not self._sections.pipeline.overlap_forward_backward:
+            return None
+        if not self.pipemare.slack and self.num_stages > 1 and self.global_rank == 0:
+            logger.warning(
+                "pipemare: with overlap_forward_backward and without slack, neighbouring stages "
+                "wait for each other's pairs; set wavemare.pipeline.pipemare.slack to 1"
+            )
+        return StagePasses(self, forward=self._forward_context)
+
+    def _start_schedule(self) -> None:
+        """Begin with an empty pipeline; the stages' staleness follows from the settings."""
         settings = self.pipemare.discrepancy_correction
         self._correction = make_correction(
             settings.mode,
@@ -95,12 +97,8 @@ class PipeMareEngine(PipelineEngine):
             max_staleness(self.stage_id, self.num_stages, self.micro_batches, self.pipemare.slack),
             decay_base=settings.decay,
         )
-        self._plan = RunPlan(
-            self.num_stages,
-            self.micro_batches,
-            asynchronous=True,
-            pairs=self._passes is not None,
-            **self.pipemare.plan_options(clips=self._clip > 0),
+        self._plan = RunPlan.of(
+            self._sections.pipeline, self.num_stages, self.micro_batches, clips=self._clip > 0
         )
         self._next = 0
         self._since_empty = 0
@@ -110,12 +108,12 @@ class PipeMareEngine(PipelineEngine):
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Train one optimizer step of this rank's stage.
 
-        The first stage reads micro-batches ahead of the step, as many as `ahead` says. Where the
-        data ends within a step, the step is made of the micro-batches that there are.
+        The first stage reads micro-batches ahead of the step; `ahead` says how many. If the data
+        ends within a step, the step trains the micro-batches that were read.
 
         Args:
-            data_iter: Gives micro-batches to the first and last stage, as in DeepSpeed; if
-                omitted, that of the call before or the ``training_data`` given to ``initialize``.
+            data_iter: Gives micro-batches to the first and last stage, as in DeepSpeed. If omitted,
+                the iterator of the call before, or the ``training_data`` given to ``initialize``.
 
         Returns:
             The mean loss of this very step over micro-batches and data ranks, on every rank;
@@ -141,26 +139,22 @@ class PipeMareEngine(PipelineEngine):
         return self.agg_train_loss
 
     def _train_step(self) -> int:
-        """Do one step of the plan; return how many micro-batches it trained."""
+        """Run one step of the plan; return how many micro-batches it trained."""
         first, size = self._next, self.micro_batches
         left = steps_to_drain(
             self.global_steps, self.pipemare.warmup_steps, self.pipemare.drain_interval
         )
-        window = self._plan.step(
+        actions = self._plan.step(
             self.stage_id, self._since_empty, left, first=first, version=self._version
         )
         self._first, self._loss_sum, self._next = first, 0.0, first + size
         self._since_empty = 0 if left == 1 else self._since_empty + 1
         self._norms.begin_step()
-        self._exchange.begin(window, self._plan.unreceived(self.stage_id, left))
+        self._link.begin(actions, self._plan.unreceived(self.stage_id, left))
         try:
-            self._exec_schedule(Window(window, pairs=self._passes is not None))
-        except Exception as error:
+            self._exec_schedule(StepSchedule(actions, overlap=self._passes is not None))
+        except Exception:
             self._correction.restore()
-            error.add_note(
-                f"rank {self.global_rank}, stage {self.stage_id}, optimizer step "
-                f"{self.global_steps + 1}: in action {self._position} of the plan"
-            )
             raise
         trained = self._trained
         if trained < size:
@@ -169,12 +163,12 @@ class PipeMareEngine(PipelineEngine):
 
     @property
     def _trained(self) -> int:
-        """Number of micro-batches of the present step, as far as the data is known to go."""
+        """Number of micro-batches in the present step, as far as the end of the data is known."""
         end = self._first + self.micro_batches
         return max(min(end, self._end if self._end is not None else end) - self._first, 0)
 
     def _goes_on(self) -> bool:
-        """Whether the data ended only to go on with another iterator; all stages must ask."""
+        """Whether another iterator follows the one that ended; all stages must ask."""
         flag = torch.tensor([float(self.is_first_stage() and self._feed.goes_on)])
         flag = flag.to(self.device)
         dist.all_reduce(flag, group=self.grid.get_pipe_parallel_group())
@@ -183,20 +177,19 @@ class PipeMareEngine(PipelineEngine):
     def drain(self) -> None:
         """Empty the pipeline, so that all stages hold the same version; all ranks must call it.
 
-        Between two optimizer steps no backward pass is under way, only forward passes of later
-        micro-batches: these are dropped, and done again with the next step.
+        Between two optimizer steps only forward passes of later micro-batches are in flight. They
+        are dropped, and done again with the next step.
         """
         self._empty(None)
 
     def _empty(self, end: int | None) -> None:
-        self._exchange.discard(self.device)
-        self._channels.flush()
+        self._link.discard()
         if self.is_first_stage():
             read = [m for m in self._micro_batches.values() if not m.ended]
             self._feed.put_back([(m.source, m.batch) for m in read])
         self._micro_batches.clear()
         if self._passes is not None:
-            self._passes.forget()
+            self._passes.discard()
         self._next = self._next if end is None else end
         self._since_empty = 0
         if self._stage_watch is not None:
@@ -221,7 +214,7 @@ class PipeMareEngine(PipelineEngine):
         if self.is_last_stage() and not micro_batch.ended:
             if not self.is_first_stage():
                 batch = self._feed.next_labels(micro_batch.source)
-            micro_batch.labels = to_device(batch[1], self.device, detach=True)
+            micro_batch.labels = to_device(batch[1], self.device)
 
     def _read(self, iterator: Iterator[Any]) -> Any:
         self.data_iterator = iterator
@@ -237,8 +230,9 @@ class PipeMareEngine(PipelineEngine):
         return tensors[0] if isinstance(inputs, Tensor) else tuple(tensors)
 
     def _exec_recv_activation(self, action: Action) -> None:
-        header, inputs = self._exchange.receive_activation(self.device)
-        ended, source, self._norms.prefix = bool(header[0]), int(header[1]), header[2]
+        header, inputs = self._link.receive_activation()
+        ended, source = bool(header[0]), int(header[1])
+        self._norms.earlier_stages_sq_norm = header[2]
         if ended:
             self._note_end(action.micro_batch)
             inputs = ()
@@ -246,127 +240,50 @@ class PipeMareEngine(PipelineEngine):
             inputs=inputs, ended=ended, source=source
         )
 
-    def _make_passes(self) -> StagePasses:
-        if not self.pipemare.slack and self.num_stages > 1 and self.global_rank == 0:
-            logger.warning(
-                "pipemare: with pair_passes and without slack neighbouring stages wait for each "
-                "other's pairs; set wavemare.pipeline.pipemare.slack to 1"
-            )
-        return StagePasses(self, forward=self._forward_context, recorder=self._recorder)
-
     def _forward_context(self, number: int) -> AbstractContextManager[None]:
         if self._stage_watch is not None:
             self._stage_watch.begin(number, number)
-        # What lies beyond this step will go backward after the weights have changed.
+        # Micro-batches beyond this step go backward after the weights have changed.
         return self._correction.forward((number - self._first) // self.micro_batches)
 
-    def _exec_forward(self, action: Action) -> None:
-        micro_batch = self._micro_batches[action.micro_batch]
-        if micro_batch.ended:
-            pass
-        elif self._passes is not None:
-            self._passes.forward(action.micro_batch, micro_batch)
-        else:
-            with self._forward_context(action.micro_batch):
-                self._forward(micro_batch)
-            if self._stage_watch is not None:
-                outputs = micro_batch.loss if self.is_last_stage() else micro_batch.outputs
-                labels = micro_batch.labels
-                self._stage_watch.end_forward(
-                    action.micro_batch, micro_batch.inputs, outputs, labels
-                )
-        self._end_forward(action)
-
-    def _end_forward(self, action: Action) -> None:
-        micro_batch = self._micro_batches[action.micro_batch]
-        micro_batch.version = self._version
-        if not self.is_last_stage():
-            self._exchange.expect_grad(action.micro_batch, micro_batch.differentiable_outputs)
-
     def _forward(self, micro_batch: MicroBatch) -> None:
-        inputs = micro_batch.inputs
-        # Cloned as a layer may change its input in place, and leaves must not be changed.
-        if isinstance(inputs, Tensor):
-            outputs = deepspeed.DeepSpeedEngine.forward(self, inputs.clone())
-        else:
-            clones = tuple(tensor.clone() for tensor in inputs)
-            outputs = deepspeed.DeepSpeedEngine.forward(self, clones)
-        if self.is_last_stage():
-            loss_fn = self.module.loss_fn
-            loss = outputs if loss_fn is None else loss_fn(outputs, micro_batch.labels)
-            check_losses(self.module)
-            micro_batch.loss = self.loss = loss
-        else:
-            micro_batch.outputs = outputs
+        super()._forward(micro_batch)
+        if self.is_last_stage() and self.module.get_additional_losses() is not None:
+            raise ModelError(
+                "get_additional_losses",
+                type(self.module).__name__,
+                "the schedule pipemare carries one loss",
+                "Add them up in the loss function, or use schedule 1f1b",
+            )
+
+    def _end_forward(self, number: int, micro_batch: MicroBatch) -> None:
+        micro_batch.version = self._version
+        super()._end_forward(number, micro_batch)
 
     def _exec_send_activation(self, action: Action) -> None:
         micro_batch = self._micro_batches[action.micro_batch]
         header = [float(micro_batch.ended), float(micro_batch.source), self._norms.up_to_here]
-        outputs = () if micro_batch.ended else micro_batch.outputs
-        self._exchange.send_activation(header, outputs)
+        self._link.send_activation(() if micro_batch.ended else micro_batch.outputs, header)
 
     def _exec_recv_grad(self, action: Action) -> None:
         number = action.micro_batch
-        header, grads = self._exchange.receive_grad(number, self.device)
-        self._micro_batches[number].grads = grads
+        header, self._micro_batches[number].grads = self._link.receive_grad(number)
         self._loss_sum = header[0]
-        self._telemetry.hear(header[1:])
+        self._telemetry.unpack(header[1:])
 
-    def _exec_backward(self, action: Action) -> None:
-        micro_batch = self._micro_batches[action.micro_batch]
-        if micro_batch.ended:
-            pass
-        elif self._passes is not None:
-            self._passes.backward(action.micro_batch, micro_batch)
-        elif self.is_last_stage():
-            deepspeed.DeepSpeedEngine.backward(self, self.watched(micro_batch.loss))
-        else:
-            self._backward_of_outputs(micro_batch)
-        if self._stage_watch is not None and not micro_batch.ended:
-            self._stage_watch.end_backward(action.micro_batch, micro_batch.grads)
-        self._end_backward(action)
-
-    def _exec_pair(self, backward: Action, forward: Action) -> None:
-        self._position = backward
-        number, next_number = backward.micro_batch, forward.micro_batch
-        micro_batch, following = self._micro_batches[number], self._micro_batches[next_number]
-        if micro_batch.ended or following.ended:
-            self._exec_backward(backward)
-            self._exec_forward(forward)
-            return
-        assert self._passes is not None
-        self._passes.pair(number, micro_batch, next_number, following)
-        self._end_backward(backward)
-        self._end_forward(forward)
-
-    def _end_backward(self, action: Action) -> None:
-        micro_batch = self._micro_batches[action.micro_batch]
+    def _end_backward(self, number: int, micro_batch: MicroBatch) -> None:
         if not micro_batch.ended:
             self._telemetry.note_staleness(self._version - micro_batch.version)
             if self.is_last_stage():
                 self._loss_sum = self._loss_sum + micro_batch.loss.detach().float()
-        micro_batch.free_graph()
-        if self.is_first_stage():
-            del self._micro_batches[action.micro_batch]
-
-    def _backward_of_outputs(self, micro_batch: MicroBatch) -> None:
-        # As DeepSpeed's own _exec_backward_pass, but for all outputs at once.
-        if self.using_bf16_optimizer:
-            self.optimizer.clear_lp_grads()
-        self._running_engine_backward = True
-        try:
-            micro_batch.backward()
-        finally:
-            self._running_engine_backward = False
-        if self.using_bf16_optimizer and not self._config.bfloat16_config.immediate_grad_update:
-            self.optimizer.update_hp_grads(clear_lp_grads=False)
+        super()._end_backward(number, micro_batch)
 
     def _exec_send_grad(self, action: Action) -> None:
         micro_batch = self._micro_batches.pop(action.micro_batch)
-        # Only the step's last message tells its loss: reading it waits for the device.
+        # Only the step's last message carries its loss: reading it waits for the device.
         complete = action.micro_batch == self._first + self.micro_batches - 1
-        header = [float(self._loss_sum) if complete else 0.0, *self._telemetry.tell()]
-        self._exchange.send_grad(header, micro_batch.input_grads())
+        header = [float(self._loss_sum) if complete else 0.0, *self._telemetry.pack()]
+        self._link.send_grad(micro_batch.input_grads(), header)
 
     def _exec_reduce(self, action: Action) -> None:
         trained = self._trained
@@ -385,18 +302,18 @@ class PipeMareEngine(PipelineEngine):
             self._norms.own = self._stage_optimizer.norm_squared()
 
     def _exec_recv_norm(self, action: Action) -> None:
-        self._norms.suffix = self._exchange.receive_number(action.kind)
+        self._norms.later_stages_sq_norm = self._link.receive_number(action.kind)
 
     def _exec_send_norm(self, action: Action) -> None:
-        self._exchange.send_number(action.kind, self._norms.from_here)
+        self._link.send_number(action.kind, self._norms.from_here)
 
     def _exec_recv_total(self, action: Action) -> None:
-        self._norms.set_exact(self._exchange.receive_number(action.kind))
+        self._norms.set_exact(self._link.receive_number(action.kind))
 
     def _exec_send_total(self, action: Action) -> None:
         if self.is_first_stage():
             self._norms.set_exact(self._norms.from_here)
-        self._exchange.send_number(action.kind, self._norms.total)
+        self._link.send_number(action.kind, self._norms.total)
 
     def _exec_step(self, action: Action) -> None:
         if self._trained:
@@ -460,22 +377,22 @@ class PipeMareEngine(PipelineEngine):
             self._feed.use(self.data_iterator)
 
     def synchronize(self) -> None:
-        """Have one version of the weights on all stages, so that it can be saved."""
+        """Bring all stages to one version of the weights, which can be saved."""
         self.drain()
 
     def drain_before_load(self) -> None:
-        """Have one version of the weights on all stages, so that others can take its place."""
+        """Empty the pipeline before other weights replace the present ones."""
         self.drain()
 
     def reset_state(self) -> None:
-        """Forget what belonged to the weights that were, and what was read ahead."""
+        """Discard what belonged to replaced weights, and what was read ahead."""
         super().reset_state()
         self._drop_read_ahead()
         self._norms.reset()
-        self._start_stream()
+        self._start_schedule()
 
     def _drop_read_ahead(self) -> None:
-        """Leave out on the last stage, too, what the first one has read and never trained."""
+        """Skip on the last stage what the first one has read and never trained."""
         read_ahead = self._feed.drop_put_back()
         most = ahead(0, self.num_stages, self.pipemare.slack) + self.micro_batches
         sources = torch.zeros(most, dtype=torch.int64, device=self.device)
@@ -484,15 +401,8 @@ class PipeMareEngine(PipelineEngine):
         if self.is_last_stage() and not self.is_first_stage():
             self._feed.skip(number for number in sources.tolist() if number)
 
-    def destroy(self) -> None:
-        """Give back what the engine holds, as `PipelineEngine.destroy`."""
-        if hasattr(self, "_micro_batches"):  # DeepSpeed's destructor comes here, too
-            # Graphs of forward passes that are ahead would keep the engine alive.
-            self._micro_batches.clear()
-        super().destroy()
-
     def extra_state(self) -> dict[str, Any]:
-        """Return what this rank's next step needs beside weights and optimizer."""
+        """Return what this rank's next step needs besides weights and optimizer."""
         return {
             **super().extra_state(),
             "norms": self._norms.state_dict(),
@@ -500,7 +410,7 @@ class PipeMareEngine(PipelineEngine):
         }
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
-        """Take over a state of `extra_state`; of another schedule or correction there is none."""
+        """Load an `extra_state`; another schedule or correction has saved none."""
         super().load_extra_state(state)
         if "norms" in state:
             self._norms.load_state_dict(state["norms"])
@@ -514,20 +424,14 @@ class PipeMareEngine(PipelineEngine):
         """Change the number of micro-batches per step; all ranks must call it."""
         self.drain()
         super().set_train_batch_size(train_batch_size)
-        self._start_stream()
+        self._start_schedule()
 
     def reset_activation_shape(self) -> None:
-        """Forget the shapes of the micro-batches so far; all stages must call it."""
+        """Forget the shapes of earlier micro-batches; all stages must call it."""
         self.drain()
         super().reset_activation_shape()
-        self._exchange.forget_shapes()
 
-    # --- what is told of a step -------------------------------------------------------------------
-
-    @property
-    def recorder(self) -> Recorder:
-        """Where this rank's time goes."""
-        return self._recorder
+    # --- figures of a step ------------------------------------------------------------------------
 
     @property
     def step_lead(self) -> int:
@@ -537,14 +441,14 @@ class PipeMareEngine(PipelineEngine):
     def step_metrics(self) -> dict[str, float]:
         """Return staleness, waiting and update gap by stage, and the bubble; on the first stage.
 
-        Those of later stages are of their step before. Beside them, what `EngineMixin` tells.
+        The figures of later stages are one step old. `EngineMixin.step_metrics` adds others.
         """
         return {**self._telemetry.metrics(), **super().step_metrics()}
 
     def _report_step(self) -> None:
         if self.global_steps % _GAP_INTERVAL == 0:
             self._update_gap = self._correction.update_gap()
-        self._telemetry.end_step(self._recorder.shares(), self._update_gap)
+        self._telemetry.end_step(self.recorder.shares(), self._update_gap)
         if self.global_rank != 0:
             return
         every = self.steps_per_print()
@@ -554,32 +458,29 @@ class PipeMareEngine(PipelineEngine):
             loss = self.agg_train_loss.item()
             self.monitor.write_events([("Train/Samples/train_loss", loss, self.global_samples)])
 
-    def _measured(method: Callable[..., None]) -> Callable[..., None]:
-        """Return an instruction's method that is timed, and leaves word of where it is."""
 
-        def run(self: PipeMareEngine, action: Action) -> None:
-            self._position = action
-            with self._recorder.action(action):
-                method(self, action)
+def _check_model(engine: PipeMareEngine) -> None:
+    """Check the model and topology of an engine.
 
-        return run
-
-    _INSTRUCTION_MAP: ClassVar = {
-        **PipelineEngine._INSTRUCTION_MAP,
-        INSTRUCTIONS[Kind.LOAD]: _measured(_exec_load),
-        INSTRUCTIONS[Kind.FORWARD]: _measured(_exec_forward),
-        INSTRUCTIONS[Kind.BACKWARD]: _measured(_exec_backward),
-        INSTRUCTIONS[Kind.SEND_ACTIVATION]: _measured(_exec_send_activation),
-        INSTRUCTIONS[Kind.RECV_ACTIVATION]: _measured(_exec_recv_activation),
-        INSTRUCTIONS[Kind.SEND_GRAD]: _measured(_exec_send_grad),
-        INSTRUCTIONS[Kind.RECV_GRAD]: _measured(_exec_recv_grad),
-        INSTRUCTIONS[Kind.REDUCE]: _measured(_exec_reduce),
-        INSTRUCTIONS[Kind.SEND_NORM]: _measured(_exec_send_norm),
-        INSTRUCTIONS[Kind.RECV_NORM]: _measured(_exec_recv_norm),
-        INSTRUCTIONS[Kind.SEND_TOTAL]: _measured(_exec_send_total),
-        INSTRUCTIONS[Kind.RECV_TOTAL]: _measured(_exec_recv_total),
-        INSTRUCTIONS[Kind.STEP]: _measured(_exec_step),
-        INSTRUCTIONS[Kind.CORRECT]: _measured(_exec_correct),
-        INSTRUCTIONS[Kind.RESTORE]: _measured(_exec_restore),
-        Pair: _exec_pair,
-    }
+    Raises:
+        ConfigError: The topology has a model axis with an unknown distribution of weights.
+        ModelError: Weights are tied.
+    """
+    tied = engine.module.tied_comms
+    if tied:
+        raise ModelError(
+            "tied layers",
+            ", ".join(sorted(tied)),
+            "stages that share a weight must meet at each step, and asynchronous ones never do",
+            "Use LayerSpec instead of TiedLayerSpec (to_pipeline: untie=True), or schedule 1f1b",
+        )
+    splits = engine.grid.get_slice_parallel_world_size() > 1
+    if splits and not getattr(engine.module, "sends_whole", False):
+        raise ConfigError(
+            "wavemare.pipeline.schedule",
+            "pipemare",
+            "the topology has a model axis, of whose ranks it is not known which weights they all "
+            "hold and which they split",
+            "Use the axes pipe and data alone, a model split by wavemare.tensor_parallel, or "
+            "schedule 1f1b",
+        )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward and backward passes of a pipeline stage by segments, two of them at a time if need be."""
+"""Forward and backward passes of a pipeline stage, segment by segment, alone or in pairs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from wavemare.engine.observe.recorder import Recorder
 from wavemare.engine.pipe.micro_batch import MicroBatch, as_tuple
 from wavemare.engine.waves.executor import Hooks, WaveExecutor
 from wavemare.engine.waves.profile import no_shared_parameters
@@ -18,20 +17,19 @@ from wavemare.errors import ConfigError
 from wavemare.pipeline.plan.action import Action
 from wavemare.pipeline.wave.stage_pair import backward_pass, forward_pass, pass_pair
 
-__all__ = ["StagePasses", "check_pair_passes"]
+__all__ = ["StagePasses", "check_overlap"]
 
-KEY = "wavemare.pipeline.pair_passes"
+KEY = "wavemare.pipeline.overlap_forward_backward"
 
 
 class StagePasses:
-    """Runs the passes of one stage of a split model; its sums run behind other passes in pairs.
+    """Runs the passes of one stage of a split model. In pairs, sums run behind the other pass.
 
-    Results are those of the stage's own forward function, bit for bit.
+    Results equal the stage's own forward function, bit for bit.
 
     Args:
         engine: A pipeline engine, whose module has ``stage_segments``.
         forward: Context of each segment's forward pass; gets the micro-batch.
-        recorder: Measures the passes of pairs, segment by segment; None for no measurement.
 
     Raises:
         ConfigError: The configuration asks for activation checkpoints.
@@ -40,9 +38,7 @@ class StagePasses:
     def __init__(
         self,
         engine: Any,
-        *,
         forward: Callable[[int], AbstractContextManager[Any]] = lambda micro_batch: nullcontext(),
-        recorder: Recorder | None = None,
     ) -> None:
         if engine.module.activation_checkpoint_interval > 0:
             raise ConfigError(
@@ -52,9 +48,7 @@ class StagePasses:
                 "Leave it out, or set activation_checkpoint_interval to 0",
             )
         self._engine = engine
-        self._recorder = recorder
         self._forward_context = forward
-        self._pairing = False
         self._segments = engine.module.stage_segments()
         self._count = len(self._segments.names)
         self._protocol = AccumulationProtocol(engine, steps=False)
@@ -68,7 +62,6 @@ class StagePasses:
                 begin_backward=hooks.begin_backward,
                 scale=hooks.scale,
                 end_backward=hooks.end_backward,
-                record=self._record,
             ),
         )
 
@@ -94,16 +87,12 @@ class StagePasses:
             backward=number,
             forward=next_number,
         )
-        self._pairing = True
-        try:
-            self._run(plan, next_micro_batch)
-        finally:
-            self._pairing = False
+        self._run(plan, next_micro_batch)
         self._end_backward(number, micro_batch)
         self._end_forward(next_number, next_micro_batch)
 
-    def forget(self) -> None:
-        """Drop the micro-batches under way: they will be done again."""
+    def discard(self) -> None:
+        """Drop the micro-batches in flight; they will be done again."""
         self._executor.discard()
 
     def _run(self, plan: Iterable[Action], forwarded: MicroBatch | None = None) -> None:
@@ -145,13 +134,8 @@ class StagePasses:
         with self._protocol.forward(micro_batch), self._forward_context(micro_batch):
             yield
 
-    def _record(self, action: Action) -> AbstractContextManager[Any]:
-        if self._recorder is None or not self._pairing:
-            return nullcontext()
-        return self._recorder.action(action._replace(stage=self._engine.stage_id))
 
-
-def check_pair_passes(model: Any) -> None:
+def check_overlap(model: Any) -> None:
     """Check that a model is one whose stages sum over ranks between segments.
 
     Raises:

@@ -93,7 +93,7 @@ class Accelerator(accelerate.Accelerator):
         self.model_ranks = ours.model_ranks
         self.stages = ours.pipeline.stages
         self.weighs_losses = ours.balance.is_active
-        self.own_loss = self.weighs_losses or ours.pipeline.pair_passes
+        self.own_loss = self.weighs_losses or ours.pipeline.overlap_forward_backward
 
     @property
     def data_ranks(self) -> int:

@@ -39,6 +39,7 @@ _KINDS = {
 }
 
 _REMOVED = {
+    "wavemare.pipeline.pair_passes": "Use wavemare.pipeline.overlap_forward_backward",
     "wavemare.guard.message_checksum": "Leave it out; TCP and RDMA check messages themselves",
     "wavemare.guard.replica_digest_interval": "Leave it out; memory with ECC finds flipped bits",
     "wavemare.parallel.colocated": "Leave it out; use wavemare.parallel.split",

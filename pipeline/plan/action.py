@@ -57,7 +57,7 @@ class Kind(StrEnum):
     CORRECT = "C"
     """Put weights as the forward pass of a micro-batch saw them in place, or an estimate."""
 
-    RESTORE = "W"
+    RESTORE = "U"
     """Put the newest weights back after the backward pass."""
 
     SUM_OUTPUT = "XO"

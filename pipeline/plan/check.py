@@ -4,16 +4,103 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 
 from wavemare.errors import PlanError
 from wavemare.pipeline.clock.clock import execute
 from wavemare.pipeline.plan.action import COMPUTE, SENDS, Action, Kind
-from wavemare.pipeline.plan.check_report import Report
-from wavemare.pipeline.plan.cursor import Walk
+from wavemare.pipeline.plan.cursor import PlanCursor
 from wavemare.pipeline.plan.plan import Plan
 
-__all__ = ["check"]
+__all__ = ["Report", "check"]
+
+_MESSAGES = {
+    Kind.SEND_ACTIVATION: "activations",
+    Kind.SEND_GRAD: "gradients",
+    Kind.SEND_NORM: "norms",
+    Kind.SEND_TOTAL: "total norms",
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """Properties of a plan that has passed its check.
+
+    A tick is the time of one forward or backward pass; everything else takes none.
+
+    Args:
+        schedule: The plan's schedule.
+        num_stages: Length of the pipeline.
+        micro_batches: Micro-batches per optimizer step.
+        num_steps: Optimizer steps.
+        actions: For each rank the number of its actions.
+        peak_activations: For each stage the most micro-batches whose forward pass was done and
+            whose backward pass was not; 0 where there are no backward passes.
+        staleness: For each stage and, in their order, each micro-batch: the optimizer steps of the
+            stage between the micro-batch's forward and backward pass. Empty without backward
+            passes.
+        ticks: Length of the whole plan.
+        idle_ticks: For each rank the ticks in which it does no pass.
+        steady_ticks: Length of the steady state: from the tick at which the last rank begins its
+            first backward pass (forward pass where there is none) to that at which the first rank
+            has ended its last forward pass; 0 for a plan too short to have one.
+        steady_idle_ticks: For each rank its idle ticks in the steady state.
+        messages: How many messages of each kind are sent.
+    """
+
+    schedule: str
+    num_stages: int
+    micro_batches: int
+    num_steps: int
+    actions: tuple[int, ...]
+    peak_activations: tuple[int, ...]
+    staleness: tuple[tuple[int, ...], ...]
+    ticks: int
+    idle_ticks: tuple[int, ...]
+    steady_ticks: int
+    steady_idle_ticks: tuple[int, ...]
+    messages: Mapping[Kind, int] = field(hash=False)
+
+    @property
+    def max_staleness(self) -> tuple[int, ...]:
+        """For each stage the highest staleness of a micro-batch.
+
+        It is also how many older versions of its weights an exact correction keeps.
+        """
+        return tuple(max(stage, default=0) for stage in self.staleness)
+
+    @property
+    def mean_staleness(self) -> tuple[float, ...]:
+        """For each stage the mean staleness of the run's micro-batches."""
+        return tuple(sum(stage) / len(stage) if stage else 0.0 for stage in self.staleness)
+
+    @property
+    def bubble(self) -> float:
+        """Idle ticks over all ticks of all ranks, 0 to 1."""
+        return sum(self.idle_ticks) / (self.ticks * len(self.idle_ticks)) if self.ticks else 0.0
+
+    @property
+    def steady_bubble(self) -> float | None:
+        """The same for the steady state; None where there is none."""
+        if not self.steady_ticks:
+            return None
+        return sum(self.steady_idle_ticks) / (self.steady_ticks * len(self.steady_idle_ticks))
+
+    def __str__(self) -> str:
+        steady = self.steady_bubble
+        sent = [f"{self.messages.get(kind, 0)} {name}" for kind, name in _MESSAGES.items()]
+        lines = [
+            f"{self.schedule}: stages {self.num_stages}, micro-batches per step "
+            f"{self.micro_batches}, optimizer steps {self.num_steps}",
+            f"length: {self.ticks} ticks of one pass each",
+            f"bubble: {self.bubble:.1%} of all ticks, in steady state "
+            + (f"{steady:.1%} (of {self.steady_ticks} ticks)" if steady is not None else "none"),
+            f"messages: {', '.join(sent)}",
+            "",
+        ]
+        return "\n".join(lines + _table(self)) + "\n"
 
 
 def check(plan: Plan) -> Report:
@@ -39,19 +126,19 @@ def check(plan: Plan) -> Report:
         PlanError: The plan is wrong; the message names the actions in question.
     """
     _check_shape(plan)
-    walks = [Walk(stage, plan) for stage in range(plan.num_stages)]
+    cursors = [PlanCursor(stage, plan) for stage in range(plan.num_stages)]
     for actions in plan.ranks:
         for stage in sorted({action.stage for action in actions}):
-            walks[stage].go(action for action in actions if action.stage == stage)
+            cursors[stage].follow(action for action in actions if action.stage == stage)
     if plan.on_one_rank:
         _check_segments(plan)
     else:
-        for before, after in pairwise(walks):
+        for before, after in pairwise(cursors):
             _check_messages(before.sent[1], after.received[1])
             _check_messages(after.sent[-1], before.received[-1])
-        _check_loads(walks[0].loads, walks[-1].loads)
+        _check_loads(cursors[0].loads, cursors[-1].loads)
     times = execute(plan, lambda kind, _: int(kind in COMPUTE), lambda _: 0)
-    return _report(plan, walks, times)
+    return _report(plan, cursors, times)
 
 
 def _check_shape(plan: Plan) -> None:
@@ -150,8 +237,8 @@ def _check_wave(action: Action, under_way: dict[int, int]) -> None:
     under_way[action.wave] = action.micro_batch
 
 
-def _report(plan: Plan, walks: list[Walk], times: list[list[float]]) -> Report:
-    """Put together what the walks and the execution in ticks have found."""
+def _report(plan: Plan, cursors: list[PlanCursor], times: list[list[float]]) -> Report:
+    """Put together what the cursors and the execution in ticks have found."""
     ends = [
         [end for end, action in zip(rank, actions, strict=True) if action.kind in COMPUTE]
         for rank, actions in zip(times, plan.ranks, strict=True)
@@ -159,15 +246,17 @@ def _report(plan: Plan, walks: list[Walk], times: list[list[float]]) -> Report:
     ticks = round(max(rank[-1] for rank in ends))
     start, end = _steady_state(plan, times)
     steady = [sum(start < tick <= end for tick in rank) for rank in ends]
-    sends = [action.kind for walk in walks for sent in walk.sent.values() for action in sent]
+    sends = [action.kind for cursor in cursors for sent in cursor.sent.values() for action in sent]
     return Report(
         schedule=plan.schedule,
         num_stages=plan.num_stages,
         micro_batches=plan.micro_batches,
         num_steps=plan.num_steps,
         actions=tuple(map(len, plan.ranks)),
-        peak_activations=tuple(walk.peak if plan.num_steps else 0 for walk in walks),
-        staleness=tuple(tuple(s for _, s in sorted(walk.staleness.items())) for walk in walks),
+        peak_activations=tuple(cursor.peak if plan.num_steps else 0 for cursor in cursors),
+        staleness=tuple(
+            tuple(s for _, s in sorted(cursor.staleness.items())) for cursor in cursors
+        ),
         ticks=ticks,
         idle_ticks=tuple(ticks - len(rank) for rank in ends),
         steady_ticks=end - start,
@@ -186,3 +275,30 @@ def _steady_state(plan: Plan, times: list[list[float]]) -> tuple[int, int]:
         starts.append(round(begun) - 1)
         ends.append(next(round(end) for end, action in backwards if action.kind is Kind.FORWARD))
     return max(starts), max(*starts, min(ends))
+
+
+def _table(report: Report) -> list[str]:
+    """Return a line for each stage and for each rank: the same lines where these are the same."""
+    ranks = [("rank", "actions", "idle ticks")]
+    ranks += [
+        (str(rank), str(actions), str(idle))
+        for rank, (actions, idle) in enumerate(zip(report.actions, report.idle_ticks, strict=True))
+    ]
+    stages = [("stage", "peak activations", "max staleness", "mean")]
+    stages += [
+        (str(stage), str(peak), str(highest), f"{mean:.3f}")
+        for stage, (peak, highest, mean) in enumerate(
+            zip(report.peak_activations, report.max_staleness, report.mean_staleness, strict=True)
+        )
+    ]
+    if len(ranks) == len(stages):
+        return _aligned([stage + rank[1:] for stage, rank in zip(stages, ranks, strict=True)])
+    return [*_aligned(stages), "", *_aligned(ranks)]
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One stage's part of a plan, walked through action by action: what may come, and after what."""
+"""One stage's part of a plan, followed action by action: what may come, and after what."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from wavemare.errors import PlanError
 from wavemare.pipeline.plan.action import RECEIVES, SENDS, Action, Kind
 from wavemare.pipeline.plan.plan import Plan
 
-__all__ = ["Walk"]
+__all__ = ["PlanCursor"]
 
 _Key = tuple[int, ...]
 """A micro-batch and its wave."""
@@ -47,7 +47,7 @@ class _Rule(NamedTuple):
     log: list[Action] | None
 
 
-class Walk:
+class PlanCursor:
     """Checks one stage's actions in their order, and measures staleness and activations.
 
     Args:
@@ -78,7 +78,7 @@ class Walk:
         self._done_for_step = 0
         self._corrected: Action | None = None
 
-    def go(self, actions: Iterable[Action]) -> None:
+    def follow(self, actions: Iterable[Action]) -> None:
         """Check the stage's actions, all of them in their order.
 
         Raises:

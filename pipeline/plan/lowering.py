@@ -1,18 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes that lower the order of forward and backward passes to all that a rank has to do.
+"""Lowers the order of forward and backward passes to everything that a rank does.
 
-Each takes and gives the actions of one stage. They are applied in the order `add_steps`,
-`Versions.annotate`, `add_communication`, and then `pair_passes` where a stage runs two passes
-together, or `defer_sends` where sends block.
+Each function maps the actions of one stage to new ones. The order is `add_steps`,
+`Versions.annotate`, `add_communication`, and then `overlap_forward_backward` where a stage runs
+two passes together, or `defer_sends` where sends block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from wavemare.pipeline.plan.action import Action, Kind
 
-__all__ = ["Versions", "add_communication", "add_steps", "defer_sends", "pair_passes", "paired"]
+__all__ = [
+    "Pair",
+    "Versions",
+    "add_communication",
+    "add_steps",
+    "defer_sends",
+    "in_pairs",
+    "overlap_forward_backward",
+]
 
 _BETWEEN = frozenset({Kind.SEND_GRAD, Kind.RECV_ACTIVATION, Kind.LOAD})
 
@@ -21,24 +30,24 @@ def add_steps(
     actions: Iterable[Action],
     num_stages: int,
     *,
-    ends: Container[int],
+    end: int,
     norms: bool = False,
     synchronous: bool = False,
 ) -> Iterator[Action]:
-    """Add an optimizer step after the backward passes that complete one.
+    """Add an optimizer step after the backward pass that completes it.
 
     Args:
         actions: Of one stage.
         num_stages: Length of the pipeline.
-        ends: The last micro-batches of the optimizer steps.
-        norms: Whether the stages tell each other their gradient norms: each stage then knows that
-            of all later ones for this very step, as the backward passes come from there.
-        synchronous: Whether each step empties the pipeline: the norm of all stages then travels
+        end: The last micro-batch of the optimizer step.
+        norms: Whether stages exchange gradient norms. Each stage then knows the norm of all later
+            stages for this very step.
+        synchronous: Whether the step empties the pipeline. The norm of all stages then travels
             back, so that it is exact on every stage.
     """
     for action in actions:
         yield action
-        if action.kind is not Kind.BACKWARD or action.micro_batch not in ends:
+        if action.kind is not Kind.BACKWARD or action.micro_batch != end:
             continue
         stage, micro_batch = action.stage, action.micro_batch
         yield Action(Kind.REDUCE, stage, micro_batch)
@@ -134,11 +143,11 @@ def defer_sends(actions: Iterable[Action], num_stages: int) -> Iterator[Action]:
         yield held
 
 
-def pair_passes(actions: Iterable[Action]) -> Iterator[Action]:
-    """Put each backward pass right before the forward pass that follows it, to be run together.
+def overlap_forward_backward(actions: Iterable[Action]) -> Iterator[Action]:
+    """Put each backward pass right before the forward pass that follows it, to run them together.
 
-    Their receives then come before both and their sends after both. A pass that an optimizer step
-    or other weights part from the next stays alone.
+    Their receives come before both passes and their sends after both. A pass stays alone if an
+    optimizer step or a change of weights separates it from the next pass.
     """
     row = list(actions)
     place = 0
@@ -157,7 +166,7 @@ def pair_passes(actions: Iterable[Action]) -> Iterator[Action]:
 
 
 def _following_forward(row: Sequence[Action], place: int) -> int | None:
-    """Return where a backward pass's partner is; None if it has none, or is none itself."""
+    """Return the index of a backward pass's partner; None if there is none."""
     if row[place].kind is not Kind.BACKWARD:
         return None
     for later in range(place + 1, len(row)):
@@ -166,18 +175,23 @@ def _following_forward(row: Sequence[Action], place: int) -> int | None:
     return None
 
 
-def paired(actions: Iterable[Action]) -> Iterator[tuple[Action, ...]]:
-    """Yield each action by itself, but those of a pair together."""
-    held: Action | None = None
+class Pair(NamedTuple):
+    """A backward pass and the forward pass after it, run together."""
+
+    backward: Action
+    forward: Action
+
+    def __str__(self) -> str:
+        return f"Pair {self.backward} {self.forward}"
+
+
+def in_pairs(actions: Iterable[Action]) -> list[Action | Pair]:
+    """Return the actions, with each adjacent backward and forward pass as a `Pair`."""
+    result: list[Action | Pair] = []
     for action in actions:
-        if held is not None and action.kind is Kind.FORWARD:
-            yield held, action
-            held = None
-            continue
-        if held is not None:
-            yield (held,)
-        held = action if action.kind is Kind.BACKWARD else None
-        if held is None:
-            yield (action,)
-    if held is not None:
-        yield (held,)
+        before = result[-1] if result and action.kind is Kind.FORWARD else None
+        if isinstance(before, Action) and before.kind is Kind.BACKWARD:
+            result[-1] = Pair(before, action)
+        else:
+            result.append(action)
+    return result

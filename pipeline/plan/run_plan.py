@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer steps that a pipeline engine runs, taken from plans that `check` has proved.
 
-A run is a sequence of optimizer steps that begins with an empty pipeline and drains it at the end,
+A run is a sequence of optimizer steps. It begins with an empty pipeline and drains it at the end,
 or never. The middle steps of a long run are alike, and so are the middle micro-batches of a long
 step. The checked plan has one of each; the engine repeats it.
 """
@@ -9,17 +9,20 @@ step. The checked plan has one of each; the engine repeats it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from wavemare.pipeline.config import PipelineConfig
 from wavemare.pipeline.plan.action import Action, Kind
 from wavemare.pipeline.plan.check import check
-from wavemare.pipeline.plan.lowering import pair_passes
 from wavemare.pipeline.plan.order import ahead
 from wavemare.pipeline.plan.plan import Plan
-from wavemare.pipeline.plan.schedules import PAIR_SLACK, one_f_one_b, paired_one_f_one_b, pipemare
-from wavemare.pipeline.staleness.staleness import max_staleness
+from wavemare.pipeline.plan.schedules import (
+    OVERLAP_SLACK,
+    one_f_one_b,
+    overlapped_one_f_one_b,
+    pipemare,
+)
 
 __all__ = ["RunPlan", "repeat_micro_batch"]
 
@@ -31,8 +34,8 @@ class RunPlan:
     Args:
         num_stages: Length of the pipeline.
         micro_batches: Per optimizer step.
-        asynchronous: Whether it is PipeMare; else each run is one step of 1F1B.
-        pairs: Whether a stage runs a backward pass and the forward pass after it together.
+        asynchronous: Whether it is PipeMare; otherwise each run is one step of 1F1B.
+        overlap: See `overlap_forward_backward`.
         norms: See `add_steps`.
         correct: See `Versions`.
         slack: See `ahead`.
@@ -41,7 +44,7 @@ class RunPlan:
     num_stages: int
     micro_batches: int
     asynchronous: bool = False
-    pairs: bool = False
+    overlap: bool = False
     norms: bool = False
     correct: bool = False
     slack: int = 0
@@ -50,20 +53,19 @@ class RunPlan:
     def of(
         cls, config: PipelineConfig, num_stages: int, micro_batches: int, *, clips: bool
     ) -> RunPlan:
-        """Return the plan for a configuration.
-
-        Args:
-            config: Schedule and its settings.
-            num_stages: Length of the pipeline.
-            micro_batches: Per optimizer step.
-            clips: Whether gradients are clipped.
-        """
+        """Return the plan for a configuration; ``clips`` says whether gradients are clipped."""
+        overlap, settings = config.overlap_forward_backward, config.pipemare
         if config.schedule != "pipemare":
-            slack = PAIR_SLACK if config.pair_passes else 0
-            return cls(num_stages, micro_batches, pairs=config.pair_passes, slack=slack)
-        options = config.pipemare.plan_options(clips=clips)
+            slack = OVERLAP_SLACK if overlap else 0
+            return cls(num_stages, micro_batches, overlap=overlap, slack=slack)
         return cls(
-            num_stages, micro_batches, asynchronous=True, pairs=config.pair_passes, **options
+            num_stages,
+            micro_batches,
+            asynchronous=True,
+            overlap=overlap,
+            norms=clips and settings.clipping == "global",
+            correct=settings.discrepancy_correction.mode not in ("off", "predict"),
+            slack=settings.slack,
         )
 
     def check(self, *, warmup_steps: int = 0, drain_interval: int = 0) -> None:
@@ -128,7 +130,8 @@ class RunPlan:
 
     @property
     def _delay(self) -> int:
-        return max_staleness(0, self.num_stages, self._size, self.slack)
+        """The first stage's maximum staleness in optimizer steps."""
+        return -(-ahead(0, self.num_stages, self.slack) // self._size)
 
     @property
     def _longest(self) -> int:
@@ -145,19 +148,17 @@ class RunPlan:
 
     def _plan(self, num_steps: int) -> Plan:
         if not self.asynchronous:
-            make = paired_one_f_one_b if self.pairs else one_f_one_b
+            make = overlapped_one_f_one_b if self.overlap else one_f_one_b
             return make(self.num_stages, self._size, num_steps)
-        plan = pipemare(
+        return pipemare(
             self.num_stages,
             self._size,
             num_steps,
             norms=self.norms,
             correct=self.correct,
             slack=self.slack,
+            overlap=self.overlap,
         )
-        if not self.pairs:
-            return plan
-        return replace(plan, ranks=tuple(tuple(pair_passes(actions)) for actions in plan.ranks))
 
 
 @lru_cache(maxsize=16)

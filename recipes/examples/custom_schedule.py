@@ -7,7 +7,7 @@ python recipes/examples/custom_schedule.py
 from pathlib import Path
 
 from wavemare.pipeline.clock.simulate import Costs, simulate
-from wavemare.pipeline.clock.utilisation import bubble
+from wavemare.pipeline.clock.timeline import bubble
 from wavemare.pipeline.draw import grid, svg
 from wavemare.pipeline.plan.action import Action, Kind
 from wavemare.pipeline.plan.check import check

@@ -96,7 +96,8 @@ def build_soap(workload: Workload, place: Place) -> Runner:
     config = _config(workload, place) | {"optimizer": {"type": "SOAP", "params": ADAMW}}
     config["wavemare"] = {"pipeline": {"schedule": "1f1b", "stages": place.stages}}
     engine = _initialize(wavemare.initialize, module, config)
-    return EngineRunner(engine, workload, record_actions(engine, place))
+    engine.recorder.keeping = True
+    return EngineRunner(engine, workload, _Kept(engine.recorder))
 
 
 def build_dualpipev(workload: Workload, place: Place) -> Runner:

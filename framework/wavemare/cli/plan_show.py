@@ -19,7 +19,7 @@ from wavemare.errors import ConfigError
 if TYPE_CHECKING:
     from wavemare.pipeline.clock.simulate import Costs
     from wavemare.pipeline.clock.timeline import Timeline
-    from wavemare.pipeline.plan.check_report import Report
+    from wavemare.pipeline.plan.check import Report
     from wavemare.pipeline.plan.plan import Plan
 
 __all__ = ["DEFAULTS", "Outputs", "make_plan", "present", "read_plan"]
@@ -226,7 +226,7 @@ def _seconds(key: str, text: str, num_stages: int) -> tuple[float, ...]:
 
 def _prediction(plan: Plan, timeline: Timeline, costs_ms: dict[str, str]) -> str:
     """Return how long the plan takes, and how busy the ranks are meanwhile."""
-    from wavemare.pipeline.clock.utilisation import bubble, steady_utilisation, utilisation
+    from wavemare.pipeline.clock.timeline import bubble, steady_utilisation, utilisation
 
     passes = ", ".join(
         f"{key.removeprefix('--').removesuffix('-ms')} {text} ms" for key, text in costs_ms.items()

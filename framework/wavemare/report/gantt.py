@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from wavemare.errors import ConfigError
 from wavemare.pipeline.clock.timeline import Timeline
-from wavemare.pipeline.plan.check_report import Report
+from wavemare.pipeline.plan.check import Report
 from wavemare.pipeline.plan.plan import Plan
 from wavemare.report.page import Page
 from wavemare.report.traces import Span, Trace, category

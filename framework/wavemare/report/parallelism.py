@@ -75,7 +75,7 @@ def _add_bubble(page: Page, run: RunFacts) -> None:
 def _unpredictable(run: RunFacts, trace: Trace) -> str | None:
     """Return why no plan that is predicted is the run's; None if one is."""
     if run.has_pairs or trace.has_pairs:
-        return "the passes ran in pairs (pair_passes), of which single passes' times say nothing"
+        return "overlap_forward_backward ran passes in pairs, which single times cannot predict"
     schedule = str(run.layout["schedule"])
     return None if schedule in PREDICTED else f"the schedule {schedule!r} is not predicted"
 

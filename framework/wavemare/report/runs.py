@@ -96,7 +96,7 @@ class RunFacts:
     @property
     def has_pairs(self) -> bool:
         """Whether the configuration asks for passes in pairs."""
-        return self._pipeline.get("pair_passes") is True
+        return self._pipeline.get("overlap_forward_backward") is True
 
     @property
     def _pipeline(self) -> Mapping[str, Any]:

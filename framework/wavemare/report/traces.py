@@ -113,7 +113,7 @@ class Trace:
             schedule.
         """
         from wavemare.pipeline.clock.simulate import Costs, simulate
-        from wavemare.pipeline.clock.utilisation import bubble
+        from wavemare.pipeline.clock.timeline import bubble
         from wavemare.pipeline.plan import schedules
 
         stages = range(num_stages)

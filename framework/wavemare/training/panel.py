@@ -94,7 +94,7 @@ def _micro_batches_in_memory(pipeline: PipelineConfig, micro_batches: int) -> in
     if pipeline.schedule == "pipemare":
         return 1 + ahead(0, pipeline.stages, pipeline.pipemare.slack)
     # Another schedule keeps no micro-batch of the next step.
-    most = 2 * pipeline.stages - 1 if pipeline.pair_passes else pipeline.stages
+    most = 2 * pipeline.stages - 1 if pipeline.overlap_forward_backward else pipeline.stages
     return min(most, micro_batches)
 
 

@@ -70,7 +70,7 @@ def replicas(what, schedule, policy, bad_rank, **sections):
 
 def split(pairs, schedule, bad_rank=3):
     """Two slices of each stage; one has a bad gradient of a weight that the other has not."""
-    section = {"schedule": schedule, "pair_passes": pairs}
+    section = {"schedule": schedule, "overlap_forward_backward": pairs}
     if schedule == "pipemare":
         section["pipemare"] = {"slack": int(pairs)}
     engine = tensor_pipeline.start("gpt2-101", section)

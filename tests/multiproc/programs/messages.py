@@ -10,7 +10,7 @@ from common import leave
 from torch import distributed
 
 from wavemare.engine import init_distributed
-from wavemare.engine.pipe.messages import Inbox, Outbox
+from wavemare.engine.pipe.p2p import RecvQueue, SendQueue
 
 BYTES = 2**26  # more than sockets hold
 
@@ -20,14 +20,14 @@ if __name__ == "__main__":
     group = distributed.new_group([0, 1])
     result, ends = None, sys.argv[2:] == ["end"]
     if rank == 0:
-        outbox = Outbox(1, group, 2)
-        outbox.send(torch.full((BYTES,), 7, dtype=torch.uint8))
+        queue = SendQueue(1, group, 2)
+        queue.send(torch.full((BYTES,), 7, dtype=torch.uint8))
         if not ends:
-            del outbox
+            del queue
             gc.collect()
     else:
         time.sleep(1)
-        inbox = Inbox(0, group, torch.device("cpu"))
-        inbox.post(BYTES)
-        result = bool((inbox.take() == 7).all())
+        queue = RecvQueue(0, group, torch.device("cpu"))
+        queue.post(BYTES)
+        result = bool((queue.take() == 7).all())
     leave(result, part=not ends)

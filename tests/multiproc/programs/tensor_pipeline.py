@@ -177,7 +177,8 @@ def pairs(names):
     for name in names:
         pipeline, changes = cases[name]
         result[name] = [
-            run_pairs(name, {**pipeline, "pair_passes": on}, **changes) for on in (False, True)
+            run_pairs(name, {**pipeline, "overlap_forward_backward": on}, **changes)
+            for on in (False, True)
         ]
     return result
 

@@ -65,7 +65,7 @@ def backward(norms, own):
     suffix = 0.0
     for stage in reversed(range(len(norms))):
         norms[stage].begin_step()
-        norms[stage].own, norms[stage].suffix = own[stage], suffix
+        norms[stage].own, norms[stage].later_stages_sq_norm = own[stage], suffix
         suffix = norms[stage].from_here
 
 
@@ -73,7 +73,7 @@ def forward(norms):
     """What the activations after a step carry along."""
     for before, after in pairwise(norms):
         before.end_step()
-        after.prefix = before.up_to_here
+        after.earlier_stages_sq_norm = before.up_to_here
     norms[-1].end_step()
 
 
@@ -114,7 +114,7 @@ def test_nothing_is_told_of_a_stage_that_has_not_stepped(norms):
     assert norms[0].up_to_here == 1.0
     norms[1].end_step()  # but it knows nothing of the first yet
     assert math.isnan(norms[1].up_to_here)
-    norms[1].prefix = norms[0].up_to_here
+    norms[1].earlier_stages_sq_norm = norms[0].up_to_here
     assert norms[1].up_to_here == 3.0
 
 
@@ -126,16 +126,18 @@ def test_a_synchronous_step_is_exact_and_leaves_the_prefix_behind(shared, own):
         ours.set_exact(total)
         assert ours.total == total
         # Differences of large and small numbers: to the rounding of the largest.
-        assert ours.prefix == pytest.approx(math.fsum(own[:stage]), rel=1e-9, abs=1e-9 * total)
-        assert ours.prefix >= 0
+        assert ours.earlier_stages_sq_norm == pytest.approx(
+            math.fsum(own[:stage]), rel=1e-9, abs=1e-9 * total
+        )
+        assert ours.earlier_stages_sq_norm >= 0
     shared[2].begin_step()
     assert shared[2].exact is None
 
 
 def test_rounding_never_makes_a_prefix_negative(norms):
-    norms[0].own, norms[0].suffix = 0.1, 0.2
+    norms[0].own, norms[0].later_stages_sq_norm = 0.1, 0.2
     norms[0].set_exact(0.3)  # 0.1 + 0.2 is a little more
-    assert norms[0].prefix == 0.0
+    assert norms[0].earlier_stages_sq_norm == 0.0
 
 
 def test_a_resumed_stage_goes_on_as_it_would_have(norms, monkeypatch):

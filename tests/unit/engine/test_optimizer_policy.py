@@ -63,7 +63,7 @@ def test_forward_passes_are_predicted_up_to_one_step():
     chosen, _ = choose_optimizer(given, stages=8, micro_batches=8)
     assert pipemare_of(chosen).discrepancy_correction.mode == "exact"
     given = config()
-    given["wavemare"]["pipeline"]["pair_passes"] = True  # with which it is refused
+    given["wavemare"]["pipeline"]["overlap_forward_backward"] = True  # with which it is refused
     chosen, _ = choose_optimizer(given, stages=8, micro_batches=8)
     assert pipemare_of(chosen).discrepancy_correction.mode == "auto"
 

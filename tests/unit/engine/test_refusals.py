@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from wavemare.engine.config.resolve import WavemareConfig, check_config
-from wavemare.engine.pipe.stage_passes import StagePasses, check_pair_passes
+from wavemare.engine.pipe.stage_passes import StagePasses, check_overlap
 from wavemare.errors import ConfigError
 
 FP16 = {"fp16": {"enabled": True}}
@@ -204,7 +204,7 @@ def test_ranks_of_a_model_are_its_stages_times_their_parts():
     assert check(SPLIT, {}, world_size=8).model_ranks == 4
 
 
-KEY = "wavemare.pipeline.pair_passes"
+KEY = "wavemare.pipeline.overlap_forward_backward"
 
 
 def test_without_sums_over_ranks_there_is_nothing_to_hide():
@@ -212,10 +212,10 @@ def test_without_sums_over_ranks_there_is_nothing_to_hide():
     whole = SimpleNamespace(mpu=lambda: grid, stage_segments=None)
     for model in (object(), whole):
         with pytest.raises(ConfigError, match="no sums over ranks") as caught:
-            check_pair_passes(model)
+            check_overlap(model)
         assert caught.value.key == KEY
     grid.get_slice_parallel_world_size = lambda: 2
-    check_pair_passes(whole)
+    check_overlap(whole)
 
 
 def test_activation_checkpoints_are_refused():

@@ -8,7 +8,6 @@ gradients go through, from the backward pass to the step, is in `test_seams_grad
 import inspect
 from importlib import import_module
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import deepspeed
 import pytest
@@ -21,7 +20,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 import wavemare
 from wavemare.engine import Engine
 from wavemare.engine.initialize import ENGINES
-from wavemare.engine.pipe.paired import PairedPipelineEngine
+from wavemare.engine.pipe.linked import OverlappedPipelineEngine
 from wavemare.engine.pipe.pipemare import PipeMareEngine
 from wavemare.engine.seams import (
     ATTRIBUTES,
@@ -85,7 +84,7 @@ def test_checkpoint_methods_keep_deepspeeds_parameters(method, parameters):
 
 def overridden():
     """Return the methods of DeepSpeed's that our engines have their own of, as `FUNCTIONS` has."""
-    for engine in (*ENGINES.values(), PairedPipelineEngine, PipeMareEngine):
+    for engine in (*ENGINES.values(), OverlappedPipelineEngine, PipeMareEngine):
         stock = [kind for kind in engine.__mro__ if kind.__module__.startswith("deepspeed.")]
         for kind in engine.__mro__:
             for name in vars(kind) if kind.__module__.startswith("wavemare.") else ():
@@ -154,32 +153,6 @@ def test_shared_memory_communication_is_switched_off_through_the_compatible_ops(
     names = backend.build_shm_op.__code__.co_names
     assert "__compatible_ops__" in names
     assert "deepspeed_shm_comm" in deepspeed.ops.__compatible_ops__
-
-
-class Ours(schedule.PipeInstruction):
-    pass
-
-
-def test_exec_schedule_looks_up_the_instruction_map_of_the_engine_and_passes_the_keywords():
-    called = []
-    plan = MagicMock()
-    plan.__iter__.return_value = iter([[Ours(action="first")], [Ours(action="second")]])
-    plan.num_pipe_buffers.return_value = 0
-    engine = SimpleNamespace(
-        _INSTRUCTION_MAP={Ours: lambda self, action: called.append((self, action))},
-        _reserve_pipe_buffers=called.append,
-    )
-    deepspeed.PipelineEngine._exec_schedule(engine, plan)
-    assert called == [0, (engine, "first"), (engine, "second")]
-    assert plan.num_pipe_buffers.call_count == 1
-
-
-def test_exec_schedule_refuses_an_instruction_that_the_map_does_not_have():
-    engine = SimpleNamespace(_INSTRUCTION_MAP={}, _reserve_pipe_buffers=lambda count: None)
-    plan = MagicMock()
-    plan.__iter__.return_value = iter([[Ours()]])
-    with pytest.raises(RuntimeError, match="Ours"):
-        deepspeed.PipelineEngine._exec_schedule(engine, plan)
 
 
 def test_reserving_no_pipe_buffers_changes_nothing():

@@ -11,7 +11,7 @@ from wavemare.engine.observe.telemetry import StageReport, Telemetry
 def step(chain):
     """Each stage hears its next one, which has told what it knew before."""
     for stage in reversed(range(len(chain) - 1)):
-        chain[stage].hear(chain[stage + 1].tell())
+        chain[stage].unpack(chain[stage + 1].pack())
 
 
 def report(stage, step):
@@ -36,14 +36,14 @@ def test_a_stages_own_report_is_not_overwritten_by_what_it_hears():
     ours, later = Telemetry(1, 3), Telemetry(2, 3)
     ours.end_step((0.9, 0.1), 0.5)
     later.end_step((0.8, 0.2), 0.25)
-    ours.hear(later.tell())
+    ours.unpack(later.pack())
     assert ours.reports[1] == StageReport(0.9, 0.1, 0.0, 0.5)
     assert ours.reports[2] == StageReport(0.8, 0.2, 0.0, 0.25)
 
 
 def test_as_many_numbers_are_told_as_announced():
-    assert len(Telemetry(0, 5).tell()) == Telemetry(0, 5).num_numbers == 5 * 4
-    assert all(map(math.isnan, Telemetry(0, 5).tell()))
+    assert len(Telemetry(0, 5).pack()) == Telemetry(0, 5).num_numbers == 5 * 4
+    assert all(map(math.isnan, Telemetry(0, 5).pack()))
 
 
 def test_staleness_is_the_mean_of_one_step_alone():
@@ -90,7 +90,7 @@ def test_what_is_not_known_is_left_out():
     telemetry.note_staleness(2)
     telemetry.end_step((0.75, 0.125), math.nan)
     assert telemetry.metrics() == {"staleness_0": 2.0, "waiting_0": 0.125}
-    telemetry.hear([*[0.0] * 4, 0.5, 0.25, 1.0, 0.0625])
+    telemetry.unpack([*[0.0] * 4, 0.5, 0.25, 1.0, 0.0625])
     assert telemetry.metrics() == {
         "bubble": 1 - 0.625,
         "bubble_predicted": pytest.approx(1 - 0.625 / 0.75),

@@ -5,8 +5,8 @@ import json
 
 from wavemare.engine.observe.progress import Progress
 from wavemare.engine.observe.trace import StepTrace
-from wavemare.engine.pipe.step_schedule import Pair
 from wavemare.pipeline.plan.action import Action, Kind
+from wavemare.pipeline.plan.lowering import Pair
 from wavemare.report.traces import Span, read_traces
 
 
@@ -66,7 +66,7 @@ def test_each_action_of_a_plan_ends_where_the_next_begins(tmp_path):
         clock.now += 1
         progress.at(Action(Kind.FORWARD, 1, 2, 5))
         clock.now += 2
-        progress.at(Pair(backward=backward, forward=forward))
+        progress.at(Pair(backward, forward))
         clock.now += 3
     trace.end(progress)
     trace.save(tmp_path, rank=0, stage=1, first_step=1)

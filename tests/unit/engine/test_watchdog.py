@@ -14,7 +14,7 @@ from wavemare.engine.health.watchdog.peers import Server, ask, reachable_address
 from wavemare.engine.health.watchdog.report import write_report
 from wavemare.engine.health.watchdog.status import PeerAddress, RankStatus, UnreachablePeer
 from wavemare.engine.health.watchdog.watcher import EXIT_CODE, Watchdog, acquire, current
-from wavemare.engine.observe.progress import Followed, Progress
+from wavemare.engine.observe.progress import Progress
 from wavemare.pipeline.plan.action import Action, Kind
 
 RANKS = [PeerAddress(r, f"node{r}", 100 + r, "127.0.0.1", 1, f"{r}") for r in range(3)]
@@ -99,37 +99,18 @@ def test_progress_says_where_the_thread_is_and_what_it_finished():
     assert progress.place.outside
 
 
-def test_a_schedule_is_followed_with_the_ranks_at_the_other_end(tmp_path):
-    class Instruction:
-        def __init__(self, action):
-            self.action = action
-
-    class Schedule:
-        def steps(self):
-            kinds = (Kind.RECV_ACTIVATION, Kind.FORWARD, Kind.SEND_ACTIVATION)
-            yield from ([Instruction(Action(kind, 1, 0))] for kind in kinds)
-
-        def num_pipe_buffers(self):
-            return 3
-
-    class Grid:
-        def stage_to_global(self, stage_id):
-            return 10 * stage_id
-
+def test_a_report_shows_the_plan_around_the_action(tmp_path):
     progress = Progress()
-    neighbours = {Kind.RECV_ACTIVATION: -1, Kind.SEND_ACTIVATION: 1}
-    followed = Followed(Schedule(), progress, Grid(), neighbours)
-    found = [(progress.position, progress.place.peer) for _ in followed]
-    assert found == [(0, 0), (1, None), (2, 20)]
-    assert progress.plan == ("1RA0", "1F0", "1SA0")
-    assert followed.num_pipe_buffers() == 3
+    progress.plan, progress.position = ("1RA0", "1F0", "1SA0"), 2
+    progress.at(Action(Kind.FORWARD, 1, 0))
+    progress.at(Action(Kind.SEND_ACTIVATION, 1, 0), 2)
     here = RankStatus.of(1, progress)
     assert here.plan == "1RA0 1F0 [1SA0]"
     assert write_report(str(tmp_path), RANKS[1], here, progress, "nothing moves") is None
     report = (tmp_path / "rank_00001.txt").read_text()
     assert "[1SA0]" in report
     assert "last finished: forward of micro-batch 0 (1F0)" in report
-    assert "test_a_schedule_is_followed" in report  # the stack
+    assert "test_a_report_shows_the_plan" in report  # the stack
 
 
 def test_only_marked_waits_of_the_thread_that_trains_or_that_it_joins_count():

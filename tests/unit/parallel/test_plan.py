@@ -136,7 +136,7 @@ def test_configuration_of_stages():
         "stages": 2,
         "schedule": "pipemare",
         "partition": [0, 17],
-        "pair_passes": True,
+        "overlap_forward_backward": True,
     }
     assert config["pipeline"] == {"activation_checkpoint_interval": 1}
     assert "balance" not in config["wavemare"]

@@ -33,7 +33,7 @@ def test_the_text_form_is_read_back(action):
         ("0B0", Action(Kind.BACKWARD, 0, 0)),
         ("10SA12", Action(Kind.SEND_ACTIVATION, 10, 12)),
         ("3S7@0/1", Action(Kind.STEP, 3, 7, 0, 1)),
-        ("1W4/1", Action(Kind.RESTORE, 1, 4, -1, 1)),
+        ("1U4/1", Action(Kind.RESTORE, 1, 4, -1, 1)),
     ],
 )
 def test_the_text_form_is_stage_code_micro_batch_version_wave(text, action):

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from wavemare.errors import PlanError
 from wavemare.pipeline.clock.simulate import Costs, simulate
-from wavemare.pipeline.clock.utilisation import steady_utilisation, steady_window
+from wavemare.pipeline.clock.timeline import steady_utilisation, steady_window
 from wavemare.pipeline.plan.action import Action, Kind
 from wavemare.pipeline.plan.check import check
-from wavemare.pipeline.plan.order import Stream
+from wavemare.pipeline.plan.order import StageSchedule
 from wavemare.pipeline.plan.plan import Plan
 from wavemare.pipeline.plan.schedules import inference, one_f_one_b, pipemare
 from wavemare.pipeline.wave.schedule import accumulation, in_phase, tick_tock
@@ -173,7 +173,7 @@ def edited(plan, **changes):
 
 ASYNCHRONOUS = pipemare(2, 2, 2, norms=True, correct=True)
 # 0: 0L0@0 0F0@0 0SA0@0 0L1@0 0F1@0 0SA1@0 0RG0@0 0B0@0 0L2@0 0F2@0 0SA2@0 0RG1@0 0B1@0 0R1@0 0RN1@0
-#    0S1@0 0L3@1 0F3@1 0SA3@1 0C2@0 0RG2@1 0B2@1 0W2@1 0RG3@1 0B3@1 0R3@1 0RN3@1 0S3@1
+#    0S1@0 0L3@1 0F3@1 0SA3@1 0C2@0 0RG2@1 0B2@1 0U2@1 0RG3@1 0B3@1 0R3@1 0RN3@1 0S3@1
 # 1: 1RA0@0 1L0@0 1F0@0 1B0@0 1SG0@0 1RA1@0 1L1@0 1F1@0 1B1@0 1SG1@0 1R1@0 1SN1@0 1S1@0
 #    1RA2@1 1L2@1 1F2@1 1B2@1 1SG2@1 1RA3@1 1L3@1 1F3@1 1B3@1 1SG3@1 1R3@1 1SN3@1 1S3@1
 
@@ -203,8 +203,8 @@ ASYNCHRONOUS = pipemare(2, 2, 2, norms=True, correct=True)
         ({"r0": {"0F2@0": "0F2@1"}}, "'0F2@1': the weights' version is 0 here"),
         ({"r0": {"0B2@1": "0B2@0"}}, "'0B2@0': the weights' version is 1 here"),
         ({"r0": {"0C2@0": "0C2@1"}}, "'0C2@1': the weights' version is 0 here"),
-        ({"r0": {"0W2@1": ""}}, "'0RG3@1': it would see the weights that 0C2@0 has put in"),
-        ({"r0": {"0C2@0": ""}}, "'0W2@1': 0C2 does not come before it"),
+        ({"r0": {"0U2@1": ""}}, "'0RG3@1': it would see the weights that 0C2@0 has put in"),
+        ({"r0": {"0C2@0": ""}}, "'0U2@1': 0C2 does not come before it"),
         ({"r0": {"0C2@0 0RG2@1 0B2@1": "0RG2@1 0B2@1 0C2@0"}}, "'0C2@0': the backward pass comes"),
         ({"r0": {"0B3@1": "0C3@1 0B3@1"}}, "'0R3@1': it would see the weights that 0C3@1"),
         ({"r1": {"1SG1@0": "1SG1@0 1RG1@0"}}, "'1RG1@0': this stage has nothing of this kind"),
@@ -292,7 +292,7 @@ def test_ranks_in_another_order_are_refused():
 
 def test_blocking_sends_need_another_order():
     """The asynchronous order, run with blocking sends, is the classic circle of two sends."""
-    ranks = tuple(tuple(Stream(stage, 2, 2).window(2)) for stage in range(2))
+    ranks = tuple(tuple(StageSchedule(stage, 2, 2).step(2)) for stage in range(2))
     plan = Plan("naive", 2, 2, 1, ranks, send_slots=1)
     check(plan)
     with pytest.raises(PlanError) as info:

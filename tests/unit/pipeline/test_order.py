@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.errors import PlanError
 from wavemare.pipeline.plan.action import Kind
-from wavemare.pipeline.plan.order import Stream, ahead
+from wavemare.pipeline.plan.order import StageSchedule, ahead
 
 
 def twin_order(stage, num_stages, count):
@@ -29,25 +28,14 @@ def computed(actions):
 @given(num_stages=st.integers(1, 16), micro_batches=st.integers(1, 64), data=st.data())
 def test_without_an_end_the_stream_stays_ahead(num_stages, micro_batches, data):
     stage = data.draw(st.integers(0, num_stages - 1))
-    stream = Stream(stage, num_stages, micro_batches)
+    schedule = StageSchedule(stage, num_stages, micro_batches)
     got = []
     for step in range(3):
-        got += computed(stream.window())
-        assert stream.forwarded == (step + 1) * micro_batches + ahead(stage, num_stages)
+        got += computed(schedule.step())
+        assert schedule.forwarded == (step + 1) * micro_batches + ahead(stage, num_stages)
     # The clock of a longer run, up to the same backward pass.
     longer = twin_order(stage, num_stages, 3 * micro_batches + num_stages)
     assert got == longer[: len(got)]
-
-
-@pytest.mark.parametrize(("stage", "num_stages"), [(-1, 2), (2, 2), (0, 0)])
-def test_stages_that_do_not_exist_are_refused(stage, num_stages):
-    with pytest.raises(PlanError, match="has no such stage"):
-        Stream(stage, num_stages, 1)
-
-
-def test_steps_without_micro_batches_are_refused():
-    with pytest.raises(PlanError, match="at least one micro-batch"):
-        Stream(0, 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -56,8 +44,8 @@ def test_steps_without_micro_batches_are_refused():
 )
 def test_a_step_is_synchronous_between_two_empty_pipelines(stops, synchronous):
     for stage in range(3):
-        stream = Stream(stage, 3, 2, norms=True)
+        schedule = StageSchedule(stage, 3, 2, norms=True)
         for stop, expected in zip(stops, synchronous, strict=True):
-            kinds = {action.kind for action in stream.window(stop)}
+            kinds = {action.kind for action in schedule.step(stop)}
             assert bool(kinds & {Kind.SEND_TOTAL, Kind.RECV_TOTAL}) is expected
             assert Kind.SEND_NORM in kinds or stage == 0

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from wavemare.errors import PlanError
 from wavemare.pipeline.config import PipelineConfig
 from wavemare.pipeline.plan.action import Action, Kind
-from wavemare.pipeline.plan.lowering import pair_passes
-from wavemare.pipeline.plan.order import Stream
+from wavemare.pipeline.plan.lowering import overlap_forward_backward
+from wavemare.pipeline.plan.order import StageSchedule
 from wavemare.pipeline.plan.run_plan import RunPlan
-from wavemare.pipeline.plan.schedules import one_f_one_b_stage, paired_one_f_one_b_stage
+from wavemare.pipeline.plan.schedules import one_f_one_b, overlapped_one_f_one_b
 
 some = settings(max_examples=100, deadline=None)
 shapes = {"num_stages": st.integers(1, 6), "micro_batches": st.integers(1, 40)}
@@ -32,12 +32,12 @@ def shifted(actions, micro_batches, versions):
 @some
 @given(**shapes)
 def test_a_step_of_1f1b_is_that_of_its_generator(num_stages, micro_batches):
-    plain = RunPlan.of(PipelineConfig(), num_stages, micro_batches, clips=True)
-    pairs = RunPlan.of(PipelineConfig(pair_passes=True), num_stages, micro_batches, clips=True)
-    for stage in range(num_stages):
-        of_stage = stage, num_stages, micro_batches
-        assert plain.step(stage, 0, 1) == list(one_f_one_b_stage(*of_stage))
-        assert pairs.step(stage, 0, 1) == list(paired_one_f_one_b_stage(*of_stage))
+    shape = num_stages, micro_batches
+    for overlap, make in ((False, one_f_one_b), (True, overlapped_one_f_one_b)):
+        config = PipelineConfig(overlap_forward_backward=overlap)
+        run = RunPlan.of(config, *shape, clips=True)
+        rows = (tuple(run.step(stage, 0, 1)) for stage in range(num_stages))
+        assert tuple(rows) == make(*shape).ranks
 
 
 @some
@@ -47,14 +47,14 @@ def test_a_step_of_1f1b_is_that_of_its_generator(num_stages, micro_batches):
 def test_a_run_of_pipemare_is_that_of_its_generator(
     num_stages, micro_batches, options, pairs, steps, drains
 ):
-    run = RunPlan(num_stages, micro_batches, asynchronous=True, pairs=pairs, **options)
+    run = RunPlan(num_stages, micro_batches, asynchronous=True, overlap=pairs, **options)
     sent = [Counter() for _ in range(num_stages)]
     for stage in range(num_stages):
-        stream = Stream(stage, num_stages, micro_batches, **options)
+        schedule = StageSchedule(stage, num_stages, micro_batches, **options)
         for number in range(steps):
             left = steps - number if drains else None
-            window = stream.window(steps * micro_batches if drains else None)
-            expected = shifted(pair_passes(window) if pairs else window, 7, 3)
+            window = schedule.step(steps * micro_batches if drains else None)
+            expected = shifted(overlap_forward_backward(window) if pairs else window, 7, 3)
             first = 7 + number * micro_batches
             assert run.step(stage, number, left, first=first, version=3 + number) == expected
             sent[stage][number] = sum(a.kind is Kind.SEND_ACTIVATION for a in window)

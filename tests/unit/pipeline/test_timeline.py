@@ -3,8 +3,9 @@
 
 import pytest
 
-from wavemare.pipeline.clock.timeline import Event, Timeline
-from wavemare.pipeline.clock.utilisation import (
+from wavemare.pipeline.clock.timeline import (
+    Event,
+    Timeline,
     bubble,
     steady_utilisation,
     steady_window,

@@ -99,7 +99,7 @@ def test_the_plan_is_that_of_the_run(run_folder):
 @pytest.mark.parametrize(
     ("pipeline", "reason"),
     [
-        ({"pair_passes": True}, "the passes ran in pairs"),
+        ({"overlap_forward_backward": True}, "the passes ran in pairs"),
         ({"schedule": "other"}, "the schedule &#x27;other&#x27; is not predicted"),
         ({"stages": 3}, "passes or optimizer steps of a stage were not noted"),
     ],

@@ -53,7 +53,9 @@ def compile_layout(model: Any, config: Mapping[str, Any], *, world_size: int) ->
     given = _with_micro_batches(config, pipeline)
     sizes = check_batch_sizes(given, data_world_size=grid.replicas, stages=grid.stages)
     shares = _shares(config, sizes["train_micro_batch_size_per_gpu"], grid.replicas)
-    waves = ours.pipeline.pair_passes if grid.stages > 1 else ours.wavelet.mode == "auto"
+    waves = (
+        ours.pipeline.overlap_forward_backward if grid.stages > 1 else ours.wavelet.mode == "auto"
+    )
     return Layout(
         stages=grid.stages,
         tensor_parallel=grid.splits,

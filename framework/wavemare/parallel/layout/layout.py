@@ -69,7 +69,7 @@ class Layout:
         num_layers: Length of that chain; None where nothing is cut.
         schedule: ``1f1b`` or ``pipemare``.
         wavelet: Whether waves hide tensor-parallel sums: ``wavelet.mode`` "auto" with one stage,
-            ``pipeline.pair_passes`` with several.
+            ``pipeline.overlap_forward_backward`` with several.
         zero_stage: ZeRO stage, 0 to 3; 0 or 1 with several stages.
         recompute: Whether activations are computed again in the backward pass.
         global_batch: Samples of one optimizer step.
@@ -208,11 +208,11 @@ class Layout:
     def _pipeline(self, given: Mapping[str, Any]) -> dict[str, Any]:
         section = {**given, "stages": self.stages, "schedule": self.schedule}
         section.pop("partition", None)
-        section.pop("pair_passes", None)
+        section.pop("overlap_forward_backward", None)
         if self.cuts is not None:
             section["partition"] = list(self.cuts[:-1])
         if self.wavelet and self.stages > 1:
-            section["pair_passes"] = True
+            section["overlap_forward_backward"] = True
         return section
 
     def __str__(self) -> str:

@@ -9,14 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.engine.pipe.messages import (
-    DESCRIPTION,
-    Inbox,
-    Layout,
-    Outbox,
-    read_header,
-    write_message,
-)
+from wavemare.engine.pipe.p2p import DESCRIPTION, Layout, RecvQueue, SendQueue
 from wavemare.errors import ModelError
 
 CPU = torch.device("cpu")
@@ -72,14 +65,12 @@ def test_a_layout_is_read_back_from_its_description(outputs, numbers):
 @given(sendable, headers)
 def test_header_and_tensors_arrive_bit_for_bit(outputs, header):
     layout = Layout.of(len(header), outputs)
-    message = write_message(layout, header, listed(outputs), CPU)
+    message = layout.pack(header, listed(outputs), CPU)
     assert message.dtype == torch.uint8
     assert message.shape == (layout.size,)
     arrived = message.clone()  # as it is received: in other memory
     packed = torch.tensor(header, dtype=torch.float64)
-    assert bits_of(torch.tensor(read_header(layout, arrived), dtype=torch.float64)) == bits_of(
-        packed
-    )
+    assert bits_of(torch.tensor(layout.header(arrived), dtype=torch.float64)) == bits_of(packed)
     for sent, got in zip(listed(outputs), layout.tensors(arrived), strict=True):
         assert got.dtype == sent.dtype
         assert got.shape == sent.shape
@@ -102,31 +93,31 @@ def test_tensors_are_aligned_views_that_do_not_overlap(outputs, numbers):
 
 def test_a_description_travels_in_a_message_of_its_own():
     layout = Layout.of(3, (torch.zeros(2, 5), torch.zeros((), dtype=torch.bool)))
-    message = write_message(DESCRIPTION, layout.describe(), [], CPU)
+    message = DESCRIPTION.pack(layout.describe(), [], CPU)
     assert message.numel() == DESCRIPTION.size
-    assert Layout.described(read_header(DESCRIPTION, message), 3) == layout
+    assert Layout.described(DESCRIPTION.header(message), 3) == layout
 
 
 def test_a_tensor_that_is_not_contiguous_arrives_in_its_order():
     sent = torch.arange(12.0).view(3, 4).t()
     layout = Layout.of(0, sent)
-    assert torch.equal(layout.tensors(write_message(layout, [], [sent], CPU))[0], sent)
+    assert torch.equal(layout.tensors(layout.pack([], [sent], CPU))[0], sent)
 
 
 def test_a_message_keeps_no_graph_alive():
     weight = torch.ones(3, requires_grad=True)
     outputs = weight * 2
     layout = Layout.of(0, outputs)
-    message = write_message(layout, [], [outputs], CPU)
+    message = layout.pack([], [outputs], CPU)
     assert not message.requires_grad
     assert not layout.tensors(message)[0].requires_grad
 
 
 def test_the_place_of_missing_tensors_is_kept():
     layout = Layout.of(2, (torch.zeros(5), torch.zeros(7)))
-    message = write_message(layout, [1.0, 2.0], [], CPU)
+    message = layout.pack([1.0, 2.0], [], CPU)
     assert message.numel() == layout.size
-    assert read_header(layout, message) == [1.0, 2.0]
+    assert layout.header(message) == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn, torch.uint16])
@@ -141,8 +132,8 @@ def test_a_type_that_no_stage_can_send_is_refused_by_name(dtype):
 def test_as_many_tensors_as_a_description_holds_and_no_more():
     most = (DESCRIPTION.numbers - 2) // 3  # type, number of dimensions, one dimension
     layout = Layout(0, ((1,),) * most, (torch.float32,) * most)
-    message = write_message(DESCRIPTION, layout.describe(), [], CPU)
-    assert Layout.described(read_header(DESCRIPTION, message), 0) == layout
+    message = DESCRIPTION.pack(layout.describe(), [], CPU)
+    assert Layout.described(DESCRIPTION.header(message), 0) == layout
     with pytest.raises(ModelError) as caught:
         Layout(0, ((1,),) * (most + 1), (torch.float32,) * (most + 1)).describe()
     assert "fewer tensors" in caught.value.remedy
@@ -184,12 +175,12 @@ def message(*values):
     return torch.tensor(values, dtype=torch.uint8)
 
 
-def test_an_outbox_waits_for_the_oldest_only_when_all_slots_are_taken(wire):
-    outbox = Outbox(3, "down", slots=2)
+def test_a_send_queue_waits_for_the_oldest_only_when_all_slots_are_taken(wire):
+    queue = SendQueue(3, "down", slots=2)
     for number in range(4):
-        outbox.send(message(number))
-    outbox.flush()
-    outbox.flush()
+        queue.send(message(number))
+    queue.flush()
+    queue.flush()
     assert wire.log == [
         "send [0] to 3 in down",
         "send [1] to 3 in down",
@@ -202,17 +193,17 @@ def test_an_outbox_waits_for_the_oldest_only_when_all_slots_are_taken(wire):
     ]
 
 
-def test_an_inbox_posts_ahead_and_gives_in_the_order_of_posting(wire):
-    inbox = Inbox(5, "up", CPU)
-    inbox.post(2)
-    inbox.post(3)
-    assert inbox.posted == 2
-    assert inbox.take().tolist() == [2, 2]
-    assert inbox.posted == 1
-    inbox.post(1)
-    assert inbox.take().tolist() == [3, 3, 3]
-    assert inbox.take().tolist() == [1]
-    assert inbox.posted == 0
+def test_a_receive_queue_posts_ahead_and_gives_in_the_order_of_posting(wire):
+    queue = RecvQueue(5, "up", CPU)
+    queue.post(2)
+    queue.post(3)
+    assert queue.posted == 2
+    assert queue.take().tolist() == [2, 2]
+    assert queue.posted == 1
+    queue.post(1)
+    assert queue.take().tolist() == [3, 3, 3]
+    assert queue.take().tolist() == [1]
+    assert queue.posted == 0
     assert wire.log == [
         "post 2 from 5 in up",
         "post 3 from 5 in up",

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipeline engines with messages of their own: received ahead, sent without waiting."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import deepspeed
+from torch import Tensor
+
+from wavemare.engine.pipe.engine import PipelineEngine
+from wavemare.engine.pipe.interpreter import StepSchedule
+from wavemare.engine.pipe.micro_batch import MicroBatch, as_tuple, to_device
+from wavemare.engine.pipe.p2p import PeerLink
+from wavemare.engine.pipe.stage_passes import StagePasses
+from wavemare.pipeline.plan.action import Action
+from wavemare.pipeline.plan.lowering import Pair
+from wavemare.pipeline.plan.run_plan import RunPlan
+from wavemare.pipeline.plan.schedules import OVERLAP_SLACK, SEND_SLOTS
+
+__all__ = ["LinkedEngine", "OverlappedPipelineEngine"]
+
+
+class LinkedEngine(PipelineEngine):
+    """A pipeline engine that holds `MicroBatch` objects, not DeepSpeed's buffers.
+
+    A subclass makes ``_link`` and ``_passes``, and loads micro-batches. What a message's header
+    holds is up to it.
+    """
+
+    _link: PeerLink
+    _passes: StagePasses | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._micro_batches: dict[int, MicroBatch] = {}
+
+    def _exec_recv_activation(self, action: Action) -> None:
+        _, inputs = self._link.receive_activation()
+        self._micro_batches[action.micro_batch] = MicroBatch(inputs=inputs)
+
+    def _forward_context(self, number: int) -> AbstractContextManager[None]:
+        """Return the context of a micro-batch's forward pass."""
+        return nullcontext()
+
+    def _exec_forward(self, action: Action) -> None:
+        number = action.micro_batch
+        micro_batch = self._micro_batches[number]
+        if micro_batch.ended:
+            pass
+        elif self._passes is not None:
+            self._passes.forward(number, micro_batch)
+        else:
+            with self._forward_context(number):
+                self._forward(micro_batch)
+            if self._stage_watch is not None:
+                outputs = micro_batch.loss if self.is_last_stage() else micro_batch.outputs
+                self._stage_watch.end_forward(
+                    number, micro_batch.inputs, outputs, micro_batch.labels
+                )
+        self._end_forward(number, micro_batch)
+
+    def _forward(self, micro_batch: MicroBatch) -> None:
+        inputs = micro_batch.inputs
+        # Cloned because a layer may change its input in place, and leaves must not change.
+        clones = tuple(tensor.clone() for tensor in as_tuple(inputs))
+        single = isinstance(inputs, Tensor)
+        outputs = deepspeed.DeepSpeedEngine.forward(self, clones[0] if single else clones)
+        if self.is_last_stage():
+            loss_fn = self.module.loss_fn
+            micro_batch.loss = outputs if loss_fn is None else loss_fn(outputs, micro_batch.labels)
+        else:
+            micro_batch.outputs = outputs
+
+    def _end_forward(self, number: int, micro_batch: MicroBatch) -> None:
+        if not self.is_last_stage():
+            self._link.expect_grad(number, micro_batch.differentiable_outputs)
+
+    def _exec_send_activation(self, action: Action) -> None:
+        self._link.send_activation(self._micro_batches[action.micro_batch].outputs)
+
+    def _exec_recv_grad(self, action: Action) -> None:
+        number = action.micro_batch
+        _, self._micro_batches[number].grads = self._link.receive_grad(number)
+
+    def _exec_backward(self, action: Action) -> None:
+        number = action.micro_batch
+        micro_batch = self._micro_batches[number]
+        if micro_batch.ended:
+            pass
+        elif self._passes is not None:
+            self._passes.backward(number, micro_batch)
+        elif self.is_last_stage():
+            deepspeed.DeepSpeedEngine.backward(self, self.watched(micro_batch.loss))
+        else:
+            self._backward_of_outputs(micro_batch)
+        if self._stage_watch is not None and not micro_batch.ended:
+            self._stage_watch.end_backward(number, micro_batch.grads)
+        self._end_backward(number, micro_batch)
+
+    def _backward_of_outputs(self, micro_batch: MicroBatch) -> None:
+        # As DeepSpeed's own _exec_backward_pass, but for all outputs at once.
+        if self.using_bf16_optimizer:
+            self.optimizer.clear_lp_grads()
+        self._running_engine_backward = True
+        try:
+            micro_batch.backward()
+        finally:
+            self._running_engine_backward = False
+        if self.using_bf16_optimizer and not self._config.bfloat16_config.immediate_grad_update:
+            self.optimizer.update_hp_grads(clear_lp_grads=False)
+
+    def _end_backward(self, number: int, micro_batch: MicroBatch) -> None:
+        micro_batch.free_graph()
+        if self.is_first_stage():
+            del self._micro_batches[number]
+
+    def _exec_pair(self, pair: Pair) -> None:
+        (number, following) = (action.micro_batch for action in pair)
+        micro_batch, next_one = self._micro_batches[number], self._micro_batches[following]
+        if micro_batch.ended or next_one.ended:
+            self._exec_backward(pair.backward)
+            self._exec_forward(pair.forward)
+            return
+        assert self._passes is not None
+        self._passes.pair(number, micro_batch, following, next_one)
+        self._end_backward(number, micro_batch)
+        self._end_forward(following, next_one)
+
+    def _exec_send_grad(self, action: Action) -> None:
+        self._link.send_grad(self._micro_batches.pop(action.micro_batch).input_grads())
+
+    def reset_activation_shape(self) -> None:
+        """Forget the shapes of earlier micro-batches; all stages must call it."""
+        super().reset_activation_shape()
+        self._link.reset_shapes()
+
+    def destroy(self) -> None:
+        """Release the engine's resources, as `PipelineEngine.destroy`."""
+        if hasattr(self, "_micro_batches"):  # DeepSpeed's destructor calls this, too
+            # Graphs of forward passes that are ahead would keep the engine alive.
+            self._micro_batches.clear()
+        super().destroy()
+
+
+class OverlappedPipelineEngine(LinkedEngine):
+    """1F1B of a split model, in which sums over ranks run behind other passes.
+
+    It trains to the same bits as `PipelineEngine`. Messages must not block: with blocking sends the
+    ranks would wait for each other in a circle.
+    """
+
+    total_loss: Tensor | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._passes = StagePasses(self)
+        slots = SEND_SLOTS + OVERLAP_SLACK
+        self._link = PeerLink(self.grid, self.device, slots, dynamic=self.dynamic_shape)
+
+    def _train_schedule(self) -> StepSchedule:
+        self.tput_timer.start()
+        run = RunPlan.of(self._sections.pipeline, self.num_stages, self.micro_batches, clips=False)
+        actions = run.step(self.stage_id, 0, 1)
+        self._micro_batches.clear()
+        self._link.begin(actions)
+        return StepSchedule(actions, overlap=True)
+
+    def _exec_load(self, action: Action) -> None:
+        batch = self._next_batch()
+        if self.is_first_stage():
+            inputs = tuple(tensor.detach().to(self.device) for tensor in as_tuple(batch[0]))
+            self._micro_batches[action.micro_batch] = MicroBatch(inputs=inputs)
+        if self.is_last_stage():
+            self._micro_batches[action.micro_batch].labels = to_device(batch[1], self.device)
+
+    def _end_forward(self, number: int, micro_batch: MicroBatch) -> None:
+        super()._end_forward(number, micro_batch)
+        if self.is_last_stage():
+            self.loss = loss = micro_batch.loss
+            self.total_loss = loss.clone() if self.total_loss is None else self.total_loss + loss
+
+    def _exec_step(self, action: Action) -> None:
+        super()._exec_step(action)
+        self._link.flush()  # nothing is pending between two steps

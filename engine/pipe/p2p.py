@@ -1,0 +1,415 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages between neighbouring stages, received ahead and sent without waiting.
+
+A message is one flat buffer: a header of numbers followed by tensors. The header carries all other
+information between stages (the loss, gradient norms, the end of the data), so that no rank waits
+for anything but activations and gradients.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from torch import Tensor, distributed
+
+from wavemare.engine.pipe.micro_batch import Tensors
+from wavemare.errors import ModelError
+from wavemare.pipeline.plan.action import Action, Kind
+
+__all__ = ["DESCRIPTION", "Layout", "PeerLink", "RecvQueue", "SendQueue"]
+
+_ALIGNMENT = 64  # bytes; a view of another type must begin at a multiple of its size
+_NUMBER = 8  # bytes of a float64
+_EXIT_S = 60.0  # for pending sends when the process ends
+_DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+_FROM_PREVIOUS = (Kind.RECV_ACTIVATION, Kind.RECV_TOTAL)
+_FROM_NEXT = (Kind.RECV_GRAD, Kind.RECV_NORM)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The content of a message.
+
+    Args:
+        numbers: Length of the header, in float64.
+        shapes: Shape of each tensor.
+        dtypes: Type of each tensor.
+        single: Whether the sender had one bare tensor rather than a tuple.
+    """
+
+    numbers: int
+    shapes: tuple[tuple[int, ...], ...] = ()
+    dtypes: tuple[torch.dtype, ...] = ()
+    single: bool = False
+
+    @classmethod
+    def of(cls, numbers: int, tensors: Tensor | Sequence[Tensor]) -> Layout:
+        """Describe a header and tensors."""
+        single = isinstance(tensors, Tensor)
+        listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        shapes = tuple(tuple(tensor.shape) for tensor in listed)
+        return cls(numbers, shapes, tuple(tensor.dtype for tensor in listed), single)
+
+    @cached_property
+    def offsets(self) -> list[int]:
+        """Where each tensor begins, then the message's length; in bytes."""
+        offsets = [_aligned(self.numbers * _NUMBER)]
+        for shape, dtype in zip(self.shapes, self.dtypes, strict=True):
+            offsets.append(offsets[-1] + _aligned(torch.Size(shape).numel() * dtype.itemsize))
+        return offsets
+
+    @property
+    def size(self) -> int:
+        """Length of the message in bytes."""
+        return self.offsets[-1]
+
+    def pack(
+        self, header: Sequence[float], tensors: Sequence[Tensor], device: torch.device
+    ) -> Tensor:
+        """Return a message, (bytes,) uint8 on ``device``; missing tensors leave their space."""
+        message = torch.empty(self.size, dtype=torch.uint8, device=device)
+        numbers = torch.tensor(header, dtype=torch.float64)
+        message[: numbers.numel() * _NUMBER].view(torch.float64).copy_(numbers)
+        for space, tensor in zip(self.tensors(message), tensors, strict=False):
+            space.copy_(tensor)
+        return message
+
+    def header(self, message: Tensor) -> list[float]:
+        """Return the numbers of a message."""
+        numbers: list[float] = message[: self.numbers * _NUMBER].view(torch.float64).tolist()
+        return numbers
+
+    def tensors(self, message: Tensor) -> list[Tensor]:
+        """Return the tensors of a message, as views of it."""
+        views = []
+        for start, shape, dtype in zip(self.offsets, self.shapes, self.dtypes, strict=False):
+            length = torch.Size(shape).numel() * dtype.itemsize
+            views.append(message[start : start + length].view(dtype).view(shape))
+        return views
+
+    def describe(self) -> list[float]:
+        """Return the layout as numbers, for a message of its own; see `DESCRIPTION`.
+
+        Raises:
+            ModelError: There are more tensors or dimensions than such a message holds.
+        """
+        numbers: list[float] = [len(self.shapes), float(self.single)]
+        for shape, dtype in zip(self.shapes, self.dtypes, strict=True):
+            if dtype not in _DTYPES:
+                reason = "stages cannot send each other this type"
+                raise ModelError("activations", dtype, reason, "Cast it")
+            numbers += [_DTYPES.index(dtype), len(shape), *shape]
+        if len(numbers) > DESCRIPTION.numbers:
+            reason = f"their shapes take {len(numbers)} numbers to describe"
+            remedy = f"Send fewer tensors; there is room for {DESCRIPTION.numbers} numbers"
+            raise ModelError("activations", self.shapes, reason, remedy)
+        return numbers
+
+    @classmethod
+    def described(cls, description: Sequence[float], numbers: int) -> Layout:
+        """Return the layout that `describe` turned into numbers."""
+        values = iter(int(number) for number in description)
+        count, single = next(values), bool(next(values))
+        shapes, dtypes = [], []
+        for _ in range(count):
+            dtypes.append(_DTYPES[next(values)])
+            shapes.append(tuple(next(values) for _ in range(next(values))))
+        return cls(numbers, tuple(shapes), tuple(dtypes), single)
+
+
+DESCRIPTION = Layout(256)
+"""Layout of the message that describes another message's layout."""
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+_pending: list[deque[tuple[Tensor, Any]]] = []
+"""The pending sends of every queue of this process. gloo drops a message whose sender no longer
+holds it, and the receiver would wait for it forever."""
+
+
+@atexit.register
+def _flush_at_exit() -> None:
+    """Give slow receivers the time to take what was sent, unless they have gone."""
+    until = time.monotonic() + _EXIT_S
+    for sends in _pending:
+        with contextlib.suppress(RuntimeError):  # the receiver has gone, or does not take it
+            for _, work in sends:
+                work.wait(timedelta(seconds=max(until - time.monotonic(), 0.001)))
+
+
+class SendQueue:
+    """Sends to one rank without waiting.
+
+    Pending sends complete even after the queue is garbage-collected, or while the interpreter
+    exits, which waits up to a minute for them.
+
+    Args:
+        rank: The receiver's global rank.
+        group: A group of the two ranks, for this direction alone.
+        slots: How many messages may be pending; a further one waits for the oldest.
+    """
+
+    def __init__(self, rank: int, group: Any, slots: int) -> None:
+        self._rank = rank
+        self._group = group
+        self._slots = slots
+        self._sends: deque[tuple[Tensor, Any]] = deque()
+        _pending.append(self._sends)
+
+    def send(self, message: Tensor) -> None:
+        """Send a message; nobody may change it afterwards."""
+        while len(self._sends) >= self._slots:
+            self._sends.popleft()[1].wait()
+        work = distributed.isend(message, self._rank, group=self._group)
+        self._sends.append((message, work))
+
+    def flush(self) -> None:
+        """Wait until all messages are sent."""
+        while self._sends:
+            self._sends.popleft()[1].wait()
+
+
+class RecvQueue:
+    """Receives from one rank, with the next receives posted before they are needed.
+
+    Args:
+        rank: The sender's global rank.
+        group: A group of the two ranks, for this direction alone.
+        device: Where messages are put.
+
+    Attributes:
+        expected: Receives of the plan that are not posted yet.
+    """
+
+    def __init__(self, rank: int, group: Any, device: torch.device) -> None:
+        self._rank = rank
+        self._group = group
+        self._device = device
+        self._posted: deque[tuple[Tensor, Any]] = deque()
+        self.expected: deque[Action] = deque()
+
+    @property
+    def posted(self) -> int:
+        """How many receives are posted."""
+        return len(self._posted)
+
+    def post_expected(self, size_of: Callable[[Action], int | None], slots: int) -> None:
+        """Post the next expected receives, up to ``slots`` or the first of unknown size."""
+        while self.expected and self.posted < slots:
+            size = size_of(self.expected[0])
+            if size is None:
+                return
+            self.post(size)
+            self.expected.popleft()
+
+    def post(self, size: int) -> None:
+        """Post the receive of a further message of ``size`` bytes."""
+        message = torch.empty(size, dtype=torch.uint8, device=self._device)
+        work = distributed.irecv(message, self._rank, group=self._group)
+        self._posted.append((message, work))
+
+    def take(self) -> Tensor:
+        """Wait for the message whose receive was posted first and return it."""
+        message, work = self._posted.popleft()
+        work.wait()
+        return message
+
+
+class PeerLink:
+    """The messages of one stage with its neighbours, in the order of its plan.
+
+    All ranks make theirs together. Each direction between two stages has its own group, and so its
+    own communicator: in one NCCL communicator a receive posted ahead would hold up later sends.
+    NCCL splits its communicator by all ranks, so every rank makes every group. Over gloo a rank
+    outside of a group does not touch the store for it (1,024 ranks, 16 stages: 1,920 groups in
+    0.05 s).
+
+    A message before the first activation describes its layout. With ``dynamic`` one comes before
+    each activation, which then cannot be received ahead.
+
+    Args:
+        grid: DeepSpeed's grid of the pipeline.
+        device: The stage's device. Messages over gloo, which takes nothing else, are on the CPU.
+        slots: Messages that may be pending in one direction.
+        activation_numbers: Length of an activation's header.
+        grad_numbers: Length of a gradient's header.
+        dynamic: Whether micro-batches differ in shape.
+    """
+
+    def __init__(
+        self,
+        grid: Any,
+        device: torch.device,
+        slots: int,
+        *,
+        activation_numbers: int = 0,
+        grad_numbers: int = 0,
+        dynamic: bool = False,
+    ) -> None:
+        self._stage_device = device
+        self._device = torch.device("cpu") if distributed.get_backend() == "gloo" else device
+        self._slots = slots
+        self._activation_numbers = activation_numbers
+        self._grad_numbers = grad_numbers
+        self._number = Layout(1)
+        self._dynamic = dynamic
+        self._sent: Layout | None = None
+        self._received: Layout | None = None
+        self._grads: dict[int, Layout] = {}
+        self._beyond = 0
+        # The first stage has no previous one and the last no next one; their plans know it.
+        self._from_previous = self._from_next = RecvQueue(-1, None, self._device)
+        self._to_previous = self._to_next = SendQueue(-1, None, slots)
+        me = dist.get_rank()
+        for before, after in (pair for ranks in grid.pipe_groups for pair in pairwise(ranks)):
+            down, up = dist.new_group([before, after]), dist.new_group([before, after])
+            if me == before:
+                self._to_next = SendQueue(after, down, slots)
+                self._from_next = RecvQueue(after, up, self._device)
+            elif me == after:
+                self._from_previous = RecvQueue(before, down, self._device)
+                self._to_previous = SendQueue(before, up, slots)
+
+    def begin(self, actions: Sequence[Action], beyond: int = 0) -> None:
+        """Note the receives of a step, and post the first of them.
+
+        Args:
+            actions: The stage's step.
+            beyond: How many sent activations this stage will not have received at its end.
+        """
+        expected = [action for action in actions if action.kind in _FROM_PREVIOUS]
+        expected += [Action(Kind.RECV_ACTIVATION, 0, 0)] * beyond
+        # The first ones were noted before, as those beyond the last step.
+        self._from_previous.expected.extend(expected[self._beyond :])
+        self._from_next.expected.extend(a for a in actions if a.kind in _FROM_NEXT)
+        self._beyond = beyond
+        self._post()
+
+    def discard(self) -> None:
+        """Receive and drop the activations beyond the last step, and send all that is pending."""
+        for _ in range(self._beyond):
+            self.receive_activation()
+        self._beyond = 0
+        self._grads.clear()
+        self.flush()
+
+    def flush(self) -> None:
+        """Wait until all messages are sent."""
+        self._to_next.flush()
+        self._to_previous.flush()
+
+    def reset_shapes(self) -> None:
+        """Describe the next activation's layout again; nothing may be pending."""
+        self._sent = self._received = None
+
+    def _post(self) -> None:
+        self._from_previous.post_expected(self._size_from_previous, self._slots)
+        self._from_next.post_expected(self._size_from_next, self._slots)
+
+    def _size_from_previous(self, action: Action) -> int | None:
+        layout = self._number if action.kind is Kind.RECV_TOTAL else self._received
+        return layout.size if layout is not None else None
+
+    def _size_from_next(self, action: Action) -> int | None:
+        if action.kind is Kind.RECV_NORM:
+            return self._number.size
+        layout = self._grads.get(action.micro_batch)
+        return layout.size if layout is not None else None
+
+    def send_activation(self, outputs: Tensors, header: Sequence[float] = ()) -> None:
+        """Send a micro-batch's outputs to the next stage; an empty tuple when the data ended."""
+        tensors = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+        layout = self._sent
+        if tensors or layout is None:
+            layout = Layout.of(self._activation_numbers, outputs)
+        if self._dynamic or self._sent is None:
+            self._to_next.send(DESCRIPTION.pack(layout.describe(), [], self._device))
+        if tensors and not self._dynamic:
+            if self._sent not in (None, layout):
+                raise ModelError(
+                    "activations",
+                    layout.shapes,
+                    f"the micro-batches before had the shapes {self._sent.shapes}, and the next "
+                    "stage expects them again",
+                    'Set "dynamic_shape": true in wavemare.pipeline',
+                )
+            self._sent = layout
+        self._to_next.send(layout.pack(header, tensors, self._device))
+
+    def receive_activation(self) -> tuple[list[float], Tensors]:
+        """Return the next activation's header and its tensors, which are leaves."""
+        queue, layout = self._from_previous, self._received
+        if layout is None:
+            queue.post(DESCRIPTION.size)
+            description = DESCRIPTION.header(queue.take())
+            layout = Layout.described(description, self._activation_numbers)
+            queue.post(layout.size)
+            queue.expected.popleft()
+        message = queue.take()
+        if layout.shapes and not self._dynamic:
+            self._received = layout
+        self._post()
+        tensors = tuple(
+            tensor.to(self._stage_device).detach().requires_grad_(tensor.is_floating_point())
+            for tensor in layout.tensors(message)
+        )
+        return layout.header(message), tensors[0] if layout.single else tensors
+
+    def expect_grad(self, micro_batch: int, outputs: Iterable[Tensor]) -> None:
+        """Note that a micro-batch's gradients will have the shapes of these outputs."""
+        self._grads[micro_batch] = Layout.of(self._grad_numbers, tuple(outputs))
+        self._post()
+
+    def send_grad(self, grads: Sequence[Tensor], header: Sequence[float] = ()) -> None:
+        """Send the gradients of a micro-batch's inputs to the previous stage."""
+        layout = Layout.of(self._grad_numbers, tuple(grads))
+        self._to_previous.send(layout.pack(header, grads, self._device))
+
+    def receive_grad(self, micro_batch: int) -> tuple[list[float], list[Tensor]]:
+        """Return the header and the gradients of a micro-batch's outputs."""
+        layout = self._grads[micro_batch]
+        message = self._take(self._from_next)
+        del self._grads[micro_batch]
+        tensors = [tensor.to(self._stage_device) for tensor in layout.tensors(message)]
+        return layout.header(message), tensors
+
+    def send_number(self, kind: Kind, number: float) -> None:
+        """Send a norm: `SEND_NORM` to the previous stage, `SEND_TOTAL` to the next."""
+        queue = self._to_next if kind is Kind.SEND_TOTAL else self._to_previous
+        queue.send(self._number.pack([number], [], self._device))
+
+    def receive_number(self, kind: Kind) -> float:
+        """Receive a norm: `RECV_NORM` from the next stage, `RECV_TOTAL` from the previous."""
+        queue = self._from_next if kind is Kind.RECV_NORM else self._from_previous
+        return self._number.header(self._take(queue))[0]
+
+    def _take(self, queue: RecvQueue) -> Tensor:
+        self._post()
+        message = queue.take()
+        self._post()
+        return message
