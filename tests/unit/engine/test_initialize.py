@@ -189,4 +189,4 @@ def test_each_rank_refuses_a_plan_that_cannot_run_before_the_model_is_touched(mo
     monkeypatch.setattr("wavemare.pipeline.plan.run_plan.pipemare", circle)
     with pytest.raises(PlanError, match="wait"):
         build_engine(config, model=staged())
-    assert asked == [(2, 4, {"norms": True, "correct": True, "slack": 9})]
+    assert asked == [(2, 4, {"norms": True, "correct": True, "slack": 9, "overlap": False})]

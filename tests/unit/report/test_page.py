@@ -99,7 +99,7 @@ def test_the_plan_is_that_of_the_run(run_folder):
 @pytest.mark.parametrize(
     ("pipeline", "reason"),
     [
-        ({"overlap_forward_backward": True}, "the passes ran in pairs"),
+        ({"overlap_forward_backward": True}, "overlap_forward_backward ran passes in pairs"),
         ({"schedule": "other"}, "the schedule &#x27;other&#x27; is not predicted"),
         ({"stages": 3}, "passes or optimizer steps of a stage were not noted"),
     ],
@@ -114,7 +114,7 @@ def test_a_plan_that_is_not_predicted_is_missing(run_folder, pipeline, reason):
 def test_pairs_in_the_trace_are_enough(run_folder):
     file = run_folder / "timeline" / "rank_00000.json"
     file.write_text(file.read_text().replace('"0B1"', '"Pair 0B1 0F2"'))
-    assert "bubble of the plan:</b> the passes ran in pairs" in run_page([read_run(run_folder)])
+    assert "bubble of the plan:</b> overlap_forward_backward ran passes in pairs" in run_page([read_run(run_folder)])
 
 
 def test_text_of_a_run_cannot_become_markup(run_folder):
