@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import wraps
 from typing import Any
 
 from deepspeed import comm as dist
@@ -95,16 +94,6 @@ class EngineMixin(CheckpointMixin):
             client_optimizer = client_optimizer(model_parameters)
         check_matrix_optimizer(self, client_optimizer)
         super()._configure_optimizer(client_optimizer, model_parameters)  # type: ignore[misc]
-
-    @wraps(CheckpointMixin.save_checkpoint)
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
-        with PROGRESS.doing("save_checkpoint"):
-            return super().save_checkpoint(*args, **kwargs)
-
-    @wraps(CheckpointMixin.load_checkpoint)
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, Any]:
-        with PROGRESS.doing("load_checkpoint"):
-            return super().load_checkpoint(*args, **kwargs)
 
     def finish_saving(self) -> None:
         """Wait as `CheckpointMixin.finish_saving`."""

@@ -53,6 +53,7 @@ from wavemare.engine.checkpoint.manifest import FORMAT, read_manifest, resolve_t
 from wavemare.engine.checkpoint.random_state import random_state, restore_random_state
 from wavemare.engine.checkpoint.save import BackgroundSave, Save, gather
 from wavemare.engine.config.sections import CheckpointConfig
+from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.optim.adapter import adapt
 from wavemare.errors import CheckpointError
 from wavemare.files import remove_leftovers, temporary_sibling
@@ -85,6 +86,7 @@ class CheckpointMixin:
             zipped = engine.checkpoint_engine.zipfile_serialization
             engine.checkpoint_engine = CheckpointFiles(zipped=zipped)
 
+    @PROGRESS.doing("save_checkpoint")
     def save_checkpoint(
         self,
         save_dir: str,
@@ -162,6 +164,7 @@ class CheckpointMixin:
         if writing is not None:
             writing.wait()
 
+    @PROGRESS.doing("load_checkpoint")
     def load_checkpoint(
         self,
         load_dir: str,

@@ -114,7 +114,8 @@ def test_a_plan_that_is_not_predicted_is_missing(run_folder, pipeline, reason):
 def test_pairs_in_the_trace_are_enough(run_folder):
     file = run_folder / "timeline" / "rank_00000.json"
     file.write_text(file.read_text().replace('"0B1"', '"Pair 0B1 0F2"'))
-    assert "bubble of the plan:</b> overlap_forward_backward ran passes in pairs" in run_page([read_run(run_folder)])
+    reason = "overlap_forward_backward ran passes in pairs"
+    assert f"bubble of the plan:</b> {reason}" in run_page([read_run(run_folder)])
 
 
 def test_text_of_a_run_cannot_become_markup(run_folder):
