@@ -173,7 +173,9 @@ class OverlappedPipelineEngine(LinkedEngine):
             inputs = tuple(tensor.detach().to(self.device) for tensor in as_tuple(batch[0]))
             self._micro_batches[action.micro_batch] = MicroBatch(inputs=inputs)
         if self.is_last_stage():
-            self._micro_batches[action.micro_batch].labels = to_device(batch[1], self.device)
+            self._micro_batches[action.micro_batch].labels = to_device(
+                batch[1], self.device, detach=True
+            )
 
     def _end_forward(self, number: int, micro_batch: MicroBatch) -> None:
         super()._end_forward(number, micro_batch)

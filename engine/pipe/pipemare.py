@@ -214,7 +214,7 @@ class PipeMareEngine(LinkedEngine):
         if self.is_last_stage() and not micro_batch.ended:
             if not self.is_first_stage():
                 batch = self._feed.next_labels(micro_batch.source)
-            micro_batch.labels = to_device(batch[1], self.device)
+            micro_batch.labels = to_device(batch[1], self.device, detach=True)
 
     def _read(self, iterator: Iterator[Any]) -> Any:
         self.data_iterator = iterator
