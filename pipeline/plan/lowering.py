@@ -8,7 +8,7 @@ two passes together, or `defer_sends` where sends block.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from wavemare.pipeline.plan.action import Action, Kind
@@ -30,16 +30,16 @@ def add_steps(
     actions: Iterable[Action],
     num_stages: int,
     *,
-    end: int,
+    ends: Container[int],
     norms: bool = False,
     synchronous: bool = False,
 ) -> Iterator[Action]:
-    """Add an optimizer step after the backward pass that completes it.
+    """Add an optimizer step after each backward pass that completes one.
 
     Args:
         actions: Of one stage.
         num_stages: Length of the pipeline.
-        end: The last micro-batch of the optimizer step.
+        ends: The last micro-batches of the optimizer steps.
         norms: Whether stages exchange gradient norms. Each stage then knows the norm of all later
             stages for this very step.
         synchronous: Whether the step empties the pipeline. The norm of all stages then travels
@@ -47,7 +47,7 @@ def add_steps(
     """
     for action in actions:
         yield action
-        if action.kind is not Kind.BACKWARD or action.micro_batch != end:
+        if action.kind is not Kind.BACKWARD or action.micro_batch not in ends:
             continue
         stage, micro_batch = action.stage, action.micro_batch
         yield Action(Kind.REDUCE, stage, micro_batch)

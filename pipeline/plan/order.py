@@ -86,7 +86,7 @@ class StageSchedule:
         actions = add_steps(
             self._passes(last, stop),
             self._num_stages,
-            end=last - 1,
+            ends={last - 1},
             norms=self._norms,
             synchronous=self._empty_at == self.first and stop == last,
         )
