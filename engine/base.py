@@ -95,12 +95,6 @@ class EngineMixin(CheckpointMixin):
         check_matrix_optimizer(self, client_optimizer)
         super()._configure_optimizer(client_optimizer, model_parameters)  # type: ignore[misc]
 
-    def finish_saving(self) -> None:
-        """Wait as `CheckpointMixin.finish_saving`."""
-        waits = self._writing is not None  # else no news: an engine may be collected in any thread
-        with PROGRESS.doing("finish_saving") if waits else nullcontext():
-            super().finish_saving()
-
     def zero_allow_untested_optimizer(self) -> bool:
         """Whether ZeRO takes an optimizer that DeepSpeed does not list; ours are tested with it."""
         engine: Any = self

@@ -8,6 +8,7 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -75,21 +76,57 @@ def build_engine(
         PlanError: The stages would wait for each other, or miss a pass.
     """
     warn_of_other_version()
-    ours = _check(config, arguments.get("model"), arguments.get("mpu"), arguments.get("mesh_param"))
-    check_replaceable(ours, arguments.get("optimizer"))
-    if SECTION in config and isinstance(arguments.get("model"), deepspeed.PipelineModule):
+    names = ("model", "mpu", "mesh_param", "optimizer")
+    model = arguments.get("model")
+    resolved = resolve(config, **{name: arguments.get(name) for name in names})
+    if SECTION in config and isinstance(model, deepspeed.PipelineModule):
         # Without our section all is as in DeepSpeed.
-        if count_all_stages(arguments["model"]) and dist.get_rank() == 0:
-            _say_which_norm(config, ours)
-    config, arguments["optimizer"] = take_optimizer(
-        config, arguments.get("model"), arguments.get("optimizer")
-    )
-    config = _without_compiled_optimizer(_without_elastic_files(config), arguments["optimizer"])
+        if count_all_stages(model) and dist.get_rank() == 0:
+            _say_which_norm(resolved.config, resolved.ours)
+    arguments["optimizer"] = resolved.optimizer
     arguments["args"] = _without_config(arguments.get("args"))
-    with _dispatch_to_ours(_engines(ours, arguments.get("model"), segments)):
-        result = deepspeed.initialize(config=config, **arguments)
+    with _dispatch_to_ours(_engines(resolved.ours, model, segments)):
+        result = deepspeed.initialize(config=resolved.config, **arguments)
     _check_dispatch(result[0])
     return result
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A configuration that is complete for these processes; nothing changes it afterwards.
+
+    Args:
+        config: What DeepSpeed gets.
+        ours: The section ``wavemare``.
+        optimizer: What ``deepspeed.initialize`` gets.
+    """
+
+    config: dict[str, Any]
+    ours: WavemareConfig
+    optimizer: Any
+
+
+def resolve(
+    config: dict[str, Any], *, model: Any, mpu: Any, mesh_param: Any, optimizer: Any
+) -> Resolved:
+    """Check a configuration against the processes there are, and fill in what it leaves open.
+
+    Batch sizes, the optimizer that the policy chooses, and what DeepSpeed's own choice would be
+    wrong for. The configuration given stays as it is.
+
+    Raises:
+        ConfigError: A key or value that cannot work.
+        PlanError: The stages would wait for each other, or miss a pass.
+    """
+    ours = check_config(config, world_size=dist.get_world_size())
+    if dist.get_rank() == 0:
+        for warning in misplaced_keys(config):
+            logger.warning(warning)
+    config, ours = _with_sizes(config, ours, model, mpu, mesh_param)
+    check_replaceable(ours, optimizer)
+    config, optimizer = take_optimizer(config, model, optimizer)
+    config = _without_compiled_optimizer(_without_elastic_files(config), optimizer)
+    return Resolved(config, ours, optimizer)
 
 
 def _say_which_norm(config: Mapping[str, Any], ours: WavemareConfig) -> None:
@@ -144,19 +181,20 @@ def _engines(ours: WavemareConfig, model: Any, segments: Segments | None) -> Map
     return {**engines, "PipelineEngine": partial(PipeMareEngine, sections=ours)}
 
 
-def _check(config: dict[str, Any], model: Any, mpu: Any, mesh_param: Any) -> WavemareConfig:
-    """Check a configuration against the processes there are; fill in its ``"auto"`` batch sizes."""
+def _with_sizes(
+    config: dict[str, Any], ours: WavemareConfig, model: Any, mpu: Any, mesh_param: Any
+) -> tuple[dict[str, Any], WavemareConfig]:
+    """Return the configuration with batch sizes, and with the optimizer of the policy."""
     world_size = dist.get_world_size()
-    ours = check_config(config, world_size=world_size)
-    if dist.get_rank() == 0:
-        for warning in misplaced_keys(config):
-            logger.warning(warning)
     if mpu is not None:
         data_ranks = _data_ranks_of(mpu, world_size)
     elif mesh_param is None and not _shards_the_batch_otherwise(config):
         data_ranks = world_size // _stages(model, ours)
     elif not ours.balance.is_active:
-        return ours  # DeepSpeed counts the data ranks of its own tensor and sequence parallelism
+        return (
+            config,
+            ours,
+        )  # DeepSpeed counts the data ranks of its own tensor and sequence parallelism
     else:
         reason = "the ranks of DeepSpeed's own tensor and sequence parallelism share samples"
         given = ours.balance.model_dump(exclude_unset=True)
@@ -175,22 +213,15 @@ def _check(config: dict[str, Any], model: Any, mpu: Any, mesh_param: Any) -> Wav
         )
     asynchronous = ours.pipeline.schedule == "pipemare"
     # DeepSpeed would complete them itself, with one micro-batch per step.
-    config.update({k: n for k, n in sizes.items() if asynchronous or config.get(k) == "auto"})
+    config = config | {k: n for k, n in sizes.items() if asynchronous or config.get(k) == "auto"}
     if asynchronous:
-        return _choose(config, length, micro_batches)
+        config, told = advise(config, stages=length, micro_batches=micro_batches)
+        for line in told if dist.get_rank() == 0 else ():
+            logger.warning(line)
+        return config, WavemareConfig.of(config)
     if length == 1 and mpu is None:
         _check_no_grid(model)
-    return ours
-
-
-def _choose(config: dict[str, Any], stages: int, micro_batches: int) -> WavemareConfig:
-    """Put the policy's optimizer into a configuration; say so, and how stale gradients are."""
-    chosen, told = advise(config, stages=stages, micro_batches=micro_batches)
-    config.update(chosen)
-    if dist.get_rank() == 0:
-        for line in told:
-            logger.warning(line)
-    return WavemareConfig.of(config)
+    return config, ours
 
 
 def _check_no_grid(model: Any) -> None:

@@ -161,8 +161,9 @@ class CheckpointMixin:
             CheckpointError: A rank could not write it.
         """
         writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.wait()
+        if writing is not None:  # an engine without a save may be collected in any thread
+            with PROGRESS.doing("finish_saving"):
+                writing.wait()
 
     @PROGRESS.doing("load_checkpoint")
     def load_checkpoint(
