@@ -70,7 +70,6 @@ _JOB_PREFIXES = (
     "HYDI_",
     "MPI_LOCAL",
 )
-_OMPI_CUDA = "mpi_built_with_cuda_support:value:"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,8 +140,6 @@ def describe_mpi(timeout_s: float = 20.0, python: str = sys.executable) -> MpiIn
         problem = "mpi4py is not installed"
         return MpiInfo(launcher=launcher, launcher_flavour=launcher_flavour, problem=problem)
     findings = _probe(timeout_s, python)
-    if findings.get("cuda_aware") is None and findings.get("flavour") == "Open MPI":
-        findings["cuda_aware"] = _ompi_info_cuda(timeout_s, python)
     return MpiInfo(mpi4py=version, launcher=launcher, launcher_flavour=launcher_flavour, **findings)
 
 
@@ -211,12 +208,3 @@ def _launcher_flavour(launcher: str | None, timeout_s: float) -> str | None:
 def _family(flavour: str | None) -> str:
     # Intel MPI, MVAPICH and Cray's MPI share MPICH's way of starting processes.
     return "Open MPI" if flavour == "Open MPI" else "MPICH"
-
-
-def _ompi_info_cuda(timeout_s: float, python: str) -> bool | None:
-    program = _find_program("ompi_info", python)
-    if program is None:
-        return None
-    lines = _run([program, "--parsable", "--all"], timeout_s)[0].splitlines()
-    values = [line.partition(_OMPI_CUDA)[2] for line in lines if _OMPI_CUDA in line]
-    return values[0] == "true" if values else None

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wavemare.comm.kernels.compiled import compiled
-from wavemare.comm.kernels.words import sum_dtype
+from wavemare.comm.kernels.words import compiled, sum_dtype
 
 __all__ = ["coalesce", "coalesce_sorted"]
 

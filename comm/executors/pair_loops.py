@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from wavemare.comm.kernels.compiled import compiled
+from wavemare.comm.kernels.words import compiled
 
 __all__ = ["count", "find", "merge"]
 

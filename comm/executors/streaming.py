@@ -18,9 +18,9 @@ from torch import Tensor
 from wavemare.comm.blocks.masks import Masks, mask_bytes
 from wavemare.comm.executors.base import CollectiveCall, Executor
 from wavemare.comm.executors.streaming_frames import Frames
-from wavemare.comm.executors.streaming_lanes import Lanes
 from wavemare.comm.executors.streaming_protocol import (
     Aggregator,
+    Lanes,
     Message,
     MessageKind,
     Reply,
@@ -94,7 +94,7 @@ class _Stream:
         # One frame to receive into and one for the end. For each slot one message up; for each that
         # is summed here the contributions of all ranks and the replies that may be under way.
         owned = -(-lanes.num_slots // call.size)
-        frames = 2 + lanes.num_slots + owned * (call.size + lanes.patience + 1)
+        frames = 2 + lanes.num_slots + owned * (call.size + lanes.answer_interval + 1)
         dtype = call.flat.dtype
         self._frames = Frames(frames, lanes.width, call.block, dtype, call.scratch)
         self._arrival = self._frames.take()

@@ -15,9 +15,8 @@ Blocks ``l, l + L, l + 2 L, ...`` of a bucket make up *lane* l. Some neighbourin
 No rank ever sees another's mask, and what travels is the blocks that are not zero, up, and their
 union, down; each plus the zero blocks of the beginning.
 
-One thing is added, to bound the replies that a silent worker may not have received yet (in the
-paper they rotate over 256 versions): at every `Lanes.patience`-th reply of a slot all workers
-answer, if need be without blocks.
+One thing is added, to bound the replies in flight to a silent worker (the paper rotates over 256
+versions): all workers answer every `Lanes.answer_interval`-th reply of a slot, with blocks or not.
 """
 
 from __future__ import annotations
@@ -29,15 +28,74 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from wavemare.comm.executors.streaming_lanes import Lanes
-
-__all__ = ["Aggregator", "Message", "MessageKind", "Reply", "Worker"]
+__all__ = ["Aggregator", "Lanes", "Message", "MessageKind", "Reply", "Worker"]
 
 Index = npt.NDArray[np.int64]
 
 
+@dataclass(frozen=True)
+class Lanes:
+    """How a bucket is cut into slots; the same on all ranks.
+
+    Args:
+        num_blocks: Blocks of the bucket.
+        num_ranks: N.
+        max_slots: Slots if there are blocks for so many.
+        width: Lanes of a slot, and so the most blocks of a message.
+        answer_interval: Replies of a slot between two that all workers answer.
+    """
+
+    num_blocks: int
+    num_ranks: int
+    max_slots: int
+    width: int
+    answer_interval: int = 8
+
+    @property
+    def count(self) -> int:
+        """L; a lane whose number is beyond the bucket has no block."""
+        return self.max_slots * self.width
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that have a block."""
+        return -(-min(self.num_blocks, self.count) // self.width)
+
+    def owner(self, slot: int) -> int:
+        """Return the rank that aggregates a slot."""
+        return slot % self.num_ranks
+
+    def first_blocks(self, slot: int) -> Index:
+        """Return the first block of each lane of a slot, which is also the lane's number."""
+        start = slot * self.width
+        return np.arange(start, min(start + self.width, self.num_blocks), dtype=np.int64)
+
+    def columns(self, blocks: Index) -> Index:
+        """Return the positions of blocks' lanes within their slot; also of a lane's end."""
+        return blocks % self.count % self.width
+
+    def first_nonzero_from(self, nonzero: npt.NDArray[np.bool_]) -> Index:
+        """Return for each block the first one of its lane that is not zero, itself included.
+
+        Args:
+            nonzero: (num_blocks,), bool.
+
+        Returns:
+            (n,), int64, long enough for the number that comes after any block in its lane. Where
+            nothing is left, a lane has its own number beyond the bucket.
+        """
+        rows = -(-self.num_blocks // self.count)
+        numbers = np.arange((rows + 1) * self.count, dtype=np.int64)
+        # The row behind the last one holds the lanes' ends.
+        found = np.tile(numbers[rows * self.count :], rows + 1)
+        found[: self.num_blocks][nonzero] = numbers[: self.num_blocks][nonzero]
+        backwards = found.reshape(rows + 1, self.count)[::-1]
+        np.minimum.accumulate(backwards, axis=0, out=backwards)
+        return found
+
+
 class MessageKind(IntEnum):
-    """What a message is: from a worker, from an aggregator, or the last one of a rank."""
+    """Of a worker, of an aggregator, or the last one of a rank."""
 
     UP = 0
     DOWN = 1
@@ -46,13 +104,13 @@ class MessageKind(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """What is told of blocks; the blocks themselves travel behind it.
+    """Header of a message; its blocks follow.
 
     Args:
-        slot: Whose.
+        slot: Number of the slot.
         kind: Who sent it.
-        blocks: (k,), int64: the numbers of the blocks, one of a lane at most.
-        nexts: (k,), int64: what comes after each in its lane: for this worker, or for any.
+        blocks: (k,), int64: block numbers, at most one per lane.
+        nexts: (k,), int64: the next non-zero block in each lane, of this worker or of any.
     """
 
     slot: int
@@ -63,7 +121,7 @@ class Message:
 
 @dataclass(frozen=True, eq=False)
 class Reply:
-    """What an aggregator must sum, and tell all workers.
+    """What an aggregator sums and sends to all workers.
 
     Args:
         message: To all workers.
@@ -121,7 +179,7 @@ class Worker:
             return None
         own = self._next[reply.nexts % self._lanes.count] == reply.nexts
         blocks = reply.nexts[own & inside]
-        if blocks.size == 0 and self._replies[slot] % self._lanes.patience:
+        if blocks.size == 0 and self._replies[slot] % self._lanes.answer_interval:
             return None
         return self._message(slot, blocks)
 
@@ -184,7 +242,7 @@ class Aggregator:
         inside = live[nexts < lanes.num_blocks]
         if inside.size == 0:
             self._open -= 1
-        elif slot.replies % lanes.patience == 0:
+        elif slot.replies % lanes.answer_interval == 0:
             slot.missing = lanes.num_ranks
         else:
             # All lanes of a worker come in one message, so that messages can be counted.

@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wavemare.comm.kernels.compiled import compiled
-from wavemare.comm.kernels.words import as_words, magnitude_bits
+from wavemare.comm.kernels.words import as_words, compiled, magnitude_bits
 
 __all__ = ["NumbaKernels"]
 

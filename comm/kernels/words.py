@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How kernels see the elements of a bucket: as integers, and in the type in which they are summed.
+"""Elements of buckets as integers (*words*), their sum types, and the compiler of CPU loops.
 
-Where only the bits of elements count, buckets are seen as *words*: integers of the elements' size.
-numpy has no bfloat16, and a copy of words keeps NaN as they are. On CPUs they are unsigned; torch
-and Triton calculate with signed ones.
+Words have the size of the elements. numpy has no bfloat16, and copies of words keep NaN as they
+are. Words are unsigned on CPUs, signed in torch and Triton.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numba
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["as_words", "magnitude_bits", "signed_words", "sum_dtype"]
+__all__ = ["as_words", "compiled", "magnitude_bits", "signed_words", "sum_dtype"]
 
 _SIGNED = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _UNSIGNED = {2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
@@ -39,3 +40,12 @@ def magnitude_bits(dtype: torch.dtype) -> int:
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the type in which elements are summed: float32 for 16-bit floats, else their own."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function by numba at its first call, without the interpreter's lock."""
+    try:
+        return numba.njit(nogil=True, cache=True)(function)
+    except RuntimeError:
+        # No writable folder for numba's cache.
+        return numba.njit(nogil=True)(function)

@@ -46,21 +46,20 @@ class OptimizerAdapter:
 
     Args:
         engine: A DeepSpeed engine, complete.
+
+    Attributes:
+        steps_one_stage: Whether one stage of a pipeline can step without the others.
+        accumulates_in_fp32: Whether backward passes add to fp32 gradients of the optimizer.
     """
+
+    accumulates_in_fp32 = False
+    _can_detach_stage = False
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._optimizer = engine.optimizer
-
-    @property
-    def steps_one_stage(self) -> bool:
-        """Whether one stage of a pipeline can step without the others."""
-        return self._optimizer is self._engine.basic_optimizer
-
-    @property
-    def accumulates_in_fp32(self) -> bool:
-        """Whether backward passes add to fp32 gradients of the optimizer's own."""
-        return False
+        basic = getattr(engine, "basic_optimizer", None)
+        self.steps_one_stage = self._can_detach_stage or self._optimizer is basic
 
     def accumulated_gradients(self) -> list[Tensor]:
         """Return the gradients that backward passes add to, not yet reduced.
@@ -127,10 +126,7 @@ class OptimizerAdapter:
 class ZeroAdapter(OptimizerAdapter):
     """DeepSpeed's optimizer of ZeRO 1 and 2: each rank keeps the gradients of its partition."""
 
-    @property
-    def steps_one_stage(self) -> bool:
-        """Whether one stage of a pipeline can step without the others."""
-        return True
+    _can_detach_stage = True
 
     def gradients(self) -> list[Tensor]:
         """Return this rank's shares of the reduced gradients."""
@@ -254,15 +250,8 @@ class _Zero3Adapter(OptimizerAdapter):
 class _Bf16Adapter(OptimizerAdapter):
     """DeepSpeed's ``BF16_Optimizer`` of pipelines: backward passes add to fp32 gradients."""
 
-    @property
-    def steps_one_stage(self) -> bool:
-        """Whether one stage of a pipeline can step without the others."""
-        return True
-
-    @property
-    def accumulates_in_fp32(self) -> bool:
-        """Whether backward passes add to fp32 gradients of the optimizer's own."""
-        return True
+    accumulates_in_fp32 = True
+    _can_detach_stage = True
 
     def accumulated_gradients(self) -> list[Tensor]:
         """Return the fp32 gradients, one flat tensor for each group."""

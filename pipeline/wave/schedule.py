@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of waves on one rank: two micro-batches under way, the one forward, the other backward.
+"""Plans of waves on one rank: one micro-batch goes forward while another goes backward.
 
-The stages of such a plan are the segments of a model, all on one rank; the last one, the head, has
-the loss and goes backward right after its forward pass. Micro-batch ``m`` belongs to wave
+The stages of such a plan are the segments of a model. The last one, the head, has the loss and goes
+backward right after its forward pass. Micro-batch ``m`` belongs to wave
 ``m % 2``. Tick-tock pairs the backward passes of one wave with the forward passes of the next
 (Wavelet, MLSys 2021; here in its synchronous form, which adds up the gradients of plain
 accumulation in the same order):
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
+from typing import Any
 
 from wavemare.errors import PlanError, did_you_mean
 from wavemare.pipeline.plan.action import Action, Kind
@@ -56,14 +57,7 @@ def accumulation_step(num_segments: int, micro_batches: int, step: int = 0) -> t
     return (*actions, *window.end())
 
 
-def in_phase(
-    num_segments: int,
-    micro_batches: int,
-    num_steps: int = 1,
-    *,
-    sums_output: Sequence[bool] = (),
-    sums_gradient: Sequence[bool] = (),
-) -> Plan:
+def in_phase(num_segments: int, micro_batches: int, num_steps: int = 1, **options: Any) -> Plan:
     """Return micro-batches in pairs that go forward together and then backward together.
 
     With halves of micro-batches this is Domino's order of passes, without its input-gradient
@@ -73,14 +67,12 @@ def in_phase(
         num_segments: With the head.
         micro_batches: Per optimizer step; an odd last one runs alone.
         num_steps: Optimizer steps.
-        sums_output: See `group_segments`.
-        sums_gradient: See `group_segments`.
+        options: ``sums_output`` and ``sums_gradient``; see `group_segments`.
 
     Raises:
         PlanError: A number is out of range, or see `group_segments`.
     """
-    sums = {"sums_output": sums_output, "sums_gradient": sums_gradient}
-    steps = (in_phase_step(num_segments, micro_batches, k, **sums) for k in range(num_steps))
+    steps = (in_phase_step(num_segments, micro_batches, k, **options) for k in range(num_steps))
     return _plan("in-phase", num_segments, micro_batches, num_steps, steps)
 
 
@@ -107,54 +99,19 @@ def in_phase_step(
     return (*actions, *window.end())
 
 
-def tick_tock(
-    num_segments: int,
-    micro_batches: int,
-    num_steps: int = 1,
-    *,
-    sums_output: Sequence[bool] = (),
-    sums_gradient: Sequence[bool] = (),
-    pair_order: str = "bf",
-    saved_bytes: Sequence[int] = (),
-    budget: int | None = None,
-) -> Plan:
-    """Return two waves half a cycle apart: the one goes backward while the other goes forward.
-
-    After each backward group comes the other wave's next forward group; what is left of the longer
-    row comes last. The head comes when the other wave is done: backward passes of two
-    micro-batches never mix.
-
-    With a budget a forward group comes only if the bytes that both waves keep, its own included,
-    are within the budget. It catches up when more are freed, after the last backward pass at the
-    latest; a collective may then find nothing to run behind.
+def tick_tock(num_segments: int, micro_batches: int, num_steps: int = 1, **options: Any) -> Plan:
+    """Return two waves half a cycle apart: one goes backward while the other goes forward.
 
     Args:
         num_segments: With the head.
-        micro_batches: Per optimizer step, which begins and ends with nothing under way.
+        micro_batches: Per optimizer step; each step starts and ends drained.
         num_steps: Optimizer steps.
-        sums_output: See `group_segments`.
-        sums_gradient: See `group_segments`.
-        pair_order: One of `PAIR_ORDERS`.
-        saved_bytes: For each segment what its forward pass keeps for its backward pass; needed
-            with a budget.
-        budget: In bytes. A small one leaves plain accumulation, whose peak no budget lowers.
+        options: See `tick_tock_step`.
 
     Raises:
-        PlanError: A number or name is out of range, or see `group_segments`.
+        PlanError: See `tick_tock_step`.
     """
-    steps = (
-        tick_tock_step(
-            num_segments,
-            micro_batches,
-            step,
-            sums_output=sums_output,
-            sums_gradient=sums_gradient,
-            pair_order=pair_order,
-            saved_bytes=saved_bytes,
-            budget=budget,
-        )
-        for step in range(num_steps)
-    )
+    steps = (tick_tock_step(num_segments, micro_batches, k, **options) for k in range(num_steps))
     return _plan("tick-tock", num_segments, micro_batches, num_steps, steps)
 
 
@@ -169,7 +126,29 @@ def tick_tock_step(
     saved_bytes: Sequence[int] = (),
     budget: int | None = None,
 ) -> tuple[Action, ...]:
-    """Return one optimizer step of `tick_tock`, counted from 0."""
+    """Return one optimizer step of `tick_tock`.
+
+    After each backward group comes the other wave's next forward group; the rest of the longer
+    row comes last. The head comes when the other wave is done: backward passes of two micro-batches
+    never mix.
+
+    With a budget, a forward group comes once the bytes of both waves, its own included, are within
+    the budget, and after the last backward pass at the latest. A collective may then overlap with
+    nothing.
+
+    Args:
+        num_segments: With the head.
+        micro_batches: Per optimizer step.
+        step: Counted from 0.
+        sums_output: See `group_segments`.
+        sums_gradient: See `group_segments`.
+        pair_order: One of `PAIR_ORDERS`.
+        saved_bytes: Bytes that each segment saves for its backward pass; needed with a budget.
+        budget: In bytes. A small one gives plain accumulation, whose peak no budget lowers.
+
+    Raises:
+        PlanError: A number or name is out of range, or see `group_segments`.
+    """
     window = _Window(num_segments, micro_batches, step)
     groups = group_segments(num_segments, sums_output, sums_gradient)
     _check_pairing(num_segments, pair_order, saved_bytes, budget)

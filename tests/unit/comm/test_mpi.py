@@ -113,14 +113,6 @@ def test_child_does_not_join_the_job_of_this_rank(machine, monkeypatch):
     assert describe(machine, text).description == "///1"
 
 
-@pytest.mark.parametrize("value", ["true", "false"])
-def test_open_mpi_is_asked_for_cuda_by_its_own_tool(machine, value):
-    line = f"mca:mpi:base:param:mpi_built_with_cuda_support:value:{value}"
-    script(machine / "ompi_info", f"echo {line}")
-    found = says(flavour="Open MPI", version="4.1.0", thread_level="multiple")
-    assert describe(machine, found).cuda_aware is (value == "true")
-
-
 @pytest.mark.parametrize(
     ("banner", "flavour"),
     [

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wavemare.comm.executors.streaming_lanes import Lanes
-from wavemare.comm.executors.streaming_protocol import Aggregator, MessageKind, Worker
+from wavemare.comm.executors.streaming_protocol import Aggregator, Lanes, MessageKind, Worker
 
 
 class Network:
@@ -84,7 +83,7 @@ def networks(draw):
         ranks,
         max_slots=draw(st.integers(1, 12)),
         width=draw(st.integers(1, 9)),
-        patience=draw(st.integers(1, 9)),
+        answer_interval=draw(st.integers(1, 9)),
     )
     densities = draw(st.lists(st.sampled_from([0, 0.02, 0.3, 1]), min_size=ranks, max_size=ranks))
     seed = draw(st.integers(0, 2**32 - 1))
@@ -117,7 +116,7 @@ def test_all_ranks_get_the_ordered_sum_and_every_message_is_received(network):
         assert np.array_equal(result.view(np.int32), wanted.view(np.int32))
     assert network.done
     # No more replies of a slot are under way.
-    assert network.most_unanswered <= network.lanes.patience
+    assert network.most_unanswered <= network.lanes.answer_interval
 
 
 @settings(max_examples=100)
@@ -140,14 +139,14 @@ def test_what_is_sent_is_what_the_masks_say(network):
         speaks = [[t == 0 or masks[rank][bs].any() for t, bs in enumerate(r)] for r in rounds]
         assert len(up) - up.count(0) == sum(map(sum, speaks))
         silent = [t for r in speaks for t, speaks in enumerate(r) if t and not speaks]
-        assert up.count(0) == sum(t % lanes.patience == 0 for t in silent)
+        assert up.count(0) == sum(t % lanes.answer_interval == 0 for t in silent)
 
 
 def test_the_bound_on_replies_is_reached_by_a_silent_worker():
     # Rank 1's messages are always delivered last.
     values = np.ones((2, 40), dtype=np.float32)
     values[1] = 0
-    network = Network(Lanes(40, 2, max_slots=1, width=1, patience=5), values, 0)
+    network = Network(Lanes(40, 2, max_slots=1, width=1, answer_interval=5), values, 0)
     network.random.choice = lambda pairs: min(pairs, key=lambda pair: pair[1])
     network.run()
     assert network.done
@@ -162,7 +161,7 @@ def test_slots_are_dealt_to_all_ranks():
 def messages(density, width, ranks=3, blocks=1024, slots=8):
     generator = np.random.default_rng(3)
     values = generator.random((ranks, blocks)) < density
-    network = Network(Lanes(blocks, ranks, slots, width, patience=1 << 30), values, 0)
+    network = Network(Lanes(blocks, ranks, slots, width, answer_interval=1 << 30), values, 0)
     network.run()
     return sum(len(up) - up.count(0) for up in network.up)
 

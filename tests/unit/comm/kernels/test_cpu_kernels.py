@@ -13,8 +13,8 @@ import reduce_cases
 import torch
 from slow_twins import Subject, bucket, same, slow_mask
 
-from wavemare.comm.kernels.compiled import compiled
 from wavemare.comm.kernels.numba_kernels import NumbaKernels
+from wavemare.comm.kernels.words import compiled
 
 CHECKS = {
     name.removeprefix("check_"): check
