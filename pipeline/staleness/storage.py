@@ -15,17 +15,17 @@ from wavemare.errors import ModelError
 
 __all__ = ["Reference", "References", "distinct", "resolve", "same_layout", "size_bytes"]
 
-_Place = tuple[int, torch.Size, tuple[int, ...]]
+_Layout = tuple[int, torch.Size, tuple[int, ...]]
 
 
 def distinct(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the trainable parameters without those that lie in the memory of another one.
+    """Return the trainable parameters without those in the memory of another one.
 
-    Tied parameters, views of each other, and a flat buffer given along with its views are thus
-    reached once; views of a buffer that is not given are left as they are.
+    Of tied parameters, and of a flat buffer and its views, one remains.
 
     Raises:
-        ModelError: Two parameters share a part of their memory.
+        ModelError: Two parameters share a part of their memory, or one is not contiguous in some
+            order of its dimensions.
     """
     trainable = [p for p in parameters if p.requires_grad and p.numel()]
     spans = [_span(p) for p in trainable]
@@ -33,25 +33,28 @@ def distinct(parameters: Iterable[Tensor]) -> list[Tensor]:
 
     def by_address(index: int) -> tuple[str, int, int]:
         device, start, end = spans[index]
-        return device, start, -end  # of those that begin together the longest comes first
+        return device, start, -end  # the longest one at an address comes first
 
     for index in sorted(range(len(spans)), key=by_address):
         device, start, end = spans[index]
         last_device, _, last_end = spans[kept[-1]] if kept else ("", 0, 0)
-        if device != last_device or start >= last_end:
+        shape, reason = tuple(trainable[index].shape), None
+        if end - start != trainable[index].nbytes:
+            reason = "a trainable parameter of this shape has gaps or repeats in its memory"
+        elif device != last_device or start >= last_end:
             kept.append(index)
-        elif end > last_end or not _covers(trainable[kept[-1]], trainable[index]):
-            shape = tuple(trainable[index].shape)
+        elif end > last_end:
             reason = "a trainable parameter of this shape shares a part of another one's memory"
+        if reason is not None:
             raise ModelError("parameters", shape, reason, "Give each of them memory of its own")
     return [trainable[index] for index in sorted(kept)]
 
 
 class References:
-    """Lets autograd keep, of parameters and views of them, only which part of which one they are.
+    """Lets autograd save which part of which parameter a view is, instead of its contents.
 
-    The backward pass then takes that part of whatever ``.data`` the parameter has at the time. What
-    is kept while other hooks of saved tensors are in force within the context is left to those.
+    The backward pass uses that part of the parameter's ``.data`` at that time. Other hooks of saved
+    tensors inside the context go first.
 
     Args:
         parameters: Without shared memory; see `distinct`.
@@ -59,30 +62,30 @@ class References:
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = list(parameters)
-        self._places: list[_Place] = []
+        self._layouts: list[_Layout] = []
         self._spans: list[tuple[int, Tensor]] = []
         self._starts: list[int] = []
 
     def kept(self) -> saved_tensors_hooks:
-        """Return the context for a forward pass.
+        """Return the context of a forward pass.
 
-        In it, a layer gets a `ModelError` if what it keeps is more than a part of one parameter. As
-        with any hooks of saved tensors, autograd does not notice changes in place of what it keeps.
+        A layer that saves more than a part of one parameter gets a `ModelError`. Autograd does not
+        notice in-place changes of saved tensors, as with all hooks.
         """
         self.find()
         return saved_tensors_hooks(self.of, resolve)
 
     def find(self) -> None:
-        """Note where the parameters lie now."""
-        places = [(p.data_ptr(), p.size(), p.stride()) for p in self._parameters]
-        if places != self._places:
+        """Look up the present addresses of the parameters."""
+        layouts = [(p.data_ptr(), p.size(), p.stride()) for p in self._parameters]
+        if layouts != self._layouts:
             spans = sorted((_span(p)[1:], index) for index, p in enumerate(self._parameters))
-            self._places = places
+            self._layouts = layouts
             self._starts = [start for (start, _), _ in spans]
             self._spans = [(end, self._parameters[index]) for (_, end), index in spans]
 
     def of(self, tensor: Tensor) -> Tensor | Reference:
-        """Return what stands for a tensor: a parameter, a part of one, or its own contents.
+        """Return the parameter, the reference to a part of one, or the tensor itself.
 
         Raises:
             ModelError: It is more than a part of one parameter, or has another type.
@@ -101,15 +104,13 @@ class References:
         if not same_form or _ends_behind(tensor, start, end):
             _refuse(tensor)
         size, stride, first = tensor.size(), tensor.stride(), self._starts[index - 1]
-        if end - first != parameter.nbytes and not _is_part(tensor, parameter):
-            _refuse(tensor)
         if size == parameter.size() and stride == parameter.stride():
             return parameter
         return Reference(parameter, size, stride, (start - first) // tensor.element_size())
 
 
 class Reference(NamedTuple):
-    """A view of a part of a parameter, by where it lies in it; in elements."""
+    """A view of a part of a parameter; sizes, strides and offset in elements."""
 
     parameter: Tensor
     size: tuple[int, ...]
@@ -118,7 +119,7 @@ class Reference(NamedTuple):
 
 
 def resolve(kept: Tensor | Reference) -> Tensor:
-    """Return the present contents of what `References.of` returned."""
+    """Return the present contents of a result of `References.of`."""
     if isinstance(kept, Tensor):
         return kept
     data = kept.parameter.data
@@ -148,25 +149,6 @@ def _span(tensor: Tensor) -> tuple[str, int, int]:
 def _ends_behind(tensor: Tensor, start: int, limit: int) -> bool:
     # Where an element is repeated, as in expanded tensors, there is less memory than elements.
     return start + tensor.nbytes > limit and _span(tensor)[2] > limit
-
-
-def _is_part(tensor: Tensor, parameter: Tensor) -> bool:
-    """Whether none of a tensor's elements lies in a gap between a parameter's, or behind it."""
-    _, start, end = _span(parameter)
-    if _span(tensor)[2] > end:
-        return False
-    unit = parameter.element_size()
-    own = torch.zeros((end - start) // unit, dtype=torch.bool)
-    own.as_strided(parameter.size(), parameter.stride()).fill_(True)
-    first = (tensor.data_ptr() - start) // unit
-    return bool(own.as_strided(tensor.size(), tensor.stride(), first).all())
-
-
-def _covers(outer: Tensor, inner: Tensor) -> bool:
-    """Whether a tensor has all of the memory between its ends, or is the same view as another."""
-    _, start, end = _span(outer)
-    same = outer.shape == inner.shape and outer.stride() == inner.stride()
-    return (same and start == inner.data_ptr()) or end - start == outer.nbytes
 
 
 def _refuse(tensor: Tensor) -> NoReturn:

@@ -323,29 +323,6 @@ def test_parameters_that_move_between_steps(name, mode):
     assert next(module.parameters()).untyped_storage().data_ptr() == buffers[-1].data_ptr()
 
 
-@modes
-def test_parameters_with_gaps_between_their_elements(mode):
-    memory = torch.randn(40)
-    module = Wrapped(
-        lambda m, x: x * m.w + (x[..., :4] @ m.v.t())[..., :1], w=weight(0), v=weight(0)
-    )
-    module.w.data, module.v.data = memory[1:24:3], memory[24:].view(2, 8)[:, ::2]
-    x = drawn(0)
-    old = copy.deepcopy(module)
-    correction = make_correction(mode, module.parameters(), 1)
-    with correction.forward(1):
-        out = module(x)
-    correction.before_step()
-    memory.mul_(1.5)
-    correction.after_step()
-    correction.correct(1)
-    estimate = [p.detach().clone() for p in module.parameters()]
-    found = gradients(module, x, out)
-    assert equal(found, twin_gradients(old, x, estimate if mode == "ema" else None))
-    correction.restore()
-    assert module.w.data_ptr() == memory[1:].data_ptr()
-
-
 def test_another_memory_format_is_refused():
     module = nn.Conv2d(3, 2, 3)
     correction = make_correction("exact", module.parameters(), 1)
