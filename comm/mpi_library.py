@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What MPI is on this machine, found out without initializing MPI here.
+"""Detects the MPI of this machine without initializing it in this process.
 
-MPI may be initialized once per process, some launchers notice it, and a broken installation
-hangs in it. So everything is asked of short-lived child processes with a time limit.
+MPI may be initialized once per process, launchers notice it, and a broken installation hangs.
+Short-lived child processes with a time limit detect it instead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from wavemare.errors import LaunchError
 __all__ = ["MpiInfo", "describe_mpi", "outside_job"]
 
 _MARK = "wavemare-mpi:"
-# Each finding is printed at once: what comes after it may hang or abort the process.
+# Print each finding at once: a later call may hang or abort the process.
 _PROBE = """
 import ctypes, json, os, re
 
@@ -80,7 +80,7 @@ class MpiInfo:
         mpi4py: Version of mpi4py; None if it is not installed.
         flavour: ``MPICH``, ``Open MPI``, ``Intel MPI``, ...; None if no library loads.
         version: Version of the library.
-        description: First line of what the library says of itself.
+        description: First line of the library's own description.
         library: File of the loaded library.
         thread_level: ``single``, ``funneled``, ``serialized`` or ``multiple``; None if unknown.
         cuda_aware: Whether it takes GPU buffers; None if it does not say.
@@ -129,7 +129,7 @@ def describe_mpi(timeout_s: float = 20.0, python: str = sys.executable) -> MpiIn
     """Find out which MPI is here.
 
     Args:
-        timeout_s: Limit for each child process; what it had found until then is kept.
+        timeout_s: Limit for each child process; findings until then are kept.
         python: The interpreter whose mpi4py is asked.
     """
     launcher = _find_program("mpirun", python)
@@ -144,7 +144,7 @@ def describe_mpi(timeout_s: float = 20.0, python: str = sys.executable) -> MpiIn
 
 
 def outside_job(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return variables without those by which a process belongs to an MPI job."""
+    """Return environment variables without those of an MPI job."""
     return {k: v for k, v in environment.items() if not k.startswith(_JOB_PREFIXES)}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a collective has done, and what the collectives of a step have."""
+"""Statistics of a collective, and of all collectives of a step."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ __all__ = ["Statistics", "Totals"]
 
 @dataclass
 class Statistics:
-    """One call.
+    """Statistics of one call.
 
     Attributes:
-        executor: Which was used.
+        executor: Its name.
         payload_bytes: Bytes of the bucket.
-        density: Mean share of a rank's blocks that are not zero; None if nobody looked.
-        union: Share of the blocks that are not zero on some rank; None if nobody looked.
+        density: Mean share of a rank's non-zero blocks; None without masks.
+        union: Share of the blocks that are non-zero on some rank; None without masks.
         bytes_up: Bytes that this rank sent, masks included.
-        bytes_down: Bytes that it received.
-        predicted_s: Seconds that the call was expected to take; None without a prediction.
-        actual_s: Seconds that it took.
-        phases_s: Where they went: ``mask``, ``metadata``, ``plan``, ``pack``, ``push``, ``reduce``,
+        bytes_down: Bytes that this rank received.
+        predicted_s: Predicted seconds; None without a prediction.
+        actual_s: Measured seconds.
+        phases_s: Seconds of ``mask``, ``metadata``, ``plan``, ``pack``, ``push``, ``reduce``,
             ``pull``, ``unpack``, ``dense``.
     """
 
@@ -40,7 +40,7 @@ class Statistics:
 
 @dataclass
 class Totals:
-    """All calls since it was last taken, but no more than the latest 65,536."""
+    """All calls since the last `take`, at most the latest 65,536."""
 
     calls: deque[Statistics] = field(default_factory=lambda: deque(maxlen=1 << 16))
 
@@ -49,12 +49,12 @@ class Totals:
         self.calls.append(statistics)
 
     def take(self) -> Mapping[str, float]:
-        """Return figures by name, and forget the calls.
+        """Return figures by name, and drop the calls.
 
         Densities are means weighted by the bytes of the buckets; ``sparse_calls_EXECUTOR`` counts
         calls. Empty if there was no call.
         """
-        # Not by a new deque: another thread may be about to append to this one.
+        # Keep the deque: another thread may be appending to it.
         calls = [self.calls.popleft() for _ in range(len(self.calls))]
         if not calls:
             return {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks of which rank are not zero."""
+"""The non-zero blocks of all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Bits = npt.NDArray[np.uint8]
 
 
 def mask_bytes(num_blocks: int) -> int:
-    """Return the bytes of the bit-packed mask of so many blocks."""
+    """Return the bytes of a bit-packed mask."""
     return -(-num_blocks // 8)
 
 
@@ -55,12 +55,12 @@ class Masks:
 
     @cached_property
     def union_size(self) -> int:
-        """The number of blocks that are not zero on some rank."""
+        """Number of blocks that are non-zero on some rank."""
         return int(np.bitwise_count(np.bitwise_or.reduce(self.bits, axis=0)).sum())
 
     @cached_property
     def union(self) -> npt.NDArray[np.int64]:
-        """(U,), int64: the blocks that are not zero on some rank, ascending."""
+        """(U,), int64: the blocks that are non-zero on some rank, ascending."""
         return np.flatnonzero(self.matrix.any(axis=0))
 
     def of_rank(self, rank: int) -> npt.NDArray[np.int64]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compressors: ways to choose the blocks of a bucket that are sent in a step.
+"""Compressors choose the blocks of a bucket that are sent in a step.
 
-The names are OmniReduce's (SIGCOMM'21). Whatever the way, blocks whose norm is not finite are
-chosen too, even beyond k; `wavemare.comm.compress.error_feedback` says what happens to the others.
+The names are OmniReduce's (SIGCOMM'21). All compressors also send the blocks whose norm is not
+finite, even beyond k. `wavemare.comm.compress.error_feedback` keeps the other blocks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
 
 
 class _CountedCompressor(Compressor):
-    """Chooses a number of blocks that is given as such or as a share of all."""
+    """Chooses a fixed number or share of blocks."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class _CountedCompressor(Compressor):
         self.ratio, self.k = ratio, k
 
     def count(self, blocks: int) -> int:
-        """Return how many of so many blocks are chosen: at least one, and at most all."""
+        """Return the number of chosen blocks, from 1 to ``blocks``."""
         k = round(self.ratio * blocks) if self.ratio is not None else (self.k or 0)
         return min(blocks, max(1, k))
 
@@ -60,7 +60,7 @@ class _CountedCompressor(Compressor):
 
 
 class BlockTopK(_CountedCompressor):
-    """Chooses the k blocks of largest L2 norm; of equal ones, those that come first.
+    """Chooses the k blocks of largest L2 norm; the first of equal ones.
 
     It is a contraction: ``||C(a) - a||^2 <= (1 - k / nb) * ||a||^2`` for nb blocks.
 
@@ -84,19 +84,19 @@ class BlockTopK(_CountedCompressor):
 
 
 class BlockTopKRatio(_CountedCompressor):
-    """Chooses the k blocks of largest ``||a_j|| / ||w_j||``; of equal ones, those that come first.
+    """Chooses the k blocks of largest ``||a_j|| / ||w_j||``; the first of equal ones.
 
-    A block whose weights are all zero counts as if their norm were the smallest of the bucket's
-    other blocks (1 if all are zero): it can grow, but not crowd out the others. Where the norm of
-    the weights is not finite, the block is chosen.
+    For a block of zero weights, the smallest norm of the bucket's other blocks counts (1 if all are
+    zero): the block can grow without crowding out the others. A block whose weights have no finite
+    norm is chosen.
 
-    Arguments and errors are those of `BlockTopK`.
+    For arguments and errors see `BlockTopK`.
     """
 
     kind = "block_topk_ratio"
 
     def select(self, accumulated: Tensor, weights: Tensor | None = None, draw: int = 0) -> Tensor:
-        """Choose the k blocks that are largest beside their weights."""
+        """Choose the k blocks that are largest relative to their weights."""
         assert weights is not None, "step() has checked it"
         norms = block_norms(accumulated, self.block)
         k = self.count(len(norms))
@@ -121,16 +121,15 @@ class BlockTopKRatio(_CountedCompressor):
 
 
 class BlockRandomK(_CountedCompressor):
-    """Chooses k blocks at random: the same on all ranks, others in each step.
+    """Chooses k blocks at random: the same on all ranks, different ones in each step.
 
-    In expectation it contracts as `BlockTopK` does. Nothing is divided by the probability of being
-    chosen: error feedback sends what waits later, and would make such a sum too large.
+    In expectation it contracts as `BlockTopK` does. Blocks are not divided by their probability, as
+    error feedback sends the others later.
 
-    Ranks agree on the blocks without a message, save for blocks of a rank that are not finite: who
-    relies on it must have found out before, on all ranks, whether any gradient overflowed. The
-    ranks must also run the same release of numpy.
+    Ranks agree without a message, except for blocks that are not finite. All ranks must run the
+    same release of numpy.
 
-    Arguments and errors are those of `BlockTopK`, and one more.
+    For arguments and errors see `BlockTopK`.
 
     Args:
         seed: The same on all ranks; not negative.

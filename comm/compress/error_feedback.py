@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Error feedback: the blocks of a bucket that are not sent wait for the next step.
+"""Error feedback: blocks of a bucket that are not sent are added to the next step's gradient.
 
-A bucket is what `wavemare.comm.kernels` calls one. In each step, ``a = gradient + residual`` is
-split by whole blocks: the chosen blocks of a are *sent*, all others become the new residual. No
-element is divided or rounded, so ``sent + residual == a`` holds bitwise. In 16 bits a itself is a
-rounded sum: what a gradient adds below half a unit in the last place of its residual is lost.
+Each step splits ``a = gradient + residual`` by whole blocks: the chosen blocks are *sent*, all
+others become the new residual. No element is divided or rounded, so ``sent + residual == a`` holds
+bitwise. In 16 bits, a is a rounded sum.
 
-The norm of a block is the root of its sum of squares in float32 (in float64 for float64), so it is
-0 for elements below about 1e-23 and infinite for elements beyond about 1e19. A block whose norm is
-not finite is always chosen: NaN and infinities never hide in a residual.
+The norm of a block is computed in float32 (float64 for float64): 0 for elements below about 1e-23,
+infinite beyond about 1e19. A block whose norm is not finite is always chosen, so NaN and infinities
+never stay in a residual.
 
-Beside the residual (as large as the bucket) nothing grows with the elements. A step reads 3 and
-writes 2 buckets, without error feedback 1 and 1; then it moves the chosen blocks.
+The residual is as large as the bucket. A step reads 3 and writes 2 buckets, without error feedback
+1 and 1, and then moves the chosen blocks.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ _CHUNK = 1 << 18
 
 
 class Compressor(ABC):
-    """Splits buckets into blocks to send and blocks that wait.
+    """Splits buckets into blocks to send and residuals.
 
-    Each bucket has a key, under which its residual and the number of its steps are kept.
+    Residual and step count of each bucket are kept under its key.
 
     Args:
         block: Elements per block.
-        error_feedback: Whether the blocks that are not sent are added to the next gradient; else
-            they are dropped, and nothing is kept.
-        warmup_steps: So many first steps of a bucket send everything.
+        error_feedback: Whether to add the other blocks to the next gradient, instead of dropping
+            them.
+        warmup_steps: First steps of a bucket that send everything.
 
     Raises:
         ConfigError: A number is out of range.
@@ -69,9 +68,9 @@ class Compressor(ABC):
         """Choose blocks; nothing is changed.
 
         Args:
-            accumulated: (E,), a bucket: the gradient and what has waited.
-            weights: (E,), what the gradient belongs to; for methods that ask for it.
-            draw: What a random choice depends on beside the seed.
+            accumulated: (E,), gradient plus residual.
+            weights: (E,), the weights of the gradient, for methods that need them.
+            draw: Seeds a random choice, together with the seed.
 
         Returns:
             (ceil(E / block),), bool, on the device of the bucket.
@@ -83,8 +82,8 @@ class Compressor(ABC):
 
         Args:
             key: Name of the bucket.
-            gradient: (E,), the bucket; it becomes what is to be sent: +0.0 off the chosen blocks.
-            weights: (E,), what the gradient belongs to; for methods that ask for it.
+            gradient: (E,), the bucket; overwritten with the chosen blocks, +0.0 elsewhere.
+            weights: (E,), the weights of the gradient, for methods that need them.
 
         Returns:
             (ceil(E / block),), bool, on the device of the bucket: the chosen blocks.
@@ -210,7 +209,7 @@ def _draw(key: str, count: int) -> int:
 
 
 def _move(source: Tensor, target: Tensor, chosen: Tensor, block: int) -> None:
-    """Move the chosen blocks; what they leave, and the rest of the target, becomes +0.0."""
+    """Move the chosen blocks; their source and the rest of the target become +0.0."""
     whole = len(source) // block
     rows = source[: whole * block].view(whole, block)
     places = target[: whole * block].view(whole, block)

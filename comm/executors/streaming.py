@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks stream to their aggregators and their sums back, and no mask is exchanged.
+"""Streams blocks to aggregators and sums back, without an exchange of masks.
 
-See `wavemare.comm.executors.streaming_protocol`. A rank is worker and aggregator at once, as with
-OmniReduce's colocated aggregators. Whatever comes first is handled first.
+See `wavemare.comm.executors.streaming_protocol`. Each rank is worker and aggregator, as with
+OmniReduce's colocated aggregators. Messages are handled in the order of arrival.
 """
 
 from __future__ import annotations
@@ -33,17 +33,16 @@ __all__ = ["Streaming"]
 
 
 class Streaming(Executor):
-    """(N-1)/N (d + u) of the bucket in each direction, as push/pull, in many small messages.
+    """Sends (N-1)/N (d + u) of the bucket in each direction, in many small messages.
 
-    Sums overlap with messages, and there is no exchange of masks to wait for: that is of use on
-    slow links, with many ranks. A processor's core handles every message, which takes longer than
-    the bytes on fast links.
+    Sums overlap with messages and no rank waits for masks, which helps on slow links with many
+    ranks. On fast links, handling the messages takes longer than sending the bytes.
 
     Args:
-        slots_per_rank: Slots that each rank aggregates: messages under way from each worker.
-        width: The most lanes of a slot.
-        depth: The least blocks of a lane, if there are enough: the first block of each lane
-            travels even if it is zero.
+        slots_per_rank: Slots that each rank aggregates: pending messages of each worker.
+        width: Most lanes of a slot.
+        depth: Least blocks of a lane, if there are enough. The first block of each lane travels
+            even if it is zero.
     """
 
     name = "streaming"
@@ -55,7 +54,7 @@ class Streaming(Executor):
         self._depth = depth
 
     def lanes(self, blocks: int, num_ranks: int) -> Lanes:
-        """Return how a bucket of so many blocks is cut.
+        """Return the lanes of a bucket.
 
         Args:
             blocks: Blocks of the bucket.
@@ -77,22 +76,22 @@ class Streaming(Executor):
 
 @dataclass(frozen=True)
 class _Sent:
-    """A message under way, and where it lies."""
+    """A pending message and its frame."""
 
     frame: int
     exchange: Exchange
 
 
 class _Stream:
-    """One call of one rank: moves blocks as its worker and its aggregator say."""
+    """One call of one rank: runs its worker and its aggregator."""
 
     def __init__(self, call: CollectiveCall, lanes: Lanes, nonzero: npt.NDArray[np.bool_]) -> None:
         self._call = call
         self._lanes = lanes
         self._worker = Worker(lanes, nonzero)
         self._aggregator = Aggregator(lanes, call.rank)
-        # One frame to receive into and one for the end. For each slot one message up; for each that
-        # is summed here the contributions of all ranks and the replies that may be under way.
+        # One frame to receive and one for the end; per slot one message up; per owned slot the
+        # contributions of all ranks and the pending replies.
         owned = -(-lanes.num_slots // call.size)
         frames = 2 + lanes.num_slots + owned * (call.size + lanes.answer_interval + 1)
         dtype = call.flat.dtype
@@ -101,14 +100,14 @@ class _Stream:
         self._own: deque[tuple[Message, int]] = deque()
         self._up: dict[int, _Sent] = {}
         self._down: dict[int, list[_Sent]] = {slot: [] for slot in range(lanes.num_slots)}
-        # Of each slot that is summed here: by rank the frame and the position of its first block.
+        # By owned slot and rank: the frame, and the position of its first block.
         self._contributions: dict[int, dict[int, tuple[int, int]]] = {
             slot: {} for slot in range(lanes.num_slots)
         }
         self._ended: set[int] = set()
 
     def run(self) -> None:
-        """Begin, answer whatever comes, and end together with the other ranks."""
+        """Send the first messages, answer all messages, and end together with the other ranks."""
         for message in self._worker.start(self._call.rank + 1):
             self._send_up(message)
         while True:
@@ -158,7 +157,7 @@ class _Stream:
         call, message = self._call, reply.message
         sent = self._down[message.slot]
         if reply.all_answered:
-            # So they have received all replies so far: this does not wait.
+            # All replies so far were received: this does not wait.
             self._free(sent)
         frame = self._frames.take()
         data = self._frames.write(frame, message)
@@ -183,7 +182,7 @@ class _Stream:
 
     def _store(self, message: Message, frame: int) -> None:
         if message.slot in self._up:
-            # It was received before the reply was made: this does not wait.
+            # Received before the reply was sent: this does not wait.
             self._free([self._up.pop(message.slot)])
         with self._call.phase("unpack"):
             self._scatter(self._frames.blocks(frame, message.blocks.size), message.blocks)
@@ -192,10 +191,9 @@ class _Stream:
             self._send_up(answer)
 
     def _end(self) -> None:
-        """Leave when all ranks have received all that was for them.
+        """Wait until all ranks have received all messages.
 
-        Else a rank that still receives from whichever comes first would receive another's next
-        collective.
+        A rank that still receives from any peer would otherwise receive the next collective.
         """
         call, frames = self._call, self._frames
         none = np.empty(0, dtype=np.int64)
@@ -233,7 +231,7 @@ class _Stream:
         call.kernels.scatter(on_device, call.block, call.index(blocks), call.flat)
 
     def _staged(self, packed: Tensor) -> Tensor:
-        """Return memory on the bucket's device for what is in a frame: messages are the host's."""
+        """Return memory on the bucket's device for blocks of a frame, which is on the host."""
         if self._call.flat.device == packed.device:
             return packed
         return self._call.scratch("streamed", packed.numel(), self._call.flat)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages of the streaming protocol as they travel: numbers and blocks in one block of memory."""
+"""Serialized messages of the streaming protocol: numbers and blocks in one block of memory."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _FIXED = 3
 
 
 class Frames:
-    """Pieces of the host's memory (*frames*), each for one message.
+    """Equal parts of the host's memory (*frames*), each for one message.
 
-    A frame begins with int64 numbers: slot, kind, k, then k numbers of blocks and k next ones. The
-    blocks begin at the next multiple of their size, so that kernels can count in blocks all over
-    the memory, and blocks are summed where they were received.
+    A frame starts with int64 numbers: slot, kind, k, k block numbers and k next ones. The blocks
+    start at the next multiple of their size, so kernels can address the whole memory in blocks and
+    sum blocks where they were received.
 
     Args:
         number: Frames.
-        width: The most blocks of a message.
+        width: Most blocks of a message.
         block: Elements per block.
         dtype: Of the elements.
         scratch: Memory to use.
@@ -36,36 +36,32 @@ class Frames:
     ) -> None:
         self._block_bytes = block * dtype.itemsize
         self._block = block
-        # Numbers must begin at a multiple of their 8 bytes, whatever the size of a block.
+        # Numbers must be aligned to 8 bytes for any block size.
         self._frame_blocks = -(-(self._header_blocks(width) + width) // 8) * 8
         like = torch.empty(0, dtype=dtype)
         self.memory = scratch("frames", number * self._frame_blocks * block, like)
         self._rows = self.memory.view(number, -1)
         self._bytes = self._rows.view(torch.uint8).numpy()
-        # The last one given back is taken first: it is still in the cache.
+        # Reuse the last freed frame first: it is still in the cache.
         self._free = list(range(number))
 
     def take(self) -> int:
-        """Return a frame that is not in use."""
+        """Return a free frame."""
         return self._free.pop()
 
     def give_back(self, frame: int) -> None:
-        """Let a frame be used for something else."""
+        """Free a frame."""
         self._free.append(frame)
 
     def whole(self, frame: int) -> Tensor:
-        """Return all of a frame, to receive any message."""
+        """Return the whole frame, to receive a message."""
         return self._rows[frame]
 
     def write(self, frame: int, message: Message) -> Tensor:
-        """Write a message's numbers.
-
-        Args:
-            frame: Where.
-            message: What.
+        """Write a message's numbers into a frame.
 
         Returns:
-            What must be sent once the blocks have been written too.
+            The part of the frame to send once the blocks are written.
         """
         count = message.blocks.size
         numbers = self._bytes[frame, : 8 * (_FIXED + 2 * count)].view(np.int64)
@@ -75,7 +71,7 @@ class Frames:
         return self._rows[frame, : (self._header_blocks(count) + count) * self._block]
 
     def read(self, frame: int) -> Message:
-        """Return a message that was received; a copy of its numbers."""
+        """Return a received message; its numbers are copied."""
         slot, kind, count = self._bytes[frame, : 8 * _FIXED].view(np.int64).tolist()
         numbers = self._bytes[frame, 8 * _FIXED : 8 * (_FIXED + 2 * count)].view(np.int64).copy()
         return Message(slot, MessageKind(kind), numbers[:count], numbers[count:])
@@ -91,7 +87,7 @@ class Frames:
         return self._rows[frame, start : start + count * self._block]
 
     def position(self, frame: int, count: int) -> int:
-        """Return where in `memory` the blocks of a message of so many begin, in blocks."""
+        """Return the first block of a message of ``count`` blocks in `memory`, in blocks."""
         return frame * self._frame_blocks + self._header_blocks(count)
 
     def _header_blocks(self, count: int) -> int:

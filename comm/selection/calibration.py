@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast this machine's network and kernels are, measured at start by all ranks at once."""
+"""Measures the speed of network and kernels at start, on all ranks at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from wavemare.comm.transport.base import Transport
 __all__ = ["calibrate"]
 
 _SIZES = (1 << 16, 1 << 20, 1 << 23, 1 << 25)
-"""Bytes that each rank moves. Larger ones are left out where a smaller one took long."""
+"""Bytes that each rank moves; larger sizes are skipped after a slow one."""
 _ENOUGH_S = 0.15
 _KERNEL_BYTES = 16 << 20
 _REPEATS = 3

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a collective will take: bytes over measured rates."""
+"""Predicts the time of a collective: bytes over measured rates."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from wavemare.comm.blocks.masks import Masks, mask_bytes
 __all__ = ["EXECUTORS", "IN_ORDER", "Constants", "Traffic", "predict", "traffic"]
 
 EXECUTORS = ("dense", "ordered", "packed", "pushpull", "allgather")
-"""What a selector chooses from. ``dense`` and ``ordered`` send everything, the one by the library's
-own reduction, the other as ``pushpull`` does."""
+"""Executors for the selector; ``dense`` and ``ordered`` send all blocks."""
 
 IN_ORDER = ("ordered", "pushpull", "allgather")
-"""Those that sum in the order of the ranks: what it chooses from where sums are deterministic."""
+"""Executors for the selector with deterministic sums."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Constants:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What the busiest rank moves, in bytes.
+    """Bytes that the busiest rank moves.
 
     Args:
         up: Bytes sent.

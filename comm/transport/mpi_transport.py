@@ -20,7 +20,7 @@ __all__ = ["MpiTransport"]
 _TAG = 7
 _PROBE_TAG = 8
 _SPINS = 200
-"""Polls without a pause: short messages are there before a sleeping thread would wake up."""
+"""Polls without a pause: short messages arrive before a sleeping thread wakes up."""
 _PAUSE_S = 100e-6
 """Then a pause between two polls. A library that waits by itself keeps a core busy, which the
 backward pass needs; over the slowest of useful links the buffers of the kernel last for longer."""
@@ -28,12 +28,12 @@ _TYPES = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE, torch.int32: MPI.
 
 
 class MpiTransport(Transport):
-    """Messages over a duplicate of a communicator, so that nobody else's can mix with them.
+    """Messages over a duplicate of a communicator.
 
     Args:
-        comm: Whose ranks take part; all of them must call this together.
+        comm: Its ranks take part and must all call this.
         timeout_s: Seconds after which a silent peer counts as lost.
-        takes_device: Whether this MPI takes GPU buffers; it counts if that of all ranks does.
+        takes_device: Whether this rank's MPI takes GPU buffers; used if all ranks' do.
     """
 
     name = "mpi"
@@ -57,7 +57,7 @@ class MpiTransport(Transport):
         self.timeout_s = timeout_s
         self.takes_device = self._comm.allreduce(takes_device, MPI.LAND)
         # A message that comes after all must not be written to memory that has a new owner.
-        self._abandoned: list[MPI.Request] = []
+        self._unfinished: list[MPI.Request] = []
 
     def begin(self) -> _MpiExchange:
         """Start an exchange of messages."""
@@ -110,25 +110,25 @@ class MpiTransport(Transport):
     def finish(
         self, requests: list[MPI.Request], peers: Sequence[int], sizes: Sequence[int | None] = ()
     ) -> MPI.Status:
-        """Wait for requests, leaving the core to others meanwhile.
+        """Wait for requests without keeping a core busy.
 
         Args:
             requests: From MPI.
-            peers: For each of them who is at the other end; empty if it is no single rank.
-            sizes: For each of them the bytes that must arrive; None for those that send.
+            peers: The peer of each request; empty if it is no single rank.
+            sizes: The bytes to receive of each request; None for sends.
 
         Returns:
-            That of a request which ended last.
+            The status of a request that ended last.
 
         Raises:
-            CommError: One of them failed, took longer than the time limit or has another size.
+            CommError: A request failed, timed out or has another size.
         """
         deadline = time.monotonic() + self.timeout_s
         left, polls = len(requests), 0
         ended: list[MPI.Status] = []
         try:
             while True:
-                # Not Testall, which leaves those that are done among those that are not.
+                # Testall would not mark the completed requests.
                 places = MPI.Request.Testsome(requests, ended := []) or ()
                 for size, status in zip([sizes[n] for n in places if sizes], ended, strict=False):
                     if size is not None and size != status.Get_count(MPI.BYTE):
@@ -145,26 +145,26 @@ class MpiTransport(Transport):
                 raise _of_another_size() from error
             raise self.lost(_pending(requests, peers), str(error)) from error
         finally:
-            # What has not ended may still be written to.
-            self._abandoned.extend(r for r in requests if r != MPI.REQUEST_NULL)
+            # MPI may still write to the buffers of unfinished requests.
+            self._unfinished.extend(r for r in requests if r != MPI.REQUEST_NULL)
 
     def _silent(self, requests: Sequence[MPI.Request], peers: Sequence[int]) -> CommError:
-        # A peer that waits for the one that was lost is silent too: ask who is still there.
+        # A peer that waits for the lost rank is silent too: ask which ranks answer.
         pending, absent = _pending(requests, peers), self._absent()
-        # One that is absent here may only be late; one that this rank waits for is not.
+        # Prefer absent ranks that this rank waits for; others may only be late.
         return self.silent([peer for peer in absent if peer in pending] or absent or pending)
 
-    def _absent(self, patience_s: float = 2.0) -> list[int]:
-        """Return the peers that do not answer; all that are left ask this at about one time."""
+    def _absent(self, timeout_s: float = 2.0) -> list[int]:
+        """Return the peers that do not answer; all remaining ranks call it together."""
         mine = torch.zeros(1, dtype=torch.uint8)
         answers = {peer: torch.zeros(1, dtype=torch.uint8) for peer in self.peers()}
         asked = {
             peer: self._comm.Irecv(buffer_of(answers[peer]), peer, _PROBE_TAG) for peer in answers
         }
-        self._abandoned.extend(asked.values())
+        self._unfinished.extend(asked.values())
         for peer in answers:
-            self._abandoned.append(self._comm.Isend(buffer_of(mine), peer, _PROBE_TAG))
-        deadline = time.monotonic() + patience_s
+            self._unfinished.append(self._comm.Isend(buffer_of(mine), peer, _PROBE_TAG))
+        deadline = time.monotonic() + timeout_s
         present: set[int] = set()
         while len(present) < len(asked) and time.monotonic() < deadline:
             present |= {peer for peer, r in asked.items() if peer not in present and r.Test()}
@@ -173,7 +173,7 @@ class MpiTransport(Transport):
 
 
 class _MpiExchange:
-    """Each message is under way as soon as it is given; the library moves it when polled."""
+    """Starts each message at once; the library moves it when polled."""
 
     def __init__(self, transport: MpiTransport) -> None:
         self._transport = transport
@@ -225,6 +225,6 @@ def buffer_of(tensor: Tensor) -> list[Any]:
 
 
 def _synchronize(tensor: Tensor) -> None:
-    # MPI knows nothing of streams: what fills the buffer must have ended.
+    # MPI ignores streams: kernels that fill the buffer must have ended.
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()

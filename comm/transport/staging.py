@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of an accelerator over a network that only reads the host's memory."""
+"""Sends an accelerator's tensors over networks that only read host memory."""
 
 from __future__ import annotations
 
@@ -14,19 +14,17 @@ from wavemare.comm.transport.base import Exchange, Transport
 __all__ = ["StagedTransport"]
 
 _CHUNK_BYTES = 4 << 20
-"""Copying one chunk overlaps with sending the one before it."""
+"""Copying a chunk overlaps with sending the previous one."""
 
 
 class StagedTransport(Transport):
-    """Copies through pinned memory of the host, in chunks; the host's own tensors pass through.
+    """Copies device tensors through pinned host memory in chunks; host tensors pass through.
 
-    Only what is sent is copied, which is packed blocks: the link to the host is often slower than
-    the network (OmniReduce (SIGCOMM'21): its staged version copies the whole tensor and is bound
-    by PCIe at any sparsity).
+    Only packed blocks are copied, as the link to the host is often slower than the network.
 
     Args:
-        inner: Moves the host's tensors.
-        stages_host: Whether to stage the host's tensors as well, which only a test wants.
+        inner: Sends host tensors.
+        stages_host: Whether to stage host tensors too; for tests.
     """
 
     def __init__(self, inner: Transport, *, stages_host: bool = False) -> None:
@@ -51,7 +49,7 @@ class StagedTransport(Transport):
         return self._inner.host
 
     def close(self) -> None:
-        """Give back what the library holds."""
+        """Free the library's resources."""
         self._inner.close()
 
     def begin(self) -> _StagedExchange:
@@ -73,7 +71,7 @@ class StagedTransport(Transport):
         return peer
 
     def reduces(self, dtype: torch.dtype) -> bool:
-        """Whether `all_reduce` adds tensors of this type as its own type says."""
+        """Whether `all_reduce` supports this type at full precision."""
         return self._inner.reduces(dtype)
 
     def _all_reduce(self, flat: Tensor) -> None:
@@ -92,10 +90,7 @@ class StagedTransport(Transport):
         return StagedTransport(self._inner.split(colour), stages_host=self._stages_host)
 
     def take(self, num_bytes: int) -> Tensor:
-        """Return at least so many bytes of the host's memory that a device copies at full speed.
-
-        They are used again after `give_back`: pinning memory is slow.
-        """
+        """Return pinned memory of at least ``num_bytes`` bytes; reused after `give_back`."""
         fitting = [held for held in self._free if held.numel() >= num_bytes]
         if fitting:
             smallest = min(fitting, key=Tensor.numel)
@@ -106,11 +101,11 @@ class StagedTransport(Transport):
         return torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 
     def give_back(self, held: Sequence[Tensor]) -> None:
-        """Let memory be used again."""
+        """Return memory of `take`."""
         self._free.extend(held)
 
     def copy_stream(self, device: torch.device) -> Any:
-        """Return the stream on which a device's copies run beside its kernels."""
+        """Return the stream for a device's copies."""
         if device not in self._copies:
             self._copies[device] = torch.cuda.Stream(device)
         return self._copies[device]
@@ -130,7 +125,7 @@ class _StagedExchange:
             return
         source = tensor.detach().view(-1).view(torch.uint8)
         staged = self._scratch(source)
-        # All copies are queued at once; each chunk leaves when its own has ended.
+        # Queue all copies; send each chunk when its copy has ended.
         chunks = list(zip(source.split(_CHUNK_BYTES), staged.split(_CHUNK_BYTES), strict=True))
         for ended, chunk in [(self._copy_out(*chunk), chunk[1]) for chunk in chunks]:
             if ended is not None:
@@ -154,7 +149,7 @@ class _StagedExchange:
             target.copy_(staged, non_blocking=True)
         devices = {target.device for target, _ in self._arriving if target.is_cuda}
         for device in devices:
-            # The memory is written again by another exchange.
+            # Another exchange reuses the memory.
             torch.cuda.current_stream(device).synchronize()
         self._arriving.clear()
         self._transport.give_back(self._held)

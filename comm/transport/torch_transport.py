@@ -23,18 +23,18 @@ __all__ = ["TorchTransport"]
 
 _TAG = 0
 _GRACE_S = 2.0
-"""How long after a failure the other ranks may take to tell of theirs."""
+"""Seconds in which the other ranks report a failure of their own."""
 
 
 class TorchTransport(Transport):
-    """Messages over a process group of its own, so that nobody else's can mix with them.
+    """Messages over a separate process group.
 
     Args:
-        group: Whose ranks take part; None for all. All of them must call this together.
+        group: Its ranks take part and must all call this; None for all ranks.
         timeout_s: Seconds after which a silent peer counts as lost.
 
     Raises:
-        CommError: Some of them have not come by then.
+        CommError: Some ranks did not call in time.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float = 300.0) -> None:
@@ -143,19 +143,19 @@ class TorchTransport(Transport):
             raise self.failed(error, peer) from error
 
     def failed(self, error: Exception, peer: int | None) -> CommError:
-        """Return the error for a failure of torch's; the ranks tell each other who is left."""
+        """Return the error for torch's failure, with the lost ranks."""
         how = str(error).strip().splitlines()[-1]
         host = self._members.index(0) if 0 in self._members else None
         culprits = _ask_around(self._label, self.rank, self.size, peer)
         if culprits is None:
-            # The store has gone with its host. Whoever is only silent may be waiting for that one.
+            # The store's host is lost; a silent peer may be waiting for it.
             suspects = [host, peer] if "Timed out" in how else [peer, host]
             culprits = [rank for rank in suspects if rank is not None][:1]
         return self.lost(culprits, how)
 
 
 class _TorchExchange:
-    """Each message is under way as soon as it is given; gloo's own thread moves it."""
+    """Starts each message at once; gloo's thread moves it."""
 
     def __init__(self, transport: TorchTransport) -> None:
         self._transport = transport
@@ -211,19 +211,19 @@ class _BatchedExchange:
 
 
 def _ask_around(label: str, rank: int, size: int, suspect: int | None) -> Sequence[int] | None:
-    """Find out which ranks are lost: those that do not tell of a failure of their own.
+    """Find the lost ranks: the ranks that report no failure of their own in the store.
 
-    A rank that has lost a peer is itself a lost peer to the others, once it leaves. So each tells
-    its suspicion in the store, and looks who else does.
+    A rank that stops after losing a peer looks lost to the others, so each rank writes its suspect
+    into the store and reads the others'.
 
     Args:
         label: Of the transport.
-        rank: This one.
+        rank: This rank.
         size: Number of ranks.
-        suspect: Whom this rank has lost, if it knows.
+        suspect: The rank whose loss this rank noticed, if known.
 
     Returns:
-        The ranks that told nothing; if all did, the first suspect; empty if nobody knows. None if
+        The ranks that reported nothing; if all did, the first suspect; empty if unknown. None if
         the store does not answer.
     """
     answers: list[Sequence[int] | None] = []
@@ -231,7 +231,7 @@ def _ask_around(label: str, rank: int, size: int, suspect: int | None) -> Sequen
     def ask() -> None:
         answers.append(_ask_store(label, rank, size, suspect))
 
-    # If the store's host hangs, so does whoever asks it: its own time limit is much longer.
+    # In a thread: if the store's host hangs, its own time limit is much longer.
     thread = threading.Thread(target=ask, name="wavemare-ask-around", daemon=True)
     thread.start()
     thread.join(2 * _GRACE_S)
@@ -241,19 +241,19 @@ def _ask_around(label: str, rank: int, size: int, suspect: int | None) -> Sequen
 def _ask_store(label: str, rank: int, size: int, suspect: int | None) -> Sequence[int] | None:
     store = dist.distributed_c10d._get_default_store()
     key = f"{label}/lost"
-    told: dict[int, int] = {}
+    suspects_by_rank: dict[int, int] = {}
     try:
         store.set(f"{key}/{rank}", str(-1 if suspect is None else suspect))
         deadline = time.monotonic() + _GRACE_S
-        while len(told) < size and time.monotonic() < deadline:
+        while len(suspects_by_rank) < size and time.monotonic() < deadline:
             for other in range(size):
-                if other not in told and store.check([f"{key}/{other}"]):
-                    told[other] = int(store.get(f"{key}/{other}"))
+                if other not in suspects_by_rank and store.check([f"{key}/{other}"]):
+                    suspects_by_rank[other] = int(store.get(f"{key}/{other}"))
             time.sleep(0.05)
     except RuntimeError:
         return None
-    silent = [other for other in range(size) if other not in told]
-    suspects = [other for other in told.values() if other >= 0]
+    silent = [other for other in range(size) if other not in suspects_by_rank]
+    suspects = [other for other in suspects_by_rank.values() if other >= 0]
     if silent:
         # Of several silent ranks some may only be slow to notice.
         return [other for other in silent if other in suspects] or silent

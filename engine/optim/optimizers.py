@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizers of the JSON configuration that DeepSpeed does not have, or not for all engines."""
+"""Optimizers of the JSON configuration that wavemare adds to DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ _RATES = ("muon_lr", "adam_lr")
 def take_optimizer(
     config: dict[str, Any], model: Any, given: Any
 ) -> tuple[dict[str, Any], Callable[[Any], Any] | Any]:
-    """Take an optimizer of ours out of a configuration.
+    """Take an optimizer that DeepSpeed does not have out of a configuration.
 
-    ``SOAP`` and ``NAdam`` (torch's) are taken for all engines, ``Muon`` for pipelines; other
-    engines have DeepSpeed's. Names are accepted in any case, as DeepSpeed's own.
+    ``SOAP`` and torch's ``NAdam`` are for all engines, ``Muon`` for pipelines; other engines use
+    DeepSpeed's. Names are accepted in any case.
 
     Args:
         config: The whole configuration.
         model: The model or pipeline.
-        given: The optimizer or function given to ``initialize``, which goes before the section.
+        given: The optimizer or function given to ``initialize``, which has priority.
 
     Returns:
-        The configuration and what is to be given to ``deepspeed.initialize``.
+        The configuration, and the optimizer or function for ``deepspeed.initialize``.
 
     Raises:
         ConfigError: There is no such optimizer, a parameter does not exist, or its value is out of
@@ -86,11 +86,11 @@ def _check_name(kind: Any) -> None:
 
 
 def make_muon(model: nn.Module, params: Mapping[str, Any]) -> Callable[[Any], Muon]:
-    """Return what makes Muon of parameters.
+    """Return a function that makes Muon from parameters.
 
     Args:
         model: The pipeline, or a stage of it.
-        params: Of the configuration; ``muon_lr`` and ``adam_lr`` go before ``lr``.
+        params: Of the configuration; ``muon_lr`` and ``adam_lr`` override ``lr``.
 
     Raises:
         ConfigError: A parameter does not exist, or its value is out of range.
@@ -106,13 +106,13 @@ def make_muon(model: nn.Module, params: Mapping[str, Any]) -> Callable[[Any], Mu
 def check_parameters(
     kind: Any, settings: Mapping[str, Any], *, others: tuple[str, ...] = (), key: str = ""
 ) -> None:
-    """Refuse parameters with which no optimizer can be made, before there are weights.
+    """Refuse invalid parameters of an optimizer before the model exists.
 
     Args:
         kind: Class of the optimizer.
         settings: The configuration's ``params``.
-        others: Names beside those of the class.
-        key: Of all of it, if it is not ``optimizer.params``.
+        others: Further names.
+        key: Of ``settings``, if not ``optimizer.params``.
 
     Raises:
         ConfigError: A parameter does not exist, or its value is out of range.

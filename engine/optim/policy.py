@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``"optimizer_policy": "auto"``: which optimizer an asynchronous pipeline trains with, and why."""
+"""``"optimizer_policy": "auto"``: chooses the optimizer of an asynchronous pipeline."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["advise", "check_replaceable", "choose_optimizer"]
 _BETAS = (0.9, 0.95)  # SOAP's own defaults
 _LONG = 0.95
 _KEY = f"{SECTION}.pipeline.pipemare.optimizer_policy"
-# What chooses between implementations of Adam, and what SOAP has none of.
+# Settings of Adam that SOAP does not have.
 _IMPLEMENTATION = ("torch_adam", "adam_w_mode", "fused", "foreach", "bias_correction", "amsgrad")
 
 
 def advise(
     config: Mapping[str, Any], *, stages: int, micro_batches: int
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the configuration that a pipeline starts with, and what its user is told at the start.
+    """Return the configuration of a pipeline, and messages for the user.
 
     Args:
         config: The whole configuration; it is not changed.
@@ -31,9 +31,8 @@ def advise(
         micro_batches: Micro-batches per optimizer step.
 
     Returns:
-        The configuration of `choose_optimizer`, and messages: how stale gradients are, if
-        micro-batches do not bound it to one step, and what the policy chose, if it was asked. None
-        of a synchronous pipeline.
+        The configuration of `choose_optimizer`, and messages: the staleness, if micro-batches do
+        not bound it to one step, and the policy's choice. Empty for a synchronous pipeline.
 
     Raises:
         ConfigError: See `choose_optimizer`.
@@ -48,15 +47,13 @@ def advise(
 def choose_optimizer(
     config: Mapping[str, Any], *, stages: int, micro_batches: int
 ) -> tuple[dict[str, Any], str | None]:
-    """Return the configuration with the optimizer that the policy chooses, and what it says of it.
+    """Return the configuration with the policy's optimizer, and its message.
 
-    AdamW's steps, taken along the axes of the weights, suffer from old gradients far more than the
-    same steps along the axes of the curvature (arXiv 2602.03515). So where gradients are stale,
-    Adam and AdamW become `SOAP`, which is AdamW in these axes and takes its settings, and each
-    update is corrected by the next (`update_feedback`). Up to one step of staleness forward passes
-    take predicted weights (`prediction`): a change repeats itself once, not several times. Where
-    gradients are older, their average is at least as long as that of 0.95: the longer, the less a
-    delay matters. Other optimizers, and what the section sets itself, are the user's own choice.
+    Staleness harms steps along the axes of the weights, such as AdamW's, far more than steps along
+    the axes of the curvature (arXiv 2602.03515). With stale gradients the policy therefore replaces
+    Adam and AdamW by `SOAP` with the same settings, and corrects updates by `UpdateFeedback`. Up to
+    one step of staleness, forward passes use predicted weights (`WeightPrediction`). Beyond, beta1
+    is at least 0.95. The policy keeps other optimizers and the user's settings.
 
     Args:
         config: The whole configuration; it is not changed.
@@ -114,14 +111,14 @@ def choose_optimizer(
 
 
 def check_replaceable(ours: WavemareConfig, optimizer: Any) -> None:
-    """Check that the policy has an optimizer of the configuration to choose for.
+    """Check that the optimizer, if the policy replaces it, comes from the configuration.
 
     Args:
         ours: The section.
         optimizer: As given to ``initialize``.
 
     Raises:
-        ConfigError: It is one that the caller made.
+        ConfigError: The caller made it.
     """
     if optimizer is not None and ours.pipeline.pipemare.optimizer_policy == "auto":
         raise ConfigError(

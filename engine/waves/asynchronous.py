@@ -29,7 +29,7 @@ class _Reduction(Protocol):
 
 
 class AsyncWaves:
-    """Trains steps whose last micro-batch goes backward beside the next step's first.
+    """Trains steps whose last micro-batch goes backward during the next step's first forward pass.
 
     Step n is computed with the weights of step n - 1's beginning, which the gradients of step
     n - 2 have just updated: ``w_(n+1) = w_n - rate * g(w_(n-1); x_n)`` (mode ``async``), or with
@@ -60,13 +60,13 @@ class AsyncWaves:
     def _begin(self) -> None:
         self._step = 0
         self._plan: OpenSteps | None = None
-        self._open: int | None = None  # the micro-batch under way between two steps
+        self._open: int | None = None  # the unfinished micro-batch between two steps
         self._sent: int | None = None  # the step whose gradients are being reduced
         self._held: tuple[int, _Gradients] | None = None  # a step, and its reduced gradients
         self._advanced = False  # whether other weights than the open micro-batch's are in place
 
     def hooks(self) -> Hooks:
-        """Return what the executor calls around the passes."""
+        """Return the executor's hooks."""
         return Hooks(
             forward=self._forward,
             backward=self._backward,
@@ -77,7 +77,7 @@ class AsyncWaves:
     def train(
         self, executor: WaveExecutor, batches: Iterator[Any], plan: OpenSteps
     ) -> list[Tensor]:
-        """Train one step; its last micro-batch stays under way.
+        """Train one step; its last micro-batch stays unfinished.
 
         Args:
             executor: Made with `hooks`.
@@ -88,10 +88,10 @@ class AsyncWaves:
             The losses of the step's micro-batches, detached.
         """
         engine = self._engine
-        # DeepSpeed reduces, steps and counts nothing until we say so.
+        # DeepSpeed must not reduce, step or count by itself.
         engine.set_gradient_accumulation_boundary(False)
         if self._step == 0:
-            # Other steps may have been before, or other weights been loaded.
+            # Other steps or a load may have changed the weights.
             self._versions.begin()
         if self._sent is not None and self._sent <= self._step - 2:
             self._collect()
@@ -114,9 +114,9 @@ class AsyncWaves:
         return self._open is None and self._sent is None and self._held is None
 
     def synchronize(self, executor: WaveExecutor | None) -> None:
-        """Finish what is under way; the last step's gradients stay, reduced and not yet applied.
+        """Finish the last micro-batch; its step's gradients stay reduced and not applied.
 
-        What follows is what would have followed without.
+        Later steps do not change.
 
         Args:
             executor: That of `train`; None before the first step.
@@ -133,7 +133,7 @@ class AsyncWaves:
             self._collect()
 
     def drain(self, executor: WaveExecutor | None) -> None:
-        """Finish what is under way, and apply all gradients; `train` may go on after it."""
+        """Finish the last micro-batch and apply all gradients; `train` may continue."""
         self.synchronize(executor)
         if self._held is not None:
             self._advance(self._step + 1)
@@ -154,7 +154,7 @@ class AsyncWaves:
         self._engine.set_gradient_accumulation_boundary(None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` needs beside the weights; after `synchronize`."""
+        """Return the state besides weights and optimizer; after `synchronize`."""
         return {
             "step": self._step,
             "held": self._held,
@@ -172,7 +172,7 @@ class AsyncWaves:
         self._versions.load_state_dict(state["versions"])
 
     def _advance(self, step: int) -> None:
-        """Put the weights that a step begins with in place."""
+        """Put the weights of a step's beginning in place."""
         updates = self._held is not None and self._held[0] <= step - 2
         self._versions.advance(step, updates=updates)
         if not updates:
@@ -186,7 +186,7 @@ class AsyncWaves:
             engine.step()
         finally:
             engine.set_gradient_accumulation_boundary(False)
-            # They count the steps that were trained, not the updates, which come later.
+            # Count trained steps; updates come later.
             engine.global_steps, engine.global_samples, engine.micro_steps = counts
             self._exchange(unfinished)
 

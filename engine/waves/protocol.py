@@ -31,7 +31,7 @@ class AccumulationProtocol:
         self._within = False
 
     def hooks(self) -> Hooks:
-        """Return what the executor calls around the passes."""
+        """Return the executor's hooks."""
         return Hooks(
             forward=self.forward,
             begin_backward=self._begin_backward,

@@ -48,14 +48,14 @@ class Versions(ABC):
 
     @abstractmethod
     def smooth(self) -> None:
-        """Turn the gradients of a step into what its update is made of."""
+        """Turn the gradients of a step into the gradients of its update."""
 
     @abstractmethod
     def begin(self) -> None:
-        """Begin with the weights and the optimizer's state that are in place."""
+        """Start from the weights and optimizer state in place."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what must be kept beside the weights while no micro-batch is under way."""
+        """Return the state besides the weights while no micro-batch is in flight."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -165,7 +165,7 @@ class Replicas(Versions):
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Make the other replica, and its momentum, those that are in place."""
+        """Copy weights and momentum in place to the other replica."""
         own, other = self._current, 1 - self._current
         for weights, p in zip(self._weights[other], self.parameters, strict=True):
             weights.copy_(p)
@@ -189,7 +189,7 @@ class Replicas(Versions):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state; the weights in place are those of the replica that was."""
+        """Load a state; the weights in place are the saved current replica."""
         self._current = state["current"]
         self._weights[self._current] = [p.data for p in self.parameters]
         other = 1 - self._current

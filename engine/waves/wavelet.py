@@ -86,11 +86,11 @@ class Wavelet:
 
     @property
     def paired(self) -> bool:
-        """Whether the next step runs two micro-batches at a time, as far as is known."""
+        """Whether the next step pairs micro-batches."""
         return self._paired
 
     def synchronize(self) -> None:
-        """Finish what is under way between two steps, so that the engine can be saved."""
+        """Finish the unfinished micro-batch between two steps, so that the engine can be saved."""
         if self._asynchronous is not None:
             self._asynchronous.synchronize(self._open_executor)
 
@@ -100,7 +100,7 @@ class Wavelet:
         return self._asynchronous is None or self._asynchronous.is_drained
 
     def drain(self) -> None:
-        """Apply all gradients there are to the weights."""
+        """Apply all gradients to the weights."""
         if self._asynchronous is not None:
             self._asynchronous.drain(self._open_executor)
 
@@ -112,7 +112,7 @@ class Wavelet:
                 self._open_executor.discard()
 
     def extra_state(self) -> dict[str, Any]:
-        """Return what the next step needs beside weights and optimizer; after `synchronize`."""
+        """Return the state besides weights and optimizer; after `synchronize`."""
         if self._asynchronous is None:
             return {}
         return {"steps": self._steps, **self._asynchronous.state_dict()}
@@ -144,7 +144,7 @@ class Wavelet:
             raise
 
     def _watch(self, probe: WaveProbe) -> None:
-        """Go on measuring, or decide by what was measured in the steps before."""
+        """Continue to measure, or decide from the measurements."""
         if self._steps == _PROBE_WARMUPS + 1:
             probe.reset()
         elif self._steps == _PROBE_WARMUPS + _PROBE_STEPS + 1:
@@ -156,7 +156,7 @@ class Wavelet:
                 logger.info("wavelet auto: %s: %s", "on" if decision.on else "off", decision.reason)
 
     def _prepare(self, batch: Any) -> None:
-        """Run a batch forward once, to know what the segments keep and share."""
+        """Run a batch forward once to measure saved bytes and shared weights."""
         engine = self._engine
         with self._protocol.forward():
             found = profile_segments(self._segments, engine.module, batch)
@@ -187,7 +187,7 @@ class Wavelet:
 
     @property
     def _shape(self) -> dict[str, Any]:
-        """What the plan is made of, save for the number of micro-batches."""
+        """Arguments of the plan without the number of micro-batches."""
         assert self._profile is not None
         saved = self._profile.saved_bytes
         budget = self._config.budget

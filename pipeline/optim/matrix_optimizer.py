@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers that step matrices as such, even where ZeRO has cut them into flat partitions."""
+"""Optimizers that step whole matrices, also from ZeRO's flat partitions."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Partition:
-    """One of the equal parts into which ZeRO cuts a row of tensors.
+    """One of the equal parts of ZeRO's concatenated tensors.
 
     Args:
         shapes: Of all tensors of the row, the same on all ranks.
         offsets: For each tensor the index of its first element in the row.
         begin: Index in the row of the partition's first element.
-        size: Elements of every partition; those that belong to no tensor are padding.
+        size: Elements of every partition, padding included.
         group: The ranks that hold the partitions; None for all.
     """
 
@@ -107,11 +107,11 @@ class MatrixOptimizer(Optimizer, ABC):
     Other tensors are stepped element by element. Weight decay is decoupled: ``w -= lr * (decay * w
     + update)``. States, and the arithmetic of parameters in 16 bits, are fp32.
 
-    ZeRO 1 and 2 give an optimizer flat partitions in place of a model's tensors. Told of them by
-    `set_partition`, it steps each matrix that lies in a partition as in the model. The gradients of
-    matrices that lie on several ranks are put together by one all-reduce per step and parameter
-    group, to the bit as each element has one owner; every owner then computes the same update, with
-    a state of its own, and applies its part. A step so is a collective of the data ranks.
+    ZeRO 1 and 2 give an optimizer flat partitions instead of a model's tensors. With
+    `set_partition`, it steps the matrices in a partition as in the model. One all-reduce per step
+    and parameter group assembles the gradients of matrices that lie on several ranks; it is exact,
+    as each element has one owner. Every owner computes the same update with its own state and
+    applies its part. A step is therefore a collective of the data ranks.
     """
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
@@ -124,7 +124,7 @@ class MatrixOptimizer(Optimizer, ABC):
 
     @abstractmethod
     def update(self, group: Mapping[str, Any], state: State, grad: Tensor) -> Tensor | None:
-        """Return what a weight shrinks by at a learning rate of 1; None leaves it as it is.
+        """Return the update of a weight: its decrease at a learning rate of 1; None for no step.
 
         Args:
             group: Of the parameter.
@@ -133,7 +133,7 @@ class MatrixOptimizer(Optimizer, ABC):
         """
 
     def set_partition(self, parameter: Tensor, partition: Partition) -> None:
-        """Say which tensors a flat parameter is made of; before the first step."""
+        """Set the tensors of a flat parameter; before the first step."""
         self._partitions[parameter] = partition
 
     @torch.no_grad()
@@ -176,8 +176,8 @@ class MatrixOptimizer(Optimizer, ABC):
             if part.place is not None:
                 whole = cut[part.place : part.place + math.prod(part.shape)]
             if part.is_matrix:
-                # Matrix products depend on how memory is aligned, in their last digits: a copy
-                # has the same alignment on all ranks, and as without ZeRO.
+                # The last digits of matrix products depend on the memory's alignment: a copy has
+                # the same alignment on all ranks, and as without ZeRO.
                 whole = whole.clone().view(part.shape)
             update = self.update(group, states.setdefault(number, {}), _wide(whole))
             if update is not None:
@@ -192,7 +192,7 @@ class MatrixOptimizer(Optimizer, ABC):
     def _whole_gradients(
         self, group: Mapping[str, Any], partition: Partition, grad: Tensor
     ) -> Tensor:
-        """Return the gradients of all matrices that lie on several ranks, one after the other."""
+        """Return the concatenated gradients of all matrices that lie on several ranks."""
         count = partition.cut_elements(lambda shape: self.is_matrix(group, shape))
         whole = grad.new_zeros(count)
         if not count:
@@ -279,10 +279,10 @@ def adam_denominator(
 def check_number(
     key: str, value: Any, low: float, high: float = math.inf, *, whole: bool = False
 ) -> None:
-    """Refuse what is no number from ``low`` to below ``high``.
+    """Check that a value is a number from ``low`` to below ``high``.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: It is not.
     """
     kind = int if whole else Real
     if isinstance(value, kind) and not isinstance(value, bool) and low <= value < high:  # type: ignore[operator]
@@ -293,10 +293,10 @@ def check_number(
 
 
 def check_betas(key: str, value: Any) -> None:
-    """Refuse what is no pair of decays.
+    """Check that a value is a pair of decays.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: It is not.
     """
     try:
         first, second = value

@@ -31,8 +31,7 @@ class Muon(MatrixOptimizer):
     DeepSpeed's own Muon is not used for pipelines: it refuses them in bf16, its ZeRO 1 clips the
     orthogonal updates rather than the gradients, and it compiles its iteration.
 
-    A parameter group with ``use_muon`` false is stepped as by AdamW: embeddings and output heads
-    belong there, which cannot be told by their shape.
+    A parameter group with ``use_muon`` false is stepped by AdamW: for embeddings and output heads.
 
     Args:
         params: Parameters or parameter groups.
@@ -95,8 +94,8 @@ class Muon(MatrixOptimizer):
             return adam_update(state, grad, group["betas"], group["eps"])
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(grad)
-        # torch's steps a matrix of zeros, at the learning rate 1: what it makes of them is the
-        # update. A partition of ZeRO holds no matrix that it could step by itself.
+        # torch's Muon steps a matrix of zeros at learning rate 1, which gives the update. It cannot
+        # step ZeRO's flat partitions itself.
         matrix = torch.zeros_like(grad)
         matrix.grad = grad
         inner = torch.optim.Muon(

@@ -27,8 +27,8 @@ __all__ = ["SOAP", "refresh_of"]
 class SOAP(MatrixOptimizer):
     r"""AdamW in a rotated basis (SOAP, arXiv 2409.11321, algorithm 3).
 
-    Adam is at its best where the axes of its coordinates are those of the curvature; elsewhere it
-    oscillates, which delayed gradients amplify (basis rotation, arXiv 2602.03515). For the gradient
+    Adam works best if its coordinates are the axes of the curvature; otherwise it oscillates, and
+    delayed gradients amplify that (basis rotation, arXiv 2602.03515). For the gradient
     ``G`` of a matrix, with ``b = shampoo_beta`` and ``Q`` the eigenvectors of ``L`` and ``R``:
 
     .. math::
@@ -41,9 +41,8 @@ class SOAP(MatrixOptimizer):
     Every ``refresh`` steps one power iteration brings the bases up to date: the columns of ``Q``,
     and rows and columns of ``V`` with them, are sorted by ``diag(Q^T L Q)``, largest first, and
     ``Q`` becomes the orthogonal factor of ``L Q``. The first bases are eigenvectors of the first
-    gradient's ``L`` and ``R``. That gradient itself takes no step, as in the paper: it is diagonal
-    in its own basis, where Adam would step by the signs of rounding errors. So a matrix begins at
-    its second gradient that is not zero, and the first one that is finite.
+    gradient's ``L`` and ``R``. That gradient takes no step, as in the paper: in its own basis Adam
+    would step by the signs of rounding errors.
 
     A side longer than ``max_size`` keeps its own axes, and a matrix with two such sides, as every
     tensor that is not a matrix, is stepped as by AdamW.
@@ -157,7 +156,7 @@ def _begin(state: State, grad: Tensor, sides: list[int]) -> None:
 
 
 def _eigenvectors(covariance: Tensor) -> Tensor:
-    """Return the eigenvectors as columns, that of the largest eigenvalue first."""
+    """Return the eigenvectors as columns, by decreasing eigenvalue."""
     # Of a tall gradient's rows few differ: in fp32, solvers give up on that many equal eigenvalues.
     wide = covariance.double()
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Error feedback on the level of updates: a stale step is made good when its gradient arrives."""
+"""Error feedback of updates: corrects a stale step when its own gradient arrives."""
 
 from __future__ import annotations
 
@@ -17,25 +17,23 @@ _KEY = "previous_update"
 
 
 class UpdateFeedback:
-    r"""Adds to each update of an optimizer what the one before it got wrong.
+    r"""Adds the error of the previous update to each update of an optimizer.
 
-    At a delay of one step the update ``u_t`` is that of the weights before the last step: it is the
-    one that step ``t - 1`` should have taken, where ``u_{t-1}`` was taken. The error ``u_t -
-    u_{t-1}`` is added. A mean delay of ``tau`` steps takes it ``tau`` times, along the straight
-    line through the two, and ``sqrt(tau)`` times beyond one step, as the noise in the difference of
-    two updates does not shrink with their distance:
+    At a delay of one step, the update ``u_t`` belongs to the weights before the last step: step
+    ``t - 1`` should have taken it instead of ``u_{t-1}``. The error ``u_t - u_{t-1}`` is added. A
+    mean delay of ``tau`` steps adds it ``tau`` times, and beyond one step ``sqrt(tau)`` times, as
+    the noise of the difference does not shrink with the distance:
 
     .. math:: w_{t+1} = w_t + u_t + \min(\tau, \sqrt{\tau}) \, (u_t - u_{t-1})
 
-    After the error feedback for pipelines of one step of delay (arXiv 2606.30634), whose formula
-    was not at hand: this one is derived from what the update should have been. It knows nothing of
-    the optimizer, costs one copy of the (master) weights for the update before, kept in the
-    optimizer's state and so in its checkpoints, and one more for as long as a step takes.
+    Inspired by the error feedback for pipelines of one step of delay (arXiv 2606.30634). The
+    formula is our own derivation. It works for any optimizer. It costs one copy of the (master)
+    weights for the previous update, in the optimizer's state and checkpoints, and one more during a
+    step.
 
     Args:
-        optimizer: Steps the weights; under ZeRO its own partitions of them.
-        delay: Returns the mean delay in optimizer steps of the next step; at 0 the update is the
-            optimizer's own.
+        optimizer: Steps the weights, or ZeRO's partitions of them.
+        delay: Returns the mean delay of the next step in optimizer steps; 0 adds nothing.
     """
 
     def __init__(self, optimizer: Optimizer, delay: Callable[[], float]) -> None:
@@ -55,7 +53,7 @@ class UpdateFeedback:
         for parameter, update in zip(_stepped(optimizer), self._former, strict=True):
             torch.sub(parameter, update, out=update)
             previous = optimizer.state[parameter].get(_KEY)
-            # The optimizer's first update is no change of another one.
+            # The first update has no previous one.
             if previous is None and _has_only_looked(optimizer):
                 continue
             if previous is not None and extent:
@@ -65,16 +63,13 @@ class UpdateFeedback:
 
 
 def _has_only_looked(optimizer: Any) -> bool:
-    """Whether the optimizer has taken no step of some tensor: SOAP begins with a look at its axes.
-
-    An update after that would count as a change of nothing, and be made twice.
-    """
+    """Whether some tensor has taken no step yet: SOAP's first step only computes its basis."""
     states = [optimizer.state[p] for p in _stepped(optimizer)]
     cut = [part for state in states for part in state.get("tensors", {}).values()]  # by ZeRO
     return any("step" in state and not state["step"] for state in (*states, *cut))
 
 
 def _stepped(optimizer: Any) -> list[Tensor]:
-    """Return the parameters that a step changes: those that have a gradient."""
+    """Return the parameters that have a gradient."""
     groups = optimizer.param_groups
     return [p for group in groups for p in group["params"] if p.grad is not None]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What waves gain: step times predicted from those of passes and collectives, and a decision.
+"""Predicts step times of waves from times of passes and collectives, and decides.
 
 The model has one resource that computes and one that runs collectives (see `overlap`). For equal
 segments of forward time ``f``, backward time ``2f`` and ``c`` for a collective in each direction,
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 LEAST_GAIN = 1.03
-"""How many times as fast as accumulation tick-tock must be predicted to be worth it."""
+"""The least predicted speed-up of tick-tock over accumulation."""
 
 
 class StepTime(NamedTuple):
@@ -70,7 +70,7 @@ class Prediction:
 
     @property
     def gain(self) -> float:
-        """How many times as fast as accumulation tick-tock is."""
+        """Speed-up of tick-tock over accumulation."""
         step_s = self.tick_tock.step_s
         return self.accumulation.step_s / step_s if step_s else 1.0
 
@@ -155,7 +155,7 @@ def step_time(plan: Plan, costs: Costs) -> StepTime:
 
 
 def decide(prediction: Prediction, micro_batches: int) -> Decision:
-    """Decide whether tick-tock is worth it, where the user leaves that to us.
+    """Decide whether to use tick-tock, for mode ``auto``.
 
     Args:
         prediction: From measured times.
@@ -177,7 +177,7 @@ def decide(prediction: Prediction, micro_batches: int) -> Decision:
 
 
 def _halved(costs: Costs, split_loss: float) -> Costs:
-    """Return the costs of half a micro-batch; an optimizer step takes what it took."""
+    """Return the costs of half a micro-batch."""
 
     def part(seconds: Seconds, factor: float) -> Seconds:
         if isinstance(seconds, tuple):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which segments waves take in one go, so that collectives of one run behind passes of the other.
+"""Groups of segments by which waves alternate, to overlap collectives with passes.
 
 Collectives are no actions of a plan. A segment that sums its output over ranks starts to do so
 after its forward pass, and the micro-batch's next forward pass waits for it; one that sums the

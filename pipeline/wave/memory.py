@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What plans of waves keep in memory between forward and backward passes.
+"""Memory of plans of waves between forward and backward passes.
 
 With ``a_l`` the bytes that segment ``l`` of the ``L`` below the head keeps, ``P(k)`` the sum of the
 first ``k`` of them and ``A = P(L)``, tick-tock keeps ``P(L - j) + P(i)`` after ``j`` backward
@@ -31,7 +31,7 @@ class Live(NamedTuple):
 
     Args:
         tick: By micro-batches of wave 0.
-        tock: By those of wave 1.
+        tock: By micro-batches of wave 1.
     """
 
     tick: int = 0
@@ -44,7 +44,7 @@ class Live(NamedTuple):
 
 
 def live_bytes(plan: Plan, saved_bytes: Sequence[int]) -> list[Live]:
-    """Return what is kept after each action of a plan.
+    """Return the bytes kept after each action of a plan.
 
     Args:
         plan: On one rank.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer steps that waves run, taken from plans that `check` has proved."""
+"""The optimizer steps that waves run, from plans that passed `check`."""
 
 from __future__ import annotations
 
@@ -46,22 +46,21 @@ def checked_step(
 def open_tick_tock(
     num_segments: int, micro_batches: int, num_steps: int, **options: Any
 ) -> tuple[Plan, list[tuple[Action, ...]]]:
-    """Return a plan of tick-tock that leaves each step's last micro-batch to the next step.
+    """Return a plan of tick-tock in which each step's last micro-batch ends in the next step.
 
-    It goes backward beside the first forward pass of the next step, and ends the step: its
-    gradients are reduced behind the passes that follow, and applied when the step after them
-    begins.
+    It goes backward during the first forward pass of the next step. Its step's gradients are
+    reduced during the passes that follow, and applied at the start of the step after.
 
         S_(n-2) | B_M of step n-1 with F_1 | R_(n-1) | B_1 with F_2 | ... | B_(M-1) with F_M
 
     Args:
         num_segments: With the head, 2 or more.
         micro_batches: Per optimizer step.
-        num_steps: Optimizer steps, after the last of which nothing is under way.
+        num_steps: Optimizer steps; the plan ends drained.
         options: See `tick_tock`.
 
     Returns:
-        The plan, and its actions step by step; the last ones finish what the last step has left.
+        The plan, and its actions step by step; the last ones finish the last step.
 
     Raises:
         PlanError: A number is out of range.
@@ -121,14 +120,14 @@ class OpenSteps:
 
         Args:
             number: Of the run, counted from 0.
-            carries_on: Whether the last micro-batch of the step before is under way.
+            carries_on: Whether the previous step's last micro-batch is unfinished.
         """
         place = _STEPS - 1 if carries_on else 0
         moved = number * self.micro_batches - place * self.plan.micro_batches
         return _repeated(self.steps[place], self.plan, self.micro_batches, moved, place)
 
     def closing(self, number: int) -> list[Action]:
-        """Return what is to be done after a step, so that nothing is under way."""
+        """Return the actions that finish a step's last micro-batch."""
         moved = (number + 1) * self.micro_batches - _STEPS * self.plan.micro_batches
         return _repeated(self.steps[-1], self.plan, self.plan.micro_batches, moved)
 
