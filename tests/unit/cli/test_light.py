@@ -24,7 +24,7 @@ open(file, "w").write(json.dumps(found))
 
 
 def test_help_plans_and_refusals_are_light(tmp_path):
-    plan = ["plan", "show", "--stages", "4", "--micro-batches", "8", "--output", str(tmp_path)]
+    plan = ["plan", "show", "--stages", "4", "--micro-batches", "8"]
     codes = [
         (["--help"], 0),
         (["--version"], 0),
