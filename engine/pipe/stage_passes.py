@@ -107,8 +107,8 @@ class StagePasses:
 
     def _end_forward(self, number: int, micro_batch: MicroBatch) -> None:
         if self._segments.head is None:
-            carry = self._executor.outputs(number)
-            micro_batch.outputs = carry[0] if len(carry) == 1 else carry
+            activations = self._executor.outputs(number)
+            micro_batch.outputs = activations[0] if len(activations) == 1 else activations
 
     def _begin_backward(self, number: int, micro_batch: MicroBatch) -> None:
         if self._segments.head is None:

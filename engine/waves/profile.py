@@ -72,17 +72,17 @@ class SavedBytes:
         return tensor.detach()  # an operator's own output would hold the operator, which holds this
 
 
-def cut(carry: Activations) -> Activations:
+def cut(activations: Activations) -> Activations:
     """Return leaves of the same memory that require gradients; integer tensors stay."""
     return tuple(
         tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
-        for tensor in carry
+        for tensor in activations
     )
 
 
-def detached(carry: Activations) -> Activations:
+def detached(activations: Activations) -> Activations:
     """Return the same memory without a graph."""
-    return tuple(tensor.detach() if tensor.requires_grad else tensor for tensor in carry)
+    return tuple(tensor.detach() if tensor.requires_grad else tensor for tensor in activations)
 
 
 def profile_segments(segments: Segments, module: nn.Module, batch: Any) -> SegmentProfile:
@@ -94,11 +94,11 @@ def profile_segments(segments: Segments, module: nn.Module, batch: Any) -> Segme
         batch: On the module's device.
 
     Raises:
-        ModelError: A segment uses a tensor that another has computed and that is not in its carry.
+        ModelError: A segment uses a tensor of another one that its activations do not hold.
     """
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    carry, labels = segments.split(batch)
-    devices = [carry[0].device] if carry[0].is_cuda else []
+    activations, labels = segments.split(batch)
+    devices = [activations[0].device] if activations[0].is_cuda else []
     counter = SavedBytes(module)
     saved: list[int] = []
     users: dict[nn.Parameter, list[int]] = {}
@@ -106,7 +106,7 @@ def profile_segments(segments: Segments, module: nn.Module, batch: Any) -> Segme
     graphs: list[Activations] = []
     with torch.random.fork_rng(devices), torch.enable_grad():
         for index, name in enumerate(segments.names):
-            inputs = cut(carry)
+            inputs = cut(activations)
             before = counter.total
             with counter.hooks():
                 if index < len(segments.body):
@@ -118,9 +118,9 @@ def profile_segments(segments: Segments, module: nn.Module, batch: Any) -> Segme
             _look(index, name, inputs, outputs, segments.names, origins, users)
             origins |= {tensor: index for tensor in inputs if tensor.requires_grad}
             graphs.append(outputs)
-            carry = detached(outputs)
+            activations = detached(outputs)
             if index < len(segments.body) and segments.body[index].sums_output:
-                dist.all_reduce(carry[0], group=segments.group)
+                dist.all_reduce(activations[0], group=segments.group)
     with torch.no_grad():
         for buffer, value in buffers:
             buffer.copy_(value)
@@ -149,7 +149,7 @@ def _look(
                 tuple(leaf.shape),
                 f"it uses a tensor that segment {source} has computed and that is not handed on "
                 "to it, so its gradient would be lost",
-                f"Hand the tensor on through the carry, or keep {source} and {name} in one segment",
+                f"Hand it on in the activations, or keep {source} and {name} in one segment",
             )
         if isinstance(leaf, nn.Parameter):
             users.setdefault(leaf, []).append(index)

@@ -25,11 +25,10 @@ from wavemare.engine.optim.optimizers import check_parameters, make_muon, take_o
 from wavemare.engine.optim.policy import advise
 from wavemare.engine.pipe.grad_norm import clipping_limit
 from wavemare.errors import ConfigError, did_you_mean
-from wavemare.models.batches import split_batch
-from wavemare.models.convert import cut_chain
+from wavemare.models.activations import split_batch
+from wavemare.models.convert import cut_chain, give_own_weights, tied_weights
 from wavemare.models.families import family_of
 from wavemare.models.proof import prove
-from wavemare.models.ties import give_own_weights, tied_weights
 from wavemare.pipeline.config import PipelineConfig
 from wavemare.pipeline.optim.soap import SOAP, refresh_of
 from wavemare.pipeline.plan.order import ahead

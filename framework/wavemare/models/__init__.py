@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transformers models as DeepSpeed pipelines, and their weights back out."""
 
-from wavemare.models.convert import to_pipeline
+from wavemare.models.convert import TiedWeight, tied_weights, to_pipeline
 from wavemare.models.export import pipeline_state_dict, save_pretrained
 from wavemare.models.families import SUPPORTED
 from wavemare.models.module import TransformerPipeline
-from wavemare.models.ties import TiedWeight, tied_weights
 
 __all__ = [
     "SUPPORTED",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import create_bidirectional_mask
 
 from wavemare.errors import ModelError
-from wavemare.models.carry import SideInputs, StageContext
+from wavemare.models.activations import SideInputs, StageContext
 from wavemare.models.layers import Block, Head, PipelineLayer, TiedHead, TokenEmbedding, Wrapped
 
 __all__ = ["bidirectional_mask", "classification_chain", "masked_lm_chain", "masked_lm_spares"]

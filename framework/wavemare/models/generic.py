@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import create_sliding_window_causal_mask
 
 from wavemare.errors import ModelError
-from wavemare.models.carry import MaskMaker, SideInputs, StageContext
+from wavemare.models.activations import MaskMaker, SideInputs, StageContext
 from wavemare.models.gpt2 import causal_mask
 from wavemare.models.layers import Block, Head, PipelineLayer, TiedHead, TokenEmbedding, Wrapped
 
@@ -33,7 +33,7 @@ class DecoderBlock(Block):
     """A decoder layer with the uniform signature.
 
     Args:
-        inputs: Names of the tensors of the first carry.
+        inputs: Names of the tensors that enter the first layer.
         block: The decoder layer.
         context: Masks and tables, shared by all blocks of a process.
         kind: ``full_attention`` or ``sliding_attention``.

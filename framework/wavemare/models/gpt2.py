@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask
 
-from wavemare.models.carry import SideInputs, StageContext
+from wavemare.models.activations import SideInputs, StageContext
 from wavemare.models.layers import Block, Head, PipelineLayer, TiedHead, TokenEmbedding, Wrapped
 
 __all__ = ["causal_mask", "gpt2_chain"]

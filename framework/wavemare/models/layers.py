@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of a pipeline: thin modules around the submodules of a transformers model.
 
-Nothing is copied. A layer maps a carry to a carry and knows the name that each of its weights has
+Nothing is copied. A layer maps activations to activations. It knows the names that its weights have
 in the model's own state dict.
 """
 
@@ -18,7 +18,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from wavemare.errors import ModelError
-from wavemare.models.carry import Carry, SideInputs, StageContext, pack, unpack
+from wavemare.models.activations import Activations, SideInputs, StageContext, pack, unpack
 
 __all__ = [
     "Block",
@@ -38,7 +38,7 @@ class PipelineLayer(nn.Module):
     """One element of the chain; subclasses define :meth:`run`.
 
     Args:
-        inputs: Names of the tensors of the first carry, ``input_ids`` first.
+        inputs: Names of the tensors that enter the first layer, ``input_ids`` first.
     """
 
     is_block = False
@@ -56,9 +56,9 @@ class PipelineLayer(nn.Module):
         self.weight_names: dict[str, str] = {}
         """Name in the model's state dict for each name in this layer's; see name_weights."""
 
-    def forward(self, carry: Carry) -> Carry:
-        """Map a carry to the next one."""
-        hidden, sides = unpack(carry, self.inputs)
+    def forward(self, activations: Activations) -> Activations:
+        """Return the activations behind this layer."""
+        hidden, sides = unpack(activations, self.inputs)
         result = self.run(hidden, sides)
         return result if self.ends_chain else pack(result, sides)
 
@@ -99,7 +99,7 @@ class Wrapped(PipelineLayer):
     """A module that maps hidden states alone: a norm, a dropout, a transform.
 
     Args:
-        inputs: Names of the tensors of the first carry.
+        inputs: Names of the tensors that enter the first layer.
         module: The module.
     """
 
@@ -123,7 +123,7 @@ class TiedHead(PipelineLayer):
     """An output projection with the weights of the word embedding.
 
     Args:
-        inputs: Names of the tensors of the first carry.
+        inputs: Names of the tensors that enter the first layer.
         tied: The layer that owns the weights.
         bias: A bias of its own, (vocabulary,).
     """
@@ -162,7 +162,7 @@ class Block(PipelineLayer):
     """A transformer block; subclasses know how their family calls it.
 
     Args:
-        inputs: Names of the tensors of the first carry.
+        inputs: Names of the tensors that enter the first layer.
         block: The model's block.
         context: Masks and tables, shared by all blocks of a process.
     """

@@ -14,7 +14,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
 from torch import Tensor, nn
 
-from wavemare.models import batches
+from wavemare.models.activations import split_batch
 from wavemare.models.layers import PipelineLayer, TiedHead, spec_of
 from wavemare.models.losses import Loss
 
@@ -27,7 +27,7 @@ class Conversion:
 
     Args:
         family: Name of the family.
-        inputs: Names of the tensors of the first carry.
+        inputs: Names of the tensors that enter the first layer.
         chain: All layers, from ``input_ids`` to logits.
         loss: The head's loss.
         names: For each key of the model's state dict the key under which a layer holds it.
@@ -65,7 +65,7 @@ class TransformerPipeline(PipelineModule):
     Attributes:
         family: Name of the model's family.
         config: The model's configuration.
-        inputs: Names of the tensors of the first carry, ``input_ids`` first.
+        inputs: Names of the tensors that enter the first layer, ``input_ids`` first.
         untied: For each untied weight the name of the one it was tied to, as in the model's state
             dict; empty unless something was untied.
         num_parameters: Number of parameters of all stages, those that are tied or on several
@@ -114,12 +114,12 @@ class TransformerPipeline(PipelineModule):
     ) -> tuple[Tensor | tuple[Tensor, ...], Tensor | tuple[()]]:
         """Turn a Hugging Face batch into this pipeline's (inputs, labels).
 
-        See :func:`wavemare.models.batches.split_batch`.
+        See :func:`wavemare.models.activations.split_batch`.
 
         Raises:
             ModelError: An entry is missing, not declared or of a wrong shape.
         """
-        return batches.split_batch(batch, self.inputs, labels_required=labels_required)
+        return split_batch(batch, self.inputs, labels_required=labels_required)
 
     def weight_names(self) -> dict[str, str]:
         """For each key of the model's state dict, the key under which a stage holds it."""

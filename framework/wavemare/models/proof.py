@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from wavemare.errors import ModelError
-from wavemare.models.batches import split_batch
-from wavemare.models.carry import Carry
+from wavemare.models.activations import Activations, split_batch
 from wavemare.models.layers import PipelineLayer
 from wavemare.models.losses import ClassificationLoss, Loss
 from wavemare.models.split import SplitLoss
@@ -33,8 +32,8 @@ _NEUTRAL = {
 }
 
 
-def run_chain(chain: Sequence[PipelineLayer], inputs: Any) -> Carry:
-    """Apply all layers to the first carry."""
+def run_chain(chain: Sequence[PipelineLayer], inputs: Any) -> Activations:
+    """Apply all layers to the tensors that enter the first layer."""
     for layer in chain:
         inputs = layer(inputs)
     return inputs
@@ -76,7 +75,7 @@ def _compare(
     model: Any, chain: Sequence[PipelineLayer], inputs: Sequence[str], loss: Loss, batch: Any
 ) -> None:
     labels = example_labels(loss, batch["input_ids"])
-    carry, _ = split_batch(batch, inputs, labels_required=False)
+    activations, _ = split_batch(batch, inputs, labels_required=False)
     takes = inspect.signature(model.forward).parameters
     options = {"use_cache": False} if "use_cache" in takes else {}
     restore_random_state = random_state(labels.device)
@@ -91,7 +90,7 @@ def _compare(
 
     expected = original()
     restore_random_state()
-    ours = _results_of_chain(model, chain, carry, loss, labels)
+    ours = _results_of_chain(model, chain, activations, loss, labels)
     _check_shapes(model, ours, expected)
     difference = _difference(ours, expected)
     if not difference <= _ROUNDING:
@@ -231,10 +230,10 @@ def _undisturbed(model: Any) -> Iterator[None]:
 
 
 def _results_of_chain(
-    model: Any, chain: Sequence[PipelineLayer], carry: Carry, loss: Loss, labels: Tensor
+    model: Any, chain: Sequence[PipelineLayer], activations: Activations, loss: Loss, labels: Tensor
 ) -> tuple[Tensor, Tensor]:
     try:
-        logits = run_chain(chain, carry)
+        logits = run_chain(chain, activations)
         assert isinstance(logits, Tensor)
         whole = loss.gather(logits) if isinstance(loss, SplitLoss) else logits
         return whole, loss(logits, labels)

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from wavemare.engine.waves.segments import Activations, Segment, Segments
 from wavemare.errors import ModelError
-from wavemare.models.batches import split_batch
-from wavemare.models.carry import StageContext
+from wavemare.models.activations import StageContext, split_batch
 from wavemare.models.families import family_of
 from wavemare.models.layers import Head, PipelineLayer, TiedHead
 from wavemare.models.proof import prove
@@ -50,8 +49,8 @@ def segments_of(model: Any, *, inputs: Sequence[str] | None = None) -> Segments:
             context.kept_batches = _WAVES
 
     def split(batch: Any) -> tuple[Activations, Any]:
-        carry, labels = split_batch(batch, declared)
-        return _tuple(carry), labels
+        activations, labels = split_batch(batch, declared)
+        return _tuple(activations), labels
 
     after = chain[last:]
     return Segments(
@@ -63,7 +62,7 @@ def segments_of(model: Any, *, inputs: Sequence[str] | None = None) -> Segments:
                 for number, layer in enumerate(chain[first:last])
             ),
         ),
-        head=lambda carry, labels: loss(_run(after)(carry)[0], labels),
+        head=lambda activations, labels: loss(_run(after)(activations)[0], labels),
     )
 
 
@@ -83,8 +82,8 @@ def _blocks(model: Any, chain: Sequence[PipelineLayer]) -> tuple[int, int]:
 
 
 def _run(layers: Sequence[PipelineLayer]) -> Callable[[Activations], Activations]:
-    def run(carry: Activations) -> Activations:
-        result: Tensor | Activations = carry
+    def run(activations: Activations) -> Activations:
+        result: Tensor | Activations = activations
         for layer in layers:
             result = layer(result)
         return _tuple(result)
@@ -92,5 +91,5 @@ def _run(layers: Sequence[PipelineLayer]) -> Callable[[Activations], Activations
     return run
 
 
-def _tuple(carry: Tensor | Activations) -> Activations:
-    return (carry,) if isinstance(carry, Tensor) else tuple(carry)
+def _tuple(activations: Tensor | Activations) -> Activations:
+    return (activations,) if isinstance(activations, Tensor) else tuple(activations)

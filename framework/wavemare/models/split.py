@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import GPT2LMHeadModel
 
-from wavemare.models.carry import SideInputs
+from wavemare.models.activations import SideInputs
 from wavemare.models.layers import Head, PipelineLayer, TiedHead, TokenEmbedding
 from wavemare.models.losses import ClassificationLoss, Loss
 from wavemare.parallel.tensor.collectives import copy_to_group, gather_from_group
@@ -27,7 +27,7 @@ class SplitTiedHead(TiedHead):
     """An output projection with this rank's rows of the word embedding.
 
     Args:
-        inputs: Names of the tensors of the first carry.
+        inputs: Names of the tensors that enter the first layer.
         tied: The layer that owns the weights, a ``VocabParallelEmbedding``.
         bias: This rank's part of a bias of its own, (rows,).
     """

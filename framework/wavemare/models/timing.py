@@ -13,8 +13,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from wavemare.models.batches import split_batch
-from wavemare.models.carry import Carry, pack, unpack
+from wavemare.models.activations import Activations, pack, split_batch, unpack
 from wavemare.models.layers import PipelineLayer, TiedHead
 from wavemare.models.losses import Loss
 from wavemare.models.proof import example_batch, example_labels, random_state
@@ -89,7 +88,7 @@ def _own_times(
     tokens: int,
 ) -> list[float]:
     batch = example_batch(model, inputs, texts=texts, tokens=tokens)
-    carry: Any = split_batch(batch, inputs, labels_required=False)[0]
+    activations: Any = split_batch(batch, inputs, labels_required=False)[0]
     device = torch.device(get_accelerator().current_device_name())
     seconds = []
     restore_random_state = random_state(device)
@@ -98,7 +97,7 @@ def _own_times(
         if loss is not None and layer is chain[-1]:
             labels = example_labels(loss, batch["input_ids"]).to(device)
             end = partial(_swapped, loss, labels)
-        carry, spent = _measure(layer, carry, device, end)
+        activations, spent = _measure(layer, activations, device, end)
         seconds.append(spent)
     restore_random_state()
     return seconds
@@ -109,14 +108,17 @@ def _swapped(loss: Loss, labels: Tensor, logits: Tensor) -> Tensor:
 
 
 def _measure(
-    layer: PipelineLayer, carry: Carry, device: torch.device, end: Callable[[Tensor], Tensor]
-) -> tuple[Carry, float]:
+    layer: PipelineLayer,
+    activations: Activations,
+    device: torch.device,
+    end: Callable[[Tensor], Tensor],
+) -> tuple[Activations, float]:
     module = layer.tied if isinstance(layer, TiedHead) else layer
     home = next((weight.device for weight in module.parameters()), device)
     for part in {layer, module}:
         part.to(device)
     weights = [w for w in {*layer.parameters(), *module.parameters()} if w.requires_grad]
-    first, sides = unpack(carry, layer.inputs)
+    first, sides = unpack(activations, layer.inputs)
     sides = {name: side.to(device) for name, side in sides.items()}
     spent = []
     # The first round warms up.

@@ -125,16 +125,16 @@ def own_part(whole, group):
 
 def run_segments(segments, given):
     """Forward and backward, each segment by itself, each sum at once; return the loss."""
-    carry, labels = segments.split(given)
+    activations, labels = segments.split(given)
     passes = []
     for segment in segments.body:
-        inputs = cut(carry)
+        inputs = cut(activations)
         outputs = segment.run(inputs)
         passes.append((segment, inputs, outputs))
-        carry = tuple(value.detach().clone() for value in outputs)
+        activations = tuple(value.detach().clone() for value in outputs)
         if segment.sums_output:
-            dist.all_reduce(carry[0], group=segments.group)
-    inputs = cut(carry)
+            dist.all_reduce(activations[0], group=segments.group)
+    inputs = cut(activations)
     loss = segments.head(inputs, labels)
     loss.backward()
     upstream = [value.grad for value in inputs]
@@ -150,7 +150,8 @@ def run_segments(segments, given):
     return loss.detach()
 
 
-def cut(carry):
+def cut(activations):
     return tuple(
-        value.clone().requires_grad_() if value.is_floating_point() else value for value in carry
+        value.clone().requires_grad_() if value.is_floating_point() else value
+        for value in activations
     )

@@ -11,7 +11,7 @@ from torch import nn
 
 from wavemare.errors import ConfigError, LaunchError, ModelError
 from wavemare.models import to_pipeline
-from wavemare.models.batches import split_batch
+from wavemare.models.activations import split_batch
 from wavemare.models.layers import name_weights
 
 

@@ -82,10 +82,10 @@ def test_a_bare_tensor_travels_where_only_ids_are_declared(name, make_model, mak
     batch = make_batch(model, padded=False)
     inputs, _ = module.split_batch(batch)
     assert isinstance(inputs, torch.Tensor)
-    carry = inputs
+    activations = inputs
     for layer in module.forward_funcs:
-        carry = layer(carry)
-        assert isinstance(carry, torch.Tensor)
+        activations = layer(activations)
+        assert isinstance(activations, torch.Tensor)
     compare(model, module, batch, training=True)
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from wavemare.engine.waves.executor import WaveExecutor
 from wavemare.engine.waves.profile import no_shared_parameters
-from wavemare.models.batches import split_batch
+from wavemare.models.activations import split_batch
 from wavemare.models.families import family_of
 from wavemare.models.layers import Head
 from wavemare.models.proof import run_chain
@@ -37,8 +37,8 @@ def gradients(model):
 
 def by_layers(model, chain, loss, data):
     losses = []
-    for carry, labels in data:
-        result = loss(run_chain(chain, carry), labels)
+    for activations, labels in data:
+        result = loss(run_chain(chain, activations), labels)
         result.backward()
         losses.append(result.item())
     return losses, gradients(model)
@@ -65,8 +65,8 @@ def by_stages(model, chain, loss, data, cut, group):
         return first.run(forward_pass(first.count, number), (carry_of(number), None))
 
     def carry_of(number):
-        carry, _ = data[number]
-        return (carry,) if isinstance(carry, torch.Tensor) else carry
+        activations, _ = data[number]
+        return (activations,) if isinstance(activations, torch.Tensor) else activations
 
     sent = {}
     for number in range(2):

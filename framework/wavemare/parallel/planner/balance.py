@@ -103,7 +103,7 @@ def balance_stages(
         batch: DeepSpeed's three batch sizes by their keys.
         stages: Of the pipeline.
         schedule: ``1f1b`` or ``pipemare``; for the plan.
-        inputs: Names of the first carry; the family's default if omitted.
+        inputs: Names of the tensors that enter the first layer; the family's default if omitted.
         zero_stage: Of ZeRO; for the plan.
         sequence_length: Tokens of a sample.
         dtype: Of autocast while measuring, for a job that computes in 16 bits.
@@ -145,7 +145,7 @@ def measure_layers(
         model: Whole on every rank.
         samples: Of a micro-batch.
         sequence_length: Tokens of a sample.
-        inputs: Names of the first carry; the family's default if omitted.
+        inputs: Names of the tensors that enter the first layer; the family's default if omitted.
         dtype: Of autocast, for a job that computes in 16 bits.
 
     Returns:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from wavemare.engine.waves.segments import Activations, Segment
-from wavemare.models.carry import SideInputs, StageContext
+from wavemare.models.activations import SideInputs, StageContext
 from wavemare.parallel.tensor.collectives import deferred_sums
 from wavemare.parallel.tensor.layers import RowParallelLinear
 
@@ -35,8 +35,8 @@ Part = Callable[[Tensor, Sequence[Tensor]], Tensor]
 def summing(name: str, part: Part) -> Segment:
     """Return the segment that ends with this rank's part of a sum."""
 
-    def run(carry: Activations) -> Activations:
-        value, residual, *sides = carry
+    def run(activations: Activations) -> Activations:
+        value, residual, *sides = activations
         with deferred_sums():
             return (part(value, sides), residual, *sides)
 
@@ -69,8 +69,8 @@ def add_then_norm(
 ) -> Run:
     """Return what GPT-2 does between sums: the residual stream goes around the norm."""
 
-    def run(carry: Activations) -> Activations:
-        total, residual, *sides = carry
+    def run(activations: Activations) -> Activations:
+        total, residual, *sides = activations
         residual = dropout(row.add_bias(total)) + residual
         return (norm(residual),) if ends else (norm(residual), residual, *sides)
 
@@ -101,8 +101,8 @@ def norm_of_sum(output: Any, ending: Callable[[Tensor], Tensor] | None = None) -
         ending: After the last layer, from the hidden states to the head's input.
     """
 
-    def run(carry: Activations) -> Activations:
-        total, residual, *sides = carry
+    def run(activations: Activations) -> Activations:
+        total, residual, *sides = activations
         hidden = output.LayerNorm(output.dropout(output.dense.add_bias(total)) + residual)
         return (ending(hidden),) if ending is not None else (hidden, other(hidden), *sides)
 
@@ -110,7 +110,7 @@ def norm_of_sum(output: Any, ending: Callable[[Tensor], Tensor] | None = None) -
 
 
 def named(names: Sequence[str], sides: Sequence[Tensor]) -> SideInputs:
-    """Return side inputs by the names of a first carry's tensors."""
+    """Return side inputs by the names of the tensors that enter the first layer."""
     return dict(zip(names[1:], sides, strict=True))
 
 

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from transformers import BertForMaskedLM, BertForSequenceClassification, GPT2LMHeadModel
 
 from wavemare.engine.waves.segments import Activations, Segment, Segments
-from wavemare.models.batches import split_batch
+from wavemare.models.activations import MaskMaker, StageContext, split_batch
 from wavemare.models.bert import BertEmbedding, bidirectional_mask
-from wavemare.models.carry import MaskMaker, StageContext
 from wavemare.models.families import family_of
 from wavemare.models.gpt2 import PositionEmbedding, causal_mask
 from wavemare.models.losses import ClassificationLoss
@@ -42,8 +41,8 @@ def tensor_segments(model: Any, group: Any, inputs: Sequence[str] | None = None)
 
     Segments that sum (``x.attention``, ``x.mlp``: from the input of a column-parallel layer to the
     output of a row-parallel one) alternate with those in between (``x.norm``: bias, dropout,
-    residual, norm). The carry is first (token ids, side inputs), then (this rank's part of the
-    embedded tokens, side inputs), then (x, residual, side inputs), where x is a part of a sum after
+    residual, norm). Activations are first (token ids, side inputs), then (this rank's part of
+    the embedded tokens, side inputs), then (x, residual, side inputs), where x is a part of a sum after
     a segment with ``sums_output``, and at last (x,), the head's input.
 
     The head of a language model exchanges what its loss needs by itself: three numbers for each
@@ -79,8 +78,8 @@ def tensor_segments(model: Any, group: Any, inputs: Sequence[str] | None = None)
 
 
 def _embed(embedding: nn.Module) -> Segment:
-    def run(carry: Activations) -> Activations:
-        tokens, *sides = carry
+    def run(activations: Activations) -> Activations:
+        tokens, *sides = activations
         with deferred_sums():
             return (embedding(tokens), *sides)
 
@@ -92,8 +91,8 @@ def _gpt2_body(model: Any, names: Sequence[str]) -> list[Segment]:
     context = _context(model, causal_mask)
     positions = PositionEmbedding(names, base.wpe, base.drop, context)
 
-    def start(carry: Activations) -> Activations:
-        embedded, *sides = carry
+    def start(activations: Activations) -> Activations:
+        embedded, *sides = activations
         residual = positions.run(embedded, named(names, sides))
         return (base.h[0].ln_1(residual), residual, *sides)
 
@@ -119,8 +118,8 @@ def _bert_body(model: Any, names: Sequence[str]) -> list[Segment]:
     context = _context(model, bidirectional_mask)
     embedding = BertEmbedding(names, model.bert.embeddings, context)
 
-    def start(carry: Activations) -> Activations:
-        embedded, *sides = carry
+    def start(activations: Activations) -> Activations:
+        embedded, *sides = activations
         hidden = embedding.run(embedded, named(names, sides))
         return (hidden, other(hidden), *sides)
 
@@ -143,17 +142,17 @@ def _head(model: Any) -> tuple[Callable[[Activations, Any], Tensor], bool]:
     if classifies:
         loss = ClassificationLoss(model.config.num_labels, model.config.problem_type)
 
-        def classify(carry: Activations, labels: Any) -> Tensor:
-            pooled = model.bert.pooler(carry[0])
+        def classify(activations: Activations, labels: Any) -> Tensor:
+            pooled = model.bert.pooler(activations[0])
             return loss(model.classifier(model.dropout(pooled)), labels)
 
         return classify, False
     shifts_labels = isinstance(model, GPT2LMHeadModel)
     projection: VocabParallelHead = model.get_output_embeddings()
 
-    def predict(carry: Activations, labels: Any) -> Tensor:
+    def predict(activations: Activations, labels: Any) -> Tensor:
         with deferred_sums():
-            logits = projection(carry[0])
+            logits = projection(activations[0])
         return projection.loss(logits, next_tokens(labels) if shifts_labels else labels)
 
     return predict, True

@@ -74,12 +74,12 @@ def _of(layer: PipelineLayer, place: int) -> Iterator[Segment]:
 def _of_gpt2(layer: GPT2BlockLayer, name: str) -> Iterator[Segment]:
     block: Any = layer.block
 
-    def start(carry: Activations) -> Activations:
-        hidden, *sides = carry
+    def start(activations: Activations) -> Activations:
+        hidden, *sides = activations
         return (block.ln_1(hidden), other(hidden), *sides)
 
-    def end(carry: Activations) -> Activations:
-        total, residual, *sides = carry
+    def end(activations: Activations) -> Activations:
+        total, residual, *sides = activations
         return (block.mlp.dropout(block.mlp.c_proj.add_bias(total)) + residual, *sides)
 
     attended = add_then_norm(block.attn.c_proj, block.attn.resid_dropout, block.ln_2)
@@ -94,12 +94,12 @@ def _of_bert(layer: BertLayerLayer, name: str) -> Iterator[Segment]:
     block: Any = layer.block
     normed = norm_of_sum(block.output)
 
-    def start(carry: Activations) -> Activations:
-        hidden, *sides = carry
+    def start(activations: Activations) -> Activations:
+        hidden, *sides = activations
         return (other(hidden), other(hidden), *sides)
 
-    def end(carry: Activations) -> Activations:
-        hidden, _, *sides = normed(carry)
+    def end(activations: Activations) -> Activations:
+        hidden, _, *sides = normed(activations)
         return (hidden, *sides)
 
     yield Segment(f"{name}.start", start)
@@ -111,12 +111,12 @@ def _of_bert(layer: BertLayerLayer, name: str) -> Iterator[Segment]:
 
 def _head(layer: PipelineLayer, loss: Loss) -> Callable[[Activations, Any], Tensor]:
     run = _deferred(layer)
-    return lambda carry, labels: loss(run(carry)[0], labels)
+    return lambda activations, labels: loss(run(activations)[0], labels)
 
 
 def _whole(layer: PipelineLayer) -> Run:
-    def run(carry: Activations) -> Activations:
-        result = layer(carry[0] if len(carry) == 1 else carry)
+    def run(activations: Activations) -> Activations:
+        result = layer(activations[0] if len(activations) == 1 else activations)
         return (result,) if isinstance(result, Tensor) else tuple(result)
 
     return run
@@ -125,8 +125,8 @@ def _whole(layer: PipelineLayer) -> Run:
 def _deferred(layer: PipelineLayer) -> Run:
     whole = _whole(layer)
 
-    def run(carry: Activations) -> Activations:
+    def run(activations: Activations) -> Activations:
         with deferred_sums():
-            return whole(carry)
+            return whole(activations)
 
     return run
