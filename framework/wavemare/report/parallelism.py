@@ -11,7 +11,7 @@ from wavemare.report.figures import Series, bars, lines
 from wavemare.report.gantt import gantt, gantt_height, rows_of_trace
 from wavemare.report.page import Page
 from wavemare.report.runs import RunFacts
-from wavemare.report.traces import PREDICTED, Trace
+from wavemare.report.traces import Trace
 
 __all__ = ["add_collective", "add_pipeline", "add_timeline"]
 
@@ -46,38 +46,9 @@ def _add_bubble(page: Page, run: RunFacts) -> None:
     else:
         page.missing("bubble in every step", "only the schedule pipemare measures it")
     if run.trace is None:
-        page.missing("bubble against the plan's", "no steps were noted (--trace_steps)")
-        return
-    layout = run.layout
-    if "gradient_accumulation_steps" not in layout:
-        reason = "the configuration does not say how many micro-batches a step has"
-        page.missing("bubble against the plan's", reason)
-        return
-    rows = [("measured", f"{run.trace.bubble:.1%}")]
-    plan: float | None = None
-    why = _unpredictable(run, run.trace)
-    if why is None:
-        plan = run.trace.predicted_bubble(
-            str(layout["schedule"]),
-            int(layout["stages"]),
-            int(layout["gradient_accumulation_steps"]),
-            slack=_slack(run),
-        )
-    if plan is not None:
-        label = "predicted by the plan, from the measured times of passes and steps"
-        rows.append((label, f"{plan:.1%}"))
-    page.table(("noted steps", "bubble"), rows)
-    if plan is None:
-        unknown = "passes or optimizer steps of a stage were not noted, or took no time"
-        page.missing("bubble of the plan", why or unknown)
-
-
-def _unpredictable(run: RunFacts, trace: Trace) -> str | None:
-    """Return why no plan that is predicted is the run's; None if one is."""
-    if run.has_pairs or trace.has_pairs:
-        return "overlap_forward_backward ran passes in pairs, which single times cannot predict"
-    schedule = str(run.layout["schedule"])
-    return None if schedule in PREDICTED else f"the schedule {schedule!r} is not predicted"
+        page.missing("bubble of recorded steps", "no steps were recorded (--trace_steps)")
+    else:
+        page.table(("recorded steps", "bubble"), [("measured", f"{run.trace.bubble:.1%}")])
 
 
 def _add_staleness(page: Page, run: RunFacts) -> None:

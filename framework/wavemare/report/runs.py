@@ -94,11 +94,6 @@ class RunFacts:
         return _section(self._pipeline, "pipemare")
 
     @property
-    def has_pairs(self) -> bool:
-        """Whether the configuration asks for passes in pairs."""
-        return self._pipeline.get("overlap_forward_backward") is True
-
-    @property
     def _pipeline(self) -> Mapping[str, Any]:
         own = _section(self.configuration, "wavemare")
         return _section(own or _section(self._deepspeed, "wavemare"), "pipeline")

@@ -5,18 +5,17 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
-from wavemare.observe.formats import format_bytes, format_duration
-from wavemare.report.differences import differences, flat
+from wavemare.observe.formats import format_bytes, format_count, format_duration
 from wavemare.report.figures import Series, lines
-from wavemare.report.overview import overview
 from wavemare.report.page import Page
 from wavemare.report.parallelism import add_collective, add_pipeline, add_timeline
 from wavemare.report.runs import RunFacts
 
-__all__ = ["run_page"]
+__all__ = ["differences", "flat", "overview", "run_page"]
 
 _MIB = 2**20
 _DASHES = ("solid", "dash", "dot", "dashdot")
@@ -238,3 +237,97 @@ def _events(run: RunFacts, kind: str, *, rank: int | None = None) -> list[dict[s
 def _command(run: RunFacts) -> str | None:
     words = run.environment.get("command")
     return shlex.join(map(str, words)) if isinstance(words, list) else None
+
+
+def overview(runs: Sequence[RunFacts]) -> list[tuple[object, ...]]:
+    """Return a row for each fact: its name and its value in each run."""
+    columns = [_facts(run) for run in runs]
+    return [(name, *(column[name] for column in columns)) for name in columns[0]]
+
+
+def _facts(run: RunFacts) -> dict[str, object]:
+    loss, validation = run.series("loss"), run.series("eval_loss")
+    speed = [value for _, value in run.series("tokens_per_second")]
+    memory = [event["bytes"] for event in run.events if event["kind"] == "memory"]
+    layout = run.layout
+    return {
+        "ended": _ended(run),
+        "folder": str(run.folder),
+        "started (UTC)": str(run.environment.get("started", ""))[:19].replace("T", " ") or None,
+        "processes": run.environment.get("world_size"),
+        "schedule": layout["schedule"] or None,
+        "stages": layout["stages"],
+        "samples per step": layout.get("train_batch_size"),
+        "micro-batches per step": layout.get("gradient_accumulation_steps"),
+        "last step logged": max((line["step"] for line in run.metrics), default=None),
+        "last training loss (nats)": _last(loss),
+        "last validation loss (nats)": _last(validation),
+        "tokens/s, median of logged steps": format_count(median(speed)) if speed else None,
+        "bubble": _bubble(run),
+        "most memory of a rank": format_bytes(max(memory)) if memory else None,
+        "checkpoints": len(run.checkpoints),
+        "warnings": _warnings(run),
+    }
+
+
+def _ended(run: RunFacts) -> str:
+    results: Any = (run.summary or {}).get("results", {})
+    if run.summary is None:
+        return "not (no summary.json): it runs, or it was broken off"
+    stopped = results.get("stopped_after") if isinstance(results, dict) else None
+    return f"stopped after step {stopped}" if stopped is not None else "as planned"
+
+
+def _warnings(run: RunFacts) -> object:
+    if not run.events:
+        return None
+    count = sum(event["kind"] == "warning" for event in run.events)
+    reports = len(run.reports)
+    return f"{count}, and {reports} reports of the watchdog" if reports else count
+
+
+def _last(points: list[tuple[int, float]]) -> str | None:
+    return f"{points[-1][1]:.4f} (step {points[-1][0]})" if points else None
+
+
+def _bubble(run: RunFacts) -> str | None:
+    if run.layout["stages"] == 1:
+        return "no pipeline"
+    shares = [share for _, share in run.series("bubble")]
+    if shares:
+        return f"{sum(shares) / len(shares):.1%} (mean of logged steps)"
+    share = run.trace.bubble if run.trace is not None else None
+    return None if share is None else f"{share:.1%} (in the noted steps)"
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested objects by their dotted names; lists are values."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def differences(configurations: Sequence[Mapping[str, Any]]) -> list[tuple[object, ...]]:
+    """Return the keys that differ.
+
+    Args:
+        configurations: Nested objects.
+
+    Returns:
+        For each dotted key whose value is not the same in all of them, the key and its values; None
+        where a configuration has no such key, and ``null`` where it says so.
+    """
+    known = [flat(each) for each in configurations]
+    keys = dict.fromkeys(key for each in known for key in each)
+    rows: list[tuple[object, ...]] = []
+    for key in keys:
+        present = [key in each for each in known]
+        values = [each.get(key) for each in known]
+        if not all(present) or any(value != values[0] for value in values):
+            shown = ("null" if h and v is None else v for h, v in zip(present, values, strict=True))
+            rows.append((key, *shown))
+    return rows

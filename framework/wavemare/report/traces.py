@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks noted of some steps, on one clock; what their plan would have made of the times."""
+"""What ranks recorded of some steps, on one clock."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 from wavemare.engine.observe.trace import FOLDER, FORMAT
@@ -14,10 +12,7 @@ from wavemare.errors import DataError, PlanError
 from wavemare.json_text import parse_json
 from wavemare.pipeline.plan.action import COLLECTIVES, COMPUTE, RECEIVES, SENDS, Action, Kind
 
-__all__ = ["PREDICTED", "RankTrace", "Span", "Trace", "category", "read_traces"]
-
-PREDICTED = ("1f1b", "pipemare")
-"""Schedules of which `Trace.predicted_bubble` knows the plan."""
+__all__ = ["RankTrace", "Span", "Trace", "category", "read_traces"]
 
 _KEYS = {"format", "rank", "stage", "first_step", "device", "steps", "spans"}
 _PAIR = "Pair "
@@ -79,65 +74,6 @@ class Trace:
     def bubble(self) -> float:
         """Mean share of the time in which ranks did not compute."""
         return 1 - sum(rank.busy for rank in self.ranks) / len(self.ranks)
-
-    def seconds(self, kind: Kind) -> dict[int, float]:
-        """Return the median time of a kind of action by stage, over the ranks that have it."""
-        found: dict[int, list[float]] = defaultdict(list)
-        for rank in self.ranks:
-            for span in rank.spans:
-                action = _action(span.text)
-                if action is not None and action.kind is kind:
-                    found[action.stage].append(span.end_s - span.start_s)
-        return {stage: median(times) for stage, times in sorted(found.items())}
-
-    @property
-    def has_pairs(self) -> bool:
-        """Whether passes ran in pairs."""
-        return any(span.text.startswith(_PAIR) for rank in self.ranks for span in rank.spans)
-
-    def predicted_bubble(
-        self, schedule: str, num_stages: int, micro_batches: int, *, slack: int = 0
-    ) -> float | None:
-        """Return the bubble of the plan with the measured times of passes and optimizer steps.
-
-        Messages take no time in it. An asynchronous plan is taken in its steady state.
-
-        Args:
-            schedule: ``1f1b`` or ``pipemare``.
-            num_stages: Length of the pipeline.
-            micro_batches: Per optimizer step.
-            slack: See `wavemare.pipeline.plan.order.ahead`; of ``pipemare`` alone.
-
-        Returns:
-            0 to 1; None where passes of a stage were not noted or ran in pairs, or for another
-            schedule.
-        """
-        from wavemare.pipeline.clock.simulate import Costs, simulate
-        from wavemare.pipeline.clock.timeline import bubble
-        from wavemare.pipeline.plan import schedules
-
-        stages = range(num_stages)
-        times = [self.seconds(kind) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.STEP)]
-        if schedule not in PREDICTED or any(set(each) != set(stages) for each in times):
-            return None
-        if self.has_pairs:  # the passes that ran alone are not those that the plan would need
-            return None
-        forward, backward, step = (tuple(each[stage] for stage in stages) for each in times)
-        costs = Costs(forward_s=forward, backward_s=backward, step_s=step)
-        if schedule == "1f1b":
-            return bubble(simulate(schedules.one_f_one_b(num_stages, micro_batches), costs))
-        # Fill and drain take both plans the same time; what a stage has forwarded ahead is used up
-        # in the steps that both have.
-        steps = 8 + 4 * num_stages * (1 + slack) // micro_batches
-        short, long = (
-            simulate(schedules.pipemare(num_stages, micro_batches, count, slack=slack), costs)
-            for count in (steps, 2 * steps)
-        )
-        step_s = (long.makespan_s - short.makespan_s) / steps
-        if step_s <= 0:
-            return None
-        work = [micro_batches * (forward[s] + backward[s]) + step[s] for s in stages]
-        return max(0.0, 1 - sum(work) / num_stages / step_s)  # rounding must not show as -0.0 %
 
 
 def category(text: str) -> str:

@@ -12,8 +12,7 @@ from wavemare.pipeline.clock.simulate import Costs, simulate
 from wavemare.pipeline.plan.check import check
 from wavemare.pipeline.plan.schedules import pipemare
 from wavemare.report import plan_page, read_run, run_page
-from wavemare.report.differences import differences
-from wavemare.report.traces import read_traces
+from wavemare.report.sections import differences
 
 
 def points(figure, name):
@@ -76,46 +75,6 @@ def test_tables_have_checkpoints_warnings_and_what_was_predicted(run_folder):
     assert "<td>&lt;b&gt;mind&lt;/b&gt;</td>" in html
     assert "<td>python -m &#x27;a b&#x27;</td>" in html
     assert "at most 1, 0 (stage 0 first)" in html
-
-
-def configured(folder, **pipeline):
-    """Return the page of a run whose pipeline was configured otherwise."""
-    file = folder / "config.json"
-    config = json.loads(file.read_text())
-    config["configuration"]["wavemare"]["pipeline"].update(pipeline)
-    file.write_text(json.dumps(config))
-    return run_page([read_run(folder)])
-
-
-def test_the_plan_is_that_of_the_run(run_folder):
-    trace = read_traces(run_folder)
-    for schedule, slack in (("pipemare", 3), ("1f1b", 0)):
-        html = configured(run_folder, schedule=schedule, pipemare={"slack": slack})
-        predicted = trace.predicted_bubble(schedule, 2, 2, slack=slack)
-        cell = f"<td>{predicted:.1%}</td>"
-        assert f"from the measured times of passes and steps</td>{cell}" in html
-
-
-@pytest.mark.parametrize(
-    ("pipeline", "reason"),
-    [
-        ({"overlap_forward_backward": True}, "overlap_forward_backward ran passes in pairs"),
-        ({"schedule": "other"}, "the schedule &#x27;other&#x27; is not predicted"),
-        ({"stages": 3}, "passes or optimizer steps of a stage were not noted"),
-    ],
-)
-def test_a_plan_that_is_not_predicted_is_missing(run_folder, pipeline, reason):
-    html = configured(run_folder, **pipeline)
-    assert f'<p class="missing"><b>bubble of the plan:</b> {reason}' in html
-    assert "predicted by the plan" not in html
-    assert "<td>22.5%</td>" in html  # measured
-
-
-def test_pairs_in_the_trace_are_enough(run_folder):
-    file = run_folder / "timeline" / "rank_00000.json"
-    file.write_text(file.read_text().replace('"0B1"', '"Pair 0B1 0F2"'))
-    reason = "overlap_forward_backward ran passes in pairs"
-    assert f"bubble of the plan:</b> {reason}" in run_page([read_run(run_folder)])
 
 
 def test_text_of_a_run_cannot_become_markup(run_folder):

@@ -42,8 +42,8 @@ def tensor_segments(model: Any, group: Any, inputs: Sequence[str] | None = None)
     Segments that sum (``x.attention``, ``x.mlp``: from the input of a column-parallel layer to the
     output of a row-parallel one) alternate with those in between (``x.norm``: bias, dropout,
     residual, norm). Activations are first (token ids, side inputs), then (this rank's part of
-    the embedded tokens, side inputs), then (x, residual, side inputs), where x is a part of a sum after
-    a segment with ``sums_output``, and at last (x,), the head's input.
+    the embedded tokens, side inputs), then (x, residual, side inputs), where x is a partial sum
+    after a segment with ``sums_output``, and at last (x,), the head's input.
 
     The head of a language model exchanges what its loss needs by itself: three numbers for each
     position.
