@@ -19,7 +19,7 @@ from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.waves.segments import Segments
 from wavemare.errors import ConfigError, PlanError
 from wavemare.failure import watch_failures
-from wavemare.parallel import TensorMesh
+from wavemare.parallel import ProcessGrid
 from wavemare.parallel.layout.annotations import PLAN, is_annotated
 from wavemare.parallel.layout.grid import process_grid, same_grid
 
@@ -217,11 +217,11 @@ def _converted(model: Any, ours: WavemareConfig) -> Any:
     )
 
 
-def _split(model: Any, ours: WavemareConfig) -> tuple[Any, TensorMesh]:
+def _split(model: Any, ours: WavemareConfig) -> tuple[Any, ProcessGrid]:
     """Split a model over every so many consecutive ranks."""
     from wavemare.parallel.tensor import split_model
 
-    mesh = TensorMesh(ours.tensor_parallel.size)
+    mesh = ProcessGrid.of(tensor=ours.tensor_parallel.size)
     return split_model(model, mesh.get_model_parallel_group()), mesh
 
 

@@ -12,7 +12,7 @@ __all__ = ["convert"]
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(help="Folder to read; its layout is recognised.")],
+    source: Annotated[Path, typer.Argument(help="Folder to read; its format is recognised.")],
     target: Annotated[Path, typer.Argument(help="Folder to write, which must not exist.")],
     to: Annotated[str, typer.Option(help="hf, megatron or deepspeed.")],
     tensor_parallel: Annotated[

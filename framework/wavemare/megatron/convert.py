@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints from one layout to another, each conversion proved by the logits of both sides."""
+"""Checkpoints from one format to another, each conversion proved by the logits of both sides."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from wavemare.megatron.weights import (
     to_transformers,
 )
 
-__all__ = ["Conversion", "Layout", "Options", "convert", "layout_of"]
+__all__ = ["Conversion", "Format", "Options", "convert", "format_of"]
 
-Layout = Literal["hf", "megatron", "deepspeed"]
+Format = Literal["hf", "megatron", "deepspeed"]
 
-_LAYOUTS = ("hf", "megatron", "deepspeed")
+_FORMATS = ("hf", "megatron", "deepspeed")
 _USED = {
     "from megatron": ("vocab_size", "num_attention_heads", "model_type"),
     "from deepspeed": ("config",),
@@ -88,14 +88,14 @@ class Conversion:
     """What was done.
 
     Attributes:
-        source: Layout that was read.
-        target: Layout that was written.
+        source: Format that was read.
+        target: Format that was written.
         parameters: Numbers in the model.
         difference: Largest difference of a logit between both sides, in fp32.
         largest: Largest logit.
     """
 
-    source: Layout
+    source: Format
     target: str
     parameters: int
     difference: float
@@ -125,18 +125,18 @@ def convert(
         source: A Hugging Face folder, what Megatron's ``--load`` names, or what DeepSpeed's
             ``load_checkpoint`` is given.
         target: A folder that does not exist, or is empty.
-        to: Its layout: hf, megatron or deepspeed.
+        to: Its format: hf, megatron or deepspeed.
         options: See `Options`.
 
     Raises:
-        ModelError: There is no faithful conversion, an option says nothing of these layouts, the
+        ModelError: There is no faithful conversion, an option says nothing of these formats, the
             target cannot be made, or the logits of both sides differ.
         CheckpointError: The source is missing or damaged.
     """
     options = options or Options()
     target = Path(os.path.expanduser(target)).resolve()
     _check(target, to, options)
-    kind = layout_of(source)
+    kind = format_of(source)
     _check_used(kind, to, options)
     read = _READERS[kind](Path(os.path.expanduser(source)), options)
     try:
@@ -158,8 +158,8 @@ def convert(
     return result
 
 
-def layout_of(folder: str | Path) -> Layout:
-    """Tell a folder's layout by the names in it.
+def format_of(folder: str | Path) -> Format:
+    """Tell a folder's format by the names in it.
 
     Raises:
         ModelError: It is none that is known.
@@ -176,8 +176,8 @@ def layout_of(folder: str | Path) -> Layout:
 
 
 def _check(target: Path, to: str, options: Options) -> None:
-    if to not in _LAYOUTS:
-        raise ModelError("--to", to, "there is no such layout", did_you_mean(to, _LAYOUTS))
+    if to not in _FORMATS:
+        raise ModelError("--to", to, "there is no such format", did_you_mean(to, _FORMATS))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ModelError("TARGET", str(target), "it exists", "Choose another name")
     if options.version not in range(4):
@@ -289,7 +289,7 @@ def _logits(model: Any, ids: Tensor) -> Tensor:
     return logits
 
 
-def _compare(source: Layout, target: str, read: _Source, back: _Source) -> Conversion:
+def _compare(source: Format, target: str, read: _Source, back: _Source) -> Conversion:
     config = read.model.config
     length = min(64, config.max_position_embeddings)
     generator = torch.Generator().manual_seed(0)

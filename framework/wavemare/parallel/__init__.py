@@ -13,7 +13,7 @@ from wavemare.lazy import at_first_use
 
 if TYPE_CHECKING:
     from wavemare.parallel.layout.annotations import pipeline, replica, split, stage
-    from wavemare.parallel.layout.grid import ProcessGrid, TensorMesh, process_grid, rank_lists
+    from wavemare.parallel.layout.grid import ProcessGrid, process_grid, rank_lists
     from wavemare.parallel.layout.layout import Layout, Prediction
     from wavemare.parallel.layout.names import annotate
     from wavemare.parallel.planner.api import plan
@@ -22,7 +22,6 @@ __all__ = [
     "Layout",
     "Prediction",
     "ProcessGrid",
-    "TensorMesh",
     "annotate",
     "pipeline",
     "plan",
@@ -37,7 +36,6 @@ _HOME = {
     "Layout": "layout.layout",
     "Prediction": "layout.layout",
     "ProcessGrid": "layout.grid",
-    "TensorMesh": "layout.grid",
     "annotate": "layout.names",
     "pipeline": "layout.annotations",
     "plan": "planner.api",

@@ -15,7 +15,7 @@ from tensor_models import batch, build
 
 import wavemare
 from wavemare.engine import init_distributed
-from wavemare.parallel import TensorMesh
+from wavemare.parallel import ProcessGrid
 from wavemare.parallel.tensor import merged_state_dict, split_model
 
 STEPS, CLIP, TENSOR = 5, 0.05, 2
@@ -59,7 +59,7 @@ if __name__ == "__main__":
     whole = {
         case: train(deepspeed.initialize, build(case[0]), case[1], data_rank) for case in CASES
     }
-    mesh = TensorMesh(TENSOR)
+    mesh = ProcessGrid.of(tensor=TENSOR)
     assert mesh.get_data_parallel_rank() == data_rank
     result = {}
     for name, stage in CASES:

@@ -66,7 +66,7 @@ COMMANDS = [
     ("data build x.txt --output o --tokenizer nosuch", "--tokenizer = 'nosuch'", "save_pretrained"),
     ("convert ~nosuchuser/x t --to hf", "SOURCE = '~nosuchuser/x'", "neither config.json"),
     ("convert . . --to hf", "TARGET = ", "Choose another name"),
-    ("convert . t --to onnx", "--to = 'onnx'", "no such layout"),
+    ("convert . t --to onnx", "--to = 'onnx'", "no such format"),
     ("simulate t5", "RECIPE = 't5'", "no such recipe"),
 ]
 

@@ -8,7 +8,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import distributed as dist
 
 from wavemare.errors import ConfigError
-from wavemare.parallel import ProcessGrid, TensorMesh, process_grid, rank_lists
+from wavemare.parallel import ProcessGrid, process_grid, rank_lists
 
 SHAPES = [(1, 1, 1), (2, 1, 3), (2, 3, 2), (1, 4, 2), (4, 2, 1), (3, 2, 4)]
 
@@ -110,7 +110,7 @@ def test_megatrons_module_is_taken(rank, as_rank):
 
 def test_an_object_of_megatrons_first_years(as_rank):
     with as_rank(5, 8):
-        mesh = TensorMesh(4)
+        mesh = ProcessGrid.of(tensor=4)
         old = SimpleNamespace(
             get_model_parallel_group=mesh.get_model_parallel_group,
             get_data_parallel_group=mesh.get_data_parallel_group,
@@ -145,7 +145,7 @@ def test_refusals(as_rank):
 @pytest.mark.parametrize("rank", range(6))
 def test_consecutive_ranks_share_a_model(rank, as_rank):
     with as_rank(rank, 6):
-        mesh = TensorMesh(2)
+        mesh = ProcessGrid.of(tensor=2)
         first = rank // 2 * 2
         assert mesh.get_model_parallel_rank() == mesh.get_tensor_model_parallel_rank() == rank % 2
         assert mesh.get_model_parallel_world_size() == 2
@@ -164,5 +164,5 @@ def test_consecutive_ranks_share_a_model(rank, as_rank):
 @pytest.mark.parametrize("size", [0, -1, 4, 5, 12])
 def test_a_number_of_ranks_that_does_not_divide_is_refused_with_those_that_do(size, as_rank):
     with as_rank(0, 6), pytest.raises(ConfigError, match=r"6 ranks.*one of 1, 2, 3, 6") as error:
-        TensorMesh(size)
-    assert (error.value.key, error.value.value) == ("tensor_parallel", size)
+        ProcessGrid.of(tensor=size)
+    assert (error.value.key, error.value.value) == ("mpu", size)

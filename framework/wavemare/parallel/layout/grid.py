@@ -17,7 +17,7 @@ from torch import distributed as dist
 
 from wavemare.errors import ConfigError
 
-__all__ = ["Axis", "ProcessGrid", "TensorMesh", "process_grid", "rank_lists", "same_grid"]
+__all__ = ["Axis", "ProcessGrid", "process_grid", "rank_lists", "same_grid"]
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,37 @@ class Axis:
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """Their number."""
         return len(self.ranks)
+
+    @property
+    def first(self) -> int:
+        """The global rank of the first of them."""
+        return self.ranks[0]
+
+    @property
+    def last(self) -> int:
+        """The global rank of the last of them."""
+        return self.ranks[-1]
+
+    @property
+    def next(self) -> int:
+        """The global rank behind this process; behind the last one the first."""
+        return self.ranks[(self.rank + 1) % self.size]
+
+    @property
+    def previous(self) -> int:
+        """The global rank before this process; before the first one the last."""
+        return self.ranks[self.rank - 1]
+
+
+def _read(axis: str, attribute: str) -> Callable[..., Any]:
+    """Return a method that reads an attribute of an axis, whatever flags it is given."""
+
+    def read(self: ProcessGrid, *_: Any, **__: Any) -> Any:
+        return getattr(getattr(self, axis), attribute)
+
+    return read
 
 
 def rank_lists(
@@ -57,8 +86,10 @@ def rank_lists(
         ConfigError: The processes cannot be divided so.
     """
     if tensor < 1 or pipeline < 1 or world_size % (tensor * pipeline):
+        divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
         reason = f"{world_size} ranks cannot be cut into models of {tensor} x {pipeline}"
-        raise ConfigError("mpu", tensor * pipeline, reason, "Give a divisor, or start more ranks")
+        remedy = f"Give one of {divisors}, or start more ranks"
+        raise ConfigError("mpu", tensor * pipeline, reason, remedy)
     stage = world_size // pipeline
     return {
         "tensor": [list(range(r, r + tensor)) for r in range(0, world_size, tensor)],
@@ -95,61 +126,52 @@ class ProcessGrid:
     def of(cls, *, tensor: int = 1, pipeline: int = 1) -> ProcessGrid:
         """Make the groups; all ranks do so together, after ``torch.distributed`` is initialized.
 
+        Args:
+            tensor: Number of consecutive ranks that share each layer.
+            pipeline: Number of stages.
+
         Raises:
             ConfigError: The processes cannot be divided so.
         """
         lists = rank_lists(dist.get_world_size(), tensor=tensor, pipeline=pipeline)
-        return cls(**{name: own_axis(groups) for name, groups in lists.items()})
+        axes = {name: own_axis(lists[name]) for name in ("tensor", "pipeline", "data")}
+        model = own_axis(lists["model"]) if pipeline > 1 else axes["tensor"]
+        return cls(**axes, model=model)
 
-    # Megatron's dialect. Its functions take whether context-parallel ranks count; there are none.
+    # Megatron's names. Its flags count context-parallel ranks, of which there are none.
+    get_tensor_model_parallel_group = _read("tensor", "group")
+    get_tensor_model_parallel_rank = _read("tensor", "rank")
+    get_tensor_model_parallel_world_size = _read("tensor", "size")
+    get_tensor_model_parallel_src_rank = _read("tensor", "first")
+    get_pipeline_model_parallel_group = _read("pipeline", "group")
+    get_pipeline_model_parallel_rank = _read("pipeline", "rank")
+    get_pipeline_model_parallel_world_size = _read("pipeline", "size")
+    get_pipeline_model_parallel_first_rank = _read("pipeline", "first")
+    get_pipeline_model_parallel_last_rank = _read("pipeline", "last")
+    get_pipeline_model_parallel_next_rank = _read("pipeline", "next")
+    get_pipeline_model_parallel_prev_rank = _read("pipeline", "previous")
+    get_data_parallel_group = _read("data", "group")
+    get_data_parallel_rank = _read("data", "rank")
+    get_data_parallel_world_size = _read("data", "size")
+    get_data_parallel_src_rank = _read("data", "first")
+    get_model_parallel_group = _read("model", "group")
+    get_model_parallel_src_rank = _read("model", "first")
+
+    # DeepSpeed's names.
+    get_model_parallel_rank = _read("model", "rank")
+    get_model_parallel_world_size = _read("model", "size")
+    get_data_parallel_id = get_data_parallel_rank
+    get_stage_id = get_pipeline_model_parallel_rank
+    get_pipe_parallel_rank = get_pipeline_model_parallel_rank
+    get_pipe_parallel_world_size = get_pipeline_model_parallel_world_size
+    get_pipe_parallel_group = get_pipeline_model_parallel_group
+    get_slice_parallel_rank = get_tensor_model_parallel_rank
+    get_slice_parallel_world_size = get_tensor_model_parallel_world_size
+    get_slice_parallel_group = get_tensor_model_parallel_group
 
     def model_parallel_is_initialized(self) -> bool:
-        """Whether there are groups."""
+        """Return True: a grid has its groups."""
         return True
-
-    def get_tensor_model_parallel_group(self, check_initialized: bool = True) -> Any:
-        """Return the group of ranks that share this rank's layers."""
-        return self.tensor.group
-
-    def get_tensor_model_parallel_rank(self) -> int:
-        """Return this rank's place among them."""
-        return self.tensor.rank
-
-    def get_tensor_model_parallel_world_size(self) -> int:
-        """Return how many they are."""
-        return self.tensor.size
-
-    def get_tensor_model_parallel_src_rank(self) -> int:
-        """Return the global rank of the first of them."""
-        return self.tensor.ranks[0]
-
-    def get_pipeline_model_parallel_group(self, check_initialized: bool = True) -> Any:
-        """Return the group of the stages."""
-        return self.pipeline.group
-
-    def get_pipeline_model_parallel_rank(self) -> int:
-        """Return this rank's stage."""
-        return self.pipeline.rank
-
-    def get_pipeline_model_parallel_world_size(self) -> int:
-        """Return the number of stages."""
-        return self.pipeline.size
-
-    def get_pipeline_model_parallel_first_rank(self) -> int:
-        """Return the global rank of the first stage."""
-        return self.pipeline.ranks[0]
-
-    def get_pipeline_model_parallel_last_rank(self) -> int:
-        """Return the global rank of the last stage."""
-        return self.pipeline.ranks[-1]
-
-    def get_pipeline_model_parallel_next_rank(self) -> int:
-        """Return the global rank of the next stage, after the last one the first."""
-        return self.pipeline.ranks[(self.pipeline.rank + 1) % self.pipeline.size]
-
-    def get_pipeline_model_parallel_prev_rank(self) -> int:
-        """Return the global rank of the stage before, before the first one the last."""
-        return self.pipeline.ranks[self.pipeline.rank - 1]
 
     def is_pipeline_first_stage(self, ignore_virtual: bool = True) -> bool:
         """Whether this rank embeds."""
@@ -159,22 +181,6 @@ class ProcessGrid:
         """Whether this rank has the loss."""
         return self.pipeline.rank == self.pipeline.size - 1
 
-    def get_data_parallel_group(self, with_context_parallel: bool = False) -> Any:
-        """Return the group of ranks that hold the same weights."""
-        return self.data.group
-
-    def get_data_parallel_rank(self, with_context_parallel: bool = False) -> int:
-        """Return this rank's place among them."""
-        return self.data.rank
-
-    def get_data_parallel_world_size(self, with_context_parallel: bool = False) -> int:
-        """Return the number of replicas."""
-        return self.data.size
-
-    def get_data_parallel_src_rank(self, with_context_parallel: bool = False) -> int:
-        """Return the global rank of the first replica."""
-        return self.data.ranks[0]
-
     def get_context_parallel_world_size(self) -> int:
         """Return 1: sequences are not cut."""
         return 1
@@ -183,24 +189,6 @@ class ProcessGrid:
         """Return 0."""
         return 0
 
-    def get_model_parallel_group(self, check_initialized: bool = True) -> Any:
-        """Return the group of all ranks that hold this rank's model."""
-        return self.model.group
-
-    def get_model_parallel_src_rank(self) -> int:
-        """Return the global rank of the first of them."""
-        return self.model.ranks[0]
-
-    # DeepSpeed's dialect, where it differs.
-
-    def get_model_parallel_rank(self) -> int:
-        """Return this rank's place in its model."""
-        return self.model.rank
-
-    def get_model_parallel_world_size(self) -> int:
-        """Return the number of ranks to a model."""
-        return self.model.size
-
     def get_data_parallel_group_ranks(self) -> list[int]:
         """Return the global ranks of the replicas."""
         return list(self.data.ranks)
@@ -208,15 +196,6 @@ class ProcessGrid:
     def get_global_rank(self) -> int:
         """Return this process's rank among all."""
         return dist.get_rank()
-
-    get_data_parallel_id = get_data_parallel_rank
-    get_stage_id = get_pipeline_model_parallel_rank
-    get_pipe_parallel_rank = get_pipeline_model_parallel_rank
-    get_pipe_parallel_world_size = get_pipeline_model_parallel_world_size
-    get_pipe_parallel_group = get_pipeline_model_parallel_group
-    get_slice_parallel_rank = get_tensor_model_parallel_rank
-    get_slice_parallel_world_size = get_tensor_model_parallel_world_size
-    get_slice_parallel_group = get_tensor_model_parallel_group
 
 
 def own_axis(groups: list[list[int]]) -> Axis:
@@ -312,37 +291,3 @@ def _axis(group: Any) -> Axis:
 
 def _name(mpu: Any) -> str:
     return str(getattr(mpu, "__name__", type(mpu).__name__))
-
-
-class TensorMesh(ProcessGrid):
-    """Consecutive ranks share the tensors of a model; ranks at the same place in them share data.
-
-    With 2 ranks to a model, ranks 0 and 1 hold one and ranks 2 and 3 another; 0 and 2 hold the
-    same share. It is what DeepSpeed calls an ``mpu``, with the names of Megatron-LM's functions.
-    All ranks make it together, after ``torch.distributed`` is initialized.
-
-    Args:
-        tensor_parallel: Number of ranks to a model.
-
-    Raises:
-        ConfigError: It does not divide the number of ranks.
-    """
-
-    def __init__(self, tensor_parallel: int) -> None:
-        world_size = dist.get_world_size()
-        if tensor_parallel < 1 or world_size % tensor_parallel:
-            divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
-            raise ConfigError(
-                "tensor_parallel",
-                tensor_parallel,
-                f"{world_size} ranks cannot be cut into groups of that size",
-                f"Give one of {', '.join(map(str, divisors))}, or start more ranks",
-            )
-        lists = rank_lists(world_size, tensor=tensor_parallel)
-        tensor = own_axis(lists["tensor"])
-        super().__init__(
-            tensor=tensor,
-            pipeline=own_axis(lists["pipeline"]),
-            data=own_axis(lists["data"]),
-            model=tensor,  # split in no other way
-        )
