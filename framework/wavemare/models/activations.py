@@ -23,6 +23,7 @@ __all__ = [
     "unpack",
 ]
 
+_BATCH_NDIM = 2
 Activations = Tensor | tuple[Tensor, ...]
 """Hidden states alone, or followed by the side inputs in their declared order."""
 
@@ -157,9 +158,6 @@ class _Batch:
 
 def _takes_kind(rotary: nn.Module) -> bool:
     return "layer_type" in inspect.signature(rotary.forward).parameters
-
-
-_BATCH_NDIM = 2
 
 
 def split_batch(

@@ -44,6 +44,9 @@ __all__ = [
     "warn_of_untying",
 ]
 
+_MEGABYTE = 1e6
+_logger = logging.getLogger("wavemare")
+
 
 def to_pipeline(
     model: PreTrainedModel,
@@ -279,11 +282,6 @@ def _of_type(chain: Sequence[PipelineLayer], partition: str, stages: int) -> lis
             f"Name one of {', '.join(classes)}",
         )
     return weights
-
-
-_MEGABYTE = 1e6
-
-_logger = logging.getLogger("wavemare")
 
 
 @dataclass(frozen=True)

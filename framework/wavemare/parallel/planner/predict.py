@@ -16,6 +16,7 @@ from wavemare.parallel.planner.times import TimeModel, optimizer_s, reduction_s
 
 __all__ = ["Candidate", "Scene", "Settings"]
 
+_LARGEST_BATCH = 2**31
 Unit = tuple[int, ...]
 """Devices, by their index, that share a model's layers: of one type, in one node."""
 
@@ -209,9 +210,6 @@ class Scene:
 def device_order(layout: Candidate) -> tuple[int, ...]:
     """Return the device of each rank."""
     return tuple(device for replicas in layout.units for unit in replicas for device in unit)
-
-
-_LARGEST_BATCH = 2**31
 
 
 @dataclass(frozen=True, kw_only=True)

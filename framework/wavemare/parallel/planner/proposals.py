@@ -31,6 +31,9 @@ __all__ = [
 
 Grid = tuple[tuple[Unit, ...], ...]
 
+_GRADIENTS, _WEIGHTS = 2, 3
+_MOST_COUNTS = 16
+
 
 def equal_layouts(scene: Scene, variant: Variant, micro_steps: int) -> Iterator[Candidate]:
     """Yield the layout of devices as they come in equal parts, if they form units so."""
@@ -212,10 +215,6 @@ def _cut(
         limit_s = limit_s if variant.schedule == "1f1b" else 0.0
         scene.cuts[key] = best_order(problem, counts, micro_steps, limit_s)
     return scene.cuts[key]
-
-
-_GRADIENTS, _WEIGHTS = 2, 3
-_MOST_COUNTS = 16
 
 
 def variants(scene: Scene) -> Iterator[Variant]:

@@ -25,6 +25,7 @@ from wavemare.parallel.planner.proposals import (
 __all__ = ["PlanSearch", "search_plans"]
 
 _GIB = 2**30
+_HEADER = ("plan", "P", "T", "D", "steps", "shares", "ZeRO", "other", "tokens/s", "gain", "GiB")
 
 
 def search_plans(costs: ModelCosts, cluster: Cluster, settings: Settings) -> PlanSearch:
@@ -124,10 +125,6 @@ def _nothing_fits(scene: Scene) -> PlanError:
         f"device has within the margin{needs}",
         "Use more or larger devices, a smaller global batch or a shorter sequence",
     )
-
-
-_GIB = 2**30
-_HEADER = ("plan", "P", "T", "D", "steps", "shares", "ZeRO", "other", "tokens/s", "gain", "GiB")
 
 
 @dataclass(frozen=True, kw_only=True)
