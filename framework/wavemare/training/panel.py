@@ -8,7 +8,7 @@ from typing import Any
 
 from wavemare.engine.config.resolve import zero_section
 from wavemare.engine.config.shape import is_enabled
-from wavemare.models.ties import tied_weights
+from wavemare.models.convert import tied_weights
 from wavemare.observe.memory import estimate_activations, estimate_memory
 from wavemare.pipeline.config import PipelineConfig
 from wavemare.pipeline.plan.order import ahead
