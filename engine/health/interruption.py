@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stopping all ranks after the same step when one of them is told to end.
+"""Stops all ranks after the same step when one of them gets a signal.
 
-Cluster schedulers send SIGTERM some seconds before they kill a job: to one rank, to all of them or
-to the launcher, and at no moment that the ranks share. A checkpoint needs them all at one step.
+Cluster schedulers send SIGTERM some seconds before they kill a job: to one rank, to all ranks or to
+the launcher, at different moments. A checkpoint needs all ranks at one step.
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ _PREFIX = "wavemare/interruption"
 _ASKED = "asked"
 _STOP_AT = "stop_at"
 _ATTEMPTS, _PAUSE_S = 3, 0.05
-"""Questions to a store that fails, and the pause after each."""
+"""Attempts to ask a store, and the pause after each."""
 
 
 class Interruption:
     """Lets all ranks stop after the same step once any of them has got a signal.
 
-    Use it as a context manager around a training loop, on every rank, and ask `stops_after` after
-    every step. In the block the signals only set a flag. Rank 0 learns of it between two of its
-    steps and writes the number of a later step into the store of the process group, where the
-    others read it between theirs: no rank ever waits for another, and one that has not been
-    signalled stops with those that have. Once the ranks have stopped the signals stay ignored, as
-    schedulers and launchers repeat them while the checkpoint is written; otherwise the block puts
-    back the handlers that it found.
+    Use it as a context manager around a training loop, on every rank, and call `stops_after` after
+    every step. In the block the signals only set a flag. Rank 0 learns of the flag between two of
+    its steps and writes the number of a later step into the store of the process group. The other
+    ranks read it between their steps: no rank waits for another, and all stop after the same step.
+    After a stop the signals stay ignored, since schedulers repeat them while the checkpoint is
+    written. Otherwise the block restores the handlers that it found.
 
     Outside the main thread, where Python sets no handlers, it only follows the other ranks.
 
@@ -62,7 +61,7 @@ class Interruption:
         from deepspeed.accelerator import get_accelerator
 
         if lead < 0:
-            raise ConfigError("lead", lead, "a distance in steps is meant", "Give 0 or more")
+            raise ConfigError("lead", lead, "it is negative", "Give a number of steps, 0 or more")
         self._lead = lead
         self._signals = tuple(signals)
         self._given_store = store
@@ -99,7 +98,7 @@ class Interruption:
         self._store = None
 
     def stops_after(self, step: int) -> bool:
-        """Whether the ranks stop now; to be asked once after every step, on every rank.
+        """Return whether the ranks stop now; call it once after every step, on every rank.
 
         Args:
             step: How many steps this rank has finished, counted alike on all ranks.
@@ -120,12 +119,12 @@ class Interruption:
         return self._stopped
 
     def _ask(self, step: int) -> int | None:
-        """Return the step to stop after, if there is one, in a call to the store or two."""
+        """Return the step to stop after, if there is one, by one or two calls to the store."""
         from torch.distributed import DistError
 
         if self._store is None:
             return None
-        # At once, not after the next step: the others may stop after this one.
+        # Now, not after the next step: the others may stop after this one.
         for _ in range(_ATTEMPTS):
             try:
                 return self._decide(step) if self._rank == 0 else self._follow()
@@ -135,13 +134,11 @@ class Interruption:
         return None  # the store's process has gone, and the launcher is about to end this one
 
     def _decide(self, step: int) -> int | None:
-        # Why no other rank has passed the step that is chosen here: until rank 0 begins its next
-        # step, no rank finishes one beyond step + lead, by the meaning of lead. With an
-        # accelerator, a rank may ask about one step more than it has finished (see _Pace). So up to
-        # then all have asked about step + lead + pace.ahead at most, one less than what is
-        # chosen. And rank 0 begins its next step only when the store holds the number:
-        # `compare_set` waits for the reply, whereas `set` may return while the number is on its
-        # way. Nor does it change a number that an attempt has left whose reply was lost.
+        # No other rank has passed the step chosen here. Until rank 0 begins its next step, no rank
+        # finishes a step beyond step + lead, and a rank asks about pace.ahead steps more at most
+        # (see _Pace). Rank 0 begins its next step only when the store holds the number:
+        # `compare_set` waits for the reply, `set` might not. It also keeps the number of an earlier
+        # attempt whose reply was lost.
         if not self._signalled and not self._store.check([_ASKED]):
             return None
         stop_at = str(step + self._lead + self._pace.ahead + 1)
