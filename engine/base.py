@@ -10,7 +10,6 @@ from typing import Any
 
 from deepspeed import comm as dist
 from deepspeed.runtime.engine import ROUTE_TRAIN
-from deepspeed.utils import groups
 from torch.optim import Optimizer
 
 from wavemare.engine.balance import Balance, attach_balance
@@ -19,7 +18,6 @@ from wavemare.engine.config.resolve import WavemareConfig
 from wavemare.engine.health.numbers import NumericsGuard, attach_guard, skipping
 from wavemare.engine.health.watchdog.watcher import Watchdog
 from wavemare.engine.observe.progress import PROGRESS
-from wavemare.engine.open_step import leave_open_step
 from wavemare.engine.optim.optimizers import (
     check_matrix_optimizer,
     describe_partitions,
@@ -27,6 +25,7 @@ from wavemare.engine.optim.optimizers import (
     refresh_by_stage,
 )
 from wavemare.engine.pipe.micro_batch import naming_ids
+from wavemare.engine.seams import discard_open_step, forget_grid
 from wavemare.engine.sparse.attach import attach_sparse_gradients
 from wavemare.engine.sparse.gradients import SparseGradients
 
@@ -138,7 +137,7 @@ class EngineMixin(CheckpointMixin):
         watchdog, self.watchdog = self.watchdog, None  # DeepSpeed's destructor comes here again
         with ExitStack() as stack:  # each, though one before it fails; the last comes first
             stack.callback(super().destroy)  # type: ignore[misc]
-            stack.callback(_forget_grid, getattr(self, "mpu", None))
+            stack.callback(forget_grid, getattr(self, "mpu", None))
             if watchdog is not None:
                 stack.callback(watchdog.release)
             if self._sparse is not None:
@@ -152,7 +151,7 @@ class EngineMixin(CheckpointMixin):
 
     def reset_state(self) -> None:
         """Forget what belonged to the weights that were, as `CheckpointMixin.reset_state`."""
-        leave_open_step(self)
+        discard_open_step(self)
         if self._guard is not None:
             self._guard.reset()
         if self._sparse is not None:
@@ -194,13 +193,3 @@ class EngineMixin(CheckpointMixin):
         That is this rank's share of the sparse collectives, if there are any.
         """
         return dict(self._sparse.figures) if self._sparse is not None else {}
-
-
-def _forget_grid(mpu: Any) -> None:
-    """Let the next engine have other groups than one that ends: DeepSpeed keeps its grid."""
-    if mpu is None or groups.mpu is not mpu:
-        return
-    groups.mpu = None
-    if mpu is groups:  # DeepSpeed's own tensor parallelism
-        groups.mesh_device = groups._TENSOR_MODEL_PARALLEL_GROUP = None
-        groups._DATA_PARALLEL_GROUP = None

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import copy
 import logging
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -38,7 +36,7 @@ from wavemare.engine.pipe.grad_norm import clipping_limit, count_all_stages
 from wavemare.engine.pipe.linked import OverlappedPipelineEngine
 from wavemare.engine.pipe.pipemare import PipeMareEngine
 from wavemare.engine.pipe.stage_passes import check_overlap
-from wavemare.engine.seams import warn_of_other_version
+from wavemare.engine.seams import dispatch_to, warn_of_other_version
 from wavemare.engine.waves.segments import Segments
 from wavemare.errors import ConfigError
 from wavemare.pipeline.plan.run_plan import RunPlan
@@ -55,7 +53,6 @@ ENGINES: Mapping[str, Any] = {
 """The names that ``deepspeed.initialize`` looks up in its module, and what we put there."""
 
 _IN_ARGS = ("deepspeed_config", "deepscale_config")  # the second is DeepSpeed's older name
-_dispatch_lock = threading.Lock()
 
 
 def build_engine(
@@ -85,7 +82,7 @@ def build_engine(
             _say_which_norm(resolved.config, resolved.ours)
     arguments["optimizer"] = resolved.optimizer
     arguments["args"] = _without_config(arguments.get("args"))
-    with _dispatch_to_ours(_engines(resolved.ours, model, segments)):
+    with dispatch_to(_engines(resolved.ours, model, segments)):
         result = deepspeed.initialize(config=resolved.config, **arguments)
     _check_dispatch(result[0])
     return result
@@ -312,21 +309,6 @@ def _without_config(args: Any) -> Any:
     for name in given:
         setattr(args, name, None)
     return args
-
-
-@contextmanager
-def _dispatch_to_ours(engines: Mapping[str, Any] = ENGINES) -> Iterator[None]:
-    # deepspeed.initialize has no class parameter but looks its engines up by name at call time.
-    # Swapping the names for one call keeps its whole preamble, whatever version is installed.
-    with _dispatch_lock:
-        stock = {name: getattr(deepspeed, name) for name in engines}
-        try:
-            for name, engine in engines.items():
-                setattr(deepspeed, name, engine)
-            yield
-        finally:
-            for name, engine in stock.items():
-                setattr(deepspeed, name, engine)
 
 
 def _check_dispatch(engine: Any) -> None:

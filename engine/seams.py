@@ -1,20 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of DeepSpeed's inside we build on: each name, with a digest of the source that was read.
+"""Private parts of DeepSpeed and torch: the names that we read, and everything that we replace.
 
-Another version may do otherwise behind the same names. `warn_of_other_version` says so at the
-start; `tests/unit/engine/test_seams.py` compares the digests and finds overrides not listed here.
+`FUNCTIONS` has a digest of each function's source. Another version may behave differently behind
+the same names. `warn_of_other_version` says so at the start; `tests/unit/engine/test_seams.py`
+compares the digests and finds overrides that are not listed here. The functions below replace what
+no hook of DeepSpeed or torch reaches; each says why.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
+from importlib.metadata import version as installed
+from typing import Any
 
-import deepspeed
+import torch
+from torch import distributed
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.utils.file_baton import FileBaton
 
-__all__ = ["ATTRIBUTES", "DEEPSPEED", "FUNCTIONS", "digest", "warn_of_other_version"]
+from wavemare.comm.waits import waiting
+
+__all__ = [
+    "ATTRIBUTES",
+    "DEEPSPEED",
+    "FUNCTIONS",
+    "SharedReplacement",
+    "digest",
+    "discard_open_step",
+    "dispatch_to",
+    "forget_grid",
+    "keeping_versions",
+    "mark_waits",
+    "replaced",
+    "warn_of_other_version",
+]
 
 DEEPSPEED = "0.19.8"
 """The version that the digests are of, and that all tests run with."""
@@ -64,8 +91,9 @@ ATTRIBUTES = {
 _told: set[str] = set()
 
 
-def warn_of_other_version(version: str = deepspeed.__version__) -> None:
+def warn_of_other_version(version: str | None = None) -> None:
     """Warn once of a DeepSpeed that is not `DEEPSPEED`, or a local build of it."""
+    version = version or installed("deepspeed")
     if version.partition("+")[0] == DEEPSPEED or version in _told:
         return
     _told.add(version)
@@ -88,3 +116,140 @@ def found(owner: str) -> object:
     """Return a class or module of DeepSpeed."""
     module, _, name = f"deepspeed.{owner}".rpartition(".")
     return getattr(import_module(module), name)
+
+
+_dispatch_lock = threading.Lock()
+
+
+@contextmanager
+def dispatch_to(engines: Mapping[str, Any]) -> Iterator[None]:
+    """Have ``deepspeed.initialize`` build our engines.
+
+    It has no class parameter, and looks its engines up by name at call time. Replacing the names
+    for one call keeps all else that it does, whatever version is installed.
+
+    Args:
+        engines: By the names in the module ``deepspeed``.
+    """
+    with _dispatch_lock, replaced(import_module("deepspeed"), engines):
+        yield
+
+
+@contextmanager
+def replaced(owner: Any, values: Mapping[str, Any]) -> Iterator[None]:
+    """Give an object or module other attributes inside the block."""
+    own = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    vars(owner).update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del vars(owner)[name]
+        vars(owner).update(own)
+
+
+class SharedReplacement:
+    """Replaces a function of a module while any thread is inside.
+
+    ``torch.load`` needs it: DeepSpeed reads some files without any hook, and several threads load.
+
+    Args:
+        owner: The module.
+        name: The function's name.
+        wrap: Makes the replacement from the function.
+    """
+
+    def __init__(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+        self._owner, self._name, self._wrap = owner, name, wrap
+        self._lock, self._threads = threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._threads += 1
+            if self._threads == 1:
+                self._before = getattr(self._owner, self._name)
+                self._ours = self._wrap(self._before)
+                setattr(self._owner, self._name, self._ours)
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._threads -= 1
+            # Someone else may have replaced it meanwhile.
+            if not self._threads and getattr(self._owner, self._name) is self._ours:
+                setattr(self._owner, self._name, self._before)
+
+
+def mark_waits() -> None:
+    """Mark the waits of torch from now on; a second call does nothing.
+
+    Every collective, DeepSpeed's too, waits in one of these methods, and none has a hook. A mark
+    costs 3 microseconds. With NCCL ``Work.wait`` returns at once, and the host waits for its
+    device: NCCL's own watchdog ends such a run.
+    """
+    if hasattr(distributed.Work.wait, "__wrapped__"):
+        return
+    _mark(distributed.Work, "wait", _collective)
+    _mark(distributed.distributed_c10d.Store, "wait", lambda _: "the store of the process group")
+    _mark(distributed.distributed_c10d.Store, "get", lambda _: "the store of the process group")
+    _mark(FileBaton, "wait", _lock)
+
+
+def _mark(owner: Any, name: str, describe: Callable[[Any], str]) -> None:
+    method = getattr(owner, name)
+
+    @functools.wraps(method)
+    def marked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with waiting(describe(self)):
+            return method(self, *args, **kwargs)
+
+    setattr(owner, name, marked)
+
+
+def _collective(_: Any) -> str:
+    caller = sys._getframe(2)  # the caller of `marked`
+    of_torch = str(caller.f_globals.get("__name__")).startswith("torch.distributed")
+    return caller.f_code.co_name if of_torch else "a message or collective"
+
+
+def _lock(baton: FileBaton) -> str:
+    lock = f"the lock {baton.lock_file_path} of an extension build"
+    return f"{lock}; if no build is running, remove that file"
+
+
+def keeping_versions(parameters: tuple[torch.Tensor, ...]) -> AbstractContextManager[None]:
+    """Change weights in place inside, without telling autograd.
+
+    Backward passes of micro-batches in flight want what autograd forbids: the present weights.
+    """
+    context: AbstractContextManager[None] = _unsafe_preserve_version_counter(parameters)
+    return context
+
+
+def forget_grid(mpu: Any) -> None:
+    """Let the next engine have other groups than a destroyed one: DeepSpeed keeps its grid."""
+    groups: Any = import_module("deepspeed.utils.groups")
+    if mpu is None or groups.mpu is not mpu:
+        return
+    groups.mpu = None
+    if mpu is groups:  # DeepSpeed's own tensor parallelism
+        groups.mesh_device = groups._TENSOR_MODEL_PARALLEL_GROUP = None
+        groups._DATA_PARALLEL_GROUP = None
+
+
+def discard_open_step(engine: Any) -> None:
+    """Drop the gradients that no optimizer step has taken; the next micro-batch begins a step.
+
+    DeepSpeed drops them only after its own steps. After an error, or a load of other weights, the
+    next step would count them.
+
+    Args:
+        engine: DeepSpeed's, outside of a backward pass.
+    """
+    from wavemare.engine.optim.adapter import adapt  # needs DeepSpeed, which not all here do
+
+    adapt(engine).discard_gradients()
+    engine._unmanaged_backward_count = 0
+    engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
+    if engine.pipeline_parallelism:
+        for name in engine.timers.timers:  # an error leaves them running
+            engine.timers(name).reset()

@@ -34,6 +34,7 @@ from numpy._core import multiarray
 from torch.utils._pytree import tree_map_only
 
 from wavemare.engine.checkpoint.records import FileRecord
+from wavemare.engine.seams import SharedReplacement
 from wavemare.errors import CheckpointError
 from wavemare.pickled_enums import GETATTR, enum_member
 
@@ -281,27 +282,7 @@ def safe_loading(path: str | os.PathLike[str]) -> Iterator[None]:
         _bound.path = outer
 
 
-class _Replacement:
-    """Replaces ``torch.load`` while threads are inside."""
-
-    def __init__(self) -> None:
-        self._lock, self._threads = threading.Lock(), 0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._threads += 1
-            if self._threads == 1:
-                self._before, self._ours = torch.load, _for_bound_threads(torch.load)
-                torch.load = self._ours
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._threads -= 1
-            if not self._threads and torch.load is self._ours:
-                torch.load = self._before
-
-
-_REPLACEMENT, _bound = _Replacement(), threading.local()
+_bound = threading.local()
 
 
 def _for_bound_threads(load: Callable[..., Any]) -> Callable[..., Any]:
@@ -312,6 +293,9 @@ def _for_bound_threads(load: Callable[..., Any]) -> Callable[..., Any]:
         return reads(f, *args, **options)
 
     return reading
+
+
+_REPLACEMENT = SharedReplacement(torch, "load", _for_bound_threads)
 
 
 def _read(load: Callable[..., Any], place: Any, f: Any, *args: Any, **options: Any) -> Any:

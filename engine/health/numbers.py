@@ -32,6 +32,7 @@ from wavemare.engine.health.nonfinite_trace import (
     trace,
 )
 from wavemare.engine.optim.adapter import adapt
+from wavemare.engine.seams import replaced
 from wavemare.errors import NumericsError
 
 __all__ = ["Fault", "NumericsGuard", "attach_guard", "skipping"]
@@ -310,17 +311,5 @@ def _first_bad_parameter(engine: Any) -> Finding | None:
 @contextmanager
 def skipping(engine: Any) -> Iterator[None]:
     """Make an engine's optimizer skip its step, as on overflow."""
-    with _answering(engine.optimizer, adapt(engine).skip_overrides()):
+    with replaced(engine.optimizer, adapt(engine).skip_overrides()):
         yield
-
-
-@contextmanager
-def _answering(target: Any, answers: dict[str, Any]) -> Iterator[None]:
-    own = {name: target.__dict__[name] for name in answers if name in target.__dict__}
-    target.__dict__.update(answers)
-    try:
-        yield
-    finally:
-        for name in answers:
-            del target.__dict__[name]
-        target.__dict__.update(own)

@@ -27,6 +27,7 @@ from wavemare.engine.pipe.micro_batch import MicroBatch, as_tuple, to_device
 from wavemare.engine.pipe.p2p import PeerLink
 from wavemare.engine.pipe.stage_optimizer import StageOptimizer
 from wavemare.engine.pipe.stage_passes import StagePasses
+from wavemare.engine.seams import keeping_versions
 from wavemare.errors import ConfigError, ModelError
 from wavemare.pipeline.plan.action import Action
 from wavemare.pipeline.plan.order import ahead
@@ -55,6 +56,7 @@ class PipeMareEngine(LinkedEngine):
         super().__init__(*args, **kwargs)
         self.pipemare = self._sections.pipeline.pipemare
         _check_model(self)
+        self._trained_parameters = [p for p in self.module.parameters() if p.requires_grad]
         self._clip = max(float(self.gradient_clipping()), 0.0)
         self._norms = StageNorms(self)
         self._stage_optimizer = StageOptimizer(self, clip=self._clip, config=self.pipemare)
@@ -93,7 +95,7 @@ class PipeMareEngine(LinkedEngine):
         settings = self.pipemare.discrepancy_correction
         self._correction = make_correction(
             settings.mode,
-            (p for p in self.module.parameters() if p.requires_grad),
+            self._trained_parameters,
             max_staleness(self.stage_id, self.num_stages, self.micro_batches, self.pipemare.slack),
             decay_base=settings.decay,
         )
@@ -331,7 +333,7 @@ class PipeMareEngine(LinkedEngine):
             self._stage_optimizer.clip(norms.own, norms.total)
         self._stage_optimizer.note_staleness(self._telemetry.mean_staleness)
         self._correction.before_step()
-        with self._stage_optimizer.keeping_versions():
+        with keeping_versions(tuple(self._trained_parameters)):
             self._exec_optimizer_step()
         self._stage_optimizer.end_step()
         self._correction.after_step()

@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from wavemare.engine.optim.adapter import adapt
 from wavemare.errors import ConfigError
@@ -143,13 +140,3 @@ class StageOptimizer:
         scheduler = self._engine.lr_scheduler
         if scheduler is not None and not self._engine.was_step_applied():
             scheduler.step()  # DeepSpeed leaves it where a stage skips its step
-
-    @contextmanager
-    def keeping_versions(self) -> Iterator[None]:
-        """Change weights in place without telling autograd.
-
-        The backward passes of micro-batches under way want exactly what autograd forbids: the
-        weights that are in place at that time.
-        """
-        with _unsafe_preserve_version_counter(tuple(self._parameters)):
-            yield

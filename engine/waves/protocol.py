@@ -10,7 +10,7 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor
 
-from wavemare.engine.open_step import leave_open_step
+from wavemare.engine.seams import discard_open_step
 from wavemare.engine.waves.executor import Hooks
 
 __all__ = ["AccumulationProtocol"]
@@ -56,7 +56,7 @@ class AccumulationProtocol:
     def discard_step(self) -> None:
         """Drop the gradients of a step that an error has ended."""
         self._leave()
-        leave_open_step(self._engine)
+        discard_open_step(self._engine)
 
     def _begin_backward(self, micro_batch: int) -> None:
         engine = self._engine

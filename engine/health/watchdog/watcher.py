@@ -23,13 +23,14 @@ from typing import Any
 from wavemare.comm.waits import Wait
 from wavemare.engine.config.sections import WatchdogConfig
 from wavemare.engine.health.watchdog.diagnosis import Diagnosis, diagnose, diagnose_unreachable
-from wavemare.engine.health.watchdog.marks import limit_collectives, mark_torch
+from wavemare.engine.health.watchdog.marks import limit_collectives
 from wavemare.engine.health.watchdog.peers import LOOPBACK, Server, ask, ask_all, reachable_address
 from wavemare.engine.health.watchdog.report import write_report
 from wavemare.engine.health.watchdog.status import PeerAddress, RankStatus, UnreachablePeer
 from wavemare.engine.launch.exit import leave_at_once
 from wavemare.engine.launch.group import environment_rank, environment_world_size
 from wavemare.engine.observe.progress import PROGRESS, Progress
+from wavemare.engine.seams import mark_waits
 from wavemare.processes import process_has_ended, process_state, this_machine
 
 __all__ = ["EXIT_CODE", "Watchdog", "acquire", "current"]
@@ -174,7 +175,7 @@ class Watchdog:
             other.stop()
         _running.append(self)
         self._seen = self._clock()
-        mark_torch()
+        mark_waits()
         self._thread.start()
         atexit.register(self._at_exit)
         return self
