@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from wavemare.errors import PlanError
 from wavemare.pipeline.plan.action import RECEIVES, SENDS, Action, Kind
@@ -15,9 +15,6 @@ __all__ = ["PlanCursor"]
 _Key = tuple[int, ...]
 """A micro-batch and its wave."""
 
-_BIT = {kind: 1 << number for number, kind in enumerate(Kind)}
-_FORWARD, _BACKWARD, _STEP = _BIT[Kind.FORWARD], _BIT[Kind.BACKWARD], _BIT[Kind.STEP]
-_REDUCE, _CORRECT, _RESTORE = _BIT[Kind.REDUCE], _BIT[Kind.CORRECT], _BIT[Kind.RESTORE]
 _OF_A_STEP = frozenset(
     {
         Kind.REDUCE,
@@ -29,22 +26,7 @@ _OF_A_STEP = frozenset(
     }
 )
 _OF_A_CORRECTION = frozenset({Kind.RECV_GRAD, Kind.BACKWARD, Kind.SEND_GRAD, Kind.RESTORE})
-
-
-class _Rule(NamedTuple):
-    """When an action of a kind may come.
-
-    Args:
-        bit: Of the kind, in the set of what is done for a micro-batch or an optimizer step.
-        needs: Bits of what must be done before.
-        of_a_step: Whether it belongs to an optimizer step rather than to a micro-batch.
-        log: Where such actions are noted: messages and loads.
-    """
-
-    bit: int
-    needs: int
-    of_a_step: bool
-    log: list[Action] | None
+_OPTIONAL = frozenset({Kind.CORRECT, Kind.RESTORE})
 
 
 class PlanCursor:
@@ -70,12 +52,17 @@ class PlanCursor:
         self.peak = 0
         self._stage = stage
         self._plan = plan
-        self._rules = self._make_rules()
-        self._done: dict[_Key, int] = {}
+        self._needs = _requirements(
+            stage, plan.num_stages, trains=plan.num_steps > 0, on_one_rank=plan.on_one_rank
+        )
+        self._logs = {Kind.LOAD: self.loads}
+        self._logs |= {kind: self.sent[step] for kind, (_, step) in SENDS.items()}
+        self._logs |= {kind: self.received[-step] for kind, (_, step) in RECEIVES.items()}
+        self._done: defaultdict[_Key, set[Kind]] = defaultdict(set)
+        self._done_for_step: set[Kind] = set()
         self._forward_version: dict[_Key, int] = {}
         self._steps = 0
         self._reduced = 0  # optimizer steps whose gradients are complete
-        self._done_for_step = 0
         self._corrected: Action | None = None
 
     def follow(self, actions: Iterable[Action]) -> None:
@@ -85,33 +72,35 @@ class PlanCursor:
             PlanError: An action may not come where it is, or one is missing.
         """
         for action in actions:
-            rule = self._rules.get(action.kind)
-            if rule is None:
+            kind, key = action.kind, action[2::2]
+            if kind not in self._needs:
                 raise _refusal(action, "this stage has nothing of this kind to do", "Leave it out")
-            bit, needs, of_a_step, log = rule
-            key = action[2::2]
-            done = self._done_for_step if of_a_step else self._done.get(key, 0)
-            if done & bit:
+            done = self._done_for_step if kind in _OF_A_STEP else self._done[key]
+            if kind in done:
                 raise _refusal(action, "it is done a second time", "Leave it out")
-            if needs & ~done:
-                raise _missing_before(action, needs & ~done)
-            if self._corrected is not None or bit == _CORRECT:
-                self._meet_correction(action, bit, done)
-            expected = self._forward_version[key] if bit == _CORRECT else self._steps
+            if missing := self._needs[kind] - done:
+                needed = action._replace(kind=_first(missing), version=-1)
+                raise _refusal(
+                    action, f"{needed} does not come before it", f"Put {needed} before it"
+                )
+            if self._corrected is not None or kind is Kind.CORRECT:
+                self._meet_correction(action, done)
+            expected = self._forward_version[key] if kind is Kind.CORRECT else self._steps
             if -1 != action.version != expected:
                 reason = f"the weights' version is {expected} here"
                 raise _refusal(action, reason, "Let 'Versions' count the optimizer steps")
-            if of_a_step:
-                self._meet_step(action, bit)
-            else:
-                self._done[key] = done | bit
-                if bit == _FORWARD:
-                    self._forward_version[key] = self._steps
-                    self.peak = max(self.peak, len(self._forward_version) - len(self.staleness))
-                elif bit == _BACKWARD:
-                    self._meet_backward(action, key)
-            if log is not None:
-                log.append(action)
+            if kind in _OF_A_STEP:
+                self._meet_step(action)
+            done.add(kind)
+            if kind is Kind.STEP:
+                done.clear()
+            elif kind is Kind.FORWARD:
+                self._forward_version[key] = self._steps
+                self.peak = max(self.peak, len(self._forward_version) - len(self.staleness))
+            elif kind is Kind.BACKWARD:
+                self._meet_backward(action, key)
+            if kind in self._logs:
+                self._logs[kind].append(action)
         self._finish()
 
     def _meet_backward(self, action: Action, key: _Key) -> None:
@@ -121,33 +110,31 @@ class PlanCursor:
             raise _refusal(action, reason, "Put it between the steps to which it belongs")
         self.staleness[key] = self._steps - self._forward_version[key]
 
-    def _meet_step(self, action: Action, bit: int) -> None:
+    def _meet_step(self, action: Action) -> None:
         """Check what is done once per optimizer step, and count the steps."""
         size = self._plan.micro_batches
-        end = ((self._reduced if bit == _REDUCE else self._steps) + 1) * size
+        end = ((self._reduced if action.kind is Kind.REDUCE else self._steps) + 1) * size
         if action.micro_batch != end - 1:
             reason = f"the next optimizer step is that of micro-batch {end - 1}"
             raise _refusal(action, reason, f"Put a step after every {size} micro-batches")
         if action.wave:
             reason = "an optimizer step is that of both waves"
             raise _refusal(action, reason, "Leave out its wave")
-        if bit == _REDUCE and len(self.staleness) < end:
+        if action.kind is Kind.REDUCE and len(self.staleness) < end:
             backwarded = {micro_batch for micro_batch, _ in self.staleness}
             missing = Action(
                 Kind.BACKWARD, self._stage, next(m for m in range(end) if m not in backwarded)
             )
             raise _refusal(action, f"{missing} does not come before it", f"Put {missing} before it")
-        self._done_for_step |= bit
-        if bit == _REDUCE:
+        if action.kind is Kind.REDUCE:
             self._reduced += 1
-        elif bit == _STEP:
+        elif action.kind is Kind.STEP:
             self._steps += 1
-            self._done_for_step = 0
 
-    def _meet_correction(self, action: Action, bit: int, done: int) -> None:
+    def _meet_correction(self, action: Action, done: set[Kind]) -> None:
         """Check that nothing but the backward pass sees corrected weights."""
         if self._corrected is None:
-            if done & _BACKWARD:
+            if Kind.BACKWARD in done:
                 reason = "the backward pass comes before it"
                 raise _refusal(action, reason, "Put it before the backward pass")
             self._corrected = action
@@ -155,7 +142,7 @@ class PlanCursor:
         if action.kind not in _OF_A_CORRECTION or action[2::2] != self._corrected[2::2]:
             reason = f"it would see the weights that {self._corrected} has put in place"
             raise _refusal(action, reason, "Put the newest weights back before it")
-        if bit == _RESTORE:
+        if action.kind is Kind.RESTORE:
             self._corrected = None
 
     def _finish(self) -> None:
@@ -168,8 +155,7 @@ class PlanCursor:
             reason = f"stage {stage} does {self._steps} optimizer steps"
             raise PlanError("steps", plan.num_steps, reason, "Give each stage all steps")
         total = plan.micro_batches * max(1, plan.num_steps)
-        needed = sum(rule.bit for rule in self._rules.values() if not rule.of_a_step)
-        needed &= ~(_CORRECT | _RESTORE)
+        needed = self._needs.keys() - _OF_A_STEP - _OPTIONAL
         waves: dict[int, int] = {}
         for micro_batch, wave in self._done:
             if micro_batch >= total or waves.setdefault(micro_batch, wave) != wave:
@@ -178,34 +164,14 @@ class PlanCursor:
                 raise _refusal(action, reason, "Leave it out")
         for micro_batch in range(total):
             wave = waves.get(micro_batch, 0)
-            missing = needed & ~self._done.get((micro_batch, wave), 0)
-            if missing:
-                action = Action(_kind(missing), stage, micro_batch, wave=wave)
+            if missing := needed - self._done.get((micro_batch, wave), set()):
+                action = Action(_first(missing), stage, micro_batch, wave=wave)
                 raise _refusal(action, "it is missing", "Add it")
-
-    def _make_rules(self) -> dict[Kind, _Rule]:
-        logs = {Kind.LOAD: self.loads}
-        logs |= {kind: self.sent[step] for kind, (_, step) in SENDS.items()}
-        logs |= {kind: self.received[-step] for kind, (_, step) in RECEIVES.items()}
-        return {
-            kind: _Rule(
-                bit=_BIT[kind],
-                needs=sum(_BIT[need] for need in needs),
-                of_a_step=kind in _OF_A_STEP,
-                log=logs.get(kind),
-            )
-            for kind, needs in _requirements(
-                self._stage,
-                self._plan.num_stages,
-                trains=self._plan.num_steps > 0,
-                on_one_rank=self._plan.on_one_rank,
-            ).items()
-        }
 
 
 def _requirements(
     stage: int, num_stages: int, *, trains: bool, on_one_rank: bool
-) -> dict[Kind, list[Kind]]:
+) -> dict[Kind, frozenset[Kind]]:
     """Return the kinds of actions that a stage has to do, each with those that come before it."""
     first, last = stage == 0, stage == num_stages - 1
     loads = [Kind.LOAD] if first or (last and not on_one_rank) else []
@@ -217,7 +183,7 @@ def _requirements(
     if not last:
         rules[Kind.SEND_ACTIVATION] = [Kind.FORWARD]
     if not trains:
-        return rules
+        return {kind: frozenset(needs) for kind, needs in rules.items()}
     from_after = [Kind.RECV_GRAD] if not last else []
     norms = [Kind.RECV_NORM] if not last else []
     totals = [Kind.RECV_TOTAL] if not first else [Kind.REDUCE, *norms]
@@ -235,18 +201,12 @@ def _requirements(
         rules[Kind.RECV_TOTAL] = []
     if not last:
         rules[Kind.SEND_TOTAL] = totals
-    return rules
+    return {kind: frozenset(needs) for kind, needs in rules.items()}
 
 
-def _kind(bits: int) -> Kind:
-    """Return the first kind among bits."""
-    return next(kind for kind, bit in _BIT.items() if bits & bit)
-
-
-def _missing_before(action: Action, bits: int) -> PlanError:
-    needed = action._replace(kind=_kind(bits), version=-1)
-    reason = f"{needed} does not come before it"
-    return _refusal(action, reason, f"Put {needed} before it")
+def _first(kinds: Iterable[Kind]) -> Kind:
+    """Return the first of some kinds, in the order of `Kind`."""
+    return min(kinds, key=list(Kind).index)
 
 
 def _refusal(action: Action, reason: str, remedy: str) -> PlanError:
