@@ -49,7 +49,7 @@ DEEPSPEED = "0.19.8"
 FUNCTIONS = {
     "runtime.engine.DeepSpeedEngine": """
         _backward_epilogue=5d5297 _backward_prologue=373ee3 _configure_checkpointing=98e9ab
-        _configure_distributed_model=a9a57b _configure_optimizer=dd82a7 _copy_recovery_script=4bfd76
+        _configure_optimizer=dd82a7 _copy_recovery_script=4bfd76
         _get_gradients_for_reduction=e27ed4 _save_checkpoint=7cec5b _save_moe_checkpoint=cf5acf
         _take_model_step=c4c6e0 backward=b8c436 buffered_allreduce_fallback=c36145
         clip_fp32_gradients=c3ad53 deepspeed_io=9be5fb destroy=573c7f forward=d99afa
