@@ -2,5 +2,5 @@
 """Pipeline engines: a stage runs its part of a checked plan.
 
 In: a `PipelineModule` and a plan of `wavemare.pipeline`. Out: trained weights and the mean loss.
-Read `engine.py` first, then `pipemare.py`.
+Read `interpreter.py` first, then `engine.py`, `linked.py` and `pipemare.py`.
 """

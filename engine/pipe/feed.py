@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Micro-batches of one rank that is ahead of the others: from which iterator, and in what order."""
+"""The micro-batches of a rank that reads ahead: their iterators and their order."""
 
 from __future__ import annotations
 
