@@ -349,3 +349,31 @@ def test_a_cut_link_ends_the_ranks_on_both_sides(tmp_path, launcher):
     assert "does not answer" in log.read_text()
     if launcher == "torchrun":
         assert "suspect: rank 0 (node0" in log.read_text()
+
+
+@over_ssh
+@pytest.mark.world_size(2)
+def test_ranks_of_both_hosts_restart_after_a_death(cluster, tmp_path, small_options, recipe_config):
+    config = recipe_config("gpt/pretrain", "zero")
+    output = tmp_path / "run"
+    words = ["wavemare", "train", "gpt", "--config", config, "--hostfile", cluster.hostfile]
+    options = small_options("gpt", output, max_steps=12, save_interval=3, eval_interval=12)
+    log = tmp_path / "log"
+    with log.open("w") as stream:
+        command = [*words, "--max-restarts", 2, *options]
+        process = start(cluster.laboratory, 0, tmp_path, *command, output=stream)
+
+        def wait_for(condition):
+            deadline = time.monotonic() + 600
+            while not condition():
+                assert process.poll() is None, log.read_text()[-4000:]
+                assert time.monotonic() < deadline, log.read_text()[-4000:]
+                time.sleep(0.05)
+
+        wait_for((output / "checkpoints" / "latest").exists)
+        rank = ["pkill", "-KILL", "-f", "^[^ ]*python[^ ]* -u -m wavemare.recipes"]
+        subprocess.run([*cluster.laboratory.enter(1), *rank], check=True)
+        process.wait(900)
+    assert process.returncode == 0, log.read_text()[-6000:]
+    assert "restart 1 of 2" in log.read_text()
+    assert "resumed after step" in log.read_text()
