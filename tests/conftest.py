@@ -23,7 +23,7 @@ import psutil
 import pytest
 from hypothesis import settings
 
-from wavemare.engine.launch.environment import reserved_port
+from wavemare.engine.launch.environment import free_port
 
 # No example has a time limit: other programs may have the cores.
 settings.register_profile("suite", deadline=None)
@@ -183,17 +183,17 @@ def launch(request, tmp_path, rank_server):
         folder = folder or tmp_path
         command = [str(PROGRAMS / program), str(folder), *map(str, arguments)]
         logs = [folder / f"rank_{rank}.log" for rank in range(ranks)]
-        with reserved_port() as port:
-            processes = [
-                rank_server.start(
-                    command,
-                    log,
-                    {**rank_environment(rank, ranks, port), **(environment or {})},
-                    own=own,
-                )
-                for rank, log in enumerate(logs)
-            ]
-            ended = _wait(processes, timeout)
+        port = free_port()
+        processes = [
+            rank_server.start(
+                command,
+                log,
+                {**rank_environment(rank, ranks, port), **(environment or {})},
+                own=own,
+            )
+            for rank, log in enumerate(logs)
+        ]
+        ended = _wait(processes, timeout)
         outputs = [log.read_text(errors="replace") for log in logs]
         return Finished([process.returncode for process in processes], outputs, folder, ended)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 import threading
 import time
@@ -15,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from wavemare.comm.meeting import agree_on_name
 from wavemare.comm.transport.base import Transport, message_parts
+from wavemare.comm.waits import waiting
 from wavemare.errors import CommError
 
 __all__ = ["TorchTransport"]
@@ -34,14 +35,18 @@ class TorchTransport(Transport):
         timeout_s: Seconds after which a silent peer counts as lost.
 
     Raises:
-        CommError: Some ranks did not call in time.
+        CommError: A rank cannot be reached.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float = 300.0) -> None:
         members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-        self._start(members, dist.get_backend(group), timeout_s)
+        self._backend: str = dist.get_backend(group)
+        name = torch.tensor([_random_name()], device=self.message_device)
+        with waiting("the other ranks, to name a group"):
+            dist.broadcast(name, members[0], group)
+        self._start(members, self._backend, timeout_s, int(name))
 
-    def _start(self, members: list[int], backend: str, timeout_s: float) -> None:
+    def _start(self, members: list[int], backend: str, timeout_s: float, name: int) -> None:
         self._members = members
         self._backend = backend
         self.name = backend
@@ -49,17 +54,14 @@ class TorchTransport(Transport):
         self.size = len(members)
         self.timeout_s = timeout_s
         self.takes_device = backend == "nccl"
+        self._label = f"wavemare/comm/{name}"
         self._group = self._open(timedelta(seconds=timeout_s))
 
     def _open(self, timeout: timedelta) -> Any:
-        store = dist.distributed_c10d._get_default_store()
-        meeting = PrefixStore(f"wavemare/comm/{self._members}", store)
-        name = agree_on_name(meeting, dist.get_rank(), self._members, timeout)
-        self._label = f"wavemare/comm/{name}"
         if self._backend == "gloo":
             # Not by new_group: with local synchronization that gives a group the name, and so the
             # addresses, of an older one of the same ranks.
-            store = PrefixStore(self._label, store)
+            store = PrefixStore(self._label, dist.distributed_c10d._get_default_store())
             return dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
         return dist.new_group(
             self._members, timeout=timeout, backend=self._backend, use_local_synchronization=True
@@ -91,13 +93,13 @@ class TorchTransport(Transport):
 
     def split(self, colour: int) -> TorchTransport:
         """Return a transport among the ranks of one colour; collective."""
-        mine = torch.tensor([colour], device=self.message_device)
-        colours = mine.new_empty(self.size, 1)
-        self.all_gather(mine, colours)
-        chosen = (colours[:, 0] == colour).tolist()
+        mine = torch.tensor([colour, _random_name()], device=self.message_device)
+        gathered = mine.new_empty(self.size, 2)
+        self.all_gather(mine, gathered)
+        chosen = (gathered[:, 0] == colour).nonzero().flatten().tolist()
+        members = [self._members[place] for place in chosen]
         part = object.__new__(TorchTransport)
-        members = [member for member, here in zip(self._members, chosen, strict=True) if here]
-        part._start(members, self._backend, self.timeout_s)
+        part._start(members, self._backend, self.timeout_s, int(gathered[chosen[0], 1]))
         return part
 
     def close(self) -> None:
@@ -208,6 +210,10 @@ class _BatchedExchange:
         if operations:
             for work in dist.batch_isend_irecv(operations):
                 self._transport.finish(work, None)
+
+
+def _random_name() -> int:
+    return secrets.randbits(62)  # not torch's generator, whose state training depends on
 
 
 def _ask_around(label: str, rank: int, size: int, suspect: int | None) -> Sequence[int] | None:

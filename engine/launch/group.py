@@ -11,8 +11,8 @@ from wavemare.engine.launch.environment import (
     SIZE_VARIABLES,
     TORCH_VARIABLES,
     check_environment,
-    launcher_variables,
-    place_of,
+    launcher_rank,
+    torch_variables,
 )
 from wavemare.engine.launch.exit import let_gloo_rest
 from wavemare.engine.launch.restart import init_attempt, may_restart
@@ -26,7 +26,7 @@ __all__ = [
     "init_distributed",
 ]
 
-# That of deepspeed.initialize, which cannot be told from one that the user has chosen.
+# The default of deepspeed.initialize, which cannot be distinguished from the user's choice.
 _DEFAULT_PORT = 29500
 
 atexit.register(let_gloo_rest)
@@ -60,12 +60,11 @@ def ensure_launched() -> None:
     """Check that a launcher started this process.
 
     Raises:
-        LaunchError: Neither torch's nor MPI's nor Slurm's variables are set, or one of them is not
-            what it should be.
+        LaunchError: Neither torch's nor MPI's nor Slurm's variables are set, or one is invalid.
     """
     check_environment(os.environ)
     missing = [name for name in TORCH_VARIABLES if name not in os.environ]
-    if missing and place_of(os.environ) is None:
+    if missing and launcher_rank(os.environ) is None:
         raise LaunchError(
             "launcher",
             None,
@@ -79,7 +78,7 @@ def ensure_launched() -> None:
 def init_distributed(distributed_port: int | None = None) -> None:
     """Initialize ``deepspeed.comm`` once, under any launcher; nothing is compiled on a CPU.
 
-    What ``mpirun`` and ``srun`` tell becomes torch's variables (``RANK``, ``MASTER_ADDR``, ...).
+    The variables of ``mpirun`` and ``srun`` become torch's (``RANK``, ``MASTER_ADDR``, ...).
 
     Args:
         distributed_port: TCP port of rank 0, used only where no launcher named one.
@@ -98,18 +97,11 @@ def init_distributed(distributed_port: int | None = None) -> None:
     if accelerator.device_name() == "cpu" and not compiled_ops_enabled():
         # Shared-memory all-reduce is an optimization of DeepSpeed that gloo can do without.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    _name_meeting_point(distributed_port)
+    given = launcher_rank(os.environ)
+    if given is not None and not all(name in os.environ for name in TORCH_VARIABLES):
+        port = None if distributed_port == _DEFAULT_PORT else distributed_port
+        os.environ.update(torch_variables(os.environ, given, port))
     backend = accelerator.communication_backend_name()
     if may_restart() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         init_attempt(backend)
     comm.init_distributed(dist_backend=backend)
-
-
-def _name_meeting_point(port: int | None) -> None:
-    if all(name in os.environ for name in TORCH_VARIABLES):
-        return
-    place = place_of(os.environ)
-    assert place is not None  # ensure_launched
-    os.environ.update(
-        launcher_variables(os.environ, place, None if port == _DEFAULT_PORT else port)
-    )

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from wavemare.engine.launch.environment import reserved_port
+from wavemare.engine.launch.environment import free_port
 
 sys.path.append(str(Path(__file__).parents[1] / "mpi"))  # of mpi_jobs
 from mpi_jobs import needed_mpi, remove_left, segments
@@ -219,8 +219,7 @@ def words_of(monkeypatch):
             if needed_mpi().flavour == "Open MPI" and found[0] == "mpirun":
                 found = ["mpirun", "--oversubscribe", *found[1:]]
         if found[-1].endswith("port"):
-            found = [*found, str(held.enter_context(reserved_port()))]
+            found = [*found, str(free_port())]
         return found
 
-    with contextlib.ExitStack() as held:
-        yield words
+    return words

@@ -22,7 +22,7 @@ import pyarrow.parquet
 import pytest
 
 from wavemare.data import train_tokenizer
-from wavemare.engine.launch.environment import reserved_port
+from wavemare.engine.launch.environment import free_port
 from wavemare.report import read_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -155,13 +155,12 @@ def shell(command, monkeypatch):
 
     def run(lines):
         # Other tests may have the launchers' default port.
-        with reserved_port() as port:
-            own = rf"\1 --master_port {port} "
-            lines = re.sub(r"^(deepspeed|torchrun) ", own, lines, flags=re.M)
-            words = ("/bin/bash", "-euo", "pipefail", "-c", lines)
-            if re.fullmatch(r"wavemare [\w ./:,=+-]+", lines):  # nothing in it is for a shell
-                words = shlex.split(lines)
-            ended = command(*words, environment=environment).check()
+        own = rf"\1 --master_port {free_port()} "
+        lines = re.sub(r"^(deepspeed|torchrun) ", own, lines, flags=re.M)
+        words = ("/bin/bash", "-euo", "pipefail", "-c", lines)
+        if re.fullmatch(r"wavemare [\w ./:,=+-]+", lines):  # nothing in it is for a shell
+            words = shlex.split(lines)
+        ended = command(*words, environment=environment).check()
         assert "Traceback" not in ended.output
         return ended.output
 

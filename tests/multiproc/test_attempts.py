@@ -2,15 +2,12 @@
 """Ranks that torchrun starts again meet, whatever its store holds; the probe of a running job."""
 
 import json
-import threading
-from datetime import timedelta
 
 import pytest
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import TCPStore
 
-from wavemare.comm.meeting import agree_on_name
 from wavemare.engine.launch.restart import init_attempt
-from wavemare.errors import CommError, LaunchError
+from wavemare.errors import LaunchError
 
 
 @pytest.mark.world_size(2)
@@ -33,34 +30,6 @@ def test_a_store_that_several_agents_share_is_refused(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     with pytest.raises(LaunchError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
         init_attempt("gloo")
-
-
-def test_each_attempt_has_a_name_of_its_own():
-    store, names = HashStore(), set()
-    for _ in range(3):
-        found = {}
-
-        def join(rank, found=found):
-            found[rank] = agree_on_name(store, rank, range(3), timedelta(seconds=120))
-
-        threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 2, 1)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        (name,) = set(found.values())
-        assert len(found) == 3
-        assert name not in names
-        names.add(name)
-
-
-def test_ranks_that_do_not_come_are_named():
-    store = HashStore()
-    store.set("wavemare-attempt/hello/1", "of an earlier attempt")
-    with pytest.raises(CommError, match=r"\[1, 2\]: they have not come"):
-        agree_on_name(store, 0, range(3), timedelta(seconds=0.2))
-    with pytest.raises(CommError, match=r"\[0\]: they have not come"):
-        agree_on_name(store, 2, range(3), timedelta(seconds=0.2))
 
 
 def test_all_ranks_get_the_same_cluster_and_plan(launch_once):

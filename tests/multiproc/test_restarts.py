@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from wavemare.cli import agent
-from wavemare.engine.launch.environment import reserved_port
+from wavemare.engine.launch.environment import free_port
 
 PROGRAM = Path(__file__).parent / "programs" / "restarted.py"
 WORDS = ["$HOME", "$$", "${local_rank}"]
@@ -21,12 +21,11 @@ WORDS = ["$HOME", "$$", "${local_rank}"]
 @pytest.fixture
 def environment():
     """Return what DeepSpeed's launcher tells the first of two processes on a single host."""
-    with reserved_port() as port:
-        yield {
-            **os.environ,
-            **{"CROSS_SIZE": "1", "CROSS_RANK": "0", "LOCAL_SIZE": "2", "LOCAL_RANK": "0"},
-            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-        }
+    return {
+        **os.environ,
+        **{"CROSS_SIZE": "1", "CROSS_RANK": "0", "LOCAL_SIZE": "2", "LOCAL_RANK": "0"},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
+    }
 
 
 def attempts_of(folder):

@@ -13,7 +13,7 @@ from multiprocessing import forkserver
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from wavemare.engine.launch.environment import reserved_port
+from wavemare.engine.launch.environment import free_port
 
 MESSAGE = "key = 'value': the reason. The remedy.\n"
 RAISE = "raise ConfigError('key', 'value', 'the reason', 'The remedy')"
@@ -150,19 +150,19 @@ def ranks(tmp_path, imported):
     """Run the ranks of a group."""
 
     def run(body, *, number=2):
-        with reserved_port() as port:
-            common = {"WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            processes = []
-            for rank in range(number):
-                program = RANK.format(
-                    variables={name: str(it) for name, it in {**common, "RANK": rank}.items()},
-                    files={str(tmp_path / f"{rank}.{stream}"): stream for stream in (1, 2)},
-                    body=textwrap.indent(body, "    "),
-                )
-                processes.append(imported.Process(target=exec, args=(program, {})))
-                processes[-1].start()
-            for process in processes:
-                process.join(120)
+        port = free_port()
+        common = {"WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        processes = []
+        for rank in range(number):
+            program = RANK.format(
+                variables={name: str(it) for name, it in {**common, "RANK": rank}.items()},
+                files={str(tmp_path / f"{rank}.{stream}"): stream for stream in (1, 2)},
+                body=textwrap.indent(body, "    "),
+            )
+            processes.append(imported.Process(target=exec, args=(program, {})))
+            processes[-1].start()
+        for process in processes:
+            process.join(120)
         texts = [
             [(tmp_path / f"{rank}.{stream}").read_text() for stream in (1, 2)]
             for rank in range(number)

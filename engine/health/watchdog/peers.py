@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from wavemare.engine.health.watchdog.status import PeerAddress, UnreachablePeer
-from wavemare.engine.launch.environment import own_address
+from wavemare.engine.launch.environment import host_address
 from wavemare.errors import LaunchError
 
 __all__ = ["LOOPBACK", "Server", "ask", "ask_all", "reachable_address"]
@@ -115,5 +115,5 @@ def reachable_address() -> str:
     one_host = here is not None and here == environment.get("WORLD_SIZE")
     if not one_host and address.startswith("127."):
         with suppress(LaunchError):
-            return own_address(environment)
+            return host_address(environment)
     return address

@@ -16,7 +16,7 @@ from typing import Any
 from wavemare.bench.network import Laboratory
 from wavemare.bench.options import MpiRequest, Request
 from wavemare.comm.mpi_library import describe_mpi
-from wavemare.engine.launch.environment import reserved_port
+from wavemare.engine.launch.environment import free_port
 from wavemare.errors import LaunchError
 
 __all__ = ["exchange", "measure", "measure_on_hosts", "read_answer"]
@@ -122,12 +122,11 @@ def _run_here(command: list[str], ranks: int) -> int:
     if mpi.launcher_flavour == "Open MPI":
         options = ["--oversubscribe", "--bind-to", "none", "--allow-run-as-root"]
     launch = [program, *options, "-n", str(ranks), *command]
-    with reserved_port() as port:
-        environment = {
-            **os.environ,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "WORLD_SIZE": str(ranks),
-            **_RANK_ENVIRONMENT,
-        }
-        return subprocess.run(launch, env=environment, check=False).returncode
+    environment = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(ranks),
+        **_RANK_ENVIRONMENT,
+    }
+    return subprocess.run(launch, env=environment, check=False).returncode

@@ -28,7 +28,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from wavemare.engine.launch.environment import own_address
+from wavemare.engine.launch.environment import host_address
 from wavemare.errors import LaunchError, WavemareError
 from wavemare.failure import run_main
 
@@ -70,7 +70,7 @@ def run_agent(max_restarts: int, words: Sequence[str]) -> int:
         run_id="wavemare",
         min_nodes=hosts,
         max_nodes=hosts,
-        local_addr=own_address(os.environ) if host else os.environ["MASTER_ADDR"],
+        local_addr=host_address(os.environ) if host else os.environ["MASTER_ADDR"],
         is_host=host == 0,
     )
     try:

@@ -21,7 +21,7 @@ from wavemare.cli.start import (
     PrintCommand,
     start,
 )
-from wavemare.engine.launch.environment import mpi_place
+from wavemare.engine.launch.environment import launcher_rank
 from wavemare.errors import ConfigError, LaunchError
 
 __all__ = [
@@ -71,16 +71,16 @@ def train(
     settings = load_config(file, key="--config")  # refused here, before any rank is started
     check_early(settings)
     options = ["--deepspeed_config", str(file), *options]
-    place = None if print_command else mpi_place(os.environ)
-    if place is not None:
-        given = {
+    given = launcher_rank(os.environ)
+    if given is not None and given.by_mpi and not print_command:
+        options_of_launchers = {
             "--launcher": launcher if launcher != "deepspeed" else "",
             "--nproc": nproc,
             "--hostfile": hostfile,
             "--launcher-args": launcher_args,
             "--max-restarts": max_restarts,
         }
-        refuse_second_launcher(given)
+        refuse_second_launcher(options_of_launchers)
         become_rank(chosen.module, options)
     start(
         chosen.module,

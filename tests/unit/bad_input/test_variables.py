@@ -17,8 +17,7 @@ TORCH = {
 }
 MPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
 OURS = ("WAVEMARE_COMPILED_OPS", "WAVEMARE_VERBOSE")
-NESTED = ("TORCHELASTIC_RUN_ID", "CROSS_RANK")
-OTHERS = ("PMI_RANK", "PMI_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", *OURS, *NESTED)
+OTHERS = ("PMI_RANK", "PMI_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", *OURS)
 
 VARIABLES = [
     ({**TORCH, "RANK": "abc"}, "RANK", "0 or more"),
@@ -41,14 +40,7 @@ VARIABLES = [
     ({}, "launcher", "without a launcher"),
     ({"RANK": "0", "WORLD_SIZE": "2"}, "launcher", "MASTER_PORT not set"),
     ({"OMPI_COMM_WORLD_RANK": "0"}, "launcher", "without a launcher"),
-    ({**MPI, "OMPI_COMM_WORLD_RANK": "2"}, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE is 2"),
-    ({"PMI_RANK": "x", "PMI_SIZE": "2"}, "PMI_RANK", "0 or more"),
-    ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "0"}, "SLURM_STEP_NUM_TASKS", "1 or more"),
-    (
-        {**TORCH, **MPI, "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
-        "WORLD_SIZE",
-        "mpirun (Open MPI) has started 2 processes",
-    ),
+    ({"PMI_RANK": "x", "PMI_SIZE": "2"}, "launcher", "without a launcher"),
     ({**TORCH, "WAVEMARE_COMPILED_OPS": "yes"}, "WAVEMARE_COMPILED_OPS", "neither 0 nor 1"),
     ({**TORCH, "WAVEMARE_VERBOSE": "true"}, "WAVEMARE_VERBOSE", "neither 0 nor 1"),
 ]
@@ -69,12 +61,6 @@ def environment(monkeypatch):
 def test_a_variable(refused, environment, values, key, said):
     environment(values)
     refused(ensure_launched, LaunchError, key, said)
-
-
-@pytest.mark.parametrize("name", NESTED)
-def test_a_launcher_that_mpirun_has_started_on_each_host_is_fine(environment, name):
-    environment({**TORCH, **MPI, "OMPI_COMM_WORLD_SIZE": "4", name: "1"})
-    ensure_launched()
 
 
 HOSTFILES = [

@@ -335,5 +335,5 @@ def test_ranks_of_several_hosts_are_not_told_the_loopback_address(monkeypatch, v
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("wavemare.engine.health.watchdog.peers.own_address", lambda _: "10.0.0.7")
+    monkeypatch.setattr("wavemare.engine.health.watchdog.peers.host_address", lambda _: "10.0.0.7")
     assert reachable_address() == address
