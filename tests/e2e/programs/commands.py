@@ -24,10 +24,8 @@ from wavemare.errors import WavemareError
 WORK = {
     "subprocess": ["Popen"],
     "wavemare.engine": ["init_distributed"],
-    "wavemare.recipes.gpt.pretrain": ["connect"],
-    "wavemare.recipes.bert.pretrain": ["connect"],
-    "wavemare.recipes.gpt.finetune": ["connect"],
-    "wavemare.recipes.bert.finetune": ["connect"],
+    "wavemare.training.setup": ["connect"],
+    "wavemare.training.text": ["read_text"],
     "wavemare.data": ["load_texts_to_build", "merge_indexed", "open_indexed"],
     "wavemare.megatron.convert": ["convert"],
     "wavemare.report": ["read_run"],
