@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two hosts: every way to start ranks on both, their failures, a cut link, and the GPT recipe.
 
-The hosts are Linux namespaces on this machine (`wavemare.bench.network`), which takes root; most
+The hosts are Linux namespaces on this machine (`wavemare.bench.cluster`), which takes root; most
 tests log in there by ssh (the Debian packages openssh-server, openssh-client and pdsh). One command
 runs it all: make test-hosts.
 """
@@ -19,7 +19,7 @@ import psutil
 import pytest
 from mpi_jobs import needed_mpi
 
-from wavemare.bench.network import Laboratory
+from wavemare.bench.cluster import EmulatedCluster
 from wavemare.cli.ending import end_job
 from wavemare.report import read_run
 
@@ -66,10 +66,10 @@ def obstacle():
         return "the program 'sshd' is not installed (package openssh-server)"
     if shutil.which("pdsh") is None:
         return "the program 'pdsh' is not installed (package pdsh)"
-    return Laboratory.obstacle()
+    return EmulatedCluster.obstacle()
 
 
-OBSTACLE, REASON = Laboratory.obstacle(), obstacle()
+OBSTACLE, REASON = EmulatedCluster.obstacle(), obstacle()
 BY_SSH = (pytest.mark.nightly, pytest.mark.skipif(REASON is not None, reason=str(REASON)))
 pytestmark = pytest.mark.timeout(1800)
 
@@ -81,9 +81,9 @@ def over_ssh(test):
     return test
 
 
-def start(laboratory, host, folder, *words, output=subprocess.PIPE):
+def start(emulated, host, folder, *words, output=subprocess.PIPE):
     """Start a command of this environment on a host, in a folder."""
-    chain = [*laboratory.enter(host), "sh", "-c", 'cd "$0" && exec "$@"', str(folder)]
+    chain = [*emulated.enter(host), "sh", "-c", 'cd "$0" && exec "$@"', str(folder)]
     return subprocess.Popen(
         [*chain, str(BIN / words[0]), *map(str, words[1:])],
         stdin=subprocess.DEVNULL,
@@ -108,9 +108,9 @@ def interrupt(process):
     command.send_signal(signal.SIGINT)
 
 
-def ranks(laboratory, host):
+def ranks(emulated, host):
     """Return the numbers of processes on a host that run a script of the tests."""
-    words = [*laboratory.enter(host), "pgrep", "-f", "^[^ ]*python.*/programs/script.py"]
+    words = [*emulated.enter(host), "pgrep", "-f", "^[^ ]*python.*/programs/script.py"]
     return subprocess.run(words, capture_output=True, text=True, check=False).stdout.split()
 
 
@@ -120,8 +120,8 @@ class Cluster:
     Commands are run on ``node0``, as a person would who has logged in there.
     """
 
-    def __init__(self, laboratory, folder):
-        self.laboratory = laboratory
+    def __init__(self, emulated, folder):
+        self.emulated = emulated
         self.hostfile = folder / "hosts"
         self.hostfile.write_text("node0 slots=1\nnode1 slots=1\n")
         keys = ("user_key", "host_key")
@@ -131,12 +131,12 @@ class Cluster:
         for name, text in (("sshd_config", SERVER), ("ssh_config", CLIENT)):
             (folder / name).write_text(text.format(folder=folder))
         for host in (0, 1):
-            words = [*laboratory.enter(host), "sh", "-ec", SET_UP, "sh", str(folder), SSHD]
+            words = [*emulated.enter(host), "sh", "-ec", SET_UP, "sh", str(folder), SSHD]
             subprocess.run(words, check=True)
 
     def run(self, folder, *words):
         """Run a command to its end; return its exit code and output."""
-        process = start(self.laboratory, 0, folder, *words)
+        process = start(self.emulated, 0, folder, *words)
         try:
             output, _ = process.communicate(timeout=600)
         except subprocess.TimeoutExpired:
@@ -147,8 +147,8 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    with Laboratory(2) as laboratory:
-        yield Cluster(laboratory, tmp_path_factory.mktemp("cluster"))
+    with EmulatedCluster(2) as emulated:
+        yield Cluster(emulated, tmp_path_factory.mktemp("cluster"))
 
 
 def words_of(launcher, cluster):
@@ -215,7 +215,7 @@ def test_a_failure_on_another_host_is_no_success(cluster, tmp_path, launcher, en
         assert "BAD TERMINATION" in output
     elif end == "kill" and "mpi" in launcher:
         assert "EXIT CODE: 9" in output or "signal 9" in output
-    assert ranks(cluster.laboratory, 0) == ranks(cluster.laboratory, 1) == []
+    assert ranks(cluster.emulated, 0) == ranks(cluster.emulated, 1) == []
 
 
 @over_ssh
@@ -223,19 +223,19 @@ def test_a_failure_on_another_host_is_no_success(cluster, tmp_path, launcher, en
 @pytest.mark.parametrize("launcher", ["launch", "launch-mpirun"])
 def test_ctrl_c_ends_the_ranks_on_both_hosts(cluster, tmp_path, launcher):
     words = words_of(launcher, cluster)
-    laboratory = cluster.laboratory
-    process = start(laboratory, 0, tmp_path, *words, PROGRAMS / "script.py", tmp_path, "wait")
+    emulated = cluster.emulated
+    process = start(emulated, 0, tmp_path, *words, PROGRAMS / "script.py", tmp_path, "wait")
     deadline = time.monotonic() + 600
     while len(list(tmp_path.glob("rank_*.pid"))) < 2:
         assert process.poll() is None, process.communicate()[0][-4000:]
         assert time.monotonic() < deadline
         time.sleep(0.2)
-    assert all(ranks(laboratory, host) for host in (0, 1))
+    assert all(ranks(emulated, host) for host in (0, 1))
     interrupt(process)
     output, _ = process.communicate(timeout=600)
     assert process.returncode == 130, output[-4000:]
     deadline = time.monotonic() + 600
-    while any(ranks(laboratory, host) for host in (0, 1)):
+    while any(ranks(emulated, host) for host in (0, 1)):
         assert time.monotonic() < deadline
         time.sleep(0.2)
 
@@ -284,22 +284,22 @@ CODES = '"$@"; code=$?; echo $code >"$0/code_$PMI_RANK"; exit $code'
 ENGINES = {"torchrun": "pipemare", "mpirun": "1f1b", "pdsh": "data", "launch": "data"}
 
 
-def start_to_cut(launcher, laboratory, folder, log):
+def start_to_cut(launcher, emulated, folder, log):
     """Start the program whose ranks lose each other; return the launcher's processes."""
     program = [FAULTS, folder, "cut", ENGINES[launcher], "--timeout", TIMEOUT_S]
     if launcher == "torchrun":
         meeting = ["--nnodes", 2, "--master-addr", "10.77.0.1", "--master-port", 29500]
         words = [["torchrun", *meeting, "--node-rank", n, *program] for n in (0, 1)]
-        return [start(laboratory, n, folder, *words[n], output=log) for n in (0, 1)]
+        return [start(emulated, n, folder, *words[n], output=log) for n in (0, 1)]
     (folder / "cluster").mkdir()
-    cluster = Cluster(laboratory, folder / "cluster")
+    cluster = Cluster(emulated, folder / "cluster")
     if launcher == "mpirun":
         needed_mpi("MPICH")
         words = ["mpirun", "-launcher", "ssh", "-hosts", "node0:1,node1:1", "-n", 2]
         words += ["sh", "-c", CODES, folder, sys.executable, "-m", "mpi4py", *program]
     else:
         words = [*words_of(launcher, cluster), *program]
-    return [start(laboratory, 0, folder, *words, output=log)]
+    return [start(emulated, 0, folder, *words, output=log)]
 
 
 @pytest.mark.world_size(2)
@@ -322,14 +322,14 @@ def test_a_cut_link_ends_the_ranks_on_both_sides(tmp_path, launcher):
     MPICH's ``mpirun`` waits for the host that it cannot reach, when its ranks have ended: Ctrl-C.
     """
     log = tmp_path / "log"
-    with Laboratory(2) as laboratory, log.open("w") as output:
-        processes = start_to_cut(launcher, laboratory, tmp_path, output)
+    with EmulatedCluster(2) as emulated, log.open("w") as output:
+        processes = start_to_cut(launcher, emulated, tmp_path, output)
         deadline = time.monotonic() + 600
         while not (tmp_path / "when").exists():
             assert not any(process.poll() for process in processes), log.read_text()[-4000:]
             assert time.monotonic() < deadline, log.read_text()[-4000:]
             time.sleep(0.05)
-        laboratory.unplug(1)
+        emulated.unplug(1)
 
         def wait_for(condition):
             deadline = time.monotonic() + 600

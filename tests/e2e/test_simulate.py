@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``wavemare simulate`` beside real ranks, and ``wavemare bench quality``."""
+"""``wavemare simulate`` beside real ranks, and its comparison of systems."""
 
 import json
 
@@ -105,12 +105,12 @@ def test_mistakes_are_told(launch, json_file, tmp_path):
         assert said in found[case]["message"], case
 
 
-def test_quality_compares_systems_and_repeats_nothing(command, small_options, tmp_path):
+def test_systems_are_compared_and_no_run_is_repeated(command, small_options, tmp_path):
     words = small_options(
         "gpt", None, eval_interval=None, save_interval=None, max_steps=None, log_interval=None
     )
-    bench = ["wavemare", "bench", "quality", "gpt", "--steps", 8, "--stages", 4]
-    bench += ["--micro-batches", 2, "--seeds", 1, "--runs", tmp_path / "runs", *words]
+    bench = ["wavemare", "simulate", "gpt", "--max_steps", 8, "--stages", 4]
+    bench += ["--micro_batches", 2, "--seeds", 1, "--runs", tmp_path / "runs", *words]
     bench += ["--systems", "flush,naive,auto", "--json", tmp_path / "q.json"]
     bench += ["--plot", tmp_path / "q.png"]
     first = command(*bench).check()
@@ -118,7 +118,7 @@ def test_quality_compares_systems_and_repeats_nothing(command, small_options, tm
     rows = {row["system"]: row for row in answer["rows"]}
     assert rows["flush"]["gap"] == 0
     assert rows["naive"]["gap"] == pytest.approx(
-        rows["naive"]["held_out_loss"] / rows["flush"]["held_out_loss"] - 1
+        rows["naive"]["eval_loss"] / rows["flush"]["eval_loss"] - 1
     )
     assert rows["auto"]["own_gap"] is None  # its own baseline was not asked for
     assert rows["auto"]["memory"]["optimizer"] > rows["naive"]["memory"]["optimizer"] >= 2

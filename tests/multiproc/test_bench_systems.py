@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from wavemare.bench.systems import SYSTEMS
+from wavemare.bench.pipeline.request import SYSTEMS
 
 SYNCHRONOUS = [name for name, system in SYSTEMS.items() if not system.steady]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from wavemare.bench.network import Laboratory
+from wavemare.bench.cluster import EmulatedCluster
 
 nightly = pytest.mark.nightly
 PROGRAM = "faults.py"
@@ -111,23 +111,23 @@ def test_any_of_three_ranks_is_found(launch, rank):
     assert len(reports(finished)) == 2
 
 
-OBSTACLE = Laboratory.obstacle()
+OBSTACLE = EmulatedCluster.obstacle()
 
 
-def start_on_hosts(laboratory, folder, fault, timeout_s):
+def start_on_hosts(cluster, folder, fault, timeout_s):
     program = Path(__file__).parent / "programs" / PROGRAM
     command = [sys.executable, program, folder, fault, "data", "--timeout", timeout_s]
     environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     words = [str(word) for word in command]
-    return laboratory.start_ranks(words, environment=environment, logs=folder)
+    return cluster.start_ranks(words, environment=environment, logs=folder)
 
 
 @nightly
 @pytest.mark.world_size(2)
 @pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
 def test_half_a_message_of_a_rank_that_was_killed_on_another_host(tmp_path):
-    with Laboratory(2) as laboratory:
-        start_on_hosts(laboratory, tmp_path, "half", 500)
+    with EmulatedCluster(2) as cluster:
+        start_on_hosts(cluster, tmp_path, "half", 500)
         deadline, output = time.monotonic() + 100, ""
         while "stacks and plans" not in output:  # the last line
             assert time.monotonic() < deadline, output
@@ -144,13 +144,13 @@ def test_half_a_message_of_a_rank_that_was_killed_on_another_host(tmp_path):
 @pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
 def test_both_sides_of_a_cut_link_name_the_other(tmp_path):
     """The switch's port goes down: no connection breaks, and messages get no answer."""
-    with Laboratory(2) as laboratory:
-        group = start_on_hosts(laboratory, tmp_path, "cut", TIMEOUT_S)
+    with EmulatedCluster(2) as cluster:
+        group = start_on_hosts(cluster, tmp_path, "cut", TIMEOUT_S)
         deadline = time.monotonic() + 150
         while not (tmp_path / "when").exists():
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        laboratory.unplug(1)
+        cluster.unplug(1)
         assert group.wait(60) == 124
     outputs = [(tmp_path / f"rank_{rank}.log").read_text() for rank in (0, 1)]
     for own, other in ((0, 1), (1, 0)):

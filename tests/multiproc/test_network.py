@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The laboratory: its hosts are apart, its links carry and limit, and nothing of it stays."""
+"""Emulated hosts: they are apart, their links carry and limit, and nothing of them stays."""
 
 import json
 import os
@@ -13,28 +13,29 @@ from pathlib import Path
 
 import pytest
 
-from wavemare.bench.network import Laboratory
+from wavemare.bench.cluster import EmulatedCluster
+from wavemare.bench.cluster.namespaces import run_tool
 from wavemare.comm.mpi_library import describe_mpi
 from wavemare.errors import LaunchError
 
 PROGRAMS = Path(__file__).parent / "programs"
 EXCHANGE = [sys.executable, str(PROGRAMS / "network_exchange.py")]
 EXCHANGED = 20_000_000
-OBSTACLE = Laboratory.obstacle()
-needs_laboratory = pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
+OBSTACLE = EmulatedCluster.obstacle()
+needs_cluster = pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
 
 
 @pytest.fixture(scope="module")
 def pair():
-    with Laboratory(2) as laboratory:
-        yield laboratory
+    with EmulatedCluster(2) as cluster:
+        yield cluster
 
 
 @pytest.fixture
 def new_pair():
     """One in which nothing has been started, of which something may be about to end."""
-    with Laboratory(2) as laboratory:
-        yield laboratory
+    with EmulatedCluster(2) as cluster:
+        yield cluster
 
 
 def shell(script):
@@ -43,6 +44,13 @@ def shell(script):
 
 def outputs(folder, ranks):
     return [(folder / f"rank_{rank}.log").read_text().strip() for rank in range(ranks)]
+
+
+def carried(cluster):
+    """Return the bytes that two hosts' links have sent and received."""
+    counters = [f"/sys/class/net/eth0/statistics/{way}_bytes" for way in ("tx", "rx")]
+    texts = [run_tool([*cluster.enter(host), "cat", *counters]) for host in (0, 1)]
+    return [int(number) for text in texts for number in text.split()]
 
 
 def seen_from_outside():
@@ -72,7 +80,7 @@ def has_ended(pid):
     return process_state(pid) == "Z"
 
 
-@needs_laboratory
+@needs_cluster
 def test_hosts_have_names_addresses_and_memory_of_their_own(tmp_path, new_pair):
     Path("/dev/shm/outside").touch()
     try:
@@ -94,7 +102,7 @@ def test_hosts_have_names_addresses_and_memory_of_their_own(tmp_path, new_pair):
         assert second[index].split() == [str(index), "10.77.0.1", "node0", "10.77.0.2", "node1"]
 
 
-@needs_laboratory
+@needs_cluster
 def test_ranks_have_torchruns_variables_and_none_of_another_job(tmp_path, pair, monkeypatch):
     monkeypatch.setenv("RANK", "7")
     monkeypatch.setenv("PMI_RANK", "7")
@@ -119,7 +127,7 @@ def test_ranks_have_torchruns_variables_and_none_of_another_job(tmp_path, pair, 
 
 
 @pytest.mark.nightly
-@needs_laboratory
+@needs_cluster
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("library", ["gloo", "mpi"])
 def test_what_ranks_exchange_goes_over_the_links_and_no_faster(tmp_path, library):
@@ -127,42 +135,40 @@ def test_what_ranks_exchange_goes_over_the_links_and_no_faster(tmp_path, library
         pytest.skip("needs MPI (the extra 'mpi')")
     launcher = "mpirun" if library == "mpi" else "torch"
     command = [*EXCHANGE, str(tmp_path), library]
-    with Laboratory(2, 200.0) as laboratory:
-        before = laboratory.traffic()
-        code = laboratory.run_ranks(command, timeout_s=600, launcher=launcher, logs=tmp_path)
+    with EmulatedCluster(2, 200.0) as cluster:
+        before = carried(cluster)
+        code = cluster.run_ranks(command, timeout_s=600, launcher=launcher, logs=tmp_path)
         assert code == 0, outputs(tmp_path, 2)
-        for old, new in zip(before, laboratory.traffic(), strict=True):
-            for way in ("sent_bytes", "received_bytes"):
-                carried = getattr(new, way) - getattr(old, way)
-                assert 3 * EXCHANGED < carried < 1.1 * 3 * EXCHANGED
+        for old, new in zip(before, carried(cluster), strict=True):
+            assert 3 * EXCHANGED < new - old < 1.1 * 3 * EXCHANGED
     found = [json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(2)]
     assert [one["host"] for one in found] == ["node0", "node1"]
     assert max(one["seconds"] for one in found) >= 8 * EXCHANGED / 200e6
 
 
 @pytest.mark.nightly
-@needs_laboratory
+@needs_cluster
 @pytest.mark.world_size(3)
 @pytest.mark.parametrize("way", ["gather", "scatter"])
 def test_one_host_with_many_peers_is_no_faster_than_its_link(tmp_path, way):
     if describe_mpi().flavour is None:
         pytest.skip("needs MPI (the extra 'mpi')")
     command = [*EXCHANGE, str(tmp_path), f"mpi_{way}"]
-    with Laboratory(3, 800.0) as laboratory:
-        code = laboratory.run_ranks(command, timeout_s=600, launcher="mpirun", logs=tmp_path)
+    with EmulatedCluster(3, 800.0) as cluster:
+        code = cluster.run_ranks(command, timeout_s=600, launcher="mpirun", logs=tmp_path)
     assert code == 0, outputs(tmp_path, 3)
     found = [json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(3)]
     assert max(one["seconds"] for one in found) >= 2 * 8 * EXCHANGED / 800e6
 
 
-@needs_laboratory
+@needs_cluster
 @pytest.mark.parametrize("launcher", ["torch", "mpirun"])
 def test_a_rank_that_fails_makes_the_program_fail(tmp_path, pair, launcher):
     script = "[ $RANK = 0 ] || exit 3"
     assert pair.run_ranks(shell(script), timeout_s=120, launcher=launcher, logs=tmp_path) == 3
 
 
-@needs_laboratory
+@needs_cluster
 def test_a_rank_that_fails_ends_those_that_wait_for_it(tmp_path, pair):
     script = "[ $RANK = 0 ] || exit 3; sleep 1000"
     group = pair.start_ranks(shell(script), logs=tmp_path)
@@ -171,7 +177,7 @@ def test_a_rank_that_fails_ends_those_that_wait_for_it(tmp_path, pair):
 
 
 @pytest.mark.nightly
-@needs_laboratory
+@needs_cluster
 @pytest.mark.parametrize("launcher", ["torch", "mpirun"])
 def test_ranks_that_hang_are_killed_with_all_their_children(tmp_path, pair, launcher):
     marker = f"1000.{os.getpid()}"
@@ -182,7 +188,7 @@ def test_ranks_that_hang_are_killed_with_all_their_children(tmp_path, pair, laun
 
 
 @pytest.mark.nightly
-@needs_laboratory
+@needs_cluster
 @pytest.mark.parametrize("launcher", ["torch", "mpirun"])
 def test_single_ranks_can_be_stopped_and_killed(tmp_path, pair, launcher):
     script = "while :; do echo x >>$0.$RANK; sleep 0.02; done"
@@ -190,7 +196,7 @@ def test_single_ranks_can_be_stopped_and_killed(tmp_path, pair, launcher):
     group = pair.start_ranks(command, launcher=launcher, ranks_per_host=2, logs=tmp_path)
     until(lambda: all((tmp_path / f"beats.{rank}").exists() for rank in range(4)))
     beats = [tmp_path / f"beats.{rank}" for rank in range(4)]
-    pids = pair.rank_pids()
+    pids = group.pids()
     assert sorted(pids) == [0, 1, 2, 3]
     os.kill(pids[1], signal.SIGSTOP)
     until(lambda: process_state(pids[1]) == "T")
@@ -203,11 +209,11 @@ def test_single_ranks_can_be_stopped_and_killed(tmp_path, pair, launcher):
     code = group.wait(timeout_s=120, grace_s=0.2)
     # What an mpirun makes of a signal is its own affair.
     assert code == 137 if launcher == "torch" else code != 0
-    assert pair.rank_pids() == {}
+    assert group.pids() == {}
 
 
 @pytest.mark.nightly
-@needs_laboratory
+@needs_cluster
 def test_a_rank_may_stop_for_a_while(tmp_path, pair):
     script = f"while [ ! -e {tmp_path}/end ]; do sleep 0.02; done"
     group = pair.start_ranks(shell(script), logs=tmp_path)
@@ -220,7 +226,7 @@ def test_a_rank_may_stop_for_a_while(tmp_path, pair):
     assert group.wait(timeout_s=120) == 0
 
 
-@needs_laboratory
+@needs_cluster
 def test_output_is_printed_with_the_rank_before_each_line(pair, capsys):
     script = "echo one; sleep 0.1; printf two"
     assert pair.run_ranks(shell(script), timeout_s=120) == 0
@@ -232,18 +238,18 @@ def test_output_is_printed_with_the_rank_before_each_line(pair, capsys):
 
 
 @pytest.mark.nightly
-@needs_laboratory
-def test_laboratories_do_not_meet(tmp_path):
+@needs_cluster
+def test_clusters_do_not_meet(tmp_path):
     before = seen_from_outside()
-    with Laboratory(2) as first, Laboratory(3) as second:
+    with EmulatedCluster(2) as first, EmulatedCluster(3) as second:
         folders = [tmp_path / "first", tmp_path / "second"]
         threads = [
             threading.Thread(
-                target=laboratory.run_ranks,
+                target=cluster.run_ranks,
                 args=(shell("cat /etc/hosts"),),
                 kwargs={"timeout_s": 120, "logs": folder},
             )
-            for laboratory, folder in zip((first, second), folders, strict=True)
+            for cluster, folder in zip((first, second), folders, strict=True)
         ]
         for thread in threads:
             thread.start()
@@ -253,12 +259,12 @@ def test_laboratories_do_not_meet(tmp_path):
         assert "node2" in outputs(folders[1], 3)[0]
         assert seen_from_outside() == before
     assert seen_from_outside() == before
-    for laboratory in (first, second):
-        assert laboratory.folder.name not in all_commands()
-        assert not laboratory.folder.exists()
+    for cluster in (first, second):
+        assert cluster.folder.name not in all_commands()
+        assert not cluster.folder.exists()
 
 
-@needs_laboratory
+@needs_cluster
 @pytest.mark.parametrize(
     "ending",
     [
@@ -286,37 +292,37 @@ def test_nothing_stays_however_it_ends(ending):
     until(lambda: seen_from_outside() == before)
 
 
-@needs_laboratory
+@needs_cluster
 def test_what_cannot_be_is_refused(pair):
     for number in (0, 65):
         with pytest.raises(LaunchError, match="Give 1 to 64"):
-            Laboratory(number)
+            EmulatedCluster(number)
     for rate in (0.0, -1.0, float("nan")):
-        with pytest.raises(LaunchError, match="a link carries something"):
-            Laboratory(2, rate)
-        with pytest.raises(LaunchError, match="a link carries something"):
+        with pytest.raises(LaunchError, match="a link has a positive speed"):
+            EmulatedCluster(2, rate)
+        with pytest.raises(LaunchError, match="a link has a positive speed"):
             pair.shape(rate)
     with pytest.raises(LaunchError, match="Did you mean 'mpirun'"):
         pair.start_ranks(["true"], launcher="mpi_run")
     with pytest.raises(LaunchError, match="it has no hosts"):
-        Laboratory(2).start_ranks(["true"])
+        EmulatedCluster(2).start_ranks(["true"])
     group = pair.start_ranks(["sleep", "1000"])
     with pytest.raises(LaunchError, match="another program"):
         pair.start_ranks(["true"])
     group.kill()
 
 
-@needs_laboratory
+@needs_cluster
 def test_the_obstacle_is_told(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert Laboratory.obstacle() == "only root may create hosts as namespaces"
-    with pytest.raises(LaunchError, match="only root"), Laboratory(2):
+    assert EmulatedCluster.obstacle() == "only root may create hosts as namespaces"
+    with pytest.raises(LaunchError, match="only root"), EmulatedCluster(2):
         pass
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     with monkeypatch.context() as without_tc:
         without_tc.setattr(shutil, "which", lambda tool: None if tool == "tc" else tool)
-        assert Laboratory.obstacle().startswith("the program 'tc' is not installed")
+        assert EmulatedCluster.obstacle().startswith("the program 'tc' is not installed")
     (tmp_path / "tc").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "tc").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert Laboratory.obstacle().startswith("the kernel refuses: ")
+    assert EmulatedCluster.obstacle().startswith("the kernel refuses: ")

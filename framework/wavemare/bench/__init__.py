@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurements: systems side by side, in one run, on the same work.
+"""Benchmarks: systems side by side in one run, on the same work. Read `request` and `run` first.
 
-``wavemare bench`` starts the ranks and shows what they measured. All systems live in the same
-processes and take turns in short rounds, so that a slow minute of the machine slows all of them.
+In goes a request, whose fields are the options of ``wavemare bench NAME``; out come rows. All
+systems live in the same processes and take turns: a slow minute of the machine slows all of them.
 """

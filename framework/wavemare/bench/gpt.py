@@ -1,56 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPT that benches train: without dropout, so that systems train what others do."""
+"""The GPT that benchmarks train, without dropout: all systems train the same."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
+import torch
+from deepspeed.accelerator import get_accelerator
 from transformers import GPT2Config, GPT2LMHeadModel, set_seed
 
-__all__ = ["SEED", "build_gpt"]
+from wavemare.bench.request import GptRequest
+
+__all__ = ["SEED", "bench_device", "build_gpt"]
 
 SEED = 7
 
 
-class Sizes(Protocol):
-    """What a request says of the model."""
-
-    @property
-    def layers(self) -> int:
-        """Blocks."""
-
-    @property
-    def hidden(self) -> int:
-        """Width."""
-
-    @property
-    def heads(self) -> int:
-        """Of the attention."""
-
-    @property
-    def sequence(self) -> int:
-        """Positions."""
-
-    @property
-    def vocabulary(self) -> int:
-        """Tokens."""
-
-
-def build_gpt(sizes: Sizes, *, ties: bool = False) -> Any:
+def build_gpt(request: GptRequest, *, ties: bool = False) -> Any:
     """Return a GPT-2 with the same weights each time.
 
     Args:
-        sizes: A bench's request.
+        request: Has the sizes.
         ties: Whether the head is the embedding.
     """
     set_seed(SEED)
     return GPT2LMHeadModel(
         GPT2Config(
-            n_layer=sizes.layers,
-            n_embd=sizes.hidden,
-            n_head=sizes.heads,
-            n_positions=sizes.sequence,
-            vocab_size=sizes.vocabulary,
+            n_layer=request.layers,
+            n_embd=request.hidden,
+            n_head=request.heads,
+            n_positions=request.sequence,
+            vocab_size=request.vocabulary,
             tie_word_embeddings=ties,
             resid_pdrop=0.0,
             embd_pdrop=0.0,
@@ -59,3 +39,8 @@ def build_gpt(sizes: Sizes, *, ties: bool = False) -> Any:
             eos_token_id=0,
         )
     )
+
+
+def bench_device() -> torch.device:
+    """Return the device that DeepSpeed gives to this process."""
+    return torch.device(get_accelerator().current_device_name())

@@ -1,25 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What asynchronous pipelines learn at equal tokens, method by method: simulations in one table."""
+"""Losses of asynchronous pipelines at equal tokens: ``wavemare simulate --systems``."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wavemare.bench.picture import drawing
+from wavemare.bench.request import Column
+from wavemare.bench.result import drawing
 from wavemare.errors import LaunchError
 from wavemare.observe.run import read_metrics
 
-__all__ = ["SYSTEMS", "System", "draw", "simulate_all", "to_row"]
+__all__ = ["COLUMNS", "SYSTEMS", "Shape", "System", "draw", "simulate_all", "to_row"]
 
 _PIPELINE = "wavemare.pipeline"
 _PIPEMARE = f"{_PIPELINE}.pipemare"
@@ -27,7 +26,7 @@ _CORRECTION = f"{_PIPEMARE}.discrepancy_correction.mode"
 _FEEDBACK = f"{_PIPEMARE}.error_feedback=true"
 _SOAP = ("optimizer.type=SOAP",)
 _MUON = ("optimizer.type=Muon", "optimizer.params.adjust_lr_fn=match_rms_adamw")
-# torch's begins with half of beta1: so large a momentum_decay makes it whole from the first step.
+# torch's begins with half of beta1: with so large a momentum_decay it is whole from the first step.
 _NADAM = (
     "optimizer.type=NAdam",
     "optimizer.params.betas=[0.99,0.999]",
@@ -41,7 +40,7 @@ class System:
     """A way to train.
 
     Args:
-        settings: Changes of the configuration, KEY.KEY=VALUE, on top of PipeMare with AdamW and no
+        settings: Changes of the configuration, KEY.KEY=VALUE, of PipeMare with AdamW and without
             synchronous steps.
         correction: Mode of the discrepancy correction; None leaves it to the policy.
         delays: Of `wavemare.simulation.Delays`.
@@ -84,74 +83,79 @@ SYSTEMS: Mapping[str, System] = {
 """By name. ``flush`` is any synchronous schedule; ``naive`` PACI; ``stashing`` PipeDream; ``2bw``
 PipeDream-2BW; ``prediction`` PipeOptim; ``auto`` what the policy makes of AdamW."""
 
+COLUMNS = {
+    "system": Column("system"),
+    "validation loss": Column("eval_loss", ".4f"),
+    "deviation": Column("deviation", ".4f"),
+    "gap": Column("gap", "+.2%"),
+    "gap to its own": Column("own_gap", "+.2%"),
+    "memory": Column("memory_total", ".2f"),
+}
 
-# Matplotlib's ten would come again from the eleventh system on.
-_COLOURS = [
-    *("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink"),
-    *("tab:gray", "tab:olive", "tab:cyan", "black", "gold", "navy", "lime", "darkred", "teal"),
-    *("magenta", "peru", "slateblue"),
-]
+
+@dataclass(frozen=True)
+class Shape:
+    """What all simulations have in common.
+
+    Args:
+        recipe: gpt or bert.
+        stages: Length of the pipeline.
+        micro_batches: Per optimizer step.
+        steps: Optimizer steps.
+    """
+
+    recipe: str
+    stages: int
+    micro_batches: int
+    steps: int
 
 
 def simulate_all(
     systems: Sequence[str],
     seeds: Iterable[int],
+    shape: Shape,
     *,
-    recipe: str,
-    stages: int,
-    micro_batches: int,
-    steps: int,
     options: Sequence[str],
     folder: Path,
-    jobs: int,
     note: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """Simulate each system with each seed, several at a time; what is there already is taken.
+    """Simulate each system with each seed, unless its run is there already.
 
     Args:
         systems: Names of `SYSTEMS`.
         seeds: Of weights and data order.
-        recipe: gpt or bert.
-        stages: Length of the pipeline.
-        micro_batches: Per optimizer step.
-        steps: Optimizer steps.
+        shape: Of the simulations.
         options: More options of ``wavemare simulate``; the same ones for all runs in the folder.
         folder: Of the runs; synchronous ones serve all numbers of stages and micro-batches.
-        jobs: Processes at a time.
-        note: Told of each run that ends.
+        note: Shows a line for each run.
 
     Returns:
-        For each run ``system``, ``seed``, ``held_out_loss``, ``seconds``, ``memory`` and ``curve``,
-        pairs of step and held-out loss.
+        For each run ``system``, ``seed``, ``eval_loss``, ``bigram``, ``seconds``, ``memory``
+        and ``curve``, pairs of step and validation loss.
 
     Raises:
         LaunchError: A simulation failed.
     """
-
-    def one(case: tuple[str, int]) -> dict[str, Any]:
-        name, seed = case
-        flushes = SYSTEMS[name].flushes
-        place = "synchronous" if flushes else f"{stages}x{micro_batches}"
-        run = folder / f"{recipe}-{steps}-{place}-{name}-{seed}"
-        if not (run / "summary.json").is_file():
-            shape = (1, 1) if flushes else (stages, micro_batches)
-            command = _command(SYSTEMS[name], recipe, *shape, steps, seed, run)
-            _run([*command, *options], run)
-        found = {"system": name, "seed": seed, **_read(run)}
-        note(f"{run.name}: {found['held_out_loss']:.4f}")
-        return found
-
-    cases = [(name, seed) for seed in seeds for name in systems]
-    with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(one, cases))
+    found = []
+    for seed in seeds:
+        for name in systems:
+            own = SYSTEMS[name]
+            size = (1, 1) if own.flushes else (shape.stages, shape.micro_batches)
+            place = "synchronous" if own.flushes else f"{shape.stages}x{shape.micro_batches}"
+            run = folder / f"{shape.recipe}-{shape.steps}-{place}-{name}-{seed}"
+            if not (run / "summary.json").is_file():
+                _run([*_command(own, shape, size, seed, run), *options], run)
+            found.append({"system": name, "seed": seed, **_read(run)})
+            note(f"{run.name}: {found[-1]['eval_loss']:.4f}")
+    return found
 
 
 def _command(
-    system: System, recipe: str, stages: int, micro_batches: int, steps: int, seed: int, run: Path
+    system: System, shape: Shape, size: tuple[int, int], seed: int, run: Path
 ) -> list[str]:
     changes = [
         f"{_PIPELINE}.schedule=pipemare",
-        f"{_PIPEMARE}.warmup_steps={round(system.warmup * steps)}",
+        f"{_PIPEMARE}.warmup_steps={round(system.warmup * shape.steps)}",
         *system.settings,
     ]
     if system.correction is not None:
@@ -159,19 +163,19 @@ def _command(
     if system.anneal:
         changes += [
             f"{_PIPEMARE}.lr_rescheduling.enabled=true",
-            f"{_PIPEMARE}.lr_rescheduling.anneal_steps={round(system.anneal * steps)}",
+            f"{_PIPEMARE}.lr_rescheduling.anneal_steps={round(system.anneal * shape.steps)}",
         ]
     words = {
-        "--stages": stages,
-        "--micro_batches": micro_batches,
+        "--stages": size[0],
+        "--micro_batches": size[1],
         "--delays": system.delays,
-        "--max_steps": steps,
-        "--eval_interval": max(1, steps // 16),
+        "--max_steps": shape.steps,
+        "--eval_interval": max(1, shape.steps // 16),
         "--seed": seed,
         "--output": run,
     }
-    options = [word for name, value in words.items() for word in (name, str(value))]
-    program = [sys.executable, "-m", "wavemare", "simulate", recipe]
+    options = [str(word) for pair in words.items() for word in pair]
+    program = [sys.executable, "-m", "wavemare", "simulate", shape.recipe]
     return [*program, *options, "--set", *changes]
 
 
@@ -187,13 +191,12 @@ def _run(command: list[str], run: Path) -> None:
 def _read(run: Path) -> dict[str, Any]:
     figures = json.loads((run / "summary.json").read_text(encoding="utf-8"))["results"]
     lines = read_metrics(run / "metrics.jsonl")
-    curve = [[line["step"], line["eval_loss"]] for line in lines if "eval_loss" in line]
     return {
-        "held_out_loss": figures["eval_loss"],
+        "eval_loss": figures["eval_loss"],
         "bigram": figures.get("bigram cross-entropy"),
         "seconds": figures["seconds"],
         "memory": figures["memory"],
-        "curve": curve,
+        "curve": [[n["step"], n["eval_loss"]] for n in lines if "eval_loss" in n],
     }
 
 
@@ -206,77 +209,46 @@ def to_row(name: str, runs: Sequence[Mapping[str, Any]], **parameters: Any) -> d
         parameters: Added to the row, such as ``stages``.
 
     Returns:
-        Beside these: mean and largest deviation of the held-out loss, its ``gap`` to ``flush`` and
-        ``own_gap`` to the synchronous system with the same optimizer (relative, mean over seeds),
-        the steps to the final loss of ``flush`` (None if a seed never comes there), and
-        ``memory``, in weights: of the optimizer's states and of the correction.
+        Beside these: mean and largest deviation of the validation loss, its ``gap`` to ``flush``
+        and ``own_gap`` to the synchronous system with the same optimizer (relative, mean over
+        seeds), and ``memory``, in weights: of the optimizer's states and of the correction.
     """
-    own = {run["seed"]: run for run in runs if run["system"] == name}
-    losses = [run["held_out_loss"] for run in own.values()]
-    mean = statistics.fmean(losses)
+    own = {run["seed"]: run["eval_loss"] for run in runs if run["system"] == name}
+    mean = statistics.fmean(own.values())
+    memory = next(run["memory"] for run in runs if run["system"] == name)
     return {
         "system": name,
         **parameters,
-        "seeds": len(losses),
-        "held_out_loss": mean,
-        "deviation": max(abs(loss - mean) for loss in losses),
+        "seeds": len(own),
+        "eval_loss": mean,
+        "deviation": max(abs(loss - mean) for loss in own.values()),
         "gap": _gap(own, runs, "flush"),
         "own_gap": _gap(own, runs, SYSTEMS[name].baseline),
-        "steps_to_flush": _steps(own, runs),
-        "memory": next(iter(own.values()))["memory"],
+        "memory": memory,
+        "memory_total": memory["optimizer"] + memory["correction"],
     }
 
 
 def _gap(
-    own: Mapping[int, Mapping[str, Any]], runs: Sequence[Mapping[str, Any]], baseline: str
+    own: Mapping[int, float], runs: Sequence[Mapping[str, Any]], baseline: str
 ) -> float | None:
-    others = {run["seed"]: run["held_out_loss"] for run in runs if run["system"] == baseline}
-    gaps = [r["held_out_loss"] / others[seed] - 1 for seed, r in own.items() if seed in others]
+    others = {run["seed"]: run["eval_loss"] for run in runs if run["system"] == baseline}
+    gaps = [loss / others[seed] - 1 for seed, loss in own.items() if seed in others]
     return statistics.fmean(gaps) if gaps else None
 
 
-def _steps(own: Mapping[int, Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]) -> float | None:
-    finals = {run["seed"]: run["held_out_loss"] for run in runs if run["system"] == "flush"}
-    reached = [steps_to(run["curve"], finals[seed]) for seed, run in own.items() if seed in finals]
-    return statistics.fmean(reached) if reached and math.isfinite(max(reached)) else None
-
-
-def steps_to(curve: Sequence[Sequence[float]], loss: float) -> float:
-    """Return the step at which a curve first is at a loss, on straight lines; inf if never.
-
-    Args:
-        curve: Pairs of step and loss.
-        loss: To be reached.
-    """
-    before: Sequence[float] | None = None
-    for step, value in curve:
-        if value <= loss:
-            if before is None or before[1] <= loss:
-                return float(step)
-            return before[0] + (before[1] - loss) / (before[1] - value) * (step - before[0])
-        before = (step, value)
-    return math.inf
-
-
 def draw(file: Path, runs: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Draw the held-out losses over the steps, each system's mean over its seeds."""
+    """Draw the validation losses over the steps, each system's mean over its seeds."""
+    from matplotlib import colormaps
+
     with drawing(file, figsize=(9, 5)) as axes:
-        axes.set_prop_cycle(color=_COLOURS)
-        for name in dict.fromkeys(run["system"] for run in runs):
+        for number, name in enumerate(dict.fromkeys(run["system"] for run in runs)):
             curves = [run["curve"] for run in runs if run["system"] == name]
             steps = [step for step, _ in curves[0]]
             means = [statistics.fmean(c[i][1] for c in curves) for i in range(len(steps))]
-            axes.plot(steps, means, label=name, linestyle="--" if SYSTEMS[name].flushes else "-")
-        bigram = runs[0].get("bigram")
-        if bigram is not None:
-            axes.axhline(bigram, color="grey", linewidth=0.8, label="bigrams")
-        axes.set(xlabel="optimizer steps", ylabel="held-out loss (nats per token)", title=title)
-        handles, labels = axes.get_legend_handles_labels()
-        order = sorted(range(len(labels)), key=lambda i: -handles[i].get_ydata()[-1])  # as they end
-        axes.legend(
-            [handles[i] for i in order],
-            [labels[i] for i in order],
-            fontsize=7,
-            loc="center left",
-            bbox_to_anchor=(1.0, 0.5),
-        )
+            style = "--" if SYSTEMS[name].flushes else "-"
+            axes.plot(steps, means, style, label=name, color=colormaps["tab20"](number % 20))
+        if runs[0].get("bigram") is not None:
+            axes.axhline(runs[0]["bigram"], color="grey", linewidth=0.8, label="bigrams")
+        axes.set(xlabel="optimizer steps", ylabel="validation loss (nats per token)", title=title)
+        axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -1,140 +1,172 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What shall be measured, as the command line gives it to the ranks."""
+"""What a benchmark is asked: one model of options, from which the command line is made."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, NamedTuple, Self, cast
 
-from wavemare.bench.options import Request, check_heads, check_least, check_names
-from wavemare.bench.systems import DEFAULT_SYSTEMS, SYSTEMS, System
-from wavemare.errors import ConfigError
+from pydantic import Field, PositiveInt
 
-__all__ = ["PipelineRequest"]
+from wavemare.errors import ConfigError, did_you_mean
+from wavemare.section import Section
 
-_ROUND_MICRO_BATCHES = 8
-_LEAST_STAGES = 2
+__all__ = ["Column", "GptRequest", "NonNegativeInt", "Positive", "Request", "check_names", "option"]
+
+Row = Mapping[str, Any]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PipelineRequest(Request):
-    """A measurement of pipelines.
+class Column(NamedTuple):
+    """A column of the printed table.
 
     Args:
-        stages: Pipeline ranks, one process each.
-        micro_batches: The numbers of micro-batches per optimizer step to measure.
-        rounds: Timed rounds; one more before them warms up.
-        steps_per_round: Optimizer steps of one system in one round; None chooses for each number of
-            micro-batches.
-        systems: Names.
-        forward_ms: Milliseconds of a stage's forward pass if layers are timed waits, else None.
-        backward_ms: The same for its backward pass.
-        layers: Transformer blocks of the GPT.
-        hidden: Its width.
-        heads: Its attention heads.
-        vocabulary: Its number of tokens.
-        sequence: Tokens per sequence.
-        batch: Sequences per micro-batch.
-        trace: Folder for the timelines of the last round; None for none.
+        key: Of a row.
+        form: Format of the value; empty for texts, which are left-aligned.
+        factor: The value is multiplied by it.
     """
 
-    stages: int = 2
-    micro_batches: tuple[int, ...] = (1, 2, 4, 8)
-    rounds: int = 7
-    steps_per_round: int | None = None
-    systems: tuple[str, ...] = DEFAULT_SYSTEMS
-    forward_ms: float | None = None
-    backward_ms: float | None = None
-    layers: int = 8
-    hidden: int = 256
-    heads: int = 4
-    vocabulary: int = 256
-    sequence: int = 128
-    batch: int = 2
-    trace: str | None = None
+    key: str
+    form: str = ""
+    factor: float = 1.0
+
+
+class Request(Section):
+    """A benchmark. Each field is an option, and the docstring below the field its help.
+
+    Attributes:
+        measured_by: ``module:function``, called with the request on each rank. It returns the
+            result of rank 0 without the machine.
+        by_mpi: Whether ``mpirun`` starts the ranks, so that MPI and gloo are both there.
+        on_cpu: Whether ranks use no accelerator.
+        columns: Of the printed table, by heading; columns without any value are left out.
+    """
+
+    panel: ClassVar[str | None] = None
+    measured_by: ClassVar[str]
+    by_mpi: ClassVar[bool] = False
+    on_cpu: ClassVar[bool] = True
+    columns: ClassVar[Mapping[str, Column]]
+
+    rounds: PositiveInt = 5
+    """Timed rounds."""
+
+    warmups: NonNegativeInt = 1
+    """Rounds before them."""
 
     @property
-    def synthetic(self) -> bool:
-        """Whether layers are timed waits."""
-        return self.forward_ms is not None
+    def num_ranks(self) -> int:
+        """Number of processes."""
+        return cast(int, self.ranks)  # type: ignore[attr-defined]
 
-    @property
-    def stage_seconds(self) -> float | None:
-        """Seconds of a stage's forward and backward pass if layers are timed waits."""
-        if self.forward_ms is None or self.backward_ms is None:
-            return None
-        return (self.forward_ms + self.backward_ms) / 1000
-
-    def check(self) -> None:
-        """Check all values.
+    @classmethod
+    def of(cls, **values: Any) -> Self:
+        """Return a checked request.
 
         Raises:
-            ConfigError: One cannot be; the message names its option.
+            ConfigError: A value is wrong; the message names its option.
         """
-        if self.stages < _LEAST_STAGES:
-            reason = "a pipeline has at least two stages"
-            raise ConfigError("--stages", self.stages, reason, "Give 2 or more")
-        if not self.micro_batches or min(self.micro_batches) < 1:
-            reason = "a step has at least one micro-batch"
-            remedy = "Give numbers of 1 or more, such as 1,2,4,8"
-            raise ConfigError("--micro-batches", list(self.micro_batches), reason, remedy)
-        check_names("--systems", self.systems, SYSTEMS)
-        self._check_sizes()
-        self._check_waits()
-        if not any(
-            self.obstacle(name, count) is None
-            for name in self.systems
-            for count in self.micro_batches
-        ):
-            reasons = {name: self.obstacle(name, max(self.micro_batches)) for name in self.systems}
-            raise ConfigError(
-                "--micro-batches",
-                list(self.micro_batches),
-                "; ".join(f"{name}: {reason}" for name, reason in reasons.items()),
-                "Give more micro-batches or other systems",
-            )
+        try:
+            request = cls.parse(values, "-")
+        except ConfigError as error:
+            name = re.split(r"\W+", error.key.lstrip("-."))[0]
+            value = values.get(name, error.value)
+            value = list(value) if isinstance(value, tuple) else value
+            raise ConfigError(option(name), value, error.reason, error.remedy) from None
+        request.check()
+        return request
 
-    def _check_sizes(self) -> None:
-        sizes = ("rounds", "layers", "hidden", "heads", "vocabulary", "sequence", "batch")
-        check_least(1, self.options(*sizes))
-        if self.steps_per_round is not None and self.steps_per_round < 1:
-            reason = "a round has at least one step"
-            raise ConfigError("--steps-per-round", self.steps_per_round, reason, "Give 1 or more")
-        check_heads(self.hidden, self.heads)
-        most_parts = max(SYSTEMS[name].parts_per_stage for name in self.systems) * self.stages
-        if not self.synthetic and self.layers < most_parts:
-            raise ConfigError(
-                "--layers",
-                self.layers,
-                f"{self.stages} stages of these systems need {most_parts} blocks",
-                f"Give {most_parts} or more",
-            )
+    def check(self) -> None:
+        """Check values against each other.
 
-    def _check_waits(self) -> None:
-        waits = {"--forward-ms": self.forward_ms, "--backward-ms": self.backward_ms}
-        given = {option: wait for option, wait in waits.items() if wait is not None}
-        if len(given) == 1:
-            (option,) = waits.keys() - given.keys()
-            raise ConfigError(option, None, "the other one is given", "Give both or neither")
-        for option, wait in given.items():
-            if not (math.isfinite(wait) and wait > 0):
-                reason = "a wait takes more than no time"
-                raise ConfigError(option, wait, reason, "Give milliseconds")
+        Raises:
+            ConfigError: A value is wrong; the message names its option.
+        """
 
-    def obstacle(self, system: str, micro_batches: int) -> str | None:
-        """Return why a system cannot be measured at a number of micro-batches; None if it can."""
-        return SYSTEMS[system].obstacle(self.stages, micro_batches, synthetic=self.synthetic)
+    def prepare(self) -> None:
+        """Prepare a rank before it joins the process group."""
 
-    def steps(self, micro_batches: int) -> int:
-        """Return the timed optimizer steps of a round."""
-        if self.steps_per_round is not None:
-            return self.steps_per_round
-        return max(2, math.ceil(_ROUND_MICRO_BATCHES / micro_batches))
+    def run(self) -> dict[str, Any]:
+        """Start the ranks, and return the result with the machine.
 
-    def lead(self, system: System, micro_batches: int) -> int:
-        """Return the steps before the timed ones: caches get warm, and the pipeline fills."""
-        return 1 + math.ceil(self.stages / micro_batches) if system.steady else 1
+        Raises:
+            LaunchError: The ranks cannot be started, or one failed.
+        """
+        from wavemare.bench.run import run_ranks
 
-    def tail(self, system: System, micro_batches: int) -> int:
-        """Return the steps after the timed ones, which keep the other ranks busy meanwhile."""
-        return math.ceil(self.stages / micro_batches) if system.steady else 0
+        return run_ranks(self)
+
+    def title(self, result: Row) -> str:
+        """Return the heading of the printed table."""
+        raise NotImplementedError
+
+    def case(self, row: Row) -> str:
+        """Return what the systems of a row are compared in."""
+        raise NotImplementedError
+
+    def remarks(self, result: Row) -> Iterator[str]:
+        """Yield the lines below the table."""
+        skipped: dict[tuple[str, str], list[str]] = {}
+        for row in result.get("skipped", ()):
+            skipped.setdefault((row["system"], row["reason"]), []).append(self.case(row))
+        for (system, reason), cases in skipped.items():
+            yield f"{system} is left out at {', '.join(cases)}: {reason}"
+
+
+class GptRequest(Request):
+    """A benchmark that trains a GPT."""
+
+    panel: ClassVar[str | None] = "Size of the model"
+
+    layers: PositiveInt = 8
+    """Blocks."""
+
+    hidden: PositiveInt = 256
+    """Width."""
+
+    heads: PositiveInt = 4
+    """Attention heads."""
+
+    vocabulary: PositiveInt = 256
+    """Tokens."""
+
+    sequence: Annotated[int, Field(ge=2)] = 128
+    """Tokens per sequence."""
+
+    batch: PositiveInt = 2
+    """Sequences per micro-batch."""
+
+    def check(self) -> None:
+        """Check that the heads share the width."""
+        if self.hidden % self.heads:
+            reason = f"{self.heads} heads cannot share it equally"
+            raise ConfigError("--hidden", self.hidden, reason, "Give a multiple of --heads")
+
+
+def option(name: str) -> str:
+    """Return the option of a field."""
+    return f"--{name.replace('_', '-')}"
+
+
+def check_names(
+    option: str, names: Sequence[str], valid: Collection[str], kind: str = "system"
+) -> None:
+    """Check names.
+
+    Args:
+        option: Named in errors.
+        names: The given ones.
+        valid: The known ones.
+        kind: What they name.
+
+    Raises:
+        ConfigError: There is no name, or an unknown one.
+    """
+    if not names:
+        remedy = f"Name some of {', '.join(valid)}"
+        raise ConfigError(option, "", "there is nothing to measure", remedy)
+    for name in names:
+        if name not in valid:
+            raise ConfigError(option, name, f"there is no such {kind}", did_you_mean(name, valid))

@@ -1,104 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The timed rounds: all systems take turns, in an order that rotates."""
+"""Interleaved rounds: all systems take turns, in an order that rotates."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+from typing import Any, TypeVar
 
-import torch
-from deepspeed.accelerator import get_accelerator
+import torch.distributed as dist
 
-from wavemare.bench.recorder import Busy, busy_seconds
-from wavemare.bench.report import Sample
-from wavemare.bench.request import PipelineRequest
-from wavemare.bench.systems import SYSTEMS
-from wavemare.pipeline.clock.timeline import Event
+from wavemare.bench.request import Request
 
-if TYPE_CHECKING:  # it loads transformers, which other benchmarks' ranks do without
-    from wavemare.bench.runner import Runner
-
-__all__ = ["Key", "Round", "rotated", "run_rounds"]
-
-Key = tuple[str, int]
-"""A system's name and a number of micro-batches."""
+__all__ = ["gather", "interleaved", "ratio_row"]
 
 _Item = TypeVar("_Item")
 
 
-class Round(NamedTuple):
-    """What this rank measured in one round of one system.
+def interleaved(
+    request: Request, items: Sequence[_Item], note: Callable[[str], None]
+) -> Iterator[tuple[bool, _Item]]:
+    """Yield the items of all rounds; each round begins with another item.
 
     Args:
-        sample: Its times.
-        events: Its actions, if they are noted; absolute times of `time.perf_counter`.
-    """
-
-    sample: Sample
-    events: Sequence[Event]
-
-
-def rotated(items: Sequence[_Item], turns: int) -> list[_Item]:
-    """Return the items beginning with another one each turn, so that each follows each other."""
-    first = turns % len(items)
-    return [*items[first:], *items[:first]]
-
-
-def run_rounds(
-    request: PipelineRequest,
-    runners: Mapping[Key, Runner],
-    on_round: Callable[[int], None],
-    clock: Callable[[], float] | None = None,
-) -> Iterator[tuple[Key, Round]]:
-    """Run all rounds; all ranks must iterate together.
-
-    Args:
-        request: What to measure.
-        runners: The systems.
-        on_round: Told the number of each round, from 0 (which warms up), as it begins.
-        clock: Seconds; None for a clock that waits for the accelerator first.
+        request: Has the numbers of rounds.
+        items: Systems, or other things to measure in turns.
+        note: Shows a line as a round begins.
 
     Yields:
-        What this rank measured, for each timed round and system.
+        Whether the round is timed (after the warm-ups), and the item.
     """
-    for turn in range(request.rounds + 1):
-        on_round(turn)
-        for key in rotated(list(runners), turn):
-            measured = _run_round(request, key, runners[key], clock or _now)
-            if turn > 0:
-                yield key, measured
+    for turn in range(request.warmups + request.rounds):
+        number = turn - request.warmups + 1
+        note("warming up" if number < 1 else f"round {number} of {request.rounds}")
+        first = turn % len(items)
+        for item in (*items[first:], *items[:first]):
+            yield number > 0, item
 
 
-def _run_round(
-    request: PipelineRequest, key: Key, runner: Runner, clock: Callable[[], float]
-) -> Round:
-    name, count = key
-    steps = request.steps(count)
-    torch.distributed.barrier()
-    for _ in range(request.lead(SYSTEMS[name], count)):
-        runner.step()
-    _take_events(runner)
-    # No barrier here: in steady state the ranks are at different points of the same rate.
-    started = clock()
-    for _ in range(steps):
-        runner.step()
-    seconds = (clock() - started) / steps
-    events = _take_events(runner)
-    for _ in range(request.tail(SYSTEMS[name], count)):
-        runner.step()
-    runner.settle()
-    _take_events(runner)
-    if runner.recorder is None:
-        return Round(Sample(seconds), [])
-    busy = Busy(*(total / steps for total in busy_seconds(events)))
-    return Round(Sample(seconds, busy), events)
+def gather(value: Any) -> list[Any]:
+    """Return every rank's value, on every rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
-def _take_events(runner: Runner) -> list[Event]:
-    return runner.recorder.take() if runner.recorder is not None else []
+def ratio_row(rounds_s: Sequence[float], baseline_s: Sequence[float] | None) -> dict[str, Any]:
+    """Return the part of a row that all benchmarks share.
 
-
-def _now() -> float:
-    get_accelerator().synchronize()
-    return time.perf_counter()
+    Args:
+        rounds_s: Seconds of each round.
+        baseline_s: Those of the baseline; None without it.
+    """
+    own = median(rounds_s)
+    return {
+        "median_s": own,
+        "ratio": None if baseline_s is None else median(baseline_s) / own,
+        "rounds_s": list(rounds_s),
+    }

@@ -51,7 +51,7 @@ def search(
     For example: wavemare plan search --model gpt2 --cluster 8xV100,8xP100 --global-batch 512
     --sequence 1024 --output plan.json
     """
-    from wavemare.cli.bench_shared import check_writable
+    from wavemare.cli.output import check_writable
     from wavemare.files import atomic_write_text
     from wavemare.parallel.planner.api import plan
 

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import argparse
 import runpy
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +14,7 @@ import typer
 
 from wavemare.cli.recipes import find_recipe
 from wavemare.cli.train import refuse_second_config
+from wavemare.errors import ConfigError
 
 __all__ = ["simulate"]
 
@@ -23,6 +26,20 @@ def simulate(
         Path | None,
         typer.Option(help="DeepSpeed JSON, with our section. By default the recipe's own."),
     ] = None,
+    systems: Annotated[
+        str | None,
+        typer.Option(help="Compare methods, with commas between (or all), by validation loss."),
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="With --systems: runs of each.", min=1)] = 3,
+    runs: Annotated[
+        Path, typer.Option(help="With --systems: run folders; runs in it are not repeated.")
+    ] = Path("runs/quality"),
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="With --systems: write the result to this file.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="With --systems: draw the losses into this file.")
+    ] = None,
 ) -> None:
     """Show what an asynchronous pipeline of many stages learns, without its processes.
 
@@ -31,11 +48,61 @@ def simulate(
     wavemare simulate gpt --stages 8 --micro_batches 8 --output runs/eight
     --set wavemare.pipeline.pipemare.optimizer_policy=auto optimizer.params.lr=1e-3
 
+    wavemare simulate gpt --stages 4 --micro_batches 4 --systems flush,naive,auto
+
     All options: wavemare simulate gpt -- --help
     """
     options = list(context.args)
     refuse_second_config(options)
     chosen = find_recipe(recipe)
+    if systems is not None:
+        if config is not None:
+            reason = "each system has its own changes of the recipe's configuration"
+            raise ConfigError("--config", str(config), reason, "Leave it out, or --systems")
+        _compare(recipe, systems, seeds, options, runs=runs, json_file=json_file, plot=plot)
+        return
+    for name, value in (("--json", json_file), ("--plot", plot)):
+        if value is not None:
+            raise ConfigError(name, str(value), "it needs systems to compare", "Add --systems")
     file = config if config is not None else chosen.config
     sys.argv = ["wavemare simulate", recipe, "--deepspeed_config", str(file), *options]
     runpy.run_module("wavemare.recipes.simulate", run_name="__main__")
+
+
+def _compare(
+    recipe: str,
+    systems: str,
+    seeds: int,
+    options: Sequence[str],
+    *,
+    runs: Path,
+    json_file: Path | None,
+    plot: Path | None,
+) -> None:
+    """Simulate systems with several seeds, and print, write and draw their validation losses."""
+    from wavemare.bench.machine import describe_machine
+    from wavemare.bench.quality import COLUMNS, SYSTEMS, Shape, draw, simulate_all, to_row
+    from wavemare.bench.request import check_names
+    from wavemare.bench.result import make_table, print_table
+    from wavemare.cli.bench import save
+    from wavemare.cli.output import check_picture, check_writable
+
+    names = tuple(SYSTEMS) if systems == "all" else tuple(filter(None, systems.split(",")))
+    check_names("--systems", names, SYSTEMS)
+    check_writable("--json", json_file)
+    check_picture("--plot", plot)
+    check_writable("--runs", runs, is_folder=True)
+    parser = argparse.ArgumentParser("wavemare simulate", allow_abbrev=False, add_help=False)
+    for option, default in (("--stages", 8), ("--micro_batches", 8), ("--max_steps", 800)):
+        parser.add_argument(option, type=int, default=default)
+    sizes, rest = parser.parse_known_args(options)
+    shape = Shape(recipe, sizes.stages, sizes.micro_batches, sizes.max_steps)
+    found = simulate_all(names, range(seeds), shape, options=rest, folder=runs, note=typer.echo)
+    parameters = {"stages": shape.stages, "micro_batches": shape.micro_batches}
+    rows = [to_row(name, found, steps=shape.steps, **parameters) for name in names]
+    title = f"{recipe}, {shape.stages} stages, {shape.micro_batches} micro-batches per step"
+    print_table(make_table(title, COLUMNS, rows))
+    if plot is not None:
+        draw(plot, found, title)
+    result = {"machine": describe_machine(), "baseline": "flush", "bigram": found[0]["bigram"]}
+    save(json_file, {**result, "rows": rows, "runs": found})

@@ -11,11 +11,10 @@ from collections import Counter
 import torch
 from common import leave
 
-from wavemare.bench.request import PipelineRequest
-from wavemare.bench.runner import ADAMW, Place
-from wavemare.bench.systems import SYSTEMS
-from wavemare.bench.worker import BUILDERS
-from wavemare.bench.workload import build_workload
+from wavemare.bench.pipeline.request import SYSTEMS, PipelineRequest
+from wavemare.bench.pipeline.runner import ADAMW, Place
+from wavemare.bench.pipeline.systems import BUILDERS
+from wavemare.bench.pipeline.workload import build_workload
 from wavemare.engine import init_distributed
 from wavemare.pipeline.optim.soap import SOAP
 
@@ -58,7 +57,7 @@ if __name__ == "__main__":
             start = [weight.detach().clone() for weight in weights_of(runner)]
             for _ in range(STEPS):
                 runner.step()
-            runner.settle()
+            runner.drain()
             parts = stages * system.parts_per_stage
             optimizer_of = SOAP if name.endswith("-soap") else torch.optim.AdamW
             trained = plain_training(workload, parts, count, optimizer_of)

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hold a laboratory whose ranks sleep, tell what it consists of, and wait to be ended."""
+"""Hold a cluster whose ranks sleep, print its parts, and wait to be ended."""
 
 import json
 import sys
 import time
 
-from wavemare.bench.network import Laboratory
+from wavemare.bench.cluster import EmulatedCluster
 
 
 def main():
-    with Laboratory(2, 500.0) as laboratory:
-        group = laboratory.start_ranks(["sleep", "1000"], ranks_per_host=2)
+    with EmulatedCluster(2, 500.0) as cluster:
+        group = cluster.start_ranks(["sleep", "1000"], ranks_per_host=2)
         while len(group.pids()) < 4:
             time.sleep(0.01)
-        parts = {"pids": list(group.pids().values()), "folder": str(laboratory.folder)}
+        parts = {"pids": list(group.pids().values()), "folder": str(cluster.folder)}
         print(json.dumps(parts), flush=True)
         if sys.argv[1:] == ["raise"]:
             raise ValueError("as asked")

@@ -1,97 +1,76 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each ``wavemare bench`` may be asked: options refused by their name, and JSON for ranks."""
+"""Options of ``wavemare bench``: refused by name, the same in the request, and JSON for ranks."""
 
 import pytest
+from typer.testing import CliRunner
 
-from wavemare.bench.options import parse_names, parse_numbers
-from wavemare.bench.request import PipelineRequest
-from wavemare.bench.sparse.request import PATTERNS, Case, SparseRequest
+from wavemare.bench.pipeline.request import SYSTEMS, PipelineRequest
+from wavemare.bench.planner.request import PlannerRequest, device_shares
+from wavemare.bench.sparse.request import PATTERNS, STEP_SYSTEMS, Case, SparseRequest
 from wavemare.bench.sparse.request import SYSTEMS as SPARSE_SYSTEMS
-from wavemare.bench.systems import SYSTEMS
-from wavemare.bench.training.request import BASELINE, BOUND, QUALITY_SYSTEMS, TrainingRequest
 from wavemare.bench.wave.request import WaveRequest
-from wavemare.bench.whale.request import WhaleJob, WhaleRequest, device_shares
 from wavemare.cli import app
 from wavemare.errors import ConfigError
 
 REFUSED = {
     PipelineRequest: [
-        ({"stages": 1}, "--stages", "two"),
-        ({"micro_batches": (1, 0)}, "--micro-batches", "1,2,4,8"),
+        ({"stages": 1}, "--stages", "2 or more"),
+        ({"rounds": 0}, "--rounds", "more than 0"),
+        ({"warmups": -1}, "--warmups", "0 or more"),
+        ({"micro_batches": (1, 0)}, "--micro-batches", "more than 0"),
+        ({"micro_batches": ()}, "--micro-batches", "1,2,4,8"),
         ({"systems": ()}, "--systems", "wavemare-pipemare"),
         ({"systems": ("deepspeed-1f1",)}, "--systems", "deepspeed-1f1b"),
-        ({"steps_per_round": 0}, "--steps-per-round", "1"),
+        ({"steps_per_round": 0}, "--steps-per-round", "more than 0"),
         ({"hidden": 10, "heads": 4}, "--hidden", "4 heads"),
         ({"stages": 8}, "--layers", "need 16 blocks"),
-        ({"forward_ms": 1.0}, "--backward-ms", "both"),
-        ({"forward_ms": 0.0, "backward_ms": 1.0}, "--forward-ms", "milliseconds"),
-        ({"forward_ms": 1.0, "backward_ms": float("nan")}, "--backward-ms", "milliseconds"),
+        ({"forward_ms": 1.0}, "--forward-ms", "Add --synthetic"),
+        ({"synthetic": True, "backward_ms": float("inf")}, "--backward-ms", "finite"),
         ({"systems": ("torch-1f1b",), "micro_batches": (1,)}, "--micro-batches", "at least 2"),
-        (
-            {"systems": ("torch-zbv",), "forward_ms": 1.0, "backward_ms": 1.0},
-            "--micro-batches",
-            "splits the backward",
-        ),
+        ({"systems": ("torch-zbv",), "synthetic": True}, "--micro-batches", "splits the backward"),
     ],
     SparseRequest: [
         ({"ranks": 1}, "--ranks", "2 or more"),
         ({"mbit": 0.0}, "--mbit", "more than 0"),
-        ({"mebibytes": -1.0}, "--mib", "more than 0"),
-        ({"block": 0}, "--block", "1 or more"),
-        ({"densities": (0.1, 1.5)}, "--densities", "0 to 1"),
+        ({"mib": -1.0}, "--mib", "more than 0"),
+        ({"block": 0}, "--block", "more than 0"),
+        ({"densities": (0.1, 1.5)}, "--densities", "at most 1"),
+        ({"densities": ()}, "--densities", "0 to 1"),
         ({"patterns": ("zipff",)}, "--patterns", "'zipf'"),
         ({"systems": ("wavemare-pushpul",)}, "--systems", "wavemare-pushpull"),
-    ],
-    TrainingRequest: [
-        ({"ranks": 1}, "--ranks", "2 or more"),
-        ({"mbit": 0.0}, "--mbit", "more than 0"),
-        ({"steps_per_round": 0}, "--steps-per-round", "more than 0"),
-        ({"vocabulary": 100}, "--vocabulary", "1000 or more"),
-        ({"hidden": 30}, "--hidden", "multiple of --heads"),
-        ({"sequence": 4}, "--sequence", "8 or more"),
-        ({"ratio": 0.0}, "--ratio", "more than 0"),
-        ({"ratio": 1.5}, "--ratio", "1 or less"),
-        ({"learning_rate": float("nan")}, "--learning-rate", "more than 0"),
-        ({"systems": ("wavemare-topc",)}, "--systems", "wavemare-topk"),
-        ({"quality_steps": 0, "systems": QUALITY_SYSTEMS}, "--quality-steps", "more than 0"),
-        ({"quality_steps": 5, "systems": ("torch-ddp",)}, "--systems", BASELINE),
-        ({"quality_steps": 5, "systems": (BASELINE, BOUND)}, "--systems", "Leave it out"),
+        ({"step": True, "systems": ("gloo-dense",)}, "--systems", "no such system"),
+        ({"step": True, "vocabulary": 100}, "--vocabulary", "1000 or more"),
+        ({"step": True, "hidden": 30}, "--hidden", "multiple of --heads"),
     ],
     WaveRequest: [
         ({"ranks": 1}, "--ranks", "2 or more"),
         ({"exposed": ()}, "--exposed", "0 to 80"),
-        ({"exposed": (10, 81)}, "--exposed", "0 to 80"),
+        ({"exposed": (10, 81)}, "--exposed", "at most 80"),
         ({"micro_batches": 1}, "--micro-batches", "2 or more"),
-        ({"patience": -1}, "--patience", "0 or more"),
-        ({"sequence": 1}, "--sequence", "2 or more"),
         ({"batch": 3}, "--batch", "even"),
         ({"heads": 3, "hidden": 6}, "--heads", "multiple of --ranks"),
-        ({"hidden": 30}, "--hidden", "multiple of --heads"),
     ],
-    WhaleRequest: [
+    PlannerRequest: [
         ({"parts": ()}, "--parts", "shares"),
         ({"parts": ("share",)}, "--parts", "'shares'"),
         ({"schedules": ("gpipe",)}, "--schedules", "gpipe"),
         ({"clusters": ("unlik",)}, "--clusters", "'unlike'"),
-        ({"mbit": 0.0}, "--mbit", "more than 0"),
         ({"ranks": ()}, "--ranks", "2 or more"),
         ({"ranks": (2, 3)}, "--ranks", "even numbers"),
         ({"ranks": (4,), "layers": 3}, "--layers", "4 or more"),
-        ({"sequence": 1}, "--sequence", "2 or more"),
         ({"factor": 0.5}, "--factor", "1 or more"),
-        ({"load": 1.5}, "--load", "up to 1"),
-        ({"hidden": 130}, "--hidden", "multiple of --heads"),
+        ({"load": 1.5}, "--load", "at most 1"),
     ],
 }
 
 
 @pytest.mark.parametrize(
-    ("request_type", "values", "option", "named"),
+    ("kind", "values", "option", "named"),
     [(kind, *case) for kind, cases in REFUSED.items() for case in cases],
 )
-def test_a_bad_value_is_refused_by_its_option(request_type, values, option, named):
+def test_a_bad_value_is_refused_by_its_option(kind, values, option, named):
     with pytest.raises(ConfigError) as caught:
-        request_type(**values).check()
+        kind.of(**values)
     assert caught.value.key == option
     assert named in str(caught.value)
 
@@ -99,38 +78,47 @@ def test_a_bad_value_is_refused_by_its_option(request_type, values, option, name
 @pytest.mark.parametrize(
     "request_",
     [
-        PipelineRequest(),
-        PipelineRequest(stages=4, micro_batches=(3,), forward_ms=1.5, backward_ms=2.0),
-        PipelineRequest(stages=8, systems=("deepspeed-1f1b", "torch-1f1b", "wavemare-pipemare")),
-        PipelineRequest(stages=16, forward_ms=1.0, backward_ms=2.0, micro_batches=(32,)),
-        SparseRequest(),
-        SparseRequest(ranks=2, mbit=200.0, densities=(0.5,), systems=("wavemare-auto-gloo",)),
-        TrainingRequest(ranks=4, mbit=200.0, systems=(BASELINE,), data="a.tsv"),
-        TrainingRequest(quality_steps=10, systems=QUALITY_SYSTEMS, compressor_warmup=3),
-        WaveRequest(),
-        WaveRequest(exposed=(0,), trace="/a.json", links="/folder"),
-        WhaleRequest(),
-        WhaleRequest(parts=("cuts",), ranks=(3,)),
+        PipelineRequest.of(stages=4, micro_batches=(3,), synthetic=True, forward_ms=1.5),
+        SparseRequest.of(ranks=2, mbit=200.0, densities=(0.5,), systems=("wavemare-auto-gloo",)),
+        WaveRequest.of(exposed=(0,)),
+        PlannerRequest.of(parts=("cuts",), ranks=(3,)),
+        next(PlannerRequest.of().jobs(cores=2)),
     ],
     ids=str,
 )
-def test_a_good_request_reaches_the_ranks_as_json(request_):
-    request_.check()
-    assert type(request_).from_json(request_.to_json()) == request_
+def test_a_request_reaches_the_ranks_as_json(request_):
+    assert type(request_).model_validate_json(request_.model_dump_json()) == request_
+
+
+def test_options_become_the_request(monkeypatch):
+    requests = []
+    monkeypatch.setattr(SparseRequest, "run", lambda self: requests.append(self) or 1 / 0)
+    words = "bench sparse --ranks 2 --mib 4 --densities 0.1,0.01,0.1 --patterns zipf --rounds 3"
+    with pytest.raises(ZeroDivisionError):
+        app([*words.split(), "--step"], standalone_mode=False)
+    expected = {"ranks": 2, "mib": 4.0, "densities": (0.1, 0.01), "patterns": ("zipf",)}
+    assert requests == [SparseRequest.of(**expected, rounds=3, step=True)]
+    assert requests[0].chosen == STEP_SYSTEMS
+
+
+@pytest.mark.parametrize("name", ["pipeline", "sparse", "wave", "planner"])
+def test_each_option_is_explained(name):
+    found = CliRunner().invoke(app, ["bench", name, "--help"], env={"COLUMNS": "200"}).output
+    for word in ("--rounds", "--warmups", "--json", "--plot", "For example: wavemare bench"):
+        assert word in found
 
 
 @pytest.mark.parametrize(
     ("words", "option"),
     [
+        (["pipeline", "--micro-batches", "1,x"], "--micro-batches"),
         (["pipeline", "--systems", "deepspeed"], "--systems"),
-        (["pipeline", "--synthetic", "--backward-ms", "-1"], "--backward-ms"),
         (["pipeline", "--json", "/no/such/folder/result.json"], "--json"),
         (["pipeline", "--trace", "/dev/null/folder"], "--trace"),
-        (["sparse", "--patterns", "zipff"], "--patterns"),
-        (["training", "--hidden", "30"], "--hidden"),
-        (["wave", "--batch", "3"], "--batch"),
-        (["quality", "gpt", "--systems", "flash"], "--systems"),
-        (["whale", "--ranks", "3"], "--ranks"),
+        (["sparse", "--densities", "1;2"], "--densities"),
+        (["wave", "--plot", "plot.txt"], "--plot"),
+        (["planner", "--ranks", "3"], "--ranks"),
+        (["whale", "--parts", "shares"], "wavemare bench"),
     ],
 )
 def test_the_command_line_refuses_before_it_starts_ranks(words, option):
@@ -146,14 +134,6 @@ def test_no_folder_is_left_by_a_refused_request(tmp_path):
     assert not folder.exists()
 
 
-def test_numbers_and_names_between_commas():
-    assert parse_numbers("--micro-batches", "1, 2,4,2") == (1, 2, 4)
-    assert parse_names(" a,b ,,a") == ("a", "b")
-    for text in ("1,x", "-1", "1.5", "1 2"):
-        with pytest.raises(ConfigError, match="--micro-batches"):
-            parse_numbers("--micro-batches", text)
-
-
 @pytest.mark.parametrize(("micro_batches", "steps"), [(1, 8), (2, 4), (3, 3), (4, 2), (8, 2)])
 def test_rounds_of_few_micro_batches_have_more_steps(micro_batches, steps):
     assert PipelineRequest().steps(micro_batches) == steps
@@ -164,15 +144,10 @@ def test_rounds_of_few_micro_batches_have_more_steps(micro_batches, steps):
 @pytest.mark.parametrize("micro_batches", [1, 3, 8])
 def test_the_pipeline_is_full_before_and_behind_the_timed_steps(stages, micro_batches):
     request = PipelineRequest(stages=stages)
-    for system in SYSTEMS.values():
-        lead = request.lead(system, micro_batches) * micro_batches
-        tail = request.tail(system, micro_batches) * micro_batches
-        if system.steady:
-            # The first stage is P - 1 forward passes ahead of the last.
-            assert lead >= stages + micro_batches
-            assert tail >= stages - 1
-        else:
-            assert (lead, tail) == (micro_batches, 0)
+    for name, system in SYSTEMS.items():
+        # The first stage is P - 1 forward passes ahead of the last.
+        fill = request.fill(name, micro_batches) * micro_batches
+        assert fill >= stages - 1 if system.steady else fill == 0
 
 
 def test_all_sparse_patterns_are_one_where_nothing_is_zero():
@@ -187,20 +162,15 @@ def test_systems_that_multiply_the_bytes_are_left_out_of_dense_cases():
     assert not any(request.obstacle(name, Case("random", 0.4)) for name in SPARSE_SYSTEMS)
 
 
-def test_links_are_shaped_for_exposed_communication_alone():
-    assert WaveRequest().shaped
-    assert not WaveRequest(exposed=(0,)).shaped
-
-
-def test_whale_devices_share_the_cores_by_their_speeds():
+def test_devices_share_the_cores_by_their_speeds():
     assert device_shares((2, 1), 1.35) == pytest.approx((0.9, 0.45))
     assert device_shares((2, 2, 1, 1), 1.35) == pytest.approx((0.45, 0.45, 0.225, 0.225))
     # However many cores there are, a rank of one thread has some rest.
     assert device_shares((2, 1), 64) == pytest.approx((0.9, 0.45))
 
 
-def test_half_of_the_whale_ranks_share_less_and_either_end_of_a_pipeline_is_slow():
-    jobs = list(WhaleRequest(ranks=(2,), schedules=("1f1b", "pipemare"), factor=3.0).jobs(2))
+def test_half_of_the_ranks_share_less_and_either_end_of_a_pipeline_is_slow():
+    jobs = list(PlannerRequest(ranks=(2,), factor=3.0).jobs(2))
     assert [(job.part, job.schedule, job.ranks) for job in jobs] == [
         ("shares", "1f1b", 2),
         ("cuts", "1f1b", 2),
@@ -211,13 +181,12 @@ def test_half_of_the_whale_ranks_share_less_and_either_end_of_a_pipeline_is_slow
     speeds = [job.devices[0] / job.devices[1] for job in jobs]
     assert speeds == pytest.approx([3, 1 / 3, 1 / 3, 3, 3])
     assert all(sum(job.devices) <= 0.675 * 2 for job in jobs)
-    assert WhaleJob.from_json(jobs[0].to_json()) == jobs[0]
 
 
 def test_the_planner_is_tried_on_four_ranks():
-    request = WhaleRequest(clusters=("unlike", "hosts"))
+    request = PlannerRequest(parts=("choice",), clusters=("unlike", "hosts"))
     (first, unlike), (second, hosts) = request.cluster_jobs(2)
     assert (first, second) == ("unlike", "hosts")
     assert unlike.devices == pytest.approx((0.45, 0.45, 0.225, 0.225))
     assert hosts.devices == pytest.approx((0.3375,) * 4)
-    assert not [job for job in request.jobs(2) if job.part == "choice"]
+    assert list(request.jobs(2)) == []

@@ -1,40 +1,95 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What shall be measured, as the command line gives it to the ranks."""
+"""The options of ``wavemare bench sparse``, and its systems."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
 
-from wavemare.bench.options import MpiRequest, check_least, check_names, check_positive
+from pydantic import Field, PositiveInt
+
+from wavemare.bench.request import (
+    Column,
+    GptRequest,
+    NonNegativeInt,
+    Positive,
+    Request,
+    Row,
+    check_names,
+)
 from wavemare.errors import ConfigError
 
-__all__ = ["DEFAULT_SYSTEMS", "DENSE", "PATTERNS", "SYSTEMS", "Case", "SparseRequest"]
+__all__ = [
+    "DEFAULT_SYSTEMS",
+    "DENSE",
+    "PATTERNS",
+    "STEP_BASELINE",
+    "STEP_BOUND",
+    "STEP_SYSTEMS",
+    "SYSTEMS",
+    "Case",
+    "SparseRequest",
+]
 
 DENSE = ("mpi-dense", "mpi-dense-blocking", "gloo-dense")
 """Systems that send everything; the fastest of them in each case is the baseline."""
-_PEERS = ("torch-sparse", "deepspeed-sparse")
+_STOCK = ("torch-sparse", "deepspeed-sparse")
 _EXECUTORS = (
-    "ordered",
-    "packed",
-    "pushpull",
-    "allgather",
-    "auto",
-    "streaming",
-    "agsparse",
-    "sparcml",
+    *("ordered", "packed", "pushpull", "allgather", "auto", "streaming"),
+    *("agsparse", "sparcml"),
 )
 SYSTEMS = (
     *DENSE,
-    *_PEERS,
+    *_STOCK,
     *(f"wavemare-{name}" for name in _EXECUTORS),
     *(f"wavemare-{name}-gloo" for name in _EXECUTORS),
 )
-"""All there are. Those of wavemare without a suffix go over MPI."""
-PATTERNS = ("random", "identical", "zipf")
+"""Of sums. Those of wavemare without a suffix use MPI."""
 DEFAULT_SYSTEMS = tuple(name for name in SYSTEMS if not name.endswith("-gloo"))
-_SLOW = ("wavemare-streaming", "wavemare-agsparse", "wavemare-sparcml", *_PEERS)
-"""At high densities these take several times the dense one's time."""
-_LEAST_RANKS = 2
+_SLOW = ("wavemare-streaming", "wavemare-agsparse", "wavemare-sparcml", *_STOCK)
+_DENSE_LIMIT = 0.4
+"""Above this density the slow systems send several times the dense bytes."""
+PATTERNS = ("random", "identical", "zipf")
+STEP_BASELINE = "deepspeed-dense"
+STEP_BOUND = "no-communication-bound"
+STEP_SYSTEMS = (
+    STEP_BASELINE,
+    "deepspeed-dense-zero1",
+    "deepspeed-sparse",
+    "torch-ddp",
+    "wavemare-ddp",
+    "wavemare-auto",
+    "wavemare-auto-gloo",
+    "wavemare-auto-zero1",
+    "wavemare-pushpull",
+    "wavemare-topk",
+    STEP_BOUND,
+)
+"""Of ``--step``."""
+_SUM_COLUMNS = {
+    "pattern": Column("pattern"),
+    "density": Column("density", "g"),
+    "union": Column("union", ".3f"),
+    "system": Column("system"),
+    "ms": Column("median_s", ".1f", 1000),
+    "ratio": Column("ratio", ".2f"),
+    "model": Column("model", ".2f"),
+    "MiB up": Column("bytes_up", ".1f", 2**-20),
+    "used": Column("executor"),
+}
+_STEP_COLUMNS = {
+    "system": Column("system"),
+    "ms": Column("median_s", ".1f", 1000),
+    "ratio": Column("ratio", ".2f"),
+    "comm ms": Column("communication_s", ".1f", 1000),
+    "comm ratio": Column("communication_ratio", ".2f"),
+    "MiB up": Column("bytes_up", ".2f", 2**-20),
+    "link MiB": Column("link_bytes_up", ".2f", 2**-20),
+    "density": Column("density", ".3f"),
+    "union": Column("union", ".3f"),
+    "used": Column("executor"),
+}
 
 
 @dataclass(frozen=True)
@@ -56,62 +111,127 @@ class Case:
         return f"{self.pattern} {self.density:g}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class SparseRequest(MpiRequest):
-    """A measurement of collectives: what `MpiRequest` takes, and more.
+class _BertRequest(Request):
+    panel: ClassVar[str | None] = "With --step: a BERT classifier"
 
-    Args:
-        mebibytes: Size of the bucket, float32.
-        block: Elements per block.
-        densities: Shares of blocks that are not zero.
-        patterns: Names of `PATTERNS`.
-        systems: Names of `SYSTEMS`.
-        rounds: Timed rounds; `warmups` more before them.
-        warmups: Untimed rounds: the selector looks at its first few calls more closely.
-        dense_limit: Above this density, systems that only make sense below are left out.
+    vocabulary: Annotated[int, Field(ge=1000)] = 30_522
+    """Rows of the word embedding."""
+
+    hidden: PositiveInt = 256
+    """Width."""
+
+    layers: PositiveInt = 2
+    """Blocks."""
+
+    heads: PositiveInt = 4
+    """Attention heads."""
+
+    batch: PositiveInt = 8
+    """Texts per rank and step."""
+
+    sequence: Annotated[int, Field(ge=8)] = 64
+    """Tokens per text."""
+
+    steps_per_round: PositiveInt = 4
+    """Optimizer steps of a system in a round."""
+
+
+class SparseRequest(_BertRequest):
+    """Measure ways to sum a sparse gradient over ranks, or whole training steps with --step.
+
+    Dense reductions of MPI and gloo, the sparse ones of torch and DeepSpeed, and wavemare's
+    executors. Ratios are to the fastest dense sum; of steps, to stock DeepSpeed's dense reduction.
+
+    For example: wavemare bench sparse --mbit 1000 --densities 0.1,0.01 --json result.json
     """
 
-    ranks: int = 4
-    mebibytes: float = 100.0
-    block: int = 256
-    densities: tuple[float, ...] = (1.0, 0.4, 0.1, 0.04, 0.01)
+    measured_by: ClassVar[str] = "wavemare.bench.sparse.measure:measure"
+    by_mpi: ClassVar[bool] = True
+
+    ranks: Annotated[int, Field(ge=2)] = 4
+    """Processes."""
+
+    mbit: Positive | None = None
+    """Speed of each rank's link in Mbit/s, on emulated hosts (needs root); by default the ranks
+    share this machine's memory."""
+
+    mib: Positive = 100.0
+    """Size of the gradient in MiB."""
+
+    block: PositiveInt = 256
+    """Elements per block."""
+
+    densities: tuple[Annotated[float, Field(ge=0, le=1)], ...] = (1.0, 0.4, 0.1, 0.04, 0.01)
+    """Shares of blocks that are not zero."""
+
     patterns: tuple[str, ...] = PATTERNS
-    systems: tuple[str, ...] = DEFAULT_SYSTEMS
-    rounds: int = 5
-    warmups: int = 2
-    dense_limit: float = 0.4
+    """Which blocks: random, identical or zipf."""
+
+    systems: tuple[str, ...] | None = None
+    """Systems to measure; by default all over MPI, or all of --step."""
+
+    step: bool = False
+    """Measure whole training steps of a BERT, whose word embedding has sparse gradients."""
+
+    warmups: NonNegativeInt = 2
+
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """The systems to measure."""
+        if self.systems is not None:
+            return self.systems
+        return STEP_SYSTEMS if self.step else DEFAULT_SYSTEMS
+
+    @property
+    def columns(self) -> Mapping[str, Column]:  # type: ignore[override]
+        """Of the printed table."""
+        return _STEP_COLUMNS if self.step else _SUM_COLUMNS
 
     @property
     def numel(self) -> int:
-        """Elements of the bucket."""
-        return int(self.mebibytes * 2**20) // 4
+        """Elements of the gradient: whole blocks."""
+        return int(self.mib * 2**20) // 4 // self.block * self.block
 
     @property
     def cases(self) -> list[Case]:
-        """All pairs of pattern and density; all patterns are one where nothing is zero."""
+        """All pairs of pattern and density; at density 1 all patterns are the same."""
         pairs = [Case(pattern, density) for pattern in self.patterns for density in self.densities]
         return [c for c in pairs if c.density < 1 or c.pattern == self.patterns[0]]
 
+    def check(self) -> None:
+        """Check values against each other."""
+        GptRequest.check(self)  # type: ignore[arg-type]
+        check_names("--systems", self.chosen, STEP_SYSTEMS if self.step else SYSTEMS)
+        check_names("--patterns", self.patterns, PATTERNS, "pattern")
+        if not self.densities:
+            raise ConfigError("--densities", [], "there is nothing to measure", "Give 0 to 1")
+
     def obstacle(self, system: str, case: Case) -> str | None:
-        """Return why a system is not measured in a case; None if it is."""
-        if system.removesuffix("-gloo") in _SLOW and case.density > self.dense_limit:
-            return f"it sends several times the dense bytes above a density of {self.dense_limit:g}"
+        """Return why a system is not measured in a case, or None."""
+        if system.removesuffix("-gloo") in _SLOW and case.density > _DENSE_LIMIT:
+            return f"it sends several times the dense bytes above a density of {_DENSE_LIMIT:g}"
         return None
 
-    def check(self) -> None:
-        """Check all values.
+    def run(self) -> dict[str, Any]:
+        """Run the ranks on this machine, or on emulated hosts if links have a speed."""
+        from wavemare.bench.cluster import EmulatedCluster
+        from wavemare.bench.run import run_ranks
 
-        Raises:
-            ConfigError: One cannot be; the message names its option.
-        """
-        if self.ranks < _LEAST_RANKS:
-            raise ConfigError("--ranks", self.ranks, "nothing would be sent", "Give 2 or more")
-        check_positive({"--mbit": self.mbit, "--mib": self.mebibytes})
-        check_least(1, self.options("block", "rounds"))
-        if self.warmups < 0:
-            raise ConfigError("--warmups", self.warmups, "it is negative", "Give 0 or more")
-        if not self.densities or not all(0 <= d <= 1 for d in self.densities):
-            reason = "densities are shares"
-            raise ConfigError("--densities", list(self.densities), reason, "Give 0 to 1")
-        check_names("--patterns", self.patterns, PATTERNS, "thing")
-        check_names("--systems", self.systems, SYSTEMS, "thing")
+        if self.mbit is None:
+            return run_ranks(self)
+        with EmulatedCluster(self.ranks, self.mbit) as cluster:
+            return run_ranks(self, cluster=cluster)
+
+    def title(self, result: Row) -> str:
+        """Return the heading of the printed table."""
+        where = f"{self.mbit:g} Mbit/s" if self.mbit else "this machine's memory"
+        if not self.step:
+            return f"{self.ranks} ranks over {where}, {self.mib:g} MiB, blocks of {self.block}"
+        return (
+            f"{self.ranks} ranks over {where}: BERT, {self.layers} layers of {self.hidden}, "
+            f"{self.vocabulary} tokens, {self.batch} x {self.sequence} per rank"
+        )
+
+    def case(self, row: Row) -> str:
+        """Return pattern and density."""
+        return "step" if self.step else Case(row["pattern"], row["density"]).key

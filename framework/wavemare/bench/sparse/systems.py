@@ -29,20 +29,20 @@ class Bench(ABC):
     statistics: Statistics | None = None
 
     def prepare(self, case: Case, gradient: Tensor) -> None:
-        """Take a gradient; what belongs to the model rather than to the collective is done here."""
+        """Take a gradient, in the form that a model would give to the collective."""
         self.case = case
         self.bucket = gradient
 
     @abstractmethod
     def sum(self) -> Any:
-        """Sum over all ranks: this is what is timed."""
+        """Sum over all ranks; this is timed."""
 
     def result(self, summed: Any) -> Tensor:
         """Return the sum as a flat dense tensor, to be checked."""
         return self.bucket
 
     def close(self) -> None:
-        """Give back what is held."""
+        """Close the collective."""
         return None
 
 
@@ -73,7 +73,7 @@ class _Wavemare(Bench):
 
 
 class _Rows(Bench):
-    """Takes blocks as the rows of a torch sparse tensor, as an embedding's gradient comes."""
+    """Takes blocks as the rows of a torch sparse tensor, the form of an embedding's gradient."""
 
     def __init__(self, block: int) -> None:
         self._block = block
@@ -102,7 +102,7 @@ class _TorchSparse(_Rows):
 
 
 class _DeepSpeedSparse(_Rows):
-    """DeepSpeed's own methods, on an engine that has nothing else."""
+    """DeepSpeed's own methods, on an engine without anything else."""
 
     def __init__(self, block: int) -> None:
         super().__init__(block)
@@ -130,7 +130,7 @@ def build_system(
         name: One of `wavemare.bench.sparse.request.SYSTEMS`.
         transport: Over MPI.
         block: Elements per block.
-        constants: Of the cost model by kind of transport; filled in by the first that measures.
+        constants: Of the cost model by kind of transport; the first ``auto`` fills them in.
     """
     if name == "mpi-dense":
         return _Plain(transport.all_reduce)

@@ -1,96 +1,119 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What shall be measured, as the command line gives it to the ranks."""
+"""The options of ``wavemare bench wave``."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar
 
-from wavemare.bench.options import MpiRequest, check_heads, check_least
+from pydantic import Field, PositiveInt
+
+from wavemare.bench.request import Column, GptRequest, Row
 from wavemare.errors import ConfigError
 
 __all__ = ["BASELINE", "SYSTEMS", "WaveRequest"]
 
 BASELINE = "accumulation"
-"""All ratios are to it."""
 IN_PHASE, DOMINO, TICK_TOCK = "in-phase", "domino", "tick-tock"
 SYSTEMS = (BASELINE, IN_PHASE, DOMINO, TICK_TOCK)
-"""All there are, in the order in which they are shown."""
-_LEAST_RANKS = 2
-_LEAST_MICRO_BATCHES = 2
-_LEAST_SEQUENCE = 2
-_MOST_EXPOSED = 80
+_MIB = 2**20
 
 
-@dataclass(frozen=True, kw_only=True)
-class WaveRequest(MpiRequest):
-    """A measurement of waves; ``mbit`` stays None, as speeds follow from shares.
+class WaveRequest(GptRequest):
+    """Measure gradient accumulation, two waves in phase, Domino's halves, and tick-tock.
 
-    Args:
-        ranks: Over which the model is split by tensors.
-        exposed: Percentages of accumulation's time that collectives shall take; 0 leaves links as
-            fast as they are.
-        micro_batches: Per optimizer step.
-        rounds: Timed rounds; `warmups` more before them.
-        warmups: Untimed rounds.
-        patience: Seconds in all for which steps that other programs disturb are measured again.
-        layers: Blocks of the GPT.
-        hidden: Its width.
-        heads: Of each block.
-        vocabulary: Tokens.
-        sequence: Tokens per sequence.
-        batch: Sequences per micro-batch, to be halved.
-        trace: File for the Chrome trace of a tick-tock step; None for none.
-        timeline: File (PNG) for a picture of its first micro-batches.
-        memory: File (PNG or SVG) for the bytes that it keeps.
-        links: Folder in which other links are asked for; None if the ranks share a machine.
+    A GPT-2 is split by tensors over the ranks. Tick-tock hides their collectives behind the other
+    wave. Ratios are to accumulation.
+
+    For example: wavemare bench wave --exposed 25 --json result.json
     """
 
-    ranks: int = 2
-    exposed: tuple[int, ...] = (0, 10, 25, 40)
-    micro_batches: int = 8
-    rounds: int = 5
-    warmups: int = 1
-    patience: int = 0
-    layers: int = 2
-    hidden: int = 768
-    heads: int = 8
-    vocabulary: int = 1024
-    sequence: int = 64
-    batch: int = 4
-    trace: str | None = None
-    timeline: str | None = None
-    memory: str | None = None
-    links: str | None = None
+    measured_by: ClassVar[str] = "wavemare.bench.wave.measure:measure"
+    columns: ClassVar[Mapping[str, Column]] = {
+        "exposed": Column("exposed", ".0%"),
+        "measured": Column("measured_exposed", ".1%"),
+        "Mbit/s": Column("mbit", ".0f"),
+        "system": Column("system"),
+        "ms": Column("median_s", ".0f", 1000),
+        "ratio": Column("ratio", ".3f"),
+        "model": Column("model", ".3f"),
+        "waiting": Column("waiting", ".1%"),
+    }
+
+    exposed: tuple[Annotated[int, Field(ge=0, le=80)], ...] = (0, 10, 25, 40)
+    """Percentages of accumulation's time that collectives take. The links get the speed for it
+    (needs root); 0 leaves them without a limit."""
+
+    micro_batches: Annotated[int, Field(ge=2)] = 8
+    """Per optimizer step."""
+
+    ranks: Annotated[int, Field(ge=2)] = 2
+    """Over which the model is split."""
+
+    layers: PositiveInt = 2
+    hidden: PositiveInt = 768
+    heads: PositiveInt = 8
+    vocabulary: PositiveInt = 1024
+    sequence: Annotated[int, Field(ge=2)] = 64
+    batch: PositiveInt = 4
 
     @property
-    def shaped(self) -> bool:
-        """Whether links of a known speed are needed."""
-        return any(self.exposed)
-
-    @property
-    def carry_bytes(self) -> int:
+    def activation_bytes(self) -> int:
         """Size of the tensor that a collective of a micro-batch sums."""
         return self.batch * self.sequence * self.hidden * 4
 
     def check(self) -> None:
-        """Check all values.
-
-        Raises:
-            ConfigError: One cannot be; the message names its option.
-        """
-        check_least(_LEAST_RANKS, self.options("ranks"))
-        check_least(_LEAST_MICRO_BATCHES, self.options("micro_batches"))
-        check_least(_LEAST_SEQUENCE, self.options("sequence"))
-        check_least(1, self.options("rounds", "layers", "hidden", "heads", "vocabulary", "batch"))
-        check_least(0, self.options("warmups", "patience"))
-        if not self.exposed or not all(0 <= percent <= _MOST_EXPOSED for percent in self.exposed):
-            reason = "these are no shares that links can be set to"
-            remedy = f"Give percentages from 0 to {_MOST_EXPOSED}"
-            raise ConfigError("--exposed", list(self.exposed), reason, remedy)
+        """Check values against each other."""
+        super().check()
+        if not self.exposed:
+            reason = "there is no share to set links to"
+            raise ConfigError("--exposed", [], reason, "Give percentages from 0 to 80")
         if self.batch % 2:
             reason = "domino halves micro-batches"
             raise ConfigError("--batch", self.batch, reason, "Give an even number")
         if self.heads % self.ranks:
             reason = f"{self.ranks} ranks cannot share them equally"
             raise ConfigError("--heads", self.heads, reason, "Give a multiple of --ranks")
-        check_heads(self.hidden, self.heads)
+
+    def prepare(self) -> None:
+        """Ask for short time slices, before gloo starts its threads."""
+        from wavemare.bench.wave.links import ask_for_short_slices
+
+        ask_for_short_slices()
+
+    def run(self) -> dict[str, Any]:
+        """Run the ranks on this machine, or on emulated hosts if links have a limit."""
+        from wavemare.bench.cluster import EmulatedCluster
+        from wavemare.bench.cluster.requests import ADDRESS, serving
+        from wavemare.bench.run import run_ranks
+
+        if not any(self.exposed):
+            return run_ranks(self)
+        with (
+            EmulatedCluster(self.ranks) as cluster,
+            serving(lambda pid, mbit: cluster.shape(mbit)) as address,
+        ):
+            return run_ranks(self, cluster=cluster, environment={ADDRESS: address})
+
+    def title(self, result: Row) -> str:
+        """Return the heading of the printed table."""
+        return (
+            f"{self.ranks} ranks, {self.micro_batches} micro-batches of {self.batch} x "
+            f"{self.sequence}: GPT, {self.layers} layers of {self.hidden}, split by tensors"
+        )
+
+    def case(self, row: Row) -> str:
+        """Return the share of exposed collectives."""
+        return f"{row['exposed']:.0%} exposed"
+
+    def remarks(self, result: Row) -> Iterator[str]:
+        """Yield what mode ``auto`` chooses, and each system's memory."""
+        for decision in result["auto"]:
+            chosen = "on" if decision["on"] else "off"
+            yield f"auto at {decision['exposed']:.0%}: {chosen}, {decision['reason']}"
+        for row in result["memory"]:
+            yield (
+                f"{row['system']}: autograd keeps {row['peak_bytes'] / _MIB:.1f} MiB, "
+                f"{row['of_accumulation']:.3f} of accumulation, {row['of_in_phase']:.3f} of "
+                f"in-phase; gradients are {'' if row['bitwise'] else 'not '}bit-identical"
+            )

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wavemare.bench.gpt import SEED, build_gpt
-from wavemare.bench.runner import bench_device
+from wavemare.bench.gpt import SEED, bench_device, build_gpt
 from wavemare.bench.wave.request import BASELINE, DOMINO, IN_PHASE, TICK_TOCK, WaveRequest
 from wavemare.engine.waves.executor import Hooks, WaveExecutor
 from wavemare.engine.waves.profile import profile_segments
@@ -24,8 +23,8 @@ from wavemare.pipeline.wave.schedule import accumulation_step, in_phase_step, ti
 __all__ = ["HALVES", "Systems", "check_gradients"]
 
 HALVES = "halves"
-"""Accumulation of halved micro-batches: no system, but what halving costs."""
-# _Sums of halves are rounded in another order.
+"""Accumulation of halved micro-batches: not a system, it measures the cost of halving."""
+# Sums of halves are rounded in another order.
 _TOLERANCE = 1e-4
 
 _Batch = dict[str, Tensor]
@@ -84,18 +83,12 @@ class Systems:
         """Drop the gradients."""
         self.model.zero_grad()
 
-    def step(
-        self, name: str, record: Record, executor_type: type[WaveExecutor] = WaveExecutor
-    ) -> WaveExecutor:
-        """Compute the gradients of a step, and add them to what is there.
+    def step(self, name: str, record: Record) -> None:
+        """Compute the gradients of a step, and add them to the present ones.
 
         Args:
             name: Of the system.
             record: Context of each pass and of each wait.
-            executor_type: Runs it.
-
-        Returns:
-            What has run it.
         """
         actions, batches = self._steps[name]
 
@@ -103,14 +96,11 @@ class Systems:
             return loss / len(batches)
 
         hooks = Hooks(record=record, scale=scale)
-        executor = executor_type(self._segments, self.model, self._profile, hooks)
+        executor = WaveExecutor(self._segments, self.model, self._profile, hooks)
         executor.run(actions, iter(batches))
-        return executor
 
-    def gradients(self, name: str, record: Record) -> list[Tensor]:
-        """Return copies of a step's gradients, in the order of the model's weights."""
-        self.clear()
-        self.step(name, record)
+    def gradients(self) -> list[Tensor]:
+        """Return copies of the gradients, in the order of the model's weights."""
         return [
             weight.grad.clone() for weight in self.model.parameters() if weight.grad is not None
         ]
@@ -132,7 +122,7 @@ def check_gradients(name: str, own: list[Tensor], expected: list[Tensor]) -> boo
     ]
     if max(gaps) > _TOLERANCE or (name == TICK_TOCK and not equal):
         reason = f"its gradients are off by {max(gaps):g} of their norm"
-        raise CommError("system", name, reason, "Report this: no measurement of it means anything")
+        raise CommError("system", name, reason, "Report this: its measurements mean nothing")
     return equal
 
 

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank of ``wavemare bench pipeline``: build all systems, run all rounds, make the rows."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from wavemare.bench.pipeline.request import BASELINE, BOUND, SYSTEMS, PipelineRequest
+from wavemare.bench.pipeline.runner import BoundRunner, Busy, Place, Runner, busy_seconds
+from wavemare.bench.pipeline.systems import BUILDERS
+from wavemare.bench.pipeline.trace import save_traces
+from wavemare.bench.pipeline.workload import Workload, build_workload
+from wavemare.bench.rounds import gather, interleaved, ratio_row
+from wavemare.observe import Screen
+from wavemare.pipeline.clock.timeline import Event
+
+__all__ = ["Sample", "build_rows", "measure", "run_round"]
+
+Key = tuple[str, int]
+"""A system's name and a number of micro-batches."""
+_CALIBRATION_MICRO_BATCHES = 4
+_CALIBRATION_ROUNDS = 3
+
+
+class Sample(NamedTuple):
+    """One round of one system on one rank.
+
+    Args:
+        seconds: Per optimizer step.
+        busy: Where they went; None if the system's actions cannot be told apart.
+    """
+
+    seconds: float
+    busy: Busy | None = None
+
+    @property
+    def waiting_s(self) -> float:
+        """Seconds that were neither compute nor optimizer."""
+        assert self.busy is not None
+        return self.seconds - self.busy.compute_s - self.busy.step_s
+
+
+Samples = Mapping[Key, Sequence[Sequence[Sample]]]
+"""For each system and number of micro-batches: for each timed round, a sample of each rank."""
+
+
+def measure(request: PipelineRequest) -> dict[str, Any]:
+    """Build all systems, run all rounds and return the result.
+
+    Args:
+        request: The options; one process for each stage.
+    """
+    rank = dist.get_rank()
+    screen = Screen(rank=rank)
+    workload = build_workload(request)
+    stage_s = _stage_seconds(workload, request)
+    screen.note(f"stages: {', '.join(f'{1000 * seconds:.1f} ms' for seconds in stage_s)}")
+    runners: dict[Key, Runner] = {}
+    for name in (name for name in SYSTEMS if name in request.systems):
+        screen.note(f"building {name}")
+        for count in request.micro_batches:
+            if request.obstacle(name, count) is None:
+                runners[name, count] = BUILDERS[name](workload, Place(rank, request.stages, count))
+    # Systems that are compared, at equal micro-batches, run close together.
+    keys = sorted(runners, key=lambda key: key[1])
+    samples: dict[Key, list[list[Sample]]] = defaultdict(list)
+    last: dict[Key, list[Event]] = {}
+    for timed, key in interleaved(request, keys, screen.note):
+        sample, last[key] = run_round(request, key, runners[key])
+        if timed:
+            samples[key].append(gather(sample))
+    if request.trace is not None:
+        save_traces(request.trace, {key: gather(events) for key, events in last.items()}, rank)
+    return {
+        "baseline": BASELINE,
+        "stage_s": stage_s,
+        "imbalance": max(stage_s) * len(stage_s) / sum(stage_s) - 1,
+        "rows": build_rows(request, samples),
+        "skipped": request.skipped(),
+    }
+
+
+def run_round(request: PipelineRequest, key: Key, runner: Runner) -> tuple[Sample, list[Event]]:
+    """Run a system's steps of one round; all ranks call together.
+
+    Returns:
+        This rank's times, and its timed actions.
+    """
+    name, count = key
+    steps, fill = request.steps(count), request.fill(name, count)
+    dist.barrier()
+    for _ in range(1 + fill):
+        runner.step()
+    runner.take()
+    # No barrier here: in steady state the ranks are at different points of the same rate.
+    started = _now()
+    for _ in range(steps):
+        runner.step()
+    seconds = (_now() - started) / steps
+    events = runner.take()
+    for _ in range(fill):  # no rank computes beside an idle one
+        runner.step()
+    runner.drain()
+    runner.take()
+    if runner.recorder is None:
+        return Sample(seconds), []
+    busy = Busy(*(total / steps for total in busy_seconds(events)))
+    return Sample(seconds, busy), events
+
+
+def _now() -> float:
+    get_accelerator().synchronize()
+    return time.perf_counter()
+
+
+def _stage_seconds(workload: Workload, request: PipelineRequest) -> list[float]:
+    """Return each stage's seconds for one micro-batch, with all stages at work at once."""
+    count = _CALIBRATION_MICRO_BATCHES
+    trial = request.model_copy(update={"steps_per_round": 1})
+    runner = BoundRunner(workload, Place(dist.get_rank(), request.stages, count))
+    samples = [run_round(trial, (BOUND, count), runner)[0] for _ in range(_CALIBRATION_ROUNDS)]
+    own = min(sample.busy.compute_s for sample in samples[1:] if sample.busy is not None)
+    return [seconds / count for seconds in gather(own)]
+
+
+def build_rows(request: PipelineRequest, samples: Samples) -> list[dict[str, Any]]:
+    """Return the rows of the result, by number of micro-batches and then by system.
+
+    Args:
+        request: The options.
+        samples: The measurements.
+    """
+    slowest = {
+        key: [max(sample.seconds for sample in ranks) for ranks in rounds]
+        for key, rounds in samples.items()
+    }
+    rows = []
+    for count in request.micro_batches:
+        bound = slowest.get((BOUND, count))
+        for name in (name for name in SYSTEMS if (name, count) in samples):
+            ideal = SYSTEMS[name].ideal
+            timed = ratio_row(slowest[name, count], slowest.get((BASELINE, count)))
+            own = timed["median_s"]
+            row = {
+                "system": name,
+                "stages": request.stages,
+                "micro_batches": count,
+                **timed,
+                "ideal": ideal(request.stages, count) if ideal else None,
+                "bound_fraction": None if bound is None else median(bound) / own,
+                "steps_per_round": request.steps(count),
+                **_shares(samples[name, count]),
+            }
+            if request.synthetic:
+                nominal_s = (request.forward_ms + request.backward_ms) / 1000 * count
+                row["utilisation"] = nominal_s / own
+                row["ideal_utilisation"] = (
+                    1.0 if SYSTEMS[name].steady else count / (count + request.stages - 1)
+                )
+            rows.append(row)
+    return rows
+
+
+def _shares(rounds: Sequence[Sequence[Sample]]) -> dict[str, Any]:
+    """Return each rank's medians, their mean share of busy time, and the busiest one's waiting."""
+    if any(sample.busy is None for samples in rounds for sample in samples):
+        return {"waiting": None, "busy": None, "ranks": None}
+    ranks = [_rank_medians(samples) for samples in zip(*rounds, strict=True)]
+    bottleneck = max(ranks, key=lambda rank: rank["compute_s"] + rank["step_s"])
+    busy = [(rank["compute_s"] + rank["step_s"]) / rank["seconds"] for rank in ranks]
+    return {
+        "waiting": bottleneck["waiting_s"] / bottleneck["seconds"],
+        "busy": sum(busy) / len(busy),
+        "ranks": ranks,
+    }
+
+
+def _rank_medians(samples: Sequence[Sample]) -> dict[str, float]:
+    busy = [sample.busy for sample in samples if sample.busy is not None]
+    parts = {name: median(getattr(each, name) for each in busy) for name in Busy._fields}
+    return {
+        "seconds": median(sample.seconds for sample in samples),
+        "waiting_s": median(sample.waiting_s for sample in samples),
+        **parts,
+    }

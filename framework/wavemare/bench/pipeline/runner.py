@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interface of a measured pipeline, its recorder, and the bound without messages."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from wavemare.bench.gpt import bench_device
+from wavemare.bench.pipeline.workload import Batch, Workload
+from wavemare.pipeline.clock.timeline import Event
+from wavemare.pipeline.plan.action import COMPUTE, RECEIVES, SENDS, Action, Kind
+
+__all__ = [
+    "ADAMW",
+    "BoundRunner",
+    "Busy",
+    "EventSource",
+    "Place",
+    "Recorder",
+    "Runner",
+    "build_optimizer",
+    "busy_seconds",
+]
+
+ADAMW = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+"""The optimizer of all systems: AdamW in fp32."""
+_MESSAGES = frozenset(RECEIVES) | frozenset(SENDS)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a system runs, and its part of a step.
+
+    Args:
+        rank: Of this process; it is the stage as well.
+        stages: Number of processes and of stages.
+        micro_batches: Per optimizer step.
+    """
+
+    rank: int
+    stages: int
+    micro_batches: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this process holds the end of the model (where a rank holds one part)."""
+        return self.rank == self.stages - 1
+
+
+class EventSource(Protocol):
+    """A source of noted actions."""
+
+    def take(self) -> list[Event]:
+        """Return the events since the last call."""
+        ...
+
+
+class Runner(ABC):
+    """A system, ready to train.
+
+    Attributes:
+        recorder: Notes the time of each action; None where actions cannot be told apart.
+    """
+
+    recorder: EventSource | None = None
+
+    @abstractmethod
+    def step(self) -> None:
+        """Train one optimizer step (in steady state: one step's number of micro-batches)."""
+
+    def drain(self) -> None:
+        """Finish all micro-batches, so that another system may use the same channels."""
+        return None
+
+    def take(self) -> list[Event]:
+        """Return the events since the last call."""
+        return self.recorder.take() if self.recorder is not None else []
+
+
+class Busy(NamedTuple):
+    """Where a rank's time went, in seconds.
+
+    Args:
+        compute_s: In forward and backward passes.
+        step_s: In the optimizer.
+        message_s: In sends and receives.
+    """
+
+    compute_s: float
+    step_s: float
+    message_s: float
+
+
+class Recorder:
+    """Collects events. Times are `time.perf_counter`'s, which all processes of a host share.
+
+    Args:
+        micro_batches: Per optimizer step.
+    """
+
+    def __init__(self, micro_batches: int) -> None:
+        self._micro_batches = micro_batches
+        self._counts: Counter[tuple[Kind, int]] = Counter()
+        self._events: list[Event] = []
+
+    def timed(self, kind: Kind, stage: int, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that notes its calls.
+
+        Not all systems name an action's micro-batch: the n-th action of a kind and stage counts as
+        that of micro-batch n, or of step n.
+
+        Args:
+            kind: Of the action.
+            stage: Of the action.
+            function: The function to call.
+        """
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            result = function(*args, **kwargs)
+            number = self._counts[kind, stage]
+            self._counts[kind, stage] += 1
+            if kind in (Kind.STEP, Kind.REDUCE):
+                number = (number + 1) * self._micro_batches - 1
+            self._events.append(Event(Action(kind, stage, number), started, time.perf_counter()))
+            return result
+
+        return call
+
+    def take(self) -> list[Event]:
+        """Return the events since the last call."""
+        events, self._events = self._events, []
+        return events
+
+
+def busy_seconds(events: Iterable[Event]) -> Busy:
+    """Add up the times of actions; none of them overlap on a rank."""
+    totals = dict.fromkeys(Kind, 0.0)
+    for event in events:
+        totals[event.action.kind] += event.end_s - event.start_s
+    return Busy(
+        compute_s=sum(totals[kind] for kind in COMPUTE),
+        step_s=totals[Kind.STEP],
+        message_s=sum(totals[kind] for kind in _MESSAGES),
+    )
+
+
+class BoundRunner(Runner):
+    """A stage's passes and optimizer steps, without any message.
+
+    With all ranks busy at once, this is the best that the machine's cores do side by side.
+
+    Args:
+        workload: The model.
+        place: Which stage of it.
+    """
+
+    def __init__(self, workload: Workload, place: Place) -> None:
+        device = bench_device()
+        self._part = workload.parts(place.stages)[place.rank].to(device)
+        self._optimizer = build_optimizer(self._part)
+        self._loss = workload.loss if place.is_last else None
+        self._count = place.micro_batches
+        self._batches = self._fake_batches(workload, place, device)
+        self.recorder = recorder = Recorder(place.micro_batches)
+        self._timed_forward = recorder.timed(Kind.FORWARD, place.rank, self._forward)
+        self._timed_backward = recorder.timed(Kind.BACKWARD, place.rank, self._backward)
+        self._timed_update = recorder.timed(Kind.STEP, place.rank, self._update)
+
+    def step(self) -> None:
+        """Do the stage's part of a step."""
+        for _ in range(self._count):
+            inputs, target = next(self._batches)
+            self._timed_backward(self._timed_forward(inputs, target), target)
+        self._timed_update()
+
+    @staticmethod
+    def _fake_batches(workload: Workload, place: Place, device: torch.device) -> Iterator[Batch]:
+        """Repeat inputs, and labels or gradients of the output, of the right shapes."""
+
+        def activations() -> Tensor:
+            return torch.randn(workload.activation_shape, device=device)
+
+        pairs = []
+        for inputs, labels in workload.batches:
+            first = inputs.to(device) if place.rank == 0 else activations().requires_grad_()
+            pairs.append((first, labels.to(device) if place.is_last else activations()))
+        return itertools.cycle(pairs)
+
+    def _forward(self, inputs: Tensor, target: Tensor) -> Tensor:
+        if inputs.requires_grad:
+            inputs.grad = None
+        output: Tensor = self._part(inputs)
+        return self._loss(output, target) / self._count if self._loss else output
+
+    def _backward(self, output: Tensor, target: Tensor) -> None:
+        output.backward(None if self._loss else target)
+
+    def _update(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+def build_optimizer(*modules: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer of some modules' parameters."""
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    return make(parameters, **ADAMW)

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipelines of DeepSpeed, of ``torch.distributed.pipelining`` and of wavemare, ready to train."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
+from functools import partial
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.pipe import schedule
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZBVZeroBubble
+
+import wavemare
+from wavemare.bench.gpt import bench_device
+from wavemare.bench.pipeline.request import BASELINE, BOUND
+from wavemare.bench.pipeline.runner import (
+    ADAMW,
+    BoundRunner,
+    EventSource,
+    Place,
+    Recorder,
+    Runner,
+    build_optimizer,
+)
+from wavemare.bench.pipeline.workload import Workload
+from wavemare.engine.observe.recorder import Recorder as EngineRecorder
+from wavemare.pipeline.clock.timeline import Event
+from wavemare.pipeline.plan.action import Kind
+
+__all__ = ["BUILDERS", "record_actions", "record_engine"]
+
+_KINDS = {
+    schedule.LoadMicroBatch: Kind.LOAD,
+    schedule.ForwardPass: Kind.FORWARD,
+    schedule.BackwardPass: Kind.BACKWARD,
+    schedule.SendActivation: Kind.SEND_ACTIVATION,
+    schedule.RecvActivation: Kind.RECV_ACTIVATION,
+    schedule.SendGrad: Kind.SEND_GRAD,
+    schedule.RecvGrad: Kind.RECV_GRAD,
+    schedule.ReduceGrads: Kind.REDUCE,
+    schedule.OptimizerStep: Kind.STEP,
+}
+
+
+class EngineRunner(Runner):
+    """A pipeline engine that trains by ``train_batch``.
+
+    Args:
+        engine: DeepSpeed's or ours.
+        workload: Has the micro-batches.
+        recorder: Of the engine's actions.
+    """
+
+    def __init__(self, engine: Any, workload: Workload, recorder: EventSource) -> None:
+        self.engine = engine
+        self.recorder = recorder
+        self._batches = itertools.cycle(workload.batches)
+
+    def step(self) -> None:
+        """Train one batch."""
+        self.engine.train_batch(self._batches)
+
+    def drain(self) -> None:
+        """Finish all micro-batches of an asynchronous pipeline."""
+        if hasattr(self.engine, "drain"):
+            self.engine.drain()
+
+
+class TorchRunner(Runner):
+    """A schedule of torch, and an optimizer.
+
+    Args:
+        schedule: Of this rank's stages.
+        optimizer: Of their parameters.
+        workload: Has the micro-batches.
+        place: Of this rank.
+        is_first: Whether this rank holds the beginning of the model.
+        is_last: Whether it holds the end.
+    """
+
+    def __init__(
+        self,
+        schedule: Any,
+        optimizer: torch.optim.Optimizer,
+        workload: Workload,
+        place: Place,
+        *,
+        is_first: bool,
+        is_last: bool,
+    ) -> None:
+        self._schedule = schedule
+        self.optimizer = optimizer
+        self._count = place.micro_batches
+        self._batches = itertools.cycle(workload.batches)
+        self._is_first = is_first
+        self._is_last = is_last
+
+    def step(self) -> None:
+        """Run the schedule over a whole batch, and step."""
+        pairs = list(itertools.islice(self._batches, self._count))
+        device = bench_device()
+        inputs, labels = (torch.cat(parts).to(device) for parts in zip(*pairs, strict=True))
+        self._schedule.step(
+            *([inputs] if self._is_first else []),
+            target=labels if self._is_last else None,
+            return_outputs=False,
+        )
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def _build_torch_one_f_one_b(workload: Workload, place: Place) -> Runner:
+    device = bench_device()
+    part = workload.parts(place.stages)[place.rank].to(device)
+    stage = PipelineStage(part, place.rank, place.stages, device)
+    schedule = Schedule1F1B(stage, place.micro_batches, loss_fn=workload.loss)
+    ends = {"is_first": place.rank == 0, "is_last": place.is_last}
+    return TorchRunner(schedule, build_optimizer(part), workload, place, **ends)
+
+
+def _build_torch_zbv(workload: Workload, place: Place) -> Runner:
+    """Rank r holds the parts r and 2P - 1 - r, and rank 0 both ends."""
+    device = bench_device()
+    count = 2 * place.stages
+    parts = workload.parts(count)
+    own = {index: parts[index].to(device) for index in (place.rank, count - 1 - place.rank)}
+    stages: Any = [PipelineStage(part, index, count, device) for index, part in own.items()]
+    schedule = ScheduleZBVZeroBubble(stages, place.micro_batches, loss_fn=workload.loss)
+    ends = {"is_first": place.rank == 0, "is_last": place.rank == 0}
+    return TorchRunner(schedule, build_optimizer(*own.values()), workload, place, **ends)
+
+
+def _build_deepspeed(workload: Workload, place: Place) -> Runner:
+    module = _module(deepspeed.PipelineModule, workload, place, parts=place.stages)
+    engine = _initialize(deepspeed.initialize, module, _config(workload, place))
+    return EngineRunner(engine, workload, record_actions(engine, place))
+
+
+def _build_dualpipev(workload: Workload, place: Place) -> Runner:
+    """Each rank holds two of twice as many parts."""
+    from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
+
+    module = _module(DualPipeVModule, workload, place, parts=2 * place.stages)
+    engine = _initialize(deepspeed.initialize, module, _config(workload, place))
+    return EngineRunner(engine, workload, record_actions(engine, place))
+
+
+def _build_soap(workload: Workload, place: Place) -> Runner:
+    """1F1B with SOAP by our engine: stock DeepSpeed has no such optimizer."""
+    module = _module(deepspeed.PipelineModule, workload, place, parts=place.stages)
+    config = _config(workload, place) | {"optimizer": {"type": "SOAP", "params": ADAMW}}
+    config["wavemare"] = {"pipeline": {"schedule": "1f1b", "stages": place.stages}}
+    engine = _initialize(wavemare.initialize, module, config)
+    return EngineRunner(engine, workload, record_engine(engine))
+
+
+def _build_pipemare(
+    workload: Workload, place: Place, *, guard: Mapping[str, Any] | None = None, **pipemare: Any
+) -> Runner:
+    module = _module(deepspeed.PipelineModule, workload, place, parts=place.stages)
+    pipeline = {"schedule": "pipemare", "stages": place.stages, "pipemare": pipemare}
+    section = {"pipeline": pipeline, "guard": dict(guard or {})}
+    config = {**_config(workload, place), "wavemare": section}
+    engine = _initialize(wavemare.initialize, module, config)
+    return EngineRunner(engine, workload, record_engine(engine))
+
+
+BUILDERS: Mapping[str, Callable[[Workload, Place], Runner]] = {
+    BASELINE: _build_deepspeed,
+    "deepspeed-dualpipev": _build_dualpipev,
+    "torch-1f1b": _build_torch_one_f_one_b,
+    "torch-zbv": _build_torch_zbv,
+    "wavemare-pipemare": _build_pipemare,
+    "wavemare-pipemare-slack": partial(_build_pipemare, slack=1),
+    "wavemare-pipemare-auto": partial(_build_pipemare, optimizer_policy="auto"),
+    "wavemare-pipemare-unguarded": partial(_build_pipemare, guard={"nonfinite": "off"}),
+    "wavemare-1f1b-soap": _build_soap,
+    BOUND: BoundRunner,
+}
+"""By the name of the system. All ranks build a system together."""
+
+
+def _module(kind: Any, workload: Workload, place: Place, *, parts: int) -> Any:
+    with redirect_stdout(io.StringIO()):  # DeepSpeed prints its topology
+        return kind(
+            layers=workload.parts(parts),
+            num_stages=place.stages,
+            loss_fn=workload.loss,
+            partition_method="uniform",  # one part for each stage, or two
+        )
+
+
+def _config(workload: Workload, place: Place) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": len(workload.batches[0][0]),
+        "gradient_accumulation_steps": place.micro_batches,
+        "optimizer": {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}},
+        "gradient_clipping": 0.0,  # by default pipelines clip, and torch's systems do not
+        "steps_per_print": None,
+    }
+
+
+def _initialize(initialize: Callable[..., Any], module: Any, config: dict[str, Any]) -> Any:
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return initialize(model=module, model_parameters=parameters, config=config)[0]
+
+
+class _EngineEvents:
+    """Our engine's own recorder as a source of events."""
+
+    def __init__(self, recorder: EngineRecorder) -> None:
+        self._recorder = recorder
+
+    def take(self) -> list[Event]:
+        events, self._recorder.events = self._recorder.events, []
+        return list(events)
+
+
+def record_engine(engine: Any) -> EventSource:
+    """Return the events of our engine, which notes them from now on."""
+    engine.recorder.keeping = True
+    return _EngineEvents(engine.recorder)
+
+
+def record_actions(engine: Any, place: Place) -> Recorder:
+    """Note each instruction of an engine, by wrapping its table of instructions.
+
+    Args:
+        engine: A pipeline engine of DeepSpeed's schedules.
+        place: Of this rank.
+    """
+    recorder = Recorder(place.micro_batches)
+
+    def noted(kind: Kind, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, **arguments: Any) -> Any:
+            # Of the two parts of a V-shaped pipeline's rank, phase 1 is the later one.
+            second = arguments.get("phase", 0) == 1
+            stage = 2 * place.stages - 1 - place.rank if second else place.rank
+            return recorder.timed(kind, stage, method)(self, **arguments)
+
+        return call
+
+    engine._INSTRUCTION_MAP = {
+        instruction: noted(_KINDS[instruction], method) if instruction in _KINDS else method
+        for instruction, method in engine._INSTRUCTION_MAP.items()
+    }
+    return recorder

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model of all systems: a GPT, or layers that sleep, cut into equal parts."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import set_seed
+
+from wavemare.bench.gpt import SEED, build_gpt
+from wavemare.bench.pipeline.request import PipelineRequest
+from wavemare.models.gpt2 import gpt2_chain
+from wavemare.models.layers import PipelineLayer
+from wavemare.models.losses import LanguageModelLoss
+from wavemare.models.timing import layer_times
+from wavemare.pipeline.plan.partition import balanced_cuts
+
+__all__ = ["GPTWorkload", "SyntheticWorkload", "Workload", "build_workload"]
+
+_BATCHES = 8
+_SYNTHETIC_WIDTH = 64
+_INPUTS = ("input_ids",)
+# Linux may wake a sleeper so late by default.
+_TIMER_SLACK_S = 50e-6
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Workload(ABC):
+    """A model in parts, its loss and its micro-batches; the same on all ranks.
+
+    Attributes:
+        loss: From (output, labels) to a scalar.
+        batches: Micro-batches (inputs, labels), to be repeated.
+        activation_shape: Of the tensor between two parts, in fp32.
+    """
+
+    loss: Callable[[Tensor, Tensor], Tensor]
+    batches: list[Batch]
+    activation_shape: tuple[int, ...]
+
+    @abstractmethod
+    def parts(self, count: int) -> list[nn.Module]:
+        """Return new modules, with the same initial weights each time.
+
+        Args:
+            count: Number of parts; their costs are as even as layers allow.
+        """
+
+
+class GPTWorkload(Workload):
+    """GPT-2 without dropout and with a head of its own, on random tokens.
+
+    All processes must build it at the same time: its layers are timed on all of them.
+    """
+
+    def __init__(self, request: PipelineRequest) -> None:
+        self._request = request
+        model, chain = self._build()
+        self._weights = layer_times(model, chain, _INPUTS)
+        self.loss = LanguageModelLoss(model.loss_function, request.vocabulary)
+        self.activation_shape = (request.batch, request.sequence, request.hidden)
+        shape = (_BATCHES, request.batch, request.sequence)
+        tokens = torch.randint(0, request.vocabulary, shape, generator=_generator())
+        self.batches = [(part, part) for part in tokens]
+
+    def parts(self, count: int) -> list[nn.Module]:
+        """Cut a new model by the measured times of its layers."""
+        _, chain = self._build()
+        cuts = balanced_cuts(self._weights, count)
+        return [nn.Sequential(*chain[cuts[i] : cuts[i + 1]]) for i in range(count)]
+
+    def _build(self) -> tuple[Any, list[PipelineLayer]]:
+        model = build_gpt(self._request)
+        return model, gpt2_chain(model, _INPUTS)
+
+
+class SyntheticWorkload(Workload):
+    """Layers that sleep: many share a core, and real tensors travel between them."""
+
+    def __init__(self, request: PipelineRequest) -> None:
+        self._stages = request.stages
+        self._forward_s = request.forward_ms / 1000
+        self._backward_s = request.backward_ms / 1000
+        self.loss = nn.functional.mse_loss
+        self.activation_shape = (request.batch, _SYNTHETIC_WIDTH)
+        values = torch.randn((_BATCHES, *self.activation_shape), generator=_generator())
+        self.batches = [(part, torch.zeros_like(part)) for part in values]
+
+    def parts(self, count: int) -> list[nn.Module]:
+        """Return layers whose waits add up to the same whole for every number of parts."""
+        set_seed(SEED)
+        share = self._stages / count
+        return [TimedWait(self._forward_s * share, self._backward_s * share) for _ in range(count)]
+
+
+class TimedWait(nn.Module):
+    """A linear layer whose forward and backward passes take a given time, most of it asleep.
+
+    Args:
+        forward_s: Seconds from the call to its return.
+        backward_s: Seconds from the output's gradient to the input's.
+    """
+
+    def __init__(self, forward_s: float, backward_s: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(_SYNTHETIC_WIDTH, _SYNTHETIC_WIDTH)
+        self.forward_s = forward_s
+        self.backward_s = backward_s
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map (batch, 64) to (batch, 64)."""
+        end = time.perf_counter() + self.forward_s
+        if not inputs.requires_grad:
+            # Without a gradient to the first stage's input its backward pass would not wait.
+            inputs = inputs.detach().requires_grad_()
+        clock = _BackwardClock(self.backward_s)
+        hidden = self.linear(_WaitBackward.apply(inputs, clock))
+        output: Tensor = _BeginBackward.apply(hidden, clock)
+        _sleep_until(end)
+        return output
+
+
+@dataclass
+class _BackwardClock:
+    seconds: float
+    end: float = 0.0
+
+
+class _Clocked(torch.autograd.Function):
+    """Passes values on, and in the backward pass gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, clock: _BackwardClock) -> Tensor:
+        ctx.clock = clock
+        return values.view_as(values)
+
+
+class _BeginBackward(_Clocked):
+    """Stands behind the layer, so that its backward pass begins here."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
+        ctx.clock.end = time.perf_counter() + ctx.clock.seconds
+        return gradients[0], None
+
+
+class _WaitBackward(_Clocked):
+    """Stands before the layer, so that its backward pass ends here, after the layer's own."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
+        _sleep_until(ctx.clock.end)
+        return gradients[0], None
+
+
+def build_workload(request: PipelineRequest) -> Workload:
+    """Return the model of a request; all processes call this together."""
+    return SyntheticWorkload(request) if request.synthetic else GPTWorkload(request)
+
+
+def _sleep_until(end: float) -> None:
+    asleep = end - time.perf_counter() - _TIMER_SLACK_S
+    if asleep > 0:
+        time.sleep(asleep)
+    while time.perf_counter() < end:
+        pass
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(SEED)

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank of ``wavemare bench planner``: shares, cuts, a probe of the cluster, or a trial."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from statistics import median
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import wavemare
+from wavemare.bench.cluster.requests import ask
+from wavemare.bench.gpt import SEED, build_gpt
+from wavemare.bench.pipeline.runner import busy_seconds
+from wavemare.bench.pipeline.systems import record_engine
+from wavemare.bench.planner.request import BASELINE, CUTS, PLANNED, SHARES, PlannerJob
+from wavemare.bench.planner.rows import cut_rows, share_rows
+from wavemare.bench.rounds import gather, interleaved
+from wavemare.observe import Screen
+from wavemare.parallel.layout.layout import Layout
+from wavemare.parallel.planner.balance import balance_replicas, measure_layers, plan_stages
+from wavemare.parallel.planner.probe import BlockSize, probe_cluster
+from wavemare.parallel.planner.speed import example_samples
+from wavemare.parallel.planner.stages import equal_cuts
+
+__all__ = ["measure"]
+
+_ALONE = "no-communication-bound"
+_ZERO = 1
+_STEADY_STEPS = 2
+_Value = TypeVar("_Value")
+
+
+def measure(job: PlannerJob) -> dict[str, Any]:
+    """Return the measurements of a job."""
+    torch.set_num_threads(1)
+    screen = Screen(rank=dist.get_rank())
+    parts = {SHARES: _measure_shares, CUTS: _measure_cuts, "probe": _probe, "trial": _try_layout}
+    return parts[job.part](job, screen)
+
+
+@contextmanager
+def _limited(job: PlannerJob) -> Iterator[None]:
+    """Give this process its share of a core in the block; all ranks must enter together."""
+    ask(job.devices[dist.get_rank()])
+    dist.barrier()
+    try:
+        yield
+    finally:
+        ask(None)
+
+
+def _in_turns(
+    job: PlannerJob, screen: Screen, steps: Mapping[str, Callable[[], _Value]]
+) -> dict[str, list[list[_Value]]]:
+    """Run all systems' steps in turns; return their values by system, timed round and rank."""
+    found: dict[str, list[list[_Value]]] = {name: [] for name in steps}
+    with _limited(job):
+        for timed, name in interleaved(job, list(steps), screen.note):
+            dist.barrier()
+            values = gather(steps[name]())
+            if timed:
+                found[name].append(values)
+    return found
+
+
+def _config(batch: Mapping[str, int], zero_stage: int) -> dict[str, Any]:
+    return {
+        **batch,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+        "zero_optimization": {"stage": zero_stage},
+        "gradient_clipping": 0.0,  # by default pipelines clip
+        "steps_per_print": None,
+    }
+
+
+def _tokens(job: PlannerJob, step: int, micro_steps: int, samples: int) -> Tensor:
+    """Return a step's tokens (micro_steps, samples, sequence), equal on all ranks."""
+    generator = torch.Generator().manual_seed(SEED + step)
+    shape = (micro_steps, samples, job.sequence)
+    return torch.randint(0, job.vocabulary, shape, generator=generator)
+
+
+# --- shares of samples ----------------------------------------------------------------------------
+
+
+def _measure_shares(job: PlannerJob, screen: Screen) -> dict[str, Any]:
+    model = build_gpt(job)
+    batch = {
+        "train_batch_size": job.batch * job.ranks * job.micro_steps,
+        "train_micro_batch_size_per_gpu": job.batch,
+        "gradient_accumulation_steps": job.micro_steps,
+    }
+    screen.note(f"measuring the speeds of {job.ranks} ranks")
+    with _limited(job):
+        plan, _ = balance_replicas(
+            model,
+            lambda samples: example_samples(model, job.sequence, samples),
+            batch,
+            zero_stage=_ZERO,
+            sequence_length=job.sequence,
+        )
+    assert plan.predicted is not None, "measured plans have predictions"
+    shares = {BASELINE: (job.batch,) * job.ranks, PLANNED: plan.shares}
+    systems = {name: _DataParallel(job, batch, own) for name, own in shares.items()}
+
+    def alone() -> float:
+        started = time.perf_counter()
+        for tokens in _tokens(job, 0, job.micro_steps, job.batch):
+            model(input_ids=tokens, labels=tokens).loss.backward()
+        model.zero_grad()
+        return time.perf_counter() - started
+
+    steps = {name: system.step for name, system in systems.items()}
+    rounds = _in_turns(job, screen, {**steps, _ALONE: alone})
+    for system in systems.values():
+        system.engine.destroy()
+    alone_s = [median(own) for own in zip(*rounds.pop(_ALONE), strict=True)]
+    losses = {name: system.losses for name, system in systems.items()}
+    predicted_s = plan.predicted.step_s
+    rows = share_rows(job, shares, rounds, losses, alone_s=alone_s, predicted_s=predicted_s)
+    return {"rows": rows}
+
+
+class _DataParallel:
+    """An engine with given shares.
+
+    Attributes:
+        engine: Of this rank.
+        losses: Of the steps so far.
+    """
+
+    def __init__(self, job: PlannerJob, batch: dict[str, int], shares: Sequence[int]) -> None:
+        self._job = job
+        self._before = sum(shares[: dist.get_rank()])
+        self._own = shares[dist.get_rank()]
+        config = _config(batch, _ZERO)
+        config["wavemare"] = {"balance": {"shares": list(shares)}}
+        self.engine = wavemare.initialize(model=build_gpt(job), config=config)[0]
+        self.losses: list[float] = []
+
+    def step(self) -> float:
+        """Train on this rank's samples of the next step; return the seconds."""
+        started = time.perf_counter()
+        self.losses.append(float(self.engine.train_batch(self._parts())))
+        return time.perf_counter() - started
+
+    def _parts(self) -> Iterator[dict[str, Tensor]]:
+        job = self._job
+        for micro in _tokens(job, len(self.losses), job.micro_steps, job.batch * job.ranks):
+            tokens = micro[self._before : self._before + self._own]
+            yield {"input_ids": tokens, "labels": tokens}
+
+
+# --- cuts of a pipeline ---------------------------------------------------------------------------
+
+
+def _measure_cuts(job: PlannerJob, screen: Screen) -> dict[str, Any]:
+    batch = {
+        "train_batch_size": job.batch * job.micro_batches,
+        "train_micro_batch_size_per_gpu": job.batch,
+        "gradient_accumulation_steps": job.micro_batches,
+    }
+    screen.note(f"measuring the layers on {job.ranks} ranks")
+    with _limited(job):
+        table = measure_layers(build_gpt(job), samples=job.batch, sequence_length=job.sequence)
+    plan = plan_stages(table, batch, stages=job.ranks, schedule=job.schedule)
+    assert plan.cuts is not None, "there are several stages"
+    cuts = {BASELINE: equal_cuts(table.mean(axis=0).tolist(), job.ranks), PLANNED: plan.cuts}
+    systems = {name: _Pipeline(job, batch, own) for name, own in cuts.items()}
+    measured = _in_turns(job, screen, {name: system.round for name, system in systems.items()})
+    for system in systems.values():
+        system.engine.destroy()
+    rounds = {name: [[s for s, _ in ranks] for ranks in own] for name, own in measured.items()}
+    stage_s = {
+        name: [median(spent for _, spent in own) for own in zip(*measured[name], strict=True)]
+        for name in cuts
+    }
+    return {"rows": cut_rows(job, cuts, rounds, stage_s, table.tolist())}
+
+
+class _Pipeline:
+    """An engine with given cuts.
+
+    Attributes:
+        engine: Of this rank.
+    """
+
+    def __init__(self, job: PlannerJob, batch: dict[str, int], cuts: Sequence[int]) -> None:
+        config = _config(batch, 0)
+        section = {"stages": job.ranks, "schedule": job.schedule, "partition": list(cuts[:-1])}
+        config["wavemare"] = {"pipeline": section}
+        self.engine = wavemare.initialize(model=build_gpt(job), config=config)[0]
+        self._count = job.micro_batches
+        # An asynchronous pipeline is full before and after the timed steps.
+        self._steady = job.schedule == "pipemare"
+        self._steps = _STEADY_STEPS if self._steady else 1
+        self._fill = math.ceil(job.ranks / job.micro_batches) if self._steady else 0
+        self._recorder = record_engine(self.engine)
+        tokens = _tokens(job, 0, job.micro_batches, job.batch)
+        self._batches = itertools.cycle([{"input_ids": part, "labels": part} for part in tokens])
+
+    def round(self) -> tuple[float, float]:
+        """Train some steps; return seconds of a step, and of a micro-batch's passes."""
+        self._train(1 + self._fill if self._steady else 0)
+        self._recorder.take()
+        started = time.perf_counter()
+        self._train(self._steps)
+        seconds = (time.perf_counter() - started) / self._steps
+        busy = busy_seconds(self._recorder.take())
+        self._train(self._fill)
+        if self._steady:
+            self.engine.drain()
+        self._recorder.take()
+        return seconds, busy.compute_s / (self._steps * self._count)
+
+    def _train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.engine.train_batch(self._batches)
+
+
+# --- the planner's choice -------------------------------------------------------------------------
+
+
+def _probe(job: PlannerJob, screen: Screen) -> dict[str, Any]:
+    """Measure the devices and the links of all ranks; return the cluster as JSON text."""
+    screen.note(f"probing {job.ranks} ranks")
+    block = BlockSize(job.hidden, 4 * job.hidden, job.heads, job.sequence)
+    with _limited(job):
+        return {"cluster": probe_cluster(block).to_json()}
+
+
+def _try_layout(job: PlannerJob, screen: Screen) -> dict[str, Any]:
+    """Train by the job's layout; return the seconds of the slowest rank's rounds."""
+    layout = Layout.from_json(job.layout)
+    axes = f"{layout.stages} x {layout.tensor_parallel} x {layout.data_parallel}"
+    screen.note(f"trying {axes}: stages x splits x replicas")
+    config = layout.configure(_config({}, layout.zero_stage))
+    engine = wavemare.initialize(model=build_gpt(job), config=config)[0]
+    batches = _own_batches(job, layout)
+
+    def step() -> float:
+        started = time.perf_counter()
+        engine.train_batch(batches)
+        return time.perf_counter() - started
+
+    rounds = _in_turns(job, screen, {"trial": step})["trial"]
+    engine.destroy()
+    return {"rounds_s": [max(ranks) for ranks in rounds]}
+
+
+def _own_batches(job: PlannerJob, layout: Layout) -> Iterator[dict[str, Tensor]]:
+    """Yield this rank's micro-batches of all steps."""
+    replica = dist.get_rank() // layout.tensor_parallel % layout.data_parallel
+    before, own = sum(layout.shares[:replica]), layout.shares[replica]
+    tokens = _tokens(job, 0, layout.micro_steps, sum(layout.shares))
+    while True:
+        for micro in tokens:
+            part = micro[before : before + own]
+            yield {"input_ids": part, "labels": part}

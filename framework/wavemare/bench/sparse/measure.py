@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank of ``wavemare bench sparse``: sum gradients of known sparsity, and check each sum."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from wavemare.bench.rounds import interleaved, ratio_row
+from wavemare.bench.sparse.gradients import active_blocks, make_gradient
+from wavemare.bench.sparse.request import DENSE, Case, SparseRequest
+from wavemare.bench.sparse.systems import Bench, build_system
+from wavemare.comm.blocks.masks import Masks
+from wavemare.comm.selection.cost import Constants, traffic
+from wavemare.comm.statistics import Statistics
+from wavemare.comm.transport import Transport, open_transport
+from wavemare.errors import CommError
+from wavemare.observe import Screen
+
+__all__ = ["Sample", "build_result", "measure"]
+
+BASELINE = "best-dense"
+_TIMEOUT_S = 120.0
+_KERNEL_PHASES = ("mask", "plan", "pack", "reduce", "unpack")
+
+
+class Sample(NamedTuple):
+    """One call.
+
+    Args:
+        seconds: Of the slowest rank.
+        statistics: Of rank 0; None for other systems than wavemare's.
+    """
+
+    seconds: float
+    statistics: Statistics | None = None
+
+
+Measured = Mapping[Case, Mapping[str, Sequence[Sample]]]
+
+
+def measure(request: SparseRequest) -> dict[str, Any]:
+    """Build all systems, run all rounds of all cases and return the result.
+
+    Raises:
+        CommError: A sum is wrong.
+    """
+    torch.set_num_threads(1)
+    if request.step:
+        from wavemare.bench.sparse.step import measure_step
+
+        return measure_step(request)
+    transport = open_transport(choice="mpi", timeout_s=_TIMEOUT_S)
+    constants: dict[str, Constants] = {}
+    # The first one measures the constants for the others.
+    names = sorted(request.chosen, key=lambda name: "auto" not in name)
+    systems = {name: build_system(name, transport, request.block, constants) for name in names}
+    measured = {}
+    screen = Screen(rank=transport.rank)
+    for case in request.cases:
+        screen.note(f"{case.pattern}, density {case.density:g}")
+        names = [name for name in request.chosen if request.obstacle(name, case) is None]
+        own = {name: systems[name] for name in names}
+        measured[case] = _measure_case(request, case, own, transport)
+    for system in systems.values():
+        system.close()
+    transport.barrier()
+    transport.close()
+    return build_result(request, measured, constants)
+
+
+def _measure_case(
+    request: SparseRequest, case: Case, systems: Mapping[str, Bench], transport: Transport
+) -> dict[str, list[Sample]]:
+    gradient = make_gradient(case, request.numel, request.block, transport.rank)
+    expected, magnitude = gradient.clone(), gradient.abs()
+    dist.all_reduce(expected)
+    dist.all_reduce(magnitude)
+    working = torch.empty_like(gradient)
+    samples: dict[str, list[Sample]] = {name: [] for name in systems}
+    checked = set()
+    for timed, name in interleaved(request, list(systems), lambda line: None):
+        system = systems[name]
+        working.copy_(gradient)
+        system.prepare(case, working)
+        seconds, summed = _timed(system, transport)
+        if name not in checked:
+            _check(name, case, system.result(summed), expected, magnitude)
+            checked.add(name)
+        if timed:
+            samples[name].append(Sample(seconds, system.statistics))
+    return samples
+
+
+def _timed(system: Bench, transport: Transport) -> tuple[float, Any]:
+    """Time one call, from a barrier to the end of the slowest rank; return its sum too."""
+    transport.barrier()
+    started = time.perf_counter()
+    summed = system.sum()
+    mine = torch.tensor([time.perf_counter() - started], dtype=torch.float64)
+    table = torch.empty(transport.size, 1, dtype=torch.float64)
+    transport.all_gather(mine, table)
+    return float(table.max()), summed
+
+
+def _check(name: str, case: Case, result: Tensor, expected: Tensor, magnitude: Tensor) -> None:
+    """Check a sum within rounding: |error| <= N 2^-23 sum of magnitudes."""
+    bound = dist.get_world_size() * 2.0**-23 * magnitude
+    if not bool(((result - expected).abs() <= bound).all()):
+        worst = float((result - expected).abs().max())
+        reason = f"its sum is off by up to {worst:g} ({case.key})"
+        raise CommError("system", name, reason, "Report this: its measurements mean nothing")
+
+
+def build_result(
+    request: SparseRequest, measured: Measured, constants: Mapping[str, Constants]
+) -> dict[str, Any]:
+    """Return the result without command and machine.
+
+    Args:
+        request: The options.
+        measured: The timed rounds of each system, by case.
+        constants: Of the cost model, by kind of transport.
+    """
+    return {
+        "baseline": BASELINE,
+        "mebibytes": request.mib,
+        "block": request.block,
+        "constants": {kind: asdict(values) for kind, values in constants.items()},
+        "rows": [
+            _row(request, case, name, rounds, systems)
+            for case, systems in measured.items()
+            for name, rounds in systems.items()
+        ],
+        "skipped": [
+            {"system": name, "pattern": case.pattern, "density": case.density, "reason": reason}
+            for case in request.cases
+            for name in request.chosen
+            if (reason := request.obstacle(name, case)) is not None
+        ],
+    }
+
+
+def _row(
+    request: SparseRequest,
+    case: Case,
+    name: str,
+    rounds: Sequence[Sample],
+    systems: Mapping[str, Sequence[Sample]],
+) -> dict[str, Any]:
+    dense = [[sample.seconds for sample in systems[each]] for each in DENSE if each in systems]
+    fastest = min(dense, key=median) if dense else None
+    row: dict[str, Any] = {
+        "system": name,
+        "ranks": request.ranks,
+        "mbit": request.mbit,
+        "pattern": case.pattern,
+        "density": case.density,
+        **ratio_row([sample.seconds for sample in rounds], fastest),
+    }
+    last = rounds[-1].statistics
+    if last is not None:
+        phases = [s.statistics.phases_s for s in rounds if s.statistics is not None]
+        row |= {
+            "executor": last.executor,
+            "union": last.union,
+            "bytes_up": last.bytes_up,
+            "bytes_down": last.bytes_down,
+            "predicted_s": last.predicted_s,
+            "phases_s": {key: median(p.get(key, 0.0) for p in phases) for key in phases[-1]},
+        }
+        row["model_s"] = _model(request, case, row)
+        if row["model_s"] is not None and fastest is not None:
+            row["model"] = median(fastest) / row["model_s"]
+    return row
+
+
+def _model(request: SparseRequest, case: Case, row: Mapping[str, Any]) -> float | None:
+    """Return the theoretical seconds: bytes over the link's rate, and measured kernels."""
+    if request.mbit is None:
+        return None
+    blocks = request.numel // request.block
+    table = np.zeros((request.ranks, blocks), dtype=bool)
+    for rank in range(request.ranks):
+        table[rank, active_blocks(case, blocks, rank)] = True
+    moved = traffic(Masks.of(table), request.block * 4).get(row["executor"])
+    if moved is None:
+        return None
+    kernels = sum(row["phases_s"].get(phase, 0.0) for phase in _KERNEL_PHASES)
+    return max(moved.up, moved.down) / (request.mbit * 1e6 / 8) + kernels

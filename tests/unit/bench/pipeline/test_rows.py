@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From samples to rows and the table of ``wavemare bench pipeline``: numbers worked out by hand."""
+
+import pytest
+
+from wavemare.bench.pipeline.measure import Sample, build_rows
+from wavemare.bench.pipeline.request import PipelineRequest
+from wavemare.bench.pipeline.runner import Busy
+from wavemare.bench.result import result_table
+
+STOCK, OURS, BOUND = "deepspeed-1f1b", "wavemare-pipemare", "no-communication-bound"
+
+
+def rounds(*slow):
+    """Rounds of two ranks, the second of which is the slower one."""
+    return [[Sample(seconds - 0.5), Sample(seconds)] for seconds in slow]
+
+
+def test_the_median_is_that_of_the_slowest_ranks():
+    samples = {(STOCK, 1): [[Sample(1.0), Sample(4.0)], [Sample(9.0), Sample(2.0)], rounds(5.0)[0]]}
+    (row,) = build_rows(PipelineRequest(micro_batches=(1,)), samples)
+    assert row["median_s"] == 5.0
+
+
+def test_rows_are_ordered_and_compared_at_equal_micro_batches():
+    request = PipelineRequest(micro_batches=(2, 1), systems=(BOUND, OURS, STOCK))
+    samples = {
+        (OURS, 1): rounds(2.0, 2.5, 30.0),
+        (BOUND, 1): rounds(2.0, 2.0, 2.0),
+        (STOCK, 1): rounds(5.0, 5.0, 4.0),
+        (STOCK, 2): rounds(6.0, 6.0, 6.0),
+        (OURS, 2): rounds(4.0, 4.0, 4.0),
+    }
+    rows = build_rows(request, samples)
+    keys = [(row["micro_batches"], row["system"]) for row in rows]
+    assert keys == [(2, STOCK), (2, OURS), (1, STOCK), (1, OURS), (1, BOUND)]
+    by_key = {(row["system"], row["micro_batches"]): row for row in rows}
+    ours = by_key[OURS, 1]
+    assert (ours["median_s"], ours["ratio"], ours["ideal"]) == (2.5, 2.0, 2.0)
+    assert ours["bound_fraction"] == pytest.approx(0.8)
+    assert ours["rounds_s"] == [2.0, 2.5, 30.0]
+    assert (ours["stages"], ours["steps_per_round"]) == (2, 8)
+    assert (by_key[BOUND, 1]["bound_fraction"], by_key[BOUND, 1]["ratio"]) == (1.0, 2.5)
+    two = by_key[OURS, 2]
+    assert (two["ratio"], two["ideal"], two["bound_fraction"]) == (1.5, 1.5, None)
+    assert by_key[STOCK, 2]["ideal"] == 1.0
+    assert "utilisation" not in ours
+
+
+def test_without_the_baseline_there_is_no_ratio():
+    request = PipelineRequest(micro_batches=(8,), systems=("torch-zbv",))
+    (row,) = build_rows(request, {("torch-zbv", 8): rounds(1.0)})
+    assert (row["ratio"], row["ideal"], row["waiting"], row["ranks"]) == (None, None, None, None)
+
+
+def test_waiting_is_that_of_the_busiest_rank():
+    idle = Sample(10.0, Busy(compute_s=2.0, step_s=1.0, message_s=6.0))
+    busy = Sample(10.0, Busy(compute_s=5.0, step_s=3.0, message_s=1.0))
+    slow = Sample(20.0, Busy(compute_s=5.0, step_s=3.0, message_s=1.0))
+    request = PipelineRequest(micro_batches=(1,), systems=(STOCK,))
+    samples = {(STOCK, 1): [[idle, busy], [idle, slow], [idle, busy]]}
+    (row,) = build_rows(request, samples)
+    assert row["waiting"] == pytest.approx(0.2)
+    assert row["ranks"][0]["waiting_s"] == pytest.approx(7.0)
+    assert row["ranks"][1] == {
+        "seconds": 10.0,
+        "waiting_s": pytest.approx(2.0),
+        "compute_s": 5.0,
+        "step_s": 3.0,
+        "message_s": 1.0,
+    }
+
+
+def test_utilisation_is_the_nominal_work_over_the_measured_time():
+    request = PipelineRequest(stages=4, micro_batches=(4,), systems=(STOCK, OURS), synthetic=True)
+    samples = {(STOCK, 4): rounds(0.16), (OURS, 4): rounds(0.1)}
+    stock, ours = build_rows(request, samples)
+    assert stock["utilisation"] == pytest.approx(0.5)
+    assert stock["ideal_utilisation"] == pytest.approx(4 / 7)
+    assert ours["utilisation"] == pytest.approx(0.8)
+    assert ours["ideal_utilisation"] == 1.0
+
+
+def test_skipped_systems_have_a_reason(shown):
+    request = PipelineRequest(micro_batches=(1, 2, 4), systems=("torch-1f1b", STOCK))
+    (entry,) = request.skipped()
+    assert (entry["system"], entry["stages"], entry["micro_batches"]) == ("torch-1f1b", 2, 1)
+    assert "at least 2 micro-batches" in entry["reason"]
+    rows = build_rows(request, {(STOCK, 4): rounds(2.0)})
+    result = {"stage_s": [0.1, 0.3], "imbalance": 0.5, "rows": rows, "skipped": [entry]}
+    (line,) = request.remarks(result)
+    assert line == f"torch-1f1b is left out at M=1: {entry['reason']}"
+    text = shown(result_table(request, result))
+    assert "2 stages of 100.0, 300.0 ms" in text
+    assert "waiting" not in text  # no row has it
