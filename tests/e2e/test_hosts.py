@@ -179,7 +179,6 @@ def test_doctor_sees_all_hosts(cluster, tmp_path):
         row = rows[f"host {host}"]
         assert row["status"] == "ok", row
         assert row["value"].startswith(f"{address} by ssh: python ")
-        assert row["value"].endswith("connects to 1 others")
     assert code == any(row["status"] == "fail" for row in rows.values())
 
 

@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
-    from wavemare.cli.checks.finding import Finding
+    from wavemare.cli.checks import Finding
 
 __all__ = ["diagnose", "doctor"]
 
@@ -25,19 +24,13 @@ def doctor(
         Path | None,
         typer.Option(help="DeepSpeed hostfile: check its lines, and its hosts by ssh."),
     ] = None,
-    master_port: Annotated[
-        int,
-        typer.Option(
-            min=0, max=65535, help="Port of rank 0, to be free on the hostfile's first host."
-        ),
-    ] = 29500,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Check this machine for what keeps a run from starting; nothing is changed.
 
     The exit code is 1 if a check failed. Warnings do not count.
     """
-    findings = diagnose(hostfile, master_port)
+    findings = list(diagnose(hostfile))
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
@@ -46,38 +39,25 @@ def doctor(
         raise typer.Exit(1)
 
 
-def diagnose(hostfile: Path | None = None, master_port: int = 0) -> list[Finding]:
+def diagnose(hostfile: Path | None = None) -> Iterator[Finding]:
     """Run all checks, in the order of the table.
 
     Args:
         hostfile: A hostfile to check as well.
-        master_port: To be free on its first host; 0 if it does not matter.
     """
-    from wavemare.cli.checks import hostfile as hosts
-    from wavemare.cli.checks import machine, mpi, network, software
+    from wavemare.cli import checks
 
-    checks: list[Callable[[], Iterable[Finding]]] = [
-        software.check_python,
-        software.check_packages,
-        software.check_accelerator,
-        software.check_compiler,
-        mpi.check_mpi,
-        machine.check_launchers,
-        network.check_loopback,
-        network.check_hostname,
-        network.check_interface_variables,
-        machine.check_extension_locks,
-        machine.check_shared_memory,
-        machine.check_descriptors,
-    ]
+    yield from checks.check_versions()
+    yield from checks.check_accelerator()
+    yield from checks.check_mpi()
+    yield from checks.check_launchers()
+    yield from checks.check_network()
+    yield from checks.check_shared_memory()
+    yield from checks.check_extension_locks()
     if hostfile is not None:
-        checks.append(partial(hosts.check_hostfile, hostfile, master_port))
-    return list(_run(checks))
+        from wavemare.cli.host_checks import check_hostfile
 
-
-def _run(checks: Sequence[Callable[[], Iterable[Finding]]]) -> Iterator[Finding]:
-    for check in checks:
-        yield from check()
+        yield from check_hostfile(hostfile)
 
 
 def _draw(findings: Sequence[Finding]) -> None:

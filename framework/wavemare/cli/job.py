@@ -15,15 +15,10 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 from wavemare.cli import launch
-from wavemare.cli.checks.hostfile import (
-    Host,
-    is_this_host_alone,
-    parse_hostfile,
-    read_hostfile,
-)
+from wavemare.cli.hostfile import Host, is_this_host_alone
 from wavemare.errors import ConfigError, LaunchError, did_you_mean
 
-__all__ = ["Job", "Launcher", "check_launcher", "read_hosts", "split_options"]
+__all__ = ["Job", "Launcher", "check_launcher", "split_options"]
 
 Launcher = Literal["deepspeed", "mpirun"]
 
@@ -170,27 +165,6 @@ def check_launcher(name: str) -> Launcher:
             remedy = "Use mpirun: it is that of the MPI which mpi4py loads"
         raise ConfigError("--launcher", name, reason, remedy)
     return cast("Launcher", name)
-
-
-def read_hosts(file: Path | None) -> list[Host]:
-    """Return the hosts of a hostfile.
-
-    DeepSpeed would go on with this host alone where there is no such file.
-
-    Raises:
-        LaunchError: It cannot be read, or a line is wrong.
-    """
-    if file is None:
-        return []
-    try:
-        text = read_hostfile(file)
-    except OSError as error:
-        reason = f"it cannot be read ({error.strerror})"
-        raise LaunchError("--hostfile", str(file), reason, "Name an existing file") from None
-    hosts, findings = parse_hostfile(text)
-    if findings:
-        raise LaunchError("--hostfile", str(file), findings[0].value, findings[0].remedy)
-    return hosts
 
 
 def split_options(text: str) -> list[str]:

@@ -3,7 +3,7 @@
 
 import pytest
 
-from wavemare.cli.job import read_hosts
+from wavemare.cli.hostfile import read_hosts
 from wavemare.engine.launch.group import ensure_launched
 from wavemare.errors import LaunchError
 
@@ -73,8 +73,8 @@ HOSTFILES = [
     pytest.param("node0:2\n", "is not a host with its slots", id="MPICH's form"),
     pytest.param("node0 slots = 2\n", "is not a host with its slots", id="blanks around ="),
     pytest.param("node0 slots=0\n", "node0 has no slots", id="0 slots"),
-    pytest.param("node0 slots=2 max_slots=4\n", "is passed over", id="Open MPI's form"),
-    pytest.param("a slots=1\nb slots=1\na slots=1\n", "stands in line 1 too", id="a host twice"),
+    pytest.param("node0 slots=2 max_slots=4\n", "deepspeed ignores", id="Open MPI's form"),
+    pytest.param("a slots=1\nb slots=1\na slots=1\n", "a is listed twice", id="a host twice"),
     pytest.param(b"\xff\xfe slots=x\n", "line 1", id="no text"),
     pytest.param("a slots=" + "9" * 5000, "is not a host with its slots", id="5,000 digits"),
 ]

@@ -13,13 +13,13 @@ import pytest
 from typer.testing import CliRunner
 
 from wavemare.cli import app, job, launch
-from wavemare.cli.checks.hostfile import Host
+from wavemare.cli.hostfile import Host
 from wavemare.cli.job import Job
 from wavemare.comm import mpi_library as mpi
 from wavemare.comm.mpi_library import MpiInfo
 from wavemare.errors import LaunchError
 
-HOSTS = (Host("node0", 2, 1), Host("node1", 1, 2))
+HOSTS = (Host("node0", 2), Host("node1", 1))
 RANK = [sys.executable, "-u", "-m", "mpi4py"]
 
 
@@ -76,7 +76,7 @@ def test_deepspeed_on_hosts_counts_their_slots(flavour, tmp_path):
     assert command[1:3] == ["--num_accelerators", "2"]
     assert command[-2:] == ["--force_multi", "x.py"]
     # DeepSpeed would log in to this one.
-    command = Job(program="x.py", hosts=(Host("localhost", 2, 1),), hostfile=file).command()
+    command = Job(program="x.py", hosts=(Host("localhost", 2),), hostfile=file).command()
     assert command[-4:] == ["--no_ssh_check", "--master_addr", "127.0.0.1", "x.py"]
 
 
