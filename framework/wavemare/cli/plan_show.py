@@ -6,8 +6,7 @@ from __future__ import annotations
 import math
 import shutil
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,120 +18,74 @@ from wavemare.errors import ConfigError
 if TYPE_CHECKING:
     from wavemare.pipeline.clock.simulate import Costs
     from wavemare.pipeline.clock.timeline import Timeline
-    from wavemare.pipeline.plan.check import Report
     from wavemare.pipeline.plan.plan import Plan
 
-__all__ = ["DEFAULTS", "Outputs", "make_plan", "present", "read_plan"]
+__all__ = ["make_plan", "present", "read_plan"]
 
-DEFAULTS: dict[str, Any] = {
-    "--schedule": "pipemare",
-    "--stages": 4,
-    "--micro-batches": 8,
-    "--steps": 4,
-    "--warmup-steps": 0,
-    "--drain-interval": 0,
-    "--slack": 0,
-}
-"""Of the options that make a plan."""
-_ASYNCHRONOUS = ("--warmup-steps", "--drain-interval", "--slack")
 _MS_PER_S = 1e3
 _MOST_PASSES = 1_000_000  # minutes, and some gigabytes
+_FILES = ("plan.txt", "plan.csv", "trace.json", "plan.svg", "plan.png")
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """Where a plan is shown.
-
-    Args:
-        text: Whether its text form is printed, alone.
-        folder: For files of all kinds, if any.
-        html: For a page, if any.
-    """
-
-    text: bool
-    folder: Path | None
-    html: Path | None
-
-
-def read_plan(file: Path, options: dict[str, str | int | None]) -> Plan:
+def read_plan(file: Path) -> Plan:
     """Read a plan's text form.
 
-    Args:
-        file: Of ``--file``.
-        options: Those that make a plan, none of which may be given beside it.
-
     Raises:
-        ConfigError: The file cannot be read, or an option is given.
-        PlanError: It is no plan.
+        ConfigError: The file cannot be read.
+        PlanError: The text is no plan.
     """
-    _refuse_beside_file(options)
-    return _read(file)
-
-
-def _refuse_beside_file(options: dict[str, str | int | None]) -> None:
-    for key, value in options.items():
-        if value is not None:
-            reason = "the plan in the file of --file has its own"
-            raise ConfigError(key, value, reason, f"Leave out {key} or --file")
-
-
-def _read(file: Path) -> Plan:
     from wavemare.pipeline.plan.plan import Plan
 
     remedy = "Name a file with the text that 'wavemare plan show --text' prints"
     try:
-        text = file.read_text(encoding="utf-8")
+        return Plan.parse(file.read_text(encoding="utf-8"))
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise ConfigError("--file", str(file), reason, remedy) from None
     except UnicodeDecodeError:
         raise ConfigError("--file", str(file), "this is not text", remedy) from None
-    return Plan.parse(text)
 
 
-def make_plan(options: dict[str, str | int | None], costs_ms: dict[str, str]) -> Plan:
+def make_plan(
+    schedule: str,
+    sizes: tuple[int, int, int],
+    asynchronous: Mapping[str, Any],
+    costs_ms: Mapping[str, str],
+) -> Plan:
     """Make a plan.
 
     Args:
-        options: Those of `DEFAULTS` that are given, else None.
-        costs_ms: Times in milliseconds by option; waves are interleaved by them.
+        schedule: Its name.
+        sizes: Stages, micro-batches and steps.
+        asynchronous: Options of PipeMare alone, by name.
+        costs_ms: Times in milliseconds by option, by which waves are interleaved.
 
     Raises:
-        ConfigError: The plan is too large, or an option is not of this schedule.
+        ConfigError: The plan is too large, or an option is not one of this schedule.
         PlanError: There is no such schedule, or no such plan.
     """
     from wavemare.pipeline.plan import schedules
 
-    given: dict[str, Any] = {
-        key: DEFAULTS[key] if options[key] is None else options[key] for key in DEFAULTS
-    }
-    schedule = str(given["--schedule"])
-    stages, micro_batches, steps = (
-        int(given[key]) for key in ("--stages", "--micro-batches", "--steps")
-    )
-    asynchronous = {key: int(given[key]) for key in _ASYNCHRONOUS}
-    passes = stages * micro_batches * max(steps, 1)
-    if passes > _MOST_PASSES:
+    stages, micro_batches, steps = sizes
+    if stages * micro_batches * max(steps, 1) > _MOST_PASSES:
         reason = f"{stages} x {micro_batches} x {steps} forward passes are more than can be shown"
         remedy = f"Give numbers whose product is at most {_MOST_PASSES}"
         raise ConfigError("--stages", stages, reason, remedy)
     if schedule == "pipemare":
-        named: dict[str, Any] = {
-            key.strip("-").replace("-", "_"): value for key, value in asynchronous.items()
-        }
-        return schedules.pipemare(stages, micro_batches, steps, **named)
-    plan = schedules.build_plan(schedule, stages, micro_batches, steps)
+        return schedules.pipemare(*sizes, **asynchronous)
+    plan = schedules.build_plan(schedule, *sizes)
     if schedule in {"tick-tock", "in-phase"}:
-        plan = _woven(plan, _costs(plan, costs_ms))
-    for key, value in asynchronous.items():
+        plan = _interleave(plan, _costs(plan, costs_ms))
+    for name, value in asynchronous.items():
         if value:
-            reason = f"the schedule {schedule!r} never has two steps under way"
+            key = f"--{name.replace('_', '-')}"
+            reason = f"the schedule {schedule!r} never overlaps two steps"
             raise ConfigError(key, value, reason, f"Leave it out, or give {key} with pipemare")
     return plan
 
 
-def _woven(plan: Plan, costs: Costs) -> Plan:
-    """Return the plan anew: its order depends on which segments have collectives."""
+def _interleave(plan: Plan, costs: Costs) -> Plan:
+    """Return waves in the order that suits the segments that have collectives."""
     from wavemare.pipeline.wave.gain import sums_of
     from wavemare.pipeline.wave.schedule import in_phase, tick_tock
 
@@ -142,16 +95,25 @@ def _woven(plan: Plan, costs: Costs) -> Plan:
     return make(*numbers, sums_output=up, sums_gradient=down)
 
 
-def present(plan: Plan, costs_ms: dict[str, str], outputs: Outputs) -> None:
+def present(
+    plan: Plan,
+    costs_ms: Mapping[str, str],
+    *,
+    text_only: bool,
+    folder: Path | None,
+    html: Path | None,
+) -> None:
     """Check a plan, simulate it, and show both.
 
     Args:
         plan: The plan.
         costs_ms: Times in milliseconds by option.
-        outputs: Where.
+        text_only: Whether to print the plan's text form alone.
+        folder: Folder for files of all kinds, if any.
+        html: File for a page, if any.
 
     Raises:
-        ConfigError: A cost is none, or a file cannot be written.
+        ConfigError: A cost is invalid, or a file cannot be written.
         PlanError: The plan cannot be run.
     """
     from wavemare.pipeline.clock.simulate import simulate
@@ -160,33 +122,25 @@ def present(plan: Plan, costs_ms: dict[str, str], outputs: Outputs) -> None:
     costs = _costs(plan, costs_ms)
     report = check(plan)
     timeline = simulate(plan, costs)
-    prediction = _prediction(plan, timeline, costs_ms), _hidden(plan, timeline, costs)
-    if outputs.text:
+    prediction = [_prediction(plan, timeline, costs_ms), _hidden(plan, timeline, costs)]
+    if text_only:
         typer.echo(str(plan), nl=False)
     else:
-        typer.echo(str(report))
-        for text in prediction:
-            typer.echo(text)
+        typer.echo("\n".join([str(report), *prediction]))
         _print_grid(plan)
-    if outputs.folder is not None:
-        _write(plan, timeline, outputs.folder)
+    if folder is not None:
+        _write(plan, timeline, folder)
         # Not into the plan's text, which is read back.
-        names = ", ".join(_FILES)
-        typer.echo(f"{'' if outputs.text else chr(10)}{outputs.folder}: {names}", err=outputs.text)
-    if outputs.html is not None:
-        _write_page(plan, report, timeline, prediction, outputs.html)
+        start = "" if text_only else "\n"
+        typer.echo(f"{start}{folder}: {', '.join(_FILES)}", err=text_only)
+    if html is not None:
+        from wavemare.report import plan_page
+
+        facts = "\n".join(prediction).splitlines()
+        write_page(plan_page(plan, report, timeline, facts), html, key="--html")
 
 
-def _write_page(
-    plan: Plan, report: Report, timeline: Timeline, prediction: Sequence[str], file: Path
-) -> None:
-    from wavemare.report import plan_page
-
-    facts = [line for text in prediction for line in text.splitlines()]
-    write_page(plan_page(plan, report, timeline, facts), file, key="--html")
-
-
-def _costs(plan: Plan, texts: dict[str, str]) -> Costs:
+def _costs(plan: Plan, texts: Mapping[str, str]) -> Costs:
     from wavemare.pipeline.clock.simulate import Costs
 
     seconds = {key: _seconds(key, text, plan.num_stages) for key, text in texts.items()}
@@ -224,7 +178,7 @@ def _seconds(key: str, text: str, num_stages: int) -> tuple[float, ...]:
     return tuple(number / _MS_PER_S for number in numbers)
 
 
-def _prediction(plan: Plan, timeline: Timeline, costs_ms: dict[str, str]) -> str:
+def _prediction(plan: Plan, timeline: Timeline, costs_ms: Mapping[str, str]) -> str:
     """Return how long the plan takes, and how busy the ranks are meanwhile."""
     from wavemare.pipeline.clock.timeline import bubble, steady_utilisation, utilisation
 
@@ -245,7 +199,7 @@ def _prediction(plan: Plan, timeline: Timeline, costs_ms: dict[str, str]) -> str
 
 
 def _hidden(plan: Plan, timeline: Timeline, costs: Costs) -> str:
-    """Return what becomes of collectives, if there are any, with a line feed."""
+    """Return how much of the collectives is hidden, with a line feed; empty without any."""
     from wavemare.pipeline.wave.gain import step_time
     from wavemare.pipeline.wave.schedule import accumulation
 
@@ -280,9 +234,6 @@ def _print_grid(plan: Plan) -> None:
     for code, style in {"F": "blue", "B": "yellow", "S": "bold"}.items():
         coloured.highlight_regex(rf"\b\d*{code}\d\S*", style)
     Console(highlight=False).print(coloured, soft_wrap=True)
-
-
-_FILES = ("plan.txt", "plan.csv", "trace.json", "plan.svg", "plan.png")
 
 
 def _write(plan: Plan, timeline: Timeline, folder: Path) -> None:
