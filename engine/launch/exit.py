@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ending a process so that its launcher notices how, whatever its threads are doing."""
+"""Ending a process at once, with an exit code that its launcher sees."""
 
 from __future__ import annotations
 
@@ -12,46 +12,45 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-__all__ = ["leave_at_once", "let_gloo_rest", "tell_deaf_parent"]
+__all__ = ["end_mpich_helper", "exit_now", "wait_for_gloo"]
 
-# deepspeed --launcher mpich starts each rank by this script, which ends with 0 however it went.
-_DEAF_PARENT = "deepspeed/launcher/launcher_helper.py"
+# deepspeed --launcher mpich starts each rank by this script, which always exits with 0.
+_MPICH_HELPER = "deepspeed/launcher/launcher_helper.py"
 _COLLECTIVES_SECONDS = 60.0
-# Together longer than the 5 ms after which a waiting thread makes Python hand the interpreter on.
-_LOOKS = 4
-_LOOK_SECONDS = 0.003
-_ASK_SECONDS = 0.02
+# Together longer than 5 ms, after which Python passes the interpreter to a waiting thread.
+_CHECKS = 4
+_CHECK_SECONDS = 0.003
+_POLL_SECONDS = 0.02
 
 
-def leave_at_once(code: int) -> NoReturn:
-    """End the process, whatever its threads are waiting for.
+def exit_now(code: int) -> NoReturn:
+    """End the process without the interpreter's shutdown.
 
     With a process group or MPI alive, shutdown runs destructors that wait for the peers (gloo and
-    NCCL join their threads, MPI_Finalize is collective), and a peer that waits for this rank never
-    answers. The operating system closes the sockets instead, which is what the peers must notice.
+    NCCL join their threads, MPI_Finalize is collective), while the peers wait for this rank. Here
+    the operating system closes the sockets, which the peers notice.
     """
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    tell_deaf_parent()
+    end_mpich_helper()
     os._exit(code)
 
 
-def let_gloo_rest() -> None:
-    """Wait, before the interpreter shuts down, until gloo's threads have nothing of Python's.
+def wait_for_gloo() -> None:
+    """Wait before the interpreter shuts down until gloo's threads hold no Python objects.
 
-    A thread that has done a collective gives its tensor back, for which it needs the interpreter.
-    The interpreter's shutdown ends a thread that asks for it, within C++, which aborts the process
-    ("terminate called without an active exception", pytorch#179291): a job that went well would
-    look like one that did not. Collectives that nobody waits for come first, for a minute at
-    most, as the destructor of their process group would wait, too.
+    After a collective, gloo's thread needs the interpreter to release its tensor. During shutdown
+    that aborts the process ("terminate called without an active exception", pytorch#179291), and a
+    successful job would fail. Pending collectives get up to a minute first, as the destructor of
+    their process group would wait for them, too.
     """
     until = time.monotonic() + _COLLECTIVES_SECONDS
-    while _gloo_threads() and _collectives_under_way() and time.monotonic() < until:
-        time.sleep(_ASK_SECONDS)
+    while _gloo_threads() and _collectives_pending() and time.monotonic() < until:
+        time.sleep(_POLL_SECONDS)
     still = 0
-    while still < _LOOKS and (threads := _gloo_threads()) and time.monotonic() < until:
-        time.sleep(_LOOK_SECONDS)  # the interpreter is free for them
+    while still < _CHECKS and (threads := _gloo_threads()) and time.monotonic() < until:
+        time.sleep(_CHECK_SECONDS)  # lets them have the interpreter
         still = 0 if any(_is_awake(thread) for thread in threads) else still + 1
 
 
@@ -61,15 +60,15 @@ def _gloo_threads() -> list[Path]:
 
 
 def _is_awake(thread: Path) -> bool:
-    """Whether a thread runs, or could; one that waits for its peers or for work sleeps."""
+    """Whether a thread runs or is ready to; a thread that waits for peers or work sleeps."""
     state = _read(thread / "stat").rpartition(") ")[2]
     return state[:1] == "R"
 
 
-def _collectives_under_way() -> bool:
-    """Whether torch's flight recorder, which holds the last 2,000, knows one without an end.
+def _collectives_pending() -> bool:
+    """Whether torch's flight recorder, of the last 2,000 collectives, has one that is not done.
 
-    It knows none where it is switched off (``TORCH_FR_BUFFER_SIZE=0``).
+    A recorder that is switched off (``TORCH_FR_BUFFER_SIZE=0``) has none.
     """
     c10d = sys.modules.get("torch._C._distributed_c10d")
     if c10d is None or not hasattr(c10d, "_dump_fr_trace_json"):
@@ -88,9 +87,9 @@ def _read(file: Path) -> str:
         return ""
 
 
-def tell_deaf_parent() -> None:
-    """End a parent that would report success, by a signal that ``mpirun`` cannot overlook."""
+def end_mpich_helper() -> None:
+    """End DeepSpeed's helper for MPICH, which would report success, by a signal."""
     parent = os.getppid()
     words = _read(Path(f"/proc/{parent}/cmdline")).split("\0")
-    if any(word.endswith(_DEAF_PARENT) for word in words):
+    if any(word.endswith(_MPICH_HELPER) for word in words):
         os.kill(parent, signal.SIGTERM)

@@ -14,7 +14,7 @@ from wavemare.engine.launch.environment import (
     launcher_rank,
     torch_variables,
 )
-from wavemare.engine.launch.exit import let_gloo_rest
+from wavemare.engine.launch.exit import wait_for_gloo
 from wavemare.engine.launch.restart import init_attempt, may_restart
 from wavemare.errors import LaunchError
 
@@ -29,7 +29,7 @@ __all__ = [
 # The default of deepspeed.initialize, which cannot be distinguished from the user's choice.
 _DEFAULT_PORT = 29500
 
-atexit.register(let_gloo_rest)
+atexit.register(wait_for_gloo)
 
 
 def environment_rank() -> int:

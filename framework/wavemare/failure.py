@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a process ends when something goes wrong: one message, on one rank, and no hang.
+"""How a failing rank reports its error: one message, from one rank, and no hang.
 
-A launcher starts N processes, and one mistake makes all of them fail. Printed N times, or followed
-by the "connection closed by peer" of those who lost a peer, the message drowns. So
+A launcher starts N processes, and one mistake makes all of them fail. Their N messages, or the
+"connection closed by peer" of ranks that lost a peer, would hide the cause. So
 
-* before the process group exists all ranks run the same code and fail alike: rank 0 prints, and
-  the others print only if nobody has ended them after a moment (they failed alone);
+* before the process group exists all ranks fail alike: rank 0 prints, and the others print only if
+  nobody has ended them after a moment (they failed alone);
 * afterwards the first rank that claims the failure in the group's store prints;
-* a rank that fails because a peer has gone waits for a moment, in which the launcher ends it; if
-  nobody does and the store has gone with rank 0, it says that in a line.
+* a rank that lost a peer waits for a moment, in which the launcher ends it. If it does not, and
+  rank 0, which hosts the store, is gone, the rank prints one line.
 
-Recipes go through `run_main`; scripts of users get the same by `watch_failures`.
+Recipes use `run_main`; other scripts get the same by `watch_failures`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from wavemare.engine.launch.exit import leave_at_once, tell_deaf_parent
+from wavemare.engine.launch.exit import end_mpich_helper, exit_now
 from wavemare.engine.launch.group import environment_rank
 from wavemare.errors import WavemareError
 
@@ -39,15 +39,15 @@ __all__ = ["run_main", "watch_failures"]
 
 _STORE_KEY = "wavemare/failure"
 _STORE_SECONDS = 2.0
-# Launchers look for dead processes about once a second and then end the rest.
+# Launchers check for dead processes about once a second, and then end the others.
 _GRACE_SECONDS = 3.0
-# For peers that are failing too: they ask the store, which lives in one of the processes.
+# For peers that fail too and ask the store, which may live in this process.
 _LINGER_SECONDS = 0.5
-# Longer than the watchdog needs, that ends this process in any case.
+# More than the watchdog needs to end this process.
 _ENDING_SECONDS = 30.0
 _INTERRUPTED = 130
 _TORCH_HOOK = "torch.distributed.distributed_c10d"
-# How gloo, NCCL and TCPStore say that the other side has gone.
+# How gloo, NCCL and TCPStore report a lost peer.
 _PEER_LOSS = (
     "connection closed by peer",
     "connection reset by peer",
@@ -73,7 +73,7 @@ def run_main(main: Callable[[], object], *, grace_s: float = _GRACE_SECONDS) -> 
 
     Args:
         main: Called without arguments; `SystemExit` passes through.
-        grace_s: Seconds in which a launcher may end a rank that has nothing new to say.
+        grace_s: Seconds in which a launcher may end a rank that reports nothing.
     """
     try:
         main()
@@ -86,11 +86,11 @@ def run_main(main: Callable[[], object], *, grace_s: float = _GRACE_SECONDS) -> 
 def watch_failures() -> None:
     """Have exceptions that nobody catches end this process as `run_main` does.
 
-    A script that ends by an exception while MPI is alive would otherwise hang, waiting for the
-    other ranks. A hook that the script has set itself (``sys.excepthook``) stays.
+    Without it, a script that fails while MPI is alive would wait for the other ranks. A
+    ``sys.excepthook`` that the script has set itself stays.
     """
     hook = sys.excepthook
-    # torch's only puts the rank before each line.
+    # torch's hook only adds the rank to each line.
     if hook is sys.__excepthook__ or hook.__module__ == _TORCH_HOOK:
         sys.excepthook = _hook
 
@@ -98,51 +98,51 @@ def watch_failures() -> None:
 def _hook(
     kind: type[BaseException], error: BaseException, location: TracebackType | None, /
 ) -> None:
-    # torch's hook, which may have called this one, collects the output to print it afterwards.
+    # torch's hook, which may have called this one, replaces stderr to collect the output.
     sys.stderr = sys.__stderr__
     _end(error, _GRACE_SECONDS)
 
 
 def _end(error: BaseException, grace_s: float) -> NoReturn:
-    """Say what there is to be said about a failure, and end the process."""
+    """Report a failure, unless another rank does, and end the process."""
     if isinstance(error, KeyboardInterrupt):
         _leave(_INTERRUPTED)
     if (watchdog := _watchdog()) is not None and watchdog.ending:
-        # It ends this process; what has failed is a consequence.
+        # The watchdog ends this process; the error is a consequence.
         threading.Event().wait(_ENDING_SECONDS)
     if isinstance(error, WavemareError):
-        if _speaks(_claim_failure(), grace_s):
+        if _should_print(_claim_failure(), grace_s):
             _print_error(error)
-        _tell_torchrun(error)
+        _report_to_torchrun(error)
         _leave(error.exit_code)
-    # A lost peer is not claimed: the peer may be about to say why it went.
+    # A lost peer is not claimed: the peer may be about to report its error.
     if not _is_peer_loss(error):
         _claim_failure()
-    elif (summary := _name_lost_peers()) is not None:
+    elif (summary := _explain_lost_peers()) is not None:
         sys.stderr.write(f"{summary}\n")
-        _tell_torchrun(error)
+        _report_to_torchrun(error)
         _leave(1)
     else:
         reported = _failures_reported(grace_s)
         if reported is None and _group_exists() and environment_rank() != 0:
-            # The store lives in rank 0, which may have said why it went: no traceback below that.
+            # Rank 0, which hosts the store, may have reported its error: no traceback after that.
             _print_loss_of_store(error)
             _leave(1)
         if reported:
             _leave(1)
     _print_traceback(error)
-    _tell_torchrun(error)
+    _report_to_torchrun(error)
     _leave(1)
 
 
-def _name_lost_peers() -> str | None:
-    """Return what the watchdog knows of ranks that went without a word; None if it is not ours."""
+def _explain_lost_peers() -> str | None:
+    """Return what the watchdog knows of lost ranks; None if another rank reports it."""
     watchdog = _watchdog()
-    # Without the store, rank 0 has gone, and with it what it may have said: then nobody knows.
+    # Without the store, rank 0 is gone and may have reported its error.
     if watchdog is None or _ask_store(lambda store: int(store.add(_STORE_KEY, 0))) != 0:
         return None
     summary: str | None = watchdog.explain_loss()
-    # Of several ranks that lost the same one, the first speaks.
+    # Of several ranks that lost the same peer, the first one prints.
     return summary if summary and _claim_failure() is not _Claim.LATER else None
 
 
@@ -151,18 +151,18 @@ def _watchdog() -> Any:
     return watcher.current() if watcher is not None else None
 
 
-def _speaks(claim: _Claim, grace_s: float) -> bool:
-    """Decide whether this rank prints a message that other ranks may print as well."""
+def _should_print(claim: _Claim, grace_s: float) -> bool:
+    """Whether this rank prints a message that other ranks may print as well."""
     if claim is _Claim.LATER:
         return False
     if claim is _Claim.UNKNOWN and (environment_rank() != 0 or _group_exists()):
-        # Rank 0 fails alike, or the store has died with the rank that failed first.
+        # Rank 0 fails alike, or the store is gone with the rank that failed first.
         time.sleep(grace_s)
     return True
 
 
 def _failures_reported(grace_s: float) -> int | None:
-    """Return, after a moment, how many ranks have claimed a failure; None if the store has gone."""
+    """Return, after a moment, how many ranks have claimed a failure; None without a store."""
     time.sleep(grace_s)
     return _ask_store(lambda store: int(store.add(_STORE_KEY, 0)))
 
@@ -188,8 +188,7 @@ def _ask_store(question: Callable[[Any], int]) -> int | None:
         except (RuntimeError, ValueError) as error:  # torch's store errors are RuntimeErrors
             logging.getLogger(__name__).debug("the store does not answer: %s", error)
 
-    # The store's own time limit is the group's, often half an hour, and cannot be changed while
-    # another thread waits in it: a thread that may be left behind bounds the wait in any case.
+    # The store's own timeout is the group's, often half an hour. A thread bounds the wait.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(_STORE_SECONDS)
@@ -234,7 +233,7 @@ def _print_loss_of_store(error: BaseException) -> None:
     reason = next(phrase for phrase in _PEER_LOSS if phrase in str(error).lower())
     sys.stderr.write(
         f"rank {environment_rank()} ends because rank 0 has ended or cannot be reached ({reason}): "
-        "its own error, if it had time for one, stands above\n"
+        "see the error of rank 0 above, if there is one\n"
     )
 
 
@@ -246,8 +245,8 @@ def _print_traceback(error: BaseException) -> None:
     sys.stderr.write("".join(lines))
 
 
-def _tell_torchrun(error: BaseException) -> None:
-    """Leave the error where ``torchrun``, whose report is the last on the screen, finds it."""
+def _report_to_torchrun(error: BaseException) -> None:
+    """Write the error to the file that ``torchrun`` reads for its report, which comes last."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is not None and isinstance(error, WavemareError):
         content = {"message": f"error: {error}", "timestamp": int(time.time())}
@@ -257,7 +256,7 @@ def _tell_torchrun(error: BaseException) -> None:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         try:
-            raise error  # what is recorded is the traceback of the exception being handled
+            raise error  # torch records the exception being handled
         except BaseException:
             get_error_handler().record_exception(error)
 
@@ -265,9 +264,9 @@ def _tell_torchrun(error: BaseException) -> None:
 def _leave(code: int) -> NoReturn:
     """End the process, without the interpreter's shutdown where that could hang."""
     if not _group_exists() and "mpi4py.MPI" not in sys.modules:
-        tell_deaf_parent()
+        end_mpich_helper()
         raise SystemExit(code)
     if (watchdog := _watchdog()) is not None:
         watchdog.send_exit_notice(code)
     time.sleep(_LINGER_SECONDS)
-    leave_at_once(code)
+    exit_now(code)

@@ -75,7 +75,7 @@ def test_a_change_of_shape_in_static_mode_is_refused_and_not_computed_wrongly(la
     assert "rank 0, stage 0, optimizer step 2: in action 0SA3@" in done.outputs[0]
     # With rank 0 the store has gone, in which it said that it was the first: the other rank points
     # up to it.
-    assert "its own error, if it had time for one, stands above" in done.outputs[1]
+    assert "see the error of rank 0 above, if there is one" in done.outputs[1]
     assert "Traceback" not in done.outputs[1]
     assert done.codes == [2, 1]
     assert [done.result(rank) for rank in range(2)] == [1, 1]

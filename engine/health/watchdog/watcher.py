@@ -27,7 +27,7 @@ from wavemare.engine.health.watchdog.marks import limit_collectives
 from wavemare.engine.health.watchdog.peers import LOOPBACK, Server, ask, ask_all, reachable_address
 from wavemare.engine.health.watchdog.report import write_report
 from wavemare.engine.health.watchdog.status import PeerAddress, RankStatus, UnreachablePeer
-from wavemare.engine.launch.exit import leave_at_once
+from wavemare.engine.launch.exit import exit_now
 from wavemare.engine.launch.group import environment_rank, environment_world_size
 from wavemare.engine.observe.progress import PROGRESS, Progress
 from wavemare.engine.seams import mark_waits
@@ -129,7 +129,7 @@ class Watchdog:
         self,
         config: WatchdogConfig,
         progress: Progress = PROGRESS,
-        leave: Callable[[int], Any] = leave_at_once,
+        leave: Callable[[int], Any] = exit_now,
         force: Callable[[int], Any] = os._exit,
         machine: str | None = None,
         last_s: float = _LAST_S,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ending the launcher and its processes after a signal: by a checkpoint, or at once."""
+"""Stopping a job after a signal: ranks save a checkpoint and exit, or everything is killed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ import psutil
 __all__ = ["end_job"]
 
 _SECONDS_TO_END = 10.0
-# For the rest of a step, two more or three, and a checkpoint.
+# For the current step, up to three more, and a checkpoint.
 _SECONDS_TO_STOP = 120.0
+_POLL_S = 0.1
 _STARTER = "deepspeed.launcher.launch"
 
 
@@ -25,84 +26,68 @@ def end_job(
     received: Sequence[int],
     seconds_to_stop: float = _SECONDS_TO_STOP,
 ) -> int:
-    """End the launcher and everything that it started, by force if it takes too long.
+    """Stop the launcher and all its descendants, and kill those that take too long.
 
-    SIGTERM goes to the ranks alone, if there are any on this host: they save a checkpoint and
-    leave, and the launcher follows. Other signals end everything.
+    SIGTERM goes to the ranks of this host alone, if there are any: they save a checkpoint and exit,
+    and the launcher follows. Other signals go to all processes.
 
     Args:
-        launcher: Leader of a session of its own.
-        received: The signals so far; another one that is added while this waits means: at once.
-        seconds_to_stop: How long ranks may take to save a checkpoint and leave.
+        launcher: The launcher, which leads a session.
+        received: The signals so far; a second one that arrives meanwhile kills all processes.
+        seconds_to_stop: Limit for saving a checkpoint.
 
     Returns:
-        The launcher's return code; the negative number of the first signal if it, or force, has
+        The launcher's return code; the negative number of the first signal if the signal or a kill
         ended the job.
     """
-    processes = _family(launcher)
+    processes = _descendants(launcher)
     if not processes:
-        return launcher.wait()  # it had ended by itself
+        return launcher.wait()
     ranks = _ranks(processes) if received[0] == signal.SIGTERM else []
-    if ranks:
-        # Not the launcher, which would kill them after 30 s and report a failure.
-        for process in ranks:
-            _tell(process, signal.SIGTERM)
-    else:
-        _tell_all(processes, launcher.pid, received[0])
-    seconds = seconds_to_stop if ranks else _SECONDS_TO_END
-    alive = _outlast(launcher, processes, received, seconds)
+    for process in ranks or processes:
+        # DeepSpeed's launcher prints a traceback on SIGINT. With several hosts its handler of
+        # SIGTERM ends the remote processes.
+        is_launcher = process.pid == launcher.pid
+        _send(process, signal.SIGTERM if is_launcher else received[0])
+    deadline = time.monotonic() + (seconds_to_stop if ranks else _SECONDS_TO_END)
+    while alive := [process for process in processes if _is_alive(process)]:
+        if len(received) > 1 or time.monotonic() > deadline:
+            break
+        launcher.poll()  # psutil's own wait would take the launcher's return code
+        time.sleep(_POLL_S)
     for process in alive:
-        _tell(process, signal.SIGKILL)
+        _send(process, signal.SIGKILL)
     code = launcher.wait()
     return code if ranks and not alive else -received[0]
 
 
-def _tell_all(processes: list[psutil.Process], launcher: int, number: int) -> None:
-    """Tell all descendants, not the launcher alone: on one host it has no handler of its own.
-
-    It gets SIGTERM, as SIGINT would make it print a traceback; with several hosts it has a handler
-    for that, which ends the remote processes.
-    """
-    for process in processes:
-        _tell(process, signal.SIGTERM if process.pid == launcher else number)
-
-
-def _outlast(
-    launcher: subprocess.Popen[bytes],
-    processes: list[psutil.Process],
-    received: Sequence[int],
-    seconds: float,
-) -> list[psutil.Process]:
-    """Wait until the processes have ended, and return those that have not done so in time."""
-    deadline = time.monotonic() + seconds
-    while True:
-        launcher.poll()  # not psutil's waiting, which would take its return code
-        alive = [process for process in processes if _lives(process)]
-        if not alive or len(received) > 1 or time.monotonic() > deadline:
-            return alive
-        time.sleep(0.1)
-
-
-def _lives(process: psutil.Process) -> bool:
-    try:
-        # One that has lost its parent may stay a zombie for as long as its container runs.
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _family(launcher: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """Return the launcher and all that it started, if it has not ended and left nothing."""
+def _descendants(launcher: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """Return the launcher and the processes that it started, as far as they are alive."""
     found = {}
     if launcher.poll() is None:
         with suppress(psutil.NoSuchProcess):
             process = psutil.Process(launcher.pid)
-            found = {child.pid: child for child in [process, *process.children(recursive=True)]}
+            found = {each.pid: each for each in [process, *process.children(recursive=True)]}
     # A scheduler that signals every process ends the launcher first and leaves orphans.
     for process in psutil.process_iter():
         if _session(process.pid) == launcher.pid:
             found.setdefault(process.pid, process)
-    return [process for process in found.values() if _lives(process)]
+    return [process for process in found.values() if _is_alive(process)]
+
+
+def _ranks(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Return the children of DeepSpeed's launcher of this host: ranks, or their elastic agent."""
+    # "python -u -m deepspeed.launcher.launch"; pdsh has these words too, further on.
+    starters = {p.pid for p in processes if _STARTER in _words(p)[1:4]}
+    return [process for process in processes if _parent(process) in starters]
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        # An orphan may stay a zombie until its container ends.
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _session(pid: int) -> int | None:
@@ -110,13 +95,6 @@ def _session(pid: int) -> int | None:
         return os.getsid(pid)
     except OSError:
         return None
-
-
-def _ranks(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Return the processes that the launcher's part for one host has started."""
-    # "python -u -m deepspeed.launcher.launch"; pdsh has that in its command as well, further on.
-    starters = {p.pid for p in processes if _STARTER in _words(p)[1:4]}
-    return [process for process in processes if _parent(process) in starters]
 
 
 def _words(process: psutil.Process) -> list[str]:
@@ -133,6 +111,6 @@ def _parent(process: psutil.Process) -> int | None:
         return None
 
 
-def _tell(process: psutil.Process, number: int) -> None:
-    with suppress(psutil.NoSuchProcess):  # it has ended, which is what was wanted
+def _send(process: psutil.Process, number: int) -> None:
+    with suppress(psutil.NoSuchProcess):  # it has just ended
         process.send_signal(number)

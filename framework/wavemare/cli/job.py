@@ -22,7 +22,7 @@ __all__ = ["Job", "Launcher", "check_launcher", "split_options"]
 
 Launcher = Literal["deepspeed", "mpirun"]
 
-# What users set to steer a job. Other hosts get these by no way of their own.
+# Variables by which users control a job, which other hosts would not get.
 _PASSED_ON = ("DS_", "GLOO_", "HF_", "NCCL_", "OMP_", "TORCH_", "TP_", "UCX_", "WAVEMARE_")
 _OPEN_MPI_OPTION = "--oversubscribe"
 _ENVIRONMENT_FILE = "DS_ENV_FILE"
@@ -36,13 +36,13 @@ class Job:
 
     Attributes:
         program: A script, or a module.
-        options: The program's.
+        options: Options of the program.
         module: Whether the program is a module.
         num_processes: On this host, or each of several; None for a hostfile's slots, or 2.
-        hosts: A hostfile's; empty for this host alone.
-        hostfile: Where they stand.
+        hosts: Hosts of a hostfile; empty for this host alone.
+        hostfile: The file, if any.
         launcher: ``deepspeed`` (on several hosts by pdsh), or the ``mpirun`` of mpi4py's MPI.
-        launcher_options: More of its options; they win.
+        launcher_options: More options of the launcher; they take precedence.
         max_restarts: How often to start the ranks again after one has failed.
     """
 
@@ -57,7 +57,7 @@ class Job:
     max_restarts: int = 0
 
     def command(self) -> list[str]:
-        """Return the words that start it.
+        """Return the words that start the job.
 
         Raises:
             LaunchError: The launcher is not installed, does not belong to mpi4py's MPI, or cannot
@@ -112,7 +112,7 @@ class Job:
         return ["--force_multi"] if len(self.hosts) == 1 else []
 
     def _by_pdsh(self) -> bool:
-        """Whether DeepSpeed makes one text of the program and its options, for shells elsewhere."""
+        """Whether DeepSpeed passes the program and its options as one text to remote shells."""
         given = {option.split("=")[0] for option in self.launcher_options}
         return bool(self.hosts) and not is_this_host_alone(self.hosts) and "--launcher" not in given
 
@@ -139,11 +139,11 @@ class Job:
             listed = ",".join(f"{name}:{number}" for name, number in places.items())
             words += ["--host" if open_mpi else "-hosts", listed]
         if open_mpi:
-            # Ranks have threads; and one core for each would be refused where there are fewer.
+            # Open MPI would bind each rank to one core, and refuse more ranks than cores.
             words += ["--bind-to", "none", _OPEN_MPI_OPTION]
-            # MPICH's passes on all by itself.
+            # MPICH's mpirun passes on all variables.
             words += [word for name in self._passed_on() for word in ("-x", name)]
-        # mpi4py's runner ends the others when one rank fails, which otherwise would wait for ever.
+        # mpi4py's runner ends the other ranks when one fails; they would wait forever.
         words += [*self.launcher_options, sys.executable, "-u", "-m", "mpi4py"]
         return [*words, *(["-m"] if self.module else []), self.program, *self.options]
 
@@ -162,7 +162,7 @@ def check_launcher(name: str) -> Launcher:
         reason = "there is no such launcher here"
         remedy = did_you_mean(name, names)
         if name in {"openmpi", "mpich", "impi"}:
-            remedy = "Use mpirun: it is that of the MPI which mpi4py loads"
+            remedy = "Use mpirun: it belongs to the MPI that mpi4py loads"
         raise ConfigError("--launcher", name, reason, remedy)
     return cast("Launcher", name)
 
@@ -181,22 +181,21 @@ def split_options(text: str) -> list[str]:
 
 
 def _as_pdsh_takes(word: str) -> str:
-    """Return what DeepSpeed has to be given for a remote shell to read a word as it is.
+    """Return a word such that a remote shell reads it unchanged after DeepSpeed and pdsh.
 
-    DeepSpeed puts words with a blank in double quotes and escapes double quotes in them; others
-    stay as they are.
+    DeepSpeed puts words with a blank in double quotes and escapes double quotes in them.
     """
     quoted = re.sub(r"[\\$`]", r"\\\g<0>", word) if " " in word else shlex.quote(word)
     return _through_pdsh(quoted)
 
 
 def _in_double_quotes(value: str) -> str:
-    """Return a value as it stands in double quotes, in which DeepSpeed puts all odd ones."""
+    """Return a value for the double quotes in which DeepSpeed puts unusual values."""
     return _through_pdsh(re.sub(r'[\\"$`]', r"\\\g<0>", value))
 
 
 def _through_pdsh(text: str) -> str:
-    """Return what pdsh makes a text of: it replaces %h, %n, %u and %% wherever they stand."""
+    """Escape the %h, %n, %u and %% that pdsh replaces."""
     return text.replace("%", "%%")
 
 
@@ -206,9 +205,9 @@ def _chosen(variables: Mapping[str, str]) -> list[str]:
 
 @contextmanager
 def _environment_file(variables: Mapping[str, str], *, pdsh: bool = True) -> Iterator[Path]:
-    """Write what DeepSpeed is to export on other hosts; the user's own file comes last, and wins.
+    """Write the variables that DeepSpeed exports on other hosts; the user's own file wins.
 
-    Values of several lines cannot be written, and are left out.
+    Values of several lines are left out.
     """
     name = variables.get(_ENVIRONMENT_FILE, ".deepspeed_env")
     lines = [

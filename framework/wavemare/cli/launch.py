@@ -38,7 +38,7 @@ _DEVICE_FILES = (
     "/dev/davinci[0-9]*",
     "/dev/cambricon_dev*",
 )
-# What MPICH's mpirun ends with, as it is, if a signal has ended a rank.
+# Signals whose bare numbers MPICH's mpirun exits with.
 _FATAL = (signal.SIGABRT, signal.SIGKILL, signal.SIGSEGV)
 _PORT_OPTION = "--master_port"
 _CHOOSE_DEVICES = {"-i", "--include", "-e", "--exclude", "--num_gpus", "--num_accelerators"}
@@ -66,13 +66,13 @@ def build_command(
         LaunchError: The launcher is not installed.
     """
     given = {option.split("=")[0] for option in launcher_options}
-    # The launcher's default port is one for all: a second run on this host would fail.
+    # With the launcher's fixed default port a second run on this host would fail.
     port = [] if _PORT_OPTION in given else [_PORT_OPTION, str(free_port())]
     chosen = num_processes is None or given & _CHOOSE_DEVICES
     count = [] if chosen else ["--num_accelerators", str(num_processes)]
     return [
         *(find_deepspeed(), *count, *port),
-        # The launcher reports how its children ended as an error, below their own message.
+        # The launcher would report the end of its children as an error, below their own message.
         *("--log_level", "critical", *launcher_options),
         *(["--module"] if module else []),
         *(program, *options),
@@ -97,7 +97,7 @@ def extra_environment() -> dict[str, str]:
     """Return the variables that the ranks need and the user has not set."""
     variables = {}
     if not accelerator_visible():
-        # Said outright, or DeepSpeed warns on every rank that it has found no accelerator.
+        # Otherwise DeepSpeed warns on every rank that it has found no accelerator.
         variables["DS_ACCELERATOR"] = "cpu"
     if os.environ.get("DS_ACCELERATOR", variables.get("DS_ACCELERATOR")) == "cpu":
         # By default every rank would start as many threads as there are cores.
@@ -106,7 +106,7 @@ def extra_environment() -> dict[str, str]:
 
 
 def accelerator_visible() -> bool:
-    """Whether this machine may have an accelerator, found out without importing torch."""
+    """Whether this machine may have an accelerator; torch is not imported."""
     try:
         if metadata.version("torch").endswith("+cpu"):
             return False
@@ -123,22 +123,22 @@ def run(
     *,
     bare_signals: bool = False,
 ) -> int:
-    """Run the launcher to its end, passing on signals to its processes.
+    """Run the launcher to its end, and pass on signals to its processes.
 
-    SIGTERM tells the ranks to save a checkpoint and leave, for which they have two minutes. Ctrl-C,
-    SIGHUP and a second signal of any kind end all processes soon.
+    On SIGTERM the ranks save a checkpoint and exit within two minutes. Ctrl-C, SIGHUP and a second
+    signal of any kind end all processes soon.
 
     Args:
         command: From `build_command`.
         variables: Added to the environment.
-        bare_signals: Whether the launcher ends with n where signal n has ended a rank, as MPICH's
-            ``mpirun`` does.
+        bare_signals: Whether the launcher exits with n after signal n has ended a rank, as
+            MPICH's ``mpirun`` does.
 
     Returns:
         The exit code, 0 if all ranks have ended with 0; 128 + n if signal n ended the job.
     """
-    # A session of its own: Ctrl-C in a terminal would reach the launcher too, which prints a
-    # traceback of its own and leaves the ranks to themselves.
+    # In its own session, where Ctrl-C of a terminal does not reach the launcher: it would print a
+    # traceback and abandon the ranks.
     with _noted_signals() as received:
         launcher = subprocess.Popen(
             command, env={**os.environ, **variables}, start_new_session=True
@@ -164,9 +164,9 @@ def exit_code(code: int) -> int:
     """Return what a shell would make of a return code.
 
     Args:
-        code: Negative if the launcher died by a signal. If a rank did, the launcher exits with
-            the negative number itself, of which 256 - n arrives. 255 stays: it is ssh's own, and
-            that of ``sys.exit(-1)``, more often than that of a SIGHUP.
+        code: Negative if a signal ended the launcher. If a signal ended a rank, the launcher exits
+            with the negative number, which arrives as 256 - n. 255 stays: it is more often the
+            code of ssh or ``sys.exit(-1)`` than SIGHUP.
     """
     if code < 0:
         return 128 - code
@@ -175,7 +175,7 @@ def exit_code(code: int) -> int:
 
 @contextmanager
 def _noted_signals() -> Iterator[list[int]]:
-    """Let the block get a list of the signals that ask this process to end, as they come."""
+    """Yield a list that receives the signals that ask this process to end."""
     received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -190,7 +190,7 @@ def _noted_signals() -> Iterator[list[int]]:
 
 
 def _wait(launcher: subprocess.Popen[bytes], received: list[int]) -> int:
-    """Wait for the launcher or a signal; the code means nothing if there was a signal."""
+    """Wait for the launcher or a signal; after a signal the code is meaningless."""
     while not received:
         try:
             return launcher.wait(0.2)

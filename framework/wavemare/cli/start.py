@@ -47,13 +47,13 @@ def launch_script(
     launcher_args: LauncherArguments = "",
     print_command: PrintCommand = False,
 ) -> None:
-    """Run a script as several ranks; the exit code is right, and the first error the last line.
+    """Run a script as several ranks; the first error is the last line, with the right exit code.
 
     For example: wavemare launch --nproc 4 train.py --epochs 3
 
-    Unlike the launchers by themselves it fails if the hostfile is wrong or a rank is killed.
+    Unlike the launchers themselves it fails if the hostfile is wrong or a rank is killed.
     """
-    # On other hosts it may stand where it does not stand here.
+    # The script may exist on the other hosts alone.
     if not (module or print_command or hostfile is not None or Path(script).is_file()):
         reason = "there is no such file"
         raise LaunchError("SCRIPT", script, reason, "Name a Python script, or a module with -m")
@@ -85,12 +85,12 @@ def start(
 
     Args:
         program: A script, or a module.
-        options: The program's.
+        options: Options of the program.
         module: Whether it is a module.
         nproc: Processes on each host.
-        hostfile: Of several hosts.
-        launcher: Its name.
-        launcher_args: Its options, as a shell writes them.
+        hostfile: Names several hosts; None for this one.
+        launcher: ``deepspeed`` or ``mpirun``.
+        launcher_args: Options of the launcher, as a shell writes them.
         print_command: Whether to print instead.
         max_restarts: How often to start the ranks again after one has failed.
 
@@ -119,6 +119,6 @@ def start(
 
 
 def _show(command: list[str], variables: dict[str, str]) -> None:
-    """Print a command as a shell takes it."""
+    """Print a command in a shell's syntax."""
     assignments = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
     typer.echo(" ".join([*assignments, shlex.join(command)]))
