@@ -64,7 +64,6 @@ def test_steps_are_noted_on_all_ranks(runs, name):
 def test_pipelines_tell_their_bubble_and_a_loop_its_checkpoint(runs):
     for name in ("loop", "pipeline"):
         assert runs[name].series("bubble")
-        assert runs[name].trace.predicted_bubble("pipemare", 2, 2) is not None
     (checkpoint,) = runs["loop"].checkpoints
     assert checkpoint.complete
     waits = [event for event in runs["loop"].events if event["kind"] == "checkpoint"]
