@@ -360,7 +360,7 @@ def test_ranks_of_both_hosts_restart_after_a_death(cluster, tmp_path, small_opti
     log = tmp_path / "log"
     with log.open("w") as stream:
         command = [*words, "--max-restarts", 2, *options]
-        process = start(cluster.laboratory, 0, tmp_path, *command, output=stream)
+        process = start(cluster.emulated, 0, tmp_path, *command, output=stream)
 
         def wait_for(condition):
             deadline = time.monotonic() + 600
@@ -371,7 +371,7 @@ def test_ranks_of_both_hosts_restart_after_a_death(cluster, tmp_path, small_opti
 
         wait_for((output / "checkpoints" / "latest").exists)
         rank = ["pkill", "-KILL", "-f", "^[^ ]*python[^ ]* -u -m wavemare.recipes"]
-        subprocess.run([*cluster.laboratory.enter(1), *rank], check=True)
+        subprocess.run([*cluster.emulated.enter(1), *rank], check=True)
         process.wait(900)
     assert process.returncode == 0, log.read_text()[-6000:]
     assert "restart 1 of 2" in log.read_text()
