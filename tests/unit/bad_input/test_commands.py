@@ -98,7 +98,6 @@ USAGE = [
     ("train gpt --nproc two", "valid integer"),
     ("plan show --slack -1", "greater than or equal to 0"),
     ("plan search", "Missing option '--model'"),
-    ("doctor --master-port 70000", "less than or equal to 65535"),
     ("bench sparse --fast", "No such option: --fast"),
     ("data build x --workers 0", "greater than or equal"),
     ("convert a b --to megatron --checkpoint-version 9", "less than or equal to 3"),
