@@ -75,6 +75,9 @@ def check_settings(block: int, mode: str, deterministic: bool) -> None:
     """
     if block < 1:
         raise ConfigError("block", block, "a block has at least one element", "Give 256")
+    if mode in ("agsparse", "sparcml"):
+        remedy = "Choose auto; bench sparse measures it"
+        raise ConfigError("mode", mode, "it was removed", remedy)
     if mode not in MODES:
         raise ConfigError("mode", mode, "there is no such mode", did_you_mean(mode, MODES))
     if deterministic and mode != "auto" and not EXECUTOR_TYPES[mode].deterministic:

@@ -20,11 +20,9 @@ Mode = Literal[
     "pushpull",
     "allgather",
     "streaming",
-    "agsparse",
-    "sparcml",
 ]
 MODES: tuple[str, ...] = Mode.__args__  # type: ignore[attr-defined]
-LOOSE_MODES = frozenset({"dense", "packed", "sparcml"})
+LOOSE_MODES = frozenset({"dense", "packed"})
 """Those that do not sum in the order of the ranks."""
 HALVES = ("ordered", "pushpull")
 """Those of which the first half leaves the sums at their owners, as a reduce-scatter does."""
@@ -78,7 +76,7 @@ class SparseCollectiveConfig(Section):
 
     mode: Literal["off"] | Mode = "off"
     """Who sums gradients: DeepSpeed (``off``); whatever is predicted to be the fastest for a
-    bucket (``auto``); or one way by its name, of which ``dense``, ``packed`` and ``sparcml`` need
+    bucket (``auto``); or one way by its name, of which ``dense`` and ``packed`` need
     ``deterministic`` to be false. The reduce-scatters of ZeRO 1 and 2 take ``auto``, ``ordered``
     and ``pushpull``."""
 

@@ -44,9 +44,11 @@ _REMOVED = {
     "wavemare.guard.replica_digest_interval": "Leave it out; memory with ECC finds flipped bits",
     "wavemare.parallel.colocated": "Leave it out; use wavemare.parallel.split",
     "wavemare.balance.micro_steps": "Leave it out; use wavemare.balance.shares",
+    "wavemare.sparse_collective.mode = agsparse": "Choose auto; bench sparse measures it",
+    "wavemare.sparse_collective.mode = sparcml": "Choose auto; bench sparse measures it",
     "wavemare.wavelet.streams": "Leave it out; all waves compute on one stream",
 }
-"""What to do without a key that an earlier version had."""
+"""What to do without a key, or a key's value, that an earlier version had."""
 
 
 class Section(BaseModel):
@@ -92,6 +94,8 @@ def _first_error(
     if first["type"] == "extra_forbidden":
         remedy = did_you_mean(str(location[-1]), _fields_at(model, location[:-1]))
         return ConfigError(key, given, "this key does not exist", remedy)
+    if f"{key} = {given}" in _REMOVED:
+        return ConfigError(key, given, "it was removed", _REMOVED[f"{key} = {given}"])
     # Where a value may be of several kinds there is an error of each.
     same = [details for place, details in found if place == location]
     if isinstance(given, str) and all(item["type"] == "literal_error" for item in same):

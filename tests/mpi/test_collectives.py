@@ -5,7 +5,7 @@ import pytest
 
 MANY = (
     "reductions",
-    "reductions.peers",
+    "reductions.streaming",
     "reductions.chunks",
     "partitions.reduce_scatters",
     "partitions.allgathers",
@@ -33,8 +33,8 @@ def case(kind, ranks, sizes, names):
 
 
 @pytest.mark.world_size(3)
-def test_three_ranks_sum_as_other_systems_do(prove):
-    prove("torch", "1,3", "reductions.peers", "side_by_side.retried", ranks=3)
+def test_three_ranks_sum_by_streaming(prove):
+    prove("torch", "1,3", "reductions.streaming", "side_by_side.retried", ranks=3)
 
 
 @pytest.mark.world_size(4)

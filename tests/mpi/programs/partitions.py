@@ -8,7 +8,6 @@ import torch
 from common import sparse_comm
 from inputs import buckets
 from oracle import ordered_sum, same_bits
-from reductions import PEERS
 
 from wavemare.comm.agreement import HEADER_BYTES
 from wavemare.comm.blocks.layout import OwnedRange
@@ -16,7 +15,7 @@ from wavemare.errors import ConfigError
 
 BLOCK = 64
 NUMEL = BLOCK * 31 + 13
-MODES = ("ordered", "pushpull", "allgather", "auto", "packed", "dense", *PEERS)
+MODES = ("ordered", "pushpull", "allgather", "auto", "packed", "dense", "streaming")
 
 
 def partitions(ranks):
@@ -50,7 +49,7 @@ def reduce_scatters(world, checks, sizes):
     for ranks in sizes:
         group, _, _ = world.groups_of(ranks)
         for mode in MODES:
-            exact = mode not in {"packed", "dense", "sparcml"}
+            exact = mode not in {"packed", "dense"}
             with sparse_comm(world, group, mode=mode, block=BLOCK, deterministic=exact) as comm:
                 if mode not in {"ordered", "pushpull", "auto"}:
                     scatter = functools.partial(comm.reduce_scatter_, torch.ones(8), [])

@@ -11,7 +11,6 @@ from wavemare.comm.executors import EXECUTOR_TYPES
 from wavemare.comm.kernels import num_blocks
 
 MODES = ("ordered", "pushpull", "allgather", "auto", "packed", "dense")
-PEERS = ("streaming", "agsparse", "sparcml")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SHORT = ("half", "zero", "negative zeros")
 EMPTY_SIZES = (0, 1, 7, 255)
@@ -101,9 +100,9 @@ def few(world, checks, sizes):
     reductions(world, checks, sizes, (256, 100))
 
 
-def peers(world, checks, sizes):
-    """The collectives of other systems, at two sizes of blocks."""
-    reductions(world, checks, sizes, (256, 100), PEERS)
+def streaming(world, checks, sizes):
+    """The streaming executor, at two sizes of blocks."""
+    reductions(world, checks, sizes, (256, 100), ("streaming",))
 
 
 def chunks(world, checks, sizes):

@@ -158,7 +158,7 @@ def test_all_sparse_patterns_are_one_where_nothing_is_zero():
 def test_systems_that_multiply_the_bytes_are_left_out_of_dense_cases():
     request = SparseRequest()
     left_out = {name for name in SPARSE_SYSTEMS if request.obstacle(name, Case("random", 1.0))}
-    assert {"torch-sparse", "deepspeed-sparse", "wavemare-agsparse-gloo"} <= left_out
+    assert {"torch-sparse", "deepspeed-sparse", "agsparse-gloo"} <= left_out
     assert not any(request.obstacle(name, Case("random", 0.4)) for name in SPARSE_SYSTEMS)
 
 

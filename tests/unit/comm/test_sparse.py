@@ -143,7 +143,7 @@ def test_rows_travel_as_the_mode_says(alone, mode):
     assert handle.stats.executor == f"rows-{mode}"
 
 
-@pytest.mark.parametrize("mode", ["allgather", "streaming", "agsparse"])
+@pytest.mark.parametrize("mode", ["allgather", "streaming"])
 def test_a_reduce_scatter_is_never_made_by_another_mode(alone, mode):
     with SparseComm(alone, mode=mode) as comm:
         with pytest.raises(ConfigError, match=rf"{mode}.*reduce_scatter_.*auto, ordered or push"):

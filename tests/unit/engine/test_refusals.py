@@ -145,7 +145,8 @@ def test_the_sparse_collective_needs_sums_of_gradients(key):
             "hierarchical",
             "no effect on the reduce-scatters of ZeRO 1",
         ),
-        ({"mode": "sparcml"}, {}, "mode", "does not sum in the order of the ranks"),
+        ({"mode": "packed"}, {}, "mode", "does not sum in the order of the ranks"),
+        ({"mode": "sparcml"}, {}, "mode", "it was removed. Choose auto"),
         ({"mode": "allgather"}, zero(2), "mode", "reduce-scatters, which ZeRO 2"),
     ],
 )

@@ -35,19 +35,19 @@ __all__ = [
 DENSE = ("mpi-dense", "mpi-dense-blocking", "gloo-dense")
 """Systems that send everything; the fastest of them in each case is the baseline."""
 _STOCK = ("torch-sparse", "deepspeed-sparse")
-_EXECUTORS = (
-    *("ordered", "packed", "pushpull", "allgather", "auto", "streaming"),
-    *("agsparse", "sparcml"),
-)
+_MODES = ("ordered", "packed", "pushpull", "allgather", "auto", "streaming")
+_PEERS = ("agsparse", "sparcml")
 SYSTEMS = (
     *DENSE,
     *_STOCK,
-    *(f"wavemare-{name}" for name in _EXECUTORS),
-    *(f"wavemare-{name}-gloo" for name in _EXECUTORS),
+    *(f"wavemare-{name}" for name in _MODES),
+    *_PEERS,
+    *(f"wavemare-{name}-gloo" for name in _MODES),
+    *(f"{name}-gloo" for name in _PEERS),
 )
-"""Of sums. Those of wavemare without a suffix use MPI."""
+"""Of sums. Those of wavemare and the peers without a suffix use MPI."""
 DEFAULT_SYSTEMS = tuple(name for name in SYSTEMS if not name.endswith("-gloo"))
-_SLOW = ("wavemare-streaming", "wavemare-agsparse", "wavemare-sparcml", *_STOCK)
+_SLOW = ("wavemare-streaming", *_PEERS, *_STOCK)
 _DENSE_LIMIT = 0.4
 """Above this density the slow systems send several times the dense bytes."""
 PATTERNS = ("random", "identical", "zipf")
@@ -139,8 +139,9 @@ class _BertRequest(Request):
 class SparseRequest(_BertRequest):
     """Measure ways to sum a sparse gradient over ranks, or whole training steps with --step.
 
-    Dense reductions of MPI and gloo, the sparse ones of torch and DeepSpeed, and wavemare's
-    executors. Ratios are to the fastest dense sum; of steps, to stock DeepSpeed's dense reduction.
+    Dense reductions of MPI and gloo, sparse ones of torch, DeepSpeed, AGsparse and SparCML, and
+    wavemare's executors. Ratios are to the fastest dense sum; of steps, to stock DeepSpeed's dense
+    reduction.
 
     For example: wavemare bench sparse --mbit 1000 --densities 0.1,0.01 --json result.json
     """

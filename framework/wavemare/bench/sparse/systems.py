@@ -14,11 +14,12 @@ import torch.distributed as dist
 from deepspeed.runtime.sparse_tensor import SparseTensor
 from torch import Tensor
 
-from wavemare.bench.sparse.request import Case
+from wavemare.bench.sparse.peers import PEERS
+from wavemare.bench.sparse.request import DENSE, Case
 from wavemare.comm import SparseComm
 from wavemare.comm.selection.cost import Constants
 from wavemare.comm.statistics import Statistics
-from wavemare.comm.transport import Transport
+from wavemare.comm.transport import Transport, open_transport
 
 __all__ = ["Bench", "build_system"]
 
@@ -61,7 +62,7 @@ class _Wavemare(Bench):
             mode=mode,  # type: ignore[arg-type]
             block=block,
             average=False,
-            deterministic=mode not in ("packed", "sparcml"),
+            deterministic=mode != "packed",
             constants=constants,
         )
 
@@ -70,6 +71,26 @@ class _Wavemare(Bench):
 
     def close(self) -> None:
         self.comm.close()
+
+
+class _Peer(Bench):
+    """A collective of another system over our transport."""
+
+    def __init__(self, name: str, transport: Transport, *, owned: bool) -> None:
+        self._name = name
+        self._transport = transport
+        self._owned = owned
+
+    def sum(self) -> Any:
+        network = self._transport
+        up, down = network.bytes_up, network.bytes_down
+        PEERS[self._name](self.bucket, network)
+        up, down = network.bytes_up - up, network.bytes_down - down
+        self.statistics = Statistics(self._name, bytes_up=up, bytes_down=down)
+
+    def close(self) -> None:
+        if self._owned:
+            self._transport.close()
 
 
 class _Rows(Bench):
@@ -132,16 +153,17 @@ def build_system(
         block: Elements per block.
         constants: Of the cost model by kind of transport; the first ``auto`` fills them in.
     """
-    if name == "mpi-dense":
-        return _Plain(transport.all_reduce)
-    if name == "mpi-dense-blocking":
-        return _Plain(_blocking())
-    if name == "gloo-dense":
-        return _Plain(dist.all_reduce)
+    if name in DENSE:
+        return _Plain(_dense(name, transport))
     if name == "torch-sparse":
         return _TorchSparse(block)
     if name == "deepspeed-sparse":
         return _DeepSpeedSparse(block)
+    peer = name.removesuffix("-gloo")
+    if peer in PEERS:
+        owned = name.endswith("-gloo")
+        network = open_transport(choice="torch") if owned else transport
+        return _Peer(peer, network, owned=owned)
     mode = name.removeprefix("wavemare-")
     kind = "gloo" if mode.endswith("-gloo") else "mpi"
     mode = mode.removesuffix("-gloo")
@@ -152,7 +174,12 @@ def build_system(
     return system
 
 
-def _blocking() -> Callable[[Tensor], None]:
+def _dense(name: str, transport: Transport) -> Callable[[Tensor], Any]:
+    """Return a dense reduction."""
+    if name == "mpi-dense":
+        return transport.all_reduce
+    if name == "gloo-dense":
+        return dist.all_reduce
     from mpi4py import MPI
 
     def reduce(flat: Tensor) -> None:

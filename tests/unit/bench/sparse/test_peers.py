@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse streams of SparCML, against dense vectors."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wavemare.bench.sparse.peers import SparseStream, nonzero_ids
+
+vectors = st.lists(st.sampled_from([0, 0, 0, 0.1, -0.1, 1e8, -7.3]), min_size=24, max_size=24)
+
+
+@given(vectors, vectors, st.sampled_from([1, 3, 24]), st.sampled_from([1, 3, 24]))
+def test_sums_do_not_depend_on_which_of_the_two_is_dense(left, right, some, more):
+    a, b = torch.tensor(left), torch.tensor(right)
+    # All, a third or one of the elements are set to zero: streams are sparse or dense.
+    a[::some] = 0
+    b[::more] = 0
+    total = SparseStream.of(a) + SparseStream.of(b)
+    result = torch.full_like(a, 5)
+    total.write(result)
+    assert torch.equal(result.view(torch.int32), (a + b).view(torch.int32))
+
+
+def test_a_stream_is_dense_as_soon_as_pairs_are_no_smaller():
+    for count in range(25):
+        flat = torch.zeros(24)
+        flat[:count] = 1
+        stream = SparseStream.of(flat)
+        assert (stream.ids is None) == (count >= 12)
+        assert sum(tensor.nbytes for tensor in stream.tensors) <= flat.nbytes
+    half = torch.zeros(24)
+    half[:11] = 1
+    assert (SparseStream.of(half) + SparseStream.of(half.flip(0))).ids is None
+
+
+def test_elements_are_zero_by_their_bits():
+    tiny = torch.finfo(torch.float32).smallest_normal / 4
+    flat = torch.tensor([0, -0.0, float("nan"), float("inf"), tiny, -1, 0])
+    assert nonzero_ids(flat).tolist() == [2, 3, 4, 5]
+    assert nonzero_ids(flat[:0]).tolist() == []
