@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
+from wavemare.comm.meeting import agree_on_name
 from wavemare.comm.transport.base import Transport, message_parts
-from wavemare.comm.waits import waiting
 from wavemare.errors import CommError
 
 __all__ = ["TorchTransport"]
@@ -35,18 +35,16 @@ class TorchTransport(Transport):
         timeout_s: Seconds after which a silent peer counts as lost.
 
     Raises:
-        CommError: A rank cannot be reached.
+        CommError: Some ranks did not call in time.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float = 300.0) -> None:
         members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-        self._backend: str = dist.get_backend(group)
-        name = torch.tensor([_random_name()], device=self.message_device)
-        with waiting("the other ranks, to name a group"):
-            dist.broadcast(name, members[0], group)
-        self._start(members, self._backend, timeout_s, int(name))
+        store = PrefixStore(f"wavemare/comm/{members}", dist.distributed_c10d._get_default_store())
+        name = agree_on_name(store, dist.get_rank(), members, timedelta(seconds=timeout_s))
+        self._start(members, dist.get_backend(group), timeout_s, name)
 
-    def _start(self, members: list[int], backend: str, timeout_s: float, name: int) -> None:
+    def _start(self, members: list[int], backend: str, timeout_s: float, name: str) -> None:
         self._members = members
         self._backend = backend
         self.name = backend
@@ -99,7 +97,7 @@ class TorchTransport(Transport):
         chosen = (gathered[:, 0] == colour).nonzero().flatten().tolist()
         members = [self._members[place] for place in chosen]
         part = object.__new__(TorchTransport)
-        part._start(members, self._backend, self.timeout_s, int(gathered[chosen[0], 1]))
+        part._start(members, self._backend, self.timeout_s, str(int(gathered[chosen[0], 1])))
         return part
 
     def close(self) -> None:
