@@ -195,9 +195,32 @@ def _sparse(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
         "ZeRO 3 scatters gradients layer by layer, which the sparse collective does not do",
         f"Use 0, 1 or 2, or {_LEAVE}",
     )
+    for refused, name, value, reason in _beside_sparse(config, zero):
+        why = f"{reason}, which the sparse collective does not know"
+        yield refused, name, value, why, f"Remove the key, or {_LEAVE}"
+    yield (
+        sparse.compressor is not None and is_enabled(config, "fp16"),
+        "fp16.enabled",
+        True,
+        "a step that overflows is skipped, and loses what a compressor has sent in it",
+        'Use "bf16": {"enabled": true}, or no compressor',
+    )
+    yield (
+        sparse.compressor is not None and ours.guard.nonfinite == "skip",
+        f"{SECTION}.guard.nonfinite",
+        "skip",
+        "a skipped step loses what a compressor has sent in it",
+        'Use "stop"',
+    )
+
+
+def _beside_sparse(
+    config: Mapping[str, Any], zero: Mapping[str, Any]
+) -> list[tuple[object, str, object, str]]:
+    """Return DeepSpeed's options that the sparse collective does not support."""
     tensor_parallel = section_of(config, "tensor_parallel").get("autotp_size", 1)
     sequence_parallel = config.get("sequence_parallel_size", 1)
-    unknown = [
+    return [
         *(
             (
                 offloads(zero, name),
@@ -228,23 +251,6 @@ def _sparse(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
             )
         ),
     ]
-    for refused, name, value, reason in unknown:
-        why = f"{reason}, which the sparse collective does not know"
-        yield refused, name, value, why, f"Remove the key, or {_LEAVE}"
-    yield (
-        sparse.compressor is not None and is_enabled(config, "fp16"),
-        "fp16.enabled",
-        True,
-        "a step that overflows is skipped, and loses what a compressor has sent in it",
-        'Use "bf16": {"enabled": true}, or no compressor',
-    )
-    yield (
-        sparse.compressor is not None and ours.guard.nonfinite == "skip",
-        f"{SECTION}.guard.nonfinite",
-        "skip",
-        "a skipped step loses what a compressor has sent in it",
-        'Use "stop"',
-    )
 
 
 def _waves(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
