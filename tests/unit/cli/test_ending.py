@@ -143,9 +143,11 @@ def test_ranks_save_although_every_process_was_signalled(start, tmp_path):
     assert have_ended(processes)
 
 
-def test_a_job_that_has_ended_keeps_its_code(start):
+def test_a_job_that_has_ended_keeps_its_code(start, wait_for):
     launcher = start(seconds=0, code=4)
-    for process in processes_of(launcher)[2:4]:
+    processes = processes_of(launcher)
+    for process in processes[2:4]:
         process.terminate()
     launcher.wait()
+    wait_for(lambda: have_ended(processes))  # the ranks' helpers may take a moment longer
     assert end_job(launcher, [signal.SIGTERM]) == 4
