@@ -164,7 +164,7 @@ class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
             self._wavelet.drain()
 
     def synchronize(self) -> None:
-        """Finish what is under way between two steps, so that the engine can be saved."""
+        """Complete pending work between two steps, so that the engine can be saved."""
         if self._wavelet is not None:
             self._wavelet.synchronize()
 

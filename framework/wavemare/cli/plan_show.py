@@ -211,7 +211,7 @@ def _hidden(plan: Plan, timeline: Timeline, costs: Costs) -> str:
     if plan.num_steps and plan.schedule != "accumulation":
         plain = accumulation(plan.num_stages, plan.micro_batches)
         gain = step_time(plain, costs).step_s / step_time(plan, costs).step_s
-        text += f"; {gain:.3f} times as fast as accumulation"
+        text += f"; speedup over accumulation: {gain:.3f}x"
     return f"{text}\n"
 
 

@@ -101,7 +101,7 @@ def family_of(model: Any) -> Family:
     """Return the family of a model.
 
     Raises:
-        ModelError: The class is not supported; names those that are.
+        ModelError: The class is not supported; names the supported classes.
     """
     exact = {
         GPT2LMHeadModel: _GPT2,

@@ -179,7 +179,7 @@ class Progress:
 
 
 class _PlainLines:
-    """Lines for a file: those that are important, and the last one however the run ends."""
+    """Lines for a file: important lines, and the last line however the run ends."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

@@ -76,7 +76,7 @@ def test_hidden_collectives_are_predicted(tmp_path):
     assert "collectives: 12 ms, 0.0% of it behind passes\n" in text
     text = show("--schedule", "tick-tock", *numbers, "--output", str(tmp_path))
     assert "time: 30 ms, 30 ms per step\n" in text
-    hidden = "collectives: 12 ms, 50.0% of it behind passes; 1.200 times as fast as accumulation\n"
+    hidden = "collectives: 12 ms, 50.0% of it behind passes; speedup over accumulation: 1.200x\n"
     assert hidden in text
     assert ">sums</text>" in (tmp_path / "plan.svg").read_text()
     file = str(tmp_path / "plan.txt")

@@ -151,7 +151,7 @@ class PlanSearch:
 
     @property
     def gain(self) -> float | None:
-        """How many times as fast as the equal plan the best one is predicted to be."""
+        """Predicted speedup of the best plan over the equal one."""
         return None if self.equal is None else _speed(self.best) / _speed(self.equal)
 
     def to_json(self) -> str:
