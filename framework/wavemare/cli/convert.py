@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``wavemare convert``: checkpoints between Hugging Face, Megatron and DeepSpeed's pipelines."""
+"""``wavemare convert``: checkpoints of Hugging Face, Megatron and DeepSpeed's pipelines."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["convert"]
 def convert(
     source: Annotated[Path, typer.Argument(help="Folder to read; its format is recognised.")],
     target: Annotated[Path, typer.Argument(help="Folder to write, which must not exist.")],
-    to: Annotated[str, typer.Option(help="hf, megatron or deepspeed.")],
+    to: Annotated[str, typer.Option(help="hf or megatron.")],
     tensor_parallel: Annotated[
         int, typer.Option(min=1, help="Megatron: ranks that share each layer.")
     ] = 1,
     pipeline_parallel: Annotated[
-        int, typer.Option(min=1, help="Megatron, DeepSpeed: stages of the pipeline.")
+        int, typer.Option(min=1, help="Megatron: stages of the pipeline.")
     ] = 1,
     checkpoint_version: Annotated[
         int, typer.Option(min=0, max=3, help="Megatron: order and names of the weights.")
@@ -34,14 +34,11 @@ def convert(
     num_attention_heads: Annotated[
         int | None, typer.Option(help="From Megatron, if the checkpoint has no arguments.")
     ] = None,
-    model_type: Annotated[
-        str | None, typer.Option(help="From Megatron: gpt2 or megatron_bert.")
-    ] = None,
     config: Annotated[
         str | None, typer.Option(help="From DeepSpeed: folder of the model's config.json.")
     ] = None,
 ) -> None:
-    """Convert GPT-2 and BERT, and compare the logits of both sides before the target appears.
+    """Convert a checkpoint; the target appears once it has been read back without a difference.
 
     For example: wavemare convert gpt2/ megatron-gpt2/ --to megatron --tensor-parallel 2
     """
@@ -56,7 +53,6 @@ def convert(
         iteration=iteration,
         vocab_size=vocab_size,
         num_attention_heads=num_attention_heads,
-        model_type=model_type,
         config=config,
     )
-    typer.echo(str(run(source, target, to, options)))
+    typer.echo(run(source, target, to, options))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from wavemare.errors import ModelError
 from wavemare.megatron.files import said_by
-from wavemare.megatron.weights import EMBEDDING, HEAD, Shape, needed, size_of
+from wavemare.megatron.weights import EMBEDDING, HEAD, POSITIONS, needed, num_layers
 
 __all__ = [
     "arguments_of",
@@ -21,19 +21,9 @@ __all__ = [
     "config_of",
     "load_model",
     "model_of",
-    "shape_of",
 ]
 
-_POST_NORM = (
-    "Megatron's BERT normalises before each layer and once at the end, transformers' bert after "
-    "each layer: no weights make one compute what the other does"
-)
-_REMEDY = "Use megatron_bert (MegatronBertForPreTraining), which is Megatron's own form"
-_CLASSES = {
-    "gpt2": "GPT2LMHeadModel",
-    "bert": "BertForMaskedLM",
-    "megatron-bert": "MegatronBertForPreTraining",
-}
+_CLASSES = {"gpt2": "GPT2LMHeadModel", "bert": "BertForMaskedLM"}
 _GPT2_END = 50256  # OpenAI's <|endoftext|>; a smaller vocabulary is not theirs
 # With any other value Megatron computes something else of the same weights.
 _USUAL: dict[str, tuple[Any, ...]] = {
@@ -53,7 +43,7 @@ _TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 
 
 def load_model(folder: str | Path) -> Any:
-    """Load GPT-2, BERT or Megatron's BERT with its heads, in the type of its file.
+    """Load GPT-2 or BERT with its head, in the type of its file.
 
     Raises:
         ModelError: The folder holds no such model, or a damaged one.
@@ -74,18 +64,18 @@ def load_model(folder: str | Path) -> Any:
 
 
 def class_of(config: Any) -> Any:
-    """Return the class of a model with its heads.
+    """Return the class of a model with its head.
 
     Raises:
-        ModelError: It is neither GPT-2 nor a BERT.
+        ModelError: It is neither GPT-2 nor BERT.
     """
     import transformers
 
     if config.model_type not in _CLASSES:
         reason = f"its type is {config.model_type!r}"
-        raise ModelError("model", config.model_type, reason, "Give GPT-2, BERT or megatron_bert")
+        raise ModelError("model", config.model_type, reason, "Give GPT-2 or BERT")
     named = (config.architectures or [""])[0]
-    # A model without heads has no logits to compare; it gets the head of pretraining.
+    # A model without a head has no file of its own in a pipeline; it gets the usual one.
     bare = named.endswith("Model") and not named.endswith("HeadModel")
     use_own = hasattr(transformers, named) and not bare
     return getattr(transformers, named if use_own else _CLASSES[config.model_type])
@@ -125,44 +115,32 @@ def _fill_buffers(model: Any) -> None:
             buffer.zero_()
 
 
-def shape_of(config: Any) -> Shape:
-    """Return what decides the form of a model's weights in Megatron.
-
-    Raises:
-        ModelError: It is transformers' ``bert``, which Megatron does not have.
-    """
-    if config.model_type == "bert":
-        raise ModelError("model", "bert", _POST_NORM, _REMEDY)
-    return Shape(
-        config.model_type, config.num_hidden_layers, config.num_attention_heads, config.vocab_size
-    )
-
-
 def arguments_of(config: Any, padded_vocab_size: int) -> dict[str, Any]:
     """Return Megatron's arguments of a transformers configuration.
 
     Raises:
-        ModelError: It has an activation or a scaling that Megatron does not have.
+        ModelError: It is not GPT-2, or has an activation or a scaling that Megatron does not have.
     """
-    is_gpt = config.model_type == "gpt2"
-    activation = config.activation_function if is_gpt else config.hidden_act
+    if config.model_type != "gpt2":
+        reason = "Megatron's checkpoints hold GPT here"
+        raise ModelError("model", config.model_type, reason, "Give GPT-2")
+    activation = config.activation_function
     if activation not in (*_TANH, "gelu"):
-        reason = "Megatron's GPT and BERT have GELU, exact or by tanh"
+        reason = "Megatron's GPT has GELU, exact or by tanh"
         raise ModelError("activation", activation, reason, "Use a model with GELU")
-    if is_gpt and (not config.scale_attn_weights or config.scale_attn_by_inverse_layer_idx):
+    if not config.scale_attn_weights or config.scale_attn_by_inverse_layer_idx:
         reason = "Megatron scales attention by the square root of a head's size"
         raise ModelError("scale_attn_weights", False, reason, "Use a model with the usual scale")
-    inner = config.n_inner if is_gpt else config.intermediate_size
     return {
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
-        "ffn_hidden_size": inner or 4 * config.hidden_size,
+        "ffn_hidden_size": config.n_inner or 4 * config.hidden_size,
         "num_attention_heads": config.num_attention_heads,
         "max_position_embeddings": config.max_position_embeddings,
         "seq_length": config.max_position_embeddings,
         "vocab_size": config.vocab_size,
         "padded_vocab_size": padded_vocab_size,
-        "layernorm_epsilon": config.layer_norm_epsilon if is_gpt else config.layer_norm_eps,
+        "layernorm_epsilon": config.layer_norm_epsilon,
         "bias_gelu_fusion": False,
         "openai_gelu": activation in _TANH,
         "untie_embeddings_and_output_weights": not config.tie_word_embeddings,
@@ -171,9 +149,7 @@ def arguments_of(config: Any, padded_vocab_size: int) -> dict[str, Any]:
 
 
 def check_arguments(arguments: Mapping[str, Any], hidden: int, ranks: int) -> None:
-    """Refuse arguments under which Megatron computes what GPT-2 and Megatron's BERT do not.
-
-    The comparison of logits would not find it: it knows the usual computation alone.
+    """Refuse arguments under which Megatron computes what GPT-2 does not.
 
     Args:
         arguments: Megatron's, as far as the files have them.
@@ -186,89 +162,56 @@ def check_arguments(arguments: Mapping[str, Any], hidden: int, ranks: int) -> No
     for name, usual in _USUAL.items():
         value = arguments.get(name)
         if value is not None and value not in usual:
-            reason = "GPT-2 and Megatron's BERT in transformers do not compute this"
+            reason = "GPT-2 in transformers does not compute this"
             raise ModelError(f"args.{name}", value, reason, "Convert a model without it")
     heads = arguments.get("num_attention_heads")
-    if heads is not None and (heads < 1 or hidden % heads or heads % ranks):
+    if heads is None:
+        reason = "the checkpoint does not say it, and no weight shows it"
+        raise ModelError("num_attention_heads", None, reason, "Give --num-attention-heads")
+    if heads < 1 or hidden % heads or heads % ranks:
         reason = f"a width of {hidden} on {ranks} tensor-parallel ranks cannot have so many"
         raise ModelError("num_attention_heads", heads, reason, "Give --num-attention-heads")
     width = arguments.get("kv_channels")
-    if heads is not None and width is not None and width != hidden // heads:
+    if width is not None and width != hidden // heads:
         reason = f"a head has {hidden // heads} of {hidden} channels in transformers"
         raise ModelError("args.kv_channels", width, reason, "Convert a model without it")
 
 
 def config_of(
-    arguments: Mapping[str, Any],
-    whole: Mapping[str, Tensor],
-    *,
-    vocab_size: int | None,
-    model_type: str | None = None,
+    arguments: Mapping[str, Any], whole: Mapping[str, Tensor], *, vocab_size: int | None
 ) -> Any:
     """Return the transformers configuration of a Megatron model.
 
     Args:
-        arguments: Megatron's, as far as the files have them.
+        arguments: Megatron's, as far as the files have them; see `check_arguments`.
         whole: Its weights.
         vocab_size: Tokens without padding; by default what the arguments say, else all rows.
-        model_type: What is asked for; by default what the weights are.
 
     Raises:
-        ModelError: The weights cannot say the number of heads, or ``bert`` is asked for.
+        ModelError: The vocabulary has more tokens than rows.
     """
     import transformers
 
-    is_bert = "lm_head.dense.weight" in whole
-    if is_bert and model_type == "bert":
-        raise ModelError("--model-type", model_type, _POST_NORM, _REMEDY)
-    own = "megatron-bert" if is_bert else "gpt2"
-    if model_type not in (None, own, own.replace("-", "_")):
-        raise ModelError("--model-type", model_type, f"the checkpoint is {own}", "Leave it out")
-    size = size_of(whole)
-    heads = arguments.get("num_attention_heads")
-    if heads is None:
-        reason = "the checkpoint does not say it, and no weight shows it"
-        raise ModelError("num_attention_heads", None, reason, "Give --num-attention-heads")
-    said = arguments.get("vocab_size") or size["padded_vocab_size"]
-    tokens = said if vocab_size is None else vocab_size
-    if not 0 < tokens <= size["padded_vocab_size"]:
-        reason = f"the checkpoint has {size['padded_vocab_size']} rows"
+    rows, hidden = needed(whole, EMBEDDING).shape
+    tokens = (arguments.get("vocab_size") or rows) if vocab_size is None else vocab_size
+    if not 0 < tokens <= rows:
+        reason = f"the checkpoint has {rows} rows"
         raise ModelError("--vocab-size", tokens, reason, "Give the tokenizer's own size")
     tanh = "gelu_fast" if arguments.get("bias_gelu_fusion", True) else "gelu"
-    activation = "gelu_new" if arguments.get("openai_gelu") else tanh
     inner = needed(whole, "encoder.layers.0.mlp.dense_h_to_4h.weight").shape[0]
-    dtype = str(whole[EMBEDDING].dtype).removeprefix("torch.")
-    epsilon = arguments.get("layernorm_epsilon", 1e-5)
-    if not is_bert:
-        end = _GPT2_END if tokens > _GPT2_END else None
-        return transformers.GPT2Config(
-            bos_token_id=end,
-            eos_token_id=end,
-            vocab_size=tokens,
-            n_positions=size["max_position_embeddings"],
-            n_embd=size["hidden_size"],
-            n_layer=size["num_layers"],
-            n_head=heads,
-            n_inner=None if inner == 4 * size["hidden_size"] else inner,
-            activation_function=activation,
-            layer_norm_epsilon=epsilon,
-            tie_word_embeddings=HEAD not in whole,
-            architectures=["GPT2LMHeadModel"],
-            dtype=dtype,
-        )
-    name = (
-        "MegatronBertForPreTraining" if "binary_head.weight" in whole else "MegatronBertForMaskedLM"
-    )
-    return transformers.MegatronBertConfig(
+    end = _GPT2_END if tokens > _GPT2_END else None
+    return transformers.GPT2Config(
+        bos_token_id=end,
+        eos_token_id=end,
         vocab_size=tokens,
-        max_position_embeddings=size["max_position_embeddings"],
-        hidden_size=size["hidden_size"],
-        num_hidden_layers=size["num_layers"],
-        num_attention_heads=heads,
-        intermediate_size=inner,
-        hidden_act=activation,
-        layer_norm_eps=epsilon,
-        type_vocab_size=len(needed(whole, "embedding.tokentype_embeddings.weight")),
-        architectures=[name],
-        dtype=dtype,
+        n_positions=len(needed(whole, POSITIONS)),
+        n_embd=hidden,
+        n_layer=num_layers(whole),
+        n_head=arguments["num_attention_heads"],
+        n_inner=None if inner == 4 * hidden else inner,
+        activation_function="gelu_new" if arguments.get("openai_gelu") else tanh,
+        layer_norm_epsilon=arguments.get("layernorm_epsilon", 1e-5),
+        tie_word_embeddings=HEAD not in whole,
+        architectures=["GPT2LMHeadModel"],
+        dtype=str(whole[EMBEDDING].dtype).removeprefix("torch."),
     )

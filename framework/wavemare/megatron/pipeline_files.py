@@ -13,48 +13,14 @@ import torch
 from torch import Tensor
 
 from wavemare.errors import CheckpointError
-from wavemare.files import (
-    atomic_write_text,
-    remove_leftovers,
-    replace_folder,
-    temporary_sibling,
-)
 from wavemare.megatron.files import said_by
+from wavemare.megatron.models import class_of
 from wavemare.models.families import family_of
 from wavemare.models.layers import PipelineLayer, name_weights
 
-__all__ = ["read_pipeline", "write_pipeline"]
+__all__ = ["read_pipeline"]
 
 _LATEST = "latest"
-_TAG = "converted"
-
-
-def write_pipeline(folder: str | Path, model: Any, *, stages: int) -> Path:
-    """Write a model as a checkpoint that any engine over its pipeline loads the weights of.
-
-    ``config.json`` is put beside it, so that it can be read without the model.
-
-    Args:
-        folder: What ``load_checkpoint`` is given.
-        model: A model of transformers that can become a pipeline.
-        stages: Ranks of a pipeline, each of which looks for a file of its own.
-    """
-    folder = Path(os.path.expanduser(folder))
-    folder.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(folder)
-    partial = temporary_sibling(folder / _TAG)
-    partial.mkdir()
-    for number, layer in enumerate(_chain(model)):
-        state = {name: weight.detach().clone() for name, weight in layer.state_dict().items()}
-        torch.save(state, partial / f"layer_{number:02}-model_states.pt")
-    for rank in range(stages):
-        state = {"module": None, "dp_world_size": 1, "mp_world_size": stages}
-        nothing_trained = {"global_steps": 0, "global_samples": 0, "skipped_steps": 0}
-        torch.save({**state, **nothing_trained}, partial / f"mp_rank_{rank:02}_model_states.pt")
-    model.config.save_pretrained(folder)
-    replace_folder(partial, folder / _TAG)
-    atomic_write_text(folder / _LATEST, _TAG)
-    return folder / _TAG
 
 
 def read_pipeline(folder: str | Path, config: Any) -> dict[str, Tensor]:
@@ -68,8 +34,6 @@ def read_pipeline(folder: str | Path, config: Any) -> dict[str, Tensor]:
         CheckpointError: There is none, a layer is missing or damaged, or the layers are not those
             of the model, or split over ranks.
     """
-    from wavemare.megatron.models import class_of
-
     folder = Path(os.path.expanduser(folder))
     if not (folder / _LATEST).is_file():
         reason = f"there is no file {_LATEST}"

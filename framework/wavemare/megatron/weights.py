@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights by three names: transformers', Megatron's, and a Megatron rank's share of them.
+"""GPT's weights by three names: transformers', Megatron's, and a Megatron rank's share of them.
 
-A whole model is a flat dictionary by Megatron's names of today (``encoder.layers.0...``), its fused
-query, key and value ordered as in checkpoint version 2 and later: for each head its query rows, key
-rows, value rows.
+A whole model is a flat dictionary by Megatron's current names (``encoder.layers.0...``). Its fused
+query, key and value are ordered as in checkpoint version 2 and later: for each head its query rows,
+key rows, value rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,11 +19,11 @@ from wavemare.errors import ModelError
 __all__ = [
     "EMBEDDING",
     "HEAD",
-    "Cut",
-    "Shape",
+    "POSITIONS",
     "from_transformers",
     "merge",
     "needed",
+    "num_layers",
     "pad_vocabulary",
     "reorder_qkv",
     "split",
@@ -35,108 +33,57 @@ __all__ = [
 State = dict[str, Tensor]
 
 EMBEDDING = "embedding.word_embeddings.weight"
+POSITIONS = "embedding.position_embeddings.weight"
 HEAD = "output_layer.weight"
 _NEWEST = 2  # from this version on the order of query, key and value is one
 
 
 class Cut(Enum):
-    """How tensor parallelism shares a weight: not, by rows, by columns, by heads, by tokens."""
+    """How tensor parallelism shares a weight: not, by rows, by columns, by heads."""
 
     WHOLE = "whole"
     ROWS = "rows"
     COLUMNS = "columns"
     HEADS = "heads"
-    TOKENS = "tokens"
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What decides the form of the weights.
-
-    Attributes:
-        family: ``gpt2`` or ``megatron-bert``.
-        layers: Transformer layers.
-        heads: Attention heads.
-        vocab_size: Tokens, without padding.
-    """
-
-    family: str
-    layers: int
-    heads: int
-    vocab_size: int
-
-
-_SHARED = (
-    ("input_layernorm", Cut.WHOLE, Cut.WHOLE),
-    ("self_attention.query_key_value", Cut.HEADS, Cut.HEADS),
-    ("self_attention.dense", Cut.COLUMNS, Cut.WHOLE),
-    ("post_attention_layernorm", Cut.WHOLE, Cut.WHOLE),
-    ("mlp.dense_h_to_4h", Cut.ROWS, Cut.ROWS),
-    ("mlp.dense_4h_to_h", Cut.COLUMNS, Cut.WHOLE),
+_OUTSIDE = (
+    ("transformer.wte.weight", EMBEDDING, Cut.ROWS),
+    ("transformer.wpe.weight", POSITIONS, Cut.WHOLE),
+    ("transformer.ln_f.weight", "encoder.final_layernorm.weight", Cut.WHOLE),
+    ("transformer.ln_f.bias", "encoder.final_layernorm.bias", Cut.WHOLE),
+    ("lm_head.weight", HEAD, Cut.ROWS),
 )
-_IN_LAYERS = {
-    "gpt2": ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"),
-    "megatron-bert": (
-        "attention.ln",
-        "attention.self.{}",
-        "attention.output.dense",
-        "ln",
-        "intermediate.dense",
-        "output.dense",
-    ),
-}
-_LAYER = {"gpt2": "transformer.h.{}.", "megatron-bert": "bert.encoder.layer.{}."}
-_OUTSIDE: dict[str, tuple[tuple[str, str, Cut], ...]] = {
-    "gpt2": (
-        ("transformer.wte.weight", EMBEDDING, Cut.TOKENS),
-        ("transformer.wpe.weight", "embedding.position_embeddings.weight", Cut.WHOLE),
-        ("transformer.ln_f.weight", "encoder.final_layernorm.weight", Cut.WHOLE),
-        ("transformer.ln_f.bias", "encoder.final_layernorm.bias", Cut.WHOLE),
-        ("lm_head.weight", HEAD, Cut.TOKENS),
-    ),
-    "megatron-bert": (
-        ("bert.embeddings.word_embeddings.weight", EMBEDDING, Cut.TOKENS),
-        (
-            "bert.embeddings.position_embeddings.weight",
-            "embedding.position_embeddings.weight",
-            Cut.WHOLE,
-        ),
-        (
-            "bert.embeddings.token_type_embeddings.weight",
-            "embedding.tokentype_embeddings.weight",
-            Cut.WHOLE,
-        ),
-        ("bert.encoder.ln.weight", "encoder.final_layernorm.weight", Cut.WHOLE),
-        ("bert.encoder.ln.bias", "encoder.final_layernorm.bias", Cut.WHOLE),
-        ("bert.pooler.dense.weight", "pooler.dense.weight", Cut.WHOLE),
-        ("bert.pooler.dense.bias", "pooler.dense.bias", Cut.WHOLE),
-        ("cls.predictions.transform.dense.weight", "lm_head.dense.weight", Cut.WHOLE),
-        ("cls.predictions.transform.dense.bias", "lm_head.dense.bias", Cut.WHOLE),
-        ("cls.predictions.transform.LayerNorm.weight", "lm_head.layernorm.weight", Cut.WHOLE),
-        ("cls.predictions.transform.LayerNorm.bias", "lm_head.layernorm.bias", Cut.WHOLE),
-        ("cls.predictions.bias", "lm_head.bias", Cut.TOKENS),
-        ("cls.seq_relationship.weight", "binary_head.weight", Cut.WHOLE),
-        ("cls.seq_relationship.bias", "binary_head.bias", Cut.WHOLE),
-    ),
-}
+_IN_LAYERS = (
+    ("ln_1", "input_layernorm", Cut.WHOLE, Cut.WHOLE),
+    ("attn.c_attn", "self_attention.query_key_value", Cut.HEADS, Cut.HEADS),
+    ("attn.c_proj", "self_attention.dense", Cut.COLUMNS, Cut.WHOLE),
+    ("ln_2", "post_attention_layernorm", Cut.WHOLE, Cut.WHOLE),
+    ("mlp.c_fc", "mlp.dense_h_to_4h", Cut.ROWS, Cut.ROWS),
+    ("mlp.c_proj", "mlp.dense_4h_to_h", Cut.COLUMNS, Cut.WHOLE),
+)
+"""Names of a part for transformers and for Megatron, and the cuts of its weight and its bias."""
 
 
-def _pairs(shape: Shape) -> Iterator[tuple[str, str, Cut]]:
+def _pairs(layers: int) -> Iterator[tuple[str, str, Cut]]:
     """Yield transformers' name, Megatron's and the cut of each weight."""
-    yield from _OUTSIDE[shape.family]
-    for layer in range(shape.layers):
-        prefix = _LAYER[shape.family].format(layer)
-        for theirs, (ours, weight, bias) in zip(_IN_LAYERS[shape.family], _SHARED, strict=True):
-            yield f"{prefix}{theirs}.weight", f"encoder.layers.{layer}.{ours}.weight", weight
-            yield f"{prefix}{theirs}.bias", f"encoder.layers.{layer}.{ours}.bias", bias
+    yield from _OUTSIDE
+    for layer in range(layers):
+        for theirs, ours, weight, bias in _IN_LAYERS:
+            names = f"transformer.h.{layer}.{theirs}", f"encoder.layers.{layer}.{ours}"
+            yield f"{names[0]}.weight", f"{names[1]}.weight", weight
+            yield f"{names[0]}.bias", f"{names[1]}.bias", bias
 
 
-def from_transformers(state: Mapping[str, Tensor], shape: Shape, *, tied: bool = True) -> State:
+def from_transformers(
+    state: Mapping[str, Tensor], layers: int, heads: int, *, tied: bool = True
+) -> State:
     """Return a whole model of transformers by Megatron's names.
 
     Args:
         state: Its state dict.
-        shape: Of the model.
+        layers: Transformer layers.
+        heads: Attention heads.
         tied: Whether the head is the embedding; then it is left out.
 
     Raises:
@@ -144,71 +91,39 @@ def from_transformers(state: Mapping[str, Tensor], shape: Shape, *, tied: bool =
     """
     left = dict(state)
     found: State = {}
-    for theirs, ours, cut in _pairs(shape):
-        if cut is Cut.HEADS:
-            fused = _take_fused(left, theirs, shape)
-            if fused is not None:
-                found[ours] = reorder_qkv(fused, shape.heads, 0, _NEWEST)
-        elif theirs in left:
-            found[ours] = _turned(left.pop(theirs), ours, shape)
+    for theirs, ours, cut in _pairs(layers):
+        if theirs in left:
+            weight = _turned(left.pop(theirs), ours)
+            found[ours] = reorder_qkv(weight, heads, 0, _NEWEST) if cut is Cut.HEADS else weight
     if tied:
         found.pop(HEAD, None)
-        for copy in ("cls.predictions.decoder.weight", "cls.predictions.decoder.bias"):
-            left.pop(copy, None)  # tied to the embedding, and to cls.predictions.bias
     _check_none_left(left, "a Megatron checkpoint")
     return found
 
 
-def to_transformers(whole: Mapping[str, Tensor], shape: Shape) -> State:
-    """Return a whole model by transformers' names, tied copies included.
-
-    Raises:
-        ModelError: It has a weight that the family lacks.
-    """
-    left = dict(whole)
+def to_transformers(whole: Mapping[str, Tensor], heads: int) -> State:
+    """Return a whole model by transformers' names, a tied head included."""
     state: State = {}
-    for theirs, ours, cut in _pairs(shape):
-        if ours not in left:
-            continue
-        weight = left.pop(ours)
-        if cut is not Cut.HEADS:
-            state[theirs] = _turned(weight, ours, shape)
-            continue
-        fused = reorder_qkv(weight, shape.heads, _NEWEST, 0)
-        if shape.family == "gpt2":
-            state[theirs] = _turned(fused, ours, shape)
-        else:
-            names = (theirs.format(name) for name in ("query", "key", "value"))
-            state |= zip(names, (part.contiguous() for part in fused.chunk(3)), strict=True)
-    _check_none_left(left, f"transformers' {shape.family}")
-    if shape.family == "gpt2":
-        state.setdefault("lm_head.weight", state["transformer.wte.weight"])
-    elif "cls.predictions.bias" in state:
-        state["cls.predictions.decoder.weight"] = state["bert.embeddings.word_embeddings.weight"]
-        state["cls.predictions.decoder.bias"] = state["cls.predictions.bias"]
+    for theirs, ours, cut in _pairs(num_layers(whole)):
+        if ours in whole:
+            weight = whole[ours]
+            weight = reorder_qkv(weight, heads, _NEWEST, 0) if cut is Cut.HEADS else weight
+            state[theirs] = _turned(weight, ours)
+    state.setdefault("lm_head.weight", state["transformer.wte.weight"])
     return state
 
 
-def _take_fused(left: State, theirs: str, shape: Shape) -> Tensor | None:
-    """Take query, key and value, one over the other."""
-    if shape.family == "gpt2":
-        return _turned(left.pop(theirs), "layers", shape) if theirs in left else None
-    names = [theirs.format(name) for name in ("query", "key", "value")]
-    return torch.cat([left.pop(name) for name in names]) if names[0] in left else None
-
-
-def _turned(weight: Tensor, name: str, shape: Shape) -> Tensor:
+def _turned(weight: Tensor, name: str) -> Tensor:
     # GPT-2's layers in transformers multiply from the other side.
-    if shape.family == "gpt2" and "layers" in name and weight.dim() == 2:  # noqa: PLR2004
-        return weight.T.contiguous()
-    return weight
+    is_matrix = name.startswith("encoder.layers.") and weight.dim() > 1
+    return weight.T.contiguous() if is_matrix else weight
 
 
 def _check_none_left(left: Mapping[str, Tensor], where: str) -> None:
     if left:
-        names = ", ".join(sorted(left)[:5]) + (", ..." if len(left) > 5 else "")  # noqa: PLR2004
+        names = ", ".join(sorted(left)[:5])
         reason = f"{where} has no place for these {len(left)} weights"
-        raise ModelError("weights", names, reason, "Convert GPT-2 or Megatron's BERT")
+        raise ModelError("weights", names, reason, "Convert GPT-2")
 
 
 def reorder_qkv(fused: Tensor, heads: int, source: int, target: int) -> Tensor:
@@ -236,30 +151,21 @@ def reorder_qkv(fused: Tensor, heads: int, source: int, target: int) -> Tensor:
 
 
 def pad_vocabulary(whole: Mapping[str, Tensor], rows: int) -> State:
-    """Repeat the last row of the weights by token until there are ``rows``, as Megatron's tools do.
-
-    A bias of the head gets zeros, as in a new model.
-    """
+    """Repeat the last token's weights until there are ``rows``, as Megatron's tools do."""
     padded = dict(whole)
-    for name in (EMBEDDING, HEAD, "lm_head.bias"):
+    for name in (EMBEDDING, HEAD):
         if name in padded:
             weight = padded[name]
-            fill = weight[-1:] if weight.dim() > 1 else weight.new_zeros(1)
-            more = fill.expand(rows - weight.shape[0], *weight.shape[1:])
-            padded[name] = torch.cat([weight, more])
+            padded[name] = torch.cat([weight, weight[-1:].expand(rows - len(weight), -1)])
     return padded
 
 
-def _cuts(shape: Shape) -> dict[str, Cut]:
-    return {ours: cut for _, ours, cut in _pairs(shape)}
-
-
-def split(whole: Mapping[str, Tensor], shape: Shape, parts: int, version: int) -> list[State]:
+def split(whole: Mapping[str, Tensor], heads: int, parts: int, version: int) -> list[State]:
     """Share a padded model out over tensor-parallel ranks, in the order of a checkpoint version.
 
     Args:
         whole: Weights by Megatron's names, queries, keys and values in the newest order.
-        shape: Of the model.
+        heads: Attention heads.
         parts: Number of ranks.
         version: Of the checkpoint, which decides that order (see `reorder_qkv`).
 
@@ -269,10 +175,10 @@ def split(whole: Mapping[str, Tensor], shape: Shape, parts: int, version: int) -
     Raises:
         ModelError: Heads, layers or tokens cannot be divided by the number of ranks.
     """
-    cuts = _cuts(shape)
+    cuts = {ours: cut for _, ours, cut in _pairs(num_layers(whole))}
     shares: list[State] = [{} for _ in range(parts)]
-    if shape.heads % parts:
-        reason = f"{shape.heads} heads cannot be shared by {parts} ranks"
+    if heads % parts:
+        reason = f"{heads} heads cannot be shared by {parts} ranks"
         raise ModelError("--tensor-parallel", parts, reason, "Give a divisor")
     for name, weight in whole.items():
         cut = cuts[name]
@@ -284,32 +190,35 @@ def split(whole: Mapping[str, Tensor], shape: Shape, parts: int, version: int) -
         if cut is not Cut.WHOLE:
             pieces = weight.chunk(parts, dim=axis)
         for share, piece in zip(shares, pieces, strict=True):
-            heads = shape.heads // parts
-            own = reorder_qkv(piece, heads, _NEWEST, version) if cut is Cut.HEADS else piece
+            reorders = cut is Cut.HEADS
+            own = reorder_qkv(piece, heads // parts, _NEWEST, version) if reorders else piece
             # A view would be saved with all that it shows a part of.
             share[name] = own.clone()
     return shares
 
 
-def merge(shares: Sequence[Mapping[str, Tensor]], shape: Shape, version: int) -> State:
+def merge(shares: Sequence[Mapping[str, Tensor]], heads: int, version: int) -> State:
     """Put the shares of tensor-parallel ranks together; the inverse of `split`.
 
     Args:
         shares: Each rank's weights by Megatron's names.
-        shape: Of the model.
+        heads: Attention heads.
         version: Of the checkpoint.
 
     Raises:
-        ModelError: Ranks have different weights, or differ in one that all hold alike.
+        ModelError: GPT-2 lacks a weight, ranks have different weights, or they differ in one that
+            all hold alike.
     """
-    cuts = _cuts(shape)
+    cuts = {ours: cut for _, ours, cut in _pairs(num_layers(shares[0]))}
+    names = {name: weight for share in shares for name, weight in share.items()}
+    _check_none_left({n: w for n, w in names.items() if n not in cuts}, "GPT-2 of transformers")
     whole: State = {}
-    for name in sorted({name for share in shares for name in share}):
+    for name in sorted(names):
         if len({share[name].shape if name in share else None for share in shares}) > 1:
             reason = "tensor-parallel ranks do not all hold it, or not in one shape"
             raise ModelError("weights", name, reason, "Use an undamaged checkpoint")
         pieces = [share[name] for share in shares]
-        cut = cuts.get(name, Cut.WHOLE)
+        cut = cuts[name]
         if cut is Cut.WHOLE:
             if any(not torch.equal(piece, pieces[0]) for piece in pieces[1:]):
                 reason = "tensor-parallel ranks hold different values where all hold the same"
@@ -317,35 +226,23 @@ def merge(shares: Sequence[Mapping[str, Tensor]], shape: Shape, version: int) ->
             whole[name] = pieces[0]
             continue
         if cut is Cut.HEADS:
-            each = shape.heads // len(shares)
-            pieces = [reorder_qkv(piece, each, version, _NEWEST) for piece in pieces]
+            pieces = [reorder_qkv(p, heads // len(shares), version, _NEWEST) for p in pieces]
         whole[name] = torch.cat(pieces, dim=1 if cut is Cut.COLUMNS else 0)
     return whole
 
 
 def needed(whole: Mapping[str, Tensor], name: str) -> Tensor:
-    """Return a weight that every model of its family has.
+    """Return a weight that every GPT has.
 
     Raises:
         ModelError: This one does not.
     """
     if name not in whole:
         reason = "the checkpoint lacks it"
-        raise ModelError("weights", name, reason, "Give GPT or BERT with learned positions")
+        raise ModelError("weights", name, reason, "Give GPT with learned positions")
     return whole[name]
 
 
-def size_of(whole: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return what weights alone say of a model's size, by the names of Megatron's arguments.
-
-    Raises:
-        ModelError: An embedding is missing.
-    """
-    positions = needed(whole, "embedding.position_embeddings.weight")
-    layers = {int(name.split(".")[2]) for name in whole if name.startswith("encoder.layers.")}
-    return {
-        "num_layers": len(layers),
-        "hidden_size": needed(whole, EMBEDDING).shape[1],
-        "padded_vocab_size": whole[EMBEDDING].shape[0],
-        "max_position_embeddings": positions.shape[0],
-    }
+def num_layers(whole: Mapping[str, Tensor]) -> int:
+    """Return the number of transformer layers."""
+    return len({name.split(".")[2] for name in whole if name.startswith("encoder.layers.")})

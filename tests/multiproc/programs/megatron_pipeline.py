@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A converted checkpoint in a real pipeline engine, and one that it saved converted back."""
+"""A checkpoint that a pipeline engine saved, converted to a Hugging Face folder."""
 
 import sys
 from pathlib import Path
@@ -10,34 +10,15 @@ from common import QUIET, build_gpt2, configuration, leave
 import wavemare
 from wavemare.engine import init_distributed
 from wavemare.megatron.convert import Options, convert
-from wavemare.models import pipeline_state_dict
 
 init_distributed()
 folder, main = Path(sys.argv[1]), torch.distributed.get_rank() == 0
 source = build_gpt2(**QUIET)
-expected = {name: weight.clone() for name, weight in source.state_dict().items()}
 if main:
     source.save_pretrained(folder / "hf")
-    convert(
-        folder / "hf",
-        folder / "megatron",
-        "megatron",
-        Options(tensor_parallel=2, version=1, divisible_by=8),
-    )
-    convert(folder / "megatron", folder / "pipe", "deepspeed", Options(pipeline_parallel=2))
-torch.distributed.barrier()
-
-with torch.no_grad():
-    for weight in source.parameters():
-        weight.mul_(0.5)
 section = {"wavemare": {"pipeline": {"stages": 2}}}
 engine, *_ = wavemare.initialize(model=source, config=configuration(0, **section))
-engine.load_checkpoint(str(folder / "pipe"), load_module_only=True)
-found = pipeline_state_dict(engine)
 result = {}
-if main:
-    result["loaded"] = all(torch.equal(found[name], expected[name]) for name in expected)
-
 generator = torch.Generator().manual_seed(5)
 tokens = torch.randint(0, 50, (2, 16), generator=generator)
 mask = torch.ones_like(tokens)

@@ -143,9 +143,9 @@ def test_damaged_files(changed, tmp_path, change, rank, match):
     ("source", "to", "options", "name"),
     [
         ("megatron", "hf", Options(tensor_parallel=2), "--tensor-parallel"),
-        ("megatron", "deepspeed", Options(version=0), "--checkpoint-version"),
+        ("megatron", "hf", Options(version=0), "--checkpoint-version"),
         ("hf", "megatron", Options(vocab_size=30), "--vocab-size"),
-        ("hf", "deepspeed", Options(divisible_by=8), "--make-vocab-size-divisible-by"),
+        ("hf", "hf", Options(divisible_by=8), "--make-vocab-size-divisible-by"),
         ("hf", "hf", Options(config="hf"), "--config"),
     ],
 )
