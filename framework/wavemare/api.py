@@ -219,7 +219,7 @@ def _converted(model: Any, ours: WavemareConfig) -> Any:
 
 def _split(model: Any, ours: WavemareConfig) -> tuple[Any, ProcessGrid]:
     """Split a model over every so many consecutive ranks."""
-    from wavemare.parallel.tensor import split_model
+    from wavemare.parallel.tensor.split import split_model
 
     mesh = ProcessGrid.of(tensor=ours.tensor_parallel.size)
     return split_model(model, mesh.get_model_parallel_group()), mesh

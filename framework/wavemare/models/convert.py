@@ -24,7 +24,7 @@ from wavemare.models.module import Conversion, TransformerPipeline
 from wavemare.models.proof import prove
 from wavemare.models.split import split_chain, split_loss
 from wavemare.models.timing import layer_times
-from wavemare.parallel.tensor.state import is_split, split_embedding, whole_without_weights
+from wavemare.parallel.tensor.partition import is_split, split_embedding, whole_without_weights
 from wavemare.pipeline.plan.partition import (
     PARTITION_KEY,
     STAGES_KEY,

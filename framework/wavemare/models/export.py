@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from wavemare.errors import ModelError
 from wavemare.models.module import TransformerPipeline
-from wavemare.parallel.tensor.state import (
+from wavemare.parallel.tensor.partition import (
     gather_weights,
     is_split,
     merged_state_dict,

@@ -14,6 +14,8 @@ from wavemare.models.activations import StageContext, split_batch
 from wavemare.models.families import family_of
 from wavemare.models.layers import Head, PipelineLayer, TiedHead
 from wavemare.models.proof import prove
+from wavemare.parallel.tensor.partition import is_split
+from wavemare.parallel.tensor.segments import tensor_segments
 
 __all__ = ["segments_of"]
 
@@ -36,6 +38,8 @@ def segments_of(model: Any, *, inputs: Sequence[str] | None = None) -> Segments:
     if own is not None:
         segments: Segments = own()
         return segments
+    if is_split(model):
+        return tensor_segments(model, inputs)
     family = family_of(model)
     declared = family.declared(inputs)
     chain = family.chain(model, declared)

@@ -15,10 +15,13 @@ from wavemare.models.layers import Head, PipelineLayer, TiedHead, TokenEmbedding
 from wavemare.models.losses import ClassificationLoss, Loss
 from wavemare.parallel.tensor.collectives import copy_to_group, gather_from_group
 from wavemare.parallel.tensor.layers import split_parameter
-from wavemare.parallel.tensor.loss import next_tokens, vocab_parallel_cross_entropy
-from wavemare.parallel.tensor.share import VocabularyShare
-from wavemare.parallel.tensor.state import split_embedding
-from wavemare.parallel.tensor.vocabulary import VocabParallelHead
+from wavemare.parallel.tensor.partition import split_embedding
+from wavemare.parallel.tensor.vocabulary import (
+    VocabParallelHead,
+    VocabularyShare,
+    next_tokens,
+    vocab_parallel_cross_entropy,
+)
 
 __all__ = ["SplitLoss", "SplitTiedHead", "split_chain", "split_loss"]
 

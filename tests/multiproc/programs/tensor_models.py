@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch import distributed as dist
 
-from wavemare.parallel.tensor import split_state_dict
+from wavemare.parallel.tensor.partition import partition_of
 
 LENGTH = 9
 GPT2: dict[str, Any] = {
@@ -117,6 +117,17 @@ def distance(these, those):
             scale = max(1.0, float(those[name].abs().max()))
             worst = max(worst, float((value - those[name]).abs().max()) / scale)
     return worst
+
+
+def split_state_dict(state, rank, size):
+    """A rank's part of a whole model's state dict, without padding; tied names share a tensor."""
+    parts = {}
+    for name, whole in state.items():
+        if id(whole) not in parts:
+            partition = partition_of(name)
+            cut = partition.part(whole.detach(), rank, size) if partition else whole.detach()
+            parts[id(whole)] = cut
+    return {name: parts[id(whole)] for name, whole in state.items()}
 
 
 def own_part(whole, group):

@@ -17,15 +17,11 @@ from torch import distributed as dist
 
 from wavemare.engine import init_distributed
 from wavemare.errors import ModelError
-from wavemare.parallel.tensor import (
-    VocabularyShare,
-    copy_to_group,
-    merged_state_dict,
-    reduce_from_group,
-    split_model,
-    tensor_segments,
-    vocab_parallel_cross_entropy,
-)
+from wavemare.parallel.tensor.collectives import copy_to_group, reduce_from_group
+from wavemare.parallel.tensor.partition import merged_state_dict
+from wavemare.parallel.tensor.segments import tensor_segments
+from wavemare.parallel.tensor.split import split_model
+from wavemare.parallel.tensor.vocabulary import VocabularyShare, vocab_parallel_cross_entropy
 
 
 def equal(names):
@@ -47,7 +43,7 @@ def equality(name):
     own = gradients(model)
     without_labels = {key: value for key, value in given.items() if key != "labels"}
     segmented = copied(model, name, group)
-    segment_loss = run_segments(tensor_segments(segmented, group), given)
+    segment_loss = run_segments(tensor_segments(segmented), given)
     return {
         "loss": loss.item(),
         "loss_difference": abs(loss.item() - output.loss.item()),
@@ -57,7 +53,7 @@ def equality(name):
         "segment_loss_difference": abs(segment_loss.item() - loss.item()),
         "segment_gradient_difference": distance(gradients(segmented), own),
         "segment_whole_difference": distance(gradients(segmented), expected),
-        "segments": len(tensor_segments(model, group).body),
+        "segments": len(tensor_segments(model).body),
         "merged": None if merged is None else same_bytes(merged, whole.state_dict()),
         "replicated": replicated_digest(model),
         "elements": sum(value.numel() for value in model.parameters()),
@@ -178,7 +174,7 @@ def drop(name):
     DROPOUTS[name] = (0.1, 0.1)
     segmented = copied(model, name, group)
     torch.manual_seed(5)
-    segment_loss = run_segments(tensor_segments(segmented, group), given)
+    segment_loss = run_segments(tensor_segments(segmented), given)
     torch.manual_seed(5)
     fresh = model.eval()(**given).loss.item()
     return {

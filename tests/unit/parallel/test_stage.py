@@ -13,8 +13,9 @@ from wavemare.models.families import family_of
 from wavemare.models.layers import Head
 from wavemare.models.proof import run_chain
 from wavemare.models.split import SplitTiedHead, split_chain, split_loss
-from wavemare.parallel.tensor import VocabParallelHead, split_model
-from wavemare.parallel.tensor.stage import stage_segments
+from wavemare.parallel.tensor.segments import stage_segments
+from wavemare.parallel.tensor.split import split_model
+from wavemare.parallel.tensor.vocabulary import VocabParallelHead
 from wavemare.pipeline.wave.stage_pair import backward_pass, forward_pass, pass_pair
 
 MICRO_BATCHES = 3

@@ -16,7 +16,8 @@ from wavemare.bench.wave.request import BASELINE, DOMINO, IN_PHASE, TICK_TOCK, W
 from wavemare.engine.waves.executor import Hooks, WaveExecutor
 from wavemare.engine.waves.profile import profile_segments
 from wavemare.errors import CommError
-from wavemare.parallel.tensor import split_model, tensor_segments
+from wavemare.parallel.tensor.segments import tensor_segments
+from wavemare.parallel.tensor.split import split_model
 from wavemare.pipeline.plan.action import Action
 from wavemare.pipeline.wave.schedule import accumulation_step, in_phase_step, tick_tock_step
 
@@ -59,9 +60,8 @@ class Systems:
     def __init__(self, request: WaveRequest) -> None:
         self.device = bench_device()
         self.model = build_gpt(request, ties=True).to(self.device)
-        group = dist.group.WORLD
-        split_model(self.model, group)
-        self._segments = segments = tensor_segments(self.model, group)
+        split_model(self.model, dist.group.WORLD)
+        self._segments = segments = tensor_segments(self.model)
         self.num_segments = len(segments.names)
         up = [*(segment.sums_output for segment in segments.body), False]
         down = [*(segment.sums_gradient for segment in segments.body), segments.head_sums_gradient]

@@ -1,18 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which weights are split, and how, by their Hugging Face names; state dicts cut so, and merged."""
+"""How weights are split, by their Hugging Face names; a split model's weights put together."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch import distributed as dist
+from transformers import PreTrainedModel
 
 from wavemare.errors import ModelError
-from wavemare.parallel.tensor.share import VocabularyShare
+from wavemare.parallel.tensor.vocabulary import VocabParallelEmbedding, VocabularyShare
 
-__all__ = ["Partition", "merge_state_dict", "partition_of", "split_state_dict"]
+__all__ = [
+    "Partition",
+    "gather_weights",
+    "is_split",
+    "merge_tensor",
+    "merged_state_dict",
+    "partition_of",
+    "split_embedding",
+    "whole_without_weights",
+]
 
 
 @dataclass(frozen=True)
@@ -21,8 +33,8 @@ class Partition:
 
     Args:
         dim: The dimension.
-        blocks: Number of equal blocks along it, of each of which every rank gets a part: 3 where
-            queries, keys and values are one tensor.
+        blocks: Number of equal blocks along it. Every rank gets a part of each: 3 where queries,
+            keys and values are one tensor.
         vocabulary: The dimension counts tokens, and the last ranks may get fewer.
     """
 
@@ -92,43 +104,14 @@ def partition_of(name: str) -> Partition | None:
     return next((_PARTITIONS[suffix] for suffix in suffixes if suffix in _PARTITIONS), None)
 
 
-def split_state_dict(state: Mapping[str, Tensor], rank: int, size: int) -> dict[str, Tensor]:
-    """Return a rank's part of a Hugging Face state dict, under the same names and without padding.
-
-    Args:
-        state: That of a GPT-2 or BERT model. Names that share a tensor share one in the result.
-        rank: The rank in its group.
-        size: Size of the group.
-
-    Raises:
-        ModelError: A width cannot be divided by the number of ranks.
-    """
-    parts: dict[int, Tensor] = {}
-    for name, whole in state.items():
-        if id(whole) not in parts:
-            parts[id(whole)] = _part(name, whole.detach(), rank, size)
-    return {name: parts[id(whole)] for name, whole in state.items()}
-
-
-def merge_state_dict(
-    shards: Sequence[Mapping[str, Tensor]], vocab_size: int | None = None
-) -> dict[str, Tensor]:
-    """Return the state dict of which these are the ranks' parts; the inverse of `split_state_dict`.
-
-    Args:
-        shards: One for each rank, in the order of ranks. What is not split is taken from the first.
-        vocab_size: Number of tokens, for shards that have padding, as a split model's own
-            ``state_dict()``; without it no padding is looked for.
-    """
-    merged: dict[int, Tensor] = {}
-    for name, first in shards[0].items():
-        if id(first) not in merged:
-            merged[id(first)] = merge_tensor(name, [shard[name] for shard in shards], vocab_size)
-    return {name: merged[id(first)] for name, first in shards[0].items()}
-
-
 def merge_tensor(name: str, parts: Sequence[Tensor], vocab_size: int | None) -> Tensor:
-    """Merge the parts of one weight; see `merge_state_dict`."""
+    """Merge the parts of one weight; the inverse of `Partition.part`.
+
+    Args:
+        name: In the model's state dict.
+        parts: One for each rank, in their order. What is not split is taken from the first.
+        vocab_size: Number of tokens, where parts have padding; None where they have none.
+    """
     partition = partition_of(name)
     if partition is None:
         return parts[0].detach().clone()
@@ -136,16 +119,96 @@ def merge_tensor(name: str, parts: Sequence[Tensor], vocab_size: int | None) -> 
     return whole[:vocab_size].clone() if partition.vocabulary and vocab_size else whole
 
 
-def _part(name: str, whole: Tensor, rank: int, size: int) -> Tensor:
-    partition = partition_of(name)
-    if partition is None:
-        return whole.clone()
-    try:
-        return partition.part(whole, rank, size)
-    except ValueError as error:
-        raise ModelError(
-            name,
-            tuple(whole.shape),
-            f"its dimension {partition.dim} cannot be split over {size} ranks ({error})",
-            "Use another number of ranks",
-        ) from None
+def merged_state_dict(model: Any) -> dict[str, Tensor] | None:
+    """Gather the weights of a split model, one at a time; all ranks of its group call this.
+
+    Args:
+        model: What :func:`split_model` has returned, or an engine that holds it.
+
+    Returns:
+        On the group's first rank the state dict of the model as it was before it was split, on the
+        device ``cpu``; names that are tied share one tensor. None on the other ranks.
+
+    Raises:
+        ModelError: The model has not been split, or ZeRO-3 has cut its weights further.
+    """
+    while not isinstance(model, PreTrainedModel) and hasattr(model, "module"):
+        model = model.module
+    embedding = split_embedding(model)
+    state = model.state_dict(keep_vars=True)
+    merged = gather_weights(state, embedding.group, embedding.share.tokens)
+    return merged if dist.get_rank(embedding.group) == 0 else None
+
+
+def gather_weights(state: Mapping[str, Tensor], group: Any, tokens: int) -> dict[str, Tensor]:
+    """Gather the weights of a split model, or of some of its layers, on a group's first rank.
+
+    All ranks of the group call this, and keep the tensors of one weight at a time.
+
+    Args:
+        state: This rank's parts by their names in the model's state dict.
+        group: The ranks.
+        tokens: Size of the vocabulary.
+
+    Returns:
+        On the first rank whole tensors on the device ``cpu``, one for all names of a tensor; on the
+        other ranks what was given.
+
+    Raises:
+        ModelError: ZeRO-3 has cut the weights further.
+    """
+    merged: dict[int, Tensor] = {}
+    for name, part in state.items():
+        if hasattr(part, "ds_id"):
+            raise ModelError(
+                name, None, "ZeRO-3 holds this weight in pieces of its own", "Use ZeRO 0, 1 or 2"
+            )
+        if id(part) in merged:
+            continue
+        parts = _gather(part.detach(), group) if partition_of(name) else [part.detach()]
+        first = dist.get_rank(group) == 0
+        merged[id(part)] = merge_tensor(name, parts, tokens).cpu() if first else part
+    return {name: merged[id(part)] for name, part in state.items()}
+
+
+def whole_without_weights(model: PreTrainedModel, config: Any = None) -> PreTrainedModel:
+    """Return the model that a split one was made of, on the meta device.
+
+    Args:
+        model: What :func:`split_model` has returned.
+        config: The whole model's; the split one's if omitted.
+    """
+    with torch.device("meta"):
+        whole: Any = type(model)(model.config if config is None else config)
+    if model.can_generate():
+        whole.generation_config = model.generation_config
+    return cast(PreTrainedModel, whole.to(model.dtype))
+
+
+def is_split(model: Any) -> bool:
+    """Whether a model is one that `split_model` has returned."""
+    return isinstance(model, nn.Module) and any(
+        isinstance(module, VocabParallelEmbedding) for module in model.modules()
+    )
+
+
+def split_embedding(model: nn.Module) -> VocabParallelEmbedding:
+    """Return the embedding of a split model, which knows its group and its vocabulary.
+
+    Raises:
+        ModelError: The model has not been split.
+    """
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding):
+            return module
+    raise ModelError(
+        "model", type(model).__name__, "it is not split over ranks", "Call split_model first"
+    )
+
+
+def _gather(part: Tensor, group: Any) -> list[Tensor]:
+    """Return the ranks' tensors, of one shape, on the group's first rank; elsewhere nothing."""
+    first = dist.get_rank(group) == 0
+    parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))] if first else []
+    dist.gather(part.contiguous(), parts or None, group_dst=0, group=group)
+    return parts

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,6 @@ from transformers.pytorch_utils import Conv1D
 
 from wavemare.errors import ModelError
 from wavemare.parallel.tensor.collectives import copy_to_group
-from wavemare.parallel.tensor.forward import compute_loss_over_group
 from wavemare.parallel.tensor.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -23,8 +23,12 @@ from wavemare.parallel.tensor.layers import (
 )
 from wavemare.parallel.tensor.partition import partition_of
 from wavemare.parallel.tensor.random import DropoutAfterSum, SplitRandom, align_generators
-from wavemare.parallel.tensor.share import VocabularyShare
-from wavemare.parallel.tensor.vocabulary import VocabParallelEmbedding, VocabParallelHead
+from wavemare.parallel.tensor.vocabulary import (
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    VocabularyShare,
+    next_tokens,
+)
 
 __all__ = ["SPLITTABLE", "split_model"]
 
@@ -66,23 +70,15 @@ def split_model(model: Any, group: Any) -> Any:
             model.set_submodule(name, replacement.train(module.training))
     if isinstance(model, GPT2LMHeadModel):
         _finish_gpt2(model, SplitRandom(splitter.rank), ranks)
-        compute_loss_over_group(model, model.lm_head, shifts_labels=True)
+        _compute_loss_over_group(model, model.lm_head, shifts_labels=True)
     else:
         _finish_bert(model, SplitRandom(splitter.rank), group)
     if isinstance(model, BertForMaskedLM):
         head: Any = model.cls.predictions
         head.bias = splitter.parameter("predictions.bias", head.bias)
-        compute_loss_over_group(model, head.decoder, shifts_labels=False)
-    model.wave_segments = functools.partial(_wave_segments, model, group)
+        _compute_loss_over_group(model, head.decoder, shifts_labels=False)
     align_generators(next(model.parameters()).device, group)
     return model
-
-
-def _wave_segments(model: Any, group: Any) -> Any:
-    # Here, since what knows segments needs DeepSpeed, and a split model does not.
-    from wavemare.parallel.tensor.segments import tensor_segments
-
-    return tensor_segments(model, group)
 
 
 class _Splitter:
@@ -165,6 +161,45 @@ def _finish_bert(model: Any, random: SplitRandom, group: Any) -> None:
         attention.all_head_size //= dist.get_world_size(group)
         random.surround(attention, attention.dropout)
         attention.register_forward_pre_hook(copy_input)
+
+
+def _compute_loss_over_group(model: Any, head: VocabParallelHead, *, shifts_labels: bool) -> None:
+    """Let a model compute its loss from logits that are spread over the ranks.
+
+    With labels it returns the loss and no logits; without, it gathers the logits.
+
+    Args:
+        model: A transformers language model, whose ``forward`` is replaced by one with the same
+            parameters.
+        head: Its output projection.
+        shifts_labels: Whether a position predicts the next one's label.
+    """
+    whole = model.forward
+    signature = inspect.signature(whole)
+
+    @functools.wraps(whole)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        labels = bound.arguments.pop("labels", None)
+        others = bound.arguments.setdefault("kwargs", {})
+        num_items = others.pop("num_items_in_batch", None)
+        shifted = others.pop("shift_labels", None)
+        by_name = others.pop("return_dict", None)
+        others["return_dict"] = True
+        output = whole(*bound.args, **bound.kwargs)
+        entries = dict(output)
+        logits = entries.pop("logits")
+        if labels is None and shifted is None:
+            entries["logits"] = head.gather(logits)
+        else:
+            if shifted is None:
+                shifted = next_tokens(labels) if shifts_labels else labels
+            entries["loss"] = head.loss(logits, shifted, num_items)
+        output = type(output)(**entries)
+        by_name = model.config.return_dict if by_name is None else by_name
+        return output if by_name else output.to_tuple()
+
+    model.forward = forward
 
 
 def _check_kind(model: Any) -> None:

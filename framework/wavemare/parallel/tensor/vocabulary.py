@@ -1,19 +1,86 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Embedding and output projection of which each rank holds the rows of some tokens."""
+"""A vocabulary spread over the ranks: embedding, output projection and cross-entropy.
+
+All ranks hold the same number of rows, a multiple of 8, so that products stay aligned. The last
+ones are padding: zero, never read, without probability, and so with a gradient of zero.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch import distributed as dist
+from torch.autograd.function import once_differentiable
 
 from wavemare.parallel.tensor.collectives import gather_from_group, reduce_from_group
 from wavemare.parallel.tensor.layers import ColumnParallelLinear
-from wavemare.parallel.tensor.loss import vocab_parallel_cross_entropy
-from wavemare.parallel.tensor.share import VocabularyShare
 
-__all__ = ["VocabParallelEmbedding", "VocabParallelHead"]
+__all__ = [
+    "VocabParallelEmbedding",
+    "VocabParallelHead",
+    "VocabularyShare",
+    "next_tokens",
+    "vocab_parallel_cross_entropy",
+]
+
+_ROW_MULTIPLE = 8
+_IGNORED = -100  # the label of a position that does not count
+
+
+@dataclass(frozen=True)
+class VocabularyShare:
+    """Which tokens a rank holds.
+
+    Args:
+        tokens: Size of the whole vocabulary.
+        rank: The rank in its group.
+        ranks: Size of the group.
+    """
+
+    tokens: int
+    rank: int
+    ranks: int
+
+    @property
+    def rows(self) -> int:
+        """How many rows each rank holds, with padding."""
+        return -(-self.tokens // (self.ranks * _ROW_MULTIPLE)) * _ROW_MULTIPLE
+
+    @property
+    def first(self) -> int:
+        """The token of this rank's first row."""
+        return self.rank * self.rows
+
+    @property
+    def held(self) -> int:
+        """How many of this rank's rows are tokens; the others, at its end, are padding."""
+        return min(max(self.tokens - self.first, 0), self.rows)
+
+    def part(self, whole: Tensor) -> Tensor:
+        """Return a view of this rank's rows of a tensor (tokens, ...), without padding."""
+        return whole.narrow(0, min(self.first, self.tokens), self.held)
+
+    def padded(self, part: Tensor) -> Tensor:
+        """Return a copy of the rank's rows (held, ...) with rows of zeros at the end."""
+        result = part.new_zeros((self.rows, *part.shape[1:]))
+        result[: self.held] = part
+        return result
+
+    def locate(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each token's row here, and whether it is here; where it is not, the row is 0.
+
+        A token that no rank holds fails as an index would: with RuntimeError on a CPU, with the
+        device's assertion elsewhere.
+        """
+        known = (tokens >= 0) & (tokens < self.tokens)
+        torch._assert_async(known.all(), f"a token is not one of the {self.tokens} known")
+        rows = tokens - self.first
+        here = (rows >= 0) & (rows < self.held)
+        return rows.masked_fill(~here, 0), here
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -70,3 +137,66 @@ class VocabParallelHead(ColumnParallelLinear):
     def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor | int | None = None) -> Tensor:
         """Return `vocab_parallel_cross_entropy` of this rank's logits."""
         return vocab_parallel_cross_entropy(logits, labels, self.share, self.group, num_items)
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    share: VocabularyShare,
+    group: Any,
+    num_items: Tensor | int | None = None,
+) -> Tensor:
+    """Return the mean cross-entropy over the labels other than -100, equal on all ranks.
+
+    It is computed in fp32. What the ranks exchange is three numbers for each position: the largest
+    logit, the sum of exponentials and the label's logit.
+
+    Args:
+        logits: This rank's, (..., rows).
+        labels: Tokens of the whole vocabulary, (...), equal on all ranks.
+        share: Which tokens the rows are.
+        group: The ranks.
+        num_items: Divides the sum in place of the number of labels that count.
+    """
+    counts = labels != _IGNORED
+    rows, here = share.locate(labels.masked_fill(~counts, 0))
+    losses = _CrossEntropy.apply(logits, rows, here, share.held, group)
+    total = losses.masked_fill(~counts, 0.0).sum()
+    return total / (counts.sum() if num_items is None else num_items)
+
+
+def next_tokens(labels: Tensor) -> Tensor:
+    """Return for each position, (batch, sequence), the label of the next one; -100 for the last."""
+    return F.pad(labels, (0, 1), value=_IGNORED)[..., 1:]
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Loss of each position: log of the sum of exponentials, less the label's logit."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, rows: Tensor, here: Tensor, held: int, group: Any
+    ) -> Tensor:
+        scores = logits.float()
+        if held < logits.shape[-1]:
+            padding = torch.arange(logits.shape[-1], device=logits.device) >= held
+            scores = scores.masked_fill(padding, float("-inf"))
+        largest = scores.amax(dim=-1)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        scores = scores - largest[..., None]
+        label_score = scores.gather(-1, rows[..., None]).squeeze(-1).masked_fill(~here, 0.0)
+        exponentials = scores.exp_()
+        sums = torch.stack([exponentials.sum(dim=-1), label_score])
+        dist.all_reduce(sums, group=group)
+        total, label_score = sums
+        ctx.save_for_backward(exponentials.div_(total[..., None]), rows, here)
+        ctx.dtype = logits.dtype
+        return total.log() - label_score
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        probabilities, rows, here = ctx.saved_tensors
+        result = probabilities * gradient[..., None]
+        result.scatter_add_(-1, rows[..., None], -(gradient * here)[..., None])
+        return result.to(ctx.dtype), None, None, None, None
