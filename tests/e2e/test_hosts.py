@@ -20,7 +20,7 @@ import pytest
 from mpi_jobs import needed_mpi
 
 from wavemare.bench.cluster import EmulatedCluster
-from wavemare.cli.ending import end_job
+from wavemare.cli.launch import end_job
 from wavemare.report import read_run
 
 BIN = Path(sys.executable).parent

@@ -3,20 +3,57 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
+import os
+import platform
+import shlex
+import shutil
+import socket
+import sys
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from wavemare.cli.launch import find_deepspeed
+from wavemare.errors import LaunchError
+from wavemare.observe.formats import format_bytes, format_duration
 
 if TYPE_CHECKING:
-    from wavemare.cli.checks import Finding
+    from wavemare.comm.mpi_library import MpiInfo
 
-__all__ = ["diagnose", "doctor"]
+__all__ = ["Finding", "diagnose", "doctor"]
 
+_PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "mpi4py")
+_CUDA = {True: "CUDA-aware", False: "not CUDA-aware", None: "CUDA support unknown"}
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+_SHARED_MEMORY = Path("/dev/shm")
+_ENOUGH_SHARED_MEMORY = 256 * 2**20
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One row of the table.
+
+    Attributes:
+        check: The subject of the check.
+        status: ``fail`` if a run cannot work, ``warn`` if a run may behave unexpectedly.
+        value: The result.
+        remedy: What to do; empty if nothing.
+    """
+
+    check: str
+    status: Literal["ok", "warn", "fail"]
+    value: str
+    remedy: str = ""
 
 
 def doctor(
@@ -45,15 +82,13 @@ def diagnose(hostfile: Path | None = None) -> Iterator[Finding]:
     Args:
         hostfile: A hostfile to check as well.
     """
-    from wavemare.cli import checks
-
-    yield from checks.check_versions()
-    yield from checks.check_accelerator()
-    yield from checks.check_mpi()
-    yield from checks.check_launchers()
-    yield from checks.check_network()
-    yield from checks.check_shared_memory()
-    yield from checks.check_extension_locks()
+    yield from check_versions()
+    yield from check_accelerator()
+    yield from check_mpi()
+    yield from check_launchers()
+    yield from check_network()
+    yield from check_shared_memory()
+    yield from check_extension_locks()
     if hostfile is not None:
         from wavemare.cli.host_checks import check_hostfile
 
@@ -78,3 +113,147 @@ def _draw(findings: Sequence[Finding]) -> None:
     console.print(table)
     counts = {name: sum(f.status == name for f in findings) for name in _STYLES}
     console.print(f"\n{counts['ok']} ok, {counts['warn']} warnings, {counts['fail']} failures")
+
+
+def check_versions() -> Iterator[Finding]:
+    """Check Python and the packages against the requirements of wavemare's own metadata."""
+    version, wanted = platform.python_version(), metadata.metadata("wavemare")["Requires-Python"]
+    if SpecifierSet(wanted).contains(version, prereleases=True):
+        yield Finding("python", "ok", f"{version} ({sys.executable})")
+    else:
+        yield Finding("python", "fail", version, f"Use Python {wanted}")
+    yield Finding("wavemare", "ok", metadata.version("wavemare"))
+    requirements = [Requirement(text) for text in metadata.requires("wavemare") or []]
+    floors = {item.name: item.specifier for item in requirements if item.marker is None}
+    for name in _PACKAGES:
+        yield check_version(name, floors.get(name, SpecifierSet()))
+
+
+def check_version(name: str, wanted: SpecifierSet) -> Finding:
+    """Check the version of one package.
+
+    Args:
+        name: Its name on PyPI.
+        wanted: Versions that work; a local build such as ``2.13.0+cpu`` counts as 2.13.0.
+    """
+    remedy = f'pip install "{name}{wanted}"'
+    try:
+        version = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return Finding(name, "fail", "not installed", remedy)
+    if not wanted.contains(version, prereleases=True):
+        return Finding(name, "fail", f"{version}, but {wanted} is needed", remedy)
+    return Finding(name, "ok", version)
+
+
+def check_accelerator() -> Iterator[Finding]:
+    """Name the devices that torch sees; a CPU alone is fine."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        value = f"torch cannot be imported: {str(error).splitlines()[0]}"
+        yield Finding("accelerator", "fail", value, "Reinstall torch")
+        return
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        yield Finding("accelerator", "ok", "none, runs use the CPU")
+        return
+    name = torch.cuda.get_device_name(0) if device.type == "cuda" else device.type
+    yield Finding("accelerator", "ok", f"{torch.accelerator.device_count()} x {name}")
+
+
+def check_mpi(info: MpiInfo | None = None) -> Iterator[Finding]:
+    """Check that mpi4py finds a library, and that ``mpirun`` belongs to it.
+
+    Args:
+        info: The MPI of this machine; None to look for it.
+    """
+    from wavemare.comm.mpi_library import describe_mpi
+
+    info = info or describe_mpi()
+    if info.flavour is None:
+        remedy = "For mpirun: pip install 'wavemare[mpi]', or use the cluster's own MPI"
+        yield Finding("MPI", "ok", f"none ({info.problem}); optional", remedy)
+        return
+    threads = f"threads: {info.thread_level or 'unknown'}"
+    value = f"{info.flavour} {info.version}, {threads}, {_CUDA[info.cuda_aware]}"
+    if info.problem is not None:
+        remedy = "Reinstall MPI, and check that only one MPI is installed"
+        yield Finding("MPI", "warn", f"{value}; {info.problem}", remedy)
+    else:
+        yield Finding("MPI", "ok", value)
+    if not info.launcher_matches:
+        value = f"{info.launcher} is {info.launcher_flavour}'s, but mpi4py loads {info.flavour}"
+        remedy = (
+            f"Put {info.flavour}'s mpirun first in PATH, or set MPI4PY_LIBMPI to the library of "
+            f"{info.launcher_flavour}"
+        )
+        yield Finding("mpirun", "fail", value, remedy)
+
+
+def check_launchers() -> Iterator[Finding]:
+    """Look for the programs that start ranks."""
+    try:
+        yield Finding("deepspeed launcher", "ok", find_deepspeed())
+    except LaunchError as error:
+        yield Finding("deepspeed launcher", "fail", error.reason, error.remedy)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    for name, use in (("pdsh", "several hosts"), ("mpirun", "MPI"), ("srun", "Slurm")):
+        found = shutil.which(name, path=path) or f"not found (needed for {use})"
+        yield Finding(name, "ok", found)
+
+
+def check_network() -> Iterator[Finding]:
+    """Check where gloo would listen: the interface that the user names, else the host's name."""
+    interfaces = [name for _, name in socket.if_nameindex()]
+    chosen = os.environ.get(_INTERFACE)
+    if chosen:
+        if chosen in interfaces:
+            yield Finding(_INTERFACE, "ok", chosen)
+        else:
+            remedy = f"Name one of {', '.join(interfaces)}, or unset {_INTERFACE}"
+            yield Finding(_INTERFACE, "fail", f"{chosen}: there is no such interface", remedy)
+        return
+    name = socket.gethostname()
+    others = "|".join(each for each in interfaces if each != "lo")
+    remedy = f"For several hosts: export {_INTERFACE}={others}" if others else ""
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        remedy = f"Add {name} to /etc/hosts. {remedy}".strip()
+        yield Finding("host name", "warn", f"{name} does not resolve ({error.strerror})", remedy)
+        return
+    if ipaddress.ip_address(address).is_loopback and others:
+        value = f"{name} is {address}, which other hosts cannot reach"
+        yield Finding("host name", "warn", value, remedy)
+    else:
+        yield Finding("host name", "ok", f"{name} is {address}")
+
+
+def check_shared_memory(folder: Path = _SHARED_MEMORY) -> Iterator[Finding]:
+    """Check the space for tensors that processes of this host share."""
+    if not folder.is_dir():
+        yield Finding("shared memory", "warn", f"there is no {folder}", "Mount a tmpfs there")
+        return
+    free = shutil.disk_usage(folder).free
+    value = f"{format_bytes(free)} free in {folder}"
+    if free < _ENOUGH_SHARED_MEMORY:
+        remedy = "Remove what crashed runs left there; in a container: docker run --shm-size=8g"
+        yield Finding("shared memory", "warn", value, remedy)
+    else:
+        yield Finding("shared memory", "ok", value)
+
+
+def check_extension_locks() -> Iterator[Finding]:
+    """Look for locks of torch's builds: a build that was killed makes every later start wait."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path(cache) / "torch_extensions")
+    # Two levels by default (python and CUDA version, extension), one below TORCH_EXTENSIONS_DIR.
+    locks = sorted({*folder.glob("*/lock"), *folder.glob("*/*/lock")})
+    if not locks:
+        yield Finding("extension locks", "ok", f"none in {folder}")
+    for lock in locks:
+        age = format_duration(time.time() - lock.stat().st_mtime)
+        value = f"{lock} ({age} old): starts wait while it exists"
+        remedy = f"If no process builds there: rm {shlex.quote(str(lock))}"
+        yield Finding("extension locks", "warn", value, remedy)

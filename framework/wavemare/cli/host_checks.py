@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import ipaddress
 import json
 import os
@@ -16,12 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from wavemare.cli import host_facts
-from wavemare.cli.checks import Finding
-from wavemare.cli.hostfile import Host, is_this_host_alone, read_hosts
+from wavemare.cli.doctor import Finding
+from wavemare.cli.job import Host, is_this_host_alone, read_hosts
 from wavemare.errors import LaunchError
 
-__all__ = ["check_hostfile"]
+__all__ = ["check_hostfile", "host_facts"]
 
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
 _SECONDS = 30.0
@@ -51,7 +51,7 @@ def check_hostfile(file: Path, limit_s: float = _SECONDS) -> Iterator[Finding]:
     elif shutil.which("ssh") is None:
         yield Finding("ssh", "fail", "not found", "Install it: apt install openssh-client")
     else:
-        here = host_facts.host_facts()["versions"]
+        here = host_facts()["versions"]
         check = partial(_check_host, here=here, alone=len(hosts) == 1, limit_s=limit_s)
         with ThreadPoolExecutor(min(_PARALLEL, len(hosts))) as pool:
             yield from pool.map(check, hosts)
@@ -59,7 +59,11 @@ def check_hostfile(file: Path, limit_s: float = _SECONDS) -> Iterator[Finding]:
 
 def _check_host(host: Host, *, here: dict[str, str], alone: bool, limit_s: float) -> Finding:
     name = f"host {host.name}"
-    program = Path(host_facts.__file__).read_text(encoding="utf-8")
+    # wavemare may be missing there: the function alone goes there, as text.
+    program = (
+        f"from __future__ import annotations\n{inspect.getsource(host_facts)}\n"
+        "import json\nprint(json.dumps(host_facts()))"
+    )
     # As DeepSpeed starts the ranks there: with this interpreter, in this folder.
     words = shlex.join([sys.executable, "-c", program])
     command = [*_SSH, "--", host.name, f"cd {shlex.quote(os.getcwd())} && exec {words}"]
@@ -117,3 +121,23 @@ def _problem(facts: dict[str, Any], here: dict[str, str], *, alone: bool) -> tup
         return None
     problem = f"leads to {address}, where no other host reaches it" if address else "is unknown"
     return f"its own name {problem} (it has {listed})", remedy
+
+
+def host_facts() -> dict[str, Any]:
+    """Return versions (``missing`` if not installed), address (None if unknown), interfaces."""
+    import platform
+    import socket
+    from importlib import metadata
+
+    versions = {"python": platform.python_version()}
+    for name in ("torch", "deepspeed", "wavemare"):  # they must be the same on all hosts
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "missing"
+    try:
+        address = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        address = None
+    interfaces = [name for _, name in socket.if_nameindex()]
+    return {"versions": versions, "address": address, "interfaces": interfaces}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the files that commands write."""
+"""The files that commands write."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import typer
+
 from wavemare.errors import ConfigError
 
-__all__ = ["check_picture", "check_writable"]
+__all__ = ["check_picture", "check_writable", "write_page"]
 
 
 def check_writable(option: str, path: Path | None, *, is_folder: bool = False) -> None:
@@ -56,3 +58,26 @@ def check_picture(
     if path is not None and path.suffix not in suffixes:
         reason = f"a picture's name ends in {' or '.join(suffixes)}"
         raise ConfigError(option, str(path), reason, f"Name it {path.stem}.png")
+
+
+def write_page(page: str, file: Path, *, key: str = "--output") -> None:
+    """Write a page and say so.
+
+    Args:
+        page: Its HTML.
+        file: Replaced if it exists.
+        key: The option that names the file.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    from wavemare.files import atomic_write_text
+
+    try:
+        if file.is_dir():
+            raise IsADirectoryError(21, "this is a folder")
+        atomic_write_text(file, page)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ConfigError(key, str(file), reason, "Name another HTML file") from None
+    typer.echo(f"{file}: {len(page.encode()) / 1e6:.1f} MB", err=True)

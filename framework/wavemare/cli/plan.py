@@ -3,22 +3,30 @@
 
 from __future__ import annotations
 
+import math
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wavemare.cli.plan_search import search
-from wavemare.cli.plan_show import make_plan, present, read_plan
+from wavemare.cli.output import check_writable, write_page
 from wavemare.errors import ConfigError
 
-__all__ = ["app", "show"]
+if TYPE_CHECKING:
+    from wavemare.pipeline.clock.simulate import Costs
+    from wavemare.pipeline.clock.timeline import Timeline
+    from wavemare.pipeline.plan.plan import Plan
+
+__all__ = ["app", "search", "show"]
 
 app = typer.Typer(
     no_args_is_help=True, help="Look at schedules without running them; find layouts of jobs."
 )
-app.command()(search)
-
+_MS_PER_S = 1e3
+_MOST_PASSES = 1_000_000  # minutes, and some gigabytes
+_FILES = ("plan.txt", "plan.csv", "trace.json", "plan.svg", "plan.png")
 _MAKE_A_PLAN = (
     "schedule",
     "stages",
@@ -28,6 +36,71 @@ _MAKE_A_PLAN = (
     "drain_interval",
     "slack",
 )
+
+
+@app.command()
+def search(
+    model: Annotated[
+        str,
+        typer.Option(
+            help="A config.json of transformers, its folder, or gpt2, gpt2-medium, gpt2-large, "
+            "gpt2-xl, bert-base or bert-large."
+        ),
+    ],
+    cluster: Annotated[
+        str,
+        typer.Option(help="A cluster file, or cards by node such as 8xV100,2x4xP100."),
+    ],
+    global_batch: Annotated[int, typer.Option(help="Samples of one optimizer step.")],
+    sequence: Annotated[int, typer.Option(help="Tokens of a sample.")],
+    dtype: Annotated[str, typer.Option(help="fp32, fp16 or bf16.")] = "fp32",
+    head: Annotated[
+        str | None,
+        typer.Option(help="Class of the model, for example BertForSequenceClassification."),
+    ] = None,
+    margin: Annotated[
+        float, typer.Option(help="Part of each device's memory that stays free.")
+    ] = 0.05,
+    pipemare: Annotated[
+        bool, typer.Option("--pipemare", help="Offer asynchronous pipelines, too.")
+    ] = False,
+    max_stages: Annotated[int, typer.Option(help="The longest pipeline.")] = 16,
+    max_tensor_parallel: Annotated[int, typer.Option(help="The most ranks to a layer.")] = 8,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write all plans into this file.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the best plan into this file.")] = None,
+) -> None:
+    """Find stages, splits, replicas, shares and memory settings for devices, like or unlike.
+
+    The five best plans and the best one with equal parts are printed. The exit code is 2 where
+    nothing fits.
+
+    For example: wavemare plan search --model gpt2 --cluster 8xV100,8xP100 --global-batch 512
+    --sequence 1024 --output plan.json
+    """
+    from wavemare.files import atomic_write_text
+    from wavemare.parallel.planner.api import plan
+
+    check_writable("--json", json_file)
+    check_writable("--output", output)
+    found = plan(
+        model,
+        cluster,
+        global_batch=global_batch,
+        sequence_length=sequence,
+        dtype=dtype,
+        head=head,
+        margin=margin,
+        pipemare=pipemare,
+        max_stages=max_stages,
+        max_tensor_parallel=max_tensor_parallel,
+    )
+    typer.echo(str(found))
+    if json_file is not None:
+        atomic_write_text(json_file, found.to_json())
+    if output is not None:
+        atomic_write_text(output, found.best.to_json())
 
 
 @app.command()
@@ -90,15 +163,15 @@ def show(
         costs_ms["--collective-ms"] = collective_ms
     if file is not None:
         _refuse_beside_file(context)
-        plan = read_plan(file)
+        plan = _read_plan(file)
     else:
-        plan = make_plan(
+        plan = _make_plan(
             schedule,
             (stages, micro_batches, steps),
             {"warmup_steps": warmup_steps, "drain_interval": drain_interval, "slack": slack},
             costs_ms,
         )
-    present(plan, costs_ms, text_only=text, folder=output, html=html)
+    _present(plan, costs_ms, text_only=text, folder=output, html=html)
 
 
 def _refuse_beside_file(context: typer.Context) -> None:
@@ -108,3 +181,186 @@ def _refuse_beside_file(context: typer.Context) -> None:
             key = f"--{name.replace('_', '-')}"
             reason = "the plan in the file of --file has its own"
             raise ConfigError(key, context.params[name], reason, f"Leave out {key} or --file")
+
+
+def _read_plan(file: Path) -> Plan:
+    from wavemare.pipeline.plan.plan import Plan
+
+    remedy = "Name a file with the text that 'wavemare plan show --text' prints"
+    try:
+        return Plan.parse(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ConfigError("--file", str(file), reason, remedy) from None
+    except UnicodeDecodeError:
+        raise ConfigError("--file", str(file), "this is not text", remedy) from None
+
+
+def _make_plan(
+    schedule: str,
+    sizes: tuple[int, int, int],
+    asynchronous: Mapping[str, Any],
+    costs_ms: Mapping[str, str],
+) -> Plan:
+    from wavemare.pipeline.plan import schedules
+
+    stages, micro_batches, steps = sizes
+    if stages * micro_batches * max(steps, 1) > _MOST_PASSES:
+        reason = f"{stages} x {micro_batches} x {steps} forward passes are more than can be shown"
+        remedy = f"Give numbers whose product is at most {_MOST_PASSES}"
+        raise ConfigError("--stages", stages, reason, remedy)
+    if schedule == "pipemare":
+        return schedules.pipemare(*sizes, **asynchronous)
+    plan = schedules.build_plan(schedule, *sizes)
+    if schedule in {"tick-tock", "in-phase"}:
+        plan = _interleave(plan, _costs(plan, costs_ms))
+    for name, value in asynchronous.items():
+        if value:
+            key = f"--{name.replace('_', '-')}"
+            reason = f"the schedule {schedule!r} never overlaps two steps"
+            raise ConfigError(key, value, reason, f"Leave it out, or give {key} with pipemare")
+    return plan
+
+
+def _interleave(plan: Plan, costs: Costs) -> Plan:
+    """Return waves in the order that suits the segments that have collectives."""
+    from wavemare.pipeline.wave.gain import sums_of
+    from wavemare.pipeline.wave.schedule import in_phase, tick_tock
+
+    make = tick_tock if plan.schedule == "tick-tock" else in_phase
+    up, down = sums_of(costs, plan.num_stages)
+    numbers = plan.num_stages, plan.micro_batches, plan.num_steps
+    return make(*numbers, sums_output=up, sums_gradient=down)
+
+
+def _present(
+    plan: Plan,
+    costs_ms: Mapping[str, str],
+    *,
+    text_only: bool,
+    folder: Path | None,
+    html: Path | None,
+) -> None:
+    """Check a plan, simulate it, and show both."""
+    from wavemare.pipeline.clock.simulate import simulate
+    from wavemare.pipeline.draw import grid
+    from wavemare.pipeline.plan.check import check
+
+    costs = _costs(plan, costs_ms)
+    report = check(plan)
+    timeline = simulate(plan, costs)
+    prediction = [_prediction(plan, timeline, costs_ms), _hidden(plan, timeline, costs)]
+    if text_only:
+        typer.echo(str(plan), nl=False)
+    else:
+        typer.echo("\n".join([str(report), *prediction]))
+        typer.echo(grid(plan, width=shutil.get_terminal_size().columns))
+    if folder is not None:
+        _write(plan, timeline, folder)
+        # Not into the plan's text, which is read back.
+        start = "" if text_only else "\n"
+        typer.echo(f"{start}{folder}: {', '.join(_FILES)}", err=text_only)
+    if html is not None:
+        from wavemare.report import plan_page
+
+        facts = "\n".join(prediction).splitlines()
+        write_page(plan_page(plan, report, timeline, facts), html, key="--html")
+
+
+def _costs(plan: Plan, texts: Mapping[str, str]) -> Costs:
+    from wavemare.pipeline.clock.simulate import Costs
+
+    seconds = {key: _seconds(key, text, plan.num_stages) for key, text in texts.items()}
+    sums = seconds.get("--collective-ms")
+    if sums is not None and not plan.on_one_rank:
+        reason = f"the schedule {plan.schedule!r} has no collectives between its passes"
+        remedy = "Leave it out, or give it with tick-tock, accumulation or in-phase"
+        raise ConfigError("--collective-ms", texts["--collective-ms"], reason, remedy)
+    sums = sums or (0.0,) * plan.num_stages
+    return Costs(
+        forward_s=seconds["--forward-ms"],
+        backward_s=seconds["--backward-ms"],
+        step_s=seconds["--step-ms"],
+        send_s=seconds["--send-ms"],
+        # The first segment's input needs no gradient, and the head's output is the loss.
+        sum_output_s=(*sums[:-1], 0.0),
+        sum_gradient_s=(0.0, *sums[1:]),
+    )
+
+
+def _seconds(key: str, text: str, num_stages: int) -> tuple[float, ...]:
+    """Read one number of milliseconds for all stages, or one for each."""
+    remedy = f"Give one number of milliseconds, or one for each of the {num_stages} stages: 1,2,..."
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(key, text, "these are no numbers", remedy) from None
+    if not all(math.isfinite(number) and number >= 0 for number in numbers):
+        raise ConfigError(key, text, "a time is 0 or more, and finite", remedy)
+    if len(numbers) not in {1, num_stages}:
+        reason = f"there are {len(numbers)} numbers for {num_stages} stages"
+        raise ConfigError(key, text, reason, remedy)
+    if len(numbers) == 1:
+        numbers *= num_stages
+    return tuple(number / _MS_PER_S for number in numbers)
+
+
+def _prediction(plan: Plan, timeline: Timeline, costs_ms: Mapping[str, str]) -> str:
+    """Return how long the plan takes, and how busy the ranks are meanwhile."""
+    from wavemare.pipeline.clock.timeline import bubble, steady_utilisation, utilisation
+
+    passes = ", ".join(
+        f"{key.removeprefix('--').removesuffix('-ms')} {text} ms" for key, text in costs_ms.items()
+    )
+    total_ms = timeline.makespan_s * _MS_PER_S
+    per_step = f", {total_ms / plan.num_steps:.4g} ms per step" if plan.num_steps else ""
+    shares = utilisation(timeline)
+    steady = steady_utilisation(timeline)
+    lines = [
+        f"predicted for {passes}:",
+        f"time: {total_ms:.6g} ms{per_step}",
+        f"bubble: {bubble(timeline):.1%} of the ranks' time",
+        f"busy: {_spread(shares)}" + (f"; in steady state {_spread(steady)}" if steady else ""),
+    ]
+    return "\n".join(lines)
+
+
+def _hidden(plan: Plan, timeline: Timeline, costs: Costs) -> str:
+    """Return how much of the collectives is hidden, with a line feed; empty without any."""
+    from wavemare.pipeline.wave.gain import step_time
+    from wavemare.pipeline.wave.schedule import accumulation
+
+    sums_s = timeline.collectives_s
+    if not sums_s:
+        return ""
+    hidden = 1 - timeline.exposed_s / sums_s
+    text = f"collectives: {sums_s * _MS_PER_S:.6g} ms, {hidden:.1%} of it behind passes"
+    if plan.num_steps and plan.schedule != "accumulation":
+        plain = accumulation(plan.num_stages, plan.micro_batches)
+        gain = step_time(plain, costs).step_s / step_time(plan, costs).step_s
+        text += f"; speedup over accumulation: {gain:.3f}x"
+    return f"{text}\n"
+
+
+def _spread(shares: Sequence[float]) -> str:
+    mean = sum(shares) / len(shares)
+    return f"{mean:.1%} (by rank {min(shares):.1%} to {max(shares):.1%})"
+
+
+def _write(plan: Plan, timeline: Timeline, folder: Path) -> None:
+    from wavemare.files import atomic_write_bytes
+    from wavemare.pipeline import draw
+
+    contents = (
+        str(plan).encode(),
+        draw.to_csv(plan).encode(),
+        draw.chrome_trace(timeline).encode(),
+        draw.svg(timeline).encode(),
+        draw.png(timeline),
+    )
+    try:
+        for name, content in zip(_FILES, contents, strict=True):
+            atomic_write_bytes(folder / name, content)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ConfigError("--output", str(folder), reason, "Name another folder") from None

@@ -9,9 +9,10 @@ from typing import Annotated
 
 import typer
 
+from wavemare.cli.output import write_page
 from wavemare.errors import ConfigError
 
-__all__ = ["report", "write_page"]
+__all__ = ["report"]
 
 
 def report(
@@ -30,29 +31,6 @@ def report(
     names = _names(runs)
     facts = [read_run(run, name=name) for run, name in zip(runs, names, strict=True)]
     write_page(run_page(facts), output)
-
-
-def write_page(page: str, file: Path, *, key: str = "--output") -> None:
-    """Write a page and say so.
-
-    Args:
-        page: Its HTML.
-        file: Replaced if it exists.
-        key: The option that names the file.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
-    from wavemare.files import atomic_write_text
-
-    try:
-        if file.is_dir():
-            raise IsADirectoryError(21, "this is a folder")
-        atomic_write_text(file, page)
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise ConfigError(key, str(file), reason, "Name another HTML file") from None
-    typer.echo(f"{file}: {len(page.encode()) / 1e6:.1f} MB", err=True)
 
 
 def _names(runs: Sequence[Path]) -> list[str]:

@@ -12,8 +12,7 @@ from typing import Annotated
 
 import typer
 
-from wavemare.cli.recipes import find_recipe
-from wavemare.cli.train import refuse_second_config
+from wavemare.cli.train import find_recipe, refuse_second_config
 from wavemare.errors import ConfigError
 
 __all__ = ["simulate"]

@@ -98,8 +98,7 @@ def start(
         LaunchError: The hostfile or the launcher cannot be used.
         ConfigError: There is no such launcher, or its options are not closed.
     """
-    from wavemare.cli.hostfile import read_hosts
-    from wavemare.cli.job import Job, check_launcher, split_options
+    from wavemare.cli.job import Job, check_launcher, read_hosts, split_options
 
     job = Job(
         program=program,

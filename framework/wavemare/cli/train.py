@@ -6,13 +6,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
-from wavemare.cli.recipes import RECIPES, find_recipe
 from wavemare.cli.start import (
     Hostfile,
     LauncherArguments,
@@ -22,15 +23,58 @@ from wavemare.cli.start import (
     start,
 )
 from wavemare.engine.launch.environment import launcher_rank
-from wavemare.errors import ConfigError, LaunchError
+from wavemare.errors import ConfigError, LaunchError, did_you_mean
 
-__all__ = [
-    "become_rank",
-    "check_early",
-    "refuse_second_config",
-    "refuse_second_launcher",
-    "train",
-]
+__all__ = ["RECIPES", "Recipe", "check_early", "find_recipe", "refuse_second_config", "train"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A module of ``wavemare.recipes`` and the configuration that it starts with by default."""
+
+    area: str
+    task: str
+    layout: str = "pipeline"
+
+    @property
+    def name(self) -> str:
+        """Its name on the command line."""
+        return f"{self.area}/{self.task}"
+
+    @property
+    def module(self) -> str:
+        """The module to run."""
+        return f"wavemare.recipes.{self.area}.{self.task}"
+
+    @property
+    def config(self) -> Path:
+        """Its default JSON configuration."""
+        return Path(str(files("wavemare.recipes") / self.area / f"{self.task}_{self.layout}.json"))
+
+
+RECIPES = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe("gpt", "pretrain", "pipemare"),
+        Recipe("gpt", "finetune"),
+        Recipe("bert", "pretrain"),
+        Recipe("bert", "finetune"),
+    )
+}
+_SHORT_NAMES = {"gpt": "gpt/pretrain", "bert": "bert/pretrain"}
+
+
+def find_recipe(name: str) -> Recipe:
+    """Return the recipe of that name; ``gpt`` and ``bert`` mean pretraining.
+
+    Raises:
+        ConfigError: There is none; the message has the nearest name.
+    """
+    full_name = _SHORT_NAMES.get(name, name)
+    if full_name not in RECIPES:
+        remedy = did_you_mean(name, [*RECIPES, *_SHORT_NAMES])
+        raise ConfigError("RECIPE", name, "there is no such recipe", remedy)
+    return RECIPES[full_name]
 
 
 def train(
@@ -80,8 +124,8 @@ def train(
             "--launcher-args": launcher_args,
             "--max-restarts": max_restarts,
         }
-        refuse_second_launcher(options_of_launchers)
-        become_rank(chosen.module, options)
+        _refuse_second_launcher(options_of_launchers)
+        _become_rank(chosen.module, options)
     start(
         chosen.module,
         options,
@@ -114,7 +158,7 @@ def check_early(config: Mapping[str, Any]) -> None:
     WavemareConfig.of(config)
 
 
-def refuse_second_launcher(given: Mapping[str, object]) -> None:
+def _refuse_second_launcher(given: Mapping[str, object]) -> None:
     """Refuse options that say how ranks are started, as ``mpirun`` has done it.
 
     Raises:
@@ -126,7 +170,7 @@ def refuse_second_launcher(given: Mapping[str, object]) -> None:
             raise LaunchError(name, str(value), reason, "Leave it out, or leave out mpirun")
 
 
-def become_rank(module: str, options: Sequence[str]) -> NoReturn:
+def _become_rank(module: str, options: Sequence[str]) -> NoReturn:
     """Replace this process of ``mpirun`` by a rank.
 
     Args:

@@ -3,7 +3,7 @@
 
 import pytest
 
-from wavemare.cli.hostfile import read_hosts
+from wavemare.cli.job import read_hosts
 from wavemare.engine.launch.group import ensure_launched
 from wavemare.errors import LaunchError
 

@@ -12,9 +12,9 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from typer.testing import CliRunner
 
-from wavemare.cli import app, checks
-from wavemare.cli.checks import Finding
-from wavemare.cli.hostfile import Host, parse_hostfile
+from wavemare.cli import app
+from wavemare.cli.doctor import Finding
+from wavemare.cli.job import Host, parse_hostfile
 from wavemare.comm.mpi_library import MpiInfo
 
 doctor = sys.modules["wavemare.cli.doctor"]  # the package's name is the function
@@ -61,26 +61,26 @@ def test_this_environment_has_no_failure():
     ],
 )
 def test_versions(name, wanted, status, remedy):
-    finding = checks.check_version(name, SpecifierSet(wanted))
+    finding = doctor.check_version(name, SpecifierSet(wanted))
     assert (finding.status, finding.remedy) == (status, remedy)
 
 
 def test_a_local_build_counts_as_its_version(monkeypatch):
-    monkeypatch.setattr(checks.metadata, "version", lambda name: "2.13.0+cpu")
-    assert checks.check_version("torch", SpecifierSet(">=2.13")).status == "ok"
-    assert checks.check_version("torch", SpecifierSet(">2.13")).status == "fail"
+    monkeypatch.setattr(doctor.metadata, "version", lambda name: "2.13.0+cpu")
+    assert doctor.check_version("torch", SpecifierSet(">=2.13")).status == "ok"
+    assert doctor.check_version("torch", SpecifierSet(">2.13")).status == "fail"
 
 
 def test_mpi_states():
-    none = only(checks.check_mpi(MpiInfo(problem="cannot load MPI library")))
+    none = only(doctor.check_mpi(MpiInfo(problem="cannot load MPI library")))
     assert (none.status, "cannot load MPI library" in none.value) == ("ok", True)
     known = {"mpi4py": "4.1", "flavour": "MPICH", "version": "5.0.2", "thread_level": "multiple"}
-    good = only(checks.check_mpi(MpiInfo(**known, cuda_aware=False)))
+    good = only(doctor.check_mpi(MpiInfo(**known, cuda_aware=False)))
     assert good == Finding("MPI", "ok", "MPICH 5.0.2, threads: multiple, not CUDA-aware")
-    slow = only(checks.check_mpi(MpiInfo(**known, problem="it took longer than 20 s")))
+    slow = only(doctor.check_mpi(MpiInfo(**known, problem="it took longer than 20 s")))
     assert (slow.status, "CUDA support unknown" in slow.value) == ("warn", True)
     mixed = MpiInfo(**known, launcher="/usr/bin/mpirun", launcher_flavour="Open MPI")
-    finding = list(checks.check_mpi(mixed))[1]
+    finding = list(doctor.check_mpi(mixed))[1]
     assert finding.status == "fail"
     assert "/usr/bin/mpirun is Open MPI's, but mpi4py loads MPICH" in finding.value
     assert "PATH" in finding.remedy
@@ -88,9 +88,9 @@ def test_mpi_states():
 
 @pytest.mark.parametrize(("free", "status"), [(2**20, "warn"), (2**40, "ok")])
 def test_shared_memory(monkeypatch, tmp_path, free, status):
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: type("Usage", (), {"free": free}))
-    assert only(checks.check_shared_memory(tmp_path)).status == status
-    assert only(checks.check_shared_memory(tmp_path / "missing")).status == "warn"
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: type("Usage", (), {"free": free}))
+    assert only(doctor.check_shared_memory(tmp_path)).status == status
+    assert only(doctor.check_shared_memory(tmp_path / "missing")).status == "warn"
 
 
 INTERFACES = [(1, "lo"), (2, "ens5")]
@@ -115,27 +115,27 @@ def test_network(monkeypatch, chosen, address, check, status):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     if chosen:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", chosen)
-    monkeypatch.setattr(checks.socket, "if_nameindex", lambda: INTERFACES)
-    monkeypatch.setattr(checks.socket, "gethostbyname", lookup)
-    finding = only(checks.check_network())
+    monkeypatch.setattr(doctor.socket, "if_nameindex", lambda: INTERFACES)
+    monkeypatch.setattr(doctor.socket, "gethostbyname", lookup)
+    finding = only(doctor.check_network())
     assert (finding.check, finding.status) == (check, status)
     assert ("GLOO_SOCKET_IFNAME" in finding.remedy) is (status != "ok")
 
 
 def test_a_lock_of_a_build_is_named_with_the_command_that_removes_it(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    assert only(checks.check_extension_locks()).status == "ok"
+    assert only(doctor.check_extension_locks()).status == "ok"
     lock = tmp_path / "py311_cpu" / "my op" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
     os.utime(lock, (time.time() - 7200, time.time() - 7200))
-    finding = only(checks.check_extension_locks())
+    finding = only(doctor.check_extension_locks())
     assert (finding.status, "2h 00m old" in finding.value) == ("warn", True)
     subprocess.run(finding.remedy.partition(": ")[2], shell=True, check=True)
-    assert only(checks.check_extension_locks()).status == "ok"
+    assert only(doctor.check_extension_locks()).status == "ok"
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert only(checks.check_extension_locks()).value == f"none in {tmp_path}/torch_extensions"
+    assert only(doctor.check_extension_locks()).value == f"none in {tmp_path}/torch_extensions"
 
 
 def test_hostfile_is_read_as_deepspeed_reads_it():

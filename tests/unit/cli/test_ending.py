@@ -9,7 +9,7 @@ import sys
 import psutil
 import pytest
 
-from wavemare.cli.ending import end_job
+from wavemare.cli.launch import end_job
 
 # Stands for "deepspeed": it starts the part for this host, and takes over its exit code.
 RUNNER = """

@@ -13,8 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from wavemare.cli import app, job, launch
-from wavemare.cli.hostfile import Host
-from wavemare.cli.job import Job
+from wavemare.cli.job import Host, Job
 from wavemare.comm import mpi_library as mpi
 from wavemare.comm.mpi_library import MpiInfo
 from wavemare.errors import LaunchError

@@ -3,7 +3,6 @@
 
 import io
 import json
-import sys
 from xml.etree import ElementTree
 
 import pytest
@@ -127,22 +126,6 @@ def test_output_holds_every_form(tmp_path):
     assert end == pytest.approx(timeline.makespan_s * 1e6)
     ElementTree.fromstring((folder / "plan.svg").read_text())
     assert Image.open(io.BytesIO((folder / "plan.png").read_bytes())).width == 1200
-
-
-def test_grid_has_colours_on_a_terminal(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    for variable in ("NO_COLOR", "CI"):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv("TERM", "xterm-256color")
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stdout", terminal)
-    words = ["--schedule", "1f1b", "--stages", "2", "--micro-batches", "2"]
-    app(["plan", "show", *words], standalone_mode=False)
-    assert "\x1b[34mF0" in terminal.getvalue()
-    assert "\x1b[33mB1*" in terminal.getvalue()
 
 
 @pytest.mark.parametrize(

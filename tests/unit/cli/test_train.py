@@ -8,8 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from wavemare.cli import app, launch
-from wavemare.cli.recipes import RECIPES, find_recipe
-from wavemare.cli.train import check_early
+from wavemare.cli.train import RECIPES, check_early, find_recipe
 from wavemare.errors import ConfigError, LaunchError
 
 

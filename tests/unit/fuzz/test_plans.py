@@ -9,7 +9,7 @@ from fuzz_strategies import FAST, SLOW, changed, refusal
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.cli.hostfile import parse_hostfile
+from wavemare.cli.job import parse_hostfile
 from wavemare.errors import LaunchError, PlanError
 from wavemare.parallel.layout.layout import Layout, Prediction
 from wavemare.parallel.planner.cluster_file import parse_cluster, read_cluster
