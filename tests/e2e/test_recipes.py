@@ -47,7 +47,6 @@ def check_run_folder(folder, *, steps=20, batch=32):
     config = json.loads((folder / "config.json").read_text())
     assert config["configuration"]["batch"]["train_batch_size"] == batch
     assert config["environment"]["world_size"] == 2
-    assert (folder / "summary.md").read_text().startswith("# Summary")
     assert (folder / "checkpoints" / "latest").read_text() == f"step-{steps:06d}"
     check_recorded(folder, steps)
     return losses, json.loads((folder / "summary.json").read_text())["results"]

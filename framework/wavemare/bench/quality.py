@@ -16,7 +16,7 @@ from typing import Any
 from wavemare.bench.request import Column
 from wavemare.bench.result import drawing
 from wavemare.errors import LaunchError
-from wavemare.observe.run import read_metrics
+from wavemare.observe.lines import read_metrics
 
 __all__ = ["COLUMNS", "SYSTEMS", "Shape", "System", "draw", "simulate_all", "to_row"]
 

@@ -7,14 +7,12 @@ import json
 import logging
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from wavemare.errors import DataError
-from wavemare.observe.lines import Lines
-from wavemare.observe.run import json_lines
+from wavemare.observe.lines import Lines, read_lines
 
 __all__ = ["FOLDER", "KINDS", "Events", "read_events"]
 
@@ -27,15 +25,13 @@ KINDS = {
 }
 """What there is, with the values that belong to it."""
 _LOGGERS = ("wavemare", "DeepSpeed")
-_MOST_HELD = 1000
 
 
 class Events:
     """The events of one rank, one JSON object per line.
 
     Nothing is written before `open`: until rank 0 has moved an older run aside, the folder is that
-    run's. What is noted before is held back, the latest thousand of it. Where it cannot be written,
-    it is left out (`Lines`).
+    run's. What is noted before is held back. Where it cannot be written, it is left out (`Lines`).
 
     Args:
         folder: The run's.
@@ -51,7 +47,7 @@ class Events:
     def __init__(self, folder: Path, *, rank: int, clock: Callable[[], float] = time.time) -> None:
         self._lines = Lines(Path(folder) / FOLDER / f"rank_{rank:05d}.jsonl", Path(folder))
         self._clock = clock
-        self._held: deque[str] | None = deque(maxlen=_MOST_HELD)
+        self._held: list[str] | None = []
         self._handler = _Handler(self._hear)
         self._show: Callable[..., Any] | None = None
         self.step = 0
@@ -153,14 +149,13 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
             reason = "no rank has a file of this name"
             raise DataError("events", str(file), reason, "Remove the file")
         rank = int(digits)
-        events += [{**event, "rank": rank} for event in json_lines(file, _is_event, "events")]
+        events += [{**event, "rank": rank} for event in read_lines(file, _is_event, "events")]
     return sorted(events, key=lambda event: event["time"])
 
 
-def _is_event(line: object) -> bool:
+def _is_event(line: dict[str, Any]) -> bool:
     return (
-        isinstance(line, dict)
-        and isinstance(line.get("step"), int)
+        isinstance(line.get("step"), int)
         and isinstance(line.get("time"), int | float)
         and isinstance(line.get("kind"), str)
         and line["kind"] in KINDS

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that grow by whole lines while a run trains, and end where they cannot be written."""
+"""Files of one JSON object per line: they grow while a run trains, and are read by the report."""
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
-__all__ = ["Lines", "go_without"]
+from wavemare.errors import DataError
+
+__all__ = ["Lines", "go_without", "numbered", "read_lines", "read_metrics"]
 
 logger = logging.getLogger("wavemare")
 
@@ -90,3 +95,57 @@ class Lines:
             error.filename = str(self._file)
         go_without(self._run, error)
         self.close()
+
+
+def read_metrics(file: Path) -> list[dict[str, Any]]:
+    """Read a ``metrics.jsonl``, whose objects have a ``"step"``.
+
+    Raises:
+        DataError: See `read_lines`.
+    """
+    return read_lines(file, lambda line: isinstance(line.get("step"), int), "metrics")
+
+
+def read_lines(
+    file: Path, valid: Callable[[dict[str, Any]], bool], what: str
+) -> list[dict[str, Any]]:
+    """Read a file of JSON objects, one per line.
+
+    A last line without its end, left by a process that was killed as it wrote, is passed over.
+
+    Args:
+        file: The file.
+        valid: Whether an object is of the kind that the file holds.
+        what: What the file holds, for the error.
+
+    Raises:
+        DataError: A line is no such object, or the file is no text; the message names it.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except (UnicodeDecodeError, OSError) as error:
+        reason = f"these {what} cannot be read ({getattr(error, 'strerror', None) or 'no text'})"
+        remedy = "Remove the file, or start a run in a new folder"
+        raise DataError(what, str(file), reason, remedy) from None
+    values = []
+    for number, text in enumerate(lines[:-1], start=1):
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            value = None
+        if not isinstance(value, dict) or not valid(value):
+            reason = f"this line of {what} is not a JSON object with a step"
+            remedy = "Remove the line, or start a run in a new folder"
+            raise DataError(f"{file}:{number}", text, reason, remedy)
+        values.append(value)
+    return values
+
+
+def numbered(metrics: Mapping[str, float], name: str) -> dict[int, float]:
+    """Return the values of ``NAME_0``, ``NAME_1``, ... by their number, in its order."""
+    found = {
+        int(key.removeprefix(f"{name}_")): value
+        for key, value in metrics.items()
+        if key.startswith(f"{name}_") and key.removeprefix(f"{name}_").isdecimal()
+    }
+    return dict(sorted(found.items()))

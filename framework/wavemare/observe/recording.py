@@ -10,16 +10,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from wavemare.engine.config.shape import SECTION
 from wavemare.engine.launch.group import environment_rank, environment_world_size
+from wavemare.engine.observe.trace import StepTrace
 from wavemare.errors import ConfigError
-from wavemare.observe.engine_facts import EngineFacts
 from wavemare.observe.events import Events
-from wavemare.observe.live import live_facts
-from wavemare.observe.observing import Observing
+from wavemare.observe.lines import go_without
 from wavemare.observe.run import Run
-from wavemare.observe.screen import Progress, Screen
+from wavemare.observe.screen import Screen, live_facts
 
 __all__ = ["Recording"]
+
+_FIRST_STEPS = 10
+"""Steps before the traced ones: the first ones take longer."""
+_STEP = "train_batch"
+"""How engines that train whole steps report one, and how a report knows it."""
 
 
 class Recording:
@@ -28,7 +33,7 @@ class Recording:
     Every rank makes one, which records warnings from then on. It trains inside of ``with`` when the
     engine is built and has loaded its checkpoint. A new run renames an older one in the folder. A
     continued run (``done`` above 0) cuts off the lines after its checkpoint. A loop that ends by an
-    exception leaves no ``summary.json``, and the report says so.
+    exception leaves no ``summary.json``, and the report says so. No rank waits for another.
 
     Args:
         folder: The run folder, which holds nothing else.
@@ -79,6 +84,7 @@ class Recording:
         self._arguments = dict(arguments or {})
         self._checkpoints = None if checkpoints is None else Path(checkpoints).resolve()
         self._trace_steps = trace_steps
+        self._trace: StepTrace | None = None
         self._rank = environment_rank()
         self.run = Run(Path(folder), rank=self._rank)
         self.screen = Screen(rank=self._rank if show else 1)
@@ -108,25 +114,31 @@ class Recording:
         """Seconds of this run and of the earlier parts that it continues."""
         return self.seconds + time.perf_counter() - self._started
 
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of all ranks, over the whole training of this process; None if tokens are not known."""
+        if not self.tokens or not self._trained:
+            return None
+        return self.tokens * (self._step - self._done) / self._trained
+
     def begin(self) -> None:
-        """Prepare the folder and show the progress; ``with`` does it."""
+        """Prepare the folder and show the progress; ``with`` does it.
+
+        Raises:
+            ConfigError: A run that has not ended writes the folder.
+        """
         self._done = self._step = self._first()
-        self._facts = facts = EngineFacts(self.engine)
-        self._observing = Observing(
-            self._events,
-            self.run.folder,
-            self._rank,
-            trace_steps=self._trace_steps if facts.section is not None else 0,
-            first_step=self._done + 1,
-            last_step=self._steps,
-            settled=facts.settled,
-        )
-        older = self.run.begin(done=self._done or None)
+        count = 0 if _section(self.engine) is None else self._trace_steps
+        count = min(count, self._steps - self._done)
+        begin = max(self._done + 1 + _FIRST_STEPS, _first_async_step(self.engine) + 1)
+        begin = min(begin, self._steps - count + 1)
+        self._traced = range(begin, begin + count)
+        older = self.run.begin(done=self._done)
         if older is not None:
             self.screen.note(f"the older run is now {older}")
         self.run.write_config(self._configuration(), world_size=environment_world_size())
         progress = self.screen.progress(self._steps, done=self._done)
-        self._progress: Progress = self._drawing.enter_context(progress)
+        self._progress = self._drawing.enter_context(progress)
         self._started = time.perf_counter()
 
     def end(self, *, finished: bool) -> None:
@@ -138,20 +150,16 @@ class Recording:
         self._drawing.close()
         if finished:
             self._trained = time.perf_counter() - self._started - self._pauses
-            self._observing.end(self.engine)  # a loop may have ended before its last step
+            self._end_trace(save=True)  # a loop may have ended before its last step
             self.results = {
                 "steps": self._step,
                 "training seconds": round(self.training_seconds, 3),
                 **self.results,
             }
-            self.summarize()
-        self._observing.drop()
+            self._summarize()
+        self._end_trace(save=False)
         self.run.close()
         self._events.close()
-
-    def summarize(self) -> None:
-        """Write the summary with the present `results`."""
-        self.run.summary({"results": self.results, "layout": self._facts.layout()})
 
     def stopped(self, step: int) -> None:
         """Record that SIGTERM has ended the training early, after a checkpoint."""
@@ -170,9 +178,9 @@ class Recording:
         self.results |= results
         if self.tokens_per_second is not None:
             self.results["tokens per second"] = round(self.tokens_per_second)
-        self.run.curve(baselines=baselines)
+        self.run.curve(baselines or {})
         self.run.close()
-        self.summarize()
+        self._summarize()
         self.screen.results(self.results)
 
     @contextmanager
@@ -182,9 +190,21 @@ class Recording:
         Args:
             step: Its number, from 1.
         """
-        self._rate = self._facts.learning_rate  # after the step it is the next one's
-        with self._observing.step(step, self.engine):
-            yield
+        self._rate = _learning_rate(self.engine)  # after the step it is the next one's
+        self._events.step = step
+        if step == self._traced.start and self._traced:
+            self._trace = StepTrace()
+            self._trace.begin()
+        try:
+            with ExitStack() if self._trace is None else _whole_step(self._trace):
+                yield
+        except BaseException:
+            self._end_trace(save=False)  # whoever catches it may train on
+            raise
+        # Whoever has trained a step did so with rank 0, which had prepared the folder before.
+        self._events.open()
+        if step == self._traced.stop - 1:
+            self._end_trace(save=True)
         self._step = step
         self._progress.step(step, tokens=self.tokens or 0, learning_rate=self._rate)
 
@@ -200,16 +220,19 @@ class Recording:
                 those of ``step_metrics``.
         """
         given = {name: value for name, value in metrics.items() if value is not None}
-        speed = self._progress.tokens_per_second if self.tokens else None
-        self.run.log(step, **{**self._facts.line(self._rate, speed), **given})
-        memory = self._observing.note_memory(step)
-        told = self.engine.step_metrics() if self._facts.section is not None else {}
-        facts = live_facts(
-            told,
-            memory_bytes=memory,
-            warnings=self._events.warnings,
-            latest=self._events.latest,
-        )
+        measured = {} if _section(self.engine) is None else dict(self.engine.step_metrics())
+        line: dict[str, float | None] = {"learning_rate": self._rate}
+        if self.engine is not None:
+            norm = self.engine.get_global_grad_norm()
+            line["grad_norm"] = None if norm is None else float(norm)
+        line["tokens_per_second"] = self._progress.tokens_per_second if self.tokens else None
+        if self.engine is not None:
+            line["samples"] = self.engine.global_samples
+        self.run.log(step, **{**line, **measured, **given})
+        used = _most_memory()
+        self._events.note("memory", step, bytes=used)
+        warnings, latest = self._events.warnings, self._events.latest
+        facts = live_facts(measured, memory_bytes=used, warnings=warnings, latest=latest)
         self._progress.show(given.get("loss"), facts)
 
     @contextmanager
@@ -219,13 +242,6 @@ class Recording:
         yield
         self._pauses += time.perf_counter() - start
 
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Of all ranks, over the whole training of this process; None if tokens are not known."""
-        if not self.tokens or not self._trained:
-            return None
-        return self.tokens * (self._step - self._done) / self._trained
-
     @contextmanager
     def saving(self, step: int, tag: str) -> Iterator[str]:
         """Record how long the training waits for a checkpoint, which is saved inside.
@@ -234,8 +250,9 @@ class Recording:
             step: Optimizer steps done.
             tag: The checkpoint's.
         """
-        with self._observing.saving(step, tag):
-            yield tag
+        start = time.perf_counter()
+        yield tag
+        self.saved(step, tag, seconds=time.perf_counter() - start)
 
     def saved(self, step: int, tag: str, *, seconds: float) -> None:
         """Record a checkpoint that was not saved inside of `saving`.
@@ -245,7 +262,7 @@ class Recording:
             tag: The checkpoint's.
             seconds: How long the training waited for it.
         """
-        self._observing.saved(step, tag, seconds=seconds)
+        self._events.note("checkpoint", step, tag=tag, seconds=seconds)
 
     def _first(self) -> int:
         counted = int(getattr(self.engine, "global_steps", 0))
@@ -254,6 +271,31 @@ class Recording:
             raise ConfigError("steps", self._steps, f"{done} are done already", "Give more steps")
         return done
 
+    def _end_trace(self, *, save: bool) -> None:
+        """Trace no more, and write the traced steps or discard them."""
+        trace, self._trace = self._trace, None
+        if trace is None:
+            return
+        trace.end()
+        if save:
+            stage = int(getattr(self.engine, "stage_id", 0))
+            first = self._traced.start
+            try:
+                trace.save(self.run.folder, rank=self._rank, stage=stage, first_step=first)
+            except OSError as error:
+                go_without(self.run.folder, error)
+
+    def _summarize(self) -> None:
+        layout: dict[str, object] = {"processes": environment_world_size()}
+        if self.engine is not None:
+            layout |= {
+                "stages": _stages(self.engine),
+                "schedule": _schedule(self.engine),
+                "zero_stage": int(self.engine.zero_optimization_stage()),
+                **_batch(self.engine),
+            }
+        self.run.summary({"results": self.results, "layout": layout})
+
     def _configuration(self) -> dict[str, Any]:
         known: dict[str, Any] = {"arguments": self._arguments}
         config = self.config or getattr(self.engine, "config", None)
@@ -261,4 +303,75 @@ class Recording:
             known["deepspeed"] = config
         if self._checkpoints is not None:
             known["checkpoints"] = str(self._checkpoints)
-        return known | self._facts.configuration()
+        if self.engine is not None:
+            known["batch"] = _batch(self.engine)
+        section = _section(self.engine)
+        if section is not None:
+            values = section.model_dump(mode="json")
+            values["pipeline"]["stages"] = _stages(
+                self.engine
+            )  # a PipelineModule may bring its own
+            known[SECTION] = values
+        return known
+
+
+@contextmanager
+def _whole_step(trace: StepTrace) -> Iterator[None]:
+    """Trace what is done inside as a step, unless the engine reports one itself."""
+    before = len(trace.spans)
+    trace.enter(_STEP)
+    yield
+    trace.leave()
+    if any(what == _STEP for what, *_ in trace.spans[before:-1]):
+        trace.spans.pop()  # of the loop around the engine's own
+
+
+def _most_memory() -> int:
+    """Return the most bytes in use since the last call (without an accelerator: now)."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        return int(accelerator.memory_allocated())  # its peaks are those of its own readings
+    used = int(accelerator.max_memory_allocated())
+    accelerator.reset_peak_memory_stats()
+    return used
+
+
+def _section(engine: Any) -> Any:
+    """Return the checked section that an engine was built by; None if the engine is not ours."""
+    return getattr(engine, "_sections", None)
+
+
+def _stages(engine: Any) -> int:
+    return int(getattr(engine, "num_stages", 1))
+
+
+def _schedule(engine: Any) -> str:
+    """Return a pipeline's schedule, as the configuration names it."""
+    if _stages(engine) == 1:
+        return "data parallel"
+    section = _section(engine)
+    return "1f1b" if section is None else str(section.pipeline.schedule)
+
+
+def _first_async_step(engine: Any) -> int:
+    """Return the first step that runs as the later ones do; 0 where the first one does."""
+    if _schedule(engine) != "pipemare":
+        return 0
+    return int(_section(engine).pipeline.pipemare.warmup_steps) + _stages(engine)
+
+
+def _batch(engine: Any) -> dict[str, int]:
+    """Return DeepSpeed's three batch sizes by their keys."""
+    return {
+        "train_batch_size": engine.train_batch_size(),
+        "train_micro_batch_size_per_gpu": engine.train_micro_batch_size_per_gpu(),
+        "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
+    }
+
+
+def _learning_rate(engine: Any) -> float | None:
+    """Return the first group's rate: before a step its own, after it the next step's."""
+    groups = getattr(getattr(engine, "optimizer", None), "param_groups", None)
+    return float(groups[0]["lr"]) if groups else None

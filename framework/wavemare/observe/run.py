@@ -3,26 +3,30 @@
 
 from __future__ import annotations
 
+import fcntl
+import io
 import json
 import math
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from wavemare.errors import ConfigError, DataError
+from wavemare.errors import ConfigError
 from wavemare.files import atomic_write_bytes, atomic_write_text
-from wavemare.observe.lines import Lines
+from wavemare.observe.lines import Lines, read_metrics
 
-__all__ = ["Run", "json_lines", "read_metrics"]
+__all__ = ["Run"]
 
 _PACKAGES = ("wavemare", "torch", "deepspeed", "transformers", "datasets", "tokenizers", "mpi4py")
-_MACHINE = ("processor", "cores", "memory_bytes", "accelerator", "threads_per_rank")
+_LOCK = ".lock"
+"""Locked by the process that writes the folder, until it ends."""
 
 
 class Run:
@@ -42,6 +46,7 @@ class Run:
         self.folder = Path(folder)
         self._writes = rank == 0
         self._metrics = Lines(self.metrics_file, self.folder)
+        self._lock: IO[str] | None = None
         if self._writes:
             _make_writable(self.folder)
 
@@ -55,55 +60,47 @@ class Run:
         """Folder of the checkpoints, unless the run says that they are elsewhere."""
         return self.folder / "checkpoints"
 
-    def begin(self, *, done: int | None) -> Path | None:
-        """Make the folder ready: an older run that does not go on moves aside, whole.
+    def begin(self, *, done: int) -> Path | None:
+        """Make the folder ready: an older run that does not go on is renamed to ``NAME.1``, whole.
 
         Args:
-            done: Optimizer steps of the run that goes on, whose lines after them are cut off; None
-                if a new one begins.
+            done: Optimizer steps of the run that goes on, whose lines after them are cut off; 0 if
+                a new one begins.
 
         Returns:
             The older run's new name; None if there was none, and on ranks that do not write.
-        """
-        if done is not None:
-            self.truncate_after(done)
-        elif self.metrics_file.exists() or _holds_something(self.checkpoints):
-            return self.set_aside()
-        return None
-
-    def set_aside(self) -> Path | None:
-        """Rename an older run's folder to ``NAME.1`` (or the next free number) and begin anew.
-
-        Returns:
-            The older run's new name; None on ranks that do not write.
 
         Raises:
-            ConfigError: The new folder cannot be made or written.
+            ConfigError: Another process still writes the folder, or it cannot be made.
         """
         if not self._writes:
+            return None
+        self._acquire()
+        if done:
+            self._truncate_after(done)
+            return None
+        saved = self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
+        if not self.metrics_file.exists() and not saved:
             return None
         self.close()
         numbered = (self.folder.with_name(f"{self.folder.name}.{n}") for n in count(1))
         older = next(path for path in numbered if not path.exists())
         self.folder.rename(older)
         _make_writable(self.folder)
+        self._acquire()
         return older
 
-    def write_config(
-        self, configuration: Mapping[str, Any], *, world_size: int | None = None
-    ) -> None:
+    def write_config(self, configuration: Mapping[str, Any], *, world_size: int) -> None:
         """Write ``config.json``: the resolved configuration and the environment that it ran in.
 
         Args:
             configuration: Everything that decides the result; values that are not JSON (paths)
                 are written as text.
-            world_size: Number of ranks; by default the launcher's ``WORLD_SIZE``.
+            world_size: Number of ranks.
         """
         if self._writes:
-            content = {
-                "configuration": dict(configuration),
-                "environment": _environment(world_size),
-            }
+            content = {"configuration": dict(configuration), "environment": _environment()}
+            content["environment"]["world_size"] = world_size
             atomic_write_text(self.folder / "config.json", _json(content))
 
     def log(self, step: int, **metrics: float | None) -> None:
@@ -115,106 +112,47 @@ class Run:
             step: Optimizer steps done when the values were measured.
             metrics: Numbers. Those that are not finite become null: JSON has no word for them.
         """
-        if not self._writes:
-            return
-        line = {"step": step, **{name: _plain(value) for name, value in metrics.items()}}
-        self._metrics.add(json.dumps(line, allow_nan=False) + "\n")
+        if self._writes:
+            line = {"step": step, **{name: _plain(value) for name, value in metrics.items()}}
+            self._metrics.add(json.dumps(line, allow_nan=False) + "\n")
 
-    def truncate_after(self, step: int) -> None:
-        """Cut off the lines after a step, as a run that resumes there will write them again.
-
-        Args:
-            step: The last step to keep; -1 begins anew.
-        """
-        if not self._writes or not self.metrics_file.exists():
-            return
-        self.close()
-        kept = [line for line in read_metrics(self.metrics_file) if line["step"] <= step]
-        atomic_write_text(self.metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
-
-    def curve(self, *, baselines: Mapping[str, float] | None = None) -> None:
+    def curve(self, baselines: Mapping[str, float]) -> None:
         """Draw ``loss.png`` from ``metrics.jsonl``: ``loss`` a line, ``eval_loss`` points.
 
         Args:
             baselines: Losses to compare with, by name, drawn as horizontal lines.
         """
         if self._writes:
-            # matplotlib takes long to import and is needed once, at the end.
-            from wavemare.observe.curve import draw_loss
-
             lines = read_metrics(self.metrics_file) if self.metrics_file.exists() else []
-            train, validation = _series(lines, "loss"), _series(lines, "eval_loss")
-            picture = draw_loss(train, validation, baselines or {})
-            atomic_write_bytes(self.folder / "loss.png", picture)
+            atomic_write_bytes(self.folder / "loss.png", _draw_losses(lines, baselines))
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        """Write ``summary.json`` and the same as tables in ``summary.md``.
-
-        Args:
-            values: Results by name; a value that is itself a mapping becomes a table of its own.
-        """
+        """Write ``summary.json``: results by name, or by group and name."""
         if self._writes:
             atomic_write_text(self.folder / "summary.json", _json(values))
-            atomic_write_text(self.folder / "summary.md", _markdown(values))
 
     def close(self) -> None:
         """Close ``metrics.jsonl``; a later `log` opens it again."""
         self._metrics.close()
 
+    def _truncate_after(self, step: int) -> None:
+        """Cut off the lines after a step, as a run that resumes there will write them again."""
+        self.close()
+        if self.metrics_file.exists():
+            kept = [line for line in read_metrics(self.metrics_file) if line["step"] <= step]
+            atomic_write_text(self.metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
 
-def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """Read a ``metrics.jsonl``.
-
-    Args:
-        file: One JSON object with a ``"step"`` per line. A last line without its end, left by a
-            process that was killed as it wrote, is passed over.
-
-    Raises:
-        DataError: Another line is no such object; the message names it.
-    """
-    return json_lines(file, _is_metrics, "metrics")
-
-
-def json_lines(file: Path, valid: Callable[[object], bool], what: str) -> list[dict[str, Any]]:
-    """Read a file of JSON objects, one per line; a last line without its end is passed over.
-
-    Args:
-        file: The file.
-        valid: Whether a value is an object of the kind that the file holds.
-        what: What the file holds, for the error.
-
-    Raises:
-        DataError: A line is no such object, or the file is no text.
-    """
-    try:
-        lines = file.read_text(encoding="utf-8").split("\n")
-    except (UnicodeDecodeError, OSError) as error:
-        reason = f"these {what} cannot be read ({getattr(error, 'strerror', None) or 'no text'})"
-        remedy = "Remove the file, or start a run in a new folder"
-        raise DataError(what, str(file), reason, remedy) from None
-    values = []
-    for number, text in enumerate(lines[:-1], start=1):
+    def _acquire(self) -> None:
+        """Lock the folder until this process ends, however it ends."""
+        self._lock = (self.folder / _LOCK).open("w", encoding="ascii")
         try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            value = None
-        if not valid(value):
-            raise DataError(
-                f"{file}:{number}",
-                text,
-                f"this line of {what} is not a JSON object with a step",
-                "Remove the line, or start a run in a new folder",
-            )
-        values.append(value)
-    return values
-
-
-def _is_metrics(line: object) -> bool:
-    return isinstance(line, dict) and isinstance(line.get("step"), int)
-
-
-def _holds_something(folder: Path) -> bool:
-    return folder.is_dir() and any(folder.iterdir())
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            reason = "a run that has not ended writes this folder"
+            remedy = "Name another folder, or wait for its end"
+            raise ConfigError("--output", str(self.folder), reason, remedy) from None
+        except OSError:
+            return  # a file system without locks
 
 
 def _make_writable(folder: Path) -> None:
@@ -224,35 +162,31 @@ def _make_writable(folder: Path) -> None:
         reason = f"this run folder cannot be made ({error.strerror})"
         raise ConfigError("--output", str(folder), reason, "Name another folder") from None
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(
-            "--output", str(folder), "this run folder cannot be written", "Name another folder"
-        )
+        reason = "this run folder cannot be written"
+        raise ConfigError("--output", str(folder), reason, "Name another folder")
 
 
-def _environment(world_size: int | None) -> dict[str, Any]:
+def _environment() -> dict[str, Any]:
+    import torch  # whoever trains has it; a report, which reads this module, needs none
+    from deepspeed.accelerator import get_accelerator
+
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
-        try:
+        versions[package] = "not installed"
+        with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = "not installed"
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": versions,
         "platform": platform.platform(),
-        "machine": _machine(),
-        "world_size": world_size or int(os.environ.get("WORLD_SIZE", "1")),
+        "machine": {
+            "cores": len(os.sched_getaffinity(0)),
+            "accelerator": get_accelerator().device_name(),
+            "threads_per_rank": torch.get_num_threads(),
+        },
         # sys.argv hides "-m module" and the interpreter's own options.
         "command": list(sys.orig_argv),
     }
-
-
-def _machine() -> dict[str, Any]:
-    # torch, which it asks, is there in whatever trains; it takes long to import where it is not.
-    from wavemare.bench.machine import describe_machine
-
-    known = describe_machine()
-    return {key: known[key] for key in _MACHINE}
 
 
 def _plain(value: float | None) -> float | int | None:
@@ -274,26 +208,25 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _series(lines: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
-    return [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+def _draw_losses(lines: list[dict[str, Any]], baselines: Mapping[str, float]) -> bytes:
+    """Return a PNG file of 1050 x 600 pixels, drawn without pyplot, whose state is global."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-
-def _markdown(values: Mapping[str, Any]) -> str:
-    return "\n".join(_tables("Summary", values, level=1)) + "\n"
-
-
-def _tables(title: str, values: Mapping[str, Any], *, level: int) -> Iterator[str]:
-    yield f"{'#' * level} {title}"
-    plain = {key: value for key, value in values.items() if not isinstance(value, Mapping)}
-    if plain:
-        yield from ("", "| | |", "|---|---|")
-        yield from (f"| {_cell(key)} | {_cell(value)} |" for key, value in plain.items())
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield ""
-            yield from _tables(str(key), value, level=level + 1)
-
-
-def _cell(value: object) -> str:
-    text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    return text.replace("|", "\\|").replace("\n", " ")
+    figure = Figure(figsize=(7.0, 4.0), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    for name, label, style in (("loss", "training", "-"), ("eval_loss", "validation", "o")):
+        points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label)
+    for index, (name, loss) in enumerate(baselines.items()):
+        style = ("--", ":", "-.")[index % 3]
+        axes.axhline(loss, color="0.35", linestyle=style, label=f"{name} ({loss:.3g})")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats)")
+    axes.grid(alpha=0.25)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False)
+    picture = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(picture)
+    return picture.getvalue()

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run shows: a panel at the start, one progress line, a table at the end."""
+"""What a run shows: a panel at the start, a progress line with figures, a table at the end."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from textwrap import shorten
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -13,10 +15,13 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from wavemare.observe.formats import format_progress
-from wavemare.observe.speed import Speed
+from wavemare.observe.formats import format_bytes, format_count, format_duration
+from wavemare.observe.lines import numbered
 
-__all__ = ["Progress", "Screen"]
+__all__ = ["Progress", "Screen", "live_facts"]
+
+_CALLS = "sparse_calls_"
+_WINDOW = 20  # steps to measure the speed over, so that a slow start or an evaluation fades away
 
 _Draw = Callable[[str, Mapping[str, str], bool], None]
 
@@ -74,15 +79,14 @@ class Screen:
             The line; call its `Progress.step` after each step.
         """
         if not self._draws:
-            yield Progress(total, done, _draw_nothing, self._clock)
+            yield Progress(total, done, lambda *_: None, self._clock)
         elif self._console.is_terminal:
             with Live(console=self._console, refresh_per_second=4) as live:
-                yield Progress(
-                    total,
-                    done,
-                    lambda line, facts, _: live.update(_drawn(line, facts)),
-                    self._clock,
-                )
+
+                def redraw(line: str, facts: Mapping[str, str], _: bool) -> None:
+                    live.update(_drawn(line, facts))
+
+                yield Progress(total, done, redraw, self._clock)
         else:
             lines = _PlainLines(self._console)
             try:
@@ -96,11 +100,7 @@ class Screen:
             self._console.print(Text(str(text)), soft_wrap=True)
 
     def results(self, figures: Mapping[str, object]) -> None:
-        """Draw the table at the end.
-
-        Args:
-            figures: By name; floating-point numbers get four digits.
-        """
+        """Draw the table at the end: figures by name, floating-point numbers with four digits."""
         if not self._draws:
             return
         table = Table(title="results", title_justify="left", title_style="bold", show_header=False)
@@ -113,7 +113,7 @@ class Screen:
 
 
 class Progress:
-    """One line on a running training.
+    """One line on a running training, at most 80 columns wide, and its speed.
 
     Args:
         total: Optimizer steps in all.
@@ -122,26 +122,21 @@ class Progress:
         clock: Seconds from any origin, never going back.
     """
 
-    def __init__(
-        self,
-        total: int,
-        done: int,
-        draw: _Draw,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, total: int, done: int, draw: _Draw, clock: Callable[[], float]) -> None:
         self._total = total
         self._draw = draw
-        self._step = done
+        self._clock = clock
         self._loss: float | None = None
         self._rate: float | None = None
         self._facts: Mapping[str, str] = {}
-        self._speed = Speed(clock=clock)
-        self._speed.start(done)
+        # Seconds, steps and tokens after each of the latest steps.
+        self._marks = deque([(clock(), done, 0)], maxlen=_WINDOW + 1)
 
     @property
     def tokens_per_second(self) -> float | None:
         """Over the last steps and all ranks; None before the first step has ended."""
-        return self._speed.tokens_per_second
+        (start, _, before), (end, _, tokens) = self._marks[0], self._marks[-1]
+        return (tokens - before) / (end - start) if end > start else None
 
     def step(self, step: int, *, tokens: int, learning_rate: float | None = None) -> None:
         """Show that a step has ended.
@@ -151,9 +146,9 @@ class Progress:
             tokens: Tokens of this step, over all ranks.
             learning_rate: The rate that it used.
         """
-        self._step, self._rate = step, learning_rate
-        self._speed.advance(step, tokens)
-        self._redraw(important=False)
+        self._rate = learning_rate
+        self._marks.append((self._clock(), step, self._marks[-1][2] + tokens))
+        self._draw(self._line(), self._facts, False)
 
     def show(self, loss: float | None, facts: Mapping[str, str]) -> None:
         """Show the mean loss and the newest figures of a logged step; they stay until the next.
@@ -164,18 +159,67 @@ class Progress:
         """
         self._loss = self._loss if loss is None else loss
         self._facts = facts
-        self._redraw(important=True)
+        self._draw(self._line(), self._facts, True)
 
-    def _redraw(self, *, important: bool) -> None:
-        line = format_progress(
-            self._step,
-            self._total,
-            loss=self._loss,
-            learning_rate=self._rate,
-            tokens_per_second=self._speed.tokens_per_second,
-            seconds_left=self._speed.seconds_left(self._total),
-        )
-        self._draw(line, self._facts, important)
+    def _line(self) -> str:
+        (start, first, _), (end, step, _) = self._marks[0], self._marks[-1]
+        parts = [f"step {step:{len(str(self._total))}d}/{self._total}"]
+        parts.append("loss -" if self._loss is None else f"loss {self._loss:.4f}")
+        if self._rate is not None:
+            parts.append(f"lr {self._rate:.2e}")
+        if self.tokens_per_second is not None:
+            parts.append(f"{format_count(self.tokens_per_second)} tokens/s")
+        if first < step < self._total:
+            seconds = (self._total - step) * (end - start) / (step - first)
+            parts.append(f"{format_duration(seconds)} left")
+        return "  ".join(parts)
+
+
+def live_facts(
+    metrics: Mapping[str, float], *, memory_bytes: int, warnings: int, latest: str
+) -> dict[str, str]:
+    """Return the newest figures by subject; subjects that a run does not have are left out.
+
+    Args:
+        metrics: What the engine's ``step_metrics`` returns.
+        memory_bytes: Of this rank.
+        warnings: How many there were on this rank.
+        latest: The text of the latest one.
+    """
+    facts = {
+        "pipeline": _pipeline(metrics),
+        "collective": _collective(metrics),
+        "memory": f"{format_bytes(memory_bytes)} on rank 0",
+        "warnings": f"{warnings}, the latest: {shorten(latest, 80)}" if warnings else "",
+    }
+    return {subject: text for subject, text in facts.items() if text}
+
+
+def _pipeline(metrics: Mapping[str, float]) -> str:
+    parts = []
+    if "bubble" in metrics:
+        explained = metrics.get("bubble_predicted")
+        share = "" if explained is None else f" ({explained:.0%} by unevenness)"
+        parts.append(f"idle {metrics['bubble']:.0%}{share}")
+    stale = numbered(metrics, "staleness")
+    if stale:
+        parts.append(f"staleness {' '.join(f'{value:.3g}' for value in stale.values())}")
+    return ", ".join(parts)
+
+
+def _collective(metrics: Mapping[str, float]) -> str:
+    parts = []
+    if "sparse_density" in metrics:
+        parts.append(f"density {metrics['sparse_density']:.2%}")
+    for way in ("up", "down"):
+        if f"sparse_bytes_{way}" in metrics:
+            parts.append(f"{way} {format_bytes(metrics[f'sparse_bytes_{way}'])}")
+    parts += [
+        f"{key.removeprefix(_CALLS)} x{count:.0f}"
+        for key, count in sorted(metrics.items())
+        if key.startswith(_CALLS)
+    ]
+    return ", ".join(parts)
 
 
 class _PlainLines:
@@ -206,7 +250,3 @@ def _drawn(line: str, facts: Mapping[str, str]) -> Group:
     for each in lines:
         each.no_wrap, each.overflow = True, "ellipsis"
     return Group(*lines)
-
-
-def _draw_nothing(line: str, facts: Mapping[str, str], important: bool) -> None:
-    """Stand in for drawing on the ranks that do not draw."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from wavemare.observe.live import numbered
+from wavemare.observe.lines import numbered
 from wavemare.pipeline.staleness.staleness import max_staleness
 from wavemare.report.figures import Series, bars, lines
 from wavemare.report.gantt import gantt, gantt_height, rows_of_trace

@@ -14,7 +14,7 @@ from wavemare.engine.checkpoint.manifest import MANIFEST, complete_tags
 from wavemare.errors import ConfigError, DataError, did_you_mean
 from wavemare.json_text import parse_json
 from wavemare.observe.events import read_events
-from wavemare.observe.run import read_metrics
+from wavemare.observe.lines import read_metrics
 from wavemare.report.traces import Trace, read_traces
 
 __all__ = ["Checkpoint", "RunFacts", "read_run"]

@@ -7,17 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from wavemare.engine.config.resolve import zero_section
-from wavemare.engine.config.shape import is_enabled
 from wavemare.models.convert import tied_weights
-from wavemare.observe.memory import estimate_activations, estimate_memory
 from wavemare.pipeline.config import PipelineConfig
-from wavemare.pipeline.plan.order import ahead
 from wavemare.pipeline.staleness.staleness import max_staleness
 from wavemare.training.setup import Setup
 
 __all__ = ["count_parameters", "start_up_panel"]
-
-_HALF, _SINGLE = 2, 4
 
 
 def start_up_panel(
@@ -34,12 +29,10 @@ def start_up_panel(
     length, samples = setup.arguments.sequence_length, str(batch["train_batch_size"])
     if section.parallel.given:  # the engine makes its plan, which is shown then
         layout = {"processes": str(setup.world_size), "plan": "wavemare.parallel's, see below"}
-        memory = "see the plan"
     else:
         layout = _layout(setup)
         micro, accumulation = list(batch.values())[1:]
         samples += f" = {micro} x {accumulation} micro-batches x {setup.data_ranks} replicas"
-        memory = _memory(setup, model)
     return {
         "model": {
             "architecture": type(model).__name__,
@@ -54,7 +47,6 @@ def start_up_panel(
             "steps": setup.arguments.max_steps,
         },
         "corpus": corpus,
-        "memory": {"estimate per rank": memory},
     }
 
 
@@ -87,40 +79,3 @@ def _schedule(pipeline: PipelineConfig, micro_batches: int) -> str:
     stages, slack = pipeline.stages, pipeline.pipemare.slack
     stale = [max_staleness(stage, stages, micro_batches, slack) for stage in range(stages)]
     return f"PipeMare (staleness by stage {', '.join(map(str, stale))})"
-
-
-def _micro_batches_in_memory(pipeline: PipelineConfig, micro_batches: int) -> int:
-    """Return how many micro-batches' activations the first stage keeps at most."""
-    if pipeline.schedule == "pipemare":
-        return 1 + ahead(0, pipeline.stages, pipeline.pipemare.slack)
-    # Another schedule keeps no micro-batch of the next step.
-    most = 2 * pipeline.stages - 1 if pipeline.overlap_forward_backward else pipeline.stages
-    return min(most, micro_batches)
-
-
-def _memory(setup: Setup, model: Any) -> str:
-    shape, config, section = model.config, setup.balance.config, setup.section
-    pipeline = section.pipeline
-    half = any(is_enabled(config, key) for key in ("bf16", "fp16"))
-    bytes_per_value = _HALF if half else _SINGLE
-    activations = estimate_activations(
-        batch=setup.batch["train_micro_batch_size_per_gpu"],
-        sequence=setup.arguments.sequence_length,
-        hidden=shape.hidden_size,
-        heads=shape.num_attention_heads,
-        layers=-(-shape.num_hidden_layers // pipeline.stages),
-        vocabulary=shape.vocab_size,
-        bytes_per_value=bytes_per_value,
-        micro_batches=_micro_batches_in_memory(
-            pipeline, setup.batch["gradient_accumulation_steps"]
-        ),
-        tensor_world_size=section.tensor_parallel.size,
-    )
-    estimate = estimate_memory(
-        -(-count_parameters(setup, model) // section.model_ranks),
-        bytes_per_parameter=bytes_per_value,
-        zero_stage=zero_section(config).get("stage", 0),
-        data_world_size=setup.data_ranks,
-        activations=activations,
-    )
-    return str(estimate)

@@ -8,13 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.observe.formats import (
-    format_byte_parts,
-    format_bytes,
-    format_count,
-    format_duration,
-    format_progress,
-)
+from wavemare.observe.formats import format_bytes, format_count, format_duration
 
 COUNTS = [(0, "0"), (7, "7"), (0.5, "0.50"), (999, "999"), (999.6, "1.00k"), (12_345, "12.3k")]
 COUNTS += [(999_999, "1.00M"), (1_240_000, "1.24M"), (-2_500, "-2.50k")]
@@ -40,36 +34,3 @@ def test_count_is_right_to_three_digits(number):
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kMGTP]?)", format_count(number))
     factor = 1000 ** ("", "k", "M", "G", "T", "P").index(match[2])
     assert float(match[1]) * factor == pytest.approx(number, rel=5.1e-3)
-
-
-def test_parts_share_the_unit_of_their_sum():
-    parts = {"weights": 3 * 2**28, "gradients": 3 * 2**28, "cache": 0}
-    assert format_byte_parts(parts) == "1.5 GiB (weights 0.8, gradients 0.8, cache 0.0)"
-
-
-def test_progress():
-    line = format_progress(
-        7, 400, loss=2.34567, learning_rate=3e-4, tokens_per_second=12_345, seconds_left=65
-    )
-    assert line == "step   7/400  loss 2.3457  lr 3.00e-04  12.3k tokens/s  1m 05s left"
-
-
-def test_progress_leaves_out_what_is_unknown_or_past():
-    line = format_progress(
-        9, 9, loss=None, learning_rate=None, tokens_per_second=None, seconds_left=0.0
-    )
-    assert line == "step 9/9  loss -"
-
-
-@given(
-    total=st.integers(1, 999_999),
-    loss=st.floats(0, 999),
-    rate=st.floats(1e-12, 1),
-    speed=st.floats(0, 1e15),
-    left=st.floats(0, 1e9),
-)
-def test_progress_fits_80_columns(total, loss, rate, speed, left):
-    line = format_progress(
-        total - 1, total, loss=loss, learning_rate=rate, tokens_per_second=speed, seconds_left=left
-    )
-    assert len(line) <= 80

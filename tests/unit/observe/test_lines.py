@@ -12,8 +12,7 @@ from pathlib import Path
 
 from wavemare.observe import lines as module
 from wavemare.observe.events import Events, read_events
-from wavemare.observe.lines import Lines
-from wavemare.observe.run import read_metrics
+from wavemare.observe.lines import Lines, read_metrics
 
 PROGRAM = """
 import resource, sys

@@ -2,17 +2,16 @@
 """What a training loop of one's own leaves in its run folder, and what is told of memory."""
 
 import json
+import subprocess
+import sys
 import warnings
 from types import SimpleNamespace
 
 import pytest
 
-from wavemare.engine.config.resolve import WavemareConfig
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.errors import ConfigError
 from wavemare.observe import Recording, read_events, read_metrics
-from wavemare.observe.engine_facts import EngineFacts
-from wavemare.observe.memory import estimate_activations, estimate_memory
 from wavemare.report import read_run
 
 
@@ -79,9 +78,83 @@ def test_a_step_is_noted_once_whoever_tells_of_it(tmp_path, tells):
     assert PROGRESS.follower is None
 
 
-def test_the_warm_up_is_not_noted(tmp_path):
-    train(tmp_path, pipeline_engine("pipemare", warmup_steps=20), steps=40)
-    assert read_run(tmp_path).trace.ranks[0].first_step == 20 + 2 + 1
+@pytest.mark.parametrize(
+    ("first", "last", "trace_steps", "warmup_steps", "traced"),
+    [
+        (1, 100, 4, None, (11, 4)),  # after the first ones, which take longer
+        (1, 100, 4, 38, (41, 4)),  # after a synchronous warm-up
+        (51, 100, 4, 38, (61, 4)),  # resumed
+        (1, 12, 4, None, (9, 4)),  # a short run: the last ones
+        (1, 2, 4, None, (1, 2)),  # shorter than the trace
+        (1, 30, 1, 28, (30, 1)),
+        (1, 30, 0, None, None),
+    ],
+)
+def test_the_traced_steps(tmp_path, first, last, trace_steps, warmup_steps, traced):
+    schedule = "1f1b" if warmup_steps is None else "pipemare"
+    engine = pipeline_engine(schedule, warmup_steps)
+    engine.global_steps = first - 1
+    train(tmp_path, engine, steps=last, trace_steps=trace_steps)
+    assert PROGRESS.follower is None
+    trace = read_run(tmp_path).trace
+    assert (tmp_path / "timeline").exists() == (trace is not None) == (traced is not None)
+    if trace is not None:
+        (rank,) = trace.ranks
+        assert (rank.first_step, len(rank.steps), rank.stage) == (*traced, 1)
+
+
+def test_a_step_that_raises_is_traced_no_longer(tmp_path):
+    with Recording(tmp_path, pipeline_engine(), steps=3) as recording:
+        with recording.step(1):
+            assert PROGRESS.follower is not None
+        with pytest.raises(ValueError, match="bad batch"), recording.step(2):
+            raise ValueError("bad batch")
+        assert PROGRESS.follower is None
+    assert not (tmp_path / "timeline").exists()
+
+
+def test_a_trace_that_cannot_be_written_is_left_out(tmp_path, caplog):
+    (tmp_path / "timeline").write_text("somebody's own")
+    train(tmp_path, pipeline_engine(), steps=3)
+    (warning,) = [r.getMessage() for r in caplog.records if r.name == "wavemare"]
+    assert f"{tmp_path / 'timeline'} cannot be written (File exists)" in warning
+
+
+def test_memory_and_checkpoints_are_events(tmp_path):
+    with Recording(tmp_path, steps=1) as recording:
+        with recording.step(1):
+            pass
+        recording.log(1, loss=1.0)
+        with recording.saving(1, "step-000001"):
+            pass
+    memory, checkpoint = read_events(tmp_path)
+    assert memory["bytes"] > 2**20
+    assert (checkpoint["tag"], checkpoint["step"]) == ("step-000001", 1)
+    assert checkpoint["seconds"] >= 0
+
+
+def test_the_folder_of_a_living_run_is_refused(tmp_path):
+    """A second job with the same --output must not rename the folder of the first."""
+    folder = tmp_path / "run"
+    program = (
+        "import sys; from wavemare.observe import Recording as R\n"
+        "with R(sys.argv[1], steps=1): print('here', flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as other:
+        assert "here\n" in other.stdout
+        for done in (0, 1):
+            with pytest.raises(ConfigError, match="a run that has not ended writes this folder"):
+                Recording(folder, steps=2, done=done).begin()
+        other.communicate("\n")
+    assert other.returncode == 0
+    (folder / "metrics.jsonl").touch()
+    train(folder, None, steps=1)  # which ends the lock
+    assert (tmp_path / "run.1").is_dir()
 
 
 def test_an_older_run_moves_aside_and_one_that_goes_on_does_not(tmp_path):
@@ -150,12 +223,6 @@ def test_the_summary_says_how_the_model_is_laid_out(tmp_path, stages, configured
     assert (layout["stages"], layout["schedule"], layout["zero_stage"]) == (stages, schedule, 1)
 
 
-def test_ranks_that_share_layers_are_those_of_the_engine():
-    section = WavemareConfig.model_validate({"tensor_parallel": {"size": 2}})
-    assert EngineFacts(SimpleNamespace(_sections=section)).tensor_parallel == 2
-    assert EngineFacts(None).tensor_parallel == 1
-
-
 def test_only_rank_0_writes_the_runs_files(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -163,55 +230,3 @@ def test_only_rank_0_writes_the_runs_files(tmp_path, monkeypatch):
     assert not (tmp_path / "metrics.jsonl").exists()
     assert {event["rank"] for event in read_events(tmp_path)} == {1}
     assert json.loads((tmp_path / "timeline" / "rank_00001.json").read_text())["rank"] == 1
-
-
-BILLION = 10**9
-
-
-def test_fp32_adam_is_16_bytes_per_parameter():
-    estimate = estimate_memory(1000)
-    assert (estimate.weights, estimate.gradients, estimate.optimizer) == (4000, 4000, 8000)
-    assert estimate.total == 16_000
-
-
-@pytest.mark.parametrize(
-    ("stage", "gigabytes"),
-    # Rajbhandari et al. 2020, figure 1: 7.5 billion parameters, 64 ranks, mixed-precision Adam.
-    [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)],
-)
-def test_zero_paper_figure_1(stage, gigabytes):
-    estimate = estimate_memory(
-        7_500_000_000, bytes_per_parameter=2, zero_stage=stage, data_world_size=64
-    )
-    assert estimate.total / BILLION == pytest.approx(gigabytes, abs=0.05)
-
-
-def test_shares_round_up_and_plain_sgd_has_no_state():
-    assert estimate_memory(10, zero_stage=3, data_world_size=4).weights == 3 * 4
-    assert estimate_memory(10, optimizer_states=0).optimizer == 0
-
-
-SHAPE = {"batch": 4, "sequence": 2048, "hidden": 6144, "heads": 64, "layers": 1}
-
-
-@pytest.mark.parametrize("t", [1, 8])
-def test_activations_of_the_22b_models_layer(t):
-    # Korthikanti et al. 2022, equation 2 (with t = 1 it is 1): s b h (10 + 24 / t + 5 a s / (h t)).
-    expected = 2048 * 4 * 6144 * (10 + 24 / t + 5 * 64 * 2048 / (6144 * t))
-    found = estimate_activations(**SHAPE, bytes_per_value=2, tensor_world_size=t)
-    assert found == pytest.approx(expected)
-
-
-def test_activations_by_hand_in_fp32():
-    # s b h (16 * 4 + 2) + a s s b (2 * 4 + 1), two layers, three micro-batches, logits on top.
-    layer = 8 * 2 * 16 * 66 + 4 * 8 * 8 * 2 * 9
-    output = 8 * 2 * (4 * 16 + 4 * 100)
-    shape = {"batch": 2, "sequence": 8, "hidden": 16, "heads": 4, "layers": 2}
-    assert estimate_activations(**shape) == 2 * layer
-    found = estimate_activations(**shape, vocabulary=100, micro_batches=3)
-    assert found == 3 * (2 * layer + output)
-
-
-def test_text_names_the_parts():
-    text = str(estimate_memory(2**28, activations=2**29))
-    assert text == "4.5 GiB (weights 1.0, gradients 1.0, optimizer 2.0, activations 0.5)"

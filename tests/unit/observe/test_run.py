@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from matplotlib.image import imread
 
 from wavemare.errors import ConfigError, DataError
-from wavemare.observe.run import Run, read_metrics
+from wavemare.observe.lines import read_metrics
+from wavemare.observe.run import Run
 
 
 def steps(run):
@@ -22,19 +23,19 @@ def steps(run):
 
 def test_other_ranks_write_nothing(tmp_path):
     run = Run(tmp_path / "run", rank=1)
-    run.write_config({"a": 1})
+    run.write_config({"a": 1}, world_size=2)
     run.log(1, loss=1.0)
-    run.truncate_after(0)
-    run.curve()
+    assert run.begin(done=0) is run.begin(done=1) is None
+    run.curve({})
     run.summary({"a": 1})
     run.close()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_config_holds_the_environment(tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
+def test_config_holds_the_environment(tmp_path):
     run = Run(tmp_path, rank=0)
-    run.write_config({"lr": 1e-3, "data": Path("corpus.txt"), "limit": math.inf})
+    values = {"lr": 1e-3, "data": Path("corpus.txt"), "limit": math.inf}
+    run.write_config(values, world_size=4)
     content = json.loads((tmp_path / "config.json").read_text())
     assert content["configuration"] == {"lr": 1e-3, "data": "corpus.txt", "limit": None}
     environment = content["environment"]
@@ -42,9 +43,6 @@ def test_config_holds_the_environment(tmp_path, monkeypatch):
     assert environment["command"] == sys.orig_argv
     assert environment["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
     assert {"wavemare", "torch", "deepspeed", "transformers"} <= environment["versions"].keys()
-    run.write_config({}, world_size=2)
-    content = json.loads((tmp_path / "config.json").read_text())
-    assert content["environment"]["world_size"] == 2
 
 
 def test_a_line_is_on_disk_when_log_returns_and_what_json_cannot_say_is_null(tmp_path):
@@ -58,14 +56,14 @@ def test_a_line_is_on_disk_when_log_returns_and_what_json_cannot_say_is_null(tmp
 
 
 @settings(max_examples=25)
-@given(last=st.integers(0, 12), resumed=st.integers(-1, 12))
+@given(last=st.integers(0, 12), resumed=st.integers(1, 12))
 def test_resumed_run_has_each_step_once(tmp_path_factory, last, resumed):
     folder = tmp_path_factory.mktemp("run")
     first = Run(folder, rank=0)
     for step in range(last + 1):
         first.log(step, loss=float(step))
     second = Run(folder, rank=0)
-    second.truncate_after(resumed)
+    second.begin(done=resumed)
     assert steps(second) == list(range(min(resumed, last) + 1))
     second.log(resumed + 1, loss=0.0)
     assert steps(second)[-1] == resumed + 1
@@ -75,10 +73,10 @@ def test_torn_last_line_is_cut_off(tmp_path):
     run = Run(tmp_path, rank=0)
     run.metrics_file.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
     assert steps(run) == [1]
-    run.truncate_after(5)
+    run.begin(done=5)
     run.log(2, loss=1.0)
     assert steps(run) == [1, 2]
-    run.truncate_after(1)  # by the same run
+    run.begin(done=1)  # by the same run
     run.log(2, loss=9.0)
     assert steps(run) == [1, 2]
 
@@ -89,7 +87,7 @@ def test_bad_line_is_named(tmp_path, line):
     text = '{"step": 1}\n' + line + '\n{"step": 3}\n'
     run.metrics_file.write_text(text)
     with pytest.raises(DataError, match=r"metrics\.jsonl:2 .*Remove the line"):
-        run.truncate_after(1)
+        run.begin(done=1)
     assert run.metrics_file.read_text() == text
 
 
@@ -104,45 +102,30 @@ def test_output_that_cannot_be_written_is_refused(tmp_path):
 
 def test_curve_is_a_png_of_readme_size(tmp_path):
     run = Run(tmp_path, rank=0)
-    run.curve()  # before the first step
+    run.curve({})  # before the first step
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     for step in range(1, 101):
         run.log(step, loss=4.0 / step)
     run.log(100, eval_loss=0.5)
-    run.curve(baselines={"unigram": 3.0})
+    run.curve({"unigram": 3.0})
     image = imread(tmp_path / "loss.png")
     assert image.shape[:2] == (600, 1050)
     assert len({tuple(pixel) for pixel in image.reshape(-1, image.shape[2])[::7]}) > 10
 
 
-def test_summary_in_both_forms(tmp_path):
-    run = Run(tmp_path, rank=0)
-    run.summary({"loss": 1.23456789, "text": "a|b\nc", "timing": {"seconds": 3}})
-    assert json.loads((tmp_path / "summary.json").read_text()) == {
-        "loss": 1.23456789,
-        "text": "a|b\nc",
-        "timing": {"seconds": 3},
-    }
-    assert (tmp_path / "summary.md").read_text() == (
-        "# Summary\n\n| | |\n|---|---|\n| loss | 1.23457 |\n| text | a\\|b c |\n\n"
-        "## timing\n\n| | |\n|---|---|\n| seconds | 3 |\n"
-    )
-
-
 def test_a_run_begins_anew_or_goes_on(tmp_path):
     run = Run(tmp_path / "run", rank=0)
     run.checkpoints.mkdir(parents=True)
-    assert run.begin(done=None) is None  # there is nothing yet
+    assert run.begin(done=0) is None  # there is nothing yet
     (run.checkpoints / "first").mkdir()  # before the first line was logged
-    assert run.begin(done=None) == tmp_path / "run.1"
+    assert run.begin(done=0) == tmp_path / "run.1"
     assert (tmp_path / "run.1" / "checkpoints" / "first").is_dir()
     for step in (0, 1, 2):
         run.log(step, loss=1.0)
     assert steps(run) == [0, 1, 2]
-    assert Run(tmp_path / "run", rank=1).begin(done=None) is None
-    for done in (1, 0):
-        assert run.begin(done=done) is None
-        assert read_metrics(run.metrics_file)[-1]["step"] == done
-    assert run.begin(done=None) == tmp_path / "run.2"
+    assert Run(tmp_path / "run", rank=1).begin(done=0) is None
+    assert run.begin(done=1) is None
+    assert steps(run) == [0, 1]
+    assert run.begin(done=0) == tmp_path / "run.2"
     older = read_metrics(tmp_path / "run.2" / "metrics.jsonl")
-    assert [line["step"] for line in older] == [0]
+    assert [line["step"] for line in older] == [0, 1]

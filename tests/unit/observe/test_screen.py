@@ -7,9 +7,7 @@ import re
 import pytest
 from rich.console import Console
 
-from wavemare.observe.live import live_facts
-from wavemare.observe.screen import Screen
-from wavemare.observe.speed import Speed
+from wavemare.observe.screen import Progress, Screen, live_facts
 
 
 class Clock:
@@ -77,6 +75,7 @@ def final_lines(text):
 
 
 METRICS = {"bubble": 0.41, "bubble_predicted": 0.32}
+QUIET = {"memory_bytes": 3 * 2**20, "warnings": 0, "latest": ""}
 METRICS |= {f"staleness_{stage}": (3 - stage) / 8 for stage in range(4)}
 
 
@@ -86,7 +85,7 @@ METRICS |= {f"staleness_{stage}": (3 - stage) / 8 for stage in range(4)}
         ({"collective": "word " * 40}, "  collective  " + ("word " * 13) + "…"),
         # What unevenness explains is named as in the report; all of it, in 80 columns.
         (
-            live_facts(METRICS),
+            {"pipeline": live_facts(METRICS, **QUIET)["pipeline"]},
             "  pipeline    idle 41% (32% by unevenness), staleness 0.375 0.25 0.125 0",
         ),
     ],
@@ -151,15 +150,33 @@ def test_rank_0_draws_all_and_takes_text_literally(draw):
     assert all(len(line) <= 80 for line in text.splitlines())
 
 
-def test_speed_is_that_of_the_window(clock):
-    speed = Speed(window=4, clock=clock)
-    speed.start(0)
-    assert speed.tokens_per_second is None
-    assert speed.seconds_left(10) is None
+def test_speed_is_that_of_the_last_20_steps(clock):
+    lines = []
+    progress = Progress(30, 0, lambda line, *_: lines.append(line), clock)
+    assert progress.tokens_per_second is None
     clock.now += 60  # a slow first step
-    speed.advance(1, 100)
-    for step, seconds in enumerate([0.5, 0.1, 0.2, 0.3, 0.4], start=2):
-        clock.now += seconds
-        speed.advance(step, 100)
-    assert speed.tokens_per_second == pytest.approx(400.0)
-    assert speed.seconds_left(10) == pytest.approx(1.0)
+    progress.step(1, tokens=100)
+    for step in range(2, 22):
+        clock.now += 0.25
+        progress.step(step, tokens=100)
+    assert progress.tokens_per_second == pytest.approx(400.0)
+    assert lines[-1] == "step 21/30  loss -  400 tokens/s  2.2s left"
+
+
+def test_subjects_that_a_run_does_not_have_are_left_out():
+    assert live_facts({}, **QUIET) == {"memory": "3.00 MiB on rank 0"}
+    metrics = {
+        "staleness_10": 0.0,
+        "staleness_9": 0.75,
+        "sparse_density": 0.042,
+        "sparse_bytes_up": 2**20,
+        "sparse_bytes_down": 2**21,
+        "sparse_calls_pushpull": 3,
+        "sparse_calls_dense": 1,
+    }
+    assert live_facts(metrics, memory_bytes=1, warnings=2, latest="x " * 99) == {
+        "pipeline": "staleness 0.75 0",
+        "collective": "density 4.20%, up 1.00 MiB, down 2.00 MiB, dense x1, pushpull x3",
+        "memory": "1 B on rank 0",
+        "warnings": f"2, the latest: {'x ' * 37}[...]",
+    }
