@@ -69,7 +69,7 @@ def check_recorded(folder, steps):
 
 
 def check_screen(output):
-    assert output.count("estimate per rank") == 1
+    assert output.count("samples per step") == 1
     assert "tokens/s" in output
     assert "results" in output
     assert "Warning" not in output, output

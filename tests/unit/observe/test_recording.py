@@ -2,8 +2,6 @@
 """What a training loop of one's own leaves in its run folder, and what is told of memory."""
 
 import json
-import subprocess
-import sys
 import warnings
 from types import SimpleNamespace
 
@@ -66,7 +64,7 @@ def test_a_line_has_what_is_given_and_what_the_engine_tells(tmp_path):
     assert facts.configuration["wavemare"]["pipeline"]["stages"] == facts.layout["stages"] == 2
     assert (facts.layout["schedule"], facts.layout["gradient_accumulation_steps"]) == ("1f1b", 4)
     assert facts.summary["results"]["steps"] == 2
-    assert [event["kind"] for event in facts.events] == ["memory", "memory"]
+    assert [event["step"] for event in facts.events if event["kind"] == "memory"] == [1, 2]
 
 
 @pytest.mark.parametrize("tells", ["train_batch", "forward"])
@@ -131,30 +129,6 @@ def test_memory_and_checkpoints_are_events(tmp_path):
     assert memory["bytes"] > 2**20
     assert (checkpoint["tag"], checkpoint["step"]) == ("step-000001", 1)
     assert checkpoint["seconds"] >= 0
-
-
-def test_the_folder_of_a_living_run_is_refused(tmp_path):
-    """A second job with the same --output must not rename the folder of the first."""
-    folder = tmp_path / "run"
-    program = (
-        "import sys; from wavemare.observe import Recording as R\n"
-        "with R(sys.argv[1], steps=1): print('here', flush=True); input()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(folder)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as other:
-        assert "here\n" in other.stdout
-        for done in (0, 1):
-            with pytest.raises(ConfigError, match="a run that has not ended writes this folder"):
-                Recording(folder, steps=2, done=done).begin()
-        other.communicate("\n")
-    assert other.returncode == 0
-    (folder / "metrics.jsonl").touch()
-    train(folder, None, steps=1)  # which ends the lock
-    assert (tmp_path / "run.1").is_dir()
 
 
 def test_an_older_run_moves_aside_and_one_that_goes_on_does_not(tmp_path):

@@ -3,6 +3,7 @@
 
 import json
 import math
+import subprocess
 import sys
 from pathlib import Path
 
@@ -129,3 +130,25 @@ def test_a_run_begins_anew_or_goes_on(tmp_path):
     assert run.begin(done=0) == tmp_path / "run.2"
     older = read_metrics(tmp_path / "run.2" / "metrics.jsonl")
     assert [line["step"] for line in older] == [0, 1]
+
+
+def test_the_folder_of_a_living_run_is_refused(tmp_path):
+    """A second job with the same --output must not rename the folder of the first."""
+    folder = tmp_path / "run"
+    program = (
+        "import sys; from wavemare.observe import Run; run = Run(sys.argv[1], rank=0)\n"
+        "run.log(1, loss=1.0); run.begin(done=1); print('begun', flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as other:
+        assert other.stdout.readline() == "begun\n"
+        for done in (0, 1):
+            with pytest.raises(ConfigError, match="a run that has not ended writes this folder"):
+                Run(folder, rank=0).begin(done=done)
+        other.communicate("\n")
+    assert other.returncode == 0
+    assert Run(folder, rank=0).begin(done=0) == tmp_path / "run.1"
