@@ -1,14 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Curves and bars over the steps of runs."""
+"""Figures of plotly: curves and bars over steps, and timelines that can be zoomed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Series", "bars", "lines"]
+from wavemare.pipeline.clock.timeline import Timeline
+from wavemare.report.traces import Span, Trace, category
+
+__all__ = [
+    "Row",
+    "Series",
+    "bars",
+    "gantt",
+    "gantt_height",
+    "lines",
+    "rows_of_timeline",
+    "rows_of_trace",
+]
 
 _COLOURS = ("#3b8ed0", "#e69f00", "#2a9d6f", "#d1495b", "#b07cc6", "#56b4e9", "#8c7a4f", "#7a869a")
+_MS_PER_S = 1e3
+_PIXELS_PER_ROW, _PIXELS_AROUND = 44, 190
 
 
 class Series(NamedTuple):
@@ -115,3 +129,113 @@ def _add_levels(figure: Any, series: Sequence[Series], levels: Mapping[str, floa
             line={"color": "#7a869a", "width": 1.5, "dash": ("dash", "dot", "dashdot")[number % 3]},
             hovertemplate="%{fullData.name}<extra></extra>",
         )
+
+
+class _Look(NamedTuple):
+    """How a category is drawn: its name, its colour and the height of its bars."""
+
+    name: str
+    colour: str
+    height: float
+
+
+_LOOKS = {
+    "message": _Look("message, collective or wait", "#9aa5b1", 0.34),
+    "other": _Look("other", "#b07cc6", 0.5),
+    "forward": _Look("forward", "#3b8ed0", 0.8),
+    "backward": _Look("backward", "#e69f00", 0.8),
+    "step": _Look("optimizer step", "#2a9d6f", 0.8),
+}
+"""By category, from the back to the front."""
+
+
+class Row(NamedTuple):
+    """A rank's line.
+
+    Args:
+        label: Of the line.
+        spans: What it did.
+        steps: Where optimizer steps begin, in seconds.
+    """
+
+    label: str
+    spans: Sequence[Span]
+    steps: Sequence[float] = ()
+
+
+def gantt(rows: Sequence[Row]) -> Any:
+    """Draw what ranks did, the first one above, over milliseconds.
+
+    Returns:
+        A figure of plotly. A span of no length is left out; words and actions stand at the bars.
+    """
+    from plotly import graph_objects
+
+    figure = graph_objects.Figure()
+    for kind, look in _LOOKS.items():
+        bars = [
+            (row.label, span)
+            for row in rows
+            for span in row.spans
+            if category(span.text) == kind and span.end_s > span.start_s
+        ]
+        if bars:
+            figure.add_bar(
+                orientation="h",
+                name=look.name,
+                y=[label for label, _ in bars],
+                base=[round(span.start_s * _MS_PER_S, 4) for _, span in bars],
+                x=[round((span.end_s - span.start_s) * _MS_PER_S, 4) for _, span in bars],
+                customdata=[span.text for _, span in bars],
+                width=look.height,
+                marker={"color": look.colour, "line": {"width": 0}},
+                hovertemplate="%{customdata}<br>%{y}<br>from %{base:.3f} ms, %{x:.3f} ms long"
+                "<extra></extra>",
+            )
+    marks = [(row.label, start) for row in rows for start in row.steps]
+    if marks:
+        figure.add_scatter(
+            mode="markers",
+            name="step begins",
+            x=[round(start * _MS_PER_S, 4) for _, start in marks],
+            y=[label for label, _ in marks],
+            marker={"symbol": "line-ns-open", "size": 30, "color": "#d1495b", "line_width": 1.5},
+            hovertemplate="a step begins at %{x:.3f} ms<extra></extra>",
+        )
+    figure.update_layout(
+        barmode="overlay",
+        bargap=0,
+        xaxis={"title": {"text": "time (ms)"}},
+        yaxis={
+            "fixedrange": True,
+            "categoryorder": "array",
+            "categoryarray": [row.label for row in reversed(rows)],
+        },
+    )
+    return figure
+
+
+def gantt_height(rows: Sequence[Row]) -> int:
+    """Return the pixels that a figure of so many lines needs."""
+    return _PIXELS_AROUND + _PIXELS_PER_ROW * len(rows)
+
+
+def rows_of_trace(trace: Trace) -> list[Row]:
+    """Return the lines of what was measured."""
+    stages = len({rank.stage for rank in trace.ranks}) > 1
+    return [
+        Row(
+            f"rank {rank.rank}" + (f"<br>stage {rank.stage}" if stages else ""),
+            rank.spans,
+            [start for start, _ in rank.steps],
+        )
+        for rank in trace.ranks
+    ]
+
+
+def rows_of_timeline(timeline: Timeline) -> list[Row]:
+    """Return the lines of what was simulated."""
+    return [
+        Row(f"rank {rank}", [Span(str(e.action), e.start_s, e.end_s) for e in events])
+        for rank, events in enumerate(timeline.ranks)
+    ]

@@ -1,22 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a report on how ranks worked together: pipeline, collective, timeline."""
+"""How ranks work together: in runs (pipeline, collective, timeline), and by a plan."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from wavemare.errors import ConfigError
 from wavemare.observe.lines import numbered
+from wavemare.pipeline.clock.timeline import Timeline
+from wavemare.pipeline.plan.check import Report
+from wavemare.pipeline.plan.plan import Plan
 from wavemare.pipeline.staleness.staleness import max_staleness
-from wavemare.report.figures import Series, bars, lines
-from wavemare.report.gantt import gantt, gantt_height, rows_of_trace
+from wavemare.report.figures import (
+    Series,
+    bars,
+    gantt,
+    gantt_height,
+    lines,
+    rows_of_timeline,
+    rows_of_trace,
+)
 from wavemare.report.page import Page
 from wavemare.report.runs import RunFacts
 from wavemare.report.traces import Trace
 
-__all__ = ["add_collective", "add_pipeline", "add_timeline"]
+__all__ = ["add_collective", "add_pipeline", "add_timeline", "plan_page"]
 
 _MIB = 2**20
+_MOST_BARS = 50_000
 _CALLS = "sparse_calls_"
+_DASHES = ("solid", "dash", "dot")
 
 
 def add_pipeline(page: Page, runs: Sequence[RunFacts]) -> None:
@@ -36,12 +49,9 @@ def _add_bubble(page: Page, run: RunFacts) -> None:
         "Share of the stages' time in which they did not compute: measured in every step; and the "
         "part of it that the unevenness of the stages explains; metrics.jsonl.",
     )
-    measured, predicted = run.series("bubble"), run.series("bubble_predicted")
-    if measured:
-        series = [
-            Series("measured", [(step, 100 * value) for step, value in measured], 0),
-            Series("by unevenness", [(s, 100 * v) for s, v in predicted], 1, "dash"),
-        ]
+    names = {"measured": "bubble", "by unevenness": "bubble_predicted"}
+    series = _series(run, names, 100)
+    if series[0].points:
         page.figure(lines(series, "bubble (% of time)", zero=True), label="bubble over the steps")
     else:
         page.missing("bubble in every step", "only the schedule pipemare measures it")
@@ -69,49 +79,46 @@ def add_collective(page: Page, runs: Sequence[RunFacts]) -> None:
     """Add density, bytes, choices and times of the sparse collective."""
     page.section("Sparse collective")
     for run in runs:
-        if run.series("sparse_payload_bytes"):
-            _add_density(page, run)
-            _add_traffic(page, run)
-        else:
+        if not run.series("sparse_payload_bytes"):
             page.missing(run.name, "no collective is recorded: the run did not use the sparse one")
+            continue
+        page.heading(
+            f"Density: {run.name}",
+            "Share of the gradients' blocks that are not zero, on rank 0's view: mean over ranks, "
+            "and of the union of all ranks; metrics.jsonl.",
+        )
+        names = {"mean of the ranks": "sparse_density", "union": "sparse_union"}
+        density = _series(run, names, 100)
+        if any(each.points for each in density):
+            page.figure(lines(density, "blocks that are not zero (%)", zero=True), label="density")
+        else:
+            page.missing("density", "no call has looked at the blocks: all were dense")
+        page.heading(f"Bytes per step: {run.name}", "What rank 0 sent and received; metrics.jsonl.")
+        names = {
+            "sent": "sparse_bytes_up",
+            "received": "sparse_bytes_down",
+            "gradients": "sparse_payload_bytes",
+        }
+        moved = _series(run, names, 1 / _MIB)
+        page.figure(lines(moved, "MiB per step", zero=True), label="bytes per step")
+        page.heading(
+            f"The selector's choices: {run.name}", "Calls per step by executor; metrics.jsonl."
+        )
+        keys = sorted({key for line in run.metrics for key in line if key.startswith(_CALLS)})
+        calls = {key.removeprefix(_CALLS): run.series(key) for key in keys}
+        page.figure(bars(list(calls), calls, "calls per step"), label="choices of the selector")
+        page.heading(f"Time in the collective: {run.name}", "Per step, on rank 0; metrics.jsonl.")
+        names = {"measured": "sparse_seconds", "predicted": "sparse_predicted_seconds"}
+        seconds = lines(_series(run, names, 1000), "ms per step", zero=True)
+        page.figure(seconds, label="time in the collective")
 
 
-def _add_density(page: Page, run: RunFacts) -> None:
-    page.heading(
-        f"Density: {run.name}",
-        "Share of the gradients' blocks that are not zero, on rank 0's view: mean over ranks, and "
-        "of the union of all ranks; metrics.jsonl.",
-    )
-    density = [
-        Series("mean of the ranks", _scaled(run.series("sparse_density"), 100), 0),
-        Series("union", _scaled(run.series("sparse_union"), 100), 1, "dash"),
+def _series(run: RunFacts, names: Mapping[str, str], factor: float) -> list[Series]:
+    """Return curves of metrics by name, times a factor; each has a colour and dashes of its own."""
+    return [
+        Series(name, [(step, factor * value) for step, value in run.series(key)], place, style)
+        for place, ((name, key), style) in enumerate(zip(names.items(), _DASHES, strict=False))
     ]
-    if any(each.points for each in density):
-        page.figure(lines(density, "blocks that are not zero (%)", zero=True), label="density")
-    else:
-        page.missing("density", "no call has looked at the blocks: all went the dense way")
-
-
-def _add_traffic(page: Page, run: RunFacts) -> None:
-    page.heading(f"Bytes per step: {run.name}", "What rank 0 sent and received; metrics.jsonl.")
-    moved = [
-        Series("gradients", _scaled(run.series("sparse_payload_bytes"), 1 / _MIB), 2, "dot"),
-        Series("sent", _scaled(run.series("sparse_bytes_up"), 1 / _MIB), 0),
-        Series("received", _scaled(run.series("sparse_bytes_down"), 1 / _MIB), 1),
-    ]
-    page.figure(lines(moved, "MiB per step", zero=True), label="bytes per step")
-    page.heading(
-        f"The selector's choices: {run.name}", "Calls per step by executor; metrics.jsonl."
-    )
-    names = sorted({key for line in run.metrics for key in line if key.startswith(_CALLS)})
-    calls = {name.removeprefix(_CALLS): run.series(name) for name in names}
-    page.figure(bars(sorted(calls), calls, "calls per step"), label="choices of the selector")
-    page.heading(f"Time in the collective: {run.name}", "Per step, on rank 0; metrics.jsonl.")
-    seconds = [
-        Series("measured", _scaled(run.series("sparse_seconds"), 1000), 0),
-        Series("predicted", _scaled(run.series("sparse_predicted_seconds"), 1000), 1, "dash"),
-    ]
-    page.figure(lines(seconds, "ms per step", zero=True), label="time in the collective")
 
 
 def add_timeline(page: Page, runs: Sequence[RunFacts]) -> None:
@@ -168,13 +175,56 @@ def _planned(run: RunFacts) -> str:
     """Return what the plan says of the staleness."""
     layout = run.layout
     stages, size = int(layout["stages"]), int(layout.get("gradient_accumulation_steps", 1))
-    most = [str(max_staleness(stage, stages, size, _slack(run))) for stage in range(stages)]
+    most = [
+        str(max_staleness(stage, stages, size, int(run.pipemare.get("slack", 0))))
+        for stage in range(stages)
+    ]
     return f"By the plan a micro-batch's is at most {', '.join(most)} (stage 0 first)."
 
 
-def _scaled(points: Sequence[tuple[int, float]], factor: float) -> list[tuple[float, float]]:
-    return [(step, value * factor) for step, value in points]
+def plan_page(plan: Plan, report: Report, timeline: Timeline, facts: Iterable[str]) -> str:
+    """Return a page with a plan: its timeline, what its check found, its text form.
 
+    Args:
+        plan: The plan.
+        report: Of its check.
+        timeline: Of its simulation.
+        facts: Sentences about what was predicted.
 
-def _slack(run: RunFacts) -> int:
-    return int(run.pipemare.get("slack", 0))
+    Raises:
+        ConfigError: The plan has more actions than a browser can draw.
+    """
+    actions = sum(map(len, plan.ranks))
+    if actions > _MOST_BARS:
+        remedy = "Give fewer --steps, or --output, whose trace.json Perfetto shows"
+        reason = f"the plan has {actions} actions, and a page shows at most {_MOST_BARS}"
+        raise ConfigError("--html", plan.schedule, reason, remedy)
+    page = Page(
+        f"Plan: {plan.schedule}",
+        f"{plan.num_stages} stages, {plan.micro_batches} micro-batches per step, "
+        f"{plan.num_steps} optimizer steps; simulated, not measured.",
+    )
+    rows = rows_of_timeline(timeline)
+    page.section("Timeline")
+    page.text("Draw a frame to zoom into a part of the time; the last button shows all again.")
+    page.figure(
+        gantt(rows), label="what each rank does, over time", height=gantt_height(rows), zooms=True
+    )
+    page.section("Prediction")
+    for fact in facts:
+        page.text(fact)
+    page.section("Check")
+    page.table(
+        ("stage", "peak activations", "max staleness", "mean staleness"),
+        zip(
+            range(report.num_stages),
+            report.peak_activations,
+            report.max_staleness,
+            report.mean_staleness,
+            strict=True,
+        ),
+    )
+    page.details("All that the check found", str(report))
+    page.section("Text form")
+    page.details("The plan, for --file", str(plan))
+    return page.html()

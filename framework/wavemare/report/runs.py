@@ -261,18 +261,12 @@ def _of_trainer(folder: Path) -> list[Checkpoint]:
     }
     found = []
     for step, path in sorted(steps.items()):
-        # An engine of ours saves into a folder of this one, with a list of its files.
-        lists = {each.parent.name for each in path.glob(f"*/{MANIFEST}")}
-        begun = any(path.glob(".*.wavemare-*.partial"))
-        complete, saved = not begun and lists <= set(complete_tags(path)), ""
-        try:
-            written = (path / _TRAINER_STATE).stat().st_mtime
-        except OSError:
-            complete = False
-        else:
-            saved = datetime.fromtimestamp(written, UTC).isoformat()
-        with suppress(OSError):
-            found.append(Checkpoint(path.name, saved, _size(path), complete, step == max(steps)))
+        state, saved = path / _TRAINER_STATE, ""
+        with suppress(OSError):  # a run that goes on may remove it meanwhile
+            if state.is_file():
+                saved = datetime.fromtimestamp(state.stat().st_mtime, UTC).isoformat()
+            latest = step == max(steps)
+            found.append(Checkpoint(path.name, saved, _size(path), bool(saved), latest))
     return found
 
 
