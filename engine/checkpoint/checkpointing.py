@@ -30,7 +30,6 @@ from deepspeed.checkpoint.constants import (
     UNIVERSAL_CHECKPOINT_VERSION_VALUE,
 )
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
-from torch.distributed import distributed_c10d
 
 from wavemare.engine.checkpoint.compatibility import (
     check_checkpoint_fits,
@@ -51,7 +50,7 @@ from wavemare.engine.checkpoint.files import (
 )
 from wavemare.engine.checkpoint.manifest import FORMAT, read_manifest, resolve_tag, verify_contents
 from wavemare.engine.checkpoint.random_state import random_state, restore_random_state
-from wavemare.engine.checkpoint.save import BackgroundSave, Save, gather
+from wavemare.engine.checkpoint.save import BackgroundSave, Save, background_group, gather
 from wavemare.engine.config.sections import CheckpointConfig
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.optim.adapter import adapt
@@ -76,6 +75,7 @@ class CheckpointMixin:
 
     checkpoint_settings = CheckpointConfig()
     _writing: BackgroundSave | None = None
+    _writers: Any = None
     _earlier_runs: tuple[str, ...] = ()
     _loading = False
 
@@ -123,7 +123,8 @@ class CheckpointMixin:
         # Its own, whoever else saves there; all ranks write into that of rank 0.
         (partial, *_) = gather(str(temporary_sibling(tag)))
         background = self.checkpoint_settings.background
-        store = _store_of_group(partial) if background else None
+        if background and self._writers is None:
+            self._writers = background_group()
         zipped = getattr(engine.checkpoint_engine, "zipped", True)
         files = RankFiles(engine.global_rank, background=background, zipped=zipped)
         owner = _owns_folder(engine)
@@ -145,11 +146,7 @@ class CheckpointMixin:
             keep=self.checkpoint_settings.keep,
         )
         if background:
-            # The engine's own watchdog, which `destroy` removes before it waits.
-            ended = (lambda _: ()) if engine.watchdog is None else engine.watchdog.ended
-            rank, size = dist.get_rank(), dist.get_world_size()
-            timeout_s = self.checkpoint_settings.timeout_s
-            self._writing = BackgroundSave(save, store, rank, size, timeout_s, ended)
+            self._writing = BackgroundSave(save, self._writers)
         else:
             save.complete()
         return True
@@ -304,14 +301,6 @@ class CheckpointMixin:
             yield
         finally:
             engine.checkpoint_engine.current = None
-
-
-def _store_of_group(save: str) -> Any:
-    store: Any = distributed_c10d._get_default_store()
-    if store is None:
-        reason = "the process group has no store, in which writers could meet (backend MPI)"
-        raise CheckpointError("wavemare.checkpoint.background", True, reason, "Leave it out")
-    return distributed_c10d.PrefixStore(f"wavemare/checkpoint/{save}", store)
 
 
 def _check_client_state(engine: Any, state: Mapping[str, Any]) -> None:

@@ -54,9 +54,6 @@ class CheckpointConfig(Section):
     verify: Literal["checksums", "sizes"] = "checksums"
     """What is compared with the list of files before anything is loaded."""
 
-    timeout_s: float = Field(default=1800.0, gt=0.0)
-    """For how long a background save waits for the other ranks' files."""
-
 
 class GuardConfig(Section):
     """Numbers that are not finite: what follows from them."""

@@ -42,6 +42,7 @@ _REMOVED = {
     "wavemare.pipeline.pair_passes": "Use wavemare.pipeline.overlap_forward_backward",
     "wavemare.guard.message_checksum": "Leave it out; TCP and RDMA check messages themselves",
     "wavemare.guard.replica_digest_interval": "Leave it out; memory with ECC finds flipped bits",
+    "wavemare.checkpoint.timeout_s": "Leave it out; a save waits for all ranks that write",
     "wavemare.parallel.colocated": "Leave it out; use wavemare.parallel.split",
     "wavemare.balance.micro_steps": "Leave it out; use wavemare.balance.shares",
     "wavemare.sparse_collective.mode = agsparse": "Choose auto; bench sparse measures it",

@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks tell each other: where they listen, what they do, how long they have waited."""
+"""What ranks tell each other, and what each writes when the watchdog ends a run."""
 
 from __future__ import annotations
 
+import faulthandler
 import sys
+import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from wavemare.engine.observe.progress import Progress
 
-__all__ = ["PeerAddress", "RankStatus", "UnreachablePeer"]
+__all__ = ["PeerAddress", "RankStatus", "UnreachablePeer", "write_report"]
 
-_LIBRARIES = ("site-packages", "/lib/python", "engine/health/watchdog/marks.py")
+_LIBRARIES = ("site-packages", "/lib/python", "/engine/seams.py")
 _AROUND = 3
 """Actions of the plan shown on each side of the present one."""
+_PER_LINE = 8
+"""Actions of the plan in a line of the report."""
 
 
 @dataclass(frozen=True)
@@ -130,3 +135,41 @@ def _excerpt(plan: tuple[str, ...], position: int) -> str:
     words = [f"[{a}]" if first + n == position else a for n, a in enumerate(plan[first:last])]
     before, after = "... " if first and words else "", " ..." if last < len(plan) else ""
     return f"{before}{' '.join(words)}{after}"
+
+
+def write_report(
+    folder: str, where: PeerAddress, status: RankStatus, progress: Progress, headline: str
+) -> str | None:
+    """Write ``rank_NNNNN.txt``: place, last finished action, plan and the stacks of all threads.
+
+    Returns:
+        Why it could not be written, or None.
+    """
+    path = Path(folder) / f"rank_{where.rank:05d}.txt"
+    lines = [
+        f"{time.strftime('%Y-%m-%d %H:%M:%S')} {where}",
+        headline,
+        f"{status}",
+        f"last finished: {status.finished}",
+        *_grid(progress.plan, progress.position),
+        f"thread 0x{progress.thread or 0:016x} trains",
+    ]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", encoding="utf-8") as file:
+            file.write("\n".join(lines) + "\n\n")
+            file.flush()
+            faulthandler.dump_traceback(file)
+    except OSError as error:
+        return f"{where}: no report in {path} ({error.strerror})"
+    return None
+
+
+def _grid(plan: tuple[str, ...], position: int) -> list[str]:
+    """Return the plan of this rank's step; the present action stands in brackets."""
+    if not plan:
+        return []
+    words = [f"[{a}]" if n == position else a for n, a in enumerate(plan)]
+    width = max(map(len, words)) + 1
+    rows = [words[start : start + _PER_LINE] for start in range(0, len(words), _PER_LINE)]
+    return ["plan of this step:", *("  " + "".join(f"{w:<{width}}" for w in row) for row in rows)]

@@ -14,19 +14,26 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import distributed
+from torch.distributed import distributed_c10d
+
 from wavemare.comm.waits import Wait
 from wavemare.engine.config.sections import WatchdogConfig
 from wavemare.engine.health.watchdog.diagnosis import Diagnosis, diagnose, diagnose_unreachable
-from wavemare.engine.health.watchdog.marks import limit_collectives
 from wavemare.engine.health.watchdog.peers import LOOPBACK, Server, ask, ask_all, reachable_address
-from wavemare.engine.health.watchdog.report import write_report
-from wavemare.engine.health.watchdog.status import PeerAddress, RankStatus, UnreachablePeer
+from wavemare.engine.health.watchdog.status import (
+    PeerAddress,
+    RankStatus,
+    UnreachablePeer,
+    write_report,
+)
 from wavemare.engine.launch.exit import exit_now
 from wavemare.engine.launch.group import environment_rank, environment_world_size
 from wavemare.engine.observe.progress import PROGRESS, Progress
@@ -68,6 +75,23 @@ _running: list[Watchdog] = []
 def current() -> Watchdog | None:
     """Return the watchdog of this process, if one is running."""
     return _running[-1] if _running else None
+
+
+def _limit_collectives(limits: dict[str, timedelta], seconds: float | None) -> None:
+    """Let collectives over gloo fail after so many seconds, in all groups.
+
+    Args:
+        limits: Keeps the own limit of each group.
+        seconds: None for the groups' own limits.
+    """
+    if not distributed.is_available() or not distributed.is_initialized():
+        return
+    cpu = torch.device("cpu")
+    for group, name in list(distributed_c10d._world.pg_names.items()):
+        backend = group._get_backend(cpu) if cpu in group._device_types else None
+        if isinstance(backend, distributed_c10d.ProcessGroupGloo):
+            own = limits.setdefault(name, backend.options._timeout)
+            backend._set_default_timeout(own if seconds is None else timedelta(seconds=seconds))
 
 
 def acquire(config: WatchdogConfig) -> Watchdog:
@@ -186,9 +210,6 @@ class Watchdog:
         Args:
             group: Store, rank and number of ranks; None for the default process group.
         """
-        from torch import distributed
-        from torch.distributed import distributed_c10d
-
         # No collective: NCCL would need a device, which is not chosen yet.
         store, rank, size = group or (
             distributed_c10d._get_default_store(),
@@ -211,7 +232,7 @@ class Watchdog:
 
     def extend_deadline(self) -> None:
         """Let no collective fail because a peer computes for long: this watchdog sees to it."""
-        limit_collectives(self._limits, self.config.collective_timeout_s)
+        _limit_collectives(self._limits, self.config.collective_timeout_s)
 
     def release(self, *, notify: bool = True) -> None:
         """Give back what `acquire` has returned; the last call stops it.
@@ -230,7 +251,7 @@ class Watchdog:
         """Stop watching, whoever holds it."""
         if self in _running:
             _running.remove(self)
-            limit_collectives(self._limits, None)
+            _limit_collectives(self._limits, None)
         atexit.unregister(self._at_exit)
         self._last.cancel()
         self._stopped = True
@@ -320,7 +341,9 @@ class Watchdog:
         if following is None or now < self._next_probe:
             return
         self._next_probe = now + min(_NEXT_S, self.config.timeout_s / 4)
-        if not self.ended([following.rank]) or self._waited_s < _NEXT_S:
+        (answer,) = self._ask([following])
+        ended = isinstance(answer, UnreachablePeer) and self._has_ended(following, answer.gone)
+        if not ended or self._waited_s < _NEXT_S:
             return
         statuses, unreachable = self._inquire()
         lost = [each for each in unreachable if each.peer == following and each.notice is None]
@@ -405,27 +428,20 @@ class Watchdog:
             return False  # it computes without giving way to its watchdog
         return self._clock() - self._silent[peer][0] >= self.config.timeout_s / 2
 
-    def ended(self, ranks: Collection[int]) -> set[int]:
-        """Return the ranks among these whose processes have certainly ended; from any thread.
+    def _has_ended(self, peer: PeerAddress, gone: bool) -> bool:
+        """Whether the process of a rank that does not answer has certainly ended.
 
-        A rank of this machine has no process then. A rank of another machine has answered before,
-        and its host refuses connections twice, a second apart: an address may be wrong, or blocked
-        for a moment.
+        Its address may be wrong, or blocked for a moment. So a rank of another machine must have
+        answered before, and its host must refuse connections twice.
+
+        Args:
+            peer: The rank.
+            gone: Whether its host refuses the connection now.
         """
-        if self not in _running:
-            return set()
-        peers = [peer for peer in self._ranks if peer.rank in ranks and peer != self._me]
-        found = set()
-        for peer, answer in zip(peers, self._ask(peers), strict=True):
-            if not isinstance(answer, UnreachablePeer):
-                continue
-            if peer.machine == self._me.machine:
-                certain = process_has_ended(peer.pid)
-            else:
-                silent_s = self._clock() - self._silent[peer][0]
-                certain = answer.gone and peer in self._reached and silent_s >= _BLOCKED_S
-            found |= {peer.rank} if certain else set()
-        return found
+        if peer.machine == self._me.machine:
+            return process_has_ended(peer.pid)
+        silent_s = self._clock() - self._silent[peer][0]
+        return gone and peer in self._reached and silent_s >= _BLOCKED_S
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         match request["ask"]:

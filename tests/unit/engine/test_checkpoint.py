@@ -235,7 +235,6 @@ def test_a_broken_latest_names_what_is_there(three):
         ({"keep": True}, "keep"),
         ({"background": 1}, "background"),
         ({"verify": "no"}, "verify"),
-        ({"timeout_s": 0.0}, "timeout_s"),
         ({"backgroud": True}, "background"),
     ],
 )

@@ -67,6 +67,7 @@ def test_an_unknown_key_names_the_nearest_valid_one_or_all(key, hint):
     "key",
     [
         "balance.micro_steps",
+        "checkpoint.timeout_s",
         "guard.message_checksum",
         "guard.replica_digest_interval",
         "wavelet.streams",

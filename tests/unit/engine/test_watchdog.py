@@ -11,8 +11,12 @@ from wavemare.comm.waits import joining, waiting
 from wavemare.engine.config.sections import WatchdogConfig
 from wavemare.engine.health.watchdog.diagnosis import diagnose
 from wavemare.engine.health.watchdog.peers import Server, ask, reachable_address
-from wavemare.engine.health.watchdog.report import write_report
-from wavemare.engine.health.watchdog.status import PeerAddress, RankStatus, UnreachablePeer
+from wavemare.engine.health.watchdog.status import (
+    PeerAddress,
+    RankStatus,
+    UnreachablePeer,
+    write_report,
+)
 from wavemare.engine.health.watchdog.watcher import EXIT_CODE, Watchdog, acquire, current
 from wavemare.engine.observe.progress import Progress
 from wavemare.pipeline.plan.action import Action, Kind

@@ -102,38 +102,6 @@ def pair(tmp_path, monkeypatch, clock, leaving):
     peer.pipe.close()
 
 
-def test_a_rank_on_this_machine_has_ended_when_its_process_has(pair):
-    watchdog, peer, _ = pair()
-    assert watchdog.ended([0, 1]) == set()  # it does not run yet
-    watchdog.start()
-    assert watchdog.ended([0, 1]) == set()
-    peer.kill()
-    assert watchdog.ended([0]) == set()
-    assert watchdog.ended([0, 1]) == {1}
-    watchdog.stop()
-    assert watchdog.ended([0, 1]) == set()
-
-
-def test_a_rank_elsewhere_has_ended_when_it_refuses_twice_and_has_answered_before(pair, clock):
-    """The way there may be blocked for a moment."""
-    watchdog, peer, _ = pair(machine="another boot")
-    watchdog.start()
-    assert watchdog.ended([1]) == set()
-    peer.kill()
-    for seconds, ended in ((0, set()), (0.5, set()), (0.5, {1}), (15, set()), (1, {1})):
-        clock.now += seconds
-        assert watchdog.ended([1]) == ended
-
-
-def test_a_rank_elsewhere_that_has_never_answered_may_have_a_wrong_address(pair, clock):
-    watchdog, peer, _ = pair(machine="another boot")
-    peer.kill()
-    watchdog.start()
-    for _ in range(4):
-        assert watchdog.ended([1]) == set()
-        clock.now += 1
-
-
 @pytest.mark.parametrize(
     ("rank", "words", "why"),
     [
@@ -165,12 +133,27 @@ def test_a_rank_that_ends_by_an_error_says_so(pair):
     assert "has ended by itself, after step 0 with exit code 2" in watchdog.explain_loss()
 
 
-@pytest.mark.parametrize(("words", "ends"), [((), True), (("release",), False)])
-def test_a_rank_that_waits_looks_whether_the_other_was_killed(pair, clock, capfd, words, ends):
-    watchdog, peer, left = pair()
-    watchdog.start()
-    peer.tell(*words)
-    peer.kill()
+@pytest.mark.parametrize(
+    ("machine", "known", "words", "ends"),
+    [
+        (None, False, (), True),
+        (None, False, ("release",), False),
+        ("another boot", True, (), True),
+        ("another boot", False, (), False),  # it may have a wrong address
+    ],
+)
+def test_a_rank_that_waits_looks_whether_the_other_was_killed(
+    pair, clock, capfd, machine, known, words, ends
+):
+    watchdog, peer, left = pair(machine=machine)
+    if known:
+        watchdog.start()
+        clock.spend(12)
+        peer.kill()
+    else:
+        peer.tell(*words)
+        peer.kill()
+        watchdog.start()
     with watchdog.progress.doing("backward"):
         clock.spend(12)
         assert not left.codes  # it computes
