@@ -9,7 +9,6 @@ Gradients are averaged over the data ranks with equal weight. So the mean loss o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sized
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import Sampler
 
 from wavemare.engine.config.sections import BalanceConfig
+from wavemare.engine.context import EngineContext, Feature
 from wavemare.errors import DataError
 
 __all__ = ["Balance", "ShareSampler", "attach_balance"]
@@ -25,7 +25,7 @@ __all__ = ["Balance", "ShareSampler", "attach_balance"]
 _IGNORED = -100
 
 
-class Balance:
+class Balance(Feature):
     """What this rank's loss weighs.
 
     Args:
@@ -36,7 +36,7 @@ class Balance:
         micro_batch: Samples of a micro-batch of this rank.
     """
 
-    def __init__(self, config: BalanceConfig, engine: Any) -> None:
+    def __init__(self, config: BalanceConfig, engine: EngineContext) -> None:
         self._group = engine.data_parallel_group
         self._ranks = ranks = engine.dp_world_size
         rank = dist.get_rank(group=self._group)
@@ -48,7 +48,6 @@ class Balance:
         self._mean: Literal["samples", "tokens"] = config.mean
         self._labels: Tensor | None = None
         self._shifts = False
-        self._alone = False
 
     def watch(self, module: nn.Module) -> None:
         """Remember the labels that a model is called with, for means over tokens."""
@@ -63,7 +62,7 @@ class Balance:
         self._shifts = getattr(function, "__name__", None) == "ForCausalLMLoss"
         module.register_forward_pre_hook(note, with_kwargs=True)
 
-    def weighted(self, loss: Tensor) -> Tensor:
+    def before_backward(self, loss: Tensor) -> Tensor:
         """Return this rank's loss of the last forward pass as the average over ranks needs it.
 
         Args:
@@ -83,6 +82,14 @@ class Balance:
     def weighted_loss(self, loss_fn: Callable[..., Tensor], module: nn.Module) -> Any:
         """Return a pipeline's loss function with weights while the pipeline trains."""
         shifts = getattr(loss_fn, "shifts_labels", False)
+        own_loss = getattr(loss_fn, "alone", loss_fn)
+
+        def alone(outputs: Any, labels: Any) -> Tensor:
+            """For a pass that the other ranks do not make: the loss without its weight."""
+            loss = own_loss(outputs, labels)
+            if self._mean == "samples":
+                return loss
+            return _zero_without_tokens(loss, _count(labels, shifts))
 
         def weighted(outputs: Any, labels: Any) -> Tensor:
             loss = loss_fn(outputs, labels)
@@ -92,20 +99,8 @@ class Balance:
                 return loss * self._share
             return self._weighted_by_tokens(loss, labels, shifts)
 
+        weighted.alone = alone  # type: ignore[attr-defined]
         return weighted
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Weigh losses without the other ranks, for a pass that they do not make.
-
-        The weight is then the number of ranks instead of that by the share of the tokens; losses
-        over no token stay zero.
-        """
-        self._alone = True
-        try:
-            yield
-        finally:
-            self._alone = False
 
     def sampler(self, dataset: Sized, *, shuffle: bool) -> ShareSampler:
         """Return the sampler of this rank's part of a dataset."""
@@ -118,14 +113,21 @@ class Balance:
         )
 
     def _weighted_by_tokens(self, loss: Tensor, labels: Tensor, shifts: bool) -> Tensor:
-        counted = labels[..., 1:] if shifts else labels
-        own = (counted != _IGNORED).sum().to(torch.float32)
+        own = _count(labels, shifts)
         total = own.clone()
-        if not self._alone:
-            dist.all_reduce(total, group=self._group)
-        weight = own * self._ranks / total.clamp(min=1)
-        # The mean over no token at all is not a number, and counts nothing.
-        return torch.where(own > 0, loss, torch.zeros_like(loss)) * weight
+        dist.all_reduce(total, group=self._group)
+        return _zero_without_tokens(loss, own) * (own * self._ranks / total.clamp(min=1))
+
+
+def _count(labels: Tensor, shifts: bool) -> Tensor:
+    """Return the number of labels that count; () float32."""
+    counted = labels[..., 1:] if shifts else labels
+    return (counted != _IGNORED).sum().to(torch.float32)
+
+
+def _zero_without_tokens(loss: Tensor, count: Tensor) -> Tensor:
+    """Return a mean over tokens; over none it is not a number, and counts nothing."""
+    return torch.where(count > 0, loss, torch.zeros_like(loss))
 
 
 class ShareSampler(Sampler[int]):
@@ -164,15 +166,16 @@ class ShareSampler(Sampler[int]):
             yield from order[begin : begin + self._count]
 
 
-def attach_balance(engine: Any, config: BalanceConfig) -> Balance | None:
-    """Have an engine's losses weighted, if its ranks have unequal work or tokens are counted.
+def attach_balance(engine: EngineContext, config: BalanceConfig) -> Balance | None:
+    """Weigh an engine's losses, if its ranks have unequal work or tokens are counted.
 
     Args:
         engine: Built; a pipeline's loss function is replaced by a weighted one.
         config: The section.
 
     Returns:
-        What weighs the losses; None if nothing is to be weighted.
+        The feature that weighs losses; None if there is nothing to weigh, or the pipeline's loss
+        function does it.
     """
     if not config.is_active:
         return None
@@ -180,8 +183,9 @@ def attach_balance(engine: Any, config: BalanceConfig) -> Balance | None:
     module = engine.module
     if not engine.pipeline_parallelism:
         balance.watch(module)
-    elif module.loss_fn is not None:
+        return balance
+    if module.loss_fn is not None:
         weighted = balance.weighted_loss(module.loss_fn, module)
         module._modules.pop("loss_fn", None)  # a loss that is a module would refuse a function
         module.loss_fn = weighted
-    return balance
+    return None

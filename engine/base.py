@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from deepspeed import comm as dist
 from deepspeed.runtime.engine import ROUTE_TRAIN
+from torch import Tensor
 from torch.optim import Optimizer
 
 from wavemare.engine.balance import Balance, attach_balance
 from wavemare.engine.checkpoint.checkpointing import CheckpointMixin
 from wavemare.engine.config.resolve import WavemareConfig
+from wavemare.engine.context import Feature
 from wavemare.engine.health.numbers import NumericsGuard, attach_guard, skipping
 from wavemare.engine.health.watchdog.watcher import Watchdog
 from wavemare.engine.observe.progress import PROGRESS
@@ -31,56 +32,61 @@ from wavemare.engine.sparse.gradients import SparseGradients
 
 __all__ = ["EngineMixin"]
 
-logger = logging.getLogger("wavemare")
-
 
 class EngineMixin(CheckpointMixin):
-    """Checkpoints that are complete or absent, sparse collectives, shares of unlike devices.
+    """Adds features to DeepSpeed's steps, and checkpoints that are complete or absent.
 
     Args:
         args: DeepSpeed's.
-        sections: The ``"wavemare"`` section; all defaults if omitted.
+        settings: The section ``wavemare``; all defaults if omitted.
         kwargs: DeepSpeed's.
 
     Attributes:
+        settings: The section ``wavemare``.
+        features: What the engine calls at fixed points of a step, in this order.
+        guard: One of the features; None if it is off.
+        sparse: One of the features; None if it is off.
         layout: The layout of the model, with ``digest`` and ``to_json()``; None if the
             configuration alone determines it.
         watchdog: The process's, if the configuration asks for one; None after `destroy`.
     """
 
+    settings = WavemareConfig()
+    features: tuple[Feature, ...] = ()
+    guard: NumericsGuard | None = None
+    sparse: SparseGradients | None = None
     layout: Any = None
     watchdog: Watchdog | None = None
-    _sparse: SparseGradients | None = None
-    _balance: Balance | None = None
-    _guard: NumericsGuard | None = None
-    _sections = WavemareConfig()
 
-    def __init__(self, *args: Any, sections: WavemareConfig | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, settings: WavemareConfig | None = None, **kwargs: Any) -> None:
         # Set first: DeepSpeed's constructor makes the loader.
-        self._sections = sections = sections or self._sections
-        self.checkpoint_settings = sections.checkpoint
+        self.settings = settings = settings or self.settings
+        self.checkpoint_settings = settings.checkpoint
         super().__init__(*args, **kwargs)
         describe_partitions(self)
-        if sections.pipeline.schedule == "pipemare":
+        if settings.pipeline.schedule == "pipemare":
             refresh_by_stage(self)
-        self._balance = attach_balance(self, sections.balance)
-        trains = getattr(self, "basic_optimizer", None) is not None
-        if sections.sparse_collective.mode != "off" and trains:
-            self._sparse = attach_sparse_gradients(
-                self, sections.sparse_collective, sections.watchdog.collective_timeout_s
+        if settings.sparse_collective.mode != "off" and self.basic_optimizer is not None:
+            self.sparse = attach_sparse_gradients(
+                self, settings.sparse_collective, settings.watchdog.collective_timeout_s
             )
-        self._guard = attach_guard(self, sections.guard)
+        balance = attach_balance(self, settings.balance)
+        self.guard = attach_guard(self, settings.guard)
+        self.features = tuple(filter(None, (balance, self.guard, self.sparse)))
 
-    def watched(self, loss: Any) -> Any:
-        """Return a micro-batch's loss for its backward pass, watched if a guard is there."""
-        return loss if self._guard is None else self._guard.watch(loss)
+    def before_backward(self, loss: Tensor) -> Tensor:
+        """Return a micro-batch's loss for its backward pass, as the features change it."""
+        for feature in self.features:
+            loss = feature.before_backward(loss)
+        return loss
 
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
-        """Step as DeepSpeed's method of that name; a guard may find that the step must not be."""
-        engine: Any = self
+        """Step as DeepSpeed's method of that name, unless a feature objects."""
+        if self._writing is not None and self._writing.has_failed:
+            self.finish_saving()
         try:
-            sound = self._guard is None or self._guard.may_step()
-            with nullcontext() if sound else skipping(engine):
+            steps = all([feature.before_step() for feature in self.features])
+            with nullcontext() if steps else skipping(self):
                 super()._take_model_step(*args, **kwargs)
         except RuntimeError:
             # Another rank that is lost may have left for the save that failed here as well.
@@ -92,41 +98,48 @@ class EngineMixin(CheckpointMixin):
         if callable(client_optimizer) and not isinstance(client_optimizer, Optimizer):
             client_optimizer = client_optimizer(model_parameters)
         check_matrix_optimizer(self, client_optimizer)
-        super()._configure_optimizer(client_optimizer, model_parameters)  # type: ignore[misc]
+        super()._configure_optimizer(client_optimizer, model_parameters)
 
     def zero_allow_untested_optimizer(self) -> bool:
         """Whether ZeRO takes an optimizer that DeepSpeed does not list; ours are tested with it."""
-        engine: Any = self
-        stock = bool(super().zero_allow_untested_optimizer())  # type: ignore[misc]
-        return stock or is_added(getattr(engine, "basic_optimizer", None))
+        return bool(super().zero_allow_untested_optimizer() or is_added(self.basic_optimizer))
 
     @contextmanager
     def training_step(self) -> Iterator[None]:
         """Tell the watchdog that a step is trained inside."""
-        engine: Any = self
-        PROGRESS.begin_step(engine.global_steps + 1)
-        with PROGRESS.doing("train_batch"), naming_ids(engine.module):
+        PROGRESS.begin_step(self.global_steps + 1)
+        with PROGRESS.doing("train_batch"), naming_ids(self.module):
             yield
 
     def buffered_allreduce_fallback(self, grads: Any = None, *args: Any, **kwargs: Any) -> None:
         """Reduce gradients as DeepSpeed's method of that name, or by the sparse collective."""
-        if self._sparse is not None and grads is None:
-            self._sparse.reduce()
+        if self.sparse is not None and grads is None:
+            self.sparse.reduce()
         else:
-            super().buffered_allreduce_fallback(grads, *args, **kwargs)  # type: ignore[misc]
+            super().buffered_allreduce_fallback(grads, *args, **kwargs)
 
     def deepspeed_io(
         self, dataset: Any, batch_size: int | None = None, route: str = ROUTE_TRAIN, **kwargs: Any
     ) -> Any:
         """Return a loader as DeepSpeed's method of that name, of this rank's share of samples."""
-        shares = self._sections.balance
+        shares = self.settings.balance
         if route == ROUTE_TRAIN and shares.shares is not None:
             balance = Balance(shares, self)
             # A pipeline brings a sampler of its own, which does not shuffle.
             shuffles = kwargs.get("data_sampler") is None
             kwargs["data_sampler"] = balance.sampler(dataset, shuffle=shuffles)
             batch_size = balance.micro_batch
-        return super().deepspeed_io(dataset, batch_size, route, **kwargs)  # type: ignore[misc]
+        return super().deepspeed_io(dataset, batch_size, route, **kwargs)
+
+    def drain(self) -> None:
+        """Apply all gradients to the weights: some modes are a step behind with them."""
+        for feature in self.features:
+            feature.drain()
+
+    def synchronize(self) -> None:
+        """Complete pending work between two steps, so that the engine can be saved."""
+        for feature in self.features:
+            feature.synchronize()
 
     def destroy(self) -> None:
         """Give back what the engine holds; all ranks should call it.
@@ -136,51 +149,42 @@ class EngineMixin(CheckpointMixin):
         """
         watchdog, self.watchdog = self.watchdog, None  # DeepSpeed's destructor comes here again
         with ExitStack() as stack:  # each, though one before it fails; the last comes first
-            stack.callback(super().destroy)  # type: ignore[misc]
+            stack.callback(super().destroy)
             stack.callback(forget_grid, getattr(self, "mpu", None))
             if watchdog is not None:
                 stack.callback(watchdog.release)
-            if self._sparse is not None:
-                stack.callback(self._sparse.close)
+            for feature in self.features:
+                stack.callback(feature.close)
             stack.callback(self.finish_saving)  # while it is watched
 
     def extra_state(self) -> dict[str, Any]:
         """Return what this rank's next step needs beside weights, optimizer and random state."""
-        state = self._sparse.extra_state() if self._sparse is not None else {}
-        return {"sparse_collective": state} if state else {}
+        states = {feature.key: feature.extra_state() for feature in self.features}
+        return {key: state for key, state in states.items() if state}
 
     def reset_state(self) -> None:
-        """Forget what belonged to the weights that were, as `CheckpointMixin.reset_state`."""
+        """Discard what belongs to the weights before a load, such as unused gradients.
+
+        So training can continue from a checkpoint after an error, too.
+        """
+        for feature in self.features:
+            feature.reset()
         discard_open_step(self)
-        if self._guard is not None:
-            self._guard.reset()
-        if self._sparse is not None:
-            self._sparse.reset()
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
-        """Take over a state of `extra_state`."""
-        saved = state.get("sparse_collective")
-        if self._sparse is None:
-            return
-        if saved is not None:
-            self._sparse.load_extra_state(saved)
-        elif self._sparse.comm.compressor is not None and dist.get_rank() == 0:
-            logger.warning(
-                "sparse_collective: the checkpoint has nothing of what the compressor left out of "
-                "gradients, for these ranks; it starts with nothing waiting"
-            )
+        """Load a state of `extra_state`; empty if the checkpoint has none."""
+        for feature in self.features:
+            feature.load_extra_state(state.get(feature.key))
 
     @property
     def data_rank(self) -> int:
         """This process's place among those that train the same weights on other data."""
-        engine: Any = self
-        return int(dist.get_rank(group=engine.data_parallel_group))
+        return int(dist.get_rank(group=self.data_parallel_group))
 
     @property
     def data_world_size(self) -> int:
         """How many processes train the same weights on other data."""
-        engine: Any = self
-        return int(engine.dp_world_size)
+        return int(self.dp_world_size)
 
     @property
     def step_lead(self) -> int:
@@ -188,8 +192,5 @@ class EngineMixin(CheckpointMixin):
         return 0
 
     def step_metrics(self) -> dict[str, float]:
-        """Return what the engine has measured of the last step, by name.
-
-        That is this rank's share of the sparse collectives, if there are any.
-        """
-        return dict(self._sparse.figures) if self._sparse is not None else {}
+        """Return what the features have measured of the last step on this rank, by name."""
+        return {k: v for feature in self.features for k, v in feature.metrics().items()}

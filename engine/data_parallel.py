@@ -30,7 +30,7 @@ class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
 
     Args:
         args: DeepSpeed's.
-        sections: Ours of the configuration; all defaults if omitted.
+        settings: The section ``wavemare``; all defaults if omitted.
         segments: The model's, where ``train_batch`` runs it as waves.
         kwargs: DeepSpeed's.
     """
@@ -41,13 +41,15 @@ class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
     def __init__(
         self,
         *args: Any,
-        sections: WavemareConfig | None = None,
+        settings: WavemareConfig | None = None,
         segments: Segments | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(*args, sections=sections, **kwargs)
+        super().__init__(*args, settings=settings, **kwargs)
         if segments is not None:
-            self._wavelet = attach_wavelet(self, segments, self._sections.wavelet)
+            self._wavelet = attach_wavelet(self, segments, self.settings.wavelet)
+        if self._wavelet is not None:
+            self.features = (self._wavelet, *self.features)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """Train one optimizer step.
@@ -74,7 +76,10 @@ class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
             return self._mean_loss(self._wavelet.train(map(self._kept, batches)))
         losses = []
         for left, batch in zip(reversed(range(count)), batches, strict=True):
-            losses.append(self._backward(_loss_of(self._run(batch))))
+            loss = self.before_backward(_loss_of(self._run(batch)))
+            with PROGRESS.doing("backward"):
+                super().backward(loss)
+            losses.append(loss.detach())
             self.end_micro_batch(last=not left)
         return self._mean_loss(losses)
 
@@ -86,15 +91,16 @@ class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run DeepSpeed's forward pass."""
         PROGRESS.step = self.global_steps + 1
-        if self._guard is not None and self.module.training:
-            self._guard.keep(args, kwargs)
+        if self.module.training:
+            self._before_forward(args, kwargs)
         with PROGRESS.doing("forward"), naming_ids(self.module):
             return super().forward(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run DeepSpeed's backward pass; with ``wavemare.balance`` the loss weighs its share."""
+        self._check_drained()
         with PROGRESS.doing("backward"):
-            return super().backward(self.watched(self._weighted(loss)), *args, **kwargs)
+            return super().backward(self.before_backward(loss), *args, **kwargs)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Run DeepSpeed's optimizer step, if this micro-batch is the last of one."""
@@ -103,28 +109,20 @@ class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss for a ``backward()`` of its own, scaled and weighted."""
-        scaled: torch.Tensor = super().scale(self.watched(self._weighted(loss)))
+        self._check_drained()
+        scaled: torch.Tensor = super().scale(self.before_backward(loss))
         return scaled
 
-    def _weighted(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return a loss of the caller's own loop as ``wavemare.balance`` weighs it.
-
-        Raises:
-            ConfigError: Waves are under way.
-        """
+    def _check_drained(self) -> None:
+        """Refuse a backward pass of the caller's own loop while gradients of waves wait."""
         if self._wavelet is not None and not self._wavelet.is_drained:
             reason = "gradients of train_batch wait, with which these would mix"
             remedy = "Call engine.drain() first, on all ranks"
             raise ConfigError("wavemare.wavelet.mode", "asynchronous", reason, remedy)
-        return loss if self._balance is None else self._balance.weighted(loss)
 
-    def _backward(self, loss: torch.Tensor) -> torch.Tensor:
-        """Run the backward pass; return the loss that it was of, without its graph."""
-        if self._balance is not None:
-            loss = self._balance.weighted(loss)
-        with PROGRESS.doing("backward"):
-            super().backward(self.watched(loss))
-        return loss.detach()
+    def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for feature in self.features:
+            feature.before_forward(args, kwargs)
 
     def eval_batch(
         self,
@@ -158,37 +156,10 @@ class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
             self.train(training)
         return (mean, output.logits) if return_logits else mean
 
-    def drain(self) -> None:
-        """Apply all gradients to the weights: modes of ``wavelet`` are a step behind with them."""
-        if self._wavelet is not None:
-            self._wavelet.drain()
-
-    def synchronize(self) -> None:
-        """Complete pending work between two steps, so that the engine can be saved."""
-        if self._wavelet is not None:
-            self._wavelet.synchronize()
-
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the number of micro-batches per step; all ranks must call it."""
         self.synchronize()
         super().set_train_batch_size(train_batch_size)
-
-    def reset_state(self) -> None:
-        """Forget what belonged to the weights that were, waves under way as well."""
-        if self._wavelet is not None:
-            self._wavelet.reset()
-        super().reset_state()
-
-    def extra_state(self) -> dict[str, Any]:
-        """Return what this rank's next step needs beside weights and optimizer."""
-        state = self._wavelet.extra_state() if self._wavelet is not None else {}
-        return {**super().extra_state(), **({"wavelet": state} if state else {})}
-
-    def load_extra_state(self, state: dict[str, Any]) -> None:
-        """Take over a state of `extra_state`."""
-        super().load_extra_state(state)
-        if self._wavelet is not None:
-            self._wavelet.load_extra_state(state.get("wavelet"))
 
     def _training_batches(self) -> Iterator[Any]:
         if self._own_batches is None:
@@ -206,8 +177,7 @@ class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
         """Return a batch on the device, for passes that are not the whole model's."""
         PROGRESS.at("waves of micro-batches")
         batch = to_device(batch, self.device)
-        if self._guard is not None:
-            self._guard.keep(*_as_arguments(batch))
+        self._before_forward(*_as_arguments(batch))
         return batch
 
     def _mean_loss(self, losses: list[torch.Tensor]) -> torch.Tensor:

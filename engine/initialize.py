@@ -160,12 +160,12 @@ def read_config(args: Any = None, config: Any = None, config_params: Any = None)
 
 def _engines(ours: WavemareConfig, model: Any, segments: Segments | None) -> Mapping[str, Any]:
     """Return `ENGINES`, with the one that the schedule asks for, and with our sections."""
-    engines = {name: partial(engine, sections=ours) for name, engine in ENGINES.items()}
+    engines = {name: partial(engine, settings=ours) for name, engine in ENGINES.items()}
     if segments is not None:
-        engines["DeepSpeedEngine"] = partial(Engine, sections=ours, segments=segments)
+        engines["DeepSpeedEngine"] = partial(Engine, settings=ours, segments=segments)
     if ours.pipeline.overlap_forward_backward:
         check_overlap(model)
-        engines["PipelineEngine"] = partial(OverlappedPipelineEngine, sections=ours)
+        engines["PipelineEngine"] = partial(OverlappedPipelineEngine, settings=ours)
     if ours.pipeline.schedule != "pipemare":
         return engines
     if isinstance(model, DualPipeVModule) or not isinstance(model, deepspeed.PipelineModule):
@@ -175,7 +175,7 @@ def _engines(ours: WavemareConfig, model: Any, segments: Segments | None) -> Map
             f"{type(model).__name__} is no pipeline of one stage per rank",
             "Give a PipelineModule, or a transformers model and 2 or more stages",
         )
-    return {**engines, "PipelineEngine": partial(PipeMareEngine, sections=ours)}
+    return {**engines, "PipelineEngine": partial(PipeMareEngine, settings=ours)}
 
 
 def _with_sizes(

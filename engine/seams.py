@@ -27,6 +27,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils.file_baton import FileBaton
 
 from wavemare.comm.waits import waiting
+from wavemare.engine.context import EngineContext
 
 __all__ = [
     "ATTRIBUTES",
@@ -236,7 +237,7 @@ def forget_grid(mpu: Any) -> None:
         groups._DATA_PARALLEL_GROUP = None
 
 
-def discard_open_step(engine: Any) -> None:
+def discard_open_step(engine: EngineContext) -> None:
     """Drop the gradients that no optimizer step has taken; the next micro-batch begins a step.
 
     DeepSpeed drops them only after its own steps. After an error, or a load of other weights, the

@@ -13,7 +13,7 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from functools import cached_property
 from importlib.metadata import version
@@ -30,6 +30,7 @@ from deepspeed.checkpoint.constants import (
     UNIVERSAL_CHECKPOINT_VERSION_VALUE,
 )
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.engine import DeepSpeedEngine
 
 from wavemare.engine.checkpoint.compatibility import (
     check_checkpoint_fits,
@@ -52,8 +53,10 @@ from wavemare.engine.checkpoint.manifest import FORMAT, read_manifest, resolve_t
 from wavemare.engine.checkpoint.random_state import random_state, restore_random_state
 from wavemare.engine.checkpoint.save import BackgroundSave, Save, background_group, gather
 from wavemare.engine.config.sections import CheckpointConfig
+from wavemare.engine.context import EngineContext
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.optim.adapter import adapt
+from wavemare.engine.seams import replaced
 from wavemare.errors import CheckpointError
 from wavemare.files import remove_leftovers, temporary_sibling
 
@@ -66,7 +69,7 @@ _RESERVED = {
 _Result = TypeVar("_Result")
 
 
-class CheckpointMixin:
+class CheckpointMixin(DeepSpeedEngine):
     """Adds whole-or-nothing writing, verification and exact resume to a DeepSpeed engine.
 
     Attributes:
@@ -74,17 +77,16 @@ class CheckpointMixin:
     """
 
     checkpoint_settings = CheckpointConfig()
+    checkpoint_engine: Any
     _writing: BackgroundSave | None = None
     _writers: Any = None
     _earlier_runs: tuple[str, ...] = ()
-    _loading = False
 
     def _configure_checkpointing(self) -> None:
-        super()._configure_checkpointing()  # type: ignore[misc]
-        engine: Any = self
-        if type(engine.checkpoint_engine) is TorchCheckpointEngine:
-            zipped = engine.checkpoint_engine.zipfile_serialization
-            engine.checkpoint_engine = CheckpointFiles(zipped=zipped)
+        super()._configure_checkpointing()
+        if type(self.checkpoint_engine) is TorchCheckpointEngine:
+            zipped = self.checkpoint_engine.zipfile_serialization
+            self.checkpoint_engine = CheckpointFiles(zipped=zipped)
 
     @PROGRESS.doing("save_checkpoint")
     def save_checkpoint(
@@ -108,15 +110,14 @@ class CheckpointMixin:
         """
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
-        engine: Any = self
         self.synchronize()
         self.finish_saving()
-        agree(Path(save_dir), lambda: _check_client_state(engine, client_state))
-        tag = str(tag if tag is not None else f"global_step{engine.global_steps}")
-        engine._checkpoint_tag_validation(tag)  # of the ranks' own tags, not of a shared name
-        state = {**_universal_information(engine), **client_state}
-        if engine.checkpoint_engine.is_decoupled():  # writes in the background, renames nothing
-            return super().save_checkpoint(  # type: ignore[misc]
+        agree(Path(save_dir), lambda: _check_client_state(self, client_state))
+        tag = str(tag if tag is not None else f"global_step{self.global_steps}")
+        self._checkpoint_tag_validation(tag)  # of the ranks' own tags, not of a shared name
+        state = {**_universal_information(self), **client_state}
+        if self.checkpoint_engine.is_decoupled():  # writes in the background, renames nothing
+            return super().save_checkpoint(
                 save_dir, tag, state, save_latest, exclude_frozen_parameters
             )
         folder = Path(save_dir)
@@ -125,23 +126,21 @@ class CheckpointMixin:
         background = self.checkpoint_settings.background
         if background and self._writers is None:
             self._writers = background_group()
-        zipped = getattr(engine.checkpoint_engine, "zipped", True)
-        files = RankFiles(engine.global_rank, background=background, zipped=zipped)
-        owner = _owns_folder(engine)
+        zipped = getattr(self.checkpoint_engine, "zipped", True)
+        files = RankFiles(self.global_rank, background=background, zipped=zipped)
+        owner = _owns_folder(self)
         if owner:
             files.attempt(partial, lambda: _tidy(folder, (folder / tag).parent))
         with self._writes_to(files):
-            super().save_checkpoint(  # type: ignore[misc]
-                save_dir, partial, state, False, exclude_frozen_parameters
-            )
-        own = {**random_state(), "engine": engine.extra_state(), "shapes": shapes(engine)}
-        files.take(own, str(folder / partial / _rank_file(engine.global_rank)))
+            super().save_checkpoint(save_dir, partial, state, False, exclude_frozen_parameters)
+        own = {**random_state(), "engine": self.extra_state(), "shapes": shapes(self)}
+        files.take(own, str(folder / partial / _rank_file(self.global_rank)))
         save = Save(
             files=files,
             folder=folder,
             tag=tag,
             partial=folder / partial,
-            manifest=_manifest(engine, self._runs) if owner else None,
+            manifest=_manifest(self, self._runs) if owner else None,
             save_latest=save_latest,
             keep=self.checkpoint_settings.keep,
         )
@@ -183,32 +182,31 @@ class CheckpointMixin:
                 another one; a universal checkpoint lacks the optimizer's states; or a file holds
                 an object of another class. The same on all ranks, before the engine changes.
         """
-        engine: Any = self
         self.drain_before_load()
         self.finish_saving()
-        universal = engine.load_universal_checkpoint()
+        universal = self.load_universal_checkpoint()
         whole = load_optimizer_states and not load_module_only
         manifest = None
         if universal:
-            check_universal(load_dir, engine)
+            check_universal(load_dir, self)
             latest = Path(load_dir) / "latest_universal"
             if tag is None and latest.is_file():
                 tag = latest.read_text().strip()
         else:
             folder = Path(load_dir)
-            tag, manifest = agree(folder, lambda: _find(folder, tag, engine, whole=whole))
+            tag, manifest = agree(folder, lambda: _find(folder, tag, self, whole=whole))
         if manifest is not None and self.checkpoint_settings.verify == "checksums":
             folder = Path(load_dir) / str(tag)
-            agree(folder, lambda: _verify(folder, manifest, engine))
+            agree(folder, lambda: _verify(folder, manifest, self))
         own: dict[str, Any] = {}
         if manifest is not None:
             folder, strict = Path(load_dir) / str(tag), load_module_strict and whole
-            own = agree(folder, lambda: _read_own(folder, manifest, engine, strict=strict))
+            own = agree(folder, lambda: _read_own(folder, manifest, self, strict=strict))
         if whole and tag is not None:
             folder = Path(load_dir) / tag
-            agree(folder, lambda: check_optimizer(folder, engine))
+            agree(folder, lambda: check_optimizer(folder, self))
         with self._reading_states_as_saved(), safe_loading(load_dir):
-            result = super().load_checkpoint(  # type: ignore[misc]
+            result = super().load_checkpoint(
                 load_dir,
                 tag,
                 load_module_strict=load_module_strict,
@@ -223,27 +221,18 @@ class CheckpointMixin:
         self._earlier_runs = tuple(manifest.get("runs", ())) if manifest and whole else ()
         if own and whole:
             restore_random_state(own)
-        engine.reset_state()
-        take = engine.load_extra_state if whole else engine.load_rank_weights
-        take(own.get("engine", {}))
+        self.reset_state()
+        if whole:
+            self.load_extra_state(own.get("engine", {}))
         if result[1]:
             result[1].pop(UNIVERSAL_CHECKPOINT_INFO, None)  # for ds_to_universal, not the client
         return result
 
-    def zero_optimization(self) -> bool:
-        """Whether ZeRO keeps the optimizer's states, as DeepSpeed's files of them are read."""
-        engine: Any = self
-        # A pipeline in bf16 without ZeRO saves them as ZeRO does; DeepSpeed looks elsewhere.
-        as_zero = self._loading and adapt(engine).accumulates_in_fp32
-        return bool(super().zero_optimization() or as_zero)  # type: ignore[misc]
-
-    @contextmanager
-    def _reading_states_as_saved(self) -> Iterator[None]:
-        self._loading = True
-        try:
-            yield
-        finally:
-            self._loading = False
+    def _reading_states_as_saved(self) -> AbstractContextManager[None]:
+        # A pipeline in bf16 without ZeRO saves its optimizer's states as ZeRO does; DeepSpeed
+        # would look elsewhere.
+        as_zero = {"zero_optimization": lambda: True} if adapt(self).accumulates_in_fp32 else {}
+        return replaced(self, as_zero)
 
     @cached_property
     def _own_run(self) -> str:
@@ -254,36 +243,12 @@ class CheckpointMixin:
         """The engines that this one has resumed from, and this one."""
         return [*self._earlier_runs, self._own_run]
 
-    def synchronize(self) -> None:
-        """Finish all work between two steps, so that the engine can be saved."""
-
     def drain_before_load(self) -> None:
         """Finish pending work before a load; a load that finds nothing changes nothing else."""
 
-    def extra_state(self) -> dict[str, Any]:
-        """Return what this rank's next step needs beside weights, optimizer and random state."""
-        return {}
-
-    def reset_state(self) -> None:
-        """Discard what belongs to the weights before a load, such as unused gradients.
-
-        So training can continue from a checkpoint after an error, too.
-        """
-
-    def load_extra_state(self, state: dict[str, Any]) -> None:
-        """Take over a state of `extra_state`; empty if the checkpoint has none."""
-
-    def load_rank_weights(self, state: dict[str, Any]) -> None:
-        """Take over only the weights in a state, where the optimizer's is not loaded."""
-
-    def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
-        if self._writing is not None and self._writing.has_failed:
-            self.finish_saving()
-        super()._take_model_step(*args, **kwargs)  # type: ignore[misc]
-
     def _copy_recovery_script(self, save_path: str) -> None:
-        files: RankFiles | None = getattr(self.checkpoint_engine, "current", None)  # type: ignore[attr-defined]
-        copy = super()._copy_recovery_script  # type: ignore[misc]
+        files: RankFiles | None = getattr(self.checkpoint_engine, "current", None)
+        copy = super()._copy_recovery_script
         if files is None:
             copy(save_path)
         else:
@@ -292,18 +257,17 @@ class CheckpointMixin:
     @contextmanager
     def _writes_to(self, files: RankFiles) -> Iterator[None]:
         """Take DeepSpeed's files over, unless a checkpoint engine of its own writes them."""
-        engine: Any = self
-        if not isinstance(engine.checkpoint_engine, CheckpointFiles):
+        if not isinstance(self.checkpoint_engine, CheckpointFiles):
             yield
             return
-        engine.checkpoint_engine.current = files
+        self.checkpoint_engine.current = files
         try:
             yield
         finally:
-            engine.checkpoint_engine.current = None
+            self.checkpoint_engine.current = None
 
 
-def _check_client_state(engine: Any, state: Mapping[str, Any]) -> None:
+def _check_client_state(engine: EngineContext, state: Mapping[str, Any]) -> None:
     """Refuse what a load would not give back; one rank alone would refuse the others, late."""
     taken = sorted(_RESERVED & state.keys()) if engine.has_moe_layers else []
     if taken:
@@ -313,7 +277,7 @@ def _check_client_state(engine: Any, state: Mapping[str, Any]) -> None:
     check_client_state(state)
 
 
-def _universal_information(engine: Any) -> dict[str, Any]:
+def _universal_information(engine: EngineContext) -> dict[str, Any]:
     """Return what ``ds_to_universal`` asks of the client: which weights stand on several stages."""
     if hasattr(engine.module, UNIVERSAL_CHECKPOINT_INFO) or engine.has_moe_layers:
         return {}  # tensor parallelism has put its own there, and experts have no place in it
@@ -344,7 +308,7 @@ def agree(folder: Path, check: Callable[[], _Result]) -> _Result:
 
 
 def _find(
-    load_dir: Path, tag: str | None, engine: Any, *, whole: bool
+    load_dir: Path, tag: str | None, engine: EngineContext, *, whole: bool
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Return tag and list of files of a checkpoint that this engine can go on from."""
     tag = resolve_tag(load_dir, tag)
@@ -355,7 +319,7 @@ def _find(
 
 
 def _read_own(
-    folder: Path, manifest: Mapping[str, Any], engine: Any, *, strict: bool
+    folder: Path, manifest: Mapping[str, Any], engine: EngineContext, *, strict: bool
 ) -> dict[str, Any]:
     """Return this rank's state, if the topology is the same, after a look at the weights' sizes."""
     if manifest["topology"] != topology(engine):
@@ -365,7 +329,7 @@ def _read_own(
     return own
 
 
-def _verify(folder: Path, manifest: Mapping[str, Any], engine: Any) -> None:
+def _verify(folder: Path, manifest: Mapping[str, Any], engine: EngineContext) -> None:
     """Verify this rank's share of the files' checksums."""
     part, parts = dist.get_rank(), dist.get_world_size()
     if engine.use_node_local_storage():
@@ -380,7 +344,7 @@ def _tidy(*folders: Path) -> None:
         remove_leftovers(folder)
 
 
-def _manifest(engine: Any, runs: list[str]) -> dict[str, Any]:
+def _manifest(engine: EngineContext, runs: list[str]) -> dict[str, Any]:
     """Return what ``wavemare.json`` says beside the files."""
     plan = engine.layout
     layout = json.loads(plan.to_json()) if plan is not None else None
@@ -396,7 +360,7 @@ def _manifest(engine: Any, runs: list[str]) -> dict[str, Any]:
     }
 
 
-def _owns_folder(engine: Any) -> bool:
+def _owns_folder(engine: EngineContext) -> bool:
     return bool((engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0)
 
 

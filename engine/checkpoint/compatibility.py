@@ -13,6 +13,7 @@ from deepspeed.runtime.zero.utils import ZeRORuntimeException
 
 from wavemare.engine.checkpoint.files import read_file
 from wavemare.engine.checkpoint.manifest import MANIFEST
+from wavemare.engine.context import EngineContext
 from wavemare.engine.optim.optimizers import is_added
 from wavemare.errors import CheckpointError
 
@@ -38,7 +39,7 @@ class TopologyError(CheckpointError, ZeRORuntimeException):
     """What DeepSpeed raises where the number of ranks has changed is caught as its own, too."""
 
 
-def topology(engine: Any) -> dict[str, Any]:
+def topology(engine: EngineContext) -> dict[str, Any]:
     """Return what a checkpoint's files depend on.
 
     Keys: ``world_size``, ``data``, ``pipe``, ``model`` (ranks), ``zero_stage``, and for a pipeline
@@ -56,18 +57,18 @@ def topology(engine: Any) -> dict[str, Any]:
     }
 
 
-def untied_weights(engine: Any) -> list[str]:
+def untied_weights(engine: EngineContext) -> list[str]:
     """Return the weights that a pipeline holds copies of where the model has one for both."""
     return sorted(getattr(engine.module, "untied", ()))
 
 
-def keeps_adam_alone(engine: Any) -> bool:
+def keeps_adam_alone(engine: EngineContext) -> bool:
     """Return whether the optimizer's states are such as ``ds_to_universal`` converts."""
     return not is_added(getattr(engine, "basic_optimizer", None))
 
 
 def check_checkpoint_fits(
-    folder: Path, manifest: Mapping[str, Any], engine: Any, *, whole: bool
+    folder: Path, manifest: Mapping[str, Any], engine: EngineContext, *, whole: bool
 ) -> None:
     """Check a checkpoint of another run's engine against this one.
 
@@ -117,14 +118,14 @@ def check_checkpoint_fits(
         raise TopologyError("checkpoint", str(folder), reason, remedy)
 
 
-def shapes(engine: Any) -> dict[str, list[int]]:
+def shapes(engine: EngineContext) -> dict[str, list[int]]:
     """Return the size of each of this rank's weights, of which ZeRO 3 holds a part."""
     named = engine.module.named_parameters()
     return {name: list(getattr(weight, "ds_shape", weight.shape)) for name, weight in named}
 
 
 def check_shapes(
-    folder: Path, saved: Mapping[str, list[int]] | None, engine: Any, *, strict: bool
+    folder: Path, saved: Mapping[str, list[int]] | None, engine: EngineContext, *, strict: bool
 ) -> None:
     """Refuse a checkpoint of a model of other sizes; those of older versions do not say.
 
@@ -141,7 +142,7 @@ def check_shapes(
             raise CheckpointError("checkpoint", str(folder), reason, remedy)
 
 
-def check_optimizer(folder: Path, engine: Any) -> None:
+def check_optimizer(folder: Path, engine: EngineContext) -> None:
     """Refuse the states of another optimizer, whoever wrote them.
 
     DeepSpeed's own Adam counts steps in plain numbers, which torch's takes but never moves on.
@@ -200,7 +201,7 @@ def _name(settings: list[str]) -> str:
     return f"an optimizer with {' and '.join(settings) or 'neither betas nor momentum'}"
 
 
-def check_universal(load_dir: str, engine: Any) -> None:
+def check_universal(load_dir: str, engine: EngineContext) -> None:
     """Refuse a universal checkpoint for an optimizer whose states it cannot have.
 
     Raises:

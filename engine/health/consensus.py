@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
+from wavemare.engine.context import EngineContext
+
 __all__ = ["StepConsensus", "consensus_of"]
 
 _T = TypeVar("_T")
@@ -59,7 +61,7 @@ class StepConsensus:
         return found
 
 
-def consensus_of(engine: Any) -> StepConsensus:
+def consensus_of(engine: EngineContext) -> StepConsensus:
     """Return the ranks that make an engine's optimizer steps together.
 
     These are all ranks, or the ranks of one stage of an asynchronous pipeline. Replicas have equal
@@ -68,7 +70,7 @@ def consensus_of(engine: Any) -> StepConsensus:
     Args:
         engine: Complete.
     """
-    if engine._sections.pipeline.schedule != "pipemare":
+    if engine.settings.pipeline.schedule != "pipemare":
         return StepConsensus([None] if dist.get_world_size() > 1 else [])
     grid, groups = engine.grid, []
     # DeepSpeed has no group for a single rank.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stops or skips optimizer steps with numbers that are not finite, and says where they came from.
 
-A sound step costs one pass over the reduced gradients, and an all-reduce of one number. `watch`
-gives a loss that is not finite gradients that are not, so that the reduction spreads the news. A
-bad step costs a second pass over its micro-batches (`trace`).
+A sound step costs one pass over the reduced gradients, and an all-reduce of one number. Before the
+backward pass a loss that is not finite is given gradients that are not, so that the reduction
+spreads the news. A bad step costs a second pass over its micro-batches (`trace`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from wavemare.engine.checkpoint.random_state import random_state, restore_random_state
 from wavemare.engine.config.sections import GuardConfig
+from wavemare.engine.context import EngineContext, Feature
 from wavemare.engine.health.consensus import consensus_of
 from wavemare.engine.health.nonfinite_trace import (
     Finding,
@@ -103,8 +104,8 @@ class _Record:
     loss: Tensor | None = None
 
 
-class NumericsGuard:
-    """StepConsensus each optimizer step of an engine before it is made.
+class NumericsGuard(Feature):
+    """Decides with the other ranks whether each optimizer step is made.
 
     Args:
         engine: Complete.
@@ -114,7 +115,7 @@ class NumericsGuard:
         before_decision: Called first, to note pending faults.
     """
 
-    def __init__(self, engine: Any, config: GuardConfig) -> None:
+    def __init__(self, engine: EngineContext, config: GuardConfig) -> None:
         self._engine = engine
         self._config = config
         self._stage: int | None = engine.stage_id if engine.pipeline_parallelism else None
@@ -124,7 +125,7 @@ class NumericsGuard:
             engine.grid.get_slice_parallel_world_size() if staged else engine.mp_world_size
         )
         # Optimizer steps from a gradient to its update.
-        self._lag = 2 if engine._sections.wavelet.mode in ("async", "replica") else 0
+        self._lag = 2 if engine.settings.wavelet.mode in ("async", "replica") else 0
         self._records: deque[_Record] = deque()
         self._faults: list[tuple[int, Fault]] = []
         self.before_decision: Callable[[], None] = lambda: None
@@ -134,7 +135,7 @@ class NumericsGuard:
 
     # --- called by engines ------------------------------------------------------------------------
 
-    def keep(self, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    def before_forward(self, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Keep what a forward pass of the whole model gets, until the step is decided.
 
         Of a step with more passes than it has micro-batches, the last ones are kept.
@@ -151,7 +152,7 @@ class NumericsGuard:
             del records[-most]
         records.append(_Record(step, micro_batch, inputs, keywords, random_state()))
 
-    def watch(self, loss: Tensor) -> Tensor:
+    def before_backward(self, loss: Tensor) -> Tensor:
         """Return a loss whose gradients are finite only if it is; its value stays."""
         value = loss.detach()
         if self._records:
@@ -192,7 +193,7 @@ class NumericsGuard:
 
     # --- the decision -----------------------------------------------------------------------------
 
-    def may_step(self) -> bool:
+    def before_step(self) -> bool:
         """Return whether the step may be made; all ranks that it sums over must call it.
 
         Raises:
@@ -284,7 +285,7 @@ class NumericsGuard:
         return explained(found, (record.inputs, record.keywords))
 
 
-def attach_guard(engine: Any, config: GuardConfig) -> NumericsGuard | None:
+def attach_guard(engine: EngineContext, config: GuardConfig) -> NumericsGuard | None:
     """Return the guard of an engine; None where it is off, or fp16 skips steps itself.
 
     Args:
@@ -298,7 +299,7 @@ def attach_guard(engine: Any, config: GuardConfig) -> NumericsGuard | None:
     return NumericsGuard(engine, config)
 
 
-def _first_bad_parameter(engine: Any) -> Finding | None:
+def _first_bad_parameter(engine: EngineContext) -> Finding | None:
     """Name the last module whose weights have a bad gradient: backward passes begin there."""
     names = {id(p): name for name, p in engine.module.named_parameters()}
     for parameter, gradient in reversed(list(adapt(engine).gradients_by_parameter())):
@@ -309,7 +310,7 @@ def _first_bad_parameter(engine: Any) -> Finding | None:
 
 
 @contextmanager
-def skipping(engine: Any) -> Iterator[None]:
+def skipping(engine: EngineContext) -> Iterator[None]:
     """Make an engine's optimizer skip its step, as on overflow."""
     with replaced(engine.optimizer, adapt(engine).skip_overrides()):
         yield

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,6 +19,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from wavemare.engine.checkpoint.random_state import random_state, restore_random_state
+from wavemare.engine.context import StageContext
 from wavemare.engine.health.nonfinite_trace import (
     Finding,
     are_finite,
@@ -61,7 +61,7 @@ class StageWatch:
         guard: Takes the faults.
     """
 
-    def __init__(self, engine: Any, guard: NumericsGuard) -> None:
+    def __init__(self, engine: StageContext, guard: NumericsGuard) -> None:
         self._engine = engine
         self._guard = guard
         self._count = 0
@@ -178,10 +178,7 @@ class StageWatch:
             return [output for output, _ in used], [gradient for _, gradient in used]
 
         leaves = [tensor for tensor in given if tensor.requires_grad]
-        # This rank alone is here: the others do not count their tokens with it.
-        alone = engine._balance.alone() if engine._balance is not None else nullcontext()
-        with alone:
-            found = trace(engine.module, run, roots, leaves=leaves, backward=backward)
+        found = trace(engine.module, run, roots, leaves=leaves, backward=backward)
         return explained(found, held.labels)
 
     @staticmethod

@@ -20,12 +20,13 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
 from torch import Tensor
 
+from wavemare.engine.context import EngineContext
 from wavemare.pipeline.optim.matrix_optimizer import Partition
 
 __all__ = ["OptimizerAdapter", "ZeroAdapter", "adapt"]
 
 
-def adapt(engine: Any) -> OptimizerAdapter:
+def adapt(engine: EngineContext) -> OptimizerAdapter:
     """Return the adapter of an engine's optimizer.
 
     Args:
@@ -55,7 +56,7 @@ class OptimizerAdapter:
     accumulates_in_fp32 = False
     _can_detach_stage = False
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: EngineContext) -> None:
         self._engine = engine
         self._optimizer = engine.optimizer
         basic = getattr(engine, "basic_optimizer", None)

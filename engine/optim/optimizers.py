@@ -14,6 +14,7 @@ from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 from torch import Tensor, nn
 
 from wavemare.engine.config.shape import ZERO_WEIGHTS
+from wavemare.engine.context import EngineContext, StageContext
 from wavemare.engine.optim.adapter import adapt
 from wavemare.errors import ConfigError, did_you_mean
 from wavemare.pipeline.optim.matrix_optimizer import SIDES, MatrixOptimizer
@@ -140,7 +141,7 @@ def is_added(optimizer: Any) -> bool:
     return isinstance(optimizer, (MatrixOptimizer, torch.optim.NAdam))
 
 
-def check_matrix_optimizer(engine: Any, optimizer: Any) -> None:
+def check_matrix_optimizer(engine: EngineContext, optimizer: Any) -> None:
     """Refuse the settings that an optimizer of matrices does not support.
 
     Raises:
@@ -167,7 +168,7 @@ def check_matrix_optimizer(engine: Any, optimizer: Any) -> None:
         raise refuse("fp16.enabled", True, reason, 'Use "bf16": {"enabled": true}, or AdamW')
 
 
-def describe_partitions(engine: Any) -> None:
+def describe_partitions(engine: EngineContext) -> None:
     """Tell an optimizer of matrices which tensors its flat partitions hold."""
     basic = getattr(engine, "basic_optimizer", None)  # an engine that only evaluates has none
     if isinstance(basic, MatrixOptimizer):
@@ -175,7 +176,7 @@ def describe_partitions(engine: Any) -> None:
             basic.set_partition(flat, partition)
 
 
-def refresh_by_stage(engine: Any) -> None:
+def refresh_by_stage(engine: StageContext) -> None:
     """Let SOAP refresh the bases of an asynchronous pipeline's stage as `refresh_of` says."""
     optimizer = getattr(engine, "basic_optimizer", None)
     if isinstance(optimizer, SOAP):

@@ -102,7 +102,7 @@ class PipelineEngine(EngineMixin, _Batches, deepspeed.PipelineEngine):
         if getattr(self.module, "sends_whole", False):
             self.is_pipe_partitioned = self.is_grad_partitioned = False
         # Overlapped passes run segment by segment: no watch sees a whole stage's outputs there.
-        guard, overlap = self._guard, self._sections.pipeline.overlap_forward_backward
+        guard, overlap = self.guard, self.settings.pipeline.overlap_forward_backward
         self._stage_watch = None if guard is None or overlap else StageWatch(self, guard)
 
     def _train_schedule(self) -> StepSchedule:
@@ -142,7 +142,7 @@ class PipelineEngine(EngineMixin, _Batches, deepspeed.PipelineEngine):
 
     def _exec_backward(self, action: Action) -> None:
         if self.is_last_stage() and isinstance(self.loss, torch.Tensor):
-            self.loss = self.watched(self.loss)
+            self.loss = self.before_backward(self.loss)
         self._exec_backward_pass(self._buffer(action))
         if self._stage_watch is not None:
             grads = () if self.is_last_stage() else as_tuple(self.grad_layer)

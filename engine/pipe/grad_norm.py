@@ -11,6 +11,8 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.config import get_gradient_clipping
 
+from wavemare.engine.context import StageContext
+
 __all__ = ["StageNorms", "clipping_limit", "count_all_stages"]
 
 
@@ -32,7 +34,7 @@ class StageNorms:
         share: This stage's share of all parameters.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: StageContext) -> None:
         stage = engine.stage_id
         counts = torch.zeros(engine.num_stages, dtype=torch.float64, device=engine.device)
         trained = [p for p in engine.module.parameters() if p.requires_grad]

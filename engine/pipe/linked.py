@@ -92,7 +92,7 @@ class LinkedEngine(PipelineEngine):
         elif self._passes is not None:
             self._passes.backward(number, micro_batch)
         elif self.is_last_stage():
-            deepspeed.DeepSpeedEngine.backward(self, self.watched(micro_batch.loss))
+            deepspeed.DeepSpeedEngine.backward(self, self.before_backward(micro_batch.loss))
         else:
             self._backward_of_outputs(micro_batch)
         if self._stage_watch is not None and not micro_batch.ended:
@@ -161,7 +161,7 @@ class OverlappedPipelineEngine(LinkedEngine):
 
     def _train_schedule(self) -> StepSchedule:
         self.tput_timer.start()
-        run = RunPlan.of(self._sections.pipeline, self.num_stages, self.micro_batches, clips=False)
+        run = RunPlan.of(self.settings.pipeline, self.num_stages, self.micro_batches, clips=False)
         actions = run.step(self.stage_id, 0, 1)
         self._micro_batches.clear()
         self._link.begin(actions)

@@ -54,7 +54,7 @@ class PipeMareEngine(LinkedEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.pipemare = self._sections.pipeline.pipemare
+        self.pipemare = self.settings.pipeline.pipemare
         _check_model(self)
         self._trained_parameters = [p for p in self.module.parameters() if p.requires_grad]
         self._clip = max(float(self.gradient_clipping()), 0.0)
@@ -81,7 +81,7 @@ class PipeMareEngine(LinkedEngine):
         self._start_schedule()
 
     def _make_passes(self) -> StagePasses | None:
-        if not self._sections.pipeline.overlap_forward_backward:
+        if not self.settings.pipeline.overlap_forward_backward:
             return None
         if not self.pipemare.slack and self.num_stages > 1 and self.global_rank == 0:
             logger.warning(
@@ -100,7 +100,7 @@ class PipeMareEngine(LinkedEngine):
             decay_base=settings.decay,
         )
         self._plan = RunPlan.of(
-            self._sections.pipeline, self.num_stages, self.micro_batches, clips=self._clip > 0
+            self.settings.pipeline, self.num_stages, self.micro_batches, clips=self._clip > 0
         )
         self._next = 0
         self._since_empty = 0
@@ -324,9 +324,9 @@ class PipeMareEngine(LinkedEngine):
 
     def _step(self) -> None:
         norms = self._norms
-        if self._guard is not None:
+        if self.guard is not None:
             norm = norms.from_here if self._clip else None
-            self._guard.expect(self._first + self.micro_batches, norm)
+            self.guard.expect(self._first + self.micro_batches, norm)
         if self._clip and self.pipemare.clipping == "stage":
             self._stage_optimizer.clip(norms.own, norms.own / norms.share)
         elif self._clip:

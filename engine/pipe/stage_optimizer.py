@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from wavemare.engine.context import StageContext
 from wavemare.engine.optim.adapter import adapt
 from wavemare.errors import ConfigError
 from wavemare.pipeline.config import PipeMareConfig
@@ -38,7 +39,7 @@ class StageOptimizer:
         ConfigError: The optimizer needs more than its own stage.
     """
 
-    def __init__(self, engine: Any, *, clip: float, config: PipeMareConfig) -> None:
+    def __init__(self, engine: StageContext, *, clip: float, config: PipeMareConfig) -> None:
         self._engine = engine
         self._optimizer = engine.optimizer
         self._clip = clip

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from wavemare.engine.context import StageContext
 from wavemare.engine.pipe.micro_batch import MicroBatch, as_tuple
 from wavemare.engine.waves.executor import Hooks, WaveExecutor
 from wavemare.engine.waves.profile import no_shared_parameters
@@ -37,7 +38,7 @@ class StagePasses:
 
     def __init__(
         self,
-        engine: Any,
+        engine: StageContext,
         forward: Callable[[int], AbstractContextManager[Any]] = lambda micro_batch: nullcontext(),
     ) -> None:
         if engine.module.activation_checkpoint_interval > 0:

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from wavemare.comm.config import SparseCollectiveConfig
+from wavemare.engine.context import EngineContext
 from wavemare.engine.sparse.bucket_layout import row_tables
 from wavemare.engine.sparse.gradients import ReplicatedGradients, SparseGradients
 from wavemare.engine.sparse.zero import PartitionedGradients
@@ -17,7 +16,7 @@ __all__ = ["attach_sparse_gradients"]
 
 
 def attach_sparse_gradients(
-    engine: Any, config: SparseCollectiveConfig, timeout_s: float
+    engine: EngineContext, config: SparseCollectiveConfig, timeout_s: float
 ) -> SparseGradients:
     """Reduce an engine's gradients by the sparse collective; collective over all ranks.
 
@@ -40,7 +39,7 @@ def attach_sparse_gradients(
     return ReplicatedGradients(engine, config, timeout_s, early=early)
 
 
-def _check_model(engine: Any, config: SparseCollectiveConfig) -> None:
+def _check_model(engine: EngineContext, config: SparseCollectiveConfig) -> None:
     reason = None
     if engine.has_moe_layers:
         reason = "the model has experts, whose gradients belong to groups of their own"
@@ -51,7 +50,7 @@ def _check_model(engine: Any, config: SparseCollectiveConfig) -> None:
         raise ConfigError(key, config.mode, reason, f'Set {key} to "off"')
 
 
-def _check_tables(engine: Any) -> None:
+def _check_tables(engine: EngineContext) -> None:
     """Refuse sparse gradients for optimizers that flatten gradients."""
     tables = row_tables(engine.module.modules())
     named = [

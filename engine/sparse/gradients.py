@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
@@ -10,11 +11,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from deepspeed import comm as dist
 from torch import Tensor, nn
 
 from wavemare.comm.collective_queue import Handle
 from wavemare.comm.config import SparseCollectiveConfig
 from wavemare.comm.sparse import SparseComm
+from wavemare.engine.context import EngineContext, Feature
 from wavemare.engine.optim.adapter import adapt
 from wavemare.engine.sparse.bucket_layout import (
     Bucket,
@@ -28,8 +31,10 @@ from wavemare.errors import CheckpointError, ModelError
 
 __all__ = ["ReplicatedGradients", "SparseGradients"]
 
+logger = logging.getLogger("wavemare")
 
-class SparseGradients(ABC):
+
+class SparseGradients(Feature, ABC):
     """Reduces an engine's gradients over its data ranks in place of DeepSpeed.
 
     Args:
@@ -40,15 +45,17 @@ class SparseGradients(ABC):
     Attributes:
         comm: The collectives.
         reducer: Reduces the buckets.
-        figures: Statistics of the last optimizer step, by name.
     """
 
+    key = "sparse_collective"
     reducer: BucketReducer
 
-    def __init__(self, engine: Any, config: SparseCollectiveConfig, timeout_s: float) -> None:
+    def __init__(
+        self, engine: EngineContext, config: SparseCollectiveConfig, timeout_s: float
+    ) -> None:
         assert config.mode != "off"
         self._engine = engine
-        self.figures: Mapping[str, float] = {}
+        self._metrics: Mapping[str, float] = {}
         compressor = config.compressor
         if compressor is not None and engine.zero_optimization_partition_gradients():
             # ZeRO 2 reduces after each micro-batch, and the compressor counts reductions.
@@ -75,6 +82,10 @@ class SparseGradients(ABC):
     def reduce(self) -> None:
         """Reduce all remaining buckets and wait for them."""
 
+    def metrics(self) -> Mapping[str, float]:
+        """Return this rank's statistics of the last optimizer step's collectives."""
+        return self._metrics
+
     def close(self) -> None:
         """Close the collectives."""
         self.comm.close()
@@ -84,12 +95,19 @@ class SparseGradients(ABC):
         state = self.comm.state_dict()
         return {**state, "buckets": self._bucket_sizes()} if state else {}
 
-    def load_extra_state(self, state: Mapping[str, Any]) -> None:
+    def load_extra_state(self, state: Mapping[str, Any] | None) -> None:
         """Load a state of `extra_state`.
 
         Raises:
             CheckpointError: Its buckets or compressor differ.
         """
+        if state is None:
+            if self.comm.compressor is not None and dist.get_rank() == 0:
+                logger.warning(
+                    "sparse_collective: the checkpoint has no residuals of the compressor for "
+                    "these ranks; they start at zero"
+                )
+            return
         if self.comm.compressor is not None and state.get("buckets") != self._bucket_sizes():
             raise CheckpointError(
                 "wavemare.sparse_collective",
@@ -118,10 +136,10 @@ class SparseGradients(ABC):
         ]
         return make_buckets(members, config.block, config.bucket_bytes)
 
-    def record_figures(self) -> None:
+    def record_metrics(self) -> None:
         """Collect the statistics of a completed step; ZeRO 2 reduces after each micro-batch."""
         if self._engine.is_gradient_accumulation_boundary():
-            self.figures = self.comm.totals.take()
+            self._metrics = self.comm.totals.take()
 
 
 class ReplicatedGradients(SparseGradients):
@@ -139,7 +157,7 @@ class ReplicatedGradients(SparseGradients):
 
     def __init__(
         self,
-        engine: Any,
+        engine: EngineContext,
         config: SparseCollectiveConfig,
         timeout_s: float,
         *,
@@ -201,7 +219,7 @@ class ReplicatedGradients(SparseGradients):
         for name, handle in self._rows.items():
             self._take_rows(name, handle)
         self._usual, self._fired = self._fired, Counter()
-        self.record_figures()
+        self.record_metrics()
 
     def close(self) -> None:
         """Remove the hooks and close the collectives."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from wavemare.comm.blocks.layout import OwnedRange
 from wavemare.comm.config import SparseCollectiveConfig
+from wavemare.engine.context import EngineContext
 from wavemare.engine.optim.adapter import ZeroAdapter
 from wavemare.engine.sparse.bucket_layout import Bucket, Slot
 from wavemare.engine.sparse.buckets import BucketReducer
@@ -36,7 +37,9 @@ class PartitionedGradients(SparseGradients):
         timeout_s: See `SparseGradients`.
     """
 
-    def __init__(self, engine: Any, config: SparseCollectiveConfig, timeout_s: float) -> None:
+    def __init__(
+        self, engine: EngineContext, config: SparseCollectiveConfig, timeout_s: float
+    ) -> None:
         super().__init__(engine, config, timeout_s)
         optimizer = self._optimizer = engine.optimizer
         self._adapter = ZeroAdapter(engine)
@@ -81,7 +84,7 @@ class PartitionedGradients(SparseGradients):
         """
         with self._stream():
             self.reducer.end()
-        self.record_figures()
+        self.record_metrics()
 
     # --- in place of the optimizer's methods --------------------------------------------------
 

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from wavemare.engine.context import EngineContext
 from wavemare.engine.sparse.gradients import ReplicatedGradients
 from wavemare.engine.waves.background import BackgroundReduction
 from wavemare.engine.waves.executor import Hooks, WaveExecutor
@@ -41,7 +42,7 @@ class AsyncWaves:
         mode: ``async`` or ``replica``.
     """
 
-    def __init__(self, engine: Any, mode: str) -> None:
+    def __init__(self, engine: EngineContext, mode: str) -> None:
         self._engine = engine
         self._parameters = [p for p in engine.module.parameters() if p.requires_grad]
         self._versions: Versions = (
@@ -49,7 +50,7 @@ class AsyncWaves:
             if mode == "replica"
             else DelayedVersions(self._parameters)
         )
-        sparse = engine._sparse
+        sparse = engine.sparse
         self._reduction: _Reduction = (
             sparse
             if isinstance(sparse, ReplicatedGradients)
@@ -70,7 +71,7 @@ class AsyncWaves:
         return Hooks(
             forward=self._forward,
             backward=self._backward,
-            scale=lambda loss: self._engine.watched(loss) / self._micro_batches,
+            scale=lambda loss: self._engine.before_backward(loss) / self._micro_batches,
             end_backward=self._end_backward,
         )
 
@@ -161,7 +162,7 @@ class AsyncWaves:
             "versions": self._versions.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state."""
         self._step = state["step"]
         self._held = None

@@ -10,6 +10,8 @@ import torch
 from deepspeed import comm as dist
 from torch import Tensor, nn
 
+from wavemare.engine.context import EngineContext
+
 __all__ = ["BackgroundReduction"]
 
 
@@ -21,7 +23,7 @@ class BackgroundReduction:
         parameters: Those that are trained; all ranks in the same order.
     """
 
-    def __init__(self, engine: Any, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, engine: EngineContext, parameters: Sequence[nn.Parameter]) -> None:
         self._group = engine.data_parallel_group
         self._divisor = engine.dp_world_size if engine.gradient_average else 1
         self._parameters = list(parameters)

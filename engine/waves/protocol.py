@@ -10,6 +10,7 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor
 
+from wavemare.engine.context import EngineContext
 from wavemare.engine.seams import discard_open_step
 from wavemare.engine.waves.executor import Hooks
 
@@ -25,7 +26,7 @@ class AccumulationProtocol:
             in a pipeline it follows the plan.
     """
 
-    def __init__(self, engine: Any, *, steps: bool = True) -> None:
+    def __init__(self, engine: EngineContext, *, steps: bool = True) -> None:
         self._engine = engine
         self._steps = steps
         self._within = False
@@ -72,7 +73,7 @@ class AccumulationProtocol:
 
     def _scale(self, loss: Tensor) -> Tensor:
         engine = self._engine
-        loss = engine.watched(loss) / engine.gradient_accumulation_steps()
+        loss = engine.before_backward(loss) / engine.gradient_accumulation_steps()
         if isinstance(engine.optimizer, ZeROOptimizer):
             loss = engine.optimizer.scale_if_loss(loss)
         elif engine.torch_autocast_z0_gradscaler:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from deepspeed import comm as dist
 from torch import Tensor
 
+from wavemare.engine.context import EngineContext, Feature
 from wavemare.engine.waves.asynchronous import AsyncWaves
 from wavemare.engine.waves.executor import Hooks, WaveExecutor
 from wavemare.engine.waves.probe import WaveProbe
@@ -33,7 +34,7 @@ _PROBE_WARMUPS, _PROBE_STEPS = 1, 2
 """Optimizer steps of plain accumulation before the measured ones, and these."""
 
 
-class Wavelet:
+class Wavelet(Feature):
     """Trains the micro-batches of an optimizer step as two waves.
 
     Args:
@@ -42,7 +43,9 @@ class Wavelet:
         config: The section ``wavelet``.
     """
 
-    def __init__(self, engine: Any, segments: Segments, config: WaveletConfig) -> None:
+    key = "wavelet"
+
+    def __init__(self, engine: EngineContext, segments: Segments, config: WaveletConfig) -> None:
         self._engine = engine
         self._segments = _compiled(segments) if config.compile else segments
         self._config = config
@@ -117,8 +120,8 @@ class Wavelet:
             return {}
         return {"steps": self._steps, **self._asynchronous.state_dict()}
 
-    def load_extra_state(self, state: dict[str, Any] | None) -> None:
-        """Take over a state of `extra_state`; None if a checkpoint has none for this rank."""
+    def load_extra_state(self, state: Mapping[str, Any] | None) -> None:
+        """Load a state of `extra_state`; None if a checkpoint has none for this rank."""
         if self._asynchronous is None:
             return
         if state is not None:
@@ -212,7 +215,9 @@ class Wavelet:
         )
 
 
-def attach_wavelet(engine: Any, segments: Segments, config: WaveletConfig) -> Wavelet | None:
+def attach_wavelet(
+    engine: EngineContext, segments: Segments, config: WaveletConfig
+) -> Wavelet | None:
     """Return what trains an engine's micro-batches as waves; None where there is one only.
 
     Args:

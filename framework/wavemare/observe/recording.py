@@ -340,7 +340,7 @@ def _most_memory() -> int:
 
 def _section(engine: Any) -> Any:
     """Return the checked section that an engine was built by; None if the engine is not ours."""
-    return getattr(engine, "_sections", None)
+    return getattr(engine, "settings", None)
 
 
 def _stages(engine: Any) -> int:

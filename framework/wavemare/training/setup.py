@@ -119,7 +119,7 @@ def seed_dropout(engine: Any, seed: int) -> None:
     import torch
     from torch import distributed
 
-    section = getattr(engine, "_sections", None)
+    section = getattr(engine, "settings", None)
     shared = 1 if section is None else section.tensor_parallel.size
     torch.manual_seed(seed + 1 + distributed.get_rank() // shared)
 

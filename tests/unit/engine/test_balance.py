@@ -77,4 +77,4 @@ def test_tokens_cannot_be_counted_without_labels(monkeypatch):
     )
     balance = Balance(BalanceConfig(mean="tokens"), engine)
     with pytest.raises(DataError, match="labels = None: the model was called without labels="):
-        balance.weighted(torch.ones(()))
+        balance.before_backward(torch.ones(()))

@@ -4,13 +4,15 @@
 from types import SimpleNamespace
 
 import pytest
+from deepspeed.runtime.engine import DeepSpeedEngine
 
 from wavemare.engine.base import EngineMixin
+from wavemare.engine.context import Feature
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.errors import CheckpointError
 
 
-class Stock:
+class Stock(DeepSpeedEngine):
     """Stands for DeepSpeed's engine."""
 
     def destroy(self):
@@ -22,7 +24,9 @@ class Engine(EngineMixin, Stock):
         self.done, self.failing = [], failing
         self.places = []
         self._writing = SimpleNamespace(wait=lambda: self.do("saving"))
-        self._sparse = SimpleNamespace(close=lambda: self.do("sparse"))
+        sparse = Feature()
+        sparse.close = lambda: self.do("sparse")
+        self.features = (sparse,)
         self.watchdog = SimpleNamespace(release=lambda: self.do("release"))
 
     def do(self, name):

@@ -36,7 +36,7 @@ class Gradients(SparseGradients):
     rounds = None
 
     def __init__(self, comm, numel=3, boundary=True):
-        self.comm, self.figures = comm, {}
+        self.comm, self._metrics = comm, {}
         self._engine = SimpleNamespace(is_gradient_accumulation_boundary=lambda: boundary)
         self.reducer = SimpleNamespace(buckets=[Bucket("a to b", torch.float32, numel, ())])
 
@@ -72,8 +72,8 @@ def test_figures_are_of_all_calls_of_a_step(boundary, calls):
     gradients = Gradients(Comm(), boundary=boundary)
     for _ in range(2):
         gradients.comm.totals.add(Statistics(executor="pushpull", payload_bytes=10))
-    gradients.record_figures()
-    assert gradients.figures.get("sparse_calls_pushpull") == calls
+    gradients.record_metrics()
+    assert gradients.metrics().get("sparse_calls_pushpull") == calls
 
 
 def test_the_loose_modes_are_those_of_the_executors():

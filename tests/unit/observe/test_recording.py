@@ -33,7 +33,7 @@ def pipeline_engine(schedule="1f1b", warmup_steps=0):
         zero_optimization_stage=lambda: 1,
     )
     if schedule is not None:  # DeepSpeed's own engine has no section of ours
-        engine._sections = SimpleNamespace(pipeline=pipeline, model_dump=lambda mode: values)
+        engine.settings = SimpleNamespace(pipeline=pipeline, model_dump=lambda mode: values)
     return engine
 
 

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two contracts inside an engine: what its features may read, and what it asks of them.
+
+Engines subclass DeepSpeed's and keep a list of `Feature` objects: the guard, the sparse collective,
+weights of losses, waves. They call each method of all features at fixed points of a step, in order.
+Features and other parts see the engine as an `EngineContext` or a `StageContext`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from wavemare.engine.config.resolve import WavemareConfig
+    from wavemare.engine.health.numbers import NumericsGuard
+    from wavemare.engine.sparse.gradients import SparseGradients
+
+__all__ = ["EngineContext", "Feature", "StageContext"]
+
+
+class Feature:
+    """What an engine does beside DeepSpeed's work. A subclass overrides the methods it needs.
+
+    Attributes:
+        key: Name of its state in checkpoints; empty if it has none.
+    """
+
+    key = ""
+
+    def before_forward(self, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """See what the whole model gets in a forward pass of training."""
+
+    def before_backward(self, loss: Tensor) -> Tensor:
+        """Return the loss that the backward pass begins with; scalar."""
+        return loss
+
+    def before_step(self) -> bool:
+        """Return whether the optimizer may step; all ranks get the same answer."""
+        return True
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return what was measured of the last optimizer step, by name."""
+        return {}
+
+    def drain(self) -> None:
+        """Apply all gradients to the weights."""
+
+    def synchronize(self) -> None:
+        """Complete pending work between two steps, so that the engine can be saved."""
+
+    def extra_state(self) -> dict[str, Any]:
+        """Return what the next step needs beside weights, optimizer and random state."""
+        return {}
+
+    def load_extra_state(self, state: Mapping[str, Any] | None) -> None:
+        """Load a state of `extra_state`; None if the checkpoint has none for this rank."""
+
+    def reset(self) -> None:
+        """Discard what belongs to the weights before a load."""
+
+    def close(self) -> None:
+        """Release resources."""
+
+
+class EngineContext(Protocol):
+    """The attributes and methods of a complete DeepSpeed engine that its parts use.
+
+    Attributes:
+        settings: The section ``wavemare``.
+        config: The whole configuration.
+        optimizer: A torch optimizer, or DeepSpeed's wrapper of one; None if nothing is trained.
+        basic_optimizer: The torch optimizer itself.
+        data_parallel_group: Process group of the ranks that train the same weights.
+        layout: The layout of the model; None if the configuration alone determines it.
+        guard: Stops or skips steps with numbers that are not finite; None if it is off.
+        sparse: Reduces the gradients in place of DeepSpeed; None if it is off.
+        grid: With ``pipeline_parallelism``: process groups, and stages by rank.
+        stage_id: With ``pipeline_parallelism``: from 0.
+    """
+
+    settings: WavemareConfig
+    config: Mapping[str, Any]
+    module: Any
+    optimizer: Any
+    basic_optimizer: Any
+    device: torch.device
+    data_parallel_group: Any
+    dp_world_size: int
+    mp_world_size: int
+    global_rank: int
+    global_steps: int
+    global_samples: int
+    micro_steps: int
+    pipeline_parallelism: bool
+    grid: Any
+    stage_id: int
+    layout: Any
+    guard: NumericsGuard | None
+    sparse: SparseGradients | None
+
+    # Of DeepSpeed's engine: configuration.
+    local_rank: int
+    sequence_parallel_size: int
+    has_moe_layers: bool
+    gradient_average: bool
+    communication_data_type: torch.dtype
+    torch_autocast_z0_gradscaler: Any
+    training_dataloader: Any
+    train_batch_size: Callable[[], int]
+    train_micro_batch_size_per_gpu: Callable[[], int]
+    gradient_accumulation_steps: Callable[[], int]
+    bfloat16_enabled: Callable[[], bool]
+    fp16_enabled: Callable[[], bool]
+    zero_offload_optimizer: Callable[[], Any]
+    zero_optimization_partition_gradients: Callable[[], bool]
+    zero_optimization_partition_weights: Callable[[], bool]
+    zero_optimization_stage: Callable[[], int]
+    zero_use_cpu_optimizer: Callable[[], bool]
+    use_node_local_storage: Callable[[], bool]
+
+    # Of DeepSpeed's engine: a step.
+    lr_scheduler: Any
+    timers: Any
+    tput_timer: Any
+    inside_no_sync_ctxt: bool
+    is_gradient_accumulation_boundary: Callable[[], bool]
+    set_gradient_accumulation_boundary: Callable[[bool | None], None]
+    step: Callable[[], None]
+    was_step_applied: Callable[[], bool]
+    zero_grad: Callable[[], None]
+    _backward_epilogue: Callable[[], None]
+    _backward_prologue: Callable[[], None]
+    _running_engine_backward: bool
+    _running_engine_backward_count: int
+    _running_engine_backward_lock: Any
+    _unmanaged_backward_count: int
+
+    def before_backward(self, loss: Tensor) -> Tensor:
+        """Return the loss that the backward pass begins with."""
+
+    def end_micro_batch(self, *, last: bool) -> None:
+        """Step, unless each step is a whole one and this micro-batch is not the last."""
+
+
+class StageContext(EngineContext, Protocol):
+    """A pipeline engine: one stage of a model.
+
+    Attributes:
+        micro_batches: Of an optimizer step.
+    """
+
+    num_stages: int
+    micro_batches: int
+    is_last_stage: Callable[[], bool]
