@@ -29,10 +29,9 @@ from wavemare.engine.config.resolve import (
 from wavemare.engine.config.shape import ZERO_WEIGHTS, is_enabled, offloads
 from wavemare.engine.data_parallel import Engine
 from wavemare.engine.launch.group import compiled_ops_enabled
-from wavemare.engine.optim.optimizers import take_optimizer
+from wavemare.engine.optim.optimizers import clipping_limit, count_all_stages, take_optimizer
 from wavemare.engine.optim.policy import advise, check_replaceable
 from wavemare.engine.pipe.engine import DualPipeVEngine, PipelineEngine
-from wavemare.engine.pipe.grad_norm import clipping_limit, count_all_stages
 from wavemare.engine.pipe.linked import OverlappedPipelineEngine
 from wavemare.engine.pipe.pipemare import PipeMareEngine
 from wavemare.engine.pipe.stage_passes import check_overlap

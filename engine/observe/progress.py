@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -59,7 +59,7 @@ class Progress:
         finished: What it finished last.
         broken: Where an exception left the step; None if none has.
         step: The optimizer step that it is in, or has finished last; from 1.
-        plan: The actions of the step, as far as there is a plan.
+        actions: Of the step, as far as there is a plan.
         position: Which of them it is at.
         thread: Identity of the thread that trains.
         follower: Called at once, by that thread; None if there is none.
@@ -70,7 +70,7 @@ class Progress:
         self.finished: object = "nothing"
         self.broken: Place | None = None
         self.step = 0
-        self.plan: tuple[str, ...] = ()
+        self.actions: Sequence[object] = ()
         self.position = 0
         self.thread = threading.main_thread().ident
         self.follower: Follower | None = None
@@ -120,8 +120,13 @@ class Progress:
     def begin_step(self, step: int) -> None:
         """Note which optimizer step begins."""
         self.step = step
-        self.plan = ()
+        self.actions = ()
         self.broken = None
+
+    @property
+    def plan(self) -> tuple[str, ...]:
+        """The actions of the step in words, as far as there is a plan."""
+        return tuple(map(str, self.actions))
 
     @property
     def wait(self) -> Wait | None:

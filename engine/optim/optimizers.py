@@ -10,7 +10,7 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, get_gradient_clipping
 from torch import Tensor, nn
 
 from wavemare.engine.config.shape import ZERO_WEIGHTS
@@ -24,6 +24,8 @@ from wavemare.pipeline.optim.soap import SOAP, refresh_of
 __all__ = [
     "check_matrix_optimizer",
     "check_parameters",
+    "clipping_limit",
+    "count_all_stages",
     "describe_partitions",
     "is_added",
     "make_muon",
@@ -228,3 +230,29 @@ def _outer(model: nn.Module) -> Iterator[nn.Parameter]:
         last = model.forward_funcs[-1]
         if isinstance(last, nn.Module):  # a function of tied weights: an embedding's
             yield from last.parameters()
+
+
+def clipping_limit(config: Mapping[str, Any]) -> float:
+    """Return the norm that gradients are clipped to; 0 for none. DeepSpeed's default is 1."""
+    limit = get_gradient_clipping(config)
+    return 0.0 if limit in (None, "auto") else float(limit)
+
+
+def count_all_stages(module: Any) -> bool:
+    """Have DeepSpeed's gradient norm count the weights of all of a pipeline's stages.
+
+    Without ZeRO and in fp32 it counts only those of the first stage, unless weights are marked as
+    split over ranks: what clipping does would depend on the cuts. Of tied weights one copy counts.
+
+    Args:
+        module: A ``PipelineModule`` whose layers are not split over ranks; what is marked stays.
+
+    Returns:
+        Whether weights of other stages count now that did not.
+    """
+    if module.mpu().get_slice_parallel_world_size() > 1:
+        return False
+    unmarked = [p for p in module.parameters() if not hasattr(p, "model_parallel")]
+    for parameter in unmarked:
+        parameter.model_parallel = not getattr(parameter, "ds_pipe_replicated", False)
+    return bool(unmarked) and module.mpu().get_pipe_parallel_world_size() > 1

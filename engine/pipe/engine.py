@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import deepspeed
@@ -106,8 +107,7 @@ class PipelineEngine(EngineMixin, _Batches, deepspeed.PipelineEngine):
         self._stage_watch = None if guard is None or overlap else StageWatch(self, guard)
 
     def _train_schedule(self) -> StepSchedule:
-        plan = RunPlan(self.num_stages, self.micro_batches)
-        return StepSchedule(plan.step(self.stage_id, 0, 1), buffers=self._num_buffers)
+        return _step_schedule(self.num_stages, self.micro_batches, self.stage_id, self._num_buffers)
 
     @property
     def _num_buffers(self) -> int:
@@ -157,6 +157,12 @@ class PipelineEngine(EngineMixin, _Batches, deepspeed.PipelineEngine):
 
     def _exec_step(self, action: Action) -> None:
         self._exec_optimizer_step()
+
+
+@lru_cache(maxsize=16)
+def _step_schedule(num_stages: int, micro_batches: int, stage: int, buffers: int) -> StepSchedule:
+    actions = RunPlan(num_stages, micro_batches).step(stage, 0, 1)
+    return StepSchedule(actions, buffers=buffers)
 
 
 class DualPipeVEngine(EngineMixin, _Batches, deepspeed.DualPipeVEngine):

@@ -64,7 +64,7 @@ class PlanInterpreter:
         engine._reserve_pipe_buffers(pipe_schedule.num_pipe_buffers())
         engine.fwd_outputs = []
         steps = [each for step in pipe_schedule.steps() for each in step]
-        PROGRESS.plan = tuple(map(str, steps))
+        PROGRESS.actions = steps
         for position, each in enumerate(steps):
             PROGRESS.position = position
             PROGRESS.at(each, self._peer(each))

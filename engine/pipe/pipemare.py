@@ -18,14 +18,12 @@ import torch
 from deepspeed import comm as dist
 from torch import Tensor
 
-from wavemare.engine.observe.telemetry import Telemetry
-from wavemare.engine.pipe.feed import Feed
-from wavemare.engine.pipe.grad_norm import StageNorms
+from wavemare.engine.observe.recorder import Telemetry
 from wavemare.engine.pipe.interpreter import StepSchedule
 from wavemare.engine.pipe.linked import LinkedEngine
-from wavemare.engine.pipe.micro_batch import MicroBatch, as_tuple, to_device
+from wavemare.engine.pipe.micro_batch import Feed, MicroBatch, as_tuple, to_device
 from wavemare.engine.pipe.p2p import PeerLink
-from wavemare.engine.pipe.stage_optimizer import StageOptimizer
+from wavemare.engine.pipe.stage_optimizer import StageNorms, StageOptimizer
 from wavemare.engine.pipe.stage_passes import StagePasses
 from wavemare.engine.seams import keeping_versions
 from wavemare.errors import ConfigError, ModelError

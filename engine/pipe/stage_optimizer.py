@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 import torch
+from deepspeed import comm as dist
 
 from wavemare.engine.context import StageContext
 from wavemare.engine.optim.adapter import adapt
@@ -22,7 +23,7 @@ from wavemare.pipeline.plan.order import ahead
 from wavemare.pipeline.staleness.feedback import UpdateFeedback
 from wavemare.pipeline.staleness.staleness import lr_factor, mean_delay
 
-__all__ = ["StageOptimizer"]
+__all__ = ["StageNorms", "StageOptimizer"]
 
 _EPSILON = 1e-6  # DeepSpeed's own, in the denominator of the clipping coefficient
 
@@ -141,3 +142,88 @@ class StageOptimizer:
         scheduler = self._engine.lr_scheduler
         if scheduler is not None and not self._engine.was_step_applied():
             scheduler.step()  # DeepSpeed leaves it where a stage skips its step
+
+
+class StageNorms:
+    """Squared gradient norms: a stage's own, and those that its neighbours report.
+
+    Backward passes reach a stage after all later ones, so the later stages' norms of the very same
+    step arrive in time. Earlier stages report the norm of their last step. On the first stage the
+    norm of all stages is exact.
+
+    Args:
+        engine: The pipeline engine.
+
+    Attributes:
+        own: This stage's, at the present step.
+        later_stages_sq_norm: All later stages', at the present step.
+        earlier_stages_sq_norm: All earlier stages', at their last step; nan before it.
+        exact: All stages', in a synchronous step; else None.
+        share: This stage's share of all parameters.
+    """
+
+    def __init__(self, engine: StageContext) -> None:
+        stage = engine.stage_id
+        counts = torch.zeros(engine.num_stages, dtype=torch.float64, device=engine.device)
+        trained = [p for p in engine.module.parameters() if p.requires_grad]
+        counts[stage] = sum(getattr(p, "whole_numel", p.numel()) for p in trained)
+        dist.all_reduce(counts, group=engine.grid.get_pipe_parallel_group())
+        shares = (counts / counts.sum()).tolist()
+        self.share: float = shares[stage]
+        self._later_share = sum(shares[stage:])
+        self._is_first = stage == 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Discard all earlier steps."""
+        self.own = self._reported = self.later_stages_sq_norm = 0.0
+        self.earlier_stages_sq_norm = 0.0 if self._is_first else math.nan
+        self.exact: float | None = None
+        self._stepped = False
+
+    def begin_step(self) -> None:
+        """Discard the exact norm of the step before."""
+        self.exact = None
+
+    def end_step(self) -> None:
+        """Note that the step with this stage's own norm is complete, unless it was skipped."""
+        if math.isfinite(self.own):
+            self._reported, self._stepped = self.own, True
+
+    @property
+    def up_to_here(self) -> float:
+        """The squared norm of this stage and all earlier ones, for the next stage."""
+        return self._reported + self.earlier_stages_sq_norm if self._stepped else math.nan
+
+    @property
+    def from_here(self) -> float:
+        """The squared norm of this stage and all later ones, for the previous stage."""
+        return self.own + self.later_stages_sq_norm
+
+    @property
+    def total(self) -> float:
+        """The squared norm of all stages, exact or estimated."""
+        if self.exact is not None:
+            return self.exact
+        if math.isnan(self.earlier_stages_sq_norm):
+            # Before the first step: as if all gradients were alike.
+            return self.from_here / self._later_share
+        return self.from_here + self.earlier_stages_sq_norm
+
+    def set_exact(self, total: float) -> None:
+        """Take the norm of all stages in a synchronous step."""
+        self.exact = total
+        self.earlier_stages_sq_norm = max(total - self.from_here, 0.0)
+
+    def state_dict(self) -> dict[str, float | bool]:
+        """Return what the next step needs to be the same after a resume."""
+        return {
+            "own": self._reported,
+            "prefix": self.earlier_stages_sq_norm,
+            "stepped": self._stepped,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state."""
+        self.own = self._reported = state["own"]
+        self.earlier_stages_sq_norm, self._stepped = state["prefix"], state["stepped"]

@@ -21,9 +21,13 @@ from wavemare.engine.config.resolve import (
     check_config,
     load_config,
 )
-from wavemare.engine.optim.optimizers import check_parameters, make_muon, take_optimizer
+from wavemare.engine.optim.optimizers import (
+    check_parameters,
+    clipping_limit,
+    make_muon,
+    take_optimizer,
+)
 from wavemare.engine.optim.policy import advise
-from wavemare.engine.pipe.grad_norm import clipping_limit
 from wavemare.errors import ConfigError, did_you_mean
 from wavemare.models.activations import split_batch
 from wavemare.models.convert import cut_chain, give_own_weights, tied_weights

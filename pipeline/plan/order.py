@@ -10,6 +10,7 @@ step it is 1F1B, which empties the pipeline at each step.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 from wavemare.errors import PlanError
 from wavemare.pipeline.plan.action import Action, Kind
@@ -18,6 +19,7 @@ from wavemare.pipeline.plan.lowering import Versions, add_communication, add_ste
 __all__ = ["StageSchedule", "ahead"]
 
 
+@cache
 def ahead(stage: int, num_stages: int, slack: int = 0) -> int:
     """Return how many micro-batches a stage forwards ahead of its backward passes.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from wavemare.pipeline.config import PipelineConfig
 from wavemare.pipeline.plan.action import Action, Kind
@@ -85,7 +85,7 @@ class RunPlan:
 
     def step(
         self, stage: int, number: int, left: int | None, *, first: int = 0, version: int = 0
-    ) -> list[Action]:
+    ) -> Sequence[Action]:
         """Return a stage's actions of one optimizer step.
 
         Args:
@@ -98,12 +98,9 @@ class RunPlan:
         Raises:
             PlanError: A number is out of range, or the plan is wrong.
         """
-        plan, index = self._place(number, left)
-        actions = _split_steps(plan.ranks[stage])[index]
-        middle = index * plan.micro_batches + ahead(0, self.num_stages, self.slack)
-        extra = self.micro_batches - plan.micro_batches
-        actions = repeat_micro_batch(actions, stage, middle, extra)
-        return _shifted(actions, first - index * plan.micro_batches, version - index)
+        num_steps, index = self._place(number, left)
+        actions = _step_of(self, stage, num_steps, index)
+        return _shifted(actions, first - index * self._size, version - index)
 
     def unreceived(self, stage: int, left: int | None) -> int:
         """Return how many activations, sent by a step's end, this stage does not receive in it.
@@ -120,7 +117,7 @@ class RunPlan:
         rest = (left - 1) * self.micro_batches  # of the run, after the step
         return min(before, rest) - min(own, rest)
 
-    @property
+    @cached_property
     def _size(self) -> int:
         """Micro-batches per step of the checked plan: the one in the middle is repeated.
 
@@ -128,23 +125,23 @@ class RunPlan:
         """
         return min(self.micro_batches, 2 * ahead(0, self.num_stages, self.slack) + 3)
 
-    @property
+    @cached_property
     def _delay(self) -> int:
         """The first stage's maximum staleness in optimizer steps."""
         return -(-ahead(0, self.num_stages, self.slack) // self._size)
 
-    @property
+    @cached_property
     def _longest(self) -> int:
         """Steps of the longest checked plan: to fill the pipeline, one to repeat, to drain it."""
         return 2 * self._delay + 1
 
-    def _place(self, number: int, left: int | None) -> tuple[Plan, int]:
-        """Return the checked plan that a step is in, and which step of it is the same."""
+    def _place(self, number: int, left: int | None) -> tuple[int, int]:
+        """Return the length of the checked plan that a step is in, and its equal there."""
         longest = self._longest
         if left is not None and number + left <= longest:
-            return _checked(self, number + left), number
+            return number + left, number
         from_end = 0 if left is None else longest - left
-        return _checked(self, longest), max(min(number, self._delay), from_end)
+        return longest, max(min(number, self._delay), from_end)
 
     def _plan(self, num_steps: int) -> Plan:
         if not self.asynchronous:
@@ -168,10 +165,19 @@ def _checked(run: RunPlan, num_steps: int) -> Plan:
     return plan
 
 
-def _split_steps(actions: Sequence[Action]) -> list[Sequence[Action]]:
-    """Split the actions of one stage behind each optimizer step."""
-    ends = [place + 1 for place, action in enumerate(actions) if action.kind is Kind.STEP]
-    return [actions[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+@lru_cache(maxsize=64)
+def _step_of(run: RunPlan, stage: int, num_steps: int, index: int) -> Sequence[Action]:
+    """Return a stage's actions of one step of a checked plan, with all micro-batches."""
+    plan = _checked(run, num_steps)
+    actions = plan.ranks[stage]
+    ends = [0, *(n + 1 for n, action in enumerate(actions) if action.kind is Kind.STEP)]
+    middle = index * plan.micro_batches + ahead(0, run.num_stages, run.slack)
+    return repeat_micro_batch(
+        actions[ends[index] : ends[index + 1]],
+        stage,
+        middle,
+        run.micro_batches - plan.micro_batches,
+    )
 
 
 def repeat_micro_batch(
@@ -196,10 +202,12 @@ def repeat_micro_batch(
     result = list(actions[:start])
     for repetition in range(times + 1):
         result += _shifted(actions[start:end], repetition)
-    return result + _shifted(actions[end:], times)
+    return [*result, *_shifted(actions[end:], times)]
 
 
-def _shifted(actions: Sequence[Action], micro_batches: int, versions: int = 0) -> list[Action]:
+def _shifted(actions: Sequence[Action], micro_batches: int, versions: int = 0) -> Sequence[Action]:
+    if not micro_batches and not versions:
+        return actions
     return [
         Action(kind, stage, number + micro_batches, version + versions, wave)
         for kind, stage, number, version, wave in actions

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.engine.pipe import grad_norm as clipping
-from wavemare.engine.pipe.grad_norm import StageNorms
+from wavemare.engine.pipe import stage_optimizer as clipping
+from wavemare.engine.pipe.stage_optimizer import StageNorms
 
 SIZES = [(2, 3), (4,), (5, 2)]  # 6, 4 and 10 parameters: 0.3, 0.2 and 0.5 of all
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.engine.pipe.feed import Feed
+from wavemare.engine.pipe.micro_batch import Feed
 from wavemare.errors import DataError
 
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from wavemare.engine.observe.telemetry import StageReport, Telemetry
+from wavemare.engine.observe.recorder import StageReport, Telemetry
 
 
 def step(chain):

@@ -105,7 +105,7 @@ def test_progress_says_where_the_thread_is_and_what_it_finished():
 
 def test_a_report_shows_the_plan_around_the_action(tmp_path):
     progress = Progress()
-    progress.plan, progress.position = ("1RA0", "1F0", "1SA0"), 2
+    progress.actions, progress.position = ("1RA0", "1F0", "1SA0"), 2
     progress.at(Action(Kind.FORWARD, 1, 0))
     progress.at(Action(Kind.SEND_ACTIVATION, 1, 0), 2)
     here = RankStatus.of(1, progress)
