@@ -80,7 +80,7 @@ def search(
     --sequence 1024 --output plan.json
     """
     from wavemare.files import atomic_write_text
-    from wavemare.parallel.planner.api import plan
+    from wavemare.parallel.planner import plan
 
     check_writable("--json", json_file)
     check_writable("--output", output)

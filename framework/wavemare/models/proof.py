@@ -4,20 +4,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from wavemare.engine.checkpoint.random_state import random_state, restore_random_state
 from wavemare.errors import ModelError
 from wavemare.models.activations import Activations, split_batch
 from wavemare.models.layers import PipelineLayer
 from wavemare.models.losses import ClassificationLoss, Loss
 from wavemare.models.split import SplitLoss
 
-__all__ = ["example_batch", "example_labels", "prove", "random_state", "run_chain"]
+__all__ = ["example_batch", "example_labels", "prove", "run_chain"]
 
 _TEXTS, _TOKENS, _PADDING, _WINDOW = 2, 8, 3, 4
 _ROUNDING = 1e-6
@@ -78,18 +79,18 @@ def _compare(
     activations, _ = split_batch(batch, inputs, labels_required=False)
     takes = inspect.signature(model.forward).parameters
     options = {"use_cache": False} if "use_cache" in takes else {}
-    restore_random_state = random_state(labels.device)
+    random = random_state()
 
     def original() -> tuple[Tensor, Tensor]:
-        restore_random_state()
+        restore_random_state(random)
         output = model(**batch, labels=labels, **options)
         if not isinstance(loss, SplitLoss):
             return output.logits, output.loss
-        restore_random_state()
+        restore_random_state(random)
         return model(**batch, **options).logits, output.loss
 
     expected = original()
-    restore_random_state()
+    restore_random_state(random)
     ours = _results_of_chain(model, chain, activations, loss, labels)
     _check_shapes(model, ours, expected)
     difference = _difference(ours, expected)
@@ -131,21 +132,6 @@ def example_batch(
         positions[-1] %= tokens // 2 + 1
         batch["position_ids"] = positions
     return batch
-
-
-def random_state(device: torch.device) -> Callable[[], None]:
-    """Remember the random states of the CPU and a device; calling the result restores them."""
-    cpu = torch.get_rng_state()
-    if device.type == "cpu":
-        return lambda: torch.set_rng_state(cpu)
-    accelerator = torch.get_device_module(device)
-    own = accelerator.get_rng_state(device)
-
-    def restore() -> None:
-        torch.set_rng_state(cpu)
-        accelerator.set_rng_state(own, device)
-
-    return restore
 
 
 def example_labels(loss: Loss, ids: Tensor) -> Tensor:
@@ -208,7 +194,7 @@ def _scaled(model: Any, chain: Sequence[PipelineLayer], size: float) -> Iterator
 @contextmanager
 def _undisturbed(model: Any) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
-    restore_random_state = random_state(next(model.parameters()).device)
+    random = random_state()
     config = model.config
     # A classification head writes its problem type into the configuration on its first loss.
     kept = {
@@ -222,7 +208,7 @@ def _undisturbed(model: Any) -> Iterator[None]:
         with torch.no_grad():
             yield
     finally:
-        restore_random_state()
+        restore_random_state(random)
         for name, value in kept.items():
             setattr(config, name, value)
         for module, training in modes.items():

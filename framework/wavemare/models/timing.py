@@ -9,16 +9,20 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
+from numpy.typing import NDArray
 from torch import Tensor
 
+from wavemare.engine.checkpoint.random_state import random_state, restore_random_state
 from wavemare.models.activations import Activations, pack, split_batch, unpack
+from wavemare.models.families import family_of
 from wavemare.models.layers import PipelineLayer, TiedHead
 from wavemare.models.losses import Loss
-from wavemare.models.proof import example_batch, example_labels, random_state
+from wavemare.models.proof import example_batch, example_labels
 
-__all__ = ["layer_times", "rank_layer_times"]
+__all__ = ["layer_times", "rank_times"]
 
 _TOKENS = 128
 _ROUNDS = 3
@@ -37,45 +41,43 @@ def layer_times(model: Any, chain: Sequence[PipelineLayer], inputs: Sequence[str
     Returns:
         Seconds for each layer, equal on all ranks.
     """
-    own = _own_times(model, chain, inputs, texts=1, tokens=_TOKENS)
-    device = torch.device(get_accelerator().current_device_name())
-    table = torch.tensor(own, dtype=torch.float64, device=device)
-    torch.distributed.all_reduce(table)
-    table /= torch.distributed.get_world_size()
-    return _mean_by_kind(chain, table.tolist())
+    own = _mean_by_kind(chain, _own_times(model, chain, inputs, texts=1, tokens=_TOKENS))
+    return [float(value) for value in _of_all_ranks(own).mean(axis=0)]
 
 
-def rank_layer_times(
+def rank_times(
     model: Any,
-    chain: Sequence[PipelineLayer],
-    inputs: Sequence[str],
-    loss: Loss,
     *,
-    texts: int,
-    tokens: int,
+    samples: int,
+    sequence_length: int,
+    inputs: Sequence[str] | None = None,
     dtype: torch.dtype | None = None,
-) -> list[list[float]]:
+) -> NDArray[np.float64]:
     """Measure forward and backward of each layer on every rank, all at the same time.
 
     Args:
-        model: The model that the layers belong to.
-        chain: Its layers.
-        inputs: The declared names.
-        loss: Of logits and labels; its time is the last layer's.
-        texts: Samples of a micro-batch.
-        tokens: Of a sample.
-        dtype: Of autocast; None for that of the weights.
+        model: Whole on every rank.
+        samples: Of a micro-batch.
+        sequence_length: Tokens of a sample.
+        inputs: Names of the tensors that enter the first layer; the family's default if omitted.
+        dtype: Of autocast, for a job that computes in 16 bits.
 
     Returns:
-        Seconds for each rank and layer, equal on all ranks.
+        Seconds, (ranks, layers), equal on all ranks; the loss is part of the last layer.
     """
+    family = family_of(model)
+    names = family.declared(inputs)
+    chain, loss = tuple(family.chain(model, names)), family.loss(model)
     torch.distributed.barrier()
     with torch.autocast(get_accelerator().device_name(), dtype, enabled=dtype is not None):
-        own = _own_times(model, chain, inputs, loss, texts=texts, tokens=tokens)
-    own = _mean_by_kind(chain, own)
+        own = _own_times(model, chain, names, loss, texts=samples, tokens=sequence_length)
+    return _of_all_ranks(_mean_by_kind(chain, own))
+
+
+def _of_all_ranks(own: list[float]) -> NDArray[np.float64]:
     table: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(table, own)
-    return table
+    return np.array(table)
 
 
 def _own_times(
@@ -91,19 +93,19 @@ def _own_times(
     activations: Any = split_batch(batch, inputs, labels_required=False)[0]
     device = torch.device(get_accelerator().current_device_name())
     seconds = []
-    restore_random_state = random_state(device)
+    random = random_state()
     for layer in chain:
         end: Callable[[Tensor], Tensor] = torch.sum
         if loss is not None and layer is chain[-1]:
             labels = example_labels(loss, batch["input_ids"]).to(device)
-            end = partial(_swapped, loss, labels)
+            end = partial(_loss_of, loss, labels)
         activations, spent = _measure(layer, activations, device, end)
         seconds.append(spent)
-    restore_random_state()
+    restore_random_state(random)
     return seconds
 
 
-def _swapped(loss: Loss, labels: Tensor, logits: Tensor) -> Tensor:
+def _loss_of(loss: Loss, labels: Tensor, logits: Tensor) -> Tensor:
     return loss(logits, labels)
 
 

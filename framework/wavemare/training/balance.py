@@ -103,8 +103,8 @@ class BalanceController:
                 raise PlanError("--balance", self._choice, reason, remedy)
 
     def _measure(self, model: Any, batch: dict[str, int], sequence_length: int) -> None:
-        from wavemare.parallel.planner.balance import balance_replicas, balance_stages
-        from wavemare.parallel.planner.speed import example_samples
+        from wavemare.models.timing import rank_times
+        from wavemare.parallel.balance import balance_replicas, example_samples, plan_stages
 
         section = WavemareConfig.of(self.config)
         if section.tensor_parallel.size > 1:
@@ -117,23 +117,24 @@ class BalanceController:
         options: dict[str, Any] = {
             "zero_stage": int(zero_section(self.config).get("stage", 0)),
             "sequence_length": sequence_length,
-            "dtype": _half_type(self.config),
         }
-        pipeline = section.pipeline
+        dtype, pipeline = _half_type(self.config), section.pipeline
         if pipeline.stages > 1:
-            plan = balance_stages(
+            table = rank_times(
                 model,
-                batch,
-                stages=pipeline.stages,
-                schedule=pipeline.schedule,
+                samples=batch["train_micro_batch_size_per_gpu"],
+                sequence_length=sequence_length,
                 inputs=pipeline.inputs,
-                **options,
+                dtype=dtype,
             )
+            stages, schedule = pipeline.stages, pipeline.schedule
+            plan = plan_stages(table, batch, stages=stages, schedule=schedule, **options)
         else:
-            plan, _ = balance_replicas(
+            plan = balance_replicas(
                 model,
                 lambda samples: example_samples(model, sequence_length, samples),
                 batch,
+                dtype=dtype,
                 **options,
             )
         self._use(plan)

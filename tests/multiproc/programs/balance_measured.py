@@ -9,7 +9,7 @@ import torch.distributed as dist
 from common import leave
 
 import wavemare
-from wavemare.parallel.planner.balance import balance_replicas
+from wavemare.parallel.balance import balance_replicas
 
 MICRO, WIDTH, ROUNDS = 12, 8, 5
 FAST_S = 0.02
@@ -53,7 +53,7 @@ def main():
         "train_micro_batch_size_per_gpu": MICRO,
         "gradient_accumulation_steps": 1,
     }
-    plan, _ = balance_replicas(Paced(pace), samples, batch)
+    plan = balance_replicas(Paced(pace), samples, batch)
     shares = {"equal": [MICRO, MICRO], "planned": list(plan.shares)}
     engines = {name: build(pace, share) for name, share in shares.items()}
     times: dict[str, list[float]] = {"equal": [], "planned": []}

@@ -8,8 +8,8 @@ import torch
 from common import HIDDEN, LENGTH, build_gpt2, leave
 
 from wavemare.engine import init_distributed
-from wavemare.parallel.planner import Cluster, plan, probe_cluster, read_cluster
-from wavemare.parallel.planner.probe import BlockSize
+from wavemare.parallel.planner import Cluster, plan, read_cluster
+from wavemare.parallel.planner.probe import BlockSize, probe_cluster
 
 init_distributed()
 block = BlockSize(width=HIDDEN, inner=4 * HIDDEN, heads=2, sequence=LENGTH)

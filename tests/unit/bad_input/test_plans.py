@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from wavemare import parallel
 from wavemare.errors import ModelError, PlanError
 from wavemare.parallel.layout.layout import Layout
 from wavemare.parallel.layout.layout_string import unrolled
+from wavemare.parallel.planner import plan
 from wavemare.parallel.planner.cluster_file import parse_cluster, read_cluster
 from wavemare.pipeline.plan.check import check
 from wavemare.pipeline.plan.plan import Plan
@@ -220,7 +220,7 @@ MODELS = [
 
 @pytest.mark.parametrize(("model", "key", "said"), MODELS)
 def test_a_model_to_plan_for(refused, model, key, said):
-    act = lambda: parallel.plan(model, "2xV100", global_batch=8, sequence_length=128)  # noqa: E731
+    act = lambda: plan(model, "2xV100", global_batch=8, sequence_length=128)  # noqa: E731
     refused(act, ModelError, key, said)
 
 
@@ -243,10 +243,10 @@ SETTINGS = [
 @pytest.mark.parametrize(("changes", "key"), SETTINGS)
 def test_a_setting_of_the_planner(refused, changes, key):
     values = {"cluster": "2xV100", "global_batch": 8, "sequence_length": 128, **changes}
-    refused(lambda: parallel.plan("gpt2", **values), PlanError, key, repr(values[key]))
+    refused(lambda: plan("gpt2", **values), PlanError, key, repr(values[key]))
 
 
 def test_nothing_fits(refused):
     small = parse_cluster(cluster(memory_gib=0.001))
-    act = lambda: parallel.plan("gpt2-xl", small, global_batch=8, sequence_length=128)  # noqa: E731
+    act = lambda: plan("gpt2-xl", small, global_batch=8, sequence_length=128)  # noqa: E731
     refused(act, PlanError, "--cluster", "equal parts need", "Use more or larger devices")

@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from wavemare.parallel.planner.balance import plan_stages
+from wavemare.parallel.balance import plan_stages
 
 BATCH = {
     "train_batch_size": 32,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from wavemare.parallel.planner.speed import Line, example_samples, measure_speeds
+from wavemare.parallel.balance import Line, example_samples, measure_speeds
 
 
 class Clocked(nn.Module):

@@ -89,9 +89,9 @@ def test_speeds_are_those_of_the_jobs_own_type(monkeypatch, tmp_path, config, dt
 
     def measure(model, batch_of, batch, **options):
         asked.append(options)
-        return PLAN, []
+        return PLAN
 
-    monkeypatch.setattr("wavemare.parallel.planner.balance.balance_replicas", measure)
+    monkeypatch.setattr("wavemare.parallel.balance.balance_replicas", measure)
     found = balancing(tmp_path, "auto", config)
     found.measure(LanguageModel(), {}, sequence_length=8)
     assert asked == [{"zero_stage": zero, "sequence_length": 8, "dtype": dtype}]

@@ -23,12 +23,12 @@ from wavemare.bench.pipeline.systems import record_engine
 from wavemare.bench.planner.request import BASELINE, CUTS, PLANNED, SHARES, PlannerJob
 from wavemare.bench.planner.rows import cut_rows, share_rows
 from wavemare.bench.rounds import gather, interleaved
+from wavemare.models.timing import rank_times
 from wavemare.observe import Screen
+from wavemare.parallel.balance import balance_replicas, example_samples, plan_stages
 from wavemare.parallel.layout.layout import Layout
-from wavemare.parallel.planner.balance import balance_replicas, measure_layers, plan_stages
 from wavemare.parallel.planner.probe import BlockSize, probe_cluster
-from wavemare.parallel.planner.speed import example_samples
-from wavemare.parallel.planner.stages import equal_cuts
+from wavemare.pipeline.plan.partition import balanced_cuts
 
 __all__ = ["measure"]
 
@@ -100,7 +100,7 @@ def _measure_shares(job: PlannerJob, screen: Screen) -> dict[str, Any]:
     }
     screen.note(f"measuring the speeds of {job.ranks} ranks")
     with _limited(job):
-        plan, _ = balance_replicas(
+        plan = balance_replicas(
             model,
             lambda samples: example_samples(model, job.sequence, samples),
             batch,
@@ -170,10 +170,10 @@ def _measure_cuts(job: PlannerJob, screen: Screen) -> dict[str, Any]:
     }
     screen.note(f"measuring the layers on {job.ranks} ranks")
     with _limited(job):
-        table = measure_layers(build_gpt(job), samples=job.batch, sequence_length=job.sequence)
+        table = rank_times(build_gpt(job), samples=job.batch, sequence_length=job.sequence)
     plan = plan_stages(table, batch, stages=job.ranks, schedule=job.schedule)
     assert plan.cuts is not None, "there are several stages"
-    cuts = {BASELINE: equal_cuts(table.mean(axis=0).tolist(), job.ranks), PLANNED: plan.cuts}
+    cuts = {BASELINE: balanced_cuts(table.mean(axis=0).tolist(), job.ranks), PLANNED: plan.cuts}
     systems = {name: _Pipeline(job, batch, own) for name, own in cuts.items()}
     measured = _in_turns(job, screen, {name: system.round for name, system in systems.items()})
     for system in systems.values():

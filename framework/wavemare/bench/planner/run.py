@@ -16,10 +16,9 @@ from wavemare.bench.planner.request import BASELINE, HOSTS, ORDER, PlannerJob, P
 from wavemare.bench.planner.rows import choice_rows
 from wavemare.bench.run import run_ranks
 from wavemare.parallel.layout.layout import Layout, Prediction
-from wavemare.parallel.planner.chains import model_costs
 from wavemare.parallel.planner.cluster import Cluster
 from wavemare.parallel.planner.cluster_file import parse_cluster
-from wavemare.parallel.planner.costs import ModelCosts
+from wavemare.parallel.planner.model import ModelCosts, model_costs
 from wavemare.parallel.planner.predict import Candidate, Scene, Settings
 from wavemare.parallel.planner.proposals import (
     equal_layouts,
@@ -75,7 +74,6 @@ def _choose(
     settings = Settings(
         global_batch=job.batch * job.micro_steps * job.ranks,
         zero_stages=(0, 1),
-        waves=False,
         recompute=False,
     )
     layouts = layouts_by_axes(costs, cluster, settings)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from wavemare.parallel.planner.costs import BYTES, LayerCost, ModelCosts
+from wavemare.parallel.planner.model import BYTES, LayerCost, ModelCosts
 
 __all__ = ["RESERVE", "MemoryModel", "Variant"]
 
@@ -34,7 +34,6 @@ class Variant:
         zero_stage: ZeRO stage.
         recompute: Whether blocks are computed again in the backward pass.
         schedule: ``1f1b`` or ``pipemare``.
-        waves: Whether two micro-batches are under way.
     """
 
     stages: int
@@ -43,19 +42,16 @@ class Variant:
     zero_stage: int = 0
     recompute: bool = False
     schedule: str = "1f1b"
-    waves: bool = False
 
     def in_flight(self, micro_steps: int) -> tuple[int, ...]:
         """Return for each stage the micro-batches whose activations it keeps at a time.
 
-        1F1B keeps ``min(M, P - p)``; PipeMare never drains, so that M bounds nothing; waves keep
-        twice as many.
+        1F1B keeps ``min(M, P - p)``; PipeMare never drains, so that M bounds nothing.
         """
         ahead = [self.stages - stage for stage in range(self.stages)]
         if self.schedule == "pipemare":
             return tuple(ahead)
-        factor = 2 if self.waves else 1
-        return tuple(min(micro_steps, factor * count) for count in ahead)
+        return tuple(min(micro_steps, count) for count in ahead)
 
 
 @dataclass(frozen=True)

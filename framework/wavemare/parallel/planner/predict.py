@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from wavemare.errors import PlanError
 from wavemare.parallel.layout.layout import Layout, Prediction
 from wavemare.parallel.planner.cluster import Cluster, Link
-from wavemare.parallel.planner.costs import BYTES, ModelCosts
 from wavemare.parallel.planner.memory import MemoryModel, Variant
-from wavemare.parallel.planner.stages import Cut, equal_cuts, pipeline_s
+from wavemare.parallel.planner.model import BYTES, ModelCosts
 from wavemare.parallel.planner.times import TimeModel, optimizer_s, reduction_s
+from wavemare.parallel.stages import Cut, pipeline_s
+from wavemare.pipeline.plan.partition import balanced_cuts
 
 __all__ = ["Candidate", "Scene", "Settings"]
 
@@ -54,7 +55,7 @@ class Scene:
         self.cluster = cluster
         self.settings = settings
         self.kind_of = [cluster.types.index(device.type) for device in cluster.devices]
-        self._times: dict[tuple[int, bool, bool], TimeModel] = {}
+        self._times: dict[tuple[int, bool], TimeModel] = {}
         self._memory: dict[Variant, MemoryModel] = {}
         self._equal: dict[int, tuple[int, ...]] = {}
         self.cuts: dict[object, Cut | None] = {}
@@ -80,17 +81,15 @@ class Scene:
         """Return the bounds of stages of equal work."""
         if stages not in self._equal:
             work = [layer.flops for layer in self.costs.layers]
-            self._equal[stages] = equal_cuts(work, stages)
+            self._equal[stages] = balanced_cuts(work, stages)
         return self._equal[stages]
 
     def times(self, variant: Variant) -> TimeModel:
         """Return the time model of a variant."""
-        key = (variant.tensor_parallel, variant.recompute, variant.waves)
+        key = (variant.tensor_parallel, variant.recompute)
         if key not in self._times:
-            parts, recompute, waves = key
-            self._times[key] = TimeModel(
-                self.costs, self.cluster, parts, recompute=recompute, waves=waves
-            )
+            parts, recompute = key
+            self._times[key] = TimeModel(self.costs, self.cluster, parts, recompute=recompute)
         return self._times[key]
 
     def memory(self, variant: Variant) -> MemoryModel:
@@ -170,7 +169,6 @@ class Scene:
             variant,
             layout.micro_steps,
             end - first,
-            self.settings.overlap,
         )
         return reduced + max(optimizer_s(device, parameters, variant) for device in devices)
 
@@ -196,7 +194,6 @@ class Scene:
             cuts=layout.bounds if variant.stages > 1 else None,
             num_layers=layers,
             schedule=variant.schedule,
-            wavelet=variant.waves,
             zero_stage=variant.zero_stage,
             recompute=variant.recompute,
             global_batch=self.settings.global_batch,
@@ -219,10 +216,7 @@ class Settings:
     Args:
         global_batch: Samples of one optimizer step.
         margin: Part of each device's memory that stays free, 0 to below 1.
-        overlap: Part of ZeRO 3's gathers and reductions that passes hide, 0 to 1; DeepSpeed's
-            other stages reduce behind the backward pass, unless ``overlap_comm`` is set.
         pipemare: Whether asynchronous pipelines are offered. They change the mathematics.
-        waves: Whether waves are offered.
         recompute: Whether recomputed activations are offered.
         zero_stages: Stages of ZeRO that are offered.
         max_stages: The longest pipeline.
@@ -235,9 +229,7 @@ class Settings:
 
     global_batch: int
     margin: float = 0.05
-    overlap: float = 0.5
     pipemare: bool = False
-    waves: bool = True
     recompute: bool = True
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
     max_stages: int = 16
@@ -253,15 +245,9 @@ class Settings:
             reason = "no search through its parts would end"
             remedy = f"Give at most {_LARGEST_BATCH}"
             raise PlanError("global_batch", self.global_batch, reason, remedy)
-        if not _is_part(self.margin) or self.margin == 1:
+        if not isinstance(self.margin, int | float) or not 0 <= self.margin < 1:
             raise PlanError("margin", self.margin, "it is not from 0 to below 1", "Give a part")
-        if not _is_part(self.overlap):
-            raise PlanError("overlap", self.overlap, "it is not from 0 to 1", "Give a part")
         stages = self.zero_stages
         if not isinstance(stages, Sequence) or not stages or any(s not in range(4) for s in stages):
             reason = "these are no stages of ZeRO"
             raise PlanError("zero_stages", self.zero_stages, reason, "Give some of 0, 1, 2 and 3")
-
-
-def _is_part(value: object) -> bool:
-    return isinstance(value, int | float) and 0 <= value <= 1

@@ -28,12 +28,11 @@ _GIB = 2**30
 _SAMPLES = (1, 4)
 _SIZES = (2**12, 2**22)
 _COPY = 2**25
-_GEMM = 1024
 _ROUNDS = 7
 _WARMUPS = 2
 _ROUND_S = 0.05
 """Least of a round: a device that gets its time in slices is measured over several of them."""
-_PARTS = 5
+_PARTS = 4
 """Measurements between which the time is divided."""
 
 _ALIKE = 1.15
@@ -67,9 +66,9 @@ def probe_cluster(block: BlockSize, *, dtype: str = "fp32", limit_s: float = 20.
     """Measure all ranks of the running job at once, as they will train at once.
 
     A block's forward and backward pass at two batch sizes gives the rate (slope) and what does not
-    depend on the batch; a square product gives the rate that products can reach; a copy the
-    bandwidth of the memory; messages and all-reduces of two sizes the links. All ranks call it
-    together and get the same cluster, device ``r`` being that of rank ``r``.
+    depend on the batch; a copy gives the bandwidth of the memory; messages and all-reduces of two
+    sizes the links. All ranks call it together and get the same cluster, device ``r`` being that of
+    rank ``r``.
 
     Args:
         block: Of the model.
@@ -88,11 +87,10 @@ def probe_cluster(block: BlockSize, *, dtype: str = "fp32", limit_s: float = 20.
     dist.barrier()
     with torch.random.fork_rng():  # dropout must not move what the job draws
         rate, overhead_s = _block(block, device, kind, 2 * part_s)
-    peak = max(rate, _gemm(device, kind, part_s))
     own = Device(
         type=_name(device),
-        tflops=peak / 1e12,
-        efficiency=rate / peak,
+        tflops=rate / 1e12,
+        efficiency=1.0,
         memory_gib=_memory_bytes(device) / _GIB,
         memory_gb_s=_copy(device, part_s) / 1e9,
         node=socket.gethostname(),
@@ -151,7 +149,7 @@ def _mean(group: Sequence[Device], own: Device, name: str) -> Device:
     return Device(
         type=name,
         tflops=mean("tflops"),
-        efficiency=mean("efficiency"),
+        efficiency=1.0,
         memory_gib=own.memory_gib,
         memory_gb_s=mean("memory_gb_s"),
         node=own.node,
@@ -179,12 +177,6 @@ def _block(
     # Noise must not make a sample free: it takes at least half of its part of the larger batch.
     slope = max((seconds[1] - seconds[0]) / (many - few), seconds[1] / many / 2)
     return _PASSES * block.flops / slope, max(seconds[0] - few * slope, 0.0)
-
-
-def _gemm(device: torch.device, dtype: torch.dtype, limit_s: float) -> float:
-    """Return the operations per second of a square product."""
-    left = torch.ones(_GEMM, _GEMM, device=device, dtype=dtype)
-    return 2.0 * _GEMM**3 / _seconds(lambda: left @ left, limit_s)
 
 
 def _copy(device: torch.device, limit_s: float) -> float:

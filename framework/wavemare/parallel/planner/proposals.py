@@ -6,13 +6,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 
 from wavemare.parallel.planner.memory import RESERVE, Variant
 from wavemare.parallel.planner.predict import Candidate, Scene, Unit
-from wavemare.parallel.planner.stages import (
+from wavemare.parallel.stages import (
     Cut,
     StageProblem,
     balanced_shares,
@@ -84,8 +84,6 @@ def _homogeneous(
         shares = _shares(scene, variant, micro_steps, bounds, kinds, samples)
         if shares is None:
             continue
-        if variant.waves and stages == 1 and len(set(shares)) > 1:
-            continue  # waves of one stage scale losses that are alike on all ranks
         for grid in _placed(units, stages):
             # Replicas in the order of their first devices, so that alike ones stay as they come.
             order = sorted(range(len(kinds)), key=lambda replica: grid[0][replica])
@@ -114,8 +112,9 @@ def _shares(
     }
 
     def finish(replica: int, share: int) -> float:
-        stage_s = times.stage_s(kinds[replica], share, bounds)
-        return scene.replica_s(variant, stage_s.tolist(), micro_steps)
+        stages = pairwise(bounds)
+        stage_s = [times.span_s(kinds[replica], share, first, end) for first, end in stages]
+        return scene.replica_s(variant, stage_s, micro_steps)
 
     return balanced_shares(samples, finish, [caps[kind] for kind in kinds], least=1)
 
@@ -238,14 +237,13 @@ def variants(scene: Scene) -> Iterator[Variant]:
 
 
 def _ways(scene: Scene, axes: Variant) -> Iterator[Variant]:
-    """Yield the legal combinations of ZeRO, recomputation, schedule and waves."""
+    """Yield the legal combinations of ZeRO, recomputation and schedule."""
     settings = scene.settings
     schedules = ["1f1b"]
     if settings.pipemare and axes.stages > 1:
         schedules.append("pipemare")
     recompute = (False, True) if settings.recompute else (False,)
-    waves = (False, True) if settings.waves and axes.tensor_parallel > 1 else (False,)
-    for zero, again, schedule, wave in product(settings.zero_stages, recompute, schedules, waves):
+    for zero, again, schedule in product(settings.zero_stages, recompute, schedules):
         useless = zero > min(settings.zero_stages) and axes.data_parallel == 1
         piped = zero >= _GRADIENTS and axes.stages > 1
         split = zero == _WEIGHTS and axes.tensor_parallel > 1
@@ -255,15 +253,9 @@ def _ways(scene: Scene, axes: Variant) -> Iterator[Variant]:
             and axes.tensor_parallel > 1
             and (scene.costs.dtype == "fp16" or (scene.costs.dtype == "bf16" and axes.stages == 1))
         )
-        undrained = wave and schedule == "pipemare"
-        if not (piped or split or unclipped or undrained) and not (
-            useless and not (zero == 1 and _needs_zero(scene, axes))
-        ):
-            yield replace(axes, zero_stage=zero, recompute=again, schedule=schedule, waves=wave)
-
-
-def _needs_zero(scene: Scene, axes: Variant) -> bool:
-    return axes.tensor_parallel > 1 and scene.costs.dtype != "fp32"
+        needed = zero == 1 and axes.tensor_parallel > 1 and scene.costs.dtype != "fp32"
+        if not (piped or split or unclipped or (useless and not needed)):
+            yield replace(axes, zero_stage=zero, recompute=again, schedule=schedule)
 
 
 def whole_micro_steps(scene: Scene, replicas: int) -> list[int]:

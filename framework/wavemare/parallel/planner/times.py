@@ -9,10 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wavemare.parallel.planner.cluster import Cluster, Device, Link
-from wavemare.parallel.planner.costs import BYTES, ModelCosts
 from wavemare.parallel.planner.memory import Variant
-from wavemare.pipeline.clock.simulate import Costs
-from wavemare.pipeline.wave.gain import decide, predict
+from wavemare.parallel.planner.model import BYTES, ModelCosts
 
 __all__ = ["TimeModel", "optimizer_s", "reduction_s", "ring_s"]
 
@@ -20,9 +18,9 @@ _BACKWARD = 2.0
 """A backward pass takes twice the forward pass."""
 
 _RESULTS = 2  # each number is written once and read once
-_SEGMENTS, _PAIRS, _WAVE_SAMPLES = 9, 4, 8
 _ADAM_TRAFFIC = 28  # bytes of a weight's step: read four numbers of fp32, write three
 _GRADIENTS, _WEIGHTS = 2, 3
+_OVERLAP = 0.5
 
 
 def ring_s(link: Link, size: float, ranks: int, passes: int = 2) -> float:
@@ -50,7 +48,6 @@ class TimeModel:
         cluster: The devices.
         tensor_parallel: Ranks that share each layer.
         recompute: Whether blocks are computed again.
-        waves: Whether waves hide sums, where that pays.
     """
 
     def __init__(
@@ -60,12 +57,10 @@ class TimeModel:
         tensor_parallel: int,
         *,
         recompute: bool = False,
-        waves: bool = False,
     ) -> None:
         self._costs = costs
         self._cluster = cluster
         self._parts = tensor_parallel
-        self._waves = waves
         layers = costs.layers
         size = BYTES[costs.dtype]
         weights = [layer.parameters + layer.tied_parameters for layer in layers]
@@ -80,29 +75,16 @@ class TimeModel:
             2.0 + (blocks if recompute else 0.0)
         )
         self._totals_of = cache(self._totals)
-        self.wave_gain = cache(self._wave_gain)
 
     @cached_property
     def work(self) -> float:
         """Operations of a sample's passes on one of the ranks that share it."""
         return float((self._flops * self._passes).sum())
 
-    def layer_s(self, kind: int, samples: int) -> NDArray[np.float64]:
-        """Return the time of each layer's passes of a micro-batch, without what waves hide."""
-        device = self._cluster.kinds[kind]
-        compute = self._passes * self._forward_s(device, samples)
-        return compute + device.overhead_s * self._blocks + self._sums * self._sum_s(kind, samples)
-
     def seconds(self, kind: int, samples: int) -> NDArray[np.float64]:
         """Return the time of each layer's passes of a micro-batch."""
         seconds: NDArray[np.float64] = np.diff(self._totals_of(kind, samples))
         return seconds
-
-    def stage_s(self, kind: int, samples: int, bounds: tuple[int, ...]) -> NDArray[np.float64]:
-        """Return the time of each stage, were all on devices of a type, without messages."""
-        totals = self._totals_of(kind, samples)
-        stages: NDArray[np.float64] = np.diff(totals[list(bounds)])
-        return stages
 
     def span_s(self, kind: int, samples: int, first: int, end: int) -> float:
         """Return the time of a stage of the layers [first, end), without messages."""
@@ -114,14 +96,12 @@ class TimeModel:
         return 2 * link.seconds(self._costs.boundary_bytes * samples)
 
     def _totals(self, kind: int, samples: int) -> NDArray[np.float64]:
-        seconds = self.layer_s(kind, samples)
-        if self._waves:
-            seconds = np.where(self._blocks > 0, seconds / self.wave_gain(kind), seconds)
-        return np.concatenate([[0.0], np.cumsum(seconds)])
-
-    def _forward_s(self, device: Device, samples: int) -> NDArray[np.float64]:
+        device = self._cluster.kinds[kind]
         moved = (self._weights + samples * self._results) / (device.memory_gb_s * 1e9)
-        return np.maximum(self._flops * samples / device.rate, moved)
+        forward = np.maximum(self._flops * samples / device.rate, moved)
+        seconds = self._passes * forward + device.overhead_s * self._blocks
+        seconds += self._sums * self._sum_s(kind, samples)
+        return np.concatenate([[0.0], np.cumsum(seconds)])
 
     def _sum_s(self, kind: int, samples: int) -> float:
         if self._parts == 1:
@@ -131,50 +111,25 @@ class TimeModel:
         link = max((self._cluster.link(n, n) for n in nodes), key=lambda link: 1 / link.bytes_s)
         return ring_s(link, self._costs.boundary_bytes * samples, self._parts)
 
-    def _wave_gain(self, kind: int) -> float:
-        """Return how many times as fast waves run blocks; 1 where they are not worth it.
 
-        It is that of one size of micro-batch, so that times grow with the samples.
-        """
-        blocks = self._blocks > 0
-        sum_s = self._sum_s(kind, _WAVE_SAMPLES)
-        if not sum_s or not blocks.any():
-            return 1.0
-        device = self._cluster.kinds[kind]
-        forward_s = float(self._forward_s(device, _WAVE_SAMPLES)[blocks].max()) / 2
-        none = (0.0,)
-        sums = (sum_s,) * (_SEGMENTS - 1) + none
-        first_none = none + (sum_s,) * (_SEGMENTS - 2) + none
-        costs = Costs(
-            forward_s=forward_s,
-            backward_s=_BACKWARD * forward_s,
-            sum_output_s=sums,
-            sum_gradient_s=first_none,
-        )
-        prediction = predict(costs, _SEGMENTS, _PAIRS)
-        return prediction.gain if decide(prediction, _PAIRS).on else 1.0
-
-
-def reduction_s(
-    link: Link, size: float, variant: Variant, micro_steps: int, layers: int, overlap: float
-) -> float:
+def reduction_s(link: Link, size: float, variant: Variant, micro_steps: int, layers: int) -> float:
     """Return the time of a step that a stage's replicas spend to reduce and gather.
 
     ZeRO 0 and 1: gradients once, 2 passes. ZeRO 2: gradients each micro-step, weights once, 1 pass
-    each. ZeRO 3: weights twice and gradients once each micro-step, layer by layer.
+    each. ZeRO 3: weights twice and gradients once each micro-step, layer by layer; passes hide half
+    of it. DeepSpeed's other stages hide nothing, unless ``overlap_comm`` is set.
 
     Args:
         link: The slowest between the replicas.
         size: Bytes of the stage's weights on one rank.
-        variant: Its number of replicas and ZeRO stage count.
+        variant: Has the number of replicas and the ZeRO stage.
         micro_steps: Of a step.
         layers: Of the stage.
-        overlap: Which part of ZeRO 3's is hidden behind passes.
     """
     replicas = variant.data_parallel
     if variant.zero_stage == _WEIGHTS:
         gathers = 3 * micro_steps * layers * ring_s(link, size / layers, replicas, passes=1)
-        return gathers * (1 - overlap)
+        return gathers * (1 - _OVERLAP)
     if variant.zero_stage == _GRADIENTS:
         return (micro_steps + 1) * ring_s(link, size, replicas, passes=1)
     return ring_s(link, size, replicas)

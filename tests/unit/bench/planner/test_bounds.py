@@ -8,9 +8,9 @@ import pytest
 
 from wavemare.bench.planner.rows import best_cut, cut_step_s, share_gain
 from wavemare.bench.planner.run import layouts_by_axes
-from wavemare.parallel.planner.api import plan
-from wavemare.parallel.planner.chains import model_costs
+from wavemare.parallel.planner import plan
 from wavemare.parallel.planner.cluster import Cluster, Device, Link
+from wavemare.parallel.planner.model import model_costs
 from wavemare.parallel.planner.predict import Settings
 
 
@@ -79,7 +79,7 @@ def cluster(*speeds, nodes="0000"):
     ],
 )
 def test_there_is_a_plan_for_all_legal_axes_and_the_first_is_the_planners(devices, legal):
-    options = {"zero_stages": (0, 1), "waves": False, "recompute": False}
+    options = {"zero_stages": (0, 1), "recompute": False}
     plans = layouts_by_axes(costs(), devices, Settings(global_batch=16, **options))
     assert set(plans) == legal
     steps = [found.predicted.step_s for found in plans.values() if found.predicted]

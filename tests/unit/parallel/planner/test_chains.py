@@ -7,7 +7,7 @@ import transformers
 from wavemare.errors import PlanError
 from wavemare.models.families import family_of
 from wavemare.models.layers import TiedHead
-from wavemare.parallel.planner.chains import model_costs
+from wavemare.parallel.planner.model import model_costs
 
 TINY = {"vocab_size": 50, "bos_token_id": 0, "eos_token_id": 0}
 DECODER = {

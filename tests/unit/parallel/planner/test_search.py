@@ -9,12 +9,13 @@ import pytest
 from wavemare.engine.config.resolve import check_config
 from wavemare.errors import ModelError, PlanError
 from wavemare.parallel.layout.layout import Layout
-from wavemare.parallel.planner import Cluster, Device, Link, Settings, plan, search_plans
-from wavemare.parallel.planner.chains import model_costs
+from wavemare.parallel.planner import Cluster, Device, Link, plan
 from wavemare.parallel.planner.memory import Variant
-from wavemare.parallel.planner.predict import Scene
+from wavemare.parallel.planner.model import model_costs
+from wavemare.parallel.planner.predict import Scene, Settings
 from wavemare.parallel.planner.probe import group_types
 from wavemare.parallel.planner.proposals import unlike_layouts, variants
+from wavemare.parallel.planner.search import search_plans
 
 GIB = 2**30
 
@@ -51,7 +52,7 @@ def rank_bytes(costs, chosen, rank):
     total += weights * 8 * (chosen.schedule == "pipemare")
     ahead = chosen.stages - stage
     if chosen.schedule == "1f1b":
-        ahead = min(chosen.micro_steps, ahead * (2 if chosen.wavelet else 1))
+        ahead = min(chosen.micro_steps, ahead)
     samples, largest = chosen.shares[replica], 0.0
     for layer in layers:
         kept = layer.kept_bytes + layer.split_bytes / chosen.tensor_parallel
@@ -216,7 +217,7 @@ def test_settings_are_kept():
     assert {p.zero_stage for p in found.plans} == {1}
     assert len(found.plans) <= 2
     assert {p.schedule for p in found.plans} == {"1f1b"}
-    for wrong in ({"margin": 1}, {"overlap": 2}, {"zero_stages": (4,)}, {"keep": 0}):
+    for wrong in ({"margin": 1}, {"zero_stages": (4,)}, {"keep": 0}):
         with pytest.raises(PlanError):
             Settings(global_batch=8, **wrong)
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from wavemare.parallel.planner.stages import balanced_shares, divisors
+from wavemare.parallel.stages import balanced_shares, divisors
 
 
 def linear(speeds, fixed_s=None):
@@ -55,13 +55,6 @@ def test_finish_times_may_be_bent():
     table = [[0, 1, 1, 1, 9, 10, 11], [0, 2, 4, 6, 8, 10, 12]]
     shares = balanced_shares(6, lambda device, samples: table[device][samples], [6, 6])
     assert shares == (3, 3)
-
-
-@pytest.mark.parametrize("quantum", [2, 4])
-def test_quantum(quantum):
-    shares = balanced_shares(64, linear([3.0, 1.0]), [100, 100], quantum=quantum)
-    assert shares == (48, 16)
-    assert balanced_shares(63, linear([3.0, 1.0]), [100, 100], quantum=quantum) is None
 
 
 def test_divisors():

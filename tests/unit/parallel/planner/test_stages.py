@@ -7,11 +7,10 @@ from itertools import combinations, permutations
 import numpy as np
 import pytest
 
-from wavemare.parallel.planner.stages import (
+from wavemare.parallel.stages import (
     StageProblem,
     best_order,
     cut_stages,
-    equal_cuts,
     pipeline_s,
 )
 
@@ -135,8 +134,3 @@ def test_impossible_problems():
     assert cut_stages(problem, (0, 0)) is None
     assert best_order(problem, (2,), 4) is None
     assert cut_stages(problem_of([1.0], [0.0], [0.0], [(1.0, 9.0)], 4, 2), (0, 0)) is None
-
-
-def test_equal_cuts():
-    assert equal_cuts([1.0] * 24, 4) == (0, 6, 12, 18, 24)
-    assert equal_cuts([5.0, 1.0, 1.0, 1.0, 2.0], 2) == (0, 1, 5)

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from wavemare.parallel.planner.chains import model_costs
 from wavemare.parallel.planner.cluster import Cluster, Device, Link
 from wavemare.parallel.planner.memory import Variant
+from wavemare.parallel.planner.model import model_costs
 from wavemare.parallel.planner.predict import Candidate, Scene, Settings
 from wavemare.parallel.planner.times import optimizer_s, reduction_s
 
@@ -26,12 +26,12 @@ GPT2 = {
 @pytest.mark.parametrize(("zero", "passes"), [(0, 2), (1, 2), (2, 1 + 3), (3, 3 * 3 * 0.5)])
 def test_only_gathers_of_zero_3_are_hidden(zero, passes):
     variant = Variant(stages=1, tensor_parallel=1, data_parallel=4, zero_stage=zero)
-    found = reduction_s(SLOW, 8e6, variant, micro_steps=3, layers=5, overlap=0.5)
+    found = reduction_s(SLOW, 8e6, variant, micro_steps=3, layers=5)
     # A pass of a ring of 4: 3 messages of a quarter.
     assert found == pytest.approx(passes * 3 * 2e6 / 1e6)
     single = replace(variant, data_parallel=1)
     nowhere = Link(float("inf"), 1.0)
-    assert reduction_s(nowhere, 8e6, single, micro_steps=3, layers=5, overlap=0.5) == 0
+    assert reduction_s(nowhere, 8e6, single, micro_steps=3, layers=5) == 0
 
 
 @pytest.mark.parametrize(

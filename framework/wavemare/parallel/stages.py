@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a chain of layers is cut for stages of unlike devices, and in which order these stand.
 
-A dynamic programme over (devices used so far, layers placed so far). Which devices were used says
+A dynamic program over (devices used so far, layers placed so far). Which devices were used says
 how many stages there are, and with that how many micro-batches the next one keeps; so that the best
 order of types needs no enumeration of orders: one state serves all orders of the same devices.
 """
@@ -25,7 +25,6 @@ __all__ = [
     "best_order",
     "cut_stages",
     "divisors",
-    "equal_cuts",
     "pipeline_s",
 ]
 
@@ -57,13 +56,10 @@ class StageProblem:
     hop_s: Array
     in_flight: tuple[int, ...]
 
-    def spans(self) -> tuple[Array, Array, Array]:
-        """Return seconds (types, L+1, L+1), static and activation bytes of layers [i, j)."""
-        return _spans(self.seconds), _spans(self.static_bytes), _spans(self.activation_bytes)
-
     def stage_times(self) -> list[Array]:
         """Return for each stage the times of layers [i, j) as (types, j, i); inf if impossible."""
-        seconds, static, kept = self.spans()
+        seconds = _spans(self.seconds)  # (types, L+1, L+1), of layers [i, j)
+        static, kept = _spans(self.static_bytes), _spans(self.activation_bytes)
         size = seconds.shape[-1]
         forwards = np.arange(size)[:, None] < np.arange(size)[None, :]
         times = []
@@ -72,7 +68,7 @@ class StageProblem:
             fits = forwards & (memory <= self.memory_bytes[:, None, None])
             hop = self.hop_s[:, None, None] if place else 0.0
             table = np.where(fits, seconds + hop, np.inf)
-            # The programme takes minima over i: in this order they lie side by side.
+            # The program takes minima over i: in this order they lie side by side.
             times.append(np.ascontiguousarray(table.swapaxes(1, 2)))
         return times
 
@@ -160,24 +156,6 @@ def best_order(
     return min(candidates, key=lambda cut: pipeline_s(cut.stage_s, micro_steps))
 
 
-def equal_cuts(weights: Sequence[float], stages: int) -> tuple[int, ...]:
-    """Return the cut whose heaviest stage is lightest, for like devices with enough memory."""
-    weights_of = np.asarray([weights], dtype=np.float64)
-    layers = weights_of.shape[1]
-    nothing = np.zeros(layers)
-    problem = StageProblem(
-        seconds=weights_of,
-        static_bytes=nothing,
-        activation_bytes=nothing,
-        memory_bytes=np.ones(1),
-        hop_s=np.zeros(1),
-        in_flight=(1,) * stages,
-    )
-    cut = cut_stages(problem, (0,) * stages)
-    assert cut is not None, "there are fewer layers than stages"
-    return cut.bounds
-
-
 def _over_orders(times: Sequence[Array], counts: Sequence[int], combine: Combine) -> Cut | None:
     """Return the best cut over all orders; the value of stages so far is made by ``combine``."""
     empty = (0,) * len(counts)
@@ -242,12 +220,7 @@ Finish = Callable[[int, int], float]
 
 
 def balanced_shares(
-    samples: int,
-    finish: Finish,
-    caps: Sequence[int],
-    *,
-    quantum: int = 1,
-    least: int = 0,
+    samples: int, finish: Finish, caps: Sequence[int], *, least: int = 0
 ) -> tuple[int, ...] | None:
     """Return the shares whose latest device is done first.
 
@@ -259,30 +232,27 @@ def balanced_shares(
         samples: To be shared out.
         finish: Grows with the number of samples, for every device.
         caps: For each device the most that its memory holds.
-        quantum: Every share is ``least`` plus a multiple of it.
         least: What each device gets in any case.
 
     Returns:
         For each device its samples; of equal finish times the device that comes first is served.
-        None where the caps are too low or the numbers do not divide.
+        None where the caps are too low.
     """
     left = samples - least * len(caps)
-    if left < 0 or left % quantum or any(cap < least for cap in caps):
+    if left < 0 or any(cap < least for cap in caps):
         return None
     shares = [least] * len(caps)
     heap = [
-        (finish(device, least + quantum), device)
-        for device, cap in enumerate(caps)
-        if least + quantum <= cap
+        (finish(device, least + 1), device) for device, cap in enumerate(caps) if least + 1 <= cap
     ]
     heapq.heapify(heap)
-    for _ in range(left // quantum):
+    for _ in range(left):
         if not heap:
             return None
         _, device = heap[0]
-        shares[device] += quantum
-        if shares[device] + quantum <= caps[device]:
-            heapq.heapreplace(heap, (finish(device, shares[device] + quantum), device))
+        shares[device] += 1
+        if shares[device] + 1 <= caps[device]:
+            heapq.heapreplace(heap, (finish(device, shares[device] + 1), device))
         else:
             heapq.heappop(heap)
     return tuple(shares)
