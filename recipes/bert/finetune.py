@@ -94,9 +94,7 @@ def main() -> None:
             answer = f"{classify(exported, text)} (it is {corpus.label_names[label]})"
             recording.screen.note(f"\n{text[:300]}\n-> {answer}\n")
         majority = majority_baseline(corpus)
-        recording.finish(
-            {"majority accuracy": majority.accuracy, "majority macro_f1": majority.macro_f1}
-        )
+        recording.finish({f"majority {name}": value for name, value in majority.items()})
     leave()
 
 

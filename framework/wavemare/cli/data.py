@@ -49,7 +49,10 @@ def build(
 
     For example: wavemare data build 'corpus/*.jsonl' --output data/corpus --tokenizer gpt2/
     """
-    from wavemare.data import build_indexed, load_texts_to_build, load_tokenizer, resolve
+    from wavemare.data.encode import build_indexed
+    from wavemare.data.sources import resolve
+    from wavemare.data.text import load_texts_to_build
+    from wavemare.data.tokenizer import load_tokenizer
 
     loaded = load_tokenizer(tokenizer)
     documents = load_texts_to_build(resolve(source), text_column=text_column)
@@ -75,7 +78,7 @@ def merge(
     ] = False,
 ) -> None:
     """Concatenate data sets; nothing is encoded again."""
-    from wavemare.data import merge_indexed
+    from wavemare.data.indexed_writer import merge_indexed
 
     merge_indexed(prefixes, output, overwrite=overwrite, progress=_lines("tokens"))
     typer.echo(f"{output}: {len(prefixes)} data sets merged")
@@ -91,7 +94,8 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check a data set and show its contents."""
-    from wavemare.data import load_tokenizer, open_indexed
+    from wavemare.data.indexed import open_indexed
+    from wavemare.data.tokenizer import load_tokenizer
 
     decode = None if tokenizer is None else load_tokenizer(tokenizer).decode
     data = open_indexed(prefix)
@@ -123,7 +127,6 @@ def _facts(data: Any) -> dict[str, object]:
         "median": int(np.median(lengths)),
         "longest": int(lengths.max()),
         "largest token": largest_token(data.store())[0],
-        "modes": "none" if data.modes is None else len(np.unique(data.modes)),
     }
 
 

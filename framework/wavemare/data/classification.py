@@ -6,32 +6,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wavemare.data import default_corpus
-from wavemare.data.sources import Kind, Source, resolve
-from wavemare.data.text import (
-    check_fraction,
-    check_text_column,
-    hash_fraction,
-    load_rows,
-    split_indices,
-)
+from wavemare.data.sources import STDLIB, Kind, Source, read_stdlib
+from wavemare.data.text import check_text_column, hash_fraction, load_rows, split_indices
 from wavemare.errors import DataError
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerFast
 
-__all__ = [
-    "LabelledCorpus",
-    "MajorityBaseline",
-    "encode_labelled",
-    "load_classification",
-    "majority_baseline",
-]
+__all__ = ["LabelledCorpus", "encode_labelled", "load_classification", "majority_baseline"]
 
+_VALIDATION = 0.1  # share of the texts
 _SENTENCE_COLUMN = "sentence"
 _NUM_PACKAGES = 8
 _FEWEST_FILES = 5  # so that a package can be split by file
@@ -60,74 +47,54 @@ class LabelledCorpus:
     label_names: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class MajorityBaseline:
-    """Scores of the constant answer on the validation texts.
-
-    Attributes:
-        label: The most frequent label of the training texts.
-        accuracy: Share of the validation texts that have this label.
-        macro_f1: Mean over all labels of the F1 score, which is 0 for every other label.
-    """
-
-    label: int
-    accuracy: float
-    macro_f1: float
-
-
 def load_classification(
-    spec: str | Source | None,
-    *,
-    text_column: str = "text",
-    label_column: str = "label",
-    validation: str | Source | None = None,
-    validation_fraction: float = 0.1,
-    cache_dir: Path | None = None,
+    source: Source, *, text_column: str = "text", label_column: str = "label"
 ) -> LabelledCorpus:
     """Load labelled texts.
 
+    A validation or test split of the data is used; else 10 % of the rows, chosen by the hash of the
+    text, are for validation.
+
     Args:
-        spec: The ``--data`` argument: a table (CSV, TSV, JSON lines, Parquet, a ``datasets``
-            dataset), or None for snippets of the standard library labelled by package. A TSV file
-            whose first line is a text and a number has no header: its columns are ``text`` and
-            ``label``.
+        source: A table (CSV, TSV, JSON lines, Parquet, a ``datasets`` dataset), or the default
+            corpus for snippets of the standard library labelled by package. A TSV file whose first
+            line is a text and a number has no header: its columns are ``text`` and ``label``.
         text_column: Column of the text; ``sentence`` is read where ``text`` does not exist.
         label_column: Column of the label, integers or texts.
-        validation: A second table to validate on. Without it a validation or test split is used, or
-            a part of the rows chosen by the hash of the text.
-        validation_fraction: Share of that part.
-        cache_dir: Where ``datasets`` keeps its Arrow files; None is its own default.
 
     Raises:
         DataError: The data is missing, empty or of another kind, lacks a column, has a row without
             label, fewer than two labels, or validation labels that no training text has.
-        ConfigError: The fraction is out of range.
     """
-    check_fraction(validation_fraction)
-    source = _labelled_source(spec)
+    if source.kind in (Kind.TEXT, Kind.MEGATRON):
+        reason = f"{source.kind} data has no labels"
+        remedy = "Give a table (.tsv, .csv, .jsonl, .parquet) with a text and a label column"
+        raise DataError("--data", source.name, reason, remedy)
     if source.kind is Kind.DEFAULT:
-        return _package_snippets(default_corpus.read_standard_library(), validation_fraction)
-    table, other = load_rows(source, cache_dir)
+        return _package_snippets(read_stdlib())
+    table, other = load_rows(source)
     rows = _read_rows(source, table, text_column, label_column)
-    if validation is not None:
-        other, _ = load_rows(_labelled_source(validation), cache_dir)
     if other is not None:
         return _corpus(source.name, rows, _read_rows(source, other, text_column, label_column))
-    first, second = split_indices((text for text, _ in rows), validation_fraction, name=source.name)
+    first, second = split_indices((text for text, _ in rows), _VALIDATION, name=source.name)
     if not second:
         reason = "a single text cannot be split for evaluation"
         raise DataError("--data", source.name, reason, "Give more rows")
     return _corpus(source.name, [rows[i] for i in first], [rows[i] for i in second])
 
 
-def majority_baseline(corpus: LabelledCorpus) -> MajorityBaseline:
-    """Score the answer that is always the most frequent training label, the first of equals."""
+def majority_baseline(corpus: LabelledCorpus) -> dict[str, float]:
+    """Score the most frequent training label, the first of equals, as the only answer.
+
+    Returns:
+        ``accuracy``, and ``macro_f1``: the mean over all labels of the F1 score, which is 0 for
+        every other label.
+    """
     counts = Counter(corpus.train["label"])
     label = min(counts, key=lambda candidate: (-counts[candidate], candidate))
-    hits = Counter(corpus.validation["label"])[label]
-    accuracy = hits / len(corpus.validation)
+    accuracy = Counter(corpus.validation["label"])[label] / len(corpus.validation)
     f1 = 2.0 * accuracy / (1.0 + accuracy)  # precision is the accuracy, recall is 1
-    return MajorityBaseline(label, accuracy, f1 / len(corpus.label_names))
+    return {"accuracy": accuracy, "macro_f1": f1 / len(corpus.label_names)}
 
 
 def encode_labelled(
@@ -157,15 +124,6 @@ def encode_labelled(
         encode, batched=True, remove_columns=rows.column_names, new_fingerprint="encoded"
     )
     return encoded.with_format("torch")
-
-
-def _labelled_source(spec: str | Source | None) -> Source:
-    source = spec if isinstance(spec, Source) else resolve(spec)
-    if source.kind in (Kind.TEXT, Kind.MEGATRON):
-        reason = f"{source.kind} data has no labels"
-        remedy = "Give a table (.tsv, .csv, .jsonl, .parquet) with a text and a label column"
-        raise DataError("--data", source.name, reason, remedy)
-    return source
 
 
 def _read_rows(source: Source, table: Dataset, text_column: str, label_column: str) -> list[_Row]:
@@ -216,7 +174,7 @@ def _corpus(name: str, train: list[_Row], validation: list[_Row]) -> LabelledCor
     return LabelledCorpus(name, table(train), table(validation), tuple(map(str, labels)))
 
 
-def _package_snippets(library: Dataset, fraction: float) -> LabelledCorpus:
+def _package_snippets(library: Dataset) -> LabelledCorpus:
     """Make the default task: tell which standard-library package a snippet comes from.
 
     The labels are the eight packages with the most source, among the packages of five files or
@@ -233,20 +191,20 @@ def _package_snippets(library: Dataset, fraction: float) -> LabelledCorpus:
     train: list[_Row] = []
     validation: list[_Row] = []
     for name in sorted(by_size[:_NUM_PACKAGES]):
-        chosen = _validation_files(large[name], fraction)
+        chosen = _validation_files(large[name])
         rest = [text for file, text in large[name].items() if file not in chosen]
         train += _snippets(rest, name, _MOST_SNIPPETS)
         held = [text for file, text in large[name].items() if file in chosen]
-        validation += _snippets(held, name, int(_MOST_SNIPPETS * fraction))
+        validation += _snippets(held, name, int(_MOST_SNIPPETS * _VALIDATION))
     if len(by_size) < 2:  # noqa: PLR2004
         reason = f"this Python's library has {len(by_size)} packages that are large enough"
-        raise DataError("--data", default_corpus.NAME, reason, "Give labelled data of your own")
-    return _corpus(f"{default_corpus.NAME} by package", train, validation)
+        raise DataError("--data", STDLIB, reason, "Give labelled data of your own")
+    return _corpus(f"{STDLIB} by package", train, validation)
 
 
-def _validation_files(files: Mapping[str, str], fraction: float) -> set[str]:
+def _validation_files(files: Mapping[str, str]) -> set[str]:
     """Choose files in the order of their hash, between the share and its double if they can."""
-    target = fraction * sum(map(len, files.values()))
+    target = _VALIDATION * sum(map(len, files.values()))
     chosen: set[str] = set()
     size = 0
     for file in sorted(files, key=hash_fraction):

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wavemare.data.cache import build_once, content_key
 from wavemare.data.indexed import read_indexed
 from wavemare.data.indexed_writer import IndexedWriter, Progress
 from wavemare.data.text import iterate_texts
+from wavemare.data.tokenizer import build_once, content_key
 from wavemare.data.tokens import TokenStore
 from wavemare.errors import DataError
 

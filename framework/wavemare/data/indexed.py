@@ -3,8 +3,8 @@
 
 The index is, in little-endian order: the magic, the version, a code of the tokens' type, the number
 of sequences and of document bounds (34 bytes in all), the length of each sequence in tokens, its
-position in bytes, the first sequence of each document (with an end mark), and for multimodal data
-one byte per sequence.
+position in bytes, and the first sequence of each document (with an end mark). Multimodal data,
+whose index has one byte more per sequence, is refused.
 """
 
 from __future__ import annotations
@@ -66,7 +66,6 @@ class IndexedData:
         lengths: Tokens of each sequence, int32 [num_sequences].
         starts: Where each sequence starts, and the end of the last, int64 [num_sequences + 1].
         bounds: First sequence of each document, and the end, int64 [num_documents + 1].
-        modes: Mode of each sequence of multimodal data, int8 [num_sequences]; else None.
     """
 
     prefix: Path
@@ -74,7 +73,6 @@ class IndexedData:
     lengths: NDArray[np.int32]
     starts: NDArray[np.int64]
     bounds: NDArray[np.int64]
-    modes: NDArray[np.int8] | None
 
     def store(self, vocab_size: int | None = None, *, sequences: bool = False) -> TokenStore:
         """Return the tokens by document, or by sequence, as Megatron's GPT reads them."""
@@ -127,7 +125,7 @@ def open_indexed(prefix: str | Path) -> IndexedData:
 
 def _open(prefix: Path, index_path: Path, data_path: Path) -> IndexedData:
     dtype, num_sequences, num_bounds = _read_header(index_path)
-    lengths, pointers, bounds, modes = _read_arrays(index_path, num_sequences, num_bounds)
+    lengths, pointers, bounds = _read_arrays(index_path, num_sequences, num_bounds)
     starts = _sequence_starts(index_path, lengths, pointers, dtype)
     _check_bounds(index_path, bounds, num_sequences)
     expected, found = int(starts[-1]) * dtype.itemsize, data_path.stat().st_size
@@ -136,7 +134,7 @@ def _open(prefix: Path, index_path: Path, data_path: Path) -> IndexedData:
         raise _corrupt(data_path, reason)
     # An empty file cannot be mapped.
     tokens = np.memmap(data_path, dtype=dtype, mode="r") if found else np.empty(0, dtype)
-    return IndexedData(prefix, tokens, lengths, starts, bounds, modes)
+    return IndexedData(prefix, tokens, lengths, starts, bounds)
 
 
 def index_file(prefix: Path) -> Path:
@@ -171,14 +169,16 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
 
 def _read_arrays(
     path: Path, num_sequences: int, num_bounds: int
-) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64], NDArray[np.int8] | None]:
+) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
     found = path.stat().st_size
-    plain = HEADER.size + 12 * num_sequences + 8 * num_bounds
-    with_modes = plain + num_sequences
-    if found not in (plain, with_modes):
+    expected = HEADER.size + 12 * num_sequences + 8 * num_bounds
+    if found == expected + num_sequences and num_sequences:
+        reason = "it is of multimodal data, whose sequences have modes"
+        raise DataError("--data", str(path), reason, "Build the data from text alone")
+    if found != expected:
         reason = (
             f"it has {found} bytes where {num_sequences} sequences and {num_bounds} document "
-            f"bounds take {plain} (or {with_modes} with modes)"
+            f"bounds take {expected}"
         )
         raise _corrupt(path, reason)
     data = np.memmap(path, dtype=np.uint8, mode="r", offset=0)
@@ -186,9 +186,8 @@ def _read_arrays(
     bounds_at = pointers_at + 8 * num_sequences
     lengths = data[HEADER.size : pointers_at].view("<i4")
     pointers = data[pointers_at:bounds_at].view("<i8")
-    bounds = data[bounds_at:plain].view("<i8")
-    modes = data[plain:].view("i1") if found > plain else None
-    return lengths, pointers, bounds, modes
+    bounds = data[bounds_at:].view("<i8")
+    return lengths, pointers, bounds
 
 
 def _sequence_starts(

@@ -48,7 +48,6 @@ class IndexedWriter:
     Args:
         prefix: The target, without ``.bin`` and ``.idx``; its folder is made.
         dtype: Type of the tokens, one that the format knows.
-        modes: Whether each sequence has a mode (multimodal data).
         overwrite: Replace files of the target's name.
 
     Raises:
@@ -56,9 +55,7 @@ class IndexedWriter:
             be written there.
     """
 
-    def __init__(
-        self, prefix: str | Path, dtype: Any, *, modes: bool = False, overwrite: bool = False
-    ) -> None:
+    def __init__(self, prefix: str | Path, dtype: Any, *, overwrite: bool = False) -> None:
         self.prefix = Path(os.path.expanduser(prefix))
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self._code = _code_of(self.dtype)
@@ -67,7 +64,6 @@ class IndexedWriter:
             self._refuse_existing()
         self.tokens = 0
         self._lengths, self._bounds = array("i"), array("q", [0])
-        self._modes = array("b") if modes else None
         self._partial = temporary_sibling(data_file(self.prefix))
         try:
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +77,7 @@ class IndexedWriter:
         """Number of documents that have ended."""
         return len(self._bounds) - 1
 
-    def add_sequence(self, tokens: Sequence[int] | NDArray[Any], mode: int = 0) -> None:
+    def add_sequence(self, tokens: Sequence[int] | NDArray[Any]) -> None:
         """Append one sequence to the present document.
 
         Raises:
@@ -102,8 +98,6 @@ class IndexedWriter:
             raise DataError(str(self.prefix), "tokens", reason, "Cut the document")
         self._file.write(values.astype(self.dtype, copy=False).tobytes())
         self._lengths.append(values.size)
-        if self._modes is not None:
-            self._modes.append(mode)
         self.tokens += values.size
 
     def end_document(self) -> None:
@@ -117,8 +111,6 @@ class IndexedWriter:
         bounds = np.asarray(data.bounds[1:]) + len(self._lengths)
         self._lengths.frombytes(np.asarray(data.lengths, np.intc).tobytes())
         self._bounds.frombytes(bounds.astype(np.int64).tobytes())
-        if self._modes is not None and data.modes is not None:
-            self._modes.frombytes(np.asarray(data.modes).tobytes())
         self.tokens += len(data.tokens)
 
     def finish(self) -> None:
@@ -154,8 +146,7 @@ class IndexedWriter:
         pointers *= self.dtype.itemsize
         bounds = np.frombuffer(self._bounds, np.int64).astype("<i8")
         header = HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(bounds))
-        modes = b"" if self._modes is None else self._modes.tobytes()
-        return b"".join([header, lengths.tobytes(), pointers.tobytes(), bounds.tobytes(), modes])
+        return b"".join([header, lengths.tobytes(), pointers.tobytes(), bounds.tobytes()])
 
     def _refuse_existing(self) -> None:
         for file in (data_file(self.prefix), index_file(self.prefix)):
@@ -182,38 +173,27 @@ def merge_indexed(
         progress: Called with the tokens done and in total, after each data set.
 
     Raises:
-        DataError: They differ in the type of tokens or in having modes, a file is damaged, or the
-            target exists or is one of them.
+        DataError: They differ in the type of tokens, a file is damaged, or the target exists or is
+            one of them.
     """
     parts = [open_indexed(prefix) for prefix in prefixes]
     if not parts:
         raise DataError("PREFIX", [], "there is nothing to merge", "Name data sets to merge")
-    # A data set without sequences does not show whether it would have modes.
-    first = next((part for part in parts if len(part.lengths)), parts[0])
-    target = Path(os.path.expanduser(output))
+    dtype, target = parts[0].tokens.dtype, Path(os.path.expanduser(output))
     for part in parts:
         if part.prefix.resolve() == target.resolve():
             reason = "the target is one of the data sets to merge"
             raise DataError("--output", str(output), reason, "Choose another name")
-        for what, found, expected in (
-            ("type of tokens", part.tokens.dtype.name, first.tokens.dtype.name),
-            ("kind", _kind(part) if len(part.lengths) else _kind(first), _kind(first)),
-        ):
-            if found != expected:
-                reason = f"its {what} is {found}, and the {what} of {first.prefix} is {expected}"
-                raise DataError("PREFIX", str(part.prefix), reason, "Build both in the same way")
+        if part.tokens.dtype != dtype:
+            reason = f"its tokens are {part.tokens.dtype}, and those of {parts[0].prefix} {dtype}"
+            raise DataError("PREFIX", str(part.prefix), reason, "Build both in the same way")
     total, done = sum(len(part.tokens) for part in parts), 0
-    modes = first.modes is not None
-    with IndexedWriter(target, first.tokens.dtype, modes=modes, overwrite=overwrite) as writer:
+    with IndexedWriter(target, dtype, overwrite=overwrite) as writer:
         for part in parts:
             writer.add_indexed(part)
             done += len(part.tokens)
             if progress is not None:
                 progress(done, total)
-
-
-def _kind(data: IndexedData) -> str:
-    return "plain" if data.modes is None else "multimodal"
 
 
 def _code_of(dtype: np.dtype[Any]) -> int:

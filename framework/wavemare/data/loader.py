@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -14,8 +14,6 @@ from wavemare.errors import CheckpointError, ConfigError, DataError
 __all__ = ["IndexedDataset", "ResumableLoader", "evaluation_batches"]
 
 _STREAM = 0  # keeps these random numbers apart from those of the masking
-
-Collate = Callable[[list[Any]], Any]
 
 
 class IndexedDataset(Protocol):
@@ -41,9 +39,7 @@ class ResumableLoader(Iterator[Any]):
         data_rank: Place of this process among those that read different data.
         data_world_size: Number of processes that read different data.
         seed: Determines the permutations.
-        consumed_samples: Position in the stream, counted over all ranks.
         shuffle: Whether epochs are permuted; if not, each is in the dataset's order.
-        collate: Makes a batch of a list of samples; torch's ``default_collate`` by default.
         shares: Samples per micro-batch of each rank (``wavemare.balance.shares``), which sum to
             ``micro_batch_size * data_world_size``; None for equal ones.
 
@@ -60,26 +56,23 @@ class ResumableLoader(Iterator[Any]):
         data_rank: int,
         data_world_size: int,
         seed: int,
-        consumed_samples: int = 0,
         shuffle: bool = True,
-        collate: Collate | None = None,
         shares: Sequence[int] | None = None,
     ) -> None:
         _check_shape(micro_batch_size, data_rank, data_world_size)
-        _check_position(consumed_samples)
         if len(dataset) == 0:
             raise DataError("--data", 0, "the dataset holds no samples", "Give more data")
         self._dataset = dataset
         self._stride = data_world_size * micro_batch_size
         shares = shares or [micro_batch_size] * data_world_size
-        self._first, self._own = (
-            sum(shares[:data_rank]),
-            _own_share(shares, data_rank, self._stride),
-        )
+        if len(shares) != data_world_size or sum(shares) != self._stride or min(shares) < 1:
+            reason = f"they are not one or more samples for each of {data_world_size} ranks"
+            remedy = f"Give each rank one or more, {self._stride} in all"
+            raise ConfigError("shares", list(shares), reason, remedy)
+        self._first, self._own = sum(shares[:data_rank]), shares[data_rank]
         self._seed = seed
         self._shuffle = shuffle
-        self._collate = collate or _default_collate()
-        self._consumed_samples = consumed_samples
+        self._consumed_samples = 0
         self._permutations: dict[int, NDArray[np.int64]] = {}
 
     @property
@@ -87,19 +80,14 @@ class ResumableLoader(Iterator[Any]):
         """Position in the stream: samples given out by all ranks together."""
         return self._consumed_samples
 
-    @property
-    def epoch(self) -> int:
-        """Number of times that the whole dataset has been given out."""
-        return self._consumed_samples // len(self._dataset)
-
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Any:
         start = self._consumed_samples + self._first
-        batch = self._collate([self._sample(start + i) for i in range(self._own)])
+        batch = [self._sample(start + i) for i in range(self._own)]
         self._consumed_samples += self._stride
-        return batch
+        return _collate(batch)
 
     def state_dict(self) -> dict[str, int | bool]:
         """Return the position and what it is relative to."""
@@ -115,7 +103,6 @@ class ResumableLoader(Iterator[Any]):
 
         Raises:
             CheckpointError: The position belongs to another dataset, seed or order.
-            ConfigError: It is below 0.
         """
         for key, own in self.state_dict().items():
             if key not in state:
@@ -125,9 +112,7 @@ class ResumableLoader(Iterator[Any]):
                 reason = f"the checkpoint was made with this, the run has {own!r}"
                 remedy = "Resume with the same data, sequence length and seed"
                 raise CheckpointError(f"data.{key}", state[key], reason, remedy)
-        consumed_samples = int(state["consumed_samples"])
-        _check_position(consumed_samples)
-        self._consumed_samples = consumed_samples
+        self._consumed_samples = int(state["consumed_samples"])
 
     def _sample(self, position: int) -> Any:
         epoch, place = divmod(position, len(self._dataset))
@@ -153,8 +138,6 @@ def evaluation_batches(
     data_rank: int = 0,
     data_world_size: int = 1,
     limit: int | None = None,
-    *,
-    collate: Collate | None = None,
 ) -> Iterator[Any]:
     """Iterate once over a dataset, in its order, with equally many batches on every rank.
 
@@ -168,15 +151,12 @@ def evaluation_batches(
         data_world_size: Number of processes that read different data.
         limit: Of how many samples over all ranks to read as many full rounds as fit, and one at
             least. They are spread over the whole set, whose documents or classes may be in order.
-        collate: Makes a batch of a list of samples; torch's ``default_collate`` by default.
 
     Raises:
         DataError: There are too few samples for one batch on every rank.
         ConfigError: A number is out of range.
     """
     _check_shape(micro_batch_size, data_rank, data_world_size)
-    if limit is not None and limit < 1:
-        raise ConfigError("limit", limit, "nothing would be evaluated", "Give at least 1")
     stride = micro_batch_size * data_world_size
     if len(dataset) < stride:
         reason = f"{len(dataset)} held-out samples do not give each rank a batch ({stride} needed)"
@@ -186,20 +166,10 @@ def evaluation_batches(
     count = size if limit is None else min(max(limit, stride), size)
     first = data_rank * micro_batch_size
     starts = range(first, first + count // stride * stride, stride)
-    make = collate or _default_collate()
     return (
-        make([_read(dataset, i * size // count, 0) for i in range(start, start + micro_batch_size)])
-        for start in starts
+        _collate([_read(dataset, n * size // count, 0) for n in range(at, at + micro_batch_size)])
+        for at in starts
     )
-
-
-def _own_share(shares: Sequence[int], rank: int, samples: int) -> int:
-    own = shares[rank] if rank < len(shares) else 0
-    if sum(shares) != samples or own < 1:
-        reason = f"rank {rank} has {own} of {sum(shares)} samples"
-        remedy = f"Give each rank one or more, {samples} in all"
-        raise ConfigError("shares", list(shares), reason, remedy)
-    return own
 
 
 def _read(dataset: IndexedDataset, index: int, epoch: int) -> Any:
@@ -207,10 +177,10 @@ def _read(dataset: IndexedDataset, index: int, epoch: int) -> Any:
     return dataset[index] if at is None else at(index, epoch)
 
 
-def _default_collate() -> Collate:
+def _collate(samples: list[Any]) -> Any:
     from torch.utils.data import default_collate
 
-    return default_collate
+    return default_collate(samples)
 
 
 def _check_shape(micro_batch_size: int, data_rank: int, data_world_size: int) -> None:
@@ -220,9 +190,3 @@ def _check_shape(micro_batch_size: int, data_rank: int, data_world_size: int) ->
     if not 0 <= data_rank < data_world_size:
         reason = f"the rank lies outside 0 to {data_world_size - 1}"
         raise ConfigError("data_rank", data_rank, reason, "Give a rank of the data-parallel group")
-
-
-def _check_position(consumed_samples: int) -> None:
-    if consumed_samples < 0:
-        reason = "a position in the data cannot be negative"
-        raise ConfigError("consumed_samples", consumed_samples, reason, "Give 0 or more")

@@ -31,8 +31,6 @@ from wavemare.data.tokens import TokenStore
 from wavemare.errors import ConfigError, DataError
 
 __all__ = [
-    "BlendedSamples",
-    "GptIndex",
     "MegatronSamples",
     "blend_index",
     "blend_sizes",
@@ -224,7 +222,6 @@ class MegatronSamples(Dataset[Sample]):
 
     Args:
         store: The tokens, one document of Megatron's GPT (a sequence of the file) each.
-        documents: Those to read.
         num_samples: Samples needed; None for one epoch.
         sequence_length: Tokens per sample.
         seed: Of the order.
@@ -234,7 +231,6 @@ class MegatronSamples(Dataset[Sample]):
     def __init__(
         self,
         store: TokenStore,
-        documents: range,
         *,
         num_samples: int | None,
         sequence_length: int,
@@ -244,7 +240,7 @@ class MegatronSamples(Dataset[Sample]):
         self.store = store
         self.index = build_gpt_index(
             np.diff(store.offsets).astype(np.int32),
-            np.arange(documents.start, documents.stop, dtype=np.int32),
+            np.arange(store.num_documents, dtype=np.int32),
             num_samples=num_samples,
             sequence_length=sequence_length,
             seed=seed,
@@ -305,7 +301,6 @@ class BlendedSamples(Dataset[Sample]):
 
 def blended_samples(
     stores: Sequence[TokenStore],
-    ranges: Sequence[range],
     weights: Sequence[float] | None,
     *,
     num_samples: int | None,
@@ -316,8 +311,7 @@ def blended_samples(
     """Return what Megatron would build of one split of its ``--data-path``.
 
     Args:
-        stores: The data sets.
-        ranges: The documents of the split in each.
+        stores: The documents of the split in each data set.
         weights: One for each data set; None for a single one.
         num_samples: Samples needed; None for one epoch of a single data set.
         sequence_length: Tokens per sample.
@@ -328,10 +322,9 @@ def blended_samples(
         DataError: The documents do not fill a sample; or a blend of no set size.
     """
 
-    def samples(store: TokenStore, documents: range, count: int | None) -> MegatronSamples:
+    def samples(store: TokenStore, count: int | None) -> MegatronSamples:
         return MegatronSamples(
             store,
-            documents,
             num_samples=count,
             sequence_length=sequence_length,
             seed=seed,
@@ -339,11 +332,11 @@ def blended_samples(
         )
 
     if weights is None:
-        (store,), (documents,) = stores, ranges
-        return samples(store, documents, num_samples)
+        (store,) = stores
+        return samples(store, num_samples)
     if num_samples is None:
         reason = "a blend has no epochs"
         raise DataError("num_samples", None, reason, "Say how many samples are needed")
     ready = blend_sizes(weights, num_samples, _SURPLUS)
-    parts = [samples(*part) for part in zip(stores, ranges, ready, strict=True)]
+    parts = [samples(*part) for part in zip(stores, ready, strict=True)]
     return BlendedSamples(parts, weights, sum(blend_sizes(weights, num_samples)))

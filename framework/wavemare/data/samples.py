@@ -10,13 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from wavemare.data.tokens import TokenStore, check_length, largest_token
+from wavemare.data.tokens import TokenStore
 from wavemare.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["MaskedDataset", "PackedDataset", "Sample", "check_fits"]
+__all__ = ["MaskedDataset", "PackedDataset", "Sample"]
 
 Sample = dict[str, torch.Tensor]
 
@@ -158,40 +158,6 @@ class MaskedDataset(Dataset[Sample]):
         if not chosen.any():  # the mean loss over no token is not a number
             chosen[np.where(candidates, draw, np.inf).argmin()] = True
         return chosen
-
-
-def check_fits(
-    store: TokenStore, sequence_length: int, model_positions: int, model_vocab_size: int
-) -> None:
-    """Check that a model takes every window of a store; each token is read once.
-
-    Args:
-        store: The tokens.
-        sequence_length: Tokens per window.
-        model_positions: Number of positions of the model.
-        model_vocab_size: Number of rows of the model's embedding.
-
-    Raises:
-        ConfigError: The sequences are longer than the model.
-        DataError: A token is negative or beyond the model's vocabulary.
-    """
-    check_length(sequence_length, model_positions)
-    token, where = largest_token(store)
-    if token >= model_vocab_size:
-        reason = f"{_place(store, where)} is token {token}, beyond the model's {model_vocab_size}"
-        remedy = f"Use the tokenizer of this model, or a model of {token + 1} tokens or more"
-        raise DataError("--data", store.name, reason, remedy)
-    if np.issubdtype(store.tokens.dtype, np.signedinteger):
-        where = int(store.tokens.argmin())
-        if store.tokens[where] < 0:
-            reason = f"{_place(store, where)} is token {store.tokens[where]}, below 0"
-            raise DataError("--data", store.name, reason, "Build the data again")
-
-
-def _place(store: TokenStore, where: int) -> str:
-    document = int(np.searchsorted(store.offsets, where, side="right")) - 1
-    position = where - int(store.offsets[document])
-    return f"position {position} of document {document}"
 
 
 def _special(tokenizer: PreTrainedTokenizerFast, role: str) -> int:

@@ -1,20 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a ``--data`` argument names. Nothing is read here but names and sizes of files."""
+"""What a ``--data`` argument names, and the corpus that it names by default."""
 
 from __future__ import annotations
 
 import glob
 import math
 import os
+import sysconfig
+import tokenize
+from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from wavemare.data import default_corpus
 from wavemare.errors import DataError
 
-__all__ = ["EXTENSIONS", "Kind", "Source", "check_prefix", "resolve"]
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+__all__ = ["EXTENSIONS", "STDLIB", "Kind", "Source", "check_prefix", "read_stdlib", "resolve"]
+
+STDLIB = "Python standard library"
+"""Name of the default corpus: its source, real text on every machine."""
 
 
 class Kind(StrEnum):
@@ -48,6 +57,12 @@ EXTENSIONS = {
 _MEGATRON_EXTENSIONS = (".bin", ".idx")
 _SAVED_MARKERS = ("dataset_dict.json", "dataset_info.json")
 _HUB_PREFIX = "hub:"
+_SKIPPED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+)
+# The first two are generated and name folders of the machine. The third is the reference manual in
+# one file, a sixteenth of the library that is not code.
+_SKIPPED_PREFIXES = ("_sysconfigdata", "config-", "pydoc_data")
 
 
 @dataclass(frozen=True)
@@ -87,7 +102,7 @@ def resolve(spec: str | None) -> Source:
         reason = "it is empty"
         raise DataError("--data", spec, reason, "Name data, or leave the option out")
     if spec is None or spec == "stdlib":
-        return Source(Kind.DEFAULT, default_corpus.NAME)
+        return Source(Kind.DEFAULT, STDLIB)
     if spec.startswith(_HUB_PREFIX):
         return _hub(spec, spec.removeprefix(_HUB_PREFIX))
     blend = _blend(spec)
@@ -217,3 +232,49 @@ def _missing(spec: str, path: Path) -> DataError:
     if spec.count("/") == 1 and spec.isprintable() and not path.parent.is_dir():
         remedy += f", or write {_HUB_PREFIX}{spec} for a dataset of the Hugging Face Hub"
     return DataError("--data", spec, "no such file, folder or prefix exists", remedy)
+
+
+def read_stdlib(root: Path | None = None) -> Dataset:
+    """Return every module of the standard library, ordered by relative path.
+
+    Tests, installed packages, generated files, blank files and files that cannot be decoded are
+    left out.
+
+    Args:
+        root: Folder to read instead of the interpreter's own library.
+
+    Returns:
+        The columns ``name``, a relative path, and ``text``.
+
+    Raises:
+        DataError: The interpreter carries no sources.
+    """
+    from datasets import Dataset
+
+    root = root or Path(sysconfig.get_path("stdlib"))
+    found = {path.relative_to(root).as_posix(): path for path in _walk(root)}
+    texts = {name: text for name in sorted(found) if (text := _read_module(found[name])).strip()}
+    if len(texts) < 2:  # noqa: PLR2004
+        reason = "this interpreter carries no .py sources of its library"
+        remedy = "Give a corpus of your own with --data, or use a Python that has its sources"
+        raise DataError("--data", str(root), reason, remedy)
+    return Dataset.from_dict({"name": list(texts), "text": list(texts.values())})
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        if entry.name.startswith(_SKIPPED_PREFIXES):
+            continue
+        if entry.is_dir():
+            if entry.name not in _SKIPPED_FOLDERS:
+                yield from _walk(entry)
+        elif entry.suffix == ".py":
+            yield entry
+
+
+def _read_module(path: Path) -> str:
+    try:
+        with tokenize.open(path) as file:  # decodes as the file declares
+            return file.read()
+    except (SyntaxError, UnicodeDecodeError):
+        return ""

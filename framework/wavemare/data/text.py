@@ -11,16 +11,14 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wavemare.data import default_corpus
-from wavemare.data.sources import Kind, Source, resolve
-from wavemare.errors import ConfigError, DataError
+from wavemare.data.sources import Kind, Source, read_stdlib, resolve
+from wavemare.errors import DataError
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
 __all__ = [
     "Corpus",
-    "check_fraction",
     "check_text_column",
     "hash_fraction",
     "iterate_texts",
@@ -32,6 +30,7 @@ __all__ = [
 
 _VALIDATION_SPLITS = ("validation", "valid", "dev", "test")
 _HUB_TIMEOUT_SECONDS = 10.0
+_VALIDATION = 0.05  # share of the documents
 _TEXT_TYPES = ("string", "large_string", "null")
 
 
@@ -50,41 +49,31 @@ class Corpus:
     validation: Dataset
 
 
-def load_text(
-    spec: str | Source | None,
-    *,
-    text_column: str = "text",
-    validation_fraction: float = 0.05,
-    cache_dir: Path | None = None,
-) -> Corpus:
+def load_text(spec: str | Source | None, *, text_column: str = "text") -> Corpus:
     """Load a corpus of text and split it into training and validation documents.
 
     A text file is one document, and so is a row of a table. A dataset's own validation or test
-    split is used. Any other corpus is split by the hash of each document's text, the standard
-    library by the hash of the path, and a single document near its end.
+    split is used. Of any other corpus 5 % of the documents are for validation, by the hash of the
+    text (in the standard library, of the path); a single document is split near its end.
 
     Args:
         spec: The ``--data`` argument, or its `Source`.
         text_column: Column of a table that holds the text.
-        validation_fraction: Share of the documents to validate on.
-        cache_dir: Where ``datasets`` keeps its Arrow files; None is its own default.
 
     Raises:
         DataError: The data is missing, empty, unreadable, has no such column, or is Megatron data.
-        ConfigError: The fraction is out of range.
     """
-    check_fraction(validation_fraction)
     source = spec if isinstance(spec, Source) else resolve(spec)
-    train, validation = _load_columns(source, "--data", text_column, cache_dir)
+    train, validation = _load_columns(source, "--data", text_column)
     if validation is not None:
         return Corpus(
             source.name, _without_blanks(source, train), _without_blanks(source, validation)
         )
     # Modules of the standard library stay on their side when a version of Python changes them.
     keys = train["name"] if source.kind is Kind.DEFAULT else iterate_texts(train)
-    first, second = split_indices(keys, validation_fraction, name=source.name)
+    first, second = split_indices(keys, _VALIDATION, name=source.name)
     if not second:
-        return _split_one(source.name, str(train[first[0]]["text"]), validation_fraction)
+        return _split_one(source.name, str(train[first[0]]["text"]))
     train = train.select_columns(["text"])
     return Corpus(source.name, train.select(first), train.select(second))
 
@@ -96,22 +85,20 @@ def load_texts_to_build(source: Source, *, text_column: str = "text") -> Dataset
         DataError: The data is missing, unreadable, has no such column, has several splits, or is
             Megatron data.
     """
-    documents, validation = _load_columns(source, "INPUT", text_column, None)
+    documents, validation = _load_columns(source, "INPUT", text_column)
     if validation is not None:
         reason = "the dataset has a training and a validation split"
         raise DataError("INPUT", source.name, reason, "Save the split that you mean by itself")
     return documents
 
 
-def _load_columns(
-    source: Source, option: str, column: str, cache_dir: Path | None
-) -> tuple[Dataset, Dataset | None]:
+def _load_columns(source: Source, option: str, column: str) -> tuple[Dataset, Dataset | None]:
     if source.kind is Kind.MEGATRON:
         reason = "Megatron data holds tokens, not text"
         raise DataError(option, source.name, reason, "Give text, or use it where tokens are read")
     if source.kind is Kind.DEFAULT:
-        return default_corpus.read_standard_library(), None
-    parts = load_rows(source, cache_dir)
+        return read_stdlib(), None
+    parts = load_rows(source)
     train, validation = (
         None if rows is None else _only_text(source, rows, column) for rows in parts
     )
@@ -145,17 +132,6 @@ def hash_fraction(key: str) -> float:
     """Map a text to a number in [0, 1) that is the same on every machine."""
     digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:6]) / 2**48
-
-
-def check_fraction(fraction: float) -> None:
-    """Refuse a validation share that leaves nothing on one of the two sides.
-
-    Raises:
-        ConfigError: The fraction is outside the open interval from 0 to 1.
-    """
-    if not 0.0 < fraction < 1.0:
-        reason = "the share of validation documents must lie between 0 and 1"
-        raise ConfigError("validation_fraction", fraction, reason, "Give a share such as 0.05")
 
 
 def split_indices(
@@ -194,7 +170,7 @@ def split_indices(
     return [i for i in fractions if i not in chosen], sorted(chosen)
 
 
-def _split_one(name: str, text: str, fraction: float) -> Corpus:
+def _split_one(name: str, text: str) -> Corpus:
     """Split the only document by position, at a line end within half a share of the position."""
     from datasets import Dataset
 
@@ -203,21 +179,17 @@ def _split_one(name: str, text: str, fraction: float) -> Corpus:
     if first > last:
         reason = f"a single document of {len(text)} characters cannot be split for evaluation"
         raise DataError("--data", name, reason, "Give more text")
-    target = min(max(int(len(text) * (1.0 - fraction)), first), last)
+    target = min(max(int(len(text) * (1.0 - _VALIDATION)), first), last)
     around = (text.rfind("\n", first, target) + 1, text.find("\n", target, last) + 1)
-    reach = len(text) * fraction / 2
+    reach = len(text) * _VALIDATION / 2
     near = [end for end in around if first <= end <= last and abs(end - target) <= reach]
     cut = min(near, key=lambda end: abs(end - target), default=target)
     train, validation = (Dataset.from_dict({"text": [part]}) for part in (text[:cut], text[cut:]))
     return Corpus(name, train, validation)
 
 
-def load_rows(source: Source, cache_dir: Path | None = None) -> tuple[Dataset, Dataset | None]:
-    """Read text files or a table.
-
-    Args:
-        source: A source of a kind that ``datasets`` reads.
-        cache_dir: Where ``datasets`` keeps its Arrow files; None is its own default.
+def load_rows(source: Source) -> tuple[Dataset, Dataset | None]:
+    """Read text files or a table by ``datasets``.
 
     Returns:
         The training rows, and the rows of a validation or test split if the dataset has one.
@@ -230,7 +202,7 @@ def load_rows(source: Source, cache_dir: Path | None = None) -> tuple[Dataset, D
     if source.kind is Kind.HUB:
         _check_reachable(source)
     try:
-        loaded = _load(source, cache_dir)
+        loaded = _load(source)
     except (datasets.exceptions.DatasetsError, OSError, ValueError, StopIteration) as error:
         cause = error.__cause__ or error
         detail = (str(cause).strip() or type(cause).__name__).splitlines()[0].rstrip(".")
@@ -242,12 +214,11 @@ def load_rows(source: Source, cache_dir: Path | None = None) -> tuple[Dataset, D
     return _choose_splits(source, loaded)
 
 
-def _load(source: Source, cache_dir: Path | None) -> Dataset | DatasetDict:
+def _load(source: Source) -> Dataset | DatasetDict:
     import datasets
 
-    cache = None if cache_dir is None else str(cache_dir)
     if source.kind is Kind.HUB:
-        return datasets.load_dataset(source.dataset, source.config, cache_dir=cache)
+        return datasets.load_dataset(source.dataset, source.config)
     if source.kind is Kind.SAVED:
         return datasets.load_from_disk(str(source.files[0]))
     options: dict[str, Any] = {}
@@ -263,9 +234,7 @@ def _load(source: Source, cache_dir: Path | None) -> Dataset | DatasetDict:
         options |= _names_if_headerless(source.files[0])
     files = [str(file) for file in source.files]
     builder = Kind.CSV if source.kind is Kind.TSV else source.kind
-    return datasets.load_dataset(
-        builder.value, data_files=files, split="train", cache_dir=cache, **options
-    )
+    return datasets.load_dataset(builder.value, data_files=files, split="train", **options)
 
 
 def _check_width(source: Source, path: Path) -> None:

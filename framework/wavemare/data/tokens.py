@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens of many documents in one memory-mapped array."""
+"""Tokens of many documents in one memory-mapped array: checks, split, and n-gram baselines."""
 
 from __future__ import annotations
 
@@ -9,12 +9,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wavemare.data.text import check_fraction
 from wavemare.errors import ConfigError, DataError
 
-__all__ = ["TokenStore", "check_length", "largest_token", "split_store"]
+__all__ = [
+    "TokenStore",
+    "bigram_cross_entropy",
+    "check_fits",
+    "check_length",
+    "largest_token",
+    "split_store",
+    "unigram_cross_entropy",
+]
 
 _SCAN_TOKENS = 1 << 24
+_VALIDATION = 0.05  # share of the last documents
 
 
 class TokenStore:
@@ -95,29 +103,144 @@ def check_length(sequence_length: int, model_positions: int) -> None:
         raise ConfigError("--sequence_length", sequence_length, reason, remedy)
 
 
-def split_store(store: TokenStore, fraction: float = 0.05) -> tuple[TokenStore, TokenStore]:
+def split_store(store: TokenStore) -> tuple[TokenStore, TokenStore]:
     """Split tokens by position into training and validation tokens, as Megatron's ``--split`` does.
 
-    Args:
-        store: The tokens.
-        fraction: Share of the last documents to validate on, at least one. The only document of a
-            store is cut by that share of its tokens.
+    The last 5 % of the documents, at least one, are for validation. The only document of a store is
+    cut before its last 5 % of tokens.
 
     Raises:
         DataError: There are fewer than two tokens.
-        ConfigError: The fraction is out of range.
     """
-    check_fraction(fraction)
     if store.num_documents > 1:
-        last = min(max(round(store.num_documents * fraction), 1), store.num_documents - 1)
+        last = min(max(round(store.num_documents * _VALIDATION), 1), store.num_documents - 1)
         cut = store.num_documents - last
         return store.select(0, cut), store.select(cut, store.num_documents)
     if store.num_tokens < 2:  # noqa: PLR2004
         reason = f"{store.num_tokens} tokens cannot be split for evaluation"
         raise DataError("--data", store.name, reason, "Give more data")
-    cut = min(max(round(store.num_tokens * (1.0 - fraction)), 1), store.num_tokens - 1)
+    cut = min(max(round(store.num_tokens * (1.0 - _VALIDATION)), 1), store.num_tokens - 1)
     offsets = np.array([0, cut, store.num_tokens], dtype=np.int64)
     halves = TokenStore(
         store.tokens, offsets, vocab_size=store._declared_vocab_size, name=store.name
     )
     return halves.select(0, 1), halves.select(1, 2)
+
+
+def check_fits(
+    store: TokenStore, sequence_length: int, model_positions: int, model_vocab_size: int
+) -> None:
+    """Check that a model takes every window of a store; each token is read once.
+
+    Args:
+        store: The tokens.
+        sequence_length: Tokens per window.
+        model_positions: Number of positions of the model.
+        model_vocab_size: Number of rows of the model's embedding.
+
+    Raises:
+        ConfigError: The sequences are longer than the model.
+        DataError: A token is negative or beyond the model's vocabulary.
+    """
+    check_length(sequence_length, model_positions)
+    token, where = largest_token(store)
+    if token >= model_vocab_size:
+        reason = f"{_place(store, where)} is token {token}, beyond the model's {model_vocab_size}"
+        remedy = f"Use the tokenizer of this model, or a model of {token + 1} tokens or more"
+        raise DataError("--data", store.name, reason, remedy)
+    if np.issubdtype(store.tokens.dtype, np.signedinteger):
+        where = int(store.tokens.argmin())
+        if store.tokens[where] < 0:
+            reason = f"{_place(store, where)} is token {store.tokens[where]}, below 0"
+            raise DataError("--data", store.name, reason, "Build the data again")
+
+
+def _place(store: TokenStore, where: int) -> str:
+    document = int(np.searchsorted(store.offsets, where, side="right")) - 1
+    position = where - int(store.offsets[document])
+    return f"position {position} of document {document}"
+
+
+def unigram_cross_entropy(
+    train: TokenStore, validation: TokenStore, *, sequence_length: int | None = None
+) -> float:
+    """Return the cross-entropy of predicting each token by its frequency, in nats per token.
+
+    Counts come from ``train`` and are smoothed by adding one for each token of the vocabulary.
+
+    Args:
+        train: Tokens to count.
+        validation: Tokens to predict; the first token of a document is not predicted.
+        sequence_length: If given, only the tokens that ``PackedDataset`` of this length asks for
+            are predicted: neither the first of a window nor the rest after the last one.
+
+    Raises:
+        DataError: There is no token to predict.
+    """
+    _, targets = _pairs(validation, sequence_length)
+    return -float(np.log(_unigram(train, validation)[targets]).mean())
+
+
+def bigram_cross_entropy(
+    train: TokenStore, validation: TokenStore, *, sequence_length: int | None = None
+) -> float:
+    r"""Return the cross-entropy of predicting each token from the one before, in nats per token.
+
+    Witten-Bell interpolation with the unigram model ``q``, where ``c(h)`` counts what follows the
+    token ``h`` and ``d(h)`` how many different tokens do:
+
+    .. math:: p(w \mid h) = \frac{c(h, w) + d(h)\, q(w)}{c(h) + d(h)}
+
+    After a token that never had a successor, ``p`` is ``q``. Memory: some 32 bytes per train token.
+
+    Args:
+        train: Tokens to count; pairs across documents are not counted.
+        validation: Tokens to predict, as in ``unigram_cross_entropy``.
+        sequence_length: As in ``unigram_cross_entropy``.
+
+    Raises:
+        DataError: There is no token to predict.
+    """
+    unigram = _unigram(train, validation)
+    size = len(unigram)
+    first, second = _pairs(train, None)
+    pairs, counts = np.unique(first * size + second, return_counts=True)
+    before = pairs // size
+    total = np.bincount(before, weights=counts, minlength=size)
+    distinct = np.bincount(before, minlength=size)
+
+    history, targets = _pairs(validation, sequence_length)
+    keys = history * size + targets
+    place = np.minimum(np.searchsorted(pairs, keys), len(pairs) - 1)
+    seen = np.where(pairs[place] == keys, counts[place], 0)
+    mass = total[history] + distinct[history]
+    interpolated = seen + distinct[history] * unigram[targets]
+    known = mass > 0
+    probability = np.where(known, interpolated / np.where(known, mass, 1.0), unigram[targets])
+    return -float(np.log(probability).mean())
+
+
+def _unigram(train: TokenStore, validation: TokenStore) -> NDArray[np.float64]:
+    size = max(train.vocab_size, validation.vocab_size)
+    _, targets = _pairs(train, None)
+    counts = np.bincount(targets, minlength=size) + 1.0
+    return counts / counts.sum()
+
+
+def _pairs(
+    store: TokenStore, sequence_length: int | None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return each predicted token and the token before it, int64 [number of predictions] each."""
+    predicted = np.ones(store.num_tokens, dtype=np.bool_)
+    predicted[:1] = False
+    starts = store.offsets[:-1]
+    predicted[starts[starts < store.num_tokens]] = False
+    if sequence_length is not None:
+        predicted[::sequence_length] = False
+        predicted[store.num_tokens // sequence_length * sequence_length :] = False
+    positions = np.flatnonzero(predicted)
+    if not len(positions):
+        reason = f"its {store.num_tokens} tokens hold nothing to predict"
+        raise DataError("--data", store.name, reason, "Give more data")
+    tokens = np.asarray(store.tokens)
+    return tokens[positions - 1].astype(np.int64), tokens[positions].astype(np.int64)

@@ -63,7 +63,7 @@ class TrainingText:
             ConfigError: The sequences are longer than the model.
             DataError: A token is beyond the vocabulary.
         """
-        from wavemare.data.samples import check_fits
+        from wavemare.data.tokens import check_fits
         from wavemare.training.models import max_positions
 
         known = min(model_config.vocab_size, len(self.tokenizer))
@@ -114,16 +114,9 @@ class TrainingText:
         options: dict[str, Any] = {"sequence_length": sequence_length, "seed": seed}
         # Samples do not overlap (Megatron's add_extra_token_to_sequence is off): the model shifts.
         samples = blended_samples(
-            self.train,
-            [range(store.num_documents) for store in self.train],
-            self.source.weights or None,
-            num_samples=num_samples,
-            **options,
+            self.train, self.source.weights or None, num_samples=num_samples, **options
         )
-        parts = [
-            MegatronSamples(store, range(store.num_documents), num_samples=None, **options)
-            for store in filled
-        ]
+        parts = [MegatronSamples(store, num_samples=None, **options) for store in filled]
         return samples, ConcatDataset(parts)
 
     def check_prompt(self, prompt: str | None, positions: int) -> str:
@@ -173,7 +166,7 @@ class TrainingText:
         """
         if self.source.weights:
             return {}  # counts of one corpus say nothing about a blend
-        from wavemare.data.statistics import bigram_cross_entropy, unigram_cross_entropy
+        from wavemare.data.tokens import bigram_cross_entropy, unigram_cross_entropy
 
         stores = self.single()
         return {

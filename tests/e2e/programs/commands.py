@@ -26,7 +26,9 @@ WORK = {
     "wavemare.engine": ["init_distributed"],
     "wavemare.training.setup": ["connect"],
     "wavemare.training.text": ["read_text"],
-    "wavemare.data": ["load_texts_to_build", "merge_indexed", "open_indexed"],
+    "wavemare.data.text": ["load_texts_to_build"],
+    "wavemare.data.indexed": ["open_indexed"],
+    "wavemare.data.indexed_writer": ["merge_indexed"],
     "wavemare.megatron.convert": ["convert"],
     "wavemare.report": ["read_run"],
 }

@@ -3,24 +3,21 @@
 
 import pytest
 
-from wavemare.data import (
-    ResumableLoader,
-    load_classification,
-    load_text,
-    load_tokenizer,
-    resolve,
-    split_ranges,
-    train_tokenizer,
-)
+from wavemare.data import ResumableLoader, load_text, split_ranges, train_tokenizer
+from wavemare.data.classification import load_classification
+from wavemare.data.sources import resolve
+from wavemare.data.tokenizer import load_tokenizer
 from wavemare.errors import ConfigError, DataError
 from wavemare.recipes.gpt.pretrain import PretrainArguments
 from wavemare.training.text import find_text, read_text
 
 
 @pytest.fixture(autouse=True)
-def offline(monkeypatch):
+def alone(monkeypatch, tmp_path_factory):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    cache = tmp_path_factory.mktemp("datasets")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", cache)
 
 
 NAMES = [
@@ -69,10 +66,10 @@ FILES = [
 
 
 @pytest.mark.parametrize(("name", "content", "said"), FILES)
-def test_a_file_of_data(refused, write, tmp_path, name, content, said):
+def test_a_file_of_data(refused, write, name, content, said):
     file = write(f"data/{name}", content)
     spec = str(file.parent if name.startswith("dataset_info") else file)
-    refused(lambda: load_text(spec, cache_dir=tmp_path), DataError, "--data", spec, said)
+    refused(lambda: load_text(spec), DataError, "--data", spec, said)
 
 
 def test_a_folder_without_text(refused, tmp_path):
@@ -103,14 +100,14 @@ LABELS = [
 
 
 @pytest.mark.parametrize(("content", "said"), LABELS)
-def test_labels(refused, write, tmp_path, content, said):
+def test_labels(refused, write, content, said):
     file = str(write("labels.csv", content))
-    refused(lambda: load_classification(file, cache_dir=tmp_path), DataError, "--data", file, said)
+    refused(lambda: load_classification(resolve(file)), DataError, "--data", file, said)
 
 
 def test_a_text_without_labels(refused, write):
     file = str(write("a.txt", "abc"))
-    refused(lambda: load_classification(file), DataError, "--data", "no labels", ".tsv")
+    refused(lambda: load_classification(resolve(file)), DataError, "--data", "no labels", ".tsv")
 
 
 FAST = '{"tokenizer_class": "PreTrainedTokenizerFast"}'
@@ -155,11 +152,9 @@ def loader(**changes):
 
 
 CALLS = [
-    (lambda: load_text(None, validation_fraction=0), "validation_fraction", "between 0 and 1"),
     (lambda: train_tokenizer(["a"], 300, kind="t5"), "kind", "'bert', 'gpt'"),
     (loader(micro_batch_size=0), "micro_batch_size", "at least 1"),
     (loader(data_rank=1), "data_rank", "outside 0 to 0"),
-    (loader(consumed_samples=-1), "consumed_samples", "0 or more"),
 ]
 
 

@@ -6,7 +6,7 @@ import struct
 import numpy as np
 import pytest
 
-from wavemare.data import open_indexed, read_indexed
+from wavemare.data.indexed import open_indexed, read_indexed
 from wavemare.errors import DataError
 
 HEADER = struct.Struct("<9sQBQQ")
@@ -95,6 +95,11 @@ def test_an_index_of_another_size(refused, data, size):
     prefix = data((index() + b"123")[:size])
     said = f"{size} bytes where {'the header alone has 34' if size < 34 else '2 sequences'}"
     refused(lambda: open_indexed(prefix), DataError, "--data", "damaged", said, "Copy both")
+
+
+def test_multimodal_data(refused, data):
+    prefix = data(index() + bytes(2))
+    refused(lambda: open_indexed(prefix), DataError, "--data", "multimodal data", "text alone")
 
 
 @pytest.mark.parametrize("size", [0, 19, 22])

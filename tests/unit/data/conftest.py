@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 
+import datasets
 import numpy as np
 import pytest
 from datasets import Dataset
@@ -10,9 +11,10 @@ from wavemare.data.tokens import TokenStore
 
 
 @pytest.fixture(autouse=True)
-def offline(monkeypatch):
-    """Fail at once, rather than after many retries, where a test would use the network."""
+def alone(monkeypatch, tmp_path_factory):
+    """Fail at once where a test would use the network, and cache in a folder of its own."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
 
 
 @pytest.fixture(scope="session")

@@ -17,11 +17,11 @@ from wavemare.errors import DataError
 CODES = {"u1": 1, "i1": 2, "i2": 3, "i4": 4, "i8": 5, "u2": 8}
 
 
-def write(prefix, documents, dtype="u2", modes=False):
-    with IndexedWriter(prefix, dtype, modes=modes) as writer:
+def write(prefix, documents, dtype="u2"):
+    with IndexedWriter(prefix, dtype) as writer:
         for document in documents:
-            for number, sequence in enumerate(document):
-                writer.add_sequence(sequence, number % 3)
+            for sequence in document:
+                writer.add_sequence(sequence)
             writer.end_document()
 
 
@@ -29,7 +29,7 @@ def files(prefix):
     return Path(f"{prefix}.idx").read_bytes(), Path(f"{prefix}.bin").read_bytes()
 
 
-def slow_files(documents, dtype, modes):
+def slow_files(documents, dtype):
     """Return the bytes of both files, made value by value from the description of the format."""
     sequences = [sequence for document in documents for sequence in document]
     size = np.dtype(dtype).itemsize
@@ -46,8 +46,6 @@ def slow_files(documents, dtype, modes):
     for document in documents:
         bound += len(document)
         index += struct.pack("<q", bound)
-    if modes:
-        index += bytes(number % 3 for document in documents for number in range(len(document)))
     tokens = [token for sequence in sequences for token in sequence]
     return index, np.array(tokens, dtype=f"<{dtype}").tobytes()
 
@@ -58,17 +56,14 @@ DOCUMENTS = st.lists(
 
 
 @settings(max_examples=50)
-@given(documents=DOCUMENTS, dtype=st.sampled_from(sorted(CODES)), modes=st.booleans())
-@example(documents=[[[1, 2], [3]], [[500]]], dtype="u2", modes=True)
-def test_files_of_any_data(tmp_path_factory, documents, dtype, modes):
+@given(documents=DOCUMENTS, dtype=st.sampled_from(sorted(CODES)))
+@example(documents=[[[1, 2], [3]], [[500]]], dtype="u2")
+def test_files_of_any_data(tmp_path_factory, documents, dtype):
     prefix = tmp_path_factory.mktemp("written") / "a.b"
-    write(prefix, documents, dtype, modes)
-    assert files(prefix) == slow_files(documents, dtype, modes)
+    write(prefix, documents, dtype)
+    assert files(prefix) == slow_files(documents, dtype)
     assert sorted(path.name for path in prefix.parent.iterdir()) == ["a.b.bin", "a.b.idx"]
     data = open_indexed(prefix)
-    numbers = [number % 3 for document in documents for number in range(len(document))]
-    assert (data.modes is not None) == (modes and any(documents))
-    assert data.modes is None or data.modes.tolist() == numbers
     sequences = [sequence for document in documents for sequence in document]
     store = data.store(sequences=True)
     assert [store.document(i).tolist() for i in range(store.num_documents)] == sequences
@@ -86,12 +81,12 @@ def test_files_of_any_data(tmp_path_factory, documents, dtype, modes):
 
 
 @settings(max_examples=15)
-@given(parts=st.lists(DOCUMENTS, min_size=1, max_size=4), modes=st.booleans())
-def test_merging_is_writing_one_after_another(tmp_path_factory, parts, modes):
+@given(parts=st.lists(DOCUMENTS, min_size=1, max_size=4))
+def test_merging_is_writing_one_after_another(tmp_path_factory, parts):
     folder = tmp_path_factory.mktemp("merged")
     for number, part in enumerate(parts):
-        write(folder / str(number), part, modes=modes)
-    write(folder / "expected", [document for part in parts for document in part], modes=modes)
+        write(folder / str(number), part)
+    write(folder / "expected", [document for part in parts for document in part])
     calls = []
     sources = [folder / str(number) for number in range(len(parts))]
     merge_indexed(sources, folder / "merged", progress=lambda *at: calls.append(at))
@@ -148,13 +143,8 @@ def test_merging_writes_over_nothing_unasked(tmp_path):
 def test_what_cannot_be_merged(tmp_path):
     write(tmp_path / "a", [[[1]]])
     write(tmp_path / "b", [[[1]]], "i4")
-    write(tmp_path / "c", [[[1]]], modes=True)
-    with pytest.raises(
-        DataError, match=r"type of tokens is int32, and the type of tokens of .*a is uint16"
-    ):
+    with pytest.raises(DataError, match=r"its tokens are int32, and those of .*a uint16"):
         merge_indexed([tmp_path / "a", tmp_path / "b"], tmp_path / "out")
-    with pytest.raises(DataError, match=r"kind is multimodal, and the kind of .*a is plain"):
-        merge_indexed([tmp_path / "a", tmp_path / "c"], tmp_path / "out")
     with pytest.raises(DataError, match="nothing to merge"):
         merge_indexed([], tmp_path / "out")
     with pytest.raises(DataError, match=r"no such type.*uint16"):
@@ -171,26 +161,22 @@ def megatron():
     return pytest.importorskip("megatron.core.datasets.indexed_dataset", reason=reason)
 
 
-@pytest.mark.parametrize("modes", [False, True])
 @pytest.mark.parametrize("dtype", ["uint16", "int32"])
-def test_megatron_core_writes_and_reads_the_same(tmp_path, megatron, dtype, modes):
+def test_megatron_core_writes_and_reads_the_same(tmp_path, megatron, dtype):
     draw = np.random.default_rng(3)
     shapes = [[int(n) for n in draw.integers(0, 9, size=draw.integers(1, 4))] for _ in range(20)]
     documents = [[draw.integers(0, 60000, size=n).tolist() for n in shape] for shape in shapes]
-    write(tmp_path / "ours", documents, dtype, modes)
-    builder = megatron.IndexedDatasetBuilder(
-        str(tmp_path / "theirs.bin"), dtype=getattr(np, dtype), multimodal=modes
-    )
+    write(tmp_path / "ours", documents, dtype)
+    builder = megatron.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=getattr(np, dtype))
     for document in documents:
-        for number, sequence in enumerate(document):
-            builder.add_item(torch.tensor(sequence, dtype=torch.int64), number % 3)
+        for sequence in document:
+            builder.add_item(torch.tensor(sequence, dtype=torch.int64))
         builder.end_document()
     builder.finalize(str(tmp_path / "theirs.idx"))
     assert files(tmp_path / "ours") == files(tmp_path / "theirs")
-    read = megatron.IndexedDataset(str(tmp_path / "ours"), multimodal=modes)
+    read = megatron.IndexedDataset(str(tmp_path / "ours"))
     sequences = [sequence for document in documents for sequence in document]
-    found = [read[i][0] if modes else read[i] for i in range(len(read))]
-    assert [sequence.tolist() for sequence in found] == sequences
+    assert [read[i].tolist() for i in range(len(read))] == sequences
     store = read_indexed(tmp_path / "theirs")
     assert store.tokens.tolist() == [token for sequence in sequences for token in sequence]
 

@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-from itertools import islice
-
 import pytest
 import torch
 from hypothesis import given
@@ -26,16 +24,26 @@ class Epochs:
         return index, epoch
 
 
-def load(dataset, micro=2, rank=0, world=1, seed=0, **options):
-    options.setdefault("collate", list)
-    return ResumableLoader(
+def samples_of(batch):
+    """Return a batch of torch's ``default_collate`` as a list of samples."""
+    return [(int(index), int(epoch)) for index, epoch in zip(*batch, strict=True)]
+
+
+def load(dataset, micro=2, rank=0, world=1, seed=0, consumed=0, **options):
+    loader = ResumableLoader(
         dataset, micro_batch_size=micro, data_rank=rank, data_world_size=world, seed=seed, **options
     )
+    loader.load_state_dict({**loader.state_dict(), "consumed_samples": consumed})
+    return loader
+
+
+def following(loader):
+    return samples_of(next(loader))
 
 
 def stream(length, count, seed=0, **options):
     loader = load(Epochs(length), micro=1, seed=seed, **options)
-    return [batch[0] for batch in islice(loader, count)]
+    return [following(loader)[0] for _ in range(count)]
 
 
 @given(st.integers(1, 30), st.integers(0, 5))
@@ -62,10 +70,8 @@ def test_epochs_and_seeds_are_ordered_differently():
     consumed=st.integers(0, 100),
 )
 def test_ranks_share_the_stream(length, micro, world, consumed):
-    loaders = [
-        load(Epochs(length), micro, rank, world, consumed_samples=consumed) for rank in range(world)
-    ]
-    seen = [sample for _ in range(4) for loader in loaders for sample in next(loader)]
+    loaders = [load(Epochs(length), micro, rank, world, consumed=consumed) for rank in range(world)]
+    seen = [sample for _ in range(4) for loader in loaders for sample in following(loader)]
     assert seen == stream(length, consumed + 4 * micro * world)[consumed:]
     assert {loader.consumed_samples for loader in loaders} == {consumed + 4 * micro * world}
 
@@ -74,7 +80,7 @@ def test_a_global_batch_does_not_depend_on_the_number_of_ranks():
     def global_batches(micro, world, accumulation):
         loaders = [load(Epochs(37), micro, rank, world) for rank in range(world)]
         return [
-            sorted(s for _ in range(accumulation) for loader in loaders for s in next(loader))
+            sorted(s for _ in range(accumulation) for loader in loaders for s in following(loader))
             for _ in range(9)
         ]
 
@@ -91,8 +97,7 @@ def test_resume_is_exact(steps, micro, world):
     state = loader.state_dict()
     resumed = load(Epochs(11), micro, world - 1, world, seed=5)
     resumed.load_state_dict(state)
-    assert resumed.epoch == loader.epoch
-    assert [next(resumed) for _ in range(8)] == [next(loader) for _ in range(8)]
+    assert [following(resumed) for _ in range(8)] == [following(loader) for _ in range(8)]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +126,7 @@ def test_a_state_without_position_is_refused():
 
 def test_plain_datasets_are_indexed_and_stacked():
     dataset = [{"input_ids": torch.tensor([i, i])} for i in range(4)]
-    loader = load(dataset, micro=2, shuffle=False, collate=None)
+    loader = load(dataset, micro=2, shuffle=False)
     assert next(loader)["input_ids"].tolist() == [[0, 0], [1, 1]]
     assert iter(loader) is loader
 
@@ -135,7 +140,7 @@ def test_plain_datasets_are_indexed_and_stacked():
 def test_evaluation(length, micro, world, limit):
 
     def evaluate(rank):
-        return list(evaluation_batches(Epochs(length), micro, rank, world, limit, collate=list))
+        return [*map(samples_of, evaluation_batches(Epochs(length), micro, rank, world, limit))]
 
     if length < micro * world:
         with pytest.raises(DataError, match=r"--data.*held-out samples.*smaller micro-batch"):
@@ -153,8 +158,6 @@ def test_evaluation(length, micro, world, limit):
 def test_evaluation_fails_before_the_first_batch_is_asked_for():
     with pytest.raises(DataError):
         evaluation_batches(range(3), 4)
-    with pytest.raises(ConfigError, match=r"limit = 0.*at least 1"):
-        evaluation_batches(range(3), 1, limit=0)
 
 
 @given(
@@ -170,19 +173,19 @@ def test_unequal_shares_give_the_order_of_one_rank(shares, length, seed, rounds)
         load(Epochs(length), micro=micro, rank=rank, world=world, seed=seed, shares=shares)
         for rank in range(world)
     ]
-    together = [sample for _ in range(rounds) for loader in loaders for sample in next(loader)]
+    together = [sample for _ in range(rounds) for loader in loaders for sample in following(loader)]
     assert together == stream(length, len(together), seed)
     assert {loader.consumed_samples for loader in loaders} == {len(together)}
 
 
 def test_a_run_resumes_under_other_shares():
     loaders = [load(Epochs(50), micro=3, rank=rank, world=2, shares=[4, 2]) for rank in range(2)]
-    got = [sample for loader in loaders for sample in next(loader)]
+    got = [sample for loader in loaders for sample in following(loader)]
     state = loaders[0].state_dict()
     others = [load(Epochs(50), micro=3, rank=rank, world=2) for rank in range(2)]
     for other in others:
         other.load_state_dict(state)
-    got += [sample for loader in others for sample in next(loader)]
+    got += [sample for loader in others for sample in following(loader)]
     assert got == stream(50, 12)
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wavemare.data.encode import tokenize
-from wavemare.data.samples import MaskedDataset, PackedDataset, check_fits
+from wavemare.data.samples import MaskedDataset, PackedDataset
 from wavemare.errors import ConfigError, DataError
 
 CLS, SEP, MASK = 2, 3, 4
@@ -129,15 +129,3 @@ def test_windows_that_cannot_be_made_are_refused(make_store):
         PackedDataset(make_store([[1, 2, 3]]), 4)
     with pytest.raises(ConfigError, match=r"sequence_length = 1.*at least 2"):
         PackedDataset(make_store([[1, 2, 3]]), 1)
-
-
-def test_check_fits(make_store):
-    store = make_store([[1, 2], [], [3, 7, 4]])
-    check_fits(store, 8, 8, 8)
-    with pytest.raises(ConfigError, match=r"sequence_length = 9.*8 positions.*at most 8"):
-        check_fits(store, 9, 8, 8)
-    message = r"position 1 of document 2 is token 7, beyond the model's 7.*model of 8 tokens"
-    with pytest.raises(DataError, match=message):
-        check_fits(store, 8, 8, 7)
-    with pytest.raises(DataError, match=r"position 0 of document 1 is token -3, below 0.*again"):
-        check_fits(make_store([[1], [-3]]), 8, 8, 7)

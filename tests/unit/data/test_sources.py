@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+import json.decoder
 import socket
+from pathlib import Path
 
 import datasets
 import pytest
 
-from wavemare.data.sources import Kind, resolve
+from wavemare.data.sources import Kind, read_stdlib, resolve
 from wavemare.data.text import load_text
 from wavemare.errors import DataError
 
@@ -63,20 +65,17 @@ def test_one_text_file_is_split_at_the_nearest_line_end(tmp_path):
 
 def test_a_line_end_far_away_is_not_used(tmp_path):
     (tmp_path / "book.txt").write_text("title\n" + "x" * 994)
-    corpus = load_text(str(tmp_path / "book.txt"), validation_fraction=0.1)
-    assert [len(part["text"][0]) for part in (corpus.train, corpus.validation)] == [900, 100]
+    corpus = load_text(str(tmp_path / "book.txt"))
+    assert [len(part["text"][0]) for part in (corpus.train, corpus.validation)] == [950, 50]
 
 
 def test_the_split_keeps_equal_texts_together_and_sides_when_texts_are_added(tmp_path):
-    texts = [f"text {i % 200}" for i in range(400)]
-    cache = tmp_path / "cache"
-    path = write_rows(tmp_path / "rows.jsonl", texts)
-    first = load_text(str(path), validation_fraction=0.2, cache_dir=cache)
+    texts = [f"text {i % 400}" for i in range(800)]
+    first = load_text(str(write_rows(tmp_path / "rows.jsonl", texts)))
     train, validation = (list(part["text"]) for part in (first.train, first.validation))
     assert set(train).isdisjoint(validation)
-    assert 40 < len(validation) < 120
-    path = write_rows(tmp_path / "more.jsonl", [*texts, "one more"])
-    more = load_text(str(path), validation_fraction=0.2, cache_dir=cache)
+    assert 20 < len(validation) < 70
+    more = load_text(str(write_rows(tmp_path / "more.jsonl", [*texts, "one more"])))
     assert list(more.train["text"])[: len(train)] == train
     assert list(more.validation["text"])[: len(validation)] == validation
 
@@ -85,17 +84,17 @@ def test_the_split_keeps_equal_texts_together_and_sides_when_texts_are_added(tmp
 def test_tables(tmp_path, extension):
     texts = [f"row {i}, it's null" for i in range(40)] + ["null", "NA"]
     path = write_rows(tmp_path / f"rows{extension}", texts)
-    corpus = load_text(str(path), cache_dir=tmp_path / "cache")
+    corpus = load_text(str(path))
     assert everything(corpus) == sorted(texts)
     assert len(corpus.validation)
-    again = load_text(str(path), cache_dir=tmp_path / "cache")
+    again = load_text(str(path))
     assert list(again.validation) == list(corpus.validation)
 
 
 def test_quotes_in_a_tsv_are_text(tmp_path):
     texts = ['he said "no', '"never closed', '"yes" and "no"', "third"]
     path = write_rows(tmp_path / "rows.tsv", texts)
-    corpus = load_text(str(path), cache_dir=tmp_path / "cache")
+    corpus = load_text(str(path))
     assert everything(corpus) == sorted(texts)
 
 
@@ -164,3 +163,51 @@ def test_a_blend_names_weights_and_prefixes(tmp_path):
     assert source.kind is Kind.MEGATRON
     assert source.files == (tmp_path / "a", tmp_path / "b")
     assert source.weights == (0.3, 7.0)
+
+
+def test_the_library_is_complete_and_ordered():
+    library = read_stdlib()
+    names = list(library["name"])
+    assert names == sorted(names)
+    assert {"argparse.py", "json/decoder.py", "asyncio/events.py"} <= set(names)
+    assert not any(
+        part in {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+        for name in names
+        for part in name.split("/")
+    )
+    source = Path(json.decoder.__file__).read_text(encoding="utf-8")
+    assert library[names.index("json/decoder.py")]["text"] == source
+
+
+def test_validation_is_a_small_share():
+    corpus = load_text(None)
+    train, validation = (sum(map(len, part["text"])) for part in (corpus.train, corpus.validation))
+    assert train > 5_000_000
+    assert 0.01 < validation / (train + validation) < 0.10
+    everything = sorted([*corpus.train["text"], *corpus.validation["text"]])
+    assert everything == sorted(read_stdlib()["text"])
+
+
+def test_what_is_left_out(tmp_path):
+    (tmp_path / "latin.py").write_bytes(b"# -*- coding: latin-1 -*-\nx = '\xe9'\n")
+    (tmp_path / "broken.py").write_bytes(b"x = '\xe9'\n")
+    (tmp_path / "unknown.py").write_bytes(b"# coding: no-such-codec\n")
+    (tmp_path / "blank.py").write_text("\n\n")
+    (tmp_path / "plain.py").write_text("x = 2\n")
+    (tmp_path / "notes.txt").write_text("no source")
+    (tmp_path / "_sysconfigdata_linux.py").write_text("x = '/home/me'\n")
+    for folder in ("tests", "site-packages", "config-3.11-x", "__pycache__", "pydoc_data"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "module.py").write_text("x = 1\n")
+    library = read_stdlib(tmp_path)
+    assert library[:] == {
+        "name": ["latin.py", "plain.py"],
+        "text": ["# -*- coding: latin-1 -*-\nx = '\u00e9'\n", "x = 2\n"],
+    }
+
+
+@pytest.mark.parametrize("name", ["empty", "missing"])
+def test_no_sources(tmp_path, name):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"--data.*no \.py sources.*corpus of your own with --data"):
+        read_stdlib(tmp_path / name)

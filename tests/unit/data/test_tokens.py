@@ -1,11 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
+import math
+from collections import Counter
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.data.tokens import TokenStore, largest_token, split_store
-from wavemare.errors import DataError
+from wavemare.data.samples import PackedDataset
+from wavemare.data.tokens import (
+    TokenStore,
+    bigram_cross_entropy,
+    check_fits,
+    largest_token,
+    split_store,
+    unigram_cross_entropy,
+)
+from wavemare.errors import ConfigError, DataError
 
 
 def test_vocab_size_is_counted_where_it_is_not_declared(make_store):
@@ -21,24 +33,83 @@ def test_the_largest_token_and_its_first_place(place):
     assert largest_token(TokenStore(tokens, np.array([0, len(tokens)]))) == (tokens.max(), place)
 
 
-@given(
-    st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=2, max_size=30),
-    st.floats(0.01, 0.99),
-)
-def test_split_store_by_document(make_store, documents, fraction):
-    train, validation = split_store(make_store(documents), fraction)
+@given(st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=2, max_size=60))
+def test_split_store_by_document(make_store, documents):
+    train, validation = split_store(make_store(documents))
     assert train.num_documents >= 1
-    assert validation.num_documents >= 1
+    assert validation.num_documents == max(round(0.05 * len(documents)), 1)
     both = [
         part.document(i).tolist() for part in (train, validation) for i in range(part.num_documents)
     ]
     assert both == documents
-    assert abs(validation.num_documents - fraction * len(documents)) <= 1
 
 
 def test_split_store_of_one_document(make_store):
-    train, validation = split_store(make_store([list(range(100))]), 0.05)
+    train, validation = split_store(make_store([list(range(100))]))
     assert (train.num_tokens, validation.num_tokens) == (95, 5)
     assert validation.document(0).tolist() == [95, 96, 97, 98, 99]
     with pytest.raises(DataError, match=r"1 tokens cannot be split.*Give more"):
         split_store(make_store([[1]]))
+
+
+def test_check_fits(make_store):
+    store = make_store([[1, 2], [], [3, 7, 4]])
+    check_fits(store, 8, 8, 8)
+    with pytest.raises(ConfigError, match=r"sequence_length = 9.*8 positions.*at most 8"):
+        check_fits(store, 9, 8, 8)
+    message = r"position 1 of document 2 is token 7, beyond the model's 7.*model of 8 tokens"
+    with pytest.raises(DataError, match=message):
+        check_fits(store, 8, 8, 7)
+    with pytest.raises(DataError, match=r"position 0 of document 1 is token -3, below 0.*again"):
+        check_fits(make_store([[1], [-3]]), 8, 8, 7)
+
+
+VOCABULARY = 6
+DOCUMENTS = st.lists(
+    st.lists(st.integers(0, VOCABULARY - 1), max_size=12), min_size=1, max_size=6
+).filter(lambda documents: any(len(d) > 1 for d in documents))
+
+
+def pairs_of(documents):
+    return [pair for d in documents for pair in pairwise(d)]
+
+
+def slow_unigram(train):
+    counts = Counter(after for _, after in pairs_of(train))
+    return [(counts[w] + 1) / (counts.total() + VOCABULARY) for w in range(VOCABULARY)]
+
+
+def slow_bigram(train, before):
+    unigram = slow_unigram(train)
+    after = Counter(w for h, w in pairs_of(train) if h == before)
+    if not after:
+        return unigram
+    distinct = len(after)
+    return [
+        (after[w] + distinct * unigram[w]) / (after.total() + distinct) for w in range(VOCABULARY)
+    ]
+
+
+@given(DOCUMENTS, DOCUMENTS, st.none() | st.integers(2, 5))
+def test_both_equal_the_slow_twin(make_store, train, validation, length):
+    """With a length, of the positions that a packed model of such sequences is scored on."""
+    store = make_store(validation, VOCABULARY)
+    scored = [] if length else pairs_of(validation)
+    if length and store.num_tokens >= length:
+        packed = PackedDataset(store, length)
+        for i in range(len(packed)):
+            inputs, labels = packed[i]["input_ids"].tolist(), packed[i]["labels"].tolist()
+            scored += [(h, w) for h, w in zip(inputs, labels[1:], strict=False) if w != -100]
+    arguments = make_store(train, VOCABULARY), store
+    if not scored:
+        message = rf"--data = 'made'.*{store.num_tokens} tokens hold nothing to predict.*more data"
+        for entropy in (unigram_cross_entropy, bigram_cross_entropy):
+            with pytest.raises(DataError, match=message):
+                entropy(*arguments, sequence_length=length)
+        return
+    unigram = -sum(math.log(slow_unigram(train)[w]) for _, w in scored) / len(scored)
+    bigram = -sum(math.log(slow_bigram(train, h)[w]) for h, w in scored) / len(scored)
+    found = unigram_cross_entropy(*arguments, sequence_length=length)
+    assert found == pytest.approx(unigram, rel=1e-12)
+    found = bigram_cross_entropy(*arguments, sequence_length=length)
+    assert found == pytest.approx(bigram, rel=1e-12)
