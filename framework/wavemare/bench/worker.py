@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from wavemare.bench.machine import describe_machine
+from wavemare.bench.ranks import describe_machine
 from wavemare.bench.request import Request
 from wavemare.engine.launch.group import environment_rank, init_distributed
 from wavemare.failure import run_main

@@ -79,8 +79,8 @@ def _compare(
     plot: Path | None,
 ) -> None:
     """Simulate systems with several seeds, and print, write and draw their validation losses."""
-    from wavemare.bench.machine import describe_machine
     from wavemare.bench.quality import COLUMNS, SYSTEMS, Shape, draw, simulate_all, to_row
+    from wavemare.bench.ranks import describe_machine
     from wavemare.bench.request import check_names
     from wavemare.bench.result import make_table, print_table
     from wavemare.cli.bench import save

@@ -64,7 +64,7 @@ if __name__ == "__main__":
             held = [rank] if parts == stages else [rank, parts - 1 - rank]
             expected = [weight for index in held for weight in trained[index].parameters()]
             pairs = list(zip(weights_of(runner), expected, strict=True))
-            events = runner.recorder.take() if runner.recorder is not None else []
+            events = runner.take() if runner.take is not None else []
             results[f"{name} {count}"] = {
                 "difference": max(float((a - b).abs().max()) for a, b in pairs),
                 "way": max(
@@ -76,5 +76,5 @@ if __name__ == "__main__":
             }
     bound = BUILDERS["no-communication-bound"](workload, Place(rank, stages, 5))
     bound.step()
-    results["bound"] = [str(event.action) for event in bound.recorder.take()]
+    results["bound"] = [str(event.action) for event in bound.take()]
     leave(results)

@@ -13,17 +13,13 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
-from wavemare.bench.cluster.launchers import Job, start_by_mpirun, start_each
 from wavemare.bench.cluster.namespaces import Namespaces, namespace_obstacle, run_tool
-from wavemare.bench.cluster.ranks import Host, RankGroup
-from wavemare.errors import LaunchError, did_you_mean
+from wavemare.bench.cluster.ranks import Host, Job, RankGroup, start_by_mpirun, start_each
+from wavemare.errors import LaunchError
 
-__all__ = ["LAUNCHERS", "EmulatedCluster"]
-
-LAUNCHERS = ("torch", "mpirun")
-"""Ways to start ranks: one by one with the variables of ``torchrun``, or by ``mpirun``."""
+__all__ = ["EmulatedCluster"]
 
 MAX_HOSTS = 64
 
@@ -70,14 +66,12 @@ class EmulatedCluster:
         if not 1 <= num_hosts <= MAX_HOSTS:
             reason = "there is no such cluster"
             raise LaunchError("num_hosts", num_hosts, reason, f"Give 1 to {MAX_HOSTS}")
-        _check_rate(link_mbit)
         self._names = [f"node{index}" for index in range(num_hosts)]
         self._link_mbit = link_mbit
         self._open = contextlib.ExitStack()
         self._head: Namespaces
         self._hosts: list[Host] = []
         self._folder = Path()
-        self._group: RankGroup | None = None
         self._jobs = 0
 
     @staticmethod
@@ -115,7 +109,6 @@ class EmulatedCluster:
 
     def close(self) -> None:
         """Remove the hosts and their processes; the end of ``with`` calls it."""
-        self._group = None
         self._hosts = []
         self._open.close()
 
@@ -124,11 +117,7 @@ class EmulatedCluster:
 
         Args:
             link_mbit: In Mbit/s, of whole Ethernet frames; None for no limit.
-
-        Raises:
-            LaunchError: The speed is not positive.
         """
-        _check_rate(link_mbit)
         for index, host in enumerate(self._hosts):
             for keeper, device in ((host.namespaces, "eth0"), (self._head, f"port{index}")):
                 if link_mbit is None:
@@ -157,7 +146,7 @@ class EmulatedCluster:
         *,
         ranks_per_host: int = 1,
         environment: Mapping[str, str] | None = None,
-        launcher: str = "torch",
+        launcher: Literal["torch", "mpirun"] = "torch",
         logs: str | Path | None = None,
     ) -> RankGroup:
         """Start a program on all hosts, in the current folder.
@@ -170,21 +159,10 @@ class EmulatedCluster:
             command: The program and its arguments.
             ranks_per_host: Number of processes on each host.
             environment: Variables to add or replace.
-            launcher: One of `LAUNCHERS`; ``mpirun`` is that of the MPI which mpi4py loads here.
+            launcher: ``torch`` for one by one, or ``mpirun`` of the MPI that mpi4py loads here.
             logs: A folder for ``rank_0.log``, ...; if None, the output is printed, with the rank
                 before each line.
-
-        Raises:
-            LaunchError: There is no such launcher, a program still runs, or the cluster is closed.
         """
-        if launcher not in LAUNCHERS:
-            reason = "there is no such launcher"
-            raise LaunchError("launcher", launcher, reason, did_you_mean(launcher, LAUNCHERS))
-        if not self._hosts:
-            raise LaunchError("cluster", "closed", "it has no hosts", "Use it in 'with'")
-        if self._group is not None and self._group.running:
-            reason = "the hosts still run another program"
-            raise LaunchError("command", command[0], reason, "Wait for its end, or kill it")
         self._jobs += 1
         folder = self._folder / f"job{self._jobs}"
         folder.mkdir()
@@ -199,8 +177,7 @@ class EmulatedCluster:
             # A killed program's port stays in use for a while.
             port=29500 + self._jobs,
         )
-        self._group = start_each(job) if launcher == "torch" else start_by_mpirun(job)
-        return self._group
+        return start_each(job) if launcher == "torch" else start_by_mpirun(job)
 
     def _build(self) -> None:
         # What is entered first is closed last: the end of the switch's namespaces ends all others.
@@ -234,12 +211,6 @@ class EmulatedCluster:
         for host in self._hosts:
             lines = [f"addr add {host.address}/24 dev eth0", "link set eth0 up"]
             run_tool([*host.namespaces.enter("--net"), "ip", "-batch", "-"], "\n".join(lines))
-
-
-def _check_rate(link_mbit: float | None) -> None:
-    if link_mbit is not None and not link_mbit > 0:
-        reason = "a link has a positive speed"
-        raise LaunchError("link_mbit", link_mbit, reason, "Give Mbit/s, or None for no limit")
 
 
 def _token_bucket(link_mbit: float) -> str:

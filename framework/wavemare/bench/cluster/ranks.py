@@ -1,28 +1,74 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program that runs as one or more ranks on each emulated host."""
+"""A program as ranks on emulated hosts: started rank by rank or by ``mpirun``, watched, ended."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from wavemare.bench.cluster.namespaces import Namespaces
+from wavemare.bench.cluster.namespaces import KINDS, Namespaces
+from wavemare.comm.mpi_library import describe_mpi
 
-__all__ = ["TIMEOUT_CODE", "Host", "RankGroup"]
+__all__ = ["TIMEOUT_CODE", "Host", "Job", "RankGroup", "start_by_mpirun", "start_each"]
 
 TIMEOUT_CODE = 124
 """Exit code of a program that was killed after its time limit, as of ``timeout``."""
 
 _GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.02
+
+_INTERFACE = "eth0"
+_LAUNCHER_LOG = "launcher.log"
+_mpi = functools.cache(describe_mpi)  # it starts processes
+# A rank that inherited these would join the job of this process.
+_JOB_PREFIXES = ("PMI", "OMPI_COMM_", "OMPI_UNIVERSE_", "PRTE_", "HYDI_", "MPI_LOCAL")
+_JOB_NAMES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "HOSTNAME")
+# A shell that becomes the rank. MPICH and Open MPI have rank variables of their own.
+_BECOME_RANK = """
+RANK=${RANK:-${PMI_RANK:-$OMPI_COMM_WORLD_RANK}}
+export RANK LOCAL_RANK=$((RANK % LOCAL_WORLD_SIZE))
+cd "$1"
+exec >"$2/rank_$RANK.log" 2>&1
+shift 2
+exec "$@"
+"""
+# The parent of a rank outside its host. ``nsenter`` itself stops with a rank that is stopped, and
+# does not continue with it.
+_WAIT = '"$@"; exit $?'
+# mpirun starts it in place of ssh, with options, a host, and words for a shell there.
+_AGENT = """#!/bin/sh
+while [ "${{1#-}}" != "$1" ]; do shift; done
+host=$1
+shift
+exec nsenter --target "$(cat "{folder}/$host.pid")" {kinds} -- sh -c "$*"
+"""
+# The user's choice goes before. Measured on four hosts of 1 Gbit/s, MPICH's dense allreduce of
+# 100 MB takes 1.33 s over libfabric and 1.75 s over UCX, its default (the link: 1.25).
+_TUNING = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"}
+_SETTINGS = {
+    "GLOO_SOCKET_IFNAME": _INTERFACE,
+    "TP_SOCKET_IFNAME": _INTERFACE,
+    "NCCL_SOCKET_IFNAME": _INTERFACE,
+    # MPICH's two ways to the network, UCX and libfabric.
+    "UCX_NET_DEVICES": _INTERFACE,
+    "FI_TCP_IFACE": _INTERFACE,
+    "FI_SOCKETS_IFACE": _INTERFACE,
+    "OMPI_MCA_btl_tcp_if_include": _INTERFACE,
+    "OMPI_MCA_pml": "ob1",
+    # Its daemons' folders are named after process numbers, which are alike on all hosts.
+    "PRTE_MCA_prte_tmpdir_base": "/dev/shm",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+}
 
 
 @dataclass(frozen=True)
@@ -38,6 +84,124 @@ class Host:
     name: str
     address: str
     namespaces: Namespaces
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A program to run on hosts.
+
+    Attributes:
+        command: The program and its arguments.
+        hosts: They get the ranks, host by host.
+        head: The namespaces in which the hosts' are nested.
+        ranks_per_host: Number of processes on each host.
+        environment: Variables added to those of this process.
+        folder: An empty one, for the job's own files.
+        logs: Folder of outputs; None to print them.
+        port: Of the first host, where the ranks meet.
+    """
+
+    command: Sequence[str]
+    hosts: Sequence[Host]
+    head: Namespaces
+    ranks_per_host: int
+    environment: Mapping[str, str]
+    folder: Path
+    logs: Path | None
+    port: int
+
+    @property
+    def ranks(self) -> int:
+        """Number of processes on all hosts."""
+        return len(self.hosts) * self.ranks_per_host
+
+
+def start_each(job: Job) -> RankGroup:
+    """Start each rank by itself, with the variables of ``torchrun``."""
+    outputs = _log_folder(job)
+    variables = _environment(job)
+    processes = []
+    for rank in range(job.ranks):
+        host = job.hosts[rank // job.ranks_per_host]
+        enter = host.namespaces.enter("--no-fork", *KINDS)
+        words = [*enter, "sh", "-c", _WAIT, "sh", *_rank_words(job, outputs)]
+        processes.append(_start(words, {**variables, "RANK": str(rank)}, outputs / _LAUNCHER_LOG))
+    return _group(job, processes, outputs)
+
+
+def start_by_mpirun(job: Job) -> RankGroup:
+    """Start all ranks by this environment's ``mpirun``, which runs beside the switch.
+
+    Raises:
+        LaunchError: There is no ``mpirun`` that belongs to the MPI of mpi4py.
+    """
+    mpi = _mpi()
+    program = mpi.mpirun()
+    agent = job.folder / "agent"
+    agent.write_text(_AGENT.format(folder=job.folder, kinds=" ".join(KINDS)))
+    agent.chmod(0o755)
+    for host in job.hosts:
+        (job.folder / f"{host.name}.pid").write_text(str(host.namespaces.pid))
+    slots = ",".join(f"{host.name}:{job.ranks_per_host}" for host in job.hosts)
+    if mpi.launcher_flavour == "Open MPI":
+        options = ["--prtemca", "plm_ssh_agent", str(agent), "--host", slots]
+        # Each host sees all cores as its own: bound ranks would share the first ones.
+        mapping = f"ppr:{job.ranks_per_host}:node:OVERSUBSCRIBE"
+        options += ["--map-by", mapping, "--bind-to", "none"]
+    else:
+        options = ["-launcher", "ssh", "-launcher-exec", str(agent), "-hosts", slots]
+    outputs = _log_folder(job)
+    words = [*job.head.enter(), program, "-n", str(job.ranks), *options]
+    words += _rank_words(job, outputs)
+    return _group(job, [_start(words, _environment(job), outputs / _LAUNCHER_LOG)], outputs)
+
+
+def _rank_words(job: Job, outputs: Path) -> list[str]:
+    return ["sh", "-ec", _BECOME_RANK, "rank", os.getcwd(), str(outputs), *job.command]
+
+
+def _environment(job: Job) -> dict[str, str]:
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _JOB_NAMES and not name.startswith(_JOB_PREFIXES)
+    }
+    own = {
+        "WORLD_SIZE": str(job.ranks),
+        "LOCAL_WORLD_SIZE": str(job.ranks_per_host),
+        "MASTER_ADDR": job.hosts[0].address,
+        "MASTER_PORT": str(job.port),
+    }
+    return {**_TUNING, **inherited, **_SETTINGS, **own, **job.environment}
+
+
+def _log_folder(job: Job) -> Path:
+    chosen = (job.logs or job.folder).absolute()
+    chosen.mkdir(parents=True, exist_ok=True)
+    for old in (_LAUNCHER_LOG, *(f"rank_{rank}.log" for rank in range(job.ranks))):
+        (chosen / old).unlink(missing_ok=True)
+    return chosen
+
+
+def _start(
+    words: Sequence[str], variables: Mapping[str, str], log: Path
+) -> subprocess.Popen[bytes]:
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            words,
+            env=dict(variables),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            # This process handles Ctrl-C, and then ends the ranks.
+            start_new_session=True,
+        )
+
+
+def _group(job: Job, processes: Sequence[subprocess.Popen[bytes]], outputs: Path) -> RankGroup:
+    return RankGroup(
+        processes, hosts=job.hosts, logs=outputs, ranks=job.ranks, echo=job.logs is None
+    )
 
 
 class RankGroup:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -15,13 +16,14 @@ from deepspeed.accelerator import get_accelerator
 from wavemare.bench.pipeline.request import BASELINE, BOUND, SYSTEMS, PipelineRequest
 from wavemare.bench.pipeline.runner import BoundRunner, Busy, Place, Runner, busy_seconds
 from wavemare.bench.pipeline.systems import BUILDERS
-from wavemare.bench.pipeline.trace import save_traces
 from wavemare.bench.pipeline.workload import Workload, build_workload
-from wavemare.bench.rounds import gather, interleaved, ratio_row
+from wavemare.bench.ranks import gather, interleaved, ratio_row
+from wavemare.files import atomic_write_bytes, atomic_write_text
 from wavemare.observe import Screen
-from wavemare.pipeline.clock.timeline import Event
+from wavemare.pipeline.clock.timeline import Event, Timeline
+from wavemare.pipeline.draw import chrome_trace, png, svg
 
-__all__ = ["Sample", "build_rows", "measure", "run_round"]
+__all__ = ["Sample", "build_rows", "build_timeline", "measure", "run_round", "save_traces"]
 
 Key = tuple[str, int]
 """A system's name and a number of micro-batches."""
@@ -98,18 +100,19 @@ def run_round(request: PipelineRequest, key: Key, runner: Runner) -> tuple[Sampl
     dist.barrier()
     for _ in range(1 + fill):
         runner.step()
-    runner.take()
+    take = runner.take or list[Event]
+    take()
     # No barrier here: in steady state the ranks are at different points of the same rate.
     started = _now()
     for _ in range(steps):
         runner.step()
     seconds = (_now() - started) / steps
-    events = runner.take()
+    events = take()
     for _ in range(fill):  # no rank computes beside an idle one
         runner.step()
     runner.drain()
-    runner.take()
-    if runner.recorder is None:
+    take()
+    if runner.take is None:
         return Sample(seconds), []
     busy = Busy(*(total / steps for total in busy_seconds(events)))
     return Sample(seconds, busy), events
@@ -190,3 +193,57 @@ def _rank_medians(samples: Sequence[Sample]) -> dict[str, float]:
         "waiting_s": median(sample.waiting_s for sample in samples),
         **parts,
     }
+
+
+def build_timeline(title: str, ranks: Sequence[Sequence[Event]]) -> Timeline | None:
+    """Put the events of all ranks on one clock that begins with the first event.
+
+    Micro-batches are counted from the earliest one as well.
+
+    Args:
+        title: Of the timeline.
+        ranks: For each rank its events in any order, by a clock that all ranks share.
+
+    Returns:
+        The timeline; None if there is no event.
+    """
+    everything = [event for events in ranks for event in events]
+    if not everything:
+        return None
+    origin = min(event.start_s for event in everything)
+    first = min(event.action.micro_batch for event in everything)
+
+    def shifted(event: Event) -> Event:
+        action = event.action._replace(micro_batch=event.action.micro_batch - first)
+        return Event(action, event.start_s - origin, event.end_s - origin)
+
+    return Timeline(
+        title,
+        tuple(
+            tuple(sorted(map(shifted, events), key=lambda event: event.start_s)) for events in ranks
+        ),
+    )
+
+
+def save_traces(
+    folder: Path, events: Mapping[tuple[str, int], Sequence[Sequence[Event]]], rank: int
+) -> None:
+    """Write ``timeline-mM.png``, ``timeline-mM.svg`` and ``trace-mM.json`` for each M, on rank 0.
+
+    Args:
+        folder: Where to.
+        events: For each system and number of micro-batches, those of all ranks.
+        rank: Of this process.
+    """
+    if rank != 0:
+        return
+    for count in {count for _, count in events}:
+        timelines = [
+            timeline
+            for (name, number), ranks in events.items()
+            if number == count and (timeline := build_timeline(f"{name}, M={count}", ranks))
+        ]
+        if timelines:
+            atomic_write_bytes(folder / f"timeline-m{count}.png", png(timelines))
+            atomic_write_text(folder / f"timeline-m{count}.svg", svg(timelines))
+            atomic_write_text(folder / f"trace-m{count}.json", chrome_trace(timelines))

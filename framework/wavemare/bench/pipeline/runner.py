@@ -9,13 +9,13 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from wavemare.bench.gpt import bench_device
 from wavemare.bench.pipeline.workload import Batch, Workload
+from wavemare.bench.ranks import bench_device
 from wavemare.pipeline.clock.timeline import Event
 from wavemare.pipeline.plan.action import COMPUTE, RECEIVES, SENDS, Action, Kind
 
@@ -23,7 +23,6 @@ __all__ = [
     "ADAMW",
     "BoundRunner",
     "Busy",
-    "EventSource",
     "Place",
     "Recorder",
     "Runner",
@@ -56,22 +55,14 @@ class Place:
         return self.rank == self.stages - 1
 
 
-class EventSource(Protocol):
-    """A source of noted actions."""
-
-    def take(self) -> list[Event]:
-        """Return the events since the last call."""
-        ...
-
-
 class Runner(ABC):
     """A system, ready to train.
 
     Attributes:
-        recorder: Notes the time of each action; None where actions cannot be told apart.
+        take: Returns the events since the last call; None where actions cannot be told apart.
     """
 
-    recorder: EventSource | None = None
+    take: Callable[[], list[Event]] | None = None
 
     @abstractmethod
     def step(self) -> None:
@@ -80,10 +71,6 @@ class Runner(ABC):
     def drain(self) -> None:
         """Finish all micro-batches, so that another system may use the same channels."""
         return None
-
-    def take(self) -> list[Event]:
-        """Return the events since the last call."""
-        return self.recorder.take() if self.recorder is not None else []
 
 
 class Busy(NamedTuple):
@@ -171,7 +158,8 @@ class BoundRunner(Runner):
         self._loss = workload.loss if place.is_last else None
         self._count = place.micro_batches
         self._batches = self._fake_batches(workload, place, device)
-        self.recorder = recorder = Recorder(place.micro_batches)
+        recorder = Recorder(place.micro_batches)
+        self.take = recorder.take
         self._timed_forward = recorder.timed(Kind.FORWARD, place.rank, self._forward)
         self._timed_backward = recorder.timed(Kind.BACKWARD, place.rank, self._backward)
         self._timed_update = recorder.timed(Kind.STEP, place.rank, self._update)

@@ -16,19 +16,17 @@ from deepspeed.runtime.pipe import schedule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZBVZeroBubble
 
 import wavemare
-from wavemare.bench.gpt import bench_device
 from wavemare.bench.pipeline.request import BASELINE, BOUND
 from wavemare.bench.pipeline.runner import (
     ADAMW,
     BoundRunner,
-    EventSource,
     Place,
     Recorder,
     Runner,
     build_optimizer,
 )
 from wavemare.bench.pipeline.workload import Workload
-from wavemare.engine.observe.recorder import Recorder as EngineRecorder
+from wavemare.bench.ranks import bench_device
 from wavemare.pipeline.clock.timeline import Event
 from wavemare.pipeline.plan.action import Kind
 
@@ -53,12 +51,12 @@ class EngineRunner(Runner):
     Args:
         engine: DeepSpeed's or ours.
         workload: Has the micro-batches.
-        recorder: Of the engine's actions.
+        take: Of `Runner`.
     """
 
-    def __init__(self, engine: Any, workload: Workload, recorder: EventSource) -> None:
+    def __init__(self, engine: Any, workload: Workload, take: Callable[[], list[Event]]) -> None:
         self.engine = engine
-        self.recorder = recorder
+        self.take = take
         self._batches = itertools.cycle(workload.batches)
 
     def step(self) -> None:
@@ -138,7 +136,7 @@ def _build_torch_zbv(workload: Workload, place: Place) -> Runner:
 def _build_deepspeed(workload: Workload, place: Place) -> Runner:
     module = _module(deepspeed.PipelineModule, workload, place, parts=place.stages)
     engine = _initialize(deepspeed.initialize, module, _config(workload, place))
-    return EngineRunner(engine, workload, record_actions(engine, place))
+    return EngineRunner(engine, workload, record_actions(engine, place).take)
 
 
 def _build_dualpipev(workload: Workload, place: Place) -> Runner:
@@ -147,7 +145,7 @@ def _build_dualpipev(workload: Workload, place: Place) -> Runner:
 
     module = _module(DualPipeVModule, workload, place, parts=2 * place.stages)
     engine = _initialize(deepspeed.initialize, module, _config(workload, place))
-    return EngineRunner(engine, workload, record_actions(engine, place))
+    return EngineRunner(engine, workload, record_actions(engine, place).take)
 
 
 def _build_soap(workload: Workload, place: Place) -> Runner:
@@ -210,21 +208,15 @@ def _initialize(initialize: Callable[..., Any], module: Any, config: dict[str, A
     return initialize(model=module, model_parameters=parameters, config=config)[0]
 
 
-class _EngineEvents:
-    """Our engine's own recorder as a source of events."""
+def record_engine(engine: Any) -> Callable[[], list[Event]]:
+    """Have our engine note its actions; return what gives the events since the last call."""
+    engine.recorder.keeping = True
 
-    def __init__(self, recorder: EngineRecorder) -> None:
-        self._recorder = recorder
-
-    def take(self) -> list[Event]:
-        events, self._recorder.events = self._recorder.events, []
+    def take() -> list[Event]:
+        events, engine.recorder.events = engine.recorder.events, []
         return list(events)
 
-
-def record_engine(engine: Any) -> EventSource:
-    """Return the events of our engine, which notes them from now on."""
-    engine.recorder.keeping = True
-    return _EngineEvents(engine.recorder)
+    return take
 
 
 def record_actions(engine: Any, place: Place) -> Recorder:

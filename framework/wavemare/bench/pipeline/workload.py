@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import set_seed
 
-from wavemare.bench.gpt import SEED, build_gpt
 from wavemare.bench.pipeline.request import PipelineRequest
+from wavemare.bench.ranks import SEED, build_gpt
 from wavemare.models.gpt2 import gpt2_chain
 from wavemare.models.layers import PipelineLayer
 from wavemare.models.losses import LanguageModelLoss

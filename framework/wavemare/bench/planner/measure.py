@@ -17,12 +17,11 @@ from torch import Tensor
 
 import wavemare
 from wavemare.bench.cluster.requests import ask
-from wavemare.bench.gpt import SEED, build_gpt
 from wavemare.bench.pipeline.runner import busy_seconds
 from wavemare.bench.pipeline.systems import record_engine
 from wavemare.bench.planner.request import BASELINE, CUTS, PLANNED, SHARES, PlannerJob
 from wavemare.bench.planner.rows import cut_rows, share_rows
-from wavemare.bench.rounds import gather, interleaved
+from wavemare.bench.ranks import SEED, build_gpt, gather, interleaved
 from wavemare.models.timing import rank_times
 from wavemare.observe import Screen
 from wavemare.parallel.balance import balance_replicas, example_samples, plan_stages
@@ -203,22 +202,22 @@ class _Pipeline:
         self._steady = job.schedule == "pipemare"
         self._steps = _STEADY_STEPS if self._steady else 1
         self._fill = math.ceil(job.ranks / job.micro_batches) if self._steady else 0
-        self._recorder = record_engine(self.engine)
+        self._take = record_engine(self.engine)
         tokens = _tokens(job, 0, job.micro_batches, job.batch)
         self._batches = itertools.cycle([{"input_ids": part, "labels": part} for part in tokens])
 
     def round(self) -> tuple[float, float]:
         """Train some steps; return seconds of a step, and of a micro-batch's passes."""
         self._train(1 + self._fill if self._steady else 0)
-        self._recorder.take()
+        self._take()
         started = time.perf_counter()
         self._train(self._steps)
         seconds = (time.perf_counter() - started) / self._steps
-        busy = busy_seconds(self._recorder.take())
+        busy = busy_seconds(self._take())
         self._train(self._fill)
         if self._steady:
             self.engine.drain()
-        self._recorder.take()
+        self._take()
         return seconds, busy.compute_s / (self._steps * self._count)
 
     def _train(self, steps: int) -> None:

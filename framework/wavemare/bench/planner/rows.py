@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from wavemare.bench.planner.request import BASELINE, CHOICE, CUTS, PLANNED, SHARES, PlannerJob
-from wavemare.bench.rounds import ratio_row
+from wavemare.bench.ranks import ratio_row
 from wavemare.errors import CommError
 from wavemare.parallel.layout.layout import Layout
 from wavemare.pipeline.clock.simulate import Costs, simulate

@@ -11,9 +11,9 @@ from typing import Any
 from wavemare.bench.cluster import EmulatedCluster
 from wavemare.bench.cluster.requests import ADDRESS, serving
 from wavemare.bench.cluster.throttle import Throttle
-from wavemare.bench.gpt import build_gpt
 from wavemare.bench.planner.request import BASELINE, HOSTS, ORDER, PlannerJob, PlannerRequest
 from wavemare.bench.planner.rows import choice_rows
+from wavemare.bench.ranks import build_gpt
 from wavemare.bench.run import run_ranks
 from wavemare.parallel.layout.layout import Layout, Prediction
 from wavemare.parallel.planner.cluster import Cluster

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wavemare.bench.rounds import interleaved, ratio_row
-from wavemare.bench.sparse.gradients import active_blocks, make_gradient
+from wavemare.bench.ranks import interleaved, ratio_row
 from wavemare.bench.sparse.request import DENSE, Case, SparseRequest
 from wavemare.bench.sparse.systems import Bench, build_system
 from wavemare.comm.blocks.masks import Masks
@@ -25,10 +24,11 @@ from wavemare.comm.transport import Transport, open_transport
 from wavemare.errors import CommError
 from wavemare.observe import Screen
 
-__all__ = ["Sample", "build_result", "measure"]
+__all__ = ["Sample", "active_blocks", "build_result", "make_gradient", "measure"]
 
 BASELINE = "best-dense"
 _TIMEOUT_S = 120.0
+_ZIPF_EXPONENT = 1.1
 _KERNEL_PHASES = ("mask", "plan", "pack", "reduce", "unpack")
 
 
@@ -196,3 +196,39 @@ def _model(request: SparseRequest, case: Case, row: Mapping[str, Any]) -> float 
         return None
     kernels = sum(row["phases_s"].get(phase, 0.0) for phase in _KERNEL_PHASES)
     return max(moved.up, moved.down) / (request.mbit * 1e6 / 8) + kernels
+
+
+def active_blocks(case: Case, num_blocks: int, rank: int) -> np.ndarray:
+    """Return the numbers of the blocks that are not zero on a rank, ascending.
+
+    Args:
+        case: Pattern and density.
+        num_blocks: Of the bucket.
+        rank: Of the process; the same one gets the same blocks in every run.
+    """
+    count = round(num_blocks * case.density)
+    generator = np.random.default_rng(7 if case.pattern == "identical" else 1000 + rank)
+    if case.pattern == "zipf":
+        likelihood = np.arange(1, num_blocks + 1) ** -_ZIPF_EXPONENT
+        likelihood /= likelihood.sum()
+        chosen = generator.choice(num_blocks, count, replace=False, p=likelihood)
+    else:
+        chosen = generator.permutation(num_blocks)[:count]
+    return np.sort(chosen)
+
+
+def make_gradient(case: Case, numel: int, block: int, rank: int) -> Tensor:
+    """Return (numel,), float32: normally distributed in its active blocks, else zero.
+
+    Args:
+        case: Pattern and density.
+        numel: A multiple of the block.
+        block: Elements per block.
+        rank: Of the process.
+    """
+    blocks = active_blocks(case, numel // block, rank)
+    flat = torch.zeros(numel)
+    generator = torch.Generator().manual_seed(rank)
+    values = torch.randn(len(blocks), block, generator=generator)
+    flat.view(-1, block)[torch.from_numpy(blocks)] = values
+    return flat

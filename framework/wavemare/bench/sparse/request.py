@@ -14,7 +14,6 @@ from wavemare.bench.request import (
     GptRequest,
     NonNegativeInt,
     Positive,
-    Request,
     Row,
     check_names,
 )
@@ -111,32 +110,7 @@ class Case:
         return f"{self.pattern} {self.density:g}"
 
 
-class _BertRequest(Request):
-    panel: ClassVar[str | None] = "With --step: a BERT classifier"
-
-    vocabulary: Annotated[int, Field(ge=1000)] = 30_522
-    """Rows of the word embedding."""
-
-    hidden: PositiveInt = 256
-    """Width."""
-
-    layers: PositiveInt = 2
-    """Blocks."""
-
-    heads: PositiveInt = 4
-    """Attention heads."""
-
-    batch: PositiveInt = 8
-    """Texts per rank and step."""
-
-    sequence: Annotated[int, Field(ge=8)] = 64
-    """Tokens per text."""
-
-    steps_per_round: PositiveInt = 4
-    """Optimizer steps of a system in a round."""
-
-
-class SparseRequest(_BertRequest):
+class SparseRequest(GptRequest):
     """Measure ways to sum a sparse gradient over ranks, or whole training steps with --step.
 
     Dense reductions of MPI and gloo, sparse ones of torch, DeepSpeed, AGsparse and SparCML, and
@@ -172,7 +146,16 @@ class SparseRequest(_BertRequest):
     """Systems to measure; by default all over MPI, or all of --step."""
 
     step: bool = False
-    """Measure whole training steps of a BERT, whose word embedding has sparse gradients."""
+    """Measure whole training steps of a BERT classifier of the size below: the gradient of its word
+    embedding is sparse."""
+
+    steps_per_round: PositiveInt = 4
+    """With --step: optimizer steps of a system in a round."""
+
+    layers: PositiveInt = 2
+    vocabulary: Annotated[int, Field(ge=1000)] = 30_522
+    sequence: Annotated[int, Field(ge=8)] = 64
+    batch: PositiveInt = 8
 
     warmups: NonNegativeInt = 2
 
@@ -201,7 +184,7 @@ class SparseRequest(_BertRequest):
 
     def check(self) -> None:
         """Check values against each other."""
-        GptRequest.check(self)  # type: ignore[arg-type]
+        super().check()
         check_names("--systems", self.chosen, STEP_SYSTEMS if self.step else SYSTEMS)
         check_names("--patterns", self.patterns, PATTERNS, "pattern")
         if not self.densities:

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import wavemare
-from wavemare.bench.gpt import SEED
-from wavemare.bench.rounds import interleaved, ratio_row
+from wavemare.bench.ranks import SEED, interleaved, ratio_row
 from wavemare.bench.sparse.request import STEP_BASELINE, STEP_BOUND, SparseRequest
 from wavemare.observe import Screen
 

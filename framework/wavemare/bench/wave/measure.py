@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wavemare.bench.cluster.requests import ask
-from wavemare.bench.rounds import interleaved, ratio_row
+from wavemare.bench.ranks import interleaved, ratio_row
 from wavemare.bench.wave.links import adjusted_mbit, link_mbit, sent_bytes
-from wavemare.bench.wave.record import PeakBytes, StepRecorder, median_seconds
 from wavemare.bench.wave.request import (
     BASELINE,
     DOMINO,
@@ -26,7 +25,14 @@ from wavemare.bench.wave.request import (
     TICK_TOCK,
     WaveRequest,
 )
-from wavemare.bench.wave.systems import HALVES, Systems, check_gradients
+from wavemare.bench.wave.systems import (
+    HALVES,
+    PeakBytes,
+    StepRecorder,
+    Systems,
+    check_gradients,
+    median_seconds,
+)
 from wavemare.observe import Screen
 from wavemare.pipeline.clock.simulate import Costs
 from wavemare.pipeline.clock.timeline import Event

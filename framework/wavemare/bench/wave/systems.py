@@ -1,32 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The systems: one model split over the ranks, and a plan of an optimizer step for each."""
+"""One model split over the ranks, a plan of each system, and where the time of a step goes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from statistics import median
 from typing import Any, NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from wavemare.bench.gpt import SEED, bench_device, build_gpt
+from wavemare.bench.ranks import SEED, bench_device, build_gpt
 from wavemare.bench.wave.request import BASELINE, DOMINO, IN_PHASE, TICK_TOCK, WaveRequest
 from wavemare.engine.waves.executor import Hooks, WaveExecutor
 from wavemare.engine.waves.profile import profile_segments
 from wavemare.errors import CommError
 from wavemare.parallel.tensor.segments import tensor_segments
 from wavemare.parallel.tensor.split import split_model
-from wavemare.pipeline.plan.action import Action
+from wavemare.pipeline.clock.timeline import Event
+from wavemare.pipeline.plan.action import COLLECTIVES, COMPUTE, Action, Kind
 from wavemare.pipeline.wave.schedule import accumulation_step, in_phase_step, tick_tock_step
 
-__all__ = ["HALVES", "Systems", "check_gradients"]
+__all__ = [
+    "HALVES",
+    "PeakBytes",
+    "StepRecorder",
+    "Systems",
+    "check_gradients",
+    "median_seconds",
+]
 
 HALVES = "halves"
 """Accumulation of halved micro-batches: not a system, it measures the cost of halving."""
 # Sums of halves are rounded in another order.
 _TOLERANCE = 1e-4
+
+_COST_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.SUM_OUTPUT, Kind.SUM_GRADIENT)
 
 _Batch = dict[str, Tensor]
 Record = Callable[[Action], AbstractContextManager[Any]]
@@ -135,3 +148,104 @@ def _build_batches(request: WaveRequest, device: torch.device) -> list[_Batch]:
 
 def _batch(tokens: Tensor) -> _Batch:
     return {"input_ids": tokens, "labels": tokens}
+
+
+class StepRecorder:
+    """Notes the passes of a step, and the waits for collectives between them.
+
+    Attributes:
+        events: In order; events of collectives are the waits for them.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    @contextmanager
+    def record(self, action: Action) -> Iterator[None]:
+        """Note the time of the block."""
+        started = time.perf_counter()
+        yield
+        self.events.append(Event(action, started, time.perf_counter()))
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds in passes."""
+        return sum(e.end_s - e.start_s for e in self.events if e.action.kind in COMPUTE)
+
+    @property
+    def waiting_s(self) -> float:
+        """Seconds in which only collectives ran."""
+        return sum(e.end_s - e.start_s for e in self.events if e.action.kind in COLLECTIVES)
+
+
+def median_seconds(events: Iterable[Event], num_segments: int) -> list[list[float]]:
+    """Return the median times (4, num_segments) of forward, backward and both kinds of sums.
+
+    Args:
+        events: Of steps without any overlap.
+        num_segments: Segments of the model, with the head.
+    """
+    seconds: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for action, start_s, end_s in events:
+        seconds[action.kind, action.stage].append(end_s - start_s)
+    return [
+        [median(seconds.get((kind, stage), [0.0])) for stage in range(num_segments)]
+        for kind in _COST_KINDS
+    ]
+
+
+class PeakBytes:
+    """Counts the memory that autograd keeps: each storage once, weights not at all.
+
+    Args:
+        module: Owns the weights.
+
+    Attributes:
+        now: Bytes that are kept now.
+        peak: The most at any moment.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._weights = {weight.untyped_storage().data_ptr() for weight in module.parameters()}
+        self._holders: Counter[int] = Counter()
+        self.now = 0
+        self.peak = 0
+
+    def hooks(self) -> Any:
+        """Return the context in which saved tensors are counted."""
+        return torch.autograd.graph.saved_tensors_hooks(self._keep, lambda held: held.tensor)
+
+    def _keep(self, tensor: Tensor) -> _Held:
+        storage = tensor.untyped_storage()
+        address, size = storage.data_ptr(), storage.nbytes()
+        if address in self._weights:
+            return _Held(tensor, None)
+        if not self._holders[address]:
+            self.now += size
+            self.peak = max(self.peak, self.now)
+        self._holders[address] += 1
+
+        def drop() -> None:
+            self._holders[address] -= 1
+            if not self._holders[address]:
+                self.now -= size
+
+        return _Held(tensor, drop)
+
+
+class _Held:
+    """A saved tensor; autograd drops it when it needs the tensor no more.
+
+    Args:
+        tensor: The saved one.
+        drop: Called at the end.
+    """
+
+    def __init__(self, tensor: Tensor, drop: Callable[[], None] | None) -> None:
+        # An operator's own output would hold the operator, which holds this.
+        self.tensor = tensor.detach()
+        self._drop = drop
+
+    def __del__(self) -> None:
+        if self._drop is not None:
+            self._drop()

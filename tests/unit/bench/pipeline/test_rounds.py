@@ -10,7 +10,7 @@ import torch
 from wavemare.bench.pipeline import measure
 from wavemare.bench.pipeline.request import PipelineRequest
 from wavemare.bench.pipeline.runner import Runner
-from wavemare.bench.rounds import interleaved
+from wavemare.bench.ranks import interleaved
 from wavemare.pipeline.clock.timeline import Event
 from wavemare.pipeline.plan.action import Action, Kind
 
@@ -21,7 +21,6 @@ class FakeRunner(Runner):
     def __init__(self, world, seconds):
         self.world = world
         self.seconds = itertools.cycle(seconds)
-        self.recorder = self
         self.events = []
 
     def step(self):

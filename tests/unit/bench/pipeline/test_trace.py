@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Timelines of all ranks on one clock, and their files."""
 
-from wavemare.bench.pipeline.trace import build_timeline, save_traces
+from wavemare.bench.pipeline.measure import build_timeline, save_traces
 from wavemare.pipeline.clock.timeline import Event, Timeline
 from wavemare.pipeline.plan.action import Action, Kind
 

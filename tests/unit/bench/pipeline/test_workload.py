@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from wavemare.bench.gpt import build_gpt
 from wavemare.bench.pipeline import workload
 from wavemare.bench.pipeline.request import PipelineRequest
 from wavemare.bench.pipeline.workload import GPTWorkload, SyntheticWorkload, TimedWait
+from wavemare.bench.ranks import build_gpt
 
 SMALL = PipelineRequest(layers=4, hidden=16, heads=2, vocabulary=11, sequence=6, batch=3)
 

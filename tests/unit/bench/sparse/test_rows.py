@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from wavemare.bench.result import draw, result_table
-from wavemare.bench.sparse.gradients import active_blocks, make_gradient
-from wavemare.bench.sparse.measure import Sample, build_result
+from wavemare.bench.sparse.measure import Sample, active_blocks, build_result, make_gradient
 from wavemare.bench.sparse.request import PATTERNS, Case, SparseRequest
 from wavemare.comm.statistics import Statistics
 

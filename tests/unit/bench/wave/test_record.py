@@ -4,7 +4,7 @@
 import torch
 from torch import nn
 
-from wavemare.bench.wave.record import PeakBytes
+from wavemare.bench.wave.systems import PeakBytes
 from wavemare.engine.waves.profile import SavedBytes
 
 WIDTH, ROWS = 8, 4

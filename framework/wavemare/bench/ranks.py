@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks of all benchmarks share: turns, the GPT that they train, facts on the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+import psutil
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from wavemare.bench.request import GptRequest, Request
+
+__all__ = [
+    "SEED",
+    "bench_device",
+    "build_gpt",
+    "describe_machine",
+    "gather",
+    "interleaved",
+    "ratio_row",
+]
+
+SEED = 7
+_PACKAGES = ("wavemare", "torch", "deepspeed", "transformers")
+_Item = TypeVar("_Item")
+
+
+def interleaved(
+    request: Request, items: Sequence[_Item], note: Callable[[str], None]
+) -> Iterator[tuple[bool, _Item]]:
+    """Yield the items of all rounds; each round begins with another item.
+
+    Args:
+        request: Has the numbers of rounds.
+        items: Systems, or other things to measure in turns.
+        note: Shows a line as a round begins.
+
+    Yields:
+        Whether the round is timed (after the warm-ups), and the item.
+    """
+    for turn in range(request.warmups + request.rounds):
+        number = turn - request.warmups + 1
+        note("warming up" if number < 1 else f"round {number} of {request.rounds}")
+        first = turn % len(items)
+        for item in (*items[first:], *items[:first]):
+            yield number > 0, item
+
+
+def gather(value: Any) -> list[Any]:
+    """Return every rank's value, on every rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def ratio_row(rounds_s: Sequence[float], baseline_s: Sequence[float] | None) -> dict[str, Any]:
+    """Return the part of a row that all benchmarks share.
+
+    Args:
+        rounds_s: Seconds of each round.
+        baseline_s: Those of the baseline; None without it.
+    """
+    own = median(rounds_s)
+    return {
+        "median_s": own,
+        "ratio": None if baseline_s is None else median(baseline_s) / own,
+        "rounds_s": list(rounds_s),
+    }
+
+
+def build_gpt(request: GptRequest, *, ties: bool = False) -> Any:
+    """Return a GPT-2 with the same weights each time.
+
+    Args:
+        request: Has the sizes.
+        ties: Whether the head is the embedding.
+    """
+    from transformers import GPT2Config, GPT2LMHeadModel, set_seed
+
+    set_seed(SEED)
+    return GPT2LMHeadModel(
+        GPT2Config(
+            n_layer=request.layers,
+            n_embd=request.hidden,
+            n_head=request.heads,
+            n_positions=request.sequence,
+            vocab_size=request.vocabulary,
+            tie_word_embeddings=ties,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    )
+
+
+def bench_device() -> torch.device:
+    """Return the device that DeepSpeed gives to this process."""
+    return torch.device(get_accelerator().current_device_name())
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return what decides how fast this machine is, and the versions of what ran on it."""
+    return {
+        "system": platform.platform(),
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": psutil.virtual_memory().total,
+        "accelerator": get_accelerator().device_name(),
+        "threads_per_rank": torch.get_num_threads(),
+        "python": platform.python_version(),
+        **{package: metadata.version(package) for package in _PACKAGES},
+    }
+
+
+def _processor() -> str:
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        for line in information.read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
