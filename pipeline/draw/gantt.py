@@ -5,19 +5,43 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wavemare.errors import PlanError
-from wavemare.pipeline.clock.timeline import Timeline
-from wavemare.pipeline.draw.spans import COLOURS, STEP, WAITING, Span, busy_spans, lanes
+from wavemare.pipeline.clock.timeline import Event, Timeline
+from wavemare.pipeline.plan.action import COLLECTIVES, COMPUTE, Kind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["figure", "png", "svg"]
+__all__ = ["COLOURS", "figure", "png", "svg"]
+
+STEP, WAITING = "optimizer step", "waiting for messages"
+
+# Colours of Okabe and Ito, which people with any colour vision tell apart; blue, green and orange
+# differ in lightness as well.
+COLOURS = {
+    WAITING: "#f1f1f3",
+    "forward": "#0072b2",
+    "backward": "#f0a830",
+    STEP: "#1f2328",
+    "weight correction": "#009e73",
+    "collective": "#cc79a7",
+}
+"""Colours by the kind that the legend names, in drawing order."""
+
+_KINDS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.STEP: STEP,
+    Kind.CORRECT: "weight correction",
+    Kind.RESTORE: "weight correction",
+}
 
 _DPI = 100
 _LANES_PX = 720
@@ -28,7 +52,6 @@ _POINTS_PER_PX = 72 / _DPI
 # A digit is about this wide, relative to the font size.
 _DIGIT = 0.64
 _FONT_POINTS = 6, 10
-_MARK_PX, _MARK_DISTANCE_PX = 2, 8
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _LIGHT = "#f0a830", "#cc79a7"
 
@@ -118,11 +141,11 @@ def _draw_lane(
 ) -> None:
     for kind, colour in COLOURS.items():
         own = [span for span in spans if span.kind == kind]
-        if kind == STEP:
-            _mark_short_steps(axes, row, own, unit, px_per_s)
         bars = [(s.start_s / unit, (s.end_s - s.start_s) / unit) for s in own]
         typical_px = median([s.end_s - s.start_s for s in own]) * px_per_s if own else 0.0
         line = {"edgecolor": "white", "linewidth": 0.7 if typical_px > 3 else 0.0}  # noqa: PLR2004
+        if kind == STEP:  # a short one stays visible
+            line = {"edgecolor": colour, "linewidth": 1.0}
         axes.broken_barh(
             bars, (row - 0.43, 0.86), facecolor=colour, gid=kind, **{**line, **_hatch(kind)}
         )
@@ -144,19 +167,6 @@ def _draw_lane(
             )
 
 
-def _mark_short_steps(
-    axes: Axes, row: int, steps: Sequence[Span], unit: float, px_per_s: float
-) -> None:
-    """Draw a line for each optimizer step that is too short to see, unless they are crowded."""
-    last = -math.inf
-    for step in steps:
-        short = (step.end_s - step.start_s) * px_per_s < _MARK_PX
-        if short and (step.start_s - last) * px_per_s > _MARK_DISTANCE_PX:
-            last = step.start_s
-            width = _MARK_PX * _POINTS_PER_PX
-            axes.vlines(last / unit, row - 0.43, row + 0.43, COLOURS[STEP], linewidth=width)
-
-
 def _hatch(kind: str) -> dict[str, Any]:
     if kind != WAITING:
         return {}
@@ -176,6 +186,70 @@ def _utilisation(timeline: Timeline, start_s: float, end_s: float) -> float:
         for span in busy_spans(events)
     )
     return busy / (end_s - start_s) / len(timeline.ranks)
+
+
+class Span(NamedTuple):
+    """A stretch of time of one colour.
+
+    Args:
+        start_s: Start, in seconds since the timeline's beginning.
+        end_s: End, likewise.
+        kind: A key of `COLOURS`.
+        label: Text to write inside if there is room.
+    """
+
+    start_s: float
+    end_s: float
+    kind: str
+    label: str = ""
+
+
+def busy_spans(events: Iterable[Event]) -> list[Span]:
+    """Return passes, optimizer steps and weight corrections, in the order of their starts."""
+    spans = []
+    for action, start_s, end_s in events:
+        if action.kind in _KINDS:
+            label = str(action.micro_batch) if action.kind in COMPUTE else ""
+            spans.append(Span(start_s, end_s, _KINDS[action.kind], label))
+    return sorted(spans)
+
+
+def lanes(timeline: Timeline) -> list[tuple[str, list[Span]]]:
+    """Return the names and spans of a timeline's lanes, from top to bottom.
+
+    Each rank has one, and below it one for its collectives if it has any.
+    """
+    rows = []
+    for rank, events in enumerate(timeline.ranks):
+        rows.append((f"rank {rank}", [*waiting_spans(events), *busy_spans(events)]))
+        collectives = [e for e in events if e.action.kind in COLLECTIVES]
+        if collectives:
+            sums = [Span(s, end, "collective", str(a.micro_batch)) for a, s, end in collectives]
+            rows.append(("sums", sorted(sums)))
+    return rows
+
+
+def waiting_spans(events: Iterable[Event]) -> Iterator[Span]:
+    """Return when a rank waited for messages or data and computed nothing.
+
+    A receive may be posted long before its data is needed; time in which the rank computes does
+    not count as waiting.
+    """
+    edges = []
+    for action, start_s, end_s in events:
+        busy = action.kind in _KINDS
+        edges += [(start_s, busy, 1), (end_s, busy, -1)]
+    pending = {True: 0, False: 0}
+    since: float | None = None
+    for time, changes in groupby(sorted(edges), key=itemgetter(0)):
+        for _, busy, change in changes:
+            pending[busy] += change
+        waits = pending[False] > 0 and not pending[True]
+        if waits and since is None:
+            since = time
+        elif not waits and since is not None:
+            yield Span(since, time, WAITING)
+            since = None
 
 
 def _save(chart: Figure, format: str) -> bytes:

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text grid, against grids made by hand and a slow search for the earliest ticks."""
+"""The text grid, against grids made by hand and a slow search for the earliest ticks; CSV."""
 
+import csv
+import io
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.pipeline.draw import grid
-from wavemare.pipeline.draw.cells import place
-from wavemare.pipeline.plan.action import COMPUTE, Kind
+from wavemare.errors import PlanError
+from wavemare.pipeline.clock.timeline import Event, Timeline
+from wavemare.pipeline.draw import grid, to_csv
+from wavemare.pipeline.plan.action import COMPUTE, Action, Kind
 from wavemare.pipeline.plan.plan import Plan
 from wavemare.pipeline.plan.schedules import build_plan, one_f_one_b, pipemare
 
@@ -71,18 +74,6 @@ def test_blocks_keep_the_width_and_lose_nothing(width):
     assert not any(line.endswith(" ") for line in text.splitlines())
 
 
-def without_messages(plan):
-    kept = COMPUTE | {Kind.STEP}
-    return replace(
-        plan, ranks=tuple(tuple(a for a in actions if a.kind in kept) for actions in plan.ranks)
-    )
-
-
-@pytest.mark.parametrize("plan", [one_f_one_b(3, 4, 2), pipemare(4, 2, 3, norms=True)])
-def test_passes_wait_without_messages_in_the_plan_too(plan):
-    assert grid(without_messages(plan)) == grid(plan)
-
-
 def test_a_norm_from_the_other_end_holds_a_rank_up():
     # Rank 0 may start micro-batch 1 only when it has the norm that rank 1 sends after B0.
     text = grid(plan_of("0F0 0SA0 0RN0 0S0 0F1", "1RA0 1F0 1B0 1SN0"))
@@ -94,19 +85,15 @@ def test_stages_are_named_where_a_rank_has_several():
     assert text.splitlines()[1].split()[2:] == ["0F0", "1F0", "1B0/1", "0B0*"]
 
 
-def test_steps_without_a_pass_before_them_stand_alone():
-    assert grid(plan_of("0S0 0F0 0S0 0S1")).splitlines()[1] == "rank 0 S0* F0* S1*"
-
-
 def test_stages_on_one_rank_take_their_step_together():
     text = grid(plan_of("0F0 1F0 1B0 0B0 0R0 1R0 0S0 1S0 0F1 1F1 1B1 0B1 0S1 1S1"))
     cells = text.splitlines()[1].split()[2:]
     assert cells == ["0F0", "1F0", "1B0", "0B0*", "0F1", "1F1", "1B1", "0B1*"]
 
 
-def test_a_stuck_rank_ends_in_what_it_waits_for():
-    text = grid(plan_of("0F0 0SA0 0RG0 0B0", "1RG7 1RA0 1F0"))
-    assert text == "tick   0    1\nrank 0 F0   RG0?\nrank 1 RG7? .."
+def test_a_stuck_plan_is_refused():
+    with pytest.raises(PlanError, match="rank 0: 0F0 0SA0 <-- waits for 1RA0"):
+        grid(plan_of("0F0 0SA0 0RG0 0B0", "1RG7 1RA0 1F0"))
 
 
 def test_ranks_without_actions():
@@ -135,11 +122,79 @@ def earliest(plan):
 def test_each_pass_stands_in_its_first_possible_tick(
     schedule, num_stages, micro_batches, num_steps
 ):
-    plan = without_messages(build_plan(schedule, num_stages, micro_batches, num_steps))
-    rows = place(plan)
-    found = {cell.action[:3]: cell.tick for row in rows for cell in row}
+    plan = build_plan(schedule, num_stages, micro_batches, num_steps)
+    _, *rows = (line.split()[1:] for line in grid(plan, width=9999).splitlines())
+    found = {}
+    for stage, (_, *cells) in enumerate(rows):
+        for tick, cell in enumerate(cells):
+            if cell != "..":
+                found[Kind(cell[0]), stage, int(cell[1:].removesuffix("*"))] = tick
     assert found == earliest(plan)
-    assert sum(cell.step for row in rows for cell in row) == plan.num_steps * num_stages
-    for row, actions in zip(rows, plan.ranks, strict=True):
-        assert [cell.action for cell in row] == [a for a in actions if a.kind in COMPUTE]
-        assert not any(cell.stuck for cell in row)
+    steps = sum(cell.endswith("*") for row in rows for cell in row)
+    assert steps == plan.num_steps * num_stages
+
+
+NUMBERS = st.integers(0, 10**6)
+ACTIONS = st.builds(
+    Action, st.sampled_from(Kind), NUMBERS, NUMBERS, st.integers(-1, 99), st.integers(0, 1)
+)
+PLANS = st.builds(
+    Plan,
+    st.sampled_from(["1f1b", "x-y"]),
+    NUMBERS,
+    NUMBERS,
+    NUMBERS,
+    st.lists(st.lists(ACTIONS, max_size=6).map(tuple), max_size=4).map(tuple),
+    st.integers(0, 3),
+)
+HEADER = "# plan schedule=pipemare stages=2 micro_batches=1 steps=1 send_slots=2 ranks=2"
+COLUMNS = "rank,index,kind,stage,micro_batch,version,wave"
+
+
+def test_a_plan_in_full():
+    assert to_csv(pipemare(2, 1, 1)).splitlines() == [
+        HEADER,
+        COLUMNS,
+        "0,0,load,0,0,0,0",
+        "0,1,forward,0,0,0,0",
+        "0,2,send_activation,0,0,0,0",
+        "0,3,recv_grad,0,0,0,0",
+        "0,4,backward,0,0,0,0",
+        "0,5,reduce,0,0,0,0",
+        "0,6,step,0,0,0,0",
+        "1,0,recv_activation,1,0,0,0",
+        "1,1,load,1,0,0,0",
+        "1,2,forward,1,0,0,0",
+        "1,3,backward,1,0,0,0",
+        "1,4,send_grad,1,0,0,0",
+        "1,5,reduce,1,0,0,0",
+        "1,6,step,1,0,0,0",
+    ]
+
+
+@given(PLANS)
+def test_the_lines_are_the_actions(plan):
+    comment, _, table = to_csv(plan).partition("\n")
+    header, _, count = comment.removeprefix("# ").partition(" ranks=")
+    found: list[list[Action]] = [[] for _ in range(int(count))]
+    for row in csv.DictReader(io.StringIO(table)):
+        actions = found[int(row["rank"])]
+        assert int(row["index"]) == len(actions)
+        numbers = (int(row[key]) for key in ("stage", "micro_batch", "version", "wave"))
+        actions.append(Action(Kind[row["kind"].upper()], *numbers))
+    assert replace(Plan.parse(header), ranks=tuple(map(tuple, found))) == plan
+
+
+def test_a_timeline_has_exact_times():
+    events = (
+        Event(Action(Kind.FORWARD, 0, 5, 1), 0.1 + 0.2, 1 / 3),
+        Event(Action(Kind.CORRECT, 0, 5, -1, 1), 1e-9, 2e5),
+    )
+    rows = list(csv.DictReader(io.StringIO(to_csv(Timeline("t", (events, events[:1]))))))
+    assert [(row["rank"], row["index"], row["kind"]) for row in rows] == [
+        ("0", "0", "forward"),
+        ("0", "1", "correct"),
+        ("1", "0", "forward"),
+    ]
+    assert (float(rows[0]["start_s"]), float(rows[0]["end_s"])) == (0.1 + 0.2, 1 / 3)
+    assert (rows[1]["version"], rows[1]["wave"], float(rows[1]["end_s"])) == ("-1", "1", 2e5)

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gantt charts: bars at their times, labels and legend, and files of both formats."""
+"""Gantt charts: spans of lanes, bars at their times, labels and legend, files of both formats."""
 
 import io
 from xml.etree import ElementTree
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
 from wavemare.errors import PlanError
 from wavemare.pipeline.clock.timeline import Event, Timeline
 from wavemare.pipeline.draw import png, svg
-from wavemare.pipeline.draw.gantt import figure
-from wavemare.pipeline.draw.spans import COLOURS
+from wavemare.pipeline.draw.gantt import COLOURS, WAITING, figure, lanes, waiting_spans
 from wavemare.pipeline.plan.action import Action, Kind
 
 
@@ -103,3 +104,50 @@ def test_svg_is_well_formed_and_the_same_each_time():
 def test_png_is_as_wide_as_asked(width):
     image = Image.open(io.BytesIO(png(timeline(), width=width)))
     assert (image.format, image.width) == ("PNG", width)
+
+
+BUSY = {Kind.FORWARD, Kind.BACKWARD, Kind.STEP, Kind.CORRECT, Kind.RESTORE}
+EVENTS = st.lists(
+    st.builds(
+        lambda kind, start, size: Event(Action(kind, 0, 0), start, start + size),
+        st.sampled_from(Kind),
+        st.integers(0, 12),
+        st.integers(0, 8),
+    ),
+    max_size=8,
+)
+
+
+def covers(event, tick):
+    return event.start_s <= tick < event.end_s
+
+
+@given(EVENTS)
+def test_waiting_is_where_only_messages_are_under_way(events):
+    waiting = set()
+    for tick in range(25):
+        kinds = {event.action.kind for event in events if covers(event, tick)}
+        if kinds and not kinds & BUSY:
+            waiting.add(tick)
+    spans = list(waiting_spans(events))
+    ticks = [tick for s in spans for tick in range(int(s.start_s), int(s.end_s))]
+    assert sorted(ticks) == sorted(waiting)
+    assert all(span.kind == WAITING for span in spans)
+    # As few as possible: no two of them touch.
+    assert len({s.start_s for s in spans} | {s.end_s for s in spans}) == 2 * len(spans)
+
+
+def test_collectives_have_a_lane_below_their_rank():
+    events = (
+        Event(Action(Kind.FORWARD, 0, 3), 0.0, 1.0),
+        Event(Action(Kind.SUM_OUTPUT, 0, 3), 1.0, 4.0),
+        Event(Action(Kind.BACKWARD, 1, 2), 1.0, 2.0),
+        Event(Action(Kind.SUM_GRADIENT, 1, 2), 4.0, 5.0),
+    )
+    plain = (Event(Action(Kind.FORWARD, 0, 0), 0.0, 1.0),)
+    rows = lanes(Timeline("two", (events, plain)))
+    assert [name for name, _ in rows] == ["rank 0", "sums", "rank 1"]
+    own, sums, _ = (spans for _, spans in rows)
+    assert [(s.start_s, s.end_s, s.label) for s in sums] == [(1.0, 4.0, "3"), (4.0, 5.0, "2")]
+    # Where nothing runs beside them the rank waits.
+    assert [(s.start_s, s.end_s) for s in own if s.kind == WAITING] == [(2.0, 5.0)]
