@@ -12,11 +12,11 @@ from torch import Tensor
 from wavemare.engine.context import StageContext
 from wavemare.engine.pipe.micro_batch import MicroBatch, as_tuple
 from wavemare.engine.waves.executor import Hooks, WaveExecutor
-from wavemare.engine.waves.profile import no_shared_parameters
 from wavemare.engine.waves.protocol import AccumulationProtocol
+from wavemare.engine.waves.segments import no_shared_parameters
 from wavemare.errors import ConfigError
 from wavemare.pipeline.plan.action import Action
-from wavemare.pipeline.wave.stage_pair import backward_pass, forward_pass, pass_pair
+from wavemare.pipeline.wave.groups import backward_pass, forward_pass, pass_pair
 
 __all__ = ["StagePasses", "check_overlap"]
 

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from wavemare.engine.waves.aliases import Aliases, adding_gradients, aliased
-from wavemare.engine.waves.profile import SegmentProfile, cut, detached
-from wavemare.engine.waves.segments import Activations, Segments
+from wavemare.engine.waves.segments import Activations, SegmentProfile, Segments, cut, detached
 from wavemare.pipeline.plan.action import COMPUTE, Action, Kind
 
 __all__ = ["Hooks", "WaveExecutor"]

@@ -17,11 +17,10 @@ from wavemare.engine.context import EngineContext, Feature
 from wavemare.engine.waves.asynchronous import AsyncWaves
 from wavemare.engine.waves.executor import Hooks, WaveExecutor
 from wavemare.engine.waves.probe import WaveProbe
-from wavemare.engine.waves.profile import SegmentProfile, profile_segments
 from wavemare.engine.waves.protocol import AccumulationProtocol
-from wavemare.engine.waves.segments import Segment, Segments
+from wavemare.engine.waves.segments import Segment, SegmentProfile, Segments, profile_segments
 from wavemare.pipeline.wave.config import WaveletConfig
-from wavemare.pipeline.wave.memory import accumulation_peak, in_phase_peak, peak
+from wavemare.pipeline.wave.gain import peak_bytes
 from wavemare.pipeline.wave.schedule import accumulation, tick_tock
 from wavemare.pipeline.wave.steps import OpenSteps, checked_step
 
@@ -207,11 +206,10 @@ class Wavelet(Feature):
         assert self._profile is not None
         saved = self._profile.saved_bytes
         plan = tick_tock(micro_batches=max(2, self._micro_batches), **self._shape)
+        peak, one = peak_bytes(plan, saved) / _MIB, sum(saved) / _MIB
         return (
             f"wavelet {self._config.mode}: {self._num_segments} segments; predicted peak of "
-            f"activations {peak(plan, saved) / _MIB:.1f} MiB (one wave "
-            f"{accumulation_peak(saved) / _MIB:.1f}, two in phase "
-            f"{in_phase_peak(saved) / _MIB:.1f})"
+            f"activations {peak:.1f} MiB (one wave {one:.1f}, two in phase {2 * one:.1f})"
         )
 
 

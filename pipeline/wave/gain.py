@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicts step times of waves from times of passes and collectives, and decides.
+"""Predicts step times and memory of waves, and decides whether to use them.
 
 The model has one resource that computes and one that runs collectives (see `overlap`). For equal
 segments of forward time ``f``, backward time ``2f`` and ``c`` for a collective in each direction,
@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 from wavemare.errors import PlanError
 from wavemare.pipeline.clock.simulate import Costs, Seconds, simulate
+from wavemare.pipeline.plan.action import Kind
 from wavemare.pipeline.plan.plan import Plan
 from wavemare.pipeline.wave.schedule import accumulation, in_phase, tick_tock
 
@@ -24,6 +26,7 @@ __all__ = [
     "Prediction",
     "StepTime",
     "decide",
+    "peak_bytes",
     "predict",
     "step_time",
     "sums_of",
@@ -152,6 +155,33 @@ def step_time(plan: Plan, costs: Costs) -> StepTime:
     timeline = simulate(plan, costs)
     whole = timeline.makespan_s, timeline.collectives_s, timeline.exposed_s
     return StepTime(*(seconds / plan.num_steps for seconds in whole))
+
+
+def peak_bytes(plan: Plan, saved_bytes: Sequence[int]) -> int:
+    """Return the most bytes that a plan keeps for backward passes at any time.
+
+    With ``a_l`` the bytes that segment ``l`` of the ``L`` below the head keeps and ``P(k)`` the sum
+    of the first ``k`` of them, tick-tock keeps ``P(L - j) + P(i)`` after ``j`` backward passes of
+    one wave and ``i`` forward passes of the other. Accumulation keeps ``P(L)``, in-phase waves
+    ``2 P(L)``. Weights, gradients and optimizer states come on top.
+
+    Args:
+        plan: On one rank.
+        saved_bytes: For each segment, the head last, what its forward pass keeps for its backward
+            pass.
+
+    Raises:
+        PlanError: There are numbers for another number of segments, or the plan has several ranks.
+    """
+    if not plan.on_one_rank:
+        reason = f"it has {len(plan.ranks)} ranks"
+        raise PlanError("plan", plan.schedule, reason, "Give a plan of waves, which is for one")
+    if len(saved_bytes) != plan.num_stages:
+        reason = f"these are {len(saved_bytes)} numbers for {plan.num_stages} segments"
+        raise PlanError("saved_bytes", tuple(saved_bytes), reason, "Give one for each segment")
+    sign = {Kind.FORWARD: 1, Kind.BACKWARD: -1}
+    changes = (sign.get(a.kind, 0) * saved_bytes[a.stage] for a in plan.ranks[0])
+    return max(accumulate(changes, initial=0))
 
 
 def decide(prediction: Prediction, micro_batches: int) -> Decision:

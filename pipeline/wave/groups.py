@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of segments by which waves alternate, to overlap collectives with passes.
+"""Groups of segments by which passes alternate, to overlap collectives with passes.
 
 Collectives are no actions of a plan. A segment that sums its output over ranks starts to do so
 after its forward pass, and the micro-batch's next forward pass waits for it; one that sums the
@@ -9,13 +9,15 @@ therefore alternate by groups of segments that end where a collective starts.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 from wavemare.errors import PlanError
+from wavemare.pipeline.plan.action import Action, Kind
 from wavemare.pipeline.plan.plan import check_numbers
 
-__all__ = ["Group", "Groups", "cut", "group_segments"]
+__all__ = ["Group", "Groups", "backward_pass", "forward_pass", "group_segments", "pass_pair"]
 
 Group = tuple[int, ...]
 """Segments in the order of their passes."""
@@ -72,10 +74,10 @@ def group_segments(
         ends_up = set(range(head))
     ends_up = ends_up or {segment - 1 for segment in ends_down}
     ends_down = ends_down or {segment + 1 for segment in ends_up if segment + 1 < head}
-    return Groups(cut(range(head), ends_up), cut(range(head, -1, -1), ends_down))
+    return Groups(_cut(range(head), ends_up), _cut(range(head, -1, -1), ends_down))
 
 
-def cut(segments: Iterable[int], ends: Container[int]) -> tuple[Group, ...]:
+def _cut(segments: Iterable[int], ends: Container[int]) -> tuple[Group, ...]:
     """Return a row of segments cut behind each end."""
     groups: list[Group] = []
     group: Group = ()
@@ -85,3 +87,41 @@ def cut(segments: Iterable[int], ends: Container[int]) -> tuple[Group, ...]:
             groups.append(group)
             group = ()
     return tuple([*groups, group] if group else groups)
+
+
+def forward_pass(num_segments: int, micro_batch: int) -> Iterator[Action]:
+    """Return a micro-batch's forward passes of all segments of a pipeline stage."""
+    return _passes(Kind.FORWARD, range(num_segments), micro_batch)
+
+
+def backward_pass(num_segments: int, micro_batch: int) -> Iterator[Action]:
+    """Return a micro-batch's backward passes of all segments of a pipeline stage."""
+    return _passes(Kind.BACKWARD, range(num_segments - 1, -1, -1), micro_batch)
+
+
+def pass_pair(
+    sums_output: Sequence[bool], sums_gradient: Sequence[bool], *, backward: int, forward: int
+) -> Iterator[Action]:
+    """Return a micro-batch's backward passes alternating with another one's forward passes.
+
+    They alternate where a collective starts, which then runs behind the other's passes, and the
+    backward group comes first: what it frees, the forward group can keep.
+
+    Args:
+        sums_output: For each segment, whether it sums its output.
+        sums_gradient: The same of its input's gradient.
+        backward: The micro-batch that goes backward.
+        forward: The other one.
+    """
+    segments = range(len(sums_output))
+    up = _cut(segments, {segment for segment in segments if sums_output[segment]})
+    down = _cut(reversed(segments), {segment for segment in segments if sums_gradient[segment]})
+    nothing: Group = ()
+    for below, above in zip_longest(down, up, fillvalue=nothing):
+        yield from _passes(Kind.BACKWARD, below, backward)
+        yield from _passes(Kind.FORWARD, above, forward)
+
+
+def _passes(kind: Kind, segments: Iterable[int], micro_batch: int) -> Iterator[Action]:
+    for segment in segments:
+        yield Action(kind, segment, micro_batch)

@@ -12,12 +12,11 @@ from torch import nn
 
 from wavemare.engine.waves.executor import Hooks, WaveExecutor
 from wavemare.engine.waves.probe import WaveProbe
-from wavemare.engine.waves.profile import profile_segments
-from wavemare.engine.waves.segments import Segment, Segments
+from wavemare.engine.waves.segments import Segment, Segments, profile_segments
 from wavemare.errors import ModelError
 from wavemare.models.segments import segments_of
 from wavemare.pipeline.clock.simulate import Costs
-from wavemare.pipeline.wave.memory import peak as predicted_peak
+from wavemare.pipeline.wave.gain import peak_bytes
 from wavemare.pipeline.wave.schedule import (
     accumulation_step,
     in_phase_step,
@@ -211,7 +210,7 @@ def test_the_predicted_peak_is_within_two_percent(profile):
     model = Stack(PROFILES[profile])
     measured, saved = peak_of(model, tick_tock_step(13, 3), 3)
     plan = tick_tock(13, 3, saved_bytes=saved)
-    assert measured == pytest.approx(predicted_peak(plan, saved), rel=0.02)
+    assert measured == pytest.approx(peak_bytes(plan, saved), rel=0.02)
 
 
 @pytest.mark.parametrize("profile", PROFILES)

@@ -7,7 +7,7 @@ from tensor_models import batch, build
 from torch import nn
 
 from wavemare.engine.waves.executor import WaveExecutor
-from wavemare.engine.waves.profile import no_shared_parameters
+from wavemare.engine.waves.segments import no_shared_parameters
 from wavemare.models.activations import split_batch
 from wavemare.models.families import family_of
 from wavemare.models.layers import Head
@@ -16,7 +16,7 @@ from wavemare.models.split import SplitTiedHead, split_chain, split_loss
 from wavemare.parallel.tensor.segments import stage_segments
 from wavemare.parallel.tensor.split import split_model
 from wavemare.parallel.tensor.vocabulary import VocabParallelHead
-from wavemare.pipeline.wave.stage_pair import backward_pass, forward_pass, pass_pair
+from wavemare.pipeline.wave.groups import backward_pass, forward_pass, pass_pair
 
 MICRO_BATCHES = 3
 

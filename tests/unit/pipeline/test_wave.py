@@ -11,7 +11,6 @@ from wavemare.errors import PlanError
 from wavemare.pipeline.plan.action import COMPUTE, Action, Kind
 from wavemare.pipeline.plan.check import check
 from wavemare.pipeline.wave.groups import group_segments
-from wavemare.pipeline.wave.memory import live_bytes
 from wavemare.pipeline.wave.schedule import (
     accumulation,
     accumulation_step,
@@ -164,11 +163,8 @@ def test_backward_passes_of_two_micro_batches_never_mix_but_in_phase(made):
 @given(made=plans())
 def test_steps_end_empty_with_at_most_two_waves_under_way(made):
     plan, _ = made
-    ones = (1,) * plan.num_stages
-    curve = live_bytes(plan, ones)
-    assert max(max(live) for live in curve) <= plan.num_stages
     under_way, steps = set(), []
-    for action, live in zip(plan.ranks[0], curve, strict=True):
+    for action in plan.ranks[0]:
         if action.kind is Kind.LOAD:
             under_way.add(action.micro_batch)
             assert action.stage == 0
@@ -177,7 +173,6 @@ def test_steps_end_empty_with_at_most_two_waves_under_way(made):
         assert len(under_way) <= (1 if plan.schedule == "accumulation" else 2)
         if action.kind in {Kind.REDUCE, Kind.STEP}:
             assert not under_way
-            assert live.total == 0
             steps.append((action.kind, action.stage, action.micro_batch))
     last = [plan.micro_batches * (k + 1) - 1 for k in range(plan.num_steps)]
     segments = range(plan.num_stages)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from wavemare.bench.ranks import SEED, bench_device, build_gpt
 from wavemare.bench.wave.request import BASELINE, DOMINO, IN_PHASE, TICK_TOCK, WaveRequest
 from wavemare.engine.waves.executor import Hooks, WaveExecutor
-from wavemare.engine.waves.profile import profile_segments
+from wavemare.engine.waves.segments import profile_segments
 from wavemare.errors import CommError
 from wavemare.parallel.tensor.segments import tensor_segments
 from wavemare.parallel.tensor.split import split_model

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from wavemare.bench.wave.systems import PeakBytes
-from wavemare.engine.waves.profile import SavedBytes
+from wavemare.engine.waves.segments import SavedBytes
 
 WIDTH, ROWS = 8, 4
 BLOCK = ROWS * WIDTH * 4
