@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,7 +16,6 @@ from wavemare.comm.blocks.layout import OwnedRange
 from wavemare.comm.blocks.masks import Masks, mask_bytes
 from wavemare.comm.compress.compressors import Compressor
 from wavemare.comm.executors import EXECUTOR_TYPES, CollectiveCall, Executor, Scratch
-from wavemare.comm.executors.hierarchy import Hierarchy
 from wavemare.comm.executors.ranges import (
     equal_ranges,
     gather_ranges,
@@ -26,8 +27,64 @@ from wavemare.comm.selection.cost import Constants
 from wavemare.comm.selection.selector import DENSE, Selector
 from wavemare.comm.statistics import Statistics
 from wavemare.comm.transport import Transport
+from wavemare.errors import CommError
 
-__all__ = ["Reduction"]
+__all__ = ["Hierarchy", "Reduction"]
+
+
+@dataclass(frozen=True)
+class Hierarchy:
+    """The ranks of this node, and the ranks with the same number on the other nodes.
+
+    Within a node every rank sums a shard. Ranks with the same number then sum their shards
+    sparsely, which uses all network interfaces of a node. Sums within a node are denser than a
+    rank's gradient: 1 - (1-d)^G for G ranks with independent masks of density d.
+
+    Args:
+        within: Transport among the ranks of this node.
+        between: Transport among the ranks with this number.
+    """
+
+    within: Transport
+    between: Transport
+
+    @classmethod
+    def find(cls, transport: Transport, node: str | None = None) -> Hierarchy | None:
+        """Find the nodes; collective over all ranks.
+
+        Args:
+            transport: Among all ranks.
+            node: This rank's node; the machine's name if omitted.
+
+        Returns:
+            None if there is one node, or one rank per node.
+
+        Raises:
+            CommError: The nodes have different numbers of ranks.
+        """
+        colour = zlib.crc32((transport.host if node is None else node).encode())
+        mine = torch.tensor([colour], device=transport.message_device)
+        table = mine.new_empty(transport.size, 1)
+        transport.all_gather(mine, table)
+        colours = table[:, 0].tolist()
+        sizes = {other: colours.count(other) for other in colours}
+        if len(set(sizes.values())) > 1:
+            raise CommError(
+                "hierarchical",
+                True,
+                f"the nodes have different numbers of ranks: {sorted(sizes.values())}",
+                "Start as many ranks on each node, or set it to false",
+            )
+        if len(sizes) in {1, transport.size}:
+            return None
+        number = colours[: transport.rank].count(colour)
+        # MPI colours have 31 bits: use the node's first rank.
+        return cls(transport.split(colours.index(colour)), transport.split(number))
+
+    def close(self) -> None:
+        """Close both transports."""
+        self.within.close()
+        self.between.close()
 
 
 class Reduction:

@@ -20,8 +20,7 @@ from wavemare.comm.collective_queue import CollectiveQueue, Handle
 from wavemare.comm.compress.compressors import Compressor, make_compressor
 from wavemare.comm.config import HALVES, CompressorConfig, Mode
 from wavemare.comm.executors import Scratch
-from wavemare.comm.executors.hierarchy import Hierarchy
-from wavemare.comm.reduction import Reduction
+from wavemare.comm.reduction import Hierarchy, Reduction
 from wavemare.comm.selection.calibration import calibrate
 from wavemare.comm.selection.cost import EXECUTORS, IN_ORDER, Constants
 from wavemare.comm.selection.selector import ExecutorChoice, choose_executor

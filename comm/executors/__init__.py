@@ -7,8 +7,7 @@ from collections.abc import Mapping
 
 from wavemare.comm.executors.base import CollectiveCall, Executor, Scratch
 from wavemare.comm.executors.block_allgather import BlockAllgather
-from wavemare.comm.executors.dense import Dense, Ordered
-from wavemare.comm.executors.packed import Packed
+from wavemare.comm.executors.dense import Dense, Ordered, Packed
 from wavemare.comm.executors.push_pull import PushPull
 from wavemare.comm.executors.streaming import Streaming
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -18,7 +18,13 @@ from wavemare.comm.blocks.masks import Masks
 from wavemare.comm.kernels import BlockKernels, kernels_for
 from wavemare.comm.transport.base import Transport
 
-__all__ = ["CollectiveCall", "Executor", "Scratch"]
+__all__ = ["Begin", "CollectiveCall", "Executor", "Scratch", "num_chunks", "pipelined"]
+
+Begin = Callable[[], Callable[[], None]]
+"""Starts messages; returns a function that waits for them and uses them."""
+
+_CHUNK_BYTES = 4 << 20
+_MOST_CHUNKS = 8
 
 
 class Scratch:
@@ -123,3 +129,30 @@ class Executor(ABC):
             call: This rank's bucket; its zero blocks hold +0.0.
             masks: Of all ranks, if `needs_masks`.
         """
+
+
+def num_chunks(num_bytes: float) -> int:
+    """Return the number of chunks of an owner's sums; the same on all ranks.
+
+    Args:
+        num_bytes: Bytes of one owner's sums.
+    """
+    return int(min(max(num_bytes // _CHUNK_BYTES, 1), _MOST_CHUNKS))
+
+
+def pipelined(first: Sequence[Begin], second: Sequence[Begin]) -> None:
+    """Push and pull in chunks: while one chunk is summed, others travel.
+
+    All first rounds start at once, and each chunk's second round when its first ends.
+
+    Args:
+        first: For each chunk.
+        second: For each chunk.
+    """
+    pushes = [begin() for begin in first]
+    pulls = []
+    for finish, begin in zip(pushes, second, strict=True):
+        finish()
+        pulls.append(begin())
+    for finish in pulls:
+        finish()

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from wavemare.comm.blocks.layout import Layout, assign_owners
 from wavemare.comm.blocks.masks import Masks
-from wavemare.comm.executors.base import CollectiveCall, Executor
-from wavemare.comm.executors.pipelining import num_chunks, pipelined
+from wavemare.comm.executors.base import CollectiveCall, Executor, num_chunks, pipelined
 
 __all__ = ["PushPull", "push", "push_and_pull"]
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from wavemare.comm.blocks.layout import OwnedRange, assign_ranges
 from wavemare.comm.blocks.masks import Masks
-from wavemare.comm.executors.base import CollectiveCall
-from wavemare.comm.executors.pipelining import num_chunks, pipelined
+from wavemare.comm.executors.base import CollectiveCall, num_chunks, pipelined
 from wavemare.comm.executors.push_pull import push
 from wavemare.comm.kernels import num_blocks
 

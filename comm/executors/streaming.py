@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from wavemare.comm.blocks.masks import Masks, mask_bytes
-from wavemare.comm.executors.base import CollectiveCall, Executor
-from wavemare.comm.executors.streaming_frames import Frames
+from wavemare.comm.executors.base import CollectiveCall, Executor, Scratch
 from wavemare.comm.executors.streaming_protocol import (
     Aggregator,
     Lanes,
@@ -30,6 +29,9 @@ from wavemare.comm.kernels import kernels_for, num_blocks
 from wavemare.comm.transport.base import Exchange
 
 __all__ = ["Streaming"]
+
+_FIXED = 3
+"""Numbers that each message has: slot, kind and number of blocks."""
 
 
 class Streaming(Executor):
@@ -95,7 +97,7 @@ class _Stream:
         owned = -(-lanes.num_slots // call.size)
         frames = 2 + lanes.num_slots + owned * (call.size + lanes.answer_interval + 1)
         dtype = call.flat.dtype
-        self._frames = Frames(frames, lanes.width, call.block, dtype, call.scratch)
+        self._frames = _Frames(frames, lanes.width, call.block, dtype, call.scratch)
         self._arrival = self._frames.take()
         self._own: deque[tuple[Message, int]] = deque()
         self._up: dict[int, _Sent] = {}
@@ -243,3 +245,81 @@ def _local_mask(call: CollectiveCall, blocks: int) -> npt.NDArray[np.bool_]:
     call.kernels.mask(call.flat, call.block, bits)
     packed = bits.cpu().numpy()
     return np.unpackbits(packed, count=blocks, bitorder="little").astype(np.bool_)
+
+
+class _Frames:
+    """Equal parts of the host's memory (*frames*), each for one message.
+
+    A frame starts with int64 numbers: slot, kind, k, k block numbers and k next ones. The blocks
+    start at the next multiple of their size, so kernels can address the whole memory in blocks and
+    sum blocks where they were received.
+
+    Args:
+        number: Frames.
+        width: Most blocks of a message.
+        block: Elements per block.
+        dtype: Of the elements.
+        scratch: Memory to use.
+    """
+
+    def __init__(
+        self, number: int, width: int, block: int, dtype: torch.dtype, scratch: Scratch
+    ) -> None:
+        self._block_bytes = block * dtype.itemsize
+        self._block = block
+        # Numbers must be aligned to 8 bytes for any block size.
+        self._frame_blocks = -(-(self._header_blocks(width) + width) // 8) * 8
+        like = torch.empty(0, dtype=dtype)
+        self.memory = scratch("frames", number * self._frame_blocks * block, like)
+        self._rows = self.memory.view(number, -1)
+        self._bytes = self._rows.view(torch.uint8).numpy()
+        # Reuse the last freed frame first: it is still in the cache.
+        self._free = list(range(number))
+
+    def take(self) -> int:
+        """Return a free frame."""
+        return self._free.pop()
+
+    def give_back(self, frame: int) -> None:
+        """Free a frame."""
+        self._free.append(frame)
+
+    def whole(self, frame: int) -> Tensor:
+        """Return the whole frame, to receive a message."""
+        return self._rows[frame]
+
+    def write(self, frame: int, message: Message) -> Tensor:
+        """Write a message's numbers into a frame.
+
+        Returns:
+            The part of the frame to send once the blocks are written.
+        """
+        count = message.blocks.size
+        numbers = self._bytes[frame, : 8 * (_FIXED + 2 * count)].view(np.int64)
+        numbers[:_FIXED] = message.slot, message.kind, count
+        numbers[_FIXED : _FIXED + count] = message.blocks
+        numbers[_FIXED + count :] = message.nexts
+        return self._rows[frame, : (self._header_blocks(count) + count) * self._block]
+
+    def read(self, frame: int) -> Message:
+        """Return a received message; its numbers are copied."""
+        slot, kind, count = self._bytes[frame, : 8 * _FIXED].view(np.int64).tolist()
+        numbers = self._bytes[frame, 8 * _FIXED : 8 * (_FIXED + 2 * count)].view(np.int64).copy()
+        return Message(slot, MessageKind(kind), numbers[:count], numbers[count:])
+
+    def num_bytes(self, message: Message) -> int:
+        """Return the bytes of a message with its blocks."""
+        count = message.blocks.size
+        return (self._header_blocks(count) + count) * self._block_bytes
+
+    def blocks(self, frame: int, count: int) -> Tensor:
+        """Return the (count * block,) elements of a message's blocks."""
+        start = self._header_blocks(count) * self._block
+        return self._rows[frame, start : start + count * self._block]
+
+    def position(self, frame: int, count: int) -> int:
+        """Return the first block of a message of ``count`` blocks in `memory`, in blocks."""
+        return frame * self._frame_blocks + self._header_blocks(count)
+
+    def _header_blocks(self, count: int) -> int:
+        return -(-8 * (_FIXED + 2 * count) // self._block_bytes)

@@ -10,19 +10,23 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import Store
 
-from wavemare.comm.meeting import agree_on_name
 from wavemare.comm.transport.base import Transport, message_parts
+from wavemare.comm.waits import waiting
 from wavemare.errors import CommError
 
 __all__ = ["TorchTransport"]
 
 _TAG = 0
+_KEY = "wavemare-attempt"
+_PAUSE_S = 0.01
 _GRACE_S = 2.0
 """Seconds in which the other ranks report a failure of their own."""
 
@@ -41,7 +45,7 @@ class TorchTransport(Transport):
     def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float = 300.0) -> None:
         members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         store = PrefixStore(f"wavemare/comm/{members}", dist.distributed_c10d._get_default_store())
-        name = agree_on_name(store, dist.get_rank(), members, timedelta(seconds=timeout_s))
+        name = _agree_on_name(store, dist.get_rank(), members, timedelta(seconds=timeout_s))
         self._start(members, dist.get_backend(group), timeout_s, name)
 
     def _start(self, members: list[int], backend: str, timeout_s: float, name: str) -> None:
@@ -262,3 +266,49 @@ def _ask_store(label: str, rank: int, size: int, suspect: int | None) -> Sequenc
         # Of several silent ranks some may only be slow to notice.
         return [other for other in silent if other in suspects] or silent
     return suspects[:1]
+
+
+@waiting("the other ranks, to agree on a name")
+def _agree_on_name(store: Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> str:
+    """Return a new name that these ranks share, whatever earlier attempts have left.
+
+    A collective would not do: a rank that calls it alone breaks the group for the attempts that
+    follow. Each rank writes a word of its own, which the first rank answers with the name; a rank
+    that finds its answer acknowledges it. Words of earlier attempts have no reader.
+
+    Args:
+        store: The same for all attempts.
+        rank: Of this process.
+        ranks: All ranks of the group, the same everywhere.
+        timeout: Time to wait for the other ranks.
+
+    Raises:
+        CommError: Some ranks have not called in this time.
+    """
+    own = uuid4().hex
+    deadline = time.monotonic() + timeout.total_seconds()
+
+    def pause(missing: list[int]) -> None:
+        if time.monotonic() > deadline:
+            reason = f"they have not come in {timeout.total_seconds():g} s"
+            raise CommError("ranks", missing, reason, "Look at what they have printed")
+        time.sleep(_PAUSE_S)
+
+    if rank != ranks[0]:
+        store.set(f"{_KEY}/hello/{rank}", own)
+        while not store.check([f"{_KEY}/answer/{own}"]):
+            pause([ranks[0]])
+        name = store.get(f"{_KEY}/answer/{own}").decode()
+        store.set(f"{_KEY}/heard/{name}/{rank}", "")
+        return name
+    missing = set(ranks[1:])
+    while missing:
+        for other in sorted(missing):
+            hello = f"{_KEY}/hello/{other}"
+            if store.check([f"{_KEY}/heard/{own}/{other}"]):
+                missing.discard(other)
+            elif store.check([hello]):
+                store.set(f"{_KEY}/answer/{store.get(hello).decode()}", own)
+        if missing:
+            pause(sorted(missing))
+    return own

@@ -7,7 +7,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from wavemare.comm.config import SparseCollectiveConfig
 from wavemare.engine.context import EngineContext
-from wavemare.engine.sparse.bucket_layout import row_tables
+from wavemare.engine.sparse.buckets import row_tables
 from wavemare.engine.sparse.gradients import ReplicatedGradients, SparseGradients
 from wavemare.engine.sparse.zero import PartitionedGradients
 from wavemare.errors import ConfigError

@@ -19,14 +19,14 @@ from wavemare.comm.config import SparseCollectiveConfig
 from wavemare.comm.sparse import SparseComm
 from wavemare.engine.context import EngineContext, Feature
 from wavemare.engine.optim.adapter import adapt
-from wavemare.engine.sparse.bucket_layout import (
+from wavemare.engine.sparse.buckets import (
     Bucket,
+    BucketReducer,
     Member,
     embedding_weights,
     make_buckets,
     row_tables,
 )
-from wavemare.engine.sparse.buckets import BucketReducer
 from wavemare.errors import CheckpointError, ModelError
 
 __all__ = ["ReplicatedGradients", "SparseGradients"]

@@ -19,8 +19,7 @@ from wavemare.comm.blocks.layout import OwnedRange
 from wavemare.comm.config import SparseCollectiveConfig
 from wavemare.engine.context import EngineContext
 from wavemare.engine.optim.adapter import ZeroAdapter
-from wavemare.engine.sparse.bucket_layout import Bucket, Slot
-from wavemare.engine.sparse.buckets import BucketReducer
+from wavemare.engine.sparse.buckets import Bucket, BucketReducer, Slot
 from wavemare.engine.sparse.gradients import SparseGradients
 
 __all__ = ["PartitionedGradients"]

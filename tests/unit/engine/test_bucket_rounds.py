@@ -4,8 +4,7 @@ import torch
 
 from wavemare.comm.blocks.layout import OwnedRange
 from wavemare.comm.collective_queue import Handle
-from wavemare.engine.sparse.bucket_layout import Member, make_buckets
-from wavemare.engine.sparse.buckets import BucketReducer
+from wavemare.engine.sparse.buckets import BucketReducer, Member, make_buckets
 
 SIZES = {"a": (3, 2), "b": (5,), "c": (2, 2), "d": (9,)}
 

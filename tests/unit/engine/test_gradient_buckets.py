@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.engine.sparse.bucket_layout import Member, embedding_weights, make_buckets, row_tables
+from wavemare.engine.sparse.buckets import Member, embedding_weights, make_buckets, row_tables
 
 FLOAT, HALF = torch.float32, torch.bfloat16
 

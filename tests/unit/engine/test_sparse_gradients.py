@@ -10,7 +10,7 @@ from wavemare.comm.config import LOOSE_MODES, SparseCollectiveConfig
 from wavemare.comm.executors import EXECUTOR_TYPES
 from wavemare.comm.statistics import Statistics, Totals
 from wavemare.engine.sparse.attach import attach_sparse_gradients
-from wavemare.engine.sparse.bucket_layout import Bucket
+from wavemare.engine.sparse.buckets import Bucket
 from wavemare.engine.sparse.gradients import SparseGradients
 from wavemare.errors import CheckpointError, ConfigError
 
