@@ -55,11 +55,6 @@ class Header:
         ]
         return torch.tensor(numbers, dtype=torch.int64)
 
-    def differs(self, other: list[int]) -> bool:
-        """Whether another rank's header is of another call."""
-        own = self.as_tensor().tolist()
-        return own[:5] != other[:5] or own[6:] != other[6:]
-
 
 def digest_of(*terms: object) -> int:
     """Return a 32-bit checksum of values."""
@@ -83,10 +78,11 @@ def agree(transport: Transport, header: Header) -> list[int]:
     table = mine.new_empty(transport.size, _FIELDS)
     transport.all_gather(mine, table)
     headers = table.tolist()
-    own = _spell(headers[transport.rank])
+    times = [numbers.pop(5) for numbers in headers]
+    call = headers[transport.rank]
     for rank, numbers in enumerate(headers):
-        if header.differs(numbers):
-            other = _spell(numbers)
+        if numbers != call:
+            own, other = _spell(call), _spell(numbers)
             if other == own:
                 other = "it with another key, partition, mode, average, staging or cost model"
             raise CommError(
@@ -95,7 +91,7 @@ def agree(transport: Transport, header: Header) -> list[int]:
                 f"rank {rank} calls {other} instead",
                 "Let all ranks call the same collectives, on equal buckets, in one order",
             )
-    return [numbers[5] for numbers in headers]
+    return times
 
 
 def exchange_masks(transport: Transport, bits: Tensor, num_blocks: int) -> Masks:
@@ -113,7 +109,7 @@ def exchange_masks(transport: Transport, bits: Tensor, num_blocks: int) -> Masks
 
 
 def _spell(numbers: list[int]) -> str:
-    number, operation, numel, dtype, block, _, items, _ = numbers
+    number, operation, numel, dtype, block, items, _ = numbers
     kind = str(DTYPES[dtype]).removeprefix("torch.")
     extra = {0: "", -1: ", any rows"}.get(items, f", {items} rows")
     return f"#{number} {OPERATIONS[operation]}({numel} {kind}, block {block}{extra})"

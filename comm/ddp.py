@@ -91,9 +91,7 @@ class _ByParameter(Compressor):
     kind = "by parameter"
 
     def __init__(self, inner: Compressor) -> None:
-        super().__init__(
-            inner.block, error_feedback=inner.error_feedback, warmup_steps=inner.warmup_steps
-        )
+        super().__init__(inner.block, inner.config)
         self.inner = inner
         self.layouts: dict[str, Sequence[tuple[str, int]]] = {}
 

@@ -7,8 +7,6 @@ finite, even beyond k. `wavemare.comm.compress.error_feedback` keeps the other b
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -17,65 +15,31 @@ from wavemare.comm.compress.error_feedback import Compressor, block_norms
 from wavemare.comm.config import CompressorConfig
 from wavemare.errors import ConfigError
 
-__all__ = [
-    "BlockRandomK",
-    "BlockThreshold",
-    "BlockTopK",
-    "BlockTopKRatio",
-    "Compressor",
-    "make_compressor",
-]
+__all__ = ["Compressor", "make_compressor"]
 
 
-class _CountedCompressor(Compressor):
-    """Chooses a fixed number or share of blocks."""
+def make_compressor(config: CompressorConfig, block: int) -> Compressor:
+    """Return the compressor that a configuration asks for.
 
-    def __init__(
-        self,
-        block: int,
-        *,
-        ratio: float | None = None,
-        k: int | None = None,
-        error_feedback: bool = True,
-        warmup_steps: int = 0,
-    ) -> None:
-        super().__init__(block, error_feedback=error_feedback, warmup_steps=warmup_steps)
-        if (ratio is None) == (k is None):
-            reason = "the number of blocks to send is given either as such or as a share"
-            raise ConfigError("ratio", ratio, reason, "Give one of ratio and k")
-        if ratio is not None and not 0 < ratio <= 1:
-            raise ConfigError("ratio", ratio, "it is no share", "Give more than 0 and at most 1")
-        if k is not None and k < 1:
-            raise ConfigError("k", k, "nothing would ever be sent", "Give 1 or more")
-        self.ratio, self.k = ratio, k
+    Args:
+        config: Its settings.
+        block: Elements per block.
 
-    def count(self, blocks: int) -> int:
-        """Return the number of chosen blocks, from 1 to ``blocks``."""
-        k = round(self.ratio * blocks) if self.ratio is not None else (self.k or 0)
-        return min(blocks, max(1, k))
-
-    def settings(self) -> dict[str, Any]:
-        """Return the settings; see `Compressor.settings`."""
-        return {**super().settings(), "ratio": self.ratio, "k": self.k}
+    Raises:
+        ConfigError: The block is out of range.
+    """
+    kinds = (_BlockTopK, _BlockTopKRatio, _BlockRandomK, _BlockThreshold)
+    return {kind.kind: kind for kind in kinds}[config.type](block, config)
 
 
-class BlockTopK(_CountedCompressor):
+class _BlockTopK(Compressor):
     """Chooses the k blocks of largest L2 norm; the first of equal ones.
 
     It is a contraction: ``||C(a) - a||^2 <= (1 - k / nb) * ||a||^2`` for nb blocks.
-
-    Args:
-        block: Elements per block.
-        ratio: k as a share of a bucket's blocks.
-        k: Number of blocks; exactly one of the two is given.
-        error_feedback: See `Compressor`.
-        warmup_steps: See `Compressor`.
-
-    Raises:
-        ConfigError: A number is missing or out of range.
     """
 
     kind = "block_topk"
+    options = ("ratio",)
 
     def select(self, accumulated: Tensor, weights: Tensor | None = None, draw: int = 0) -> Tensor:
         """Choose the k largest blocks."""
@@ -83,17 +47,16 @@ class BlockTopK(_CountedCompressor):
         return _largest(norms, ~norms.isfinite(), self.count(len(norms)))
 
 
-class BlockTopKRatio(_CountedCompressor):
+class _BlockTopKRatio(Compressor):
     """Chooses the k blocks of largest ``||a_j|| / ||w_j||``; the first of equal ones.
 
     For a block of zero weights, the smallest norm of the bucket's other blocks counts (1 if all are
     zero): the block can grow without crowding out the others. A block whose weights have no finite
     norm is chosen.
-
-    For arguments and errors see `BlockTopK`.
     """
 
     kind = "block_topk_ratio"
+    options = ("ratio",)
 
     def select(self, accumulated: Tensor, weights: Tensor | None = None, draw: int = 0) -> Tensor:
         """Choose the k blocks that are largest relative to their weights."""
@@ -120,115 +83,44 @@ class BlockTopKRatio(_CountedCompressor):
             raise ConfigError(f"weights of bucket {key}", tuple(weights.shape), reason, remedy)
 
 
-class BlockRandomK(_CountedCompressor):
+class _BlockRandomK(Compressor):
     """Chooses k blocks at random: the same on all ranks, different ones in each step.
 
-    In expectation it contracts as `BlockTopK` does. Blocks are not divided by their probability, as
-    error feedback sends the others later.
+    In expectation it contracts as `_BlockTopK` does. Blocks are not divided by their probability,
+    as error feedback sends the others later.
 
     Ranks agree without a message, except for blocks that are not finite. All ranks must run the
     same release of numpy.
-
-    For arguments and errors see `BlockTopK`.
-
-    Args:
-        seed: The same on all ranks; not negative.
     """
 
     kind = "block_randomk"
-
-    def __init__(
-        self,
-        block: int,
-        *,
-        ratio: float | None = None,
-        k: int | None = None,
-        seed: int = 0,
-        error_feedback: bool = True,
-        warmup_steps: int = 0,
-    ) -> None:
-        super().__init__(
-            block, ratio=ratio, k=k, error_feedback=error_feedback, warmup_steps=warmup_steps
-        )
-        if seed < 0:
-            raise ConfigError("seed", seed, "it is negative", "Give 0 or more")
-        self.seed = seed
+    options = ("ratio", "seed")
 
     def select(self, accumulated: Tensor, weights: Tensor | None = None, draw: int = 0) -> Tensor:
         """Choose k blocks that seed and draw determine."""
         norms = block_norms(accumulated, self.block)
-        random = np.random.Generator(np.random.PCG64([self.seed, draw]))
+        random = np.random.Generator(np.random.PCG64([self.config.seed, draw]))
         # Without an order the cost grows with k, not with the number of blocks.
         drawn = random.choice(len(norms), self.count(len(norms)), replace=False, shuffle=False)
         chosen = ~norms.isfinite()
         chosen[torch.from_numpy(drawn).to(norms.device)] = True
         return chosen
 
-    def settings(self) -> dict[str, Any]:
-        """Return the settings; see `Compressor.settings`."""
-        return {**super().settings(), "seed": self.seed}
 
-
-class BlockThreshold(Compressor):
+class _BlockThreshold(Compressor):
     """Chooses the blocks whose L2 norm is at least a threshold.
 
     What waits is bounded: ``||C(a) - a||^2 <= nb * threshold^2`` for nb blocks.
-
-    Args:
-        block: Elements per block.
-        threshold: In units of the gradient; more than 0.
-        error_feedback: See `Compressor`.
-        warmup_steps: See `Compressor`.
-
-    Raises:
-        ConfigError: A number is out of range.
     """
 
     kind = "block_threshold"
-
-    def __init__(
-        self, block: int, threshold: float, *, error_feedback: bool = True, warmup_steps: int = 0
-    ) -> None:
-        super().__init__(block, error_feedback=error_feedback, warmup_steps=warmup_steps)
-        if not 0 < threshold < float("inf"):
-            reason = "norms are compared with a positive, finite number"
-            raise ConfigError("threshold", threshold, reason, "Give a number above 0")
-        self.threshold = threshold
+    options = ("threshold",)
 
     def select(self, accumulated: Tensor, weights: Tensor | None = None, draw: int = 0) -> Tensor:
         """Choose the blocks that reach the threshold."""
         norms = block_norms(accumulated, self.block)
-        return (norms >= self.threshold) | ~norms.isfinite()
-
-    def settings(self) -> dict[str, Any]:
-        """Return the settings; see `Compressor.settings`."""
-        return {**super().settings(), "threshold": self.threshold}
-
-
-def make_compressor(config: CompressorConfig, block: int) -> Compressor:
-    """Return the compressor that a configuration asks for.
-
-    Args:
-        config: Its settings.
-        block: Elements per block.
-
-    Raises:
-        ConfigError: The block is out of range.
-    """
-    common: dict[str, Any] = {
-        "error_feedback": config.error_feedback,
-        "warmup_steps": config.warmup_steps,
-    }
-    match config.type:
-        case "block_topk":
-            return BlockTopK(block, ratio=config.ratio, **common)
-        case "block_topk_ratio":
-            return BlockTopKRatio(block, ratio=config.ratio, **common)
-        case "block_randomk":
-            return BlockRandomK(block, ratio=config.ratio, seed=config.seed, **common)
-        case "block_threshold":
-            assert config.threshold is not None, "the validator has checked it"
-            return BlockThreshold(block, config.threshold, **common)
+        assert self.config.threshold is not None, "the validator has checked it"
+        return (norms >= self.config.threshold) | ~norms.isfinite()
 
 
 def _largest(scores: Tensor, urgent: Tensor, k: int) -> Tensor:

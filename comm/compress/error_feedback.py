@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from wavemare.comm.config import CompressorConfig
 from wavemare.comm.kernels import DTYPES, num_blocks
 from wavemare.comm.kernels.words import sum_dtype
 from wavemare.errors import CheckpointError, ConfigError
@@ -41,25 +42,22 @@ class Compressor(ABC):
 
     Args:
         block: Elements per block.
-        error_feedback: Whether to add the other blocks to the next gradient, instead of dropping
-            them.
-        warmup_steps: First steps of a bucket that send everything.
+        config: Its settings.
 
     Raises:
-        ConfigError: A number is out of range.
+        ConfigError: The block is out of range.
     """
 
     kind: ClassVar[str]
     """Name of the method in the configuration."""
+    options: ClassVar[tuple[str, ...]] = ()
+    """Keys of the configuration that only some methods have."""
 
-    def __init__(self, block: int, *, error_feedback: bool = True, warmup_steps: int = 0) -> None:
+    def __init__(self, block: int, config: CompressorConfig) -> None:
         if block < 1:
             raise ConfigError("block", block, "a block has at least one element", "Give 1 or more")
-        if warmup_steps < 0:
-            raise ConfigError("warmup_steps", warmup_steps, "it is negative", "Give 0 or more")
         self.block = block
-        self.error_feedback = error_feedback
-        self.warmup_steps = warmup_steps
+        self.config = config
         self._steps: dict[str, int] = {}
         self._residuals: dict[str, Tensor] = {}
 
@@ -75,6 +73,10 @@ class Compressor(ABC):
         Returns:
             (ceil(E / block),), bool, on the device of the bucket.
         """
+
+    def count(self, blocks: int) -> int:
+        """Return k for a bucket: the configuration's share of its blocks, 1 or more."""
+        return min(blocks, max(1, round(self.config.ratio * blocks)))
 
     @torch.no_grad()
     def step(self, key: str, gradient: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -94,9 +96,9 @@ class Compressor(ABC):
         """
         self.check(key, gradient, weights)
         count = self._steps.get(key, 0)
-        if count < self.warmup_steps:
+        if count < self.config.warmup_steps:
             chosen = gradient.new_ones(num_blocks(len(gradient), self.block), dtype=torch.bool)
-        elif self.error_feedback:
+        elif self.config.error_feedback:
             residual = self._residual_for(key, gradient).add_(gradient)
             chosen = self.select(residual, weights, _draw(key, count))
             _move(residual, gradient, chosen, self.block)
@@ -108,12 +110,9 @@ class Compressor(ABC):
 
     def settings(self) -> dict[str, Any]:
         """Return all that the choice of blocks depends on, by its name in the configuration."""
-        return {
-            "type": self.kind,
-            "block": self.block,
-            "error_feedback": self.error_feedback,
-            "warmup_steps": self.warmup_steps,
-        }
+        names = ("error_feedback", "warmup_steps", *self.options)
+        settings = {name: getattr(self.config, name) for name in names}
+        return {"type": self.kind, "block": self.block, **settings}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, from which `load_state_dict` goes on bitwise.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from wavemare.comm.blocks.masks import Masks
 from wavemare.comm.config import HALVES
-from wavemare.comm.selection.cost import Constants, Traffic, predict, traffic
+from wavemare.comm.selection.cost import Constants, predict, traffic
 
 __all__ = ["ExecutorChoice", "Selector", "choose_executor"]
 
@@ -24,48 +24,35 @@ _MOST_CORRECTION = 4.0
 _FORGETTING = 0.02
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ExecutorChoice:
     """The executor for a bucket, and the predicted costs of all executors.
 
     Args:
         executor: The chosen one.
-        num_ranks: N.
-        num_blocks: Blocks of the bucket.
+        masks: Of all ranks.
         block_bytes: Bytes of a block.
-        counts: Each rank's non-zero blocks.
-        union: Blocks that are not zero on some rank.
         predicted_s: Seconds of each executor that may be chosen.
-        traffic: Bytes of each of them.
+        halves: Whether it is a reduce-scatter.
     """
 
     executor: str
-    num_ranks: int
-    num_blocks: int
+    masks: Masks
     block_bytes: int
-    counts: tuple[int, ...]
-    union: int
     predicted_s: Mapping[str, float]
-    traffic: Mapping[str, Traffic]
-
-    @property
-    def density(self) -> float:
-        """Mean share of a rank's blocks that are not zero."""
-        return sum(self.counts) / max(self.num_ranks * self.num_blocks, 1)
-
-    @property
-    def union_density(self) -> float:
-        """Share of the blocks that are not zero on some rank."""
-        return self.union / max(self.num_blocks, 1)
+    halves: bool = False
 
     def __str__(self) -> str:
+        masks = self.masks
+        blocks = max(masks.num_blocks, 1)
         lines = [
-            f"{self.num_blocks} blocks of {self.block_bytes} bytes on {self.num_ranks} ranks: "
-            f"density {self.density:.4f}, union {self.union_density:.4f}, "
-            f"densest rank {max(self.counts, default=0)} blocks"
+            f"{masks.num_blocks} blocks of {self.block_bytes} bytes on {masks.num_ranks} ranks: "
+            f"density {masks.counts.mean() / blocks:.4f}, union {masks.union_size / blocks:.4f}, "
+            f"densest rank {masks.counts.max()} blocks"
         ]
+        table = traffic(masks, self.block_bytes, halves=self.halves)
         for name, seconds in sorted(self.predicted_s.items(), key=lambda item: item[1]):
-            moved = self.traffic[name]
+            moved = table[name]
             mark = ">" if name == self.executor else " "
             lines.append(
                 f"{mark} {name:<10} {1000 * seconds:10.2f} ms   up {moved.up / 2**20:9.2f} MiB   "
@@ -101,17 +88,7 @@ def choose_executor(
     best = min(predicted, key=lambda name: (predicted[name], name))
     if last in predicted and predicted[last] <= predicted[best] * (1 + HYSTERESIS):
         best = last
-    moved = traffic(masks, block_bytes, halves=halves)
-    return ExecutorChoice(
-        executor=best,
-        num_ranks=masks.num_ranks,
-        num_blocks=masks.num_blocks,
-        block_bytes=block_bytes,
-        counts=tuple(map(int, masks.counts)),
-        union=masks.union_size,
-        predicted_s=predicted,
-        traffic={name: moved[name] for name in allowed},
-    )
+    return ExecutorChoice(best, masks, block_bytes, predicted, halves)
 
 
 @dataclass

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls from Python: ``initialize``, ``to_pipeline``, collectives, optimizers."""
 
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,6 @@ from transformers import OPTConfig, OPTForCausalLM
 
 from wavemare import initialize, to_pipeline
 from wavemare.comm import SparseComm
-from wavemare.comm.compress.compressors import BlockTopK
 from wavemare.engine.optim.optimizers import take_optimizer
 from wavemare.errors import ConfigError, LaunchError, ModelError, PlanError
 from wavemare.models.segments import segments_of
@@ -36,10 +34,6 @@ CALLS = [
     (lambda: SparseComm(block=0), "block", ["Give 256"]),
     (lambda: SparseComm(mode="topk"), "mode", ["no such mode"]),
     (lambda: SparseComm(mode="packed"), "mode", ["order of the ranks", "deterministic to false"]),
-    (lambda: BlockTopK(256), "ratio", ["one of ratio and k"]),
-    (lambda: BlockTopK(256, ratio=2), "ratio", ["at most 1"]),
-    (lambda: BlockTopK(256, k=0), "k", ["Give 1 or more"]),
-    (lambda: BlockTopK(256, ratio=math.nan), "ratio", ["no share"]),
     (optimizer("SOAP", lr=-1.0), "optimizer.params.lr", ["-1.0"]),
     (optimizer("SOAP", lr="x"), "optimizer.params.lr", ["'x'"]),
     (optimizer("SOAP", refesh=3), "optimizer.params.refesh", ["Did you mean 'refresh'?"]),

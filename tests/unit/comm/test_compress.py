@@ -2,6 +2,7 @@
 """Compressors against slow twins, the conservation law of error feedback, and a training."""
 
 import io
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -11,22 +12,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
-from wavemare.comm.compress.compressors import (
-    BlockRandomK,
-    BlockThreshold,
-    BlockTopK,
-    BlockTopKRatio,
-    make_compressor,
-)
+from wavemare.comm.compress.compressors import make_compressor
 from wavemare.comm.compress.error_feedback import block_norms
 from wavemare.comm.config import CompressorConfig
 from wavemare.errors import CheckpointError, ConfigError
 
+
+def compressor_of(kind, block, **values):
+    return make_compressor(CompressorConfig.parse({"type": kind, **values}), block)
+
+
+top_k = partial(compressor_of, "block_topk")
+random_k = partial(compressor_of, "block_randomk")
+top_k_ratio = partial(compressor_of, "block_topk_ratio")
+threshold_of = partial(compressor_of, "block_threshold")
 MAKERS = {
-    "block_topk": lambda **common: BlockTopK(8, ratio=0.1, **common),
-    "block_topk_ratio": lambda **common: BlockTopKRatio(8, k=3, **common),
-    "block_randomk": lambda **common: BlockRandomK(8, ratio=0.1, seed=5, **common),
-    "block_threshold": lambda **common: BlockThreshold(8, 12.0, **common),
+    "block_topk": partial(top_k, 8, ratio=0.1),
+    "block_topk_ratio": partial(top_k_ratio, 8, ratio=0.1),
+    "block_randomk": partial(random_k, 8, ratio=0.1, seed=5),
+    "block_threshold": partial(threshold_of, 8, threshold=12.0),
 }
 RAGGED = 8 * 29 + 3
 DTYPES = (torch.float32, torch.bfloat16)
@@ -110,12 +114,14 @@ SMALL = st.lists(st.integers(-3, 3), min_size=1, max_size=60)
 @given(values=SMALL, k=st.integers(1, 12), block=st.integers(1, 7))
 def test_largest_blocks_are_those_of_the_slow_twin(values, k, block):
     norms = [sum(v * v for v in values[j : j + block]) ** 0.5 for j in range(0, len(values), block)]
+    k = min(k, len(norms))
+    share = k / len(norms)
     for dtype in (*DTYPES, torch.float16, torch.float64):
         flat = torch.tensor(values, dtype=dtype)
-        assert BlockTopK(block, k=k).select(flat).tolist() == slow_largest(norms, k)
+        assert top_k(block, ratio=share).select(flat).tolist() == slow_largest(norms, k)
         threshold = sorted(norms)[len(norms) // 2] or 1.0
         expected = [norm >= threshold - 1e-6 for norm in norms]
-        assert BlockThreshold(block, threshold - 1e-6).select(flat).tolist() == expected
+        assert threshold_of(block, threshold=threshold - 1e-6).select(flat).tolist() == expected
 
 
 @given(values=SMALL, k=st.integers(1, 6), data=st.data())
@@ -127,21 +133,22 @@ def test_largest_beside_their_weights_are_those_of_the_slow_twin(values, k, data
     floor = min((s for s in sizes if s > 0), default=1.0)
     scores = [abs(v) / (s or floor) for v, s in zip(values, sizes, strict=True)]
     flat, weights = torch.tensor(values, dtype=torch.float32), torch.tensor(sizes)
-    mask = BlockTopKRatio(1, k=k).select(flat, -weights)
+    k = min(k, len(values))
+    mask = top_k_ratio(1, ratio=k / len(values)).select(flat, -weights)
     assert mask.tolist() == slow_largest(scores, k)
 
 
 def test_a_norm_that_equals_the_threshold_is_sent():
     flat = torch.tensor([3.0, 4.0, 4.0, 2.99, 0.0, 5.0])
-    assert BlockThreshold(2, 5.0).select(flat).tolist() == [True, False, True]
+    assert threshold_of(2, threshold=5.0).select(flat).tolist() == [True, False, True]
 
 
 def test_equal_blocks_are_taken_from_the_front():
     flat = torch.ones(1000)
-    assert BlockTopK(10, ratio=0.07).select(flat).nonzero().flatten().tolist() == list(range(7))
+    assert top_k(10, ratio=0.07).select(flat).nonzero().flatten().tolist() == list(range(7))
     flat[500:520] = 2
     expected = [0, 1, 2, 3, 4, 50, 51]
-    assert BlockTopK(10, k=7).select(flat).nonzero().flatten().tolist() == expected
+    assert top_k(10, ratio=0.07).select(flat).nonzero().flatten().tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -157,27 +164,27 @@ def test_equal_blocks_are_taken_from_the_front():
     ],
 )
 def test_ratio_is_a_share_of_the_blocks_and_at_least_one(ratio, blocks, k):
-    assert BlockTopK(4, ratio=ratio).count(blocks) == k
-    for kind in (BlockTopK, BlockRandomK, BlockTopKRatio):
+    assert top_k(4, ratio=ratio).count(blocks) == k
+    for kind in (top_k, random_k, top_k_ratio):
         flat = torch.randn(blocks * 4)
         assert kind(4, ratio=ratio).step("b", flat, torch.ones(blocks * 4)).sum() == k
 
 
 def test_random_blocks_are_chosen_equally_often():
     flat = next(gradients(1, numel=400))
-    compressor, draws = BlockRandomK(8, k=10, seed=3), 800
+    compressor, draws = random_k(8, ratio=0.2, seed=3), 800
     hits = sum(compressor.select(flat, draw=draw).double() for draw in range(draws))
     p = 10 / 50
     assert (hits / draws - p).abs().max() < 5 * (p * (1 - p) / draws) ** 0.5
 
 
 def test_random_blocks_are_the_same_on_all_ranks_and_others_in_each_step():
-    ranks = [BlockRandomK(4, k=20, seed=9) for _ in range(2)]
+    ranks = [random_k(4, ratio=0.02, seed=9) for _ in range(2)]
     # Of other data on each rank.
     masks = [[rank.step("b", torch.randn(4000)) for _ in range(50)] for rank in ranks]
     assert torch.equal(torch.stack(masks[0]), torch.stack(masks[1]))
     assert all(not torch.equal(a, b) for a, b in pairwise(masks[0]))
-    other = BlockRandomK(4, k=20, seed=10)
+    other = random_k(4, ratio=0.02, seed=10)
     assert not torch.equal(other.step("b", torch.randn(4000)), masks[0][0])
     # Another bucket has other blocks, and does not disturb the first one's.
     assert not torch.equal(ranks[0].step("c", torch.randn(4000)), masks[0][0])
@@ -186,7 +193,7 @@ def test_random_blocks_are_the_same_on_all_ranks_and_others_in_each_step():
 
 def test_the_draw_is_the_same_in_all_processes():
     # Pinned, as all ranks and resumed runs must draw alike: no hash seed of Python, no clock.
-    mask = BlockRandomK(1, k=4, seed=1).step("layer.0", torch.ones(40))
+    mask = random_k(1, ratio=0.1, seed=1).step("layer.0", torch.ones(40))
     assert mask.nonzero().flatten().tolist() == [7, 15, 22, 27]
 
 
@@ -211,11 +218,11 @@ def test_what_is_not_finite_is_sent_at_once(kind, dtype, value):
 def test_one_block_that_is_not_finite_takes_a_place_of_the_largest():
     flat = torch.arange(20.0)
     flat[3] = torch.nan
-    assert BlockTopK(2, k=3).select(flat).nonzero().flatten().tolist() == [1, 8, 9]
+    assert top_k(2, ratio=0.3).select(flat).nonzero().flatten().tolist() == [1, 8, 9]
 
 
 def test_a_sum_that_overflows_is_sent():
-    compressor = BlockTopK(1, k=1)
+    compressor = top_k(1, ratio=0.3)
     for _ in range(2):
         gradient = torch.tensor([40000.0, 65504.0, 1.0], dtype=torch.float16)
         mask = compressor.step("b", gradient)
@@ -227,14 +234,14 @@ def test_a_sum_that_overflows_is_sent():
 def test_weights_that_are_not_finite_send_their_block():
     weights = torch.ones(10)
     weights[4], weights[6] = torch.nan, torch.inf
-    mask = BlockTopKRatio(1, k=1).select(torch.arange(10.0), weights)
+    mask = top_k_ratio(1, ratio=0.1).select(torch.arange(10.0), weights)
     assert mask.nonzero().flatten().tolist() == [4, 6]
 
 
 def test_zero_weights_do_not_crowd_out_the_others():
     gradient = torch.tensor([1.0, 1.0, 1.0, 8.0, 0.0])
     weights = torch.tensor([0.0, 0.0, 0.5, 2.0, 0.0])
-    ratio = BlockTopKRatio(1, k=1)
+    ratio = top_k_ratio(1, ratio=0.2)
     assert ratio.select(gradient, weights).tolist() == [False, False, False, True, False]
     assert ratio.select(gradient, torch.zeros(5)).tolist() == [False, False, False, True, False]
 
@@ -286,7 +293,7 @@ def test_a_saved_state_goes_on_bitwise(kind, dtype):
 
 
 def test_a_loaded_state_is_a_copy():
-    first, second = BlockTopK(8, k=2), BlockTopK(8, k=2)
+    first, second = top_k(8, ratio=0.07), top_k(8, ratio=0.07)
     for gradient in gradients(3):
         first.step("b", gradient)
     second.load_state_dict(first.state_dict())
@@ -299,19 +306,18 @@ def test_a_loaded_state_is_a_copy():
 @pytest.mark.parametrize(
     ("other", "name"),
     [
-        (BlockTopK(16, ratio=0.1), "block"),
-        (BlockTopK(8, ratio=0.2), "ratio"),
-        (BlockTopK(8, k=3), "k"),
-        (BlockTopK(8, ratio=0.1, error_feedback=False), "error_feedback"),
-        (BlockTopK(8, ratio=0.1, warmup_steps=1), "warmup_steps"),
-        (BlockTopKRatio(8, ratio=0.1), "type"),
-        (BlockRandomK(8, ratio=0.1, seed=1), "seed"),
-        (BlockThreshold(8, 1.0), "threshold"),
+        (top_k(16, ratio=0.1), "block"),
+        (top_k(8, ratio=0.2), "ratio"),
+        (top_k(8, ratio=0.1, error_feedback=False), "error_feedback"),
+        (top_k(8, ratio=0.1, warmup_steps=1), "warmup_steps"),
+        (top_k_ratio(8, ratio=0.1), "type"),
+        (random_k(8, ratio=0.1, seed=1), "seed"),
+        (threshold_of(8, threshold=1.0), "threshold"),
     ],
 )
 def test_a_state_of_other_settings_is_refused_by_name(other, name):
-    own = {"seed": BlockRandomK(8, ratio=0.1), "threshold": BlockThreshold(8, 2.0)}.get(
-        name, BlockTopK(8, ratio=0.1)
+    own = {"seed": random_k(8, ratio=0.1), "threshold": threshold_of(8, threshold=2.0)}.get(
+        name, top_k(8, ratio=0.1)
     )
     with pytest.raises(CheckpointError) as caught:
         own.load_state_dict(other.state_dict())
@@ -335,7 +341,7 @@ def test_norms_are_those_in_double_precision(block, dtype):
 @pytest.mark.parametrize("error_feedback", [True, False])
 @every_dtype
 def test_a_step_needs_no_temporary_as_large_as_the_bucket(error_feedback, dtype):
-    compressor = BlockTopK(256, ratio=0.5, error_feedback=error_feedback)
+    compressor = top_k(256, ratio=0.5, error_feedback=error_feedback)
     gradient = torch.randn(1 << 21).to(dtype)
     compressor.step("b", gradient.clone())
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
@@ -350,19 +356,12 @@ ONES = torch.ones(9)
 @pytest.mark.parametrize(
     ("call", "key"),
     [
-        (lambda: BlockTopK(0, k=1), "block"),
-        (lambda: BlockTopK(8, ratio=0.1, k=1), "ratio"),
-        (lambda: BlockTopK(8, ratio=0.0), "ratio"),
-        (lambda: BlockTopK(8, k=1, warmup_steps=-1), "warmup_steps"),
-        (lambda: BlockRandomK(8, k=1, seed=-1), "seed"),
-        (lambda: BlockThreshold(8, 0.0), "threshold"),
-        (lambda: BlockThreshold(8, float("nan")), "threshold"),
-        (lambda: BlockThreshold(8, float("inf")), "threshold"),
-        (lambda: BlockTopK(8, k=1).step("b", ONES.int()), "bucket b"),
-        (lambda: BlockTopK(8, k=1).step("b", torch.ones(3, 3)), "bucket b"),
-        (lambda: BlockTopK(8, k=1).step("b", ONES[::2]), "bucket b"),
-        (lambda: BlockTopKRatio(8, k=1).step("b", ONES), "weights of bucket b"),
-        (lambda: BlockTopKRatio(8, k=1).step("b", ONES, ONES[1:]), "weights of bucket b"),
+        (lambda: top_k(0), "block"),
+        (lambda: top_k(8).step("b", ONES.int()), "bucket b"),
+        (lambda: top_k(8).step("b", torch.ones(3, 3)), "bucket b"),
+        (lambda: top_k(8).step("b", ONES[::2]), "bucket b"),
+        (lambda: top_k_ratio(8).step("b", ONES), "weights of bucket b"),
+        (lambda: top_k_ratio(8).step("b", ONES, ONES[1:]), "weights of bucket b"),
     ],
 )
 def test_what_cannot_be_used_is_refused(call, key):
@@ -373,7 +372,7 @@ def test_what_cannot_be_used_is_refused(call, key):
 
 @pytest.mark.parametrize("changed", [torch.ones(25), torch.ones(24, dtype=torch.bfloat16)])
 def test_a_bucket_that_changes_is_refused_and_leaves_no_trace(changed):
-    compressor = BlockTopK(8, k=1)
+    compressor = top_k(8)
     compressor.step("b", torch.arange(24.0))
     before = waiting(compressor).clone()
     with pytest.raises(ConfigError, match=r"24 elements of torch\.float32"):
@@ -409,6 +408,7 @@ def test_configuration(values, made):
         ({"type": "block_threshold"}, "threshold"),
         ({"type": "block_threshold", "threshold": None}, "threshold"),
         ({"type": "block_threshold", "threshold": 0.0}, "threshold"),
+        ({"type": "block_threshold", "threshold": float("nan")}, "threshold"),
         ({"type": "block_threshold", "threshold": 0.5, "ratio": 0.1}, "ratio"),
         ({"seed": 1}, "seed"),
         ({"type": "block_topk_ratio", "seed": 1}, "seed"),
@@ -426,10 +426,10 @@ def test_configuration_that_is_refused_by_its_key(values, key):
 
 
 @settings(max_examples=20)
-@given(data=st.binary(min_size=4, max_size=200), k=st.integers(1, 5))
-def test_any_bits_are_conserved_or_sent(data, k):
+@given(data=st.binary(min_size=4, max_size=200), share=st.floats(0.1, 1))
+def test_any_bits_are_conserved_or_sent(data, share):
     flat = torch.from_numpy(np.frombuffer(data[: len(data) // 4 * 4], np.float32).copy())
-    compressor, before = BlockTopK(3, k=k), flat + 0.0
+    compressor, before = top_k(3, ratio=share), flat + 0.0
     sent = spread(compressor.step("b", flat), 3, len(flat))
     assert same(flat[sent], before[sent])
     assert same(waiting(compressor)[~sent], before[~sent])

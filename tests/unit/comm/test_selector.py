@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from wavemare.comm.blocks.masks import Masks
 from wavemare.comm.config import HALVES
-from wavemare.comm.selection.cost import EXECUTORS, Constants, predict
+from wavemare.comm.selection.cost import EXECUTORS, Constants, predict, traffic
 from wavemare.comm.selection.selector import (
     DENSE_LIMIT,
     HYSTERESIS,
@@ -41,7 +41,7 @@ def test_the_same_masks_make_the_same_plan(density, ranks, last, factor):
         for order in (SPARSE_MODES, SPARSE_MODES[::-1])
     )
     assert one.executor == two.executor
-    assert one == two
+    assert one.predicted_s == two.predicted_s
 
 
 def test_equally_good_executors_are_told_apart_by_name():
@@ -66,9 +66,6 @@ def test_full_masks_are_dense_and_thin_ones_sparse():
 
 def test_a_plan_says_what_it_is_made_of():
     plan = choose_executor(THIN, 1024, SLOW_WIRE, SPARSE_MODES)
-    assert plan.counts == tuple(THIN.counts)
-    assert plan.density == pytest.approx(0.01, rel=0.3)
-    assert plan.union_density == THIN.union_size / 4000
     expected = predict(THIN, 1024, SLOW_WIRE)
     assert dict(plan.predicted_s) == {name: expected[name] for name in SPARSE_MODES}
     assert plan.executor == min(plan.predicted_s, key=plan.predicted_s.__getitem__)
@@ -166,7 +163,7 @@ def test_what_is_not_used_any_more_is_tried_again():
         selector.learn("key", before.executor, 50.0)
     other = selector.choose("key", THIN, 1024)
     assert other.executor != before.executor
-    assert selector.choose("other", THIN, 1024) == before
+    assert selector.choose("other", THIN, 1024).predicted_s == before.predicted_s
     assert other.predicted_s[before.executor] > 3 * before.predicted_s[before.executor]
     for _ in range(400):
         selector.learn("key", other.executor, 1.0)
@@ -178,13 +175,14 @@ def test_a_reduce_scatter_is_half_of_it():
     whole = choose_executor(THIN, 1024, SLOW_WIRE, SPARSE_MODES)
     half = choose_executor(THIN, 1024, SLOW_WIRE, HALVES, halves=True)
     assert half.predicted_s.keys() == {"ordered", "pushpull"}
+    moved, moved_whole = (traffic(THIN, 1024, halves=halves) for halves in (True, False))
     for name in HALVES:
-        assert half.traffic[name].up < whole.traffic[name].up
+        assert moved[name].up < moved_whole[name].up
         assert half.predicted_s[name] < whole.predicted_s[name]
-    assert half.traffic["ordered"].up == whole.traffic["ordered"].up / 2
+    assert moved["ordered"].up == moved_whole["ordered"].up / 2
 
 
 def test_no_blocks_at_all():
     plan = choose_executor(Masks.of(np.zeros((3, 0), dtype=bool)), 1024, SLOW_WIRE, SPARSE_MODES)
     assert plan.executor in SPARSE_MODES
-    assert (plan.density, plan.union_density) == (0.0, 0.0)
+    assert "density 0.0000, union 0.0000" in str(plan)

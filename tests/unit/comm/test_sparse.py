@@ -11,7 +11,7 @@ import torch
 
 from wavemare.comm import SparseComm
 from wavemare.comm.blocks.layout import OwnedRange, ranges_of
-from wavemare.comm.compress.compressors import BlockTopK, BlockTopKRatio
+from wavemare.comm.config import CompressorConfig
 from wavemare.comm.selection.calibration import calibrate
 from wavemare.comm.statistics import Statistics, Totals
 from wavemare.errors import ConfigError
@@ -24,7 +24,7 @@ def test_calibration_takes_any_block(alone, block):
 
 
 def test_a_compressor_needs_a_name_for_each_bucket(alone):
-    with SparseComm(alone, compressor=BlockTopK(4, k=1)) as comm:
+    with SparseComm(alone, block=4, compressor=CompressorConfig()) as comm:
         flat = torch.tensor([9.0] * 4 + [1.0] * 4)
         with pytest.raises(ConfigError) as caught:
             comm.allreduce_(flat.clone())
@@ -46,7 +46,9 @@ def test_a_compressor_needs_a_name_for_each_bucket(alone):
     ],
 )
 def test_what_the_caller_gave_is_refused_before_anything_is_sent(alone, call):
-    with SparseComm(alone, average=False, compressor=BlockTopKRatio(4, k=1)) as comm:
+    with SparseComm(
+        alone, block=4, average=False, compressor=CompressorConfig(type="block_topk_ratio")
+    ) as comm:
         with pytest.raises(ConfigError):
             call(comm)
         # So that the next collective is none the worse for it.
