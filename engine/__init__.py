@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed engine subclasses: initialization, configuration, checkpoints.
+"""Subclasses of DeepSpeed's engines, which add features to its steps.
 
-Names are imported at first use: the configuration can be checked before DeepSpeed is loaded.
+In: a model and DeepSpeed's configuration. Out: an engine with ``train_batch``. Read `base.py` first,
+then `context.py`: what features are called for, and what they may read. Names are imported at first use: the configuration can be checked before DeepSpeed is loaded.
 """
 
 from __future__ import annotations

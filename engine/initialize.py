@@ -310,7 +310,7 @@ def _without_config(args: Any) -> Any:
     return args
 
 
-def _check_dispatch(engine: Any) -> None:
+def _check_dispatch(engine: object) -> None:
     stock = [getattr(deepspeed, name) for name in ENGINES]
     if type(engine) in stock:
         raise RuntimeError(

@@ -7,7 +7,7 @@ schedules, of evaluations and DualPipeV, run here too, by DeepSpeed's instructio
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from deepspeed.runtime.pipe import schedule
@@ -58,18 +58,20 @@ class PlanInterpreter:
     global_rank: int
     global_steps: int
     stage_id: int
+    fwd_outputs: list[Any]
+    _reserve_pipe_buffers: Callable[[int], None]
+    _INSTRUCTION_MAP: Mapping[type, Callable[..., None]]
 
     def _exec_schedule(self, pipe_schedule: schedule.PipeSchedule) -> None:
-        engine: Any = self
-        engine._reserve_pipe_buffers(pipe_schedule.num_pipe_buffers())
-        engine.fwd_outputs = []
+        self._reserve_pipe_buffers(pipe_schedule.num_pipe_buffers())
+        self.fwd_outputs = []
         steps = [each for step in pipe_schedule.steps() for each in step]
         PROGRESS.actions = steps
         for position, each in enumerate(steps):
             PROGRESS.position = position
             PROGRESS.at(each, self._peer(each))
             if isinstance(each, schedule.PipeInstruction):
-                engine._INSTRUCTION_MAP[type(each)](self, **each.kwargs)
+                self._INSTRUCTION_MAP[type(each)](self, **each.kwargs)
             else:
                 self._run(each)
 
