@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Subclasses of DeepSpeed's engines, which add features to its steps.
 
-In: a model and DeepSpeed's configuration. Out: an engine with ``train_batch``. Read `base.py` first,
-then `context.py`: what features are called for, and what they may read. Names are imported at first use: the configuration can be checked before DeepSpeed is loaded.
+In: a model and DeepSpeed's configuration. Out: an engine with ``train_batch``. Read `base.py`
+first, then `context.py`: what features are called for, and what they may read. Names are imported
+at first use: the configuration can be checked before DeepSpeed is loaded.
 """
 
 from __future__ import annotations
