@@ -95,14 +95,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Shape:
-    """What all simulations have in common.
-
-    Args:
-        recipe: gpt or bert.
-        stages: Length of the pipeline.
-        micro_batches: Per optimizer step.
-        steps: Optimizer steps.
-    """
+    """What all simulations have in common."""
 
     recipe: str
     stages: int
@@ -202,11 +195,6 @@ def _read(run: Path) -> dict[str, Any]:
 
 def to_row(name: str, runs: Sequence[Mapping[str, Any]], **parameters: Any) -> dict[str, Any]:
     """Return one system's figures over its seeds.
-
-    Args:
-        name: Of `SYSTEMS`.
-        runs: Of all systems and seeds.
-        parameters: Added to the row, such as ``stages``.
 
     Returns:
         Beside these: mean and largest deviation of the validation loss, its ``gap`` to ``flush``

@@ -62,12 +62,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def ratio_row(rounds_s: Sequence[float], baseline_s: Sequence[float] | None) -> dict[str, Any]:
-    """Return the part of a row that all benchmarks share.
-
-    Args:
-        rounds_s: Seconds of each round.
-        baseline_s: Those of the baseline; None without it.
-    """
+    """Return the part of a row that all benchmarks share."""
     own = median(rounds_s)
     return {
         "median_s": own,
@@ -77,12 +72,7 @@ def ratio_row(rounds_s: Sequence[float], baseline_s: Sequence[float] | None) -> 
 
 
 def build_gpt(request: GptRequest, *, ties: bool = False) -> Any:
-    """Return a GPT-2 with the same weights each time.
-
-    Args:
-        request: Has the sizes.
-        ties: Whether the head is the embedding.
-    """
+    """Return a GPT-2 with the same weights each time."""
     from transformers import GPT2Config, GPT2LMHeadModel, set_seed
 
     set_seed(SEED)

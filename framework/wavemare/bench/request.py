@@ -155,12 +155,6 @@ def check_names(
 ) -> None:
     """Check names.
 
-    Args:
-        option: Named in errors.
-        names: The given ones.
-        valid: The known ones.
-        kind: What they name.
-
     Raises:
         ConfigError: There is no name, or an unknown one.
     """

@@ -22,12 +22,7 @@ _WIDEST = 400
 
 
 def result_table(request: Request, result: Row) -> Table:
-    """Return the table of a result's rows.
-
-    Args:
-        request: Has the columns.
-        result: As in the file.
-    """
+    """Return the table of a result's rows."""
     return make_table(
         request.title(result),
         request.columns,
@@ -39,14 +34,7 @@ def result_table(request: Request, result: Row) -> Table:
 def make_table(
     title: str, columns: Mapping[str, Column], rows: Sequence[Row], groups: Sequence[str] = ()
 ) -> Table:
-    """Return a table.
-
-    Args:
-        title: Above it.
-        columns: By heading; those without any value are left out.
-        rows: Its rows.
-        groups: Of each row; a line stands between two groups.
-    """
+    """Return a table without the empty columns; a line stands between rows of two groups."""
     shown = {
         heading: column
         for heading, column in columns.items()
@@ -80,13 +68,7 @@ def _cell(value: Any, column: Column) -> str:
 
 
 def draw(request: Request, result: Row, file: Path) -> None:
-    """Draw the ratios of all systems over the cases; marks are the ideal or the model.
-
-    Args:
-        request: Names the cases.
-        result: As in the file.
-        file: PNG or SVG.
-    """
+    """Draw the ratios of all systems over the cases; marks are the ideal or the model."""
     from matplotlib import colormaps
 
     rows = [row for row in result["rows"] if row.get("ratio") is not None]
@@ -115,10 +97,6 @@ def draw(request: Request, result: Row, file: Path) -> None:
 @contextmanager
 def drawing(file: Path, **layout: Any) -> Iterator[Any]:
     """Write a picture of what the block draws.
-
-    Args:
-        file: PNG or SVG.
-        layout: As for ``matplotlib.pyplot.subplots``.
 
     Yields:
         The axes, as ``subplots`` returns them.

@@ -38,11 +38,7 @@ _SHARE_NO_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 def main(words: Sequence[str]) -> None:
-    """Run the agent, or end if another process of this host does.
-
-    Args:
-        words: The number of restarts, then the options of ``python`` that start a rank.
-    """
+    """Run the agent, or end if another process of this host does."""
     if os.environ["LOCAL_RANK"] == "0":
         sys.exit(run_agent(int(words[0]), words[1:]))
 
@@ -51,10 +47,6 @@ def run_agent(max_restarts: int, words: Sequence[str]) -> int:
     """Run the ranks of this host to their end, and return the exit code.
 
     DeepSpeed's launcher has set the variables that say how many hosts and ranks there are.
-
-    Args:
-        max_restarts: Attempts after the first.
-        words: Options of ``python`` that start a rank.
 
     Raises:
         LaunchError: The agents of the other hosts cannot be reached.

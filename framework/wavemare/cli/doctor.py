@@ -44,10 +44,7 @@ class Finding:
     """One row of the table.
 
     Attributes:
-        check: The subject of the check.
         status: ``fail`` if a run cannot work, ``warn`` if a run may behave unexpectedly.
-        value: The result.
-        remedy: What to do; empty if nothing.
     """
 
     check: str
@@ -77,11 +74,7 @@ def doctor(
 
 
 def diagnose(hostfile: Path | None = None) -> Iterator[Finding]:
-    """Run all checks, in the order of the table.
-
-    Args:
-        hostfile: A hostfile to check as well.
-    """
+    """Run all checks, in the order of the table."""
     yield from check_versions()
     yield from check_accelerator()
     yield from check_mpi()
@@ -163,11 +156,7 @@ def check_accelerator() -> Iterator[Finding]:
 
 
 def check_mpi(info: MpiInfo | None = None) -> Iterator[Finding]:
-    """Check that mpi4py finds a library, and that ``mpirun`` belongs to it.
-
-    Args:
-        info: The MPI of this machine; None to look for it.
-    """
+    """Check that mpi4py finds a library, and that ``mpirun`` belongs to it."""
     from wavemare.comm.mpi_library import describe_mpi
 
     info = info or describe_mpi()

@@ -32,12 +32,7 @@ _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def check_hostfile(file: Path, limit_s: float = _SECONDS) -> Iterator[Finding]:
-    """Check a hostfile, log in to all its hosts at once, and compare them with this one.
-
-    Args:
-        file: The hostfile.
-        limit_s: Limit for the check of a host, in seconds.
-    """
+    """Check a hostfile, log in to all its hosts at once, and compare them with this one."""
     try:
         hosts = read_hosts(file)
     except LaunchError as error:

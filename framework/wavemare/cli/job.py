@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 from wavemare.cli import launch
+from wavemare.engine.launch.environment import free_port
 from wavemare.errors import ConfigError, LaunchError, did_you_mean
 
 __all__ = [
@@ -37,18 +38,15 @@ _OPEN_MPI_OPTION = "--oversubscribe"
 _ENVIRONMENT_FILE = "DS_ENV_FILE"
 _DEFAULT_PROCESSES = 2
 _AGENT = "wavemare.cli.agent"
+_PORT_OPTION = "--master_port"
+_CHOOSE_DEVICES = {"-i", "--include", "-e", "--exclude", "--num_gpus", "--num_accelerators"}
 _LINE = re.compile(r"^(\S+)\s+slots=(\d{1,9})(?!\d)(?P<rest>.*)$")
 _REMEDY = "Write 'HOST slots=N', N being the number of ranks on that host"
 
 
 @dataclass(frozen=True)
 class Host:
-    """A line of a hostfile.
-
-    Attributes:
-        name: The host's name, as ssh takes it.
-        slots: Number of ranks.
-    """
+    """A line of a hostfile."""
 
     name: str
     slots: int
@@ -74,10 +72,6 @@ def read_hosts(file: Path | None) -> list[Host]:
 
 def parse_hostfile(text: str, file: str = "") -> list[Host]:
     """Read a hostfile as DeepSpeed does, but refuse what DeepSpeed would ignore.
-
-    Args:
-        text: Lines ``HOST slots=N``, empty lines and comments (``#``).
-        file: Its name, for errors.
 
     Raises:
         LaunchError: A line is wrong, or there is no host.
@@ -116,15 +110,10 @@ class Job:
     """A program that is to run as several ranks.
 
     Attributes:
-        program: A script, or a module.
-        options: Options of the program.
-        module: Whether the program is a module.
         num_processes: On this host, or each of several; None for a hostfile's slots, or 2.
         hosts: Hosts of a hostfile; empty for this host alone.
-        hostfile: The file, if any.
         launcher: ``deepspeed`` (on several hosts by pdsh), or the ``mpirun`` of mpi4py's MPI.
         launcher_options: More options of the launcher; they take precedence.
-        max_restarts: How often to start the ranks again after one has failed.
     """
 
     program: str
@@ -177,13 +166,17 @@ class Job:
                 _through_pdsh(shlex.quote(program)),
                 [_as_pdsh_takes(word) for word in words],
             )
-        return launch.build_command(
-            program,
-            words,
-            module=module,
-            num_processes=self._processes_per_host(),
-            launcher_options=options,
-        )
+        # The launcher would report the end of its children as an error, below their own message.
+        options = ["--log_level", "critical", *options]
+        given, count = self._given_options(), self._processes_per_host()
+        if _PORT_OPTION not in given:  # a second run on this host would fail with the default port
+            options = [_PORT_OPTION, str(free_port()), *options]
+        if count is not None and not given & _CHOOSE_DEVICES:
+            options = ["--num_accelerators", str(count), *options]
+        return [launch.find_deepspeed(), *options, *(["--module"] * module), program, *words]
+
+    def _given_options(self) -> set[str]:
+        return {option.split("=")[0] for option in self.launcher_options}
 
     def _options_of_one_host(self) -> list[str]:
         if is_this_host_alone(self.hosts):
@@ -194,8 +187,8 @@ class Job:
 
     def _by_pdsh(self) -> bool:
         """Whether DeepSpeed passes the program and its options as one text to remote shells."""
-        given = {option.split("=")[0] for option in self.launcher_options}
-        return bool(self.hosts) and not is_this_host_alone(self.hosts) and "--launcher" not in given
+        remote = bool(self.hosts) and not is_this_host_alone(self.hosts)
+        return remote and "--launcher" not in self._given_options()
 
     def _processes_per_host(self) -> int | None:
         if self.num_processes is None and not self.hosts:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Building, running and ending the ``deepspeed`` launcher's command."""
+"""Running the command of a launcher, and ending it with its ranks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,10 @@ from types import FrameType
 
 import psutil
 
-from wavemare.engine.launch.environment import free_port
 from wavemare.errors import LaunchError
 
 __all__ = [
     "accelerator_visible",
-    "build_command",
     "end_job",
     "exit_code",
     "extra_environment",
@@ -49,43 +47,6 @@ _SECONDS_TO_END = 10.0
 _SECONDS_TO_STOP = 120.0
 _POLL_S = 0.1
 _STARTER = "deepspeed.launcher.launch"
-_PORT_OPTION = "--master_port"
-_CHOOSE_DEVICES = {"-i", "--include", "-e", "--exclude", "--num_gpus", "--num_accelerators"}
-
-
-def build_command(
-    program: str,
-    options: Sequence[str],
-    *,
-    module: bool = True,
-    num_processes: int | None,
-    launcher_options: Sequence[str] = (),
-) -> list[str]:
-    """Return the launcher's command line.
-
-    Args:
-        program: Python module of the recipe, or a script.
-        options: Its options.
-        module: Whether it is a module.
-        num_processes: On each host; None for a hostfile's slots. Left out where a launcher option
-            chooses the devices.
-        launcher_options: More options of the launcher; they come last and so win.
-
-    Raises:
-        LaunchError: The launcher is not installed.
-    """
-    given = {option.split("=")[0] for option in launcher_options}
-    # With the launcher's fixed default port a second run on this host would fail.
-    port = [] if _PORT_OPTION in given else [_PORT_OPTION, str(free_port())]
-    chosen = num_processes is None or given & _CHOOSE_DEVICES
-    count = [] if chosen else ["--num_accelerators", str(num_processes)]
-    return [
-        *(find_deepspeed(), *count, *port),
-        # The launcher would report the end of its children as an error, below their own message.
-        *("--log_level", "critical", *launcher_options),
-        *(["--module"] if module else []),
-        *(program, *options),
-    ]
 
 
 def find_deepspeed() -> str:
@@ -138,7 +99,7 @@ def run(
     signal of any kind end all processes soon.
 
     Args:
-        command: From `build_command`.
+        command: Of the launcher.
         variables: Added to the environment.
         bare_signals: Whether the launcher exits with n after signal n has ended a rank, as
             MPICH's ``mpirun`` does.

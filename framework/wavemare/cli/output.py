@@ -17,11 +17,6 @@ __all__ = ["check_picture", "check_writable", "write_page"]
 def check_writable(option: str, path: Path | None, *, is_folder: bool = False) -> None:
     """Check a place before minutes of work rather than afterwards.
 
-    Args:
-        option: Named in errors.
-        path: Of a file, or of a folder, which is made; None without the option.
-        is_folder: Which of the two.
-
     Raises:
         ConfigError: Nothing can be written there.
     """
@@ -46,11 +41,6 @@ def check_picture(
 ) -> None:
     """Check the place of a picture, and that its name ends in a picture's suffix.
 
-    Args:
-        option: Named in errors.
-        path: None without the option.
-        suffixes: The possible ones.
-
     Raises:
         ConfigError: Nothing can be written there, or the name is not a picture's.
     """
@@ -62,11 +52,6 @@ def check_picture(
 
 def write_page(page: str, file: Path, *, key: str = "--output") -> None:
     """Write a page and say so.
-
-    Args:
-        page: Its HTML.
-        file: Replaced if it exists.
-        key: The option that names the file.
 
     Raises:
         ConfigError: The file cannot be written.

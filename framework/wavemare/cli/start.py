@@ -83,17 +83,6 @@ def start(
 ) -> None:
     """Run a program as ranks to its end, and leave with its exit code; or print the command.
 
-    Args:
-        program: A script, or a module.
-        options: Options of the program.
-        module: Whether it is a module.
-        nproc: Processes on each host.
-        hostfile: Names several hosts; None for this one.
-        launcher: ``deepspeed`` or ``mpirun``.
-        launcher_args: Options of the launcher, as a shell writes them.
-        print_command: Whether to print instead.
-        max_restarts: How often to start the ranks again after one has failed.
-
     Raises:
         LaunchError: The hostfile or the launcher cannot be used.
         ConfigError: There is no such launcher, or its options are not closed.

@@ -173,10 +173,6 @@ def _refuse_second_launcher(given: Mapping[str, object]) -> None:
 def _become_rank(module: str, options: Sequence[str]) -> NoReturn:
     """Replace this process of ``mpirun`` by a rank.
 
-    Args:
-        module: Of the recipe.
-        options: Of the recipe.
-
     Raises:
         LaunchError: mpi4py is missing.
     """

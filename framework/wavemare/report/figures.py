@@ -92,13 +92,7 @@ def lines(
 
 
 def bars(names: Sequence[str], points: Mapping[str, Sequence[tuple[int, float]]], y: str) -> Any:
-    """Draw parts of a whole over the steps, one above the other.
-
-    Args:
-        names: Of the parts, from below.
-        points: (step, value) by name.
-        y: What the vertical axis shows, with its unit.
-    """
+    """Draw parts of a whole over the steps, one above the other."""
     from plotly import graph_objects
 
     figure = graph_objects.Figure()
@@ -150,13 +144,7 @@ _LOOKS = {
 
 
 class Row(NamedTuple):
-    """A rank's line.
-
-    Args:
-        label: Of the line.
-        spans: What it did.
-        steps: Where optimizer steps begin, in seconds.
-    """
+    """A rank's line."""
 
     label: str
     spans: Sequence[Span]

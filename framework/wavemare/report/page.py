@@ -96,12 +96,7 @@ _SCRIPT = """
 
 
 class Page:
-    """Collects headings, tables and figures in their order.
-
-    Args:
-        title: Of the page.
-        subtitle: Below it.
-    """
+    """Collects headings, tables and figures in their order."""
 
     def __init__(self, title: str, subtitle: str = "") -> None:
         self._title = title
@@ -117,12 +112,7 @@ class Page:
         self._parts.append(f'<h2 id="{anchor}">{escape(title)}</h2>')
 
     def heading(self, title: str, note: str = "") -> None:
-        """Begin a smaller part.
-
-        Args:
-            title: Its heading.
-            note: What is shown, and from which file.
-        """
+        """Begin a smaller part."""
         self._parts.append(f"<h3>{escape(title)}</h3>")
         if note:
             self.text(note)

@@ -185,12 +185,6 @@ def _planned(run: RunFacts) -> str:
 def plan_page(plan: Plan, report: Report, timeline: Timeline, facts: Iterable[str]) -> str:
     """Return a page with a plan: its timeline, what its check found, its text form.
 
-    Args:
-        plan: The plan.
-        report: Of its check.
-        timeline: Of its simulation.
-        facts: Sentences about what was predicted.
-
     Raises:
         ConfigError: The plan has more actions than a browser can draw.
     """

@@ -32,10 +32,8 @@ class Checkpoint:
     """A checkpoint of a run.
 
     Args:
-        tag: Name of its folder.
         saved: When, as its list of files says; empty if it does not. A Trainer, which makes no
             such list: when its last file was written.
-        bytes: Of all its files.
         complete: Whether all files are there, by size; of a Trainer's, whether its last file is.
         latest: Whether it is the one to resume from.
     """
@@ -52,10 +50,6 @@ class RunFacts:
     """All that is known of a run; what its folder does not have is empty.
 
     Args:
-        name: Short, and unlike those of other runs in the same report.
-        folder: The run's.
-        config: Content of ``config.json``.
-        metrics: Lines of ``metrics.jsonl``.
         summary: Content of ``summary.json``; None if the run has not ended.
         events: See `read_events`.
         trace: What the ranks did in some steps; None if it was not noted.

@@ -23,11 +23,7 @@ _DASHES = ("solid", "dash", "dot", "dashdot")
 
 
 def run_page(runs: Sequence[RunFacts]) -> str:
-    """Return a page on a run, or on several side by side.
-
-    Args:
-        runs: With different names.
-    """
+    """Return a page on a run, or on several side by side."""
     names = ", ".join(run.name for run in runs)
     title = f"Run {names}" if len(runs) == 1 else f"{len(runs)} runs compared"
     page = Page(title, "" if len(runs) == 1 else names)
@@ -57,16 +53,7 @@ def _curves(
     missing: str,
     **options: Any,
 ) -> None:
-    """Add a figure with metrics of all runs.
-
-    Args:
-        page: To add it to.
-        runs: Their colours are their places.
-        metrics: What to call each one, and its style.
-        y: What the axis shows, with its unit.
-        missing: Why there may be nothing.
-        options: Of `lines`.
-    """
+    """Add a figure with metrics of all runs."""
     several = len(runs) > 1
     series = [
         Series(

@@ -40,7 +40,6 @@ class RankTrace:
     """One rank's part.
 
     Args:
-        rank: Global rank.
         stage: Of the pipeline; 0 without one.
         first_step: The first step that was noted, from 1.
         device: ``cpu`` where `Span.bytes` is resident memory, else the accelerator's name.

@@ -27,7 +27,7 @@ def flavour(monkeypatch):
     """Pretend an MPI, and an environment with two variables of interest."""
     monkeypatch.setattr(launch, "extra_environment", lambda: {"OMP_NUM_THREADS": "1"})
     monkeypatch.setattr(launch, "find_deepspeed", lambda: "/bin/deepspeed")
-    monkeypatch.setattr(launch, "free_port", lambda: 4321)
+    monkeypatch.setattr(job, "free_port", lambda: 4321)
     monkeypatch.setattr(job.os, "environ", {"GLOO_SOCKET_IFNAME": "eth0", "HOME": "/root"})
 
     def pretend(name, launcher_flavour=None):

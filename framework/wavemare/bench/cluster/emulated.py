@@ -85,11 +85,7 @@ class EmulatedCluster:
         return self._folder
 
     def enter(self, host: int) -> list[str]:
-        """Return the words that run a command on a host, in the root folder, when put before it.
-
-        Args:
-            host: Its number.
-        """
+        """Return the words that run a command on a host, in the root folder, when put before it."""
         return self._hosts[host].namespaces.enter()
 
     def __enter__(self) -> Self:
@@ -129,11 +125,7 @@ class EmulatedCluster:
         self._link_mbit = link_mbit
 
     def unplug(self, host: int) -> None:
-        """Cut a host's link at the switch: messages are lost, and no connection breaks.
-
-        Args:
-            host: Its number.
-        """
+        """Cut a host's link at the switch: messages are lost, and no connection breaks."""
         run_tool([*self._head.enter("--net"), "ip", "link", "set", f"port{host}", "down"])
 
     def run_ranks(self, command: Sequence[str], *, timeout_s: float, **options: object) -> int:

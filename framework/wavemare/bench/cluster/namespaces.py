@@ -158,10 +158,6 @@ def namespace_obstacle() -> str | None:
 def run_tool(command: Sequence[str], text: str = "") -> str:
     """Run a short command and return its output.
 
-    Args:
-        command: The words.
-        text: Its standard input.
-
     Raises:
         LaunchError: It failed.
     """

@@ -73,13 +73,7 @@ _SETTINGS = {
 
 @dataclass(frozen=True)
 class Host:
-    """An emulated host.
-
-    Attributes:
-        name: As in ``/etc/hosts`` of all hosts.
-        address: Of its ``eth0``.
-        namespaces: Of its processes.
-    """
+    """An emulated host."""
 
     name: str
     address: str
@@ -91,11 +85,8 @@ class Job:
     """A program to run on hosts.
 
     Attributes:
-        command: The program and its arguments.
         hosts: They get the ranks, host by host.
         head: The namespaces in which the hosts' are nested.
-        ranks_per_host: Number of processes on each host.
-        environment: Variables added to those of this process.
         folder: An empty one, for the job's own files.
         logs: Folder of outputs; None to print them.
         port: Of the first host, where the ranks meet.

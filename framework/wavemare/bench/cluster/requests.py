@@ -32,9 +32,6 @@ _DONE = b"done"
 def serving(handle: Callable[[int, Any], None]) -> Iterator[str]:
     """Answer the requests of `ask`, one after the other, in a thread.
 
-    Args:
-        handle: Called with the process number of the caller and the value.
-
     Yields:
         The address, for the variable `ADDRESS` of the ranks.
     """
@@ -54,10 +51,6 @@ def serving(handle: Callable[[int, Any], None]) -> Iterator[str]:
 
 def ask(value: Any, timeout_s: float = _TIMEOUT_S) -> None:
     """Send a request to the address in the environment, and wait until it is done.
-
-    Args:
-        value: Anything that JSON can hold.
-        timeout_s: Seconds to wait.
 
     Raises:
         LaunchError: It was not done.

@@ -54,11 +54,7 @@ Samples = Mapping[Key, Sequence[Sequence[Sample]]]
 
 
 def measure(request: PipelineRequest) -> dict[str, Any]:
-    """Build all systems, run all rounds and return the result.
-
-    Args:
-        request: The options; one process for each stage.
-    """
+    """Build all systems, run all rounds and return the result."""
     rank = dist.get_rank()
     screen = Screen(rank=rank)
     workload = build_workload(request)
@@ -134,12 +130,7 @@ def _stage_seconds(workload: Workload, request: PipelineRequest) -> list[float]:
 
 
 def build_rows(request: PipelineRequest, samples: Samples) -> list[dict[str, Any]]:
-    """Return the rows of the result, by number of micro-batches and then by system.
-
-    Args:
-        request: The options.
-        samples: The measurements.
-    """
+    """Return the rows of the result, by number of micro-batches and then by system."""
     slowest = {
         key: [max(sample.seconds for sample in ranks) for ranks in rounds]
         for key, rounds in samples.items()
@@ -200,10 +191,6 @@ def build_timeline(title: str, ranks: Sequence[Sequence[Event]]) -> Timeline | N
 
     Micro-batches are counted from the earliest one as well.
 
-    Args:
-        title: Of the timeline.
-        ranks: For each rank its events in any order, by a clock that all ranks share.
-
     Returns:
         The timeline; None if there is no event.
     """
@@ -228,13 +215,7 @@ def build_timeline(title: str, ranks: Sequence[Sequence[Event]]) -> Timeline | N
 def save_traces(
     folder: Path, events: Mapping[tuple[str, int], Sequence[Sequence[Event]]], rank: int
 ) -> None:
-    """Write ``timeline-mM.png``, ``timeline-mM.svg`` and ``trace-mM.json`` for each M, on rank 0.
-
-    Args:
-        folder: Where to.
-        events: For each system and number of micro-batches, those of all ranks.
-        rank: Of this process.
-    """
+    """Write ``timeline-mM.png``, ``timeline-mM.svg`` and ``trace-mM.json`` for each M on rank 0."""
     if rank != 0:
         return
     for count in {count for _, count in events}:

@@ -41,8 +41,6 @@ class Place:
 
     Args:
         rank: Of this process; it is the stage as well.
-        stages: Number of processes and of stages.
-        micro_batches: Per optimizer step.
     """
 
     rank: int
@@ -88,11 +86,7 @@ class Busy(NamedTuple):
 
 
 class Recorder:
-    """Collects events. Times are `time.perf_counter`'s, which all processes of a host share.
-
-    Args:
-        micro_batches: Per optimizer step.
-    """
+    """Collects events. Times are `time.perf_counter`'s, which all processes of a host share."""
 
     def __init__(self, micro_batches: int) -> None:
         self._micro_batches = micro_batches
@@ -104,11 +98,6 @@ class Recorder:
 
         Not all systems name an action's micro-batch: the n-th action of a kind and stage counts as
         that of micro-batch n, or of step n.
-
-        Args:
-            kind: Of the action.
-            stage: Of the action.
-            function: The function to call.
         """
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -145,10 +134,6 @@ class BoundRunner(Runner):
     """A stage's passes and optimizer steps, without any message.
 
     With all ranks busy at once, this is the best that the machine's cores do side by side.
-
-    Args:
-        workload: The model.
-        place: Which stage of it.
     """
 
     def __init__(self, workload: Workload, place: Place) -> None:

@@ -46,13 +46,7 @@ _KINDS = {
 
 
 class EngineRunner(Runner):
-    """A pipeline engine that trains by ``train_batch``.
-
-    Args:
-        engine: DeepSpeed's or ours.
-        workload: Has the micro-batches.
-        take: Of `Runner`.
-    """
+    """A pipeline engine that trains by ``train_batch``."""
 
     def __init__(self, engine: Any, workload: Workload, take: Callable[[], list[Event]]) -> None:
         self.engine = engine
@@ -70,16 +64,7 @@ class EngineRunner(Runner):
 
 
 class TorchRunner(Runner):
-    """A schedule of torch, and an optimizer.
-
-    Args:
-        schedule: Of this rank's stages.
-        optimizer: Of their parameters.
-        workload: Has the micro-batches.
-        place: Of this rank.
-        is_first: Whether this rank holds the beginning of the model.
-        is_last: Whether it holds the end.
-    """
+    """A schedule of torch, and an optimizer."""
 
     def __init__(
         self,
@@ -220,12 +205,7 @@ def record_engine(engine: Any) -> Callable[[], list[Event]]:
 
 
 def record_actions(engine: Any, place: Place) -> Recorder:
-    """Note each instruction of an engine, by wrapping its table of instructions.
-
-    Args:
-        engine: A pipeline engine of DeepSpeed's schedules.
-        place: Of this rank.
-    """
+    """Note each instruction of an engine, by wrapping its table of instructions."""
     recorder = Recorder(place.micro_batches)
 
     def noted(kind: Kind, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -47,11 +47,7 @@ class Workload(ABC):
 
     @abstractmethod
     def parts(self, count: int) -> list[nn.Module]:
-        """Return new modules, with the same initial weights each time.
-
-        Args:
-            count: Number of parts; their costs are as even as layers allow.
-        """
+        """Return new modules of even costs, with the same initial weights each time."""
 
 
 class GPTWorkload(Workload):

@@ -129,12 +129,7 @@ def _measure_shares(job: PlannerJob, screen: Screen) -> dict[str, Any]:
 
 
 class _DataParallel:
-    """An engine with given shares.
-
-    Attributes:
-        engine: Of this rank.
-        losses: Of the steps so far.
-    """
+    """An engine with given shares."""
 
     def __init__(self, job: PlannerJob, batch: dict[str, int], shares: Sequence[int]) -> None:
         self._job = job
@@ -186,11 +181,7 @@ def _measure_cuts(job: PlannerJob, screen: Screen) -> dict[str, Any]:
 
 
 class _Pipeline:
-    """An engine with given cuts.
-
-    Attributes:
-        engine: Of this rank.
-    """
+    """An engine with given cuts."""
 
     def __init__(self, job: PlannerJob, batch: dict[str, int], cuts: Sequence[int]) -> None:
         config = _config(batch, 0)

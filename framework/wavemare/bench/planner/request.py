@@ -152,11 +152,7 @@ class PlannerRequest(_Size):
         return run_jobs(self)
 
     def jobs(self, cores: int) -> Iterator[PlannerJob]:
-        """Yield the jobs of shares and cuts.
-
-        Args:
-            cores: Of the machine.
-        """
+        """Yield the jobs of shares and cuts."""
         for ranks in self.ranks:
             fast, half = (self.factor,) * (ranks - 1), ranks // 2
             if SHARES in self.parts:

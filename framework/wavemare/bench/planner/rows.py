@@ -116,14 +116,7 @@ def choice_rows(
     layouts: Sequence[Layout],
     rounds_s: Sequence[Sequence[float]],
 ) -> list[dict[str, Any]]:
-    """Return a row for each layout; ratios are to the fastest one.
-
-    Args:
-        job: Has the devices.
-        cluster: Of `CLUSTERS`.
-        layouts: By predicted time: the first one is the planner's choice.
-        rounds_s: Measured seconds of each layout's rounds.
-    """
+    """Return a row for each layout, the planner's choice first; ratios are to the fastest one."""
     fastest = min(rounds_s, key=median)
     rows = []
     for place, (layout, own) in enumerate(zip(layouts, rounds_s, strict=True)):

@@ -123,13 +123,7 @@ def _check(name: str, case: Case, result: Tensor, expected: Tensor, magnitude: T
 def build_result(
     request: SparseRequest, measured: Measured, constants: Mapping[str, Constants]
 ) -> dict[str, Any]:
-    """Return the result without command and machine.
-
-    Args:
-        request: The options.
-        measured: The timed rounds of each system, by case.
-        constants: Of the cost model, by kind of transport.
-    """
+    """Return the result without command and machine."""
     return {
         "baseline": BASELINE,
         "mebibytes": request.mib,
@@ -199,13 +193,7 @@ def _model(request: SparseRequest, case: Case, row: Mapping[str, Any]) -> float 
 
 
 def active_blocks(case: Case, num_blocks: int, rank: int) -> np.ndarray:
-    """Return the numbers of the blocks that are not zero on a rank, ascending.
-
-    Args:
-        case: Pattern and density.
-        num_blocks: Of the bucket.
-        rank: Of the process; the same one gets the same blocks in every run.
-    """
+    """Return the numbers of the blocks that are not zero on a rank, ascending."""
     count = round(num_blocks * case.density)
     generator = np.random.default_rng(7 if case.pattern == "identical" else 1000 + rank)
     if case.pattern == "zipf":
@@ -218,14 +206,7 @@ def active_blocks(case: Case, num_blocks: int, rank: int) -> np.ndarray:
 
 
 def make_gradient(case: Case, numel: int, block: int, rank: int) -> Tensor:
-    """Return (numel,), float32: normally distributed in its active blocks, else zero.
-
-    Args:
-        case: Pattern and density.
-        numel: A multiple of the block.
-        block: Elements per block.
-        rank: Of the process.
-    """
+    """Return (numel,), float32: normally distributed in its active blocks, else zero."""
     blocks = active_blocks(case, numel // block, rank)
     flat = torch.zeros(numel)
     generator = torch.Generator().manual_seed(rank)

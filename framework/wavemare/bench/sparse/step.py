@@ -110,12 +110,7 @@ def _link_bytes(request: SparseRequest) -> int | None:
 def build_step_result(
     request: SparseRequest, samples: Mapping[str, Sequence[StepSample]]
 ) -> dict[str, Any]:
-    """Return the result without command and machine.
-
-    Args:
-        request: The options.
-        samples: All rounds of each system.
-    """
+    """Return the result without command and machine."""
     seconds = {name: [s.seconds for s in rounds] for name, rounds in samples.items()}
     medians = {name: median(values) for name, values in seconds.items()}
     rows = []

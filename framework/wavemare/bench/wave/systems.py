@@ -60,12 +60,7 @@ class _Step(NamedTuple):
 class Systems:
     """Runs optimizer steps of each system, without the optimizer; all ranks must call together.
 
-    Args:
-        request: Has the sizes.
-
     Attributes:
-        model: This rank's part.
-        device: Of the model.
         num_segments: With the head.
         sums_per_micro_batch: Collectives that the executor starts for one.
     """
@@ -97,12 +92,7 @@ class Systems:
         self.model.zero_grad()
 
     def step(self, name: str, record: Record) -> None:
-        """Compute the gradients of a step, and add them to the present ones.
-
-        Args:
-            name: Of the system.
-            record: Context of each pass and of each wait.
-        """
+        """Compute the gradients of a step, and add them to the present ones."""
         actions, batches = self._steps[name]
 
         def scale(loss: Tensor) -> Tensor:
@@ -197,9 +187,6 @@ def median_seconds(events: Iterable[Event], num_segments: int) -> list[list[floa
 class PeakBytes:
     """Counts the memory that autograd keeps: each storage once, weights not at all.
 
-    Args:
-        module: Owns the weights.
-
     Attributes:
         now: Bytes that are kept now.
         peak: The most at any moment.
@@ -234,12 +221,7 @@ class PeakBytes:
 
 
 class _Held:
-    """A saved tensor; autograd drops it when it needs the tensor no more.
-
-    Args:
-        tensor: The saved one.
-        drop: Called at the end.
-    """
+    """A saved tensor; autograd drops it when it needs the tensor no more."""
 
     def __init__(self, tensor: Tensor, drop: Callable[[], None] | None) -> None:
         # An operator's own output would hold the operator, which holds this.
