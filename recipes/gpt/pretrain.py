@@ -26,7 +26,7 @@ from wavemare.training.arguments import (
     parse_arguments,
 )
 from wavemare.training.models import max_positions, read_model_config, reraise_model_errors
-from wavemare.training.setup import Setup, connect, leave, prepare, seed_dropout
+from wavemare.training.setup import Setup, connect, leave, load_run, prepare, seed_dropout
 from wavemare.training.text import TrainingText, find_text, read_text
 
 
@@ -110,7 +110,6 @@ def train(setup: Setup, recording: Recording, model: Any, text: TrainingText) ->
     from wavemare.data.loader import ResumableLoader
     from wavemare.engine import Interruption
     from wavemare.training.evaluation import Evaluation
-    from wavemare.training.resume import load_run
 
     args, checkpoints = setup.arguments, str(setup.folder / "checkpoints")
     samples, validation = text.causal_samples(args.sequence_length, setup.num_samples, args.seed)

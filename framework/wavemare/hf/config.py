@@ -13,17 +13,7 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 from wavemare.engine.config.resolve import SECTION, WavemareConfig, check_config, load_config
 from wavemare.errors import ConfigError
 
-__all__ = ["AUTO_KEYS", "TrainerConfig"]
-
-AUTO_KEYS = (
-    "pipeline.stages",
-    "pipeline.inputs",
-    "pipeline.dynamic_shape",
-    "pipeline.pipemare.warmup_steps",
-    "pipeline.pipemare.lr_rescheduling.anneal_steps",
-    "wavelet.warmup_steps",
-)
-"""Keys of our section that may be ``"auto"``, beside keys that have a value of that name."""
+__all__ = ["TrainerConfig"]
 
 _ANNEAL_PART = 4
 """``anneal_steps`` is this part of the run's steps."""
@@ -55,7 +45,6 @@ class TrainerConfig(HfTrainerDeepSpeedConfig):
     def __init__(self, config: str | Mapping[str, Any], *, world_size: int) -> None:
         values = load_config(config, "deepspeed")
         self._given = values.pop(SECTION, None)
-        self._differences: list[tuple[str, Any, str | None, Any]] = []
         self._world_size = world_size
         super().__init__(values)
         pipeline = self._given.get("pipeline") if isinstance(self._given, dict) else None
@@ -79,19 +68,6 @@ class TrainerConfig(HfTrainerDeepSpeedConfig):
         """Set ``pipeline.inputs`` to the names of a batch's entries without its labels."""
         self._given["pipeline"]["inputs"] = names
 
-    def fill_match(
-        self, ds_key_long: str, hf_val: Any, hf_key: str | None = None, must_match: bool = True
-    ) -> None:
-        """Fill in an ``"auto"``, or note a difference; see transformers' method of that name."""
-        config, key = self.find_config_node(ds_key_long)
-        if config is None:
-            return
-        value = config.get(key)
-        if value == "auto":
-            config[key] = hf_val
-        elif must_match and value is not None and value != hf_val:
-            self._differences.append((ds_key_long, value, hf_key, hf_val))
-
     def trainer_config_process(
         self, args: TrainingArguments, auto_find_batch_size: bool = False
     ) -> None:
@@ -105,7 +81,7 @@ class TrainerConfig(HfTrainerDeepSpeedConfig):
         self._note_choices(args)
         counted: Any = _Counted(args, self._world_size // self.ours.model_ranks)
         super().trainer_config_process(counted, auto_find_batch_size)
-        self._raise_differences()
+        self._refuse_differences()
 
     def trainer_config_finalize(
         self, args: TrainingArguments, model: Any, num_training_steps: int
@@ -115,8 +91,11 @@ class TrainerConfig(HfTrainerDeepSpeedConfig):
         Raises:
             ConfigError: The file and the arguments differ.
         """
-        super().trainer_config_finalize(args, model, num_training_steps)
-        self._raise_differences()
+        try:
+            super().trainer_config_finalize(args, model, num_training_steps)
+        except ValueError:
+            self._refuse_differences()
+            raise
         self._fill_section(
             warmup_steps=int(args.get_warmup_steps(num_training_steps)),
             max_steps=num_training_steps,
@@ -128,29 +107,24 @@ class TrainerConfig(HfTrainerDeepSpeedConfig):
         chosen = str(getattr(args.optim, "value", args.optim))
         family = chosen.partition("_")[0]
         if found is not None and family != "adamw" and family not in str(found).lower():
-            self._differences.append(("optimizer.type", found, "optim", chosen))
+            self.mismatches.append(f"- ds optimizer.type={found} vs hf optim={chosen}")
         found = (self.config.get("scheduler") or {}).get("type")
         chosen = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
         if found is not None and chosen != "linear" and found != _SCHEDULERS.get(chosen):
-            self._differences.append(("scheduler.type", found, "lr_scheduler_type", chosen))
+            self.mismatches.append(f"- ds scheduler.type={found} vs hf lr_scheduler_type={chosen}")
 
-    def _raise_differences(self) -> None:
-        differences, self._differences = self._differences, []
-        if not differences:
-            return
-        told = "; ".join(
-            f"{key} is {value!r}, the argument {argument} {wanted!r}"
-            for key, value, argument, wanted in differences
-        )
-        raise ConfigError(
-            "deepspeed",
-            [key for key, *_ in differences],
-            f"the JSON file and the training arguments differ: {told}",
-            'Make them equal, or write "auto" in the JSON (for a type: leave its section out)',
-        )
+    def _refuse_differences(self) -> None:
+        """Refuse what transformers has noted: "- ds KEY=VALUE vs hf ARGUMENT=VALUE"."""
+        found = [line.removeprefix("- ds ").split(" vs hf ") for line in self.mismatches]
+        if found:
+            told = "; ".join(f"{key}, the argument {argument}" for key, argument in found)
+            reason = f"the JSON file and the training arguments differ: {told}"
+            remedy = 'Make them equal, or write "auto" in the JSON (a type: leave its section out)'
+            keys = [key.partition("=")[0] for key, _ in found]
+            raise ConfigError("deepspeed", keys, reason, remedy)
 
     def _fill_section(self, *, warmup_steps: int, max_steps: int) -> None:
-        """Replace the ``"auto"`` values of our section; see `AUTO_KEYS`."""
+        """Replace the ``"auto"`` values of our section."""
         self.section = copy.deepcopy(self._given)
         if not isinstance(self.section, dict):
             return

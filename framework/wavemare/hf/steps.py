@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Trainer's batches as whole optimizer steps, equal on all processes that share a model."""
+"""The Trainer's batches as whole optimizer steps, and the loss of a pipeline's step."""
 
 from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +13,22 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
+from torch import distributed as dist
+from transformers.utils.generic import ModelOutput
 
-__all__ = ["IGNORED", "SeededLoader", "StepFeed", "fill_rows", "seeded"]
+from wavemare.models.split import SplitLoss
 
-IGNORED = -100
+__all__ = [
+    "SeededLoader",
+    "StepFeed",
+    "StepLoss",
+    "fill_rows",
+    "seeded",
+    "weighted_labels",
+    "whole_logits",
+]
 
+_IGNORED = -100
 _EPOCH_STRIDE = 1_000_003
 _RANK_STRIDE = 7_919
 
@@ -147,7 +158,7 @@ class StepFeed:
 
 
 def fill_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """Fill a short batch up with its own rows, whose integer labels become `IGNORED`.
+    """Fill a short batch up with its own rows, whose integer labels become -100.
 
     Args:
         batch: Tensors by name; rows are the first dimension.
@@ -165,5 +176,98 @@ def fill_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
     }
     labels = full.get("labels")
     if labels is not None and not labels.is_floating_point():
-        labels[count:] = IGNORED
+        labels[count:] = _IGNORED
     return full
+
+
+class StepLoss:
+    """A micro-batch's part of the mean over all labels of an optimizer step.
+
+    Labels come as (labels, weight, items): the micro-batch's mean is multiplied by ``weight``, and
+    ``items`` is what a ``compute_loss_func`` divides its sum by. The mean over micro-batches and
+    data ranks is then the mean over the step's labels. Plain labels have weight 1.
+
+    Args:
+        loss: The model's loss of (logits, labels), a mean over labels.
+        smoother: transformers' label smoother, or None.
+        shifts: Whether the smoother compares each position with the label after it.
+        function: The Trainer's ``compute_loss_func``, or None.
+    """
+
+    def __init__(
+        self,
+        loss: Callable[..., Tensor],
+        *,
+        smoother: Any = None,
+        shifts: bool = False,
+        function: Callable[..., Tensor] | None = None,
+    ) -> None:
+        self.inner = loss
+        self._smoother = smoother
+        self._shifts = shifts
+        self._function = function
+
+    def __call__(self, logits: Any, labels: Any) -> Tensor:
+        """Return the weighted loss of a micro-batch; scalar."""
+        if not isinstance(labels, (tuple, list)):
+            return self._mean(logits, labels)
+        labels, weight, items = labels
+        if self._function is None:
+            return self._mean(logits, labels) * weight
+        outputs = ModelOutput(logits=whole_logits(self, logits))
+        return self._function(outputs, labels, num_items_in_batch=items) * (weight > 0)
+
+    def _mean(self, logits: Any, labels: Tensor) -> Tensor:
+        if self._smoother is None:
+            return self.inner(logits, labels)
+        smoothed: Tensor = self._smoother(
+            (whole_logits(self, logits),), labels, shift_labels=self._shifts
+        )
+        return smoothed
+
+
+def whole_logits(loss: Any, logits: Any) -> Any:
+    """Return the logits over the whole vocabulary, gathered from tensor-parallel ranks.
+
+    Args:
+        loss: The last stage's loss function.
+        logits: The last stage's output on this rank.
+    """
+    inner = loss.inner if isinstance(loss, StepLoss) else loss
+    return inner.gather(logits) if isinstance(inner, SplitLoss) else logits
+
+
+def weighted_labels(
+    batches: Sequence[Mapping[str, Any]], micro_batches: int, *, shifts: bool, group: Any = None
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Return the labels of a step's micro-batches as `StepLoss` takes them.
+
+    Args:
+        batches: The batches that were read; micro-batches beyond them repeat them, with weight 0.
+        micro_batches: Number per step.
+        shifts: Whether labels are shifted, so that the first label of each row does not count.
+        group: Data-parallel ranks whose labels count together; None for this rank alone.
+    """
+    labels = [batch["labels"] for batch in batches]
+    counts = [_count(one, shifts) for one in labels]
+    total = torch.stack(counts).sum()
+    ranks = 1
+    if group is not None:
+        dist.all_reduce(total, group=group)
+        ranks = dist.get_world_size(group)
+    items = total.clamp(min=1) / (micro_batches * ranks)
+    weighted = [
+        # The mean over no label is NaN, also with weight 0.
+        (one if count else torch.zeros_like(one), count / items, items)
+        for one, count in zip(labels, counts, strict=True)
+    ]
+    zero = torch.zeros_like(items)
+    repeated = (weighted[n % len(batches)] for n in range(len(batches), micro_batches))
+    return weighted + [(one, zero, items) for one, _, items in repeated]
+
+
+def _count(labels: Tensor, shifts: bool) -> Tensor:
+    counted = labels[..., 1:] if shifts else labels
+    if counted.is_floating_point():
+        return torch.tensor(float(len(labels)), device=labels.device)
+    return (counted != _IGNORED).sum().to(torch.float32)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import os
 from typing import Any
 
@@ -17,15 +16,12 @@ from wavemare.engine.config.resolve import SECTION
 from wavemare.errors import ConfigError
 from wavemare.failure import watch_failures
 from wavemare.hf.config import TrainerConfig
-from wavemare.hf.loss import ignores_counts
 from wavemare.hf.steps import seeded
 from wavemare.hf.whole_steps import WholeSteps
 from wavemare.models import save_pretrained
 from wavemare.parallel.layout.annotations import PLAN, is_annotated
 
 __all__ = ["Trainer"]
-
-logger = logging.getLogger("wavemare")
 
 _ZERO_WEIGHTS = 3
 
@@ -110,29 +106,10 @@ class Trainer(WholeSteps):
         if self.accelerator.weighs_losses:
             # Otherwise transformers and the engine would both divide by the number of tokens.
             self.model_accepts_loss_kwargs = False
-        self._warn_of_scale()
         config = getattr(self.args, "hf_deepspeed_config", None)
         if isinstance(config, TrainerConfig) and config.wants_entries:
             config.take_entries(self._batch_entries())
         return super()._prepare_for_training(*args, **kwargs)
-
-    def _warn_of_scale(self) -> None:
-        """Warn of the factor that transformers puts on losses of models that average themselves."""
-        processes = self.accelerator.data_ranks if self.args.average_tokens_across_devices else 1
-        micro_batches = self.args.gradient_accumulation_steps
-        if not self.model_accepts_loss_kwargs or self.trains_whole_steps:
-            return
-        if self.compute_loss_func or self.label_smoother or not self.is_world_process_zero():
-            return
-        if (processes, micro_batches) != (1, 1) and ignores_counts(self.model):
-            logger.warning(
-                "%s takes the mean over its labels: transformers multiplies its losses by %d "
-                "processes, in training also by %d micro-batches, and so its gradients; "
-                "set 'trainer.model_accepts_loss_kwargs = False' before train() to avoid it",
-                type(self.model).__name__,
-                processes,
-                micro_batches,
-            )
 
     def _check_optimizers(self) -> None:
         """Refuse optimizer objects, which transformers drops if DeepSpeed is used."""

@@ -16,8 +16,14 @@ from transformers.trainer import Trainer as StockTrainer
 
 from wavemare.api import initialize
 from wavemare.errors import ConfigError
-from wavemare.hf.loss import StepLoss, weighted_labels, whole_logits
-from wavemare.hf.steps import SeededLoader, StepFeed, fill_rows
+from wavemare.hf.steps import (
+    SeededLoader,
+    StepFeed,
+    StepLoss,
+    fill_rows,
+    weighted_labels,
+    whole_logits,
+)
 
 __all__ = ["WholeSteps"]
 

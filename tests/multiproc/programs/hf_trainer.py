@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``wavemare.hf.Trainer`` with data-parallel engines, beside transformers' own."""
 
-import logging
 import sys
 from functools import partial
 
@@ -22,12 +21,7 @@ def run(kind, name, trainer_class, config, **changes):
         train_dataset=Rows(kind, 22),
         eval_dataset=Rows(kind, 7, seed=1),
     )
-    told = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: told.append(record.getMessage())
-    logging.getLogger("wavemare").addHandler(handler)
     trainer.train()
-    logging.getLogger("wavemare").removeHandler(handler)
     evaluated = trainer.evaluate()["eval_loss"]
     trainer.save_model()
     torch.distributed.barrier()
@@ -36,7 +30,6 @@ def run(kind, name, trainer_class, config, **changes):
         "class": f"{type(engine).__module__}.{type(engine).__name__}",
         "losses": losses(trainer),
         "eval": evaluated,
-        "told": told,
         "lr": [e["learning_rate"] for e in trainer.state.log_history if "learning_rate" in e],
         "weights": file_digest(trainer.args.output_dir),
         "section": getattr(trainer.accelerator, "section", None),

@@ -132,6 +132,8 @@ OPTIONS = [
     ("--output /proc/nosuch", "--output = '/proc/nosuch'", "another"),
     ("--balance nosuch", "--balance = 'nosuch'", "auto, none"),
     ("--split 9,1", "--split = '9,1'", "wavemare data build"),
+    ("--resume", "--resume = ", "there is no checkpoint"),
+    ("--prompt ''", "--prompt = ''", "it is empty"),
     ("--model_config nosuch.json", "--model_config = 'nosuch.json'", "JSON file"),
     # Megatron's
     ("--num-layers 0", "--num_layers = 0", "Give 1 or more"),

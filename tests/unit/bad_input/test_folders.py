@@ -15,7 +15,7 @@ from wavemare.errors import CheckpointError, ModelError
 from wavemare.megatron.convert import convert
 from wavemare.megatron.files import read_checkpoint
 from wavemare.training.models import check_model_folder
-from wavemare.training.resume import needs_conversion
+from wavemare.training.setup import needs_conversion
 
 
 def saved(content):

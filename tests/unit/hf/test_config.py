@@ -3,13 +3,11 @@
 
 import pytest
 import torch
-import transformers
 from transformers import TrainingArguments
 
 from wavemare.errors import ConfigError
-from wavemare.hf.config import AUTO_KEYS, TrainerConfig
-from wavemare.hf.loss import StepLoss, ignores_counts, weighted_labels
-from wavemare.hf.steps import SeededLoader, StepFeed, fill_rows, seeded
+from wavemare.hf.config import TrainerConfig
+from wavemare.hf.steps import SeededLoader, StepFeed, StepLoss, fill_rows, seeded, weighted_labels
 
 ZERO = {"zero_optimization": {"stage": 0}}
 
@@ -74,7 +72,6 @@ def test_every_auto_key_is_filled(tmp_path):
     )
     waves.trainer_config_finalize(args, Model(), 100)
     assert waves.ours.wavelet.warmup_steps == 5
-    assert len(AUTO_KEYS) == 6
 
 
 def test_stages_are_the_processes_that_tensor_parallelism_leaves():
@@ -101,14 +98,13 @@ def test_batch_sizes_count_groups_of_processes(tmp_path):
 
 
 def test_all_differences_are_told_at_once(tmp_path):
-    given = {**ZERO, "train_micro_batch_size_per_gpu": "4", "gradient_clipping": 0.5}
+    given = {**ZERO, "train_micro_batch_size_per_gpu": 5, "gradient_clipping": 0.5}
     config = TrainerConfig(given, world_size=2)
     with pytest.raises(ConfigError) as caught:
         config.trainer_config_process(arguments(tmp_path))
-    assert caught.value.value == ["train_micro_batch_size_per_gpu", "gradient_clipping"]
     assert (
-        "train_micro_batch_size_per_gpu is '4', the argument per_device_train_batch_size 4; "
-        "gradient_clipping is 0.5, the argument max_grad_norm 1.0. " in str(caught.value)
+        "train_micro_batch_size_per_gpu=5, the argument per_device_train_batch_size=4; "
+        "gradient_clipping=0.5, the argument max_grad_norm=1.0. " in str(caught.value)
     )
 
 
@@ -216,25 +212,3 @@ def test_the_mean_over_micro_batches_is_that_over_labels():
     own = StepLoss(mean, function=summed)
     losses = [own(logits[n % 3], weighted[n]) for n in range(4)]
     assert torch.stack(losses).mean().item() == pytest.approx(expected.item(), rel=1e-6)
-
-
-SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9}
-BERT = transformers.BertConfig(**SIZES, intermediate_size=8, hidden_dropout_prob=0.0)
-MODELS = {
-    "BertForMaskedLM": BERT,
-    "BertForSequenceClassification": BERT,
-    "GPT2LMHeadModel": transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=9),
-    "LlamaForCausalLM": transformers.LlamaConfig(**SIZES, intermediate_size=8),
-}
-
-
-@pytest.mark.parametrize("kind", MODELS)
-def test_models_whose_loss_does_not_depend_on_the_count_are_known(kind):
-    model = getattr(transformers, kind)(MODELS[kind]).eval()
-    ids = torch.arange(8).reshape(2, 4)
-    labels = ids[:, 0] % 2 if "Classification" in kind else ids
-    losses = [
-        model(input_ids=ids, labels=labels, num_items_in_batch=torch.tensor(count)).loss.item()
-        for count in (1, 100)
-    ]
-    assert ignores_counts(model) == (losses[0] == losses[1])

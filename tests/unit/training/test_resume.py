@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from wavemare.engine.launch.restart import agent_started
-from wavemare.training.resume import adapt_accumulation, resumes_after_restart
+from wavemare.training.setup import adapt_accumulation, resumes_after_restart
 
 
 def test_the_agent_is_the_parent():
@@ -25,7 +25,7 @@ def test_only_checkpoints_of_the_same_job_are_resumed(
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
     assert not resumes_after_restart(tmp_path)  # before the first checkpoint
     latest.write_text("step-000010")
-    monkeypatch.setattr("wavemare.training.resume.agent_started", lambda: time.time() + age)
+    monkeypatch.setattr("wavemare.training.setup.agent_started", lambda: time.time() + age)
     assert resumes_after_restart(tmp_path) == resumes
 
 
