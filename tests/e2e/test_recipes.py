@@ -2,12 +2,9 @@
 """Each recipe, under both engines by configuration alone, from text to a model that is used."""
 
 import json
-import struct
 
-import numpy as np
 import pytest
 import torch
-from datasets import Dataset
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
@@ -15,8 +12,7 @@ from transformers import (
     AutoTokenizer,
 )
 
-from wavemare.data import train_tokenizer
-from wavemare.engine.launch.environment import free_port
+from wavemare.data import IndexedWriter, train_tokenizer
 from wavemare.report import read_run
 from wavemare.report.traces import category
 
@@ -168,81 +164,22 @@ def test_the_default_classification_corpus_beats_the_majority(
     assert results["accuracy"] > 1.5 * results["majority accuracy"]
 
 
-# The rest are times, and reports of other stages, which reach the first one a step later.
-COMPUTED = {"step", "loss", "learning_rate", "grad_norm", "samples", "eval_loss"}
-
-
-@pytest.mark.nightly
-def test_a_resumed_run_logs_the_losses_of_an_uninterrupted_one(command, small_options, tmp_path):
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    command("wavemare", "train", "gpt", *small_options("gpt", whole)).check()
-    (resumed / "checkpoints").mkdir(parents=True)
-    (whole / "checkpoints" / "step-000010").rename(resumed / "checkpoints" / "step-000010")
-    (resumed / "checkpoints" / "latest").write_text("step-000010")
-    metrics = (whole / "metrics.jsonl").read_text().splitlines()
-    (resumed / "metrics.jsonl").write_text("\n".join(metrics[:14]) + "\n")
-
-    options = small_options("gpt", resumed, resume=True)
-    ended = command("wavemare", "train", "gpt", *options).check()
-    assert "resumed after step 10" in ended.output
-
-    def timeless(folder):
-        lines = read_run(folder).metrics
-        return [{k: v for k, v in line.items() if k in COMPUTED} for line in lines]
-
-    assert timeless(resumed) == timeless(whole)
-    summary = (resumed / "summary.json").read_text()
-    ended = command("wavemare", "train", "gpt", *options)
-    assert ended.code == 2
-    assert "the checkpoint is at step 20 already" in ended.output
-    assert (resumed / "summary.json").read_text() == summary
-
-
-@pytest.mark.nightly
-def test_the_deepspeed_launcher_and_torchrun_run_a_recipe_as_a_module(
-    command, small_options, recipe_config, tmp_path
-):
-    config = recipe_config("gpt/pretrain", "pipeline")
-    options = [
-        "--deepspeed_config",
-        config,
-        *small_options("gpt", tmp_path / "run", max_steps=2, eval_interval=1, save_interval=2),
-    ]
-    losses = []
-    for words in (
-        ["deepspeed", "--num_gpus", 2, "--master_port", free_port(), "--module"],
-        ["torchrun", "--nproc-per-node", 2, "--master-port", free_port(), "-m"],
-    ):
-        command(*words, "wavemare.recipes.gpt.pretrain", *options).check()
-        losses.append(read_run(tmp_path / "run").summary["results"]["eval_loss"])
-    assert losses[0] == losses[1]
-
-
 def write_table(folder, kind, text_folder):
     texts = [file.read_text() for file in sorted(text_folder.glob("*.txt"))]
     if kind == "jsonl":
-        rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        rows = "".join(json.dumps({"body": text}) + "\n" for text in texts)
         (folder / "rows.jsonl").write_text(rows)
-        return {"data": folder / "rows.jsonl"}
-    if kind == "parquet":
-        Dataset.from_dict({"body": texts}).to_parquet(folder / "rows.parquet")
-        return {"data": folder / "*.parquet", "text_column": "body"}
+        return {"data": folder / "rows.jsonl", "text_column": "body"}
     tokenizer = train_tokenizer(texts, 300, kind="gpt")
     tokenizer.save_pretrained(folder / "tokenizer")
-    lengths, tokens = [], []
-    for text in texts:
-        tokens += tokenizer(text)["input_ids"]
-        lengths.append(len(tokens) - sum(lengths))
-    starts = np.cumsum([0, *lengths[:-1]]) * 2
-    index = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, len(texts), len(texts) + 1)
-    index += np.array(lengths, dtype="<i4").tobytes() + starts.astype("<i8").tobytes()
-    index += np.arange(len(texts) + 1, dtype="<i8").tobytes()
-    (folder / "corpus.idx").write_bytes(index)
-    (folder / "corpus.bin").write_bytes(np.array(tokens, dtype="<u2").tobytes())
+    with IndexedWriter(folder / "corpus", "u2") as writer:
+        for text in texts:
+            writer.add_sequence(tokenizer(text)["input_ids"])
+            writer.end_document()
     return {"data": folder / "corpus", "tokenizer": folder / "tokenizer"}
 
 
-@pytest.mark.parametrize("kind", ["jsonl", pytest.param("parquet", marks=SLOW), "megatron"])
+@pytest.mark.parametrize("kind", ["jsonl", "megatron"])
 def test_other_kinds_of_data_reach_the_model(
     recipe, small_options, recipe_config, text_folder, tmp_path, kind
 ):

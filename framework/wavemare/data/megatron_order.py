@@ -24,7 +24,7 @@ import numba
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from wavemare.data.samples import Sample
 from wavemare.data.tokens import TokenStore
@@ -269,36 +269,6 @@ class MegatronSamples(Dataset[Sample]):
         return np.concatenate(parts, dtype=np.int64)
 
 
-class BlendedSamples(Dataset[Sample]):
-    """Samples of several data sets by weight.
-
-    Args:
-        parts: The data sets.
-        weights: One for each.
-        num_samples: Samples of the blend.
-
-    Raises:
-        DataError: A data set is too small for its share.
-    """
-
-    def __init__(
-        self, parts: Sequence[MegatronSamples], weights: Sequence[float], num_samples: int
-    ) -> None:
-        self.parts = parts
-        self.sources, self.places = blend_index(weights, num_samples)
-        for number, taken in enumerate(np.bincount(self.sources, minlength=len(parts)).tolist()):
-            if taken > len(parts[number]):
-                reason = f"the blend takes {taken} samples of its {len(parts[number])}"
-                name = parts[number].store.name
-                raise DataError("--data", name, reason, "Build it for more samples")
-
-    def __len__(self) -> int:
-        return len(self.sources)
-
-    def __getitem__(self, index: int) -> Sample:
-        return self.parts[int(self.sources[index])][int(self.places[index])]
-
-
 def blended_samples(
     stores: Sequence[TokenStore],
     weights: Sequence[float] | None,
@@ -307,7 +277,7 @@ def blended_samples(
     sequence_length: int,
     seed: int,
     extra_token: bool = False,
-) -> MegatronSamples | BlendedSamples:
+) -> Dataset[Sample]:
     """Return what Megatron would build of one split of its ``--data-path``.
 
     Args:
@@ -319,7 +289,8 @@ def blended_samples(
         extra_token: See `build_gpt_index`.
 
     Raises:
-        DataError: The documents do not fill a sample; or a blend of no set size.
+        DataError: The documents do not fill a sample, a data set is too small for its share, or a
+            blend has no size.
     """
 
     def samples(store: TokenStore, count: int | None) -> MegatronSamples:
@@ -339,4 +310,11 @@ def blended_samples(
         raise DataError("num_samples", None, reason, "Say how many samples are needed")
     ready = blend_sizes(weights, num_samples, _SURPLUS)
     parts = [samples(*part) for part in zip(stores, ready, strict=True)]
-    return BlendedSamples(parts, weights, sum(blend_sizes(weights, num_samples)))
+    sources, places = blend_index(weights, sum(blend_sizes(weights, num_samples)))
+    for part, taken in zip(parts, np.bincount(sources, minlength=len(parts)), strict=True):
+        if taken > len(part):
+            reason = f"the blend takes {taken} samples of its {len(part)}"
+            raise DataError("--data", part.store.name, reason, "Build it for more samples")
+    starts = np.cumsum([0, *map(len, parts[:-1])])
+    numbers: Any = starts[sources] + places
+    return Subset(ConcatDataset(parts), numbers)

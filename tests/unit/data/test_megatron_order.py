@@ -143,7 +143,7 @@ def test_a_blend_draws_from_its_parts_in_order():
     assert len(blend) == 16
     sources, places = greedy([1, 3], 16)
     for i, (source, place) in enumerate(zip(sources, places, strict=True)):
-        expected = blend.parts[source][place]["input_ids"]
+        expected = blend.dataset.datasets[source][place]["input_ids"]
         assert blend[i]["input_ids"].tolist() == expected.tolist()
         assert (expected >= 1000).all() == (source == 1)
 

@@ -2,12 +2,14 @@
 """What restarted ranks of a recipe resume from, and with which batches."""
 
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from wavemare.engine.launch.restart import agent_started
-from wavemare.training.setup import adapt_accumulation, resumes_after_restart
+from wavemare.errors import ConfigError
+from wavemare.training.setup import adapt_accumulation, load_run, resumes_after_restart
 
 
 def test_the_agent_is_the_parent():
@@ -36,3 +38,11 @@ def test_the_batch_is_accumulated_over_fewer_ranks():
     assert config == {**sizes, "gradient_accumulation_steps": 2}
     adapt_accumulation(config, 1)
     assert config == sizes
+
+
+def test_a_run_that_is_complete_is_not_continued():
+    engine = SimpleNamespace(global_steps=20, load_checkpoint=lambda folder: (folder, {}))
+    with pytest.raises(
+        ConfigError, match=r"--max_steps = 20: the checkpoint is at step 20 already"
+    ):
+        load_run(engine, "checkpoints", None, 20)
