@@ -52,7 +52,7 @@ def loop(accelerator_class, section=None, rows=2, state=None, **options):
     engine = type(model)
     return {
         "class": f"{engine.__module__}.{engine.__name__}",
-        "sparse": getattr(model, "_sparse", None) is not None,
+        "sparse": getattr(model, "sparse", None) is not None,
         "losses": losses,
         "gathered": gathered,
     }

@@ -33,7 +33,7 @@ def run(kind, name, trainer_class, config, **changes):
         "lr": [e["learning_rate"] for e in trainer.state.log_history if "learning_rate" in e],
         "weights": file_digest(trainer.args.output_dir),
         "section": getattr(trainer.accelerator, "section", None),
-        "sparse": getattr(engine, "_sparse", None) is not None,
+        "sparse": getattr(engine, "sparse", None) is not None,
     }
 
 
