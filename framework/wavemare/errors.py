@@ -46,17 +46,8 @@ class WavemareError(Exception):
         self.remedy = remedy
 
     def __str__(self) -> str:
-        return f"{self.subject}: {self.reason}. {self.advice}"
-
-    @property
-    def subject(self) -> str:
-        """Key and value; of a long value its two ends."""
-        return f"{self.key} = {_shown(self.value)}"
-
-    @property
-    def advice(self) -> str:
-        """The remedy as a sentence."""
-        return self.remedy if self.remedy.endswith("?") else f"{self.remedy}."
+        advice = self.remedy if self.remedy.endswith("?") else f"{self.remedy}."
+        return f"{self.key} = {_shown(self.value)}: {self.reason}. {advice}"
 
 
 class ConfigError(WavemareError, ValueError):

@@ -211,22 +211,7 @@ def _is_peer_loss(error: BaseException) -> bool:
 def _print_error(error: WavemareError) -> None:
     where = f" on rank {environment_rank()}" if _group_exists() else ""
     notes = getattr(error, "__notes__", [])  # where in the plan, for example
-    if not sys.stderr.isatty():
-        sys.stderr.write("\n".join([*notes, f"error{where}: {error}\n"]))
-        return
-    from rich.console import Console
-    from rich.panel import Panel
-    from rich.text import Text
-
-    content = Text.assemble(
-        (error.key, "bold"),
-        f"{error.subject.removeprefix(error.key)}\n",
-        f"{error.reason[:1].upper()}{error.reason[1:].rstrip()}.\n",
-        (error.advice, "green"),
-        *(f"\n{note}" for note in notes),
-    )
-    panel = Panel(content, title=f"error{where}", title_align="left", border_style="red")
-    Console(stderr=True).print(panel)
+    sys.stderr.write("\n".join([*notes, f"error{where}: {error}\n"]))
 
 
 def _print_loss_of_store(error: BaseException) -> None:

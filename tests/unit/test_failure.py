@@ -32,7 +32,7 @@ class Ended:
 def start(tmp_path):
     """Start a process whose main function has the given body."""
 
-    def run(body, *, grace_s=0.2, stderr=subprocess.PIPE, **variables):
+    def run(body, *, grace_s=0.2, **variables):
         program = tmp_path / f"program{len(list(tmp_path.iterdir()))}.py"
         program.write_text(
             "import os, sys, time\n"
@@ -47,7 +47,7 @@ def start(tmp_path):
             [sys.executable, str(program)],
             env={**environment, "OMP_NUM_THREADS": "1", **variables},
             stdout=subprocess.PIPE,
-            stderr=stderr,
+            stderr=subprocess.PIPE,
             text=True,
         )
 
@@ -102,17 +102,6 @@ def test_only_rank_0_prints_if_the_launcher_ends_the_others(start, name):
 
 def test_rank_that_fails_alone_prints_in_the_end(start):
     assert end(start(RAISE, RANK="3")) == Ended(2, "", f"error: {MESSAGE}")
-
-
-def test_terminal_gets_a_panel(start):
-    primary, secondary = os.openpty()
-    process = start(RAISE, stderr=secondary)
-    os.close(secondary)
-    assert end(process).code == 2
-    text = os.read(primary, 65536).decode()
-    os.close(primary)
-    for part in ("error", "key", "'value'", "The reason.", "The remedy.", "\u256d"):
-        assert part in text
 
 
 # All are there before one ends: joining a group whose store has gone is another case.

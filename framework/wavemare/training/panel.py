@@ -8,8 +8,6 @@ from typing import Any
 
 from wavemare.engine.config.resolve import zero_section
 from wavemare.models.convert import tied_weights
-from wavemare.pipeline.config import PipelineConfig
-from wavemare.pipeline.staleness.staleness import max_staleness
 from wavemare.training.setup import Setup
 
 __all__ = ["count_parameters", "start_up_panel"]
@@ -59,23 +57,16 @@ def count_parameters(setup: Setup, model: Any) -> int:
 
 
 def _layout(setup: Setup) -> dict[str, str]:
-    section, config = setup.section, setup.balance.config
-    stages, parts = section.pipeline.stages, section.tensor_parallel.size
-    schedule = _schedule(section.pipeline, setup.batch["gradient_accumulation_steps"])
-    waves = section.wavelet.mode
+    section = setup.section
+    stages, parts, waves = (
+        section.pipeline.stages,
+        section.tensor_parallel.size,
+        section.wavelet.mode,
+    )
     return {
         "processes": f"{setup.world_size} = {stages} stages x {setup.data_ranks} replicas"
         + (f" x {parts} ranks that share layers" if parts > 1 else ""),
-        "schedule": f"{schedule}, ZeRO {zero_section(config).get('stage', 0)}"
+        "schedule": (section.pipeline.schedule if stages > 1 else "data parallel")
+        + f", ZeRO {zero_section(setup.balance.config).get('stage', 0)}"
         + (f", waves {waves}" if waves != "off" else ""),
     }
-
-
-def _schedule(pipeline: PipelineConfig, micro_batches: int) -> str:
-    if pipeline.stages == 1:
-        return "data parallel"
-    if pipeline.schedule != "pipemare":
-        return pipeline.schedule.upper()
-    stages, slack = pipeline.stages, pipeline.pipemare.slack
-    stale = [max_staleness(stage, stages, micro_batches, slack) for stage in range(stages)]
-    return f"PipeMare (staleness by stage {', '.join(map(str, stale))})"
