@@ -179,8 +179,7 @@ def evaluate(pipeline: Any, validation: Any, num_samples: int) -> float:
     """Return the mean loss on validation samples, with the newest weights of all stages."""
     from wavemare.data.loader import evaluation_batches
 
-    count = min(num_samples, len(validation))
-    batches = evaluation_batches(validation, min(_EVALUATED_AT_ONCE, count), limit=count)
+    batches = evaluation_batches(validation, _EVALUATED_AT_ONCE, limit=num_samples)
     return float(pipeline.evaluate(batches))
 
 

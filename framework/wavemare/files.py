@@ -2,7 +2,7 @@
 """Writing files so that a crash leaves the old content or the new, never a part of either.
 
 Temporary names tell which process makes them, so that a later one knows what a killed process has
-left. This module imports no library, so that every area may use it.
+left. This module imports the standard library alone, so that every area may use it.
 """
 
 from __future__ import annotations
@@ -13,20 +13,23 @@ import os
 import re
 import secrets
 import shutil
+import socket
 import zlib
+from contextlib import suppress
 from pathlib import Path
-
-from wavemare.processes import process_has_ended, process_start, this_machine
 
 __all__ = [
     "atomic_write_bytes",
     "atomic_write_text",
     "discard_folder",
+    "process_has_ended",
+    "process_state",
     "remove_leftovers",
     "replace_folder",
     "restore_folder",
     "sync_folder",
     "temporary_sibling",
+    "this_machine",
 ]
 
 _SIBLING = re.compile(
@@ -139,7 +142,7 @@ def temporary_sibling(target: str | os.PathLike[str], kind: str = "partial") -> 
     """
     # On the same file system, else the rename would be a copy; hidden from patterns such as "*".
     target, pid = Path(target), os.getpid()
-    writer = f"wavemare-{_machine()}-{pid}-{process_start(pid)}-{secrets.token_hex(4)}"
+    writer = f"wavemare-{_machine()}-{pid}-{_process_start(pid)}-{secrets.token_hex(4)}"
     return target.with_name(f".{target.name}.{writer}.{kind}")
 
 
@@ -195,4 +198,46 @@ def _writer_has_ended(found: re.Match[str]) -> bool:
     if found["machine"] != _machine():
         return False
     pid = int(found["pid"])
-    return process_has_ended(pid) or process_start(pid) != int(found["start"])
+    return process_has_ended(pid) or _process_start(pid) != int(found["start"])
+
+
+def this_machine() -> str:
+    """Return what says where this process's number counts: host, boot and container.
+
+    The name alone does not, as another machine may be ``localhost``, too; nor does the boot, which
+    machines share that go on from one snapshot.
+    """
+    boot = container = ""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    with suppress(OSError):
+        container = os.readlink("/proc/self/ns/pid")
+    return f"{socket.gethostname()} {boot} {container}"
+
+
+def process_state(pid: int) -> str:
+    """Return the letter for what a process does; empty if there is none, ``?`` if unknown."""
+    fields = _stat(pid)
+    return fields[0] if fields else "" if fields is None else "?"
+
+
+def _process_start(pid: int) -> int:
+    """Return when a process began, in clock ticks since the boot; 0 if unknown."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields else 0
+
+
+def process_has_ended(pid: int) -> bool:
+    """Whether a process has ended, also if its parent has not asked for its code yet."""
+    return process_state(pid) in ("", "Z", "X")
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Return the fields of ``/proc/PID/stat`` from the state on; None if there is no process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return stat.rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    except OSError:
+        return []

@@ -38,7 +38,7 @@ from wavemare.engine.launch.exit import exit_now
 from wavemare.engine.launch.group import environment_rank, environment_world_size
 from wavemare.engine.observe.progress import PROGRESS, Progress
 from wavemare.engine.seams import mark_waits
-from wavemare.processes import process_has_ended, process_state, this_machine
+from wavemare.files import process_has_ended, process_state, this_machine
 
 __all__ = ["EXIT_CODE", "Watchdog", "acquire", "current"]
 

@@ -59,7 +59,13 @@ class ResumableLoader(Iterator[Any]):
         shuffle: bool = True,
         shares: Sequence[int] | None = None,
     ) -> None:
-        _check_shape(micro_batch_size, data_rank, data_world_size)
+        if micro_batch_size < 1:
+            reason = "a micro-batch holds one sample or more"
+            raise ConfigError("micro_batch_size", micro_batch_size, reason, "Give at least 1")
+        if not 0 <= data_rank < data_world_size:
+            reason = f"the rank lies outside 0 to {data_world_size - 1}"
+            remedy = "Give a rank of the data-parallel group"
+            raise ConfigError("data_rank", data_rank, reason, remedy)
         if len(dataset) == 0:
             raise DataError("--data", 0, "the dataset holds no samples", "Give more data")
         self._dataset = dataset
@@ -141,34 +147,31 @@ def evaluation_batches(
 ) -> Iterator[Any]:
     """Iterate once over a dataset, in its order, with equally many batches on every rank.
 
-    All batches are full. The samples at the end that do not fill one batch for every rank, fewer
-    than ``micro_batch_size * data_world_size``, are left out; nothing is evaluated twice.
+    All batches are full. The samples at the end that do not fill one batch for every rank are left
+    out; nothing is evaluated twice.
 
     Args:
         dataset: The samples; a dataset with ``at(index, epoch)`` is read at epoch 0.
-        micro_batch_size: Samples per batch and rank.
+        micro_batch_size: Samples per batch and rank at most; fewer where there are few samples.
         data_rank: Place of this process among those that read different data.
         data_world_size: Number of processes that read different data.
-        limit: Of how many samples over all ranks to read as many full rounds as fit, and one at
-            least. They are spread over the whole set, whose documents or classes may be in order.
+        limit: Samples over all ranks, spread over the whole set, whose documents or classes may be
+            in order; each rank reads one at least. None for all.
 
     Raises:
-        DataError: There are too few samples for one batch on every rank.
-        ConfigError: A number is out of range.
+        DataError: The samples are fewer than the ranks.
     """
-    _check_shape(micro_batch_size, data_rank, data_world_size)
-    stride = micro_batch_size * data_world_size
-    if len(dataset) < stride:
-        reason = f"{len(dataset)} held-out samples do not give each rank a batch ({stride} needed)"
-        remedy = "Give more held-out data, a smaller micro-batch or a shorter sequence"
-        raise DataError("--data", len(dataset), reason, remedy)
     size = len(dataset)
-    count = size if limit is None else min(max(limit, stride), size)
-    first = data_rank * micro_batch_size
-    starts = range(first, first + count // stride * stride, stride)
+    if size < data_world_size:
+        reason = f"it gives {size} held-out samples, fewer than the {data_world_size} data ranks"
+        raise DataError("--data", size, reason, "Give more text")
+    count = min(max(limit or size, data_world_size), size)
+    micro = min(micro_batch_size, count // data_world_size)
+    stride = micro * data_world_size
+    starts = range(data_rank * micro, count // stride * stride, stride)
     return (
-        _collate([_read(dataset, n * size // count, 0) for n in range(at, at + micro_batch_size)])
-        for at in starts
+        _collate([_read(dataset, n * size // count, 0) for n in range(start, start + micro)])
+        for start in starts
     )
 
 
@@ -181,12 +184,3 @@ def _collate(samples: list[Any]) -> Any:
     from torch.utils.data import default_collate
 
     return default_collate(samples)
-
-
-def _check_shape(micro_batch_size: int, data_rank: int, data_world_size: int) -> None:
-    if micro_batch_size < 1:
-        reason = "a micro-batch holds one sample or more"
-        raise ConfigError("micro_batch_size", micro_batch_size, reason, "Give at least 1")
-    if not 0 <= data_rank < data_world_size:
-        reason = f"the rank lies outside 0 to {data_world_size - 1}"
-        raise ConfigError("data_rank", data_rank, reason, "Give a rank of the data-parallel group")

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from wavemare.errors import DataError
+from wavemare.data.loader import evaluation_batches
 
 __all__ = ["Evaluation"]
 
@@ -22,14 +23,9 @@ class Evaluation:
     """
 
     def __init__(self, engine: Any, samples: Any) -> None:
-        if len(samples) < engine.data_world_size:
-            reason = (
-                f"it gives {len(samples)} held-out samples, fewer than the "
-                f"{engine.data_world_size} data ranks"
-            )
-            raise DataError("--data", len(samples), reason, "Give more text")
         self.engine = engine
-        self.samples = samples
+        self._samples = samples
+        self._iterate(1)  # too few samples are refused before the training
 
     def loss(self, num_samples: int | None = None) -> float:
         """Return the mean loss of samples, spread over the whole set; None for all of them."""
@@ -37,25 +33,18 @@ class Evaluation:
         return float(self.engine.eval_batch(iter(batches), num_micro_batches=len(batches)))
 
     def batches(self, num_samples: int | None = None) -> list[Any]:
-        """Return this rank's micro-batches, equally many on every rank.
-
-        Each rank gets at least one. Samples that do not make a batch for every rank are left out.
+        """Return this rank's micro-batches, equally many on every rank, at least one.
 
         Args:
             num_samples: Samples over all ranks; None for all.
         """
-        from wavemare.data.loader import evaluation_batches
+        return list(self._iterate(num_samples))
 
-        ranks = self.engine.data_world_size
-        count = min(max(num_samples or len(self.samples), ranks), len(self.samples))
-        # Few samples still give every rank a batch.
-        micro = min(self.engine.train_micro_batch_size_per_gpu(), max(count // ranks, 1))
-        return list(
-            evaluation_batches(
-                self.samples,
-                micro_batch_size=micro,
-                data_rank=self.engine.data_rank,
-                data_world_size=ranks,
-                limit=count,
-            )
+    def _iterate(self, num_samples: int | None) -> Iterator[Any]:
+        return evaluation_batches(
+            self._samples,
+            self.engine.train_micro_batch_size_per_gpu(),
+            self.engine.data_rank,
+            self.engine.data_world_size,
+            num_samples,
         )

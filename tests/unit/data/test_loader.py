@@ -142,22 +142,19 @@ def test_evaluation(length, micro, world, limit):
     def evaluate(rank):
         return [*map(samples_of, evaluation_batches(Epochs(length), micro, rank, world, limit))]
 
-    if length < micro * world:
-        with pytest.raises(DataError, match=r"--data.*held-out samples.*smaller micro-batch"):
-            evaluate(0)
+    if length < world:
+        with pytest.raises(DataError, match=rf"--data.*held-out samples, fewer than the {world}"):
+            evaluation_batches(Epochs(length), micro, 0, world)  # before a batch is asked for
         return
     ranks = [evaluate(rank) for rank in range(world)]
-    read = length if limit is None else min(max(limit, micro * world), length)
+    read = length if limit is None else min(max(limit, world), length)
+    micro = min(micro, read // world)
     rounds = read // (micro * world)
     assert {len(batches) for batches in ranks} == {rounds}
+    assert {len(batch) for batches in ranks for batch in batches} == {micro}
     seen = [i for batches in zip(*ranks, strict=True) for batch in batches for i in batch]
     assert seen == [(length * n // read, 0) for n in range(rounds * micro * world)]
     assert len(set(seen)) == len(seen)
-
-
-def test_evaluation_fails_before_the_first_batch_is_asked_for():
-    with pytest.raises(DataError):
-        evaluation_batches(range(3), 4)
 
 
 @given(

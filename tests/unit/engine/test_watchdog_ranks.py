@@ -22,7 +22,7 @@ from wavemare.engine.health.watchdog.watcher import EXIT_CODE, Watchdog, acquire
 from wavemare.engine.observe.progress import Progress
 from wavemare.errors import ConfigError
 from wavemare.failure import run_main
-from wavemare.processes import this_machine
+from wavemare.files import this_machine
 
 CLONE_NEWPID = 0x20000000
 FORK = multiprocessing.get_context("fork")
