@@ -6,7 +6,7 @@ import json
 import pytest
 
 from wavemare.bench.cluster import EmulatedCluster
-from wavemare.bench.cluster.throttle import Throttle
+from wavemare.bench.cluster.limits import Throttle
 from wavemare.bench.pipeline.request import DEFAULT_SYSTEMS
 from wavemare.bench.sparse.request import DEFAULT_SYSTEMS as SPARSE_SYSTEMS
 from wavemare.bench.sparse.request import STEP_SYSTEMS

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runner of all benchmarks: start ranks, here or on emulated hosts, and read their result."""
+"""The runner of all benchmarks: start ranks, here or on emulated hosts, and read their result.
+
+A rank is ``python -m wavemare.bench.run MODULE:REQUEST ASKED ANSWERED``: ASKED is the file of the
+request, and rank 0 writes the result to the file ANSWERED.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 import tempfile
@@ -18,10 +23,12 @@ from wavemare.bench.cluster import EmulatedCluster, RankGroup
 from wavemare.bench.request import Request
 from wavemare.comm.mpi_library import describe_mpi
 from wavemare.errors import LaunchError
+from wavemare.failure import run_main
+from wavemare.files import atomic_write_text
 
-__all__ = ["WORKER", "run_ranks"]
+__all__ = ["main", "run_ranks"]
 
-WORKER = "wavemare.bench.worker"
+_RANK = "wavemare.bench.run"
 _TIMEOUT_S = 4 * 3600.0
 
 
@@ -46,7 +53,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="wavemare-bench-") as folder:
         asked, answered = Path(folder, "request.json"), Path(folder, "result.json")
         asked.write_text(request.model_dump_json(), encoding="utf-8")
-        program = [sys.executable, "-m", *(["mpi4py", "-m"] if request.by_mpi else []), WORKER]
+        program = [sys.executable, "-m", *(["mpi4py", "-m"] if request.by_mpi else []), _RANK]
         kind = f"{type(request).__module__}:{type(request).__qualname__}"
         command = [*program, kind, str(asked), str(answered)]
         variables = {**_variables(request), **(environment or {})}
@@ -105,3 +112,31 @@ def _run_mpi(command: list[str], ranks: int, variables: Mapping[str, str]) -> in
 def _meeting(ranks: int) -> dict[str, str]:
     port = str(get_free_port())
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
+
+
+def main() -> None:
+    """Be a rank: join the group, measure, and write the result if this is rank 0."""
+    import torch.distributed as dist
+
+    from wavemare.bench.ranks import describe_machine
+    from wavemare.engine.launch.group import environment_rank, init_distributed
+    from wavemare.observe import quiet_libraries
+
+    kind, asked, answered = sys.argv[1:]
+    request: Request = pkgutil.resolve_name(kind).model_validate_json(Path(asked).read_text())
+    quiet_libraries()
+    request.prepare()
+    if "RANK" not in os.environ:  # MPICH and Open MPI have variables of their own
+        os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(environment_rank())
+    init_distributed()
+    quiet_libraries()
+    result = pkgutil.resolve_name(request.measured_by)(request)
+    if dist.get_rank() == 0:
+        text = json.dumps({"machine": describe_machine(), **result})
+        atomic_write_text(Path(answered), text)
+    dist.barrier()
+    dist.destroy_process_group()  # gloo's threads must not outlive the interpreter
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -71,7 +71,8 @@ def measure(request: PipelineRequest) -> dict[str, Any]:
     samples: dict[Key, list[list[Sample]]] = defaultdict(list)
     last: dict[Key, list[Event]] = {}
     for timed, key in interleaved(request, keys, screen.note):
-        sample, last[key] = run_round(request, key, runners[key])
+        steps, fill = request.steps(key[1]), request.fill(*key)
+        sample, last[key] = run_round(runners[key], steps, fill)
         if timed:
             samples[key].append(gather(sample))
     if request.trace is not None:
@@ -85,14 +86,17 @@ def measure(request: PipelineRequest) -> dict[str, Any]:
     }
 
 
-def run_round(request: PipelineRequest, key: Key, runner: Runner) -> tuple[Sample, list[Event]]:
+def run_round(runner: Runner, steps: int, fill: int) -> tuple[Sample, list[Event]]:
     """Run a system's steps of one round; all ranks call together.
+
+    Args:
+        runner: The system.
+        steps: Timed optimizer steps.
+        fill: Steps before them that fill the pipeline, and after them.
 
     Returns:
         This rank's times, and its timed actions.
     """
-    name, count = key
-    steps, fill = request.steps(count), request.fill(name, count)
     dist.barrier()
     for _ in range(1 + fill):
         runner.step()
@@ -122,9 +126,10 @@ def _now() -> float:
 def _stage_seconds(workload: Workload, request: PipelineRequest) -> list[float]:
     """Return each stage's seconds for one micro-batch, with all stages at work at once."""
     count = _CALIBRATION_MICRO_BATCHES
-    trial = request.model_copy(update={"steps_per_round": 1})
     runner = BoundRunner(workload, Place(dist.get_rank(), request.stages, count))
-    samples = [run_round(trial, (BOUND, count), runner)[0] for _ in range(_CALIBRATION_ROUNDS)]
+    samples = [
+        run_round(runner, 1, request.fill(BOUND, count))[0] for _ in range(_CALIBRATION_ROUNDS)
+    ]
     own = min(sample.busy.compute_s for sample in samples[1:] if sample.busy is not None)
     return [seconds / count for seconds in gather(own)]
 

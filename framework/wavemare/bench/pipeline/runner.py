@@ -26,12 +26,15 @@ __all__ = [
     "Place",
     "Recorder",
     "Runner",
+    "Take",
     "build_optimizer",
     "busy_seconds",
 ]
 
 ADAMW = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 """The optimizer of all systems: AdamW in fp32."""
+Take = Callable[[], list[Event]]
+"""Returns the events since the last call."""
 _MESSAGES = frozenset(RECEIVES) | frozenset(SENDS)
 
 
@@ -57,10 +60,10 @@ class Runner(ABC):
     """A system, ready to train.
 
     Attributes:
-        take: Returns the events since the last call; None where actions cannot be told apart.
+        take: None where actions cannot be told apart.
     """
 
-    take: Callable[[], list[Event]] | None = None
+    take: Take | None = None
 
     @abstractmethod
     def step(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import io
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from wavemare.bench.pipeline.runner import (
     Place,
     Recorder,
     Runner,
+    Take,
     build_optimizer,
 )
 from wavemare.bench.pipeline.workload import Workload
@@ -30,7 +31,7 @@ from wavemare.bench.ranks import bench_device
 from wavemare.pipeline.clock.timeline import Event
 from wavemare.pipeline.plan.action import Kind
 
-__all__ = ["BUILDERS", "record_actions", "record_engine"]
+__all__ = ["BUILDERS", "EngineRunner", "record_engine"]
 
 _KINDS = {
     schedule.LoadMicroBatch: Kind.LOAD,
@@ -48,10 +49,12 @@ _KINDS = {
 class EngineRunner(Runner):
     """A pipeline engine that trains by ``train_batch``."""
 
-    def __init__(self, engine: Any, workload: Workload, take: Callable[[], list[Event]]) -> None:
+    def __init__(
+        self, engine: Any, batches: Sequence[Any], take: Callable[[], list[Event]]
+    ) -> None:
         self.engine = engine
         self.take = take
-        self._batches = itertools.cycle(workload.batches)
+        self._batches = itertools.cycle(batches)
 
     def step(self) -> None:
         """Train one batch."""
@@ -121,7 +124,7 @@ def _build_torch_zbv(workload: Workload, place: Place) -> Runner:
 def _build_deepspeed(workload: Workload, place: Place) -> Runner:
     module = _module(deepspeed.PipelineModule, workload, place, parts=place.stages)
     engine = _initialize(deepspeed.initialize, module, _config(workload, place))
-    return EngineRunner(engine, workload, record_actions(engine, place).take)
+    return EngineRunner(engine, workload.batches, record_actions(engine, place).take)
 
 
 def _build_dualpipev(workload: Workload, place: Place) -> Runner:
@@ -130,7 +133,7 @@ def _build_dualpipev(workload: Workload, place: Place) -> Runner:
 
     module = _module(DualPipeVModule, workload, place, parts=2 * place.stages)
     engine = _initialize(deepspeed.initialize, module, _config(workload, place))
-    return EngineRunner(engine, workload, record_actions(engine, place).take)
+    return EngineRunner(engine, workload.batches, record_actions(engine, place).take)
 
 
 def _build_soap(workload: Workload, place: Place) -> Runner:
@@ -139,7 +142,7 @@ def _build_soap(workload: Workload, place: Place) -> Runner:
     config = _config(workload, place) | {"optimizer": {"type": "SOAP", "params": ADAMW}}
     config["wavemare"] = {"pipeline": {"schedule": "1f1b", "stages": place.stages}}
     engine = _initialize(wavemare.initialize, module, config)
-    return EngineRunner(engine, workload, record_engine(engine))
+    return EngineRunner(engine, workload.batches, record_engine(engine))
 
 
 def _build_pipemare(
@@ -150,7 +153,7 @@ def _build_pipemare(
     section = {"pipeline": pipeline, "guard": dict(guard or {})}
     config = {**_config(workload, place), "wavemare": section}
     engine = _initialize(wavemare.initialize, module, config)
-    return EngineRunner(engine, workload, record_engine(engine))
+    return EngineRunner(engine, workload.batches, record_engine(engine))
 
 
 BUILDERS: Mapping[str, Callable[[Workload, Place], Runner]] = {
@@ -193,7 +196,7 @@ def _initialize(initialize: Callable[..., Any], module: Any, config: dict[str, A
     return initialize(model=module, model_parameters=parameters, config=config)[0]
 
 
-def record_engine(engine: Any) -> Callable[[], list[Event]]:
+def record_engine(engine: Any) -> Take:
     """Have our engine note its actions; return what gives the events since the last call."""
     engine.recorder.keeping = True
 

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from statistics import median
 from typing import Any, TypeVar
 
@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import wavemare
-from wavemare.bench.cluster.requests import ask
-from wavemare.bench.pipeline.runner import busy_seconds
-from wavemare.bench.pipeline.systems import record_engine
+from wavemare.bench.cluster.limits import ask
+from wavemare.bench.pipeline.measure import run_round
+from wavemare.bench.pipeline.systems import EngineRunner, record_engine
 from wavemare.bench.planner.request import BASELINE, CUTS, PLANNED, SHARES, PlannerJob
 from wavemare.bench.planner.rows import cut_rows, share_rows
 from wavemare.bench.ranks import SEED, build_gpt, gather, interleaved
@@ -168,10 +168,11 @@ def _measure_cuts(job: PlannerJob, screen: Screen) -> dict[str, Any]:
     plan = plan_stages(table, batch, stages=job.ranks, schedule=job.schedule)
     assert plan.cuts is not None, "there are several stages"
     cuts = {BASELINE: balanced_cuts(table.mean(axis=0).tolist(), job.ranks), PLANNED: plan.cuts}
-    systems = {name: _Pipeline(job, batch, own) for name, own in cuts.items()}
-    measured = _in_turns(job, screen, {name: system.round for name, system in systems.items()})
-    for system in systems.values():
-        system.engine.destroy()
+    runners = {name: _pipeline(job, batch, own) for name, own in cuts.items()}
+    turns = {name: partial(_round, job, runner) for name, runner in runners.items()}
+    measured = _in_turns(job, screen, turns)
+    for runner in runners.values():
+        runner.engine.destroy()
     rounds = {name: [[s for s, _ in ranks] for ranks in own] for name, own in measured.items()}
     stage_s = {
         name: [median(spent for _, spent in own) for own in zip(*measured[name], strict=True)]
@@ -180,40 +181,24 @@ def _measure_cuts(job: PlannerJob, screen: Screen) -> dict[str, Any]:
     return {"rows": cut_rows(job, cuts, rounds, stage_s, table.tolist())}
 
 
-class _Pipeline:
-    """An engine with given cuts."""
+def _pipeline(job: PlannerJob, batch: dict[str, int], cuts: Sequence[int]) -> EngineRunner:
+    config = _config(batch, 0)
+    section = {"stages": job.ranks, "schedule": job.schedule, "partition": list(cuts[:-1])}
+    config["wavemare"] = {"pipeline": section}
+    engine = wavemare.initialize(model=build_gpt(job), config=config)[0]
+    tokens = _tokens(job, 0, job.micro_batches, job.batch)
+    batches = [{"input_ids": part, "labels": part} for part in tokens]
+    return EngineRunner(engine, batches, record_engine(engine))
 
-    def __init__(self, job: PlannerJob, batch: dict[str, int], cuts: Sequence[int]) -> None:
-        config = _config(batch, 0)
-        section = {"stages": job.ranks, "schedule": job.schedule, "partition": list(cuts[:-1])}
-        config["wavemare"] = {"pipeline": section}
-        self.engine = wavemare.initialize(model=build_gpt(job), config=config)[0]
-        self._count = job.micro_batches
-        # An asynchronous pipeline is full before and after the timed steps.
-        self._steady = job.schedule == "pipemare"
-        self._steps = _STEADY_STEPS if self._steady else 1
-        self._fill = math.ceil(job.ranks / job.micro_batches) if self._steady else 0
-        self._take = record_engine(self.engine)
-        tokens = _tokens(job, 0, job.micro_batches, job.batch)
-        self._batches = itertools.cycle([{"input_ids": part, "labels": part} for part in tokens])
 
-    def round(self) -> tuple[float, float]:
-        """Train some steps; return seconds of a step, and of a micro-batch's passes."""
-        self._train(1 + self._fill if self._steady else 0)
-        self._take()
-        started = time.perf_counter()
-        self._train(self._steps)
-        seconds = (time.perf_counter() - started) / self._steps
-        busy = busy_seconds(self._take())
-        self._train(self._fill)
-        if self._steady:
-            self.engine.drain()
-        self._take()
-        return seconds, busy.compute_s / (self._steps * self._count)
-
-    def _train(self, steps: int) -> None:
-        for _ in range(steps):
-            self.engine.train_batch(self._batches)
+def _round(job: PlannerJob, runner: EngineRunner) -> tuple[float, float]:
+    """Train some steps; return seconds of a step, and of a micro-batch's passes."""
+    steps, fill = 1, 0
+    if job.schedule == "pipemare":  # it is full before and after the timed steps
+        steps, fill = _STEADY_STEPS, math.ceil(job.ranks / job.micro_batches)
+    sample, _ = run_round(runner, steps, fill)
+    assert sample.busy is not None, "engines note their actions"
+    return sample.seconds, sample.busy.compute_s / job.micro_batches
 
 
 # --- the planner's choice -------------------------------------------------------------------------

@@ -9,8 +9,7 @@ from itertools import chain
 from typing import Any
 
 from wavemare.bench.cluster import EmulatedCluster
-from wavemare.bench.cluster.requests import ADDRESS, serving
-from wavemare.bench.cluster.throttle import Throttle
+from wavemare.bench.cluster.limits import ADDRESS, Throttle, serving
 from wavemare.bench.planner.request import BASELINE, HOSTS, ORDER, PlannerJob, PlannerRequest
 from wavemare.bench.planner.rows import choice_rows
 from wavemare.bench.ranks import build_gpt

@@ -77,14 +77,14 @@ class WaveRequest(GptRequest):
 
     def prepare(self) -> None:
         """Ask for short time slices, before gloo starts its threads."""
-        from wavemare.bench.wave.links import ask_for_short_slices
+        from wavemare.bench.wave.measure import ask_for_short_slices
 
         ask_for_short_slices()
 
     def run(self) -> dict[str, Any]:
         """Run the ranks on this machine, or on emulated hosts if links have a limit."""
         from wavemare.bench.cluster import EmulatedCluster
-        from wavemare.bench.cluster.requests import ADDRESS, serving
+        from wavemare.bench.cluster.limits import ADDRESS, serving
         from wavemare.bench.run import run_ranks
 
         if not any(self.exposed):

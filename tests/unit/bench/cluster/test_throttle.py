@@ -9,8 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from wavemare.bench.cluster.requests import ADDRESS, ask, serving
-from wavemare.bench.cluster.throttle import CONTROL_GROUPS, Throttle, quota_files
+from wavemare.bench.cluster.limits import (
+    ADDRESS,
+    CONTROL_GROUPS,
+    Throttle,
+    ask,
+    quota_files,
+    serving,
+)
 from wavemare.errors import LaunchError
 
 

@@ -43,10 +43,9 @@ def test_exactly_the_steps_in_the_middle_are_timed(monkeypatch):
     world = SimpleNamespace(now=0.0, log=[])
     monkeypatch.setattr(torch.distributed, "barrier", lambda: world.log.append("barrier"))
     monkeypatch.setattr(measure, "_now", lambda: world.now)
-    request = PipelineRequest(stages=2, steps_per_round=3)
     # Two steps to fill, three that count, one behind.
     runner = FakeRunner(world, [100.0, 100.0, 1.0, 2.0, 3.0, 100.0])
-    sample, events = measure.run_round(request, ("wavemare-pipemare", 2), runner)
+    sample, events = measure.run_round(runner, steps=3, fill=1)
     assert sample.seconds == pytest.approx(2.0)
     assert sample.busy == pytest.approx((0.25, 0.125, 0.0))
     assert len(events) == 6

@@ -1,21 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks as unlike devices: the kernel's CPU quotas give each process a share of a core's time.
+"""Limits that ranks ask for while a benchmark runs: shares of a core, or the speed of links.
 
-A process that has used its share of a period waits for the next one, with all its threads.
+A Unix socket carries one JSON value per request to the process that started the ranks. Its path
+works on all emulated hosts, as they share files, and the kernel tells the caller's process number
+as this process sees it. The kernel's CPU quotas make unlike devices of ranks: a process that has
+used its share of a period waits for the next one, with all its threads.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import socket
+import struct
+import tempfile
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from wavemare.errors import LaunchError
 
-__all__ = ["Throttle", "quota_files"]
+__all__ = ["ADDRESS", "Throttle", "ask", "quota_files", "serving"]
+
+ADDRESS = "WAVEMARE_BENCH_REQUESTS"
+"""Variable of ranks: the address that `serving` yields."""
+_TIMEOUT_S = 60.0
+_DONE = b"done"
 
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 PERIOD_US = 10_000
@@ -25,6 +39,65 @@ _POLL_S = 0.02
 # A quota limits and does not promise. With the greatest weight other programs cannot slow the fast
 # ranks first.
 _WEIGHT = {"cgroup v2": {"cpu.weight": "10000"}, "cgroup v1": {"cpu.shares": "262144"}}
+
+
+@contextmanager
+def serving(handle: Callable[[int, Any], None]) -> Iterator[str]:
+    """Answer the requests of `ask`, one after the other, in a thread.
+
+    Yields:
+        The address, for the variable `ADDRESS` of the ranks.
+    """
+    with tempfile.TemporaryDirectory(prefix="wavemare-requests-") as folder:
+        address = str(Path(folder, "socket"))
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(address)
+            listener.listen()
+            thread = threading.Thread(target=_serve, args=(listener, handle), daemon=True)
+            thread.start()
+            try:
+                yield address
+            finally:
+                listener.shutdown(socket.SHUT_RDWR)
+                thread.join()
+
+
+def ask(value: Any, timeout_s: float = _TIMEOUT_S) -> None:
+    """Send a request to the address in the environment, and wait until it is done.
+
+    Raises:
+        LaunchError: It was not done.
+    """
+    try:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(timeout_s)
+            connection.connect(os.environ[ADDRESS])
+            connection.sendall(json.dumps(value).encode() + b"\n")
+            done = connection.recv(len(_DONE)) == _DONE
+    except OSError:
+        done = False
+    if not done:
+        reason = "the command that started this rank has not done it"
+        raise LaunchError("request", value, reason, "Look at the command's output")
+
+
+def _serve(listener: socket.socket, handle: Callable[[int, Any], None]) -> None:
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError:  # closed
+            return
+        with connection, connection.makefile("rb") as lines:
+            credentials = connection.getsockopt(
+                socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
+            )
+            pid, _, _ = struct.unpack("3i", credentials)
+            try:
+                handle(pid, json.loads(lines.readline()))
+            except Exception as error:  # the rank reports the failure
+                print(f"error: {error}", flush=True)
+            else:
+                connection.sendall(_DONE)
 
 
 class Throttle:
