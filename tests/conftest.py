@@ -168,7 +168,7 @@ def rank_server():
 
 @pytest.fixture
 def launch(request, tmp_path, rank_server):
-    """Run a file of ``tests/multiproc/programs`` as several ranks, in processes of a pool.
+    """Run a file of ``tests/multiproc/programs`` as several ranks, in forks of one process.
 
     A program gets a folder as its first argument and leaves ``rank_N.json`` there. With ``own`` it
     has processes of its own, which end as interpreters do.
@@ -202,7 +202,7 @@ def launch(request, tmp_path, rank_server):
 
 @pytest.fixture
 def fork(rank_server, tmp_path_factory):
-    """Run a Python script in one process of the pool, from a folder."""
+    """Run a Python script in a fork, from a folder."""
 
     def run(*command, folder, timeout, environment):
         logs = tmp_path_factory.mktemp("fork")
