@@ -52,6 +52,7 @@ FUNCTIONS = {
         _backward_epilogue=5d5297 _backward_prologue=373ee3 _configure_checkpointing=98e9ab
         _configure_optimizer=dd82a7 _copy_recovery_script=4bfd76
         _get_gradients_for_reduction=e27ed4 _save_checkpoint=7cec5b _save_moe_checkpoint=cf5acf
+        allreduce_bucket=aee7bd allreduce_gradients=463dde
         _take_model_step=c4c6e0 backward=b8c436 buffered_allreduce_fallback=c36145
         clip_fp32_gradients=c3ad53 deepspeed_io=9be5fb destroy=573c7f forward=d99afa
         load_checkpoint=5728d3 save_checkpoint=c92409 scale=bb48d2 set_train_batch_size=b15192
@@ -59,7 +60,11 @@ FUNCTIONS = {
         _load_zero_checkpoint=008491""",
     "runtime.pipe.dualpipev.DualPipeVEngine": """
         eval_batch=5a4f7c reset_activation_shape=eeeba4""",
+    "runtime.bf16_optimizer.BF16_Optimizer": """
+        _setup_for_real_optimizer=d5c428 clear_lp_grads=455d9b get_grads_for_norm=81ed7f
+        get_grads_for_reduction=2ed8bb step=9b21d4 update_hp_grads=e36698""",
     "runtime.pipe.engine.PipelineEngine": """
+        _bf16_reduce_grads=9b1ca8
         _exec_backward_pass=ae2eef _exec_forward_pass=cf4dfb _exec_load_micro_batch=2243e2
         _exec_optimizer_step=6eb521 _exec_recv_activations=04213b _exec_recv_grads=b0c95d
         _exec_reduce_grads=3620e2 _exec_reduce_tied_grads=00d7e6 _exec_schedule=f16256
@@ -73,19 +78,34 @@ FUNCTIONS = {
         _synchronize_tied_weights=324986""",
     "runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": """
         _get_compact_grad_partition_slice=386a91 average_tensor=6fd000 get_flat_partition=77f7f3
-        independent_gradient_partition_epilogue=26ceef reduce_ipg_grads=a41525""",
+        independent_gradient_partition_epilogue=26ceef reduce_ipg_grads=a41525
+        _buffered_reduce_fallback_preserving_fp32=f1dcab _model_parallel_all_reduce=ea2c37
+        buffered_reduce_fallback=1cb18c get_grad_norm_direct=72af09 has_overflow=cadc27
+        get_gradient_for_reduction=740064 get_param_comm_dtype=fa98ff get_param_id=960db3
+        reduce_independent_p_g_buckets_and_remove_grads=500839 scaled_global_norm=63c6a6
+        unscale_and_clip_grads=6bf2ce""",
+    "runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": """
+        _get_norm_groups=6a068f has_overflow=1008a8""",
+    "runtime.utils": """
+        clip_tensors_by_global_norm=7acb1d get_global_norm_of_tensors=2345c9""",
     "utils.groups": """
         _create_expert_and_data_parallel=52f333 _get_expert_parallel_group_dict=40fa81
         _get_model_parallel_world_size=f00b28""",
 }
-"""By class or module of DeepSpeed: the functions that are called or overridden, name=digest."""
+"""By class or module of DeepSpeed: functions that we call, override or rely on, name=digest."""
 
 ATTRIBUTES = {
+    "runtime.bf16_optimizer.BF16_Optimizer": """clip_grad fp32_groups_gradients_flat
+        fp32_groups_has_gradients mpu non_expert_gradients""",
     "runtime.engine.DeepSpeedEngine": """_running_engine_backward _running_engine_backward_lock
         _running_engine_backward_count _unmanaged_backward_count""",
     "runtime.pipe.module.PipelineModule": "_layer_specs _local_start _local_stop tied_comms",
     "runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": """all_grad_tensors averaged_gradients
+        bit16_groups clip_grad grad_start_offset ipg_buckets model_parallel_group overlap_comm
+        param_to_partition_ids params_in_partition reduce_bucket_size reduction_stream
         round_robin_bit16_offsets""",
+    "runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": """averaged_gradients
+        fp32_partitioned_groups_flat""",
 }
 """The attributes that are read, which have to stand in the source of their class."""
 
