@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import threading
-import time
 from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -23,8 +22,6 @@ __all__ = ["Interruption"]
 _PREFIX = "wavemare/interruption"
 _ASKED = "asked"
 _STOP_AT = "stop_at"
-_ATTEMPTS, _PAUSE_S = 3, 0.05
-"""Attempts to ask a store, and the pause after each."""
 
 
 class Interruption:
@@ -124,21 +121,17 @@ class Interruption:
 
         if self._store is None:
             return None
-        # Now, not after the next step: the others may stop after this one.
-        for _ in range(_ATTEMPTS):
-            try:
-                return self._decide(step) if self._rank == 0 else self._follow()
-            except DistError as error:
-                logging.getLogger(__name__).debug("the store does not answer: %s", error)
-                time.sleep(_PAUSE_S)
-        return None  # the store's process has gone, and the launcher is about to end this one
+        try:
+            return self._decide(step) if self._rank == 0 else self._follow()
+        except DistError as error:  # its process has gone, and the launcher ends this one soon
+            logging.getLogger(__name__).debug("the store does not answer: %s", error)
+            return None
 
     def _decide(self, step: int) -> int | None:
         # No other rank has passed the step chosen here. Until rank 0 begins its next step, no rank
         # finishes a step beyond step + lead, and a rank asks about pace.ahead steps more at most
         # (see _Pace). Rank 0 begins its next step only when the store holds the number:
-        # `compare_set` waits for the reply, `set` might not. It also keeps the number of an earlier
-        # attempt whose reply was lost.
+        # `compare_set` waits for the reply, `set` might not.
         if not self._signalled and not self._store.check([_ASKED]):
             return None
         stop_at = str(step + self._lead + self._pace.ahead + 1)

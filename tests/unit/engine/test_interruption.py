@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import pytest
 from deepspeed import accelerator
-from torch.distributed import DistStoreError, HashStore, Store, TCPStore
+from torch.distributed import HashStore, TCPStore
 
 from wavemare.engine import Interruption
 from wavemare.errors import ConfigError
@@ -229,46 +229,6 @@ def test_a_lost_store_does_not_end_the_rank():
         del master
         os.kill(os.getpid(), SIGNALS[0])
         assert not any(interruption.stops_after(step) for step in (2, 3, 4))
-
-
-class Unsteady(Store):
-    """A store of which one reply is lost, counted from when `lost_after` is set."""
-
-    def __init__(self, store):
-        super().__init__()
-        self.store, self.lost_after = store, None
-
-    def reply(self, value):
-        if self.lost_after is not None:
-            self.lost_after -= 1
-            if self.lost_after == -1:
-                raise DistStoreError("no reply")
-        return value
-
-    def check(self, keys):
-        return self.reply(self.store.check(keys))
-
-    def get(self, key):
-        return self.reply(self.store.get(key))
-
-    def add(self, key, number):
-        return self.reply(self.store.add(key, number))
-
-    def compare_set(self, *arguments):
-        return self.reply(self.store.compare_set(*arguments))
-
-
-@pytest.mark.parametrize("lost_after", range(4))
-@pytest.mark.parametrize("unsteady", [0, 1])
-def test_a_reply_that_is_lost_once_lets_no_rank_miss_the_stop(unsteady, lost_after):
-    shared = HashStore()
-    stores = [Unsteady(shared), Unsteady(shared)]
-    with one(stores[0]) as first, one(stores[1], rank=1, signals=SIGNALS[1:2]) as second:
-        stores[unsteady].lost_after = lost_after
-        os.kill(os.getpid(), SIGNALS[0])
-        for step, stops in ((1, False), (2, True)):
-            assert first.stops_after(step) == stops
-            assert second.stops_after(step) == stops
 
 
 def test_a_forked_child_ends_by_the_signal():
