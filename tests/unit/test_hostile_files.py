@@ -20,6 +20,12 @@ from wavemare.megatron.pipeline_files import read_pipeline
 from wavemare.models.families import family_of
 
 
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("datasets")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder)
+
+
 class Evil:
     """Makes a file when it is unpickled."""
 
@@ -66,16 +72,16 @@ def test_tables_and_texts(evil, tmp_path, suffix):
     file = tmp_path / f"data.{suffix}"
     file.write_bytes(evil)
     with pytest.raises(DataError):
-        load_text(str(file), cache_dir=tmp_path / "cache")
+        load_text(str(file))
 
 
 @pytest.mark.parametrize("suffix", ["pkl", "pickle", "py", "pt", "npy"])
 def test_formats_that_run_code_are_none_of_ours(evil, tmp_path, suffix):
     (tmp_path / f"data.{suffix}").write_bytes(evil)
     with pytest.raises(DataError):
-        load_text(str(tmp_path / f"data.{suffix}"), cache_dir=tmp_path / "cache")
+        load_text(str(tmp_path / f"data.{suffix}"))
     with pytest.raises(DataError):
-        load_text(str(tmp_path), cache_dir=tmp_path / "cache")
+        load_text(str(tmp_path))
 
 
 def test_a_saved_dataset(evil, tmp_path):
@@ -84,7 +90,7 @@ def test_a_saved_dataset(evil, tmp_path):
         kept = file.read_bytes()
         file.write_bytes(evil)
         with pytest.raises(DataError):
-            load_text(str(tmp_path / "saved"), cache_dir=tmp_path / "cache")
+            load_text(str(tmp_path / "saved"))
         file.write_bytes(kept)
     datasets.load_from_disk(str(tmp_path / "saved"))  # whole again
 
