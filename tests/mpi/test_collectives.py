@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The collectives on real ranks, over MPI and torch, against sums made one element at a time."""
 
+import psutil
 import pytest
 
 MANY = (
@@ -14,9 +15,7 @@ MANY = (
 ONE = (
     *MANY,
     "side_by_side.handles",
-    "side_by_side.counters",
     "side_by_side.two_communicators",
-    "side_by_side.one_node",
     "side_by_side.unnamed",
     "side_by_side.selection",
     "side_by_side.calibrated",
@@ -51,8 +50,16 @@ def test_four_ranks_sum_exactly_and_agree(prove):
         case("torch", 3, "1,2,3", MANY),
         case("mpi", 1, "1", ONE),
         case("torch", 1, "1", ONE),
-        case("mpi", 2, "2", ["side_by_side.in_turn"]),
     ],
 )
 def test_groups_of_any_size_sum_exactly_and_agree(prove, kind, ranks, sizes, names):
     prove(kind, sizes, *names, ranks=ranks)
+
+
+@pytest.mark.nightly
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("kind", ["mpi", "torch"])
+def test_messages_of_more_than_two_gibibytes(prove, kind):
+    if psutil.virtual_memory().available < 12 << 30:
+        pytest.skip("needs 12 GiB of free memory")
+    prove(kind, "2", "side_by_side.large_message", ranks=2)

@@ -119,11 +119,6 @@ def digest(tensor):
     return hashlib.sha256(held).hexdigest()[:16]
 
 
-def resident_bytes():
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
 def leave(world, result):
     folder = Path(sys.argv[1])
     (folder / f"rank_{world.rank}.json").write_text(json.dumps(result))

@@ -48,19 +48,6 @@ def handles(world, checks, sizes):
         pending.clear()
 
 
-def in_turn(world, checks, sizes):
-    """More transports, one after the other, than MPICH has room for at a time (2,048)."""
-    whole = open_transport(choice=world.kind, timeout_s=600)
-    for _ in range(2_200):
-        whole.split(world.rank % 2).close()
-    part = whole.split(0)
-    total = torch.full((8,), float(world.rank))
-    part.all_reduce(total)
-    checks(total.eq(sum(range(world.size))).all(), "the last one works")
-    part.close()
-    whole.close()
-
-
 def retried(world, checks, sizes):
     """A transport that one rank tried to open alone opens when all do."""
     if world.rank == world.size - 1:
@@ -70,23 +57,6 @@ def retried(world, checks, sizes):
         flat = torch.full((8,), float(world.rank))
         comm.allreduce_(flat)
         checks(bool((flat == sum(range(world.size))).all()), "together")
-
-
-def counters(world, checks, sizes):
-    """A transport counts the bytes of its own messages."""
-    transport = open_transport(choice=world.kind, staging="direct", timeout_s=600)
-    after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
-    arrived = torch.zeros(1000)
-    exchange = transport.begin()
-    if world.size > 1:
-        exchange.receive(before, arrived)
-        exchange.send(after, torch.full((1000,), float(world.rank)))
-    exchange.wait()
-    moved = (transport.bytes_up, transport.bytes_down)
-    checks(moved == ((4000, 4000) if world.size > 1 else (0, 0)), "counted", moved)
-    checks(world.size == 1 or bool((arrived == before).all()), "arrived")
-    transport.barrier()
-    transport.close()
 
 
 def large_message(world, checks, sizes):
@@ -176,15 +146,6 @@ def nodes(world, checks, sizes):
                     flat = torch.full((numel,), float(rank))
                     comm.allreduce_(flat)
                     checks(bool((flat == 1.5).all()), "nodes", names, mode, numel)
-
-
-def one_node(world, checks, sizes):
-    """Where all ranks share a machine, a hierarchy is none."""
-    with sparse_comm(world, hierarchical=True) as comm:
-        everyone = buckets("half", comm.size, 3000, 256, torch.float32)
-        flat = everyone[comm.rank].clone()
-        comm.allreduce_(flat)
-        checks(same_bits(flat, ordered_sum(everyone, 1 / comm.size)), "one node")
 
 
 def unnamed(world, checks, sizes):

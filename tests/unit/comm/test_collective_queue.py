@@ -27,23 +27,6 @@ def fails(stats):
     raise ValueError("what went wrong")
 
 
-def test_work_is_done_in_order_on_one_thread(worker):
-    seen = []
-
-    def work(number):
-        def run(stats):
-            stats.executor = f"executor {number}"
-            seen.append((number, threading.current_thread().name))
-            return number
-
-        return run
-
-    handles = [worker.submit(work(number), CPU) for number in range(50)]
-    assert [handle.wait() for handle in reversed(handles)] == list(range(50))[::-1]
-    assert seen == [(number, "collectives under test") for number in range(50)]
-    assert handles[7].stats.executor == "executor 7"
-
-
 def test_an_error_is_raised_by_each_wait_and_nothing_runs_after_it(worker):
     first = worker.submit(fails, CPU)
     ran = []
@@ -66,16 +49,6 @@ def test_a_lost_peer_stays_named(worker):
     with pytest.raises(CommError, match="it has gone") as caught:
         worker.submit(lambda stats: None, CPU).wait()
     assert (caught.value.key, caught.value.value) == ("rank", "3")
-
-
-def test_callbacks_run_on_the_worker_or_at_once(worker):
-    names, gate = [], threading.Event()
-    handle = worker.submit(lambda stats: gate.wait(60), CPU)
-    handle.then(lambda done: names.append((threading.current_thread().name, done is handle)))
-    gate.set()
-    worker.submit(lambda stats: None, CPU).wait()
-    handle.then(lambda done: names.append((threading.current_thread().name, done is handle)))
-    assert names == [("collectives under test", True), ("MainThread", True)]
 
 
 def test_callbacks_run_after_an_error_too(worker):
@@ -120,20 +93,3 @@ def test_results_are_given_back_with_their_handles(worker):
         gc.collect()
         time.sleep(0.01)
     assert gone() is None
-
-
-def test_closing_ends_what_was_submitted():
-    worker = CollectiveQueue("to be closed")
-    gate = threading.Event()
-    worker.submit(lambda stats: gate.wait(60), CPU)
-    handle = worker.submit(lambda stats: "done", CPU)
-    closer = threading.Thread(target=worker.close)
-    closer.start()
-    assert not handle.done()
-    gate.set()
-    closer.join()
-    assert handle.done()
-    assert handle.wait() == "done"
-    worker.close()
-    with pytest.raises(CommError, match="closed"):
-        worker.submit(lambda stats: None, CPU)

@@ -170,14 +170,6 @@ def test_ratio_is_a_share_of_the_blocks_and_at_least_one(ratio, blocks, k):
         assert kind(4, ratio=ratio).step("b", flat, torch.ones(blocks * 4)).sum() == k
 
 
-def test_random_blocks_are_chosen_equally_often():
-    flat = next(gradients(1, numel=400))
-    compressor, draws = random_k(8, ratio=0.2, seed=3), 800
-    hits = sum(compressor.select(flat, draw=draw).double() for draw in range(draws))
-    p = 10 / 50
-    assert (hits / draws - p).abs().max() < 5 * (p * (1 - p) / draws) ** 0.5
-
-
 def test_random_blocks_are_the_same_on_all_ranks_and_others_in_each_step():
     ranks = [random_k(4, ratio=0.02, seed=9) for _ in range(2)]
     # Of other data on each rank.
@@ -290,17 +282,6 @@ def test_a_saved_state_goes_on_bitwise(kind, dtype):
             resumed.load_state_dict(torch.load(file, weights_only=True))
         assert torch.equal(resumed.step("b", twin, weights), mask)
         assert same(twin, gradient)
-
-
-def test_a_loaded_state_is_a_copy():
-    first, second = top_k(8, ratio=0.07), top_k(8, ratio=0.07)
-    for gradient in gradients(3):
-        first.step("b", gradient)
-    second.load_state_dict(first.state_dict())
-    before = waiting(first).clone()
-    for gradient in gradients(3):
-        second.step("b", gradient)
-    assert same(waiting(first), before)
 
 
 @pytest.mark.parametrize(

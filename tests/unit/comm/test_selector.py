@@ -114,15 +114,6 @@ def test_a_bucket_that_becomes_sparse_is_looked_at_again():
     assert all(selector.looks("key") for _ in range(40))
 
 
-def test_buckets_have_histories_of_their_own():
-    selector = Selector(SLOW_WIRE, SPARSE_MODES)
-    for _ in range(DENSE_LIMIT):
-        selector.looks("dense")
-        selector.choose("dense", FULL, 1024)
-    assert not selector.looks("dense")
-    assert selector.looks("other")
-
-
 def test_corrections_are_bounded_and_come_back():
     selector = Selector(SLOW_WIRE, SPARSE_MODES)
     before = selector.choose("key", THIN, 1024).predicted_s["pushpull"]

@@ -68,18 +68,6 @@ def test_a_plan_is_made_of_tensors_and_arrays_and_prints_as_a_table(alone):
     assert lines[1].startswith(f"> {plan.executor}")
 
 
-def test_the_memory_of_a_call_is_kept_for_the_next_one_and_told(alone):
-    with SparseComm(alone, mode="pushpull", block=64) as comm:
-        assert comm.num_scratch_bytes == 0
-        comm.allreduce_(torch.ones(640), key="small")
-        small = comm.num_scratch_bytes
-        comm.allreduce_(torch.ones(6400), key="large")
-        large = comm.num_scratch_bytes
-        assert 0 < small < large
-        comm.allreduce_(torch.ones(640), key="small")
-        assert comm.num_scratch_bytes == large
-
-
 def test_empty_pieces_may_lie_anywhere_on_a_border():
     ranges = [OwnedRange(5, 5, 0), OwnedRange(5, 10, 1), OwnedRange(0, 5, 0)]
     assert ranges_of(ranges, 10, 2) == ranges

@@ -10,11 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wavemare.errors import PlanError
-from wavemare.pipeline.clock.simulate import Costs, simulate
-from wavemare.pipeline.clock.timeline import steady_utilisation, steady_window
 from wavemare.pipeline.plan.action import Action, Kind
 from wavemare.pipeline.plan.check import check
-from wavemare.pipeline.plan.order import StageSchedule
+from wavemare.pipeline.plan.lowering import StageSchedule
 from wavemare.pipeline.plan.plan import Plan
 from wavemare.pipeline.plan.schedules import inference, one_f_one_b, pipemare
 from wavemare.pipeline.wave.schedule import accumulation, in_phase, tick_tock
@@ -118,27 +116,6 @@ def test_inference_plans_are_sound(num_stages, micro_batches):
     assert report.idle_ticks == (num_stages - 1,) * num_stages
     assert report.peak_activations == report.max_staleness == (0,) * num_stages
     assert report.staleness == ((),) * num_stages
-
-
-@many
-@given(num_stages=st.integers(1, 8), micro_batches=st.integers(1, 16), num_steps=counts)
-def test_ticks_are_a_simulation_in_which_every_pass_takes_one(num_stages, micro_batches, num_steps):
-    for plan in (
-        one_f_one_b(num_stages, micro_batches, num_steps),
-        pipemare(num_stages, micro_batches, num_steps),
-        inference(num_stages, micro_batches),
-    ):
-        report, timeline = check(plan), simulate(plan, Costs(1.0, 1.0))
-        assert timeline.makespan_s == report.ticks
-        busy = [timeline.busy_s(rank) for rank in range(num_stages)]
-        assert [report.ticks - b for b in busy] == list(report.idle_ticks)
-        start, end = steady_window(timeline) or (0, 0)
-        assert report.steady_ticks == end - start
-        shares = steady_utilisation(timeline)
-        if shares is None:
-            assert report.steady_bubble is None
-        else:
-            assert report.steady_bubble == pytest.approx(1 - sum(shares) / num_stages)
 
 
 def test_the_report_is_readable():

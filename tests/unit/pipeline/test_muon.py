@@ -6,7 +6,6 @@ import torch
 
 from wavemare.errors import ConfigError
 from wavemare.optim import Muon
-from wavemare.pipeline.optim.matrix_optimizer import Partition
 
 SHAPES = ((6, 4), (5,), (4, 6))
 
@@ -54,18 +53,6 @@ def test_groups_without_muon_are_stepped_by_adamw():
         step(adam, expected, gradients)
     for a, b in zip(own, expected, strict=True):
         assert float((a - b).detach().abs().max()) < 1e-6
-
-
-def test_a_flat_partition_is_stepped_as_the_tensors_that_it_holds():
-    whole = parameters()
-    flat = torch.nn.Parameter(torch.cat([w.detach().flatten() for w in whole]))
-    offsets = (0, 24, 29)
-    ours, twin = Muon([flat], lr=0.02), Muon(whole, lr=0.02)
-    ours.set_partition(flat, Partition(SHAPES, offsets, 0, flat.numel()))
-    for gradients in grads():
-        step(ours, [flat], [torch.cat([g.flatten() for g in gradients])])
-        step(twin, whole, gradients)
-    assert torch.equal(flat, torch.cat([w.detach().flatten() for w in whole]))
 
 
 @pytest.mark.parametrize(

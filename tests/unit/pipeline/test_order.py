@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wavemare.pipeline.plan.action import Kind
-from wavemare.pipeline.plan.order import StageSchedule, ahead
+from wavemare.pipeline.plan.lowering import StageSchedule, ahead
 
 
 def twin_order(stage, num_stages, count):

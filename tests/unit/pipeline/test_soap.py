@@ -216,47 +216,6 @@ def test_a_flat_partition_is_stepped_as_the_tensors_that_it_holds():
     assert flat[[27, 46, 47]].tolist() == [9.0] * 3
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_cut_matrices_are_stepped_as_whole_ones(ranks, monkeypatch):
-    shapes, offsets = ((7,), (6, 8), (9, 5)), (0, 7, 55)  # 100 and some padding
-    size = -(-100 // ranks) + 1
-    torch.manual_seed(2)
-    whole = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
-    twin = SOAP(whole, refresh=2, weight_decay=0.1)
-    row = torch.zeros(ranks * size)
-    row[:100] = torch.cat([weight.detach().flatten() for weight in whole])
-    flats = [torch.nn.Parameter(part.clone()) for part in row.split(size)]
-    soaps = [SOAP([flat], refresh=2, weight_decay=0.1) for flat in flats]
-    for rank, (soap, flat) in enumerate(zip(soaps, flats, strict=True)):
-        soap.set_partition(flat, Partition(shapes, offsets, rank * size, size))
-    sums = []
-
-    def sum_over_ranks(tensor, group=None):
-        sums[-1].append(tensor.clone())
-        tensor.copy_(totals[-1])
-
-    totals = []
-    monkeypatch.setattr("torch.distributed.all_reduce", sum_over_ranks)
-    cut = [n for n, o in enumerate(offsets) if o // size != (o + math.prod(shapes[n]) - 1) // size]
-    assert cut == [1, 2][: ranks - 1]
-    for _ in range(9):
-        for weight in whole:
-            weight.grad = torch.randn_like(weight)
-        row[:100] = torch.cat([weight.grad.flatten() for weight in whole])
-        sums.append([])
-        totals.append(torch.cat([whole[n].grad.flatten() for n in cut]))
-        for soap, flat, grad in zip(soaps, flats, row.split(size), strict=True):
-            flat.grad = grad.clone()
-            soap.step()
-        # What the ranks give adds up to the gradients, each element from one rank.
-        assert torch.equal(torch.stack(sums[-1]).sum(0), totals[-1])
-        assert (torch.stack(sums[-1]) != 0).sum(0).max() == 1
-        twin.step()
-    found = torch.cat([flat.detach() for flat in flats])
-    assert torch.equal(found[:100], torch.cat([weight.detach().flatten() for weight in whole]))
-    assert not found[100:].any()
-
-
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 8, 32])
 def test_early_stages_refresh_more_often_for_the_same_work_together(num_stages):
     periods = [refresh_of(stage, num_stages, base=1000) for stage in range(num_stages)]

@@ -7,14 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.errors import PlanError
-from wavemare.pipeline.plan.order import ahead
+from wavemare.pipeline.plan.lowering import ahead
 from wavemare.pipeline.staleness.staleness import (
     MODES,
     bounding_micro_batches,
     ema_decay,
-    ema_decay_from,
-    forward_version,
     largest_staleness,
     lr_factor,
     max_staleness,
@@ -47,7 +44,7 @@ def test_versions_are_those_of_the_pipeline_played_tick_by_tick(num_stages, micr
         delay = ahead(stage, num_stages)
         versions = played(stage, num_stages, micro_batches, micro_batches * 30)
         for m, (forward, backward) in enumerate(versions):
-            assert forward_version(m, delay, micro_batches) == forward
+            assert max(0, (m - delay) // micro_batches) == forward
             assert m // micro_batches == backward
         settled = [b - f for f, b in versions[micro_batches * 10 : micro_batches * 20]]
         assert mean_delay(stage, num_stages, micro_batches) == pytest.approx(
@@ -71,8 +68,8 @@ def test_short_delays_do_not_raise_the_learning_rate(tau, step, anneal_steps):
 def test_decay_of_the_estimate():
     assert [ema_decay(d) for d in (1, 2, 3, 9)] == [0.0, 1 / 3, 0.5, 0.8]
     # For deep pipelines this is the paper's decay with D = exp(-2).
-    assert ema_decay(1000) == pytest.approx(ema_decay_from(math.exp(-2), 1000), abs=1e-8)
-    assert ema_decay_from(0.25, 2) == 0.5
+    assert ema_decay(1000) == pytest.approx(ema_decay(1000, math.exp(-2)), abs=1e-8)
+    assert ema_decay(2, 0.25) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -88,30 +85,6 @@ def test_decay_of_the_estimate():
 def test_modes(mode, resolved):
     assert mode in MODES
     assert [resolve_mode(mode, oldest) for oldest in range(4)] == resolved
-
-
-@pytest.mark.parametrize(
-    ("call", "key"),
-    [
-        (lambda: mean_delay(4, 4, 1), "stage"),
-        (lambda: mean_delay(-1, 4, 1), "stage"),
-        (lambda: max_staleness(0, 4, 0), "micro_batches"),
-        (lambda: forward_version(0, 0, 0), "micro_batches"),
-        (lambda: forward_version(-1, 0, 1), "micro_batch"),
-        (lambda: forward_version(0, -1, 1), "delay"),
-        (lambda: lr_factor(0, 1.0, 0), "anneal_steps"),
-        (lambda: ema_decay(0), "max_staleness"),
-        (lambda: ema_decay_from(0.5, 0), "max_staleness"),
-        (lambda: ema_decay_from(1.0, 2), "decay_base"),
-        (lambda: ema_decay_from(0.0, 2), "decay_base"),
-        (lambda: ema_decay_from(math.nan, 2), "decay_base"),
-        (lambda: resolve_mode("exakt", 2), "correction"),
-    ],
-)
-def test_numbers_out_of_range_are_refused(call, key):
-    with pytest.raises(PlanError) as caught:
-        call()
-    assert caught.value.key == key
 
 
 @pytest.mark.parametrize("slack", [0, 1])

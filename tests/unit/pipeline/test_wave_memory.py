@@ -28,9 +28,7 @@ def kept_by(multiples):
     return [4 * TOKENS * WIDTH * (2 + 2 * m) + 2 * 4 * TOKENS for m in multiples]
 
 
-UNIFORM = kept_by([4] * 12)
 FRONT = kept_by([16, 16, 8, 8, 4, 4, 2, 2, 1, 1, 1, 1])
-BACK = FRONT[::-1]
 
 
 def slow_curve(plan, saved_bytes):
@@ -93,22 +91,6 @@ def test_pacing_keeps_most_passes_paired(budget, share):
     plan = tick_tock(13, 4, saved_bytes=[*FRONT, 0], budget=int(budget * whole))
     assert paired_share(plan) == pytest.approx(share)
     assert peak_bytes(plan, [*FRONT, 0]) <= int(budget * whole)
-
-
-@pytest.mark.parametrize("profile", [UNIFORM, BACK])
-def test_a_budget_of_one_wave_is_enough_for_profiles_that_keep_no_more(profile):
-    plan = tick_tock(13, 4, saved_bytes=[*profile, 0], budget=sum(profile))
-    assert paired_share(plan) == 11 / 12
-    assert plan == tick_tock(13, 4)
-
-
-def test_the_share_of_pairs():
-    assert paired_share(tick_tock(13, 4)) == 11 / 12
-    assert paired_share(tick_tock(13, 4, pair_order="fb")) == 1
-    assert paired_share(accumulation(13, 4)) == 0
-    assert paired_share(tick_tock(13, 1)) == paired_share(tick_tock(1, 4)) == 0
-    nothing_fits = tick_tock(3, 4, 2, saved_bytes=[1, 1, 0], budget=0)
-    assert nothing_fits.ranks == accumulation(3, 4, 2).ranks
 
 
 @some

@@ -153,25 +153,6 @@ def test_the_bound_on_replies_is_reached_by_a_silent_worker():
     assert network.most_unanswered == 5
 
 
-def test_slots_are_dealt_to_all_ranks():
-    lanes = Lanes(100, 3, max_slots=7, width=2)
-    assert [lanes.owner(slot) for slot in range(7)] == [0, 1, 2, 0, 1, 2, 0]
-
-
-def messages(density, width, ranks=3, blocks=1024, slots=8):
-    generator = np.random.default_rng(3)
-    values = generator.random((ranks, blocks)) < density
-    network = Network(Lanes(blocks, ranks, slots, width, answer_interval=1 << 30), values, 0)
-    network.run()
-    return sum(len(up) - up.count(0) for up in network.up)
-
-
-def test_fusion_saves_messages_where_lanes_agree_on_their_blocks():
-    assert messages(1.0, 1) == 4 * messages(1.0, 4)
-    assert 1.5 < messages(0.4, 1) / messages(0.4, 4) < 4
-    assert 1 < messages(0.01, 1) / messages(0.01, 4) < 1.3
-
-
 @pytest.mark.parametrize(
     ("blocks", "slots", "width", "count"), [(10, 2, 3, 2), (4, 2, 3, 2), (3, 2, 3, 1), (0, 2, 3, 0)]
 )
@@ -180,12 +161,3 @@ def test_lanes_beyond_the_bucket_have_no_slot(blocks, slots, width, count):
     assert lanes.num_slots == count
     firsts = [block for slot in range(count) for block in lanes.first_blocks(slot).tolist()]
     assert firsts == list(range(min(blocks, slots * width)))
-
-
-def test_look_ahead_ends_beyond_the_bucket_in_the_same_lane():
-    lanes = Lanes(7, 1, max_slots=1, width=3)
-    nonzero = np.zeros(7, dtype=bool)
-    nonzero[[4, 6]] = True
-    found = lanes.first_nonzero_from(nonzero)
-    assert found[:10].tolist() == [6, 4, 11, 6, 4, 11, 6, 10, 11, 9]
-    assert lanes.columns(found[:3]).tolist() == [0, 1, 2]

@@ -1,20 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CPU kernels against slow twins, and how they are compiled."""
 
-import importlib.util
-import sys
-import threading
-from pathlib import Path
-
 import block_cases
-import numpy as np
 import pytest
 import reduce_cases
 import torch
 from slow_twins import Subject, bucket, same, slow_mask
 
 from wavemare.comm.kernels.numba_kernels import NumbaKernels
-from wavemare.comm.kernels.words import compiled
 
 CHECKS = {
     name.removeprefix("check_"): check
@@ -48,62 +41,3 @@ def test_elements_may_lie_at_odd_addresses(kernels, dtype):
     expected, after = slow_mask(flat, 20)
     assert bits.tolist() == expected
     assert same(odd, after)
-
-
-SPIN = """
-def spin(flag, counts, limit):
-    for i in range(limit):
-        counts[i & 7] += 1
-        if flag[0]:
-            return True
-    return False
-"""
-
-
-@pytest.fixture(params=["kept on disk", "not kept"])
-def spin(request, tmp_path):
-    """Return a function of a file, beside which numba can keep it, or one without a file."""
-    file = tmp_path / "spinning.py"
-    file.write_text(SPIN)
-    names = {}
-    exec(SPIN, names)
-    if request.param == "not kept":
-        return names["spin"]
-    spec = importlib.util.spec_from_file_location("spinning", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.spin
-
-
-def test_compiled_functions_let_other_threads_run(spin):
-    spin = compiled(spin)
-    flag, counts = np.zeros(1, np.int64), np.zeros(8, np.int64)
-    assert not spin(flag, counts, 1)
-    begun, seen = threading.Event(), []
-
-    def work():
-        begun.set()
-        # It ends early only if the other thread can set the flag meanwhile.
-        seen.append(spin(flag, counts, 20_000_000_000))
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(60)  # a thread that keeps the interpreter's lock is not interrupted
-    try:
-        thread = threading.Thread(target=work)
-        thread.start()
-        begun.wait()
-        flag[0] = 1
-        thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert seen == [True]
-
-
-def test_compiled_functions_are_kept_on_disk_where_they_have_a_file(spin, tmp_path):
-    def run():
-        assert not compiled(spin)(np.zeros(1, np.int64), np.zeros(8, np.int64), 1)
-        return {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.nb?")}
-
-    first = run()
-    assert run() == first
-    assert bool(first) == Path(spin.__code__.co_filename).exists()
