@@ -141,11 +141,6 @@ class SparseComm:
         """The transport."""
         return self._transport
 
-    @property
-    def num_scratch_bytes(self) -> int:
-        """Bytes held to pack and receive blocks: what the largest call so far needed."""
-        return self._scratch.num_bytes
-
     def plan(
         self, masks: Masks | np.ndarray[Any, Any] | Tensor, itemsize: int = 4
     ) -> ExecutorChoice:

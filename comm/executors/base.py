@@ -48,11 +48,6 @@ class Scratch:
             self._held[key] = held
         return held[:numel]
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes held."""
-        return sum(tensor.nbytes for tensor in self._held.values())
-
 
 @dataclass
 class CollectiveCall:

@@ -28,10 +28,9 @@ from wavemare.engine.config.shape import (
     zero_section,
 )
 from wavemare.errors import ConfigError
-from wavemare.pipeline.config import PipelineConfig
+from wavemare.pipeline.config import PipelineConfig, WaveletConfig
 from wavemare.pipeline.plan.partition import check_partition
 from wavemare.pipeline.staleness.staleness import bounding_micro_batches
-from wavemare.pipeline.wave.config import WaveletConfig
 from wavemare.section import Section
 
 __all__ = [

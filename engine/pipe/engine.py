@@ -18,7 +18,7 @@ from wavemare.engine.pipe.interpreter import PlanInterpreter, StepSchedule
 from wavemare.engine.pipe.micro_batch import as_tuple
 from wavemare.errors import ModelError
 from wavemare.pipeline.plan.action import Action
-from wavemare.pipeline.plan.order import ahead
+from wavemare.pipeline.plan.lowering import ahead
 from wavemare.pipeline.plan.run_plan import RunPlan
 
 __all__ = ["DualPipeVEngine", "PipelineEngine"]

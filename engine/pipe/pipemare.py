@@ -28,7 +28,7 @@ from wavemare.engine.pipe.stage_passes import StagePasses
 from wavemare.engine.seams import keeping_versions
 from wavemare.errors import ConfigError, ModelError
 from wavemare.pipeline.plan.action import Action
-from wavemare.pipeline.plan.order import ahead
+from wavemare.pipeline.plan.lowering import ahead
 from wavemare.pipeline.plan.run_plan import RunPlan
 from wavemare.pipeline.plan.schedules import SEND_SLOTS, steps_to_drain
 from wavemare.pipeline.staleness.correction import make_correction

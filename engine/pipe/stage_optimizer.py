@@ -19,7 +19,7 @@ from wavemare.engine.context import StageContext
 from wavemare.engine.optim.adapter import adapt
 from wavemare.errors import ConfigError
 from wavemare.pipeline.config import PipeMareConfig
-from wavemare.pipeline.plan.order import ahead
+from wavemare.pipeline.plan.lowering import ahead
 from wavemare.pipeline.staleness.feedback import UpdateFeedback
 from wavemare.pipeline.staleness.staleness import lr_factor, mean_delay
 

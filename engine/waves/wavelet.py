@@ -19,7 +19,7 @@ from wavemare.engine.waves.executor import Hooks, WaveExecutor
 from wavemare.engine.waves.probe import WaveProbe
 from wavemare.engine.waves.protocol import AccumulationProtocol
 from wavemare.engine.waves.segments import Segment, SegmentProfile, Segments, profile_segments
-from wavemare.pipeline.wave.config import WaveletConfig
+from wavemare.pipeline.config import WaveletConfig
 from wavemare.pipeline.wave.gain import peak_bytes
 from wavemare.pipeline.wave.schedule import accumulation, tick_tock
 from wavemare.pipeline.wave.steps import OpenSteps, checked_step

@@ -35,7 +35,7 @@ from wavemare.models.families import family_of
 from wavemare.models.proof import prove
 from wavemare.pipeline.config import PipelineConfig
 from wavemare.pipeline.optim.soap import SOAP, refresh_of
-from wavemare.pipeline.plan.order import ahead
+from wavemare.pipeline.plan.lowering import ahead
 from wavemare.pipeline.staleness.replay import Replay
 
 __all__ = ["Delays", "SimulatedPipeline"]

@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 from wavemare.pipeline.config import PipelineConfig
 from wavemare.pipeline.plan.action import Action, Kind
 from wavemare.pipeline.plan.check import check
-from wavemare.pipeline.plan.order import ahead
+from wavemare.pipeline.plan.lowering import ahead
 from wavemare.pipeline.plan.plan import Plan
 from wavemare.pipeline.plan.schedules import (
     OVERLAP_SLACK,

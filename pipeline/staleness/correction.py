@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from wavemare.errors import CheckpointError, ModelError, PlanError
-from wavemare.pipeline.staleness.staleness import ema_decay, ema_decay_from, resolve_mode
+from wavemare.pipeline.staleness.staleness import ema_decay, resolve_mode
 from wavemare.pipeline.staleness.storage import (
     References,
     distinct,
@@ -55,16 +55,14 @@ def make_correction(
         decay_base: PipeMare's D for "ema"; the decay is that of `ema_decay` if omitted.
 
     Raises:
-        PlanError: There is no such mode, or a number is out of range.
+        PlanError: There is no such mode.
         ModelError: Parameters share a part of their memory.
     """
     resolved = resolve_mode(mode, max_staleness)
     if resolved == "exact":
         return WeightStashing(parameters, max_staleness)
     if resolved == "ema":
-        decay = ema_decay(max_staleness)
-        if decay_base is not None:
-            decay = ema_decay_from(decay_base, max_staleness)
+        decay = ema_decay(max_staleness, decay_base)
         return VelocityCorrection(parameters, decay, max_staleness)
     return (WeightPrediction if resolved == "predict" else Correction)(parameters)
 
@@ -227,7 +225,6 @@ class WeightStashing(Correction):
         depth: Number of older versions kept: the largest staleness.
 
     Raises:
-        PlanError: The depth is below 1.
         ModelError: Parameters share a part of their memory.
     """
 
@@ -235,9 +232,6 @@ class WeightStashing(Correction):
     _state_key = "versions"
 
     def __init__(self, parameters: Iterable[Tensor], depth: int) -> None:
-        if depth < 1:
-            reason = "an exact correction holds at least one older version"
-            raise PlanError("depth", depth, reason, "Give 1 or more")
         super().__init__(parameters)
         self._ring = [[_unfilled(w) for w in self._weights()] for _ in range(depth)]
         self._latest = 0
@@ -306,7 +300,6 @@ class VelocityCorrection(Correction):
         depth: The largest staleness, for `update_gap`.
 
     Raises:
-        PlanError: The decay is out of range.
         ModelError: Parameters share a part of their memory.
     """
 
@@ -314,9 +307,6 @@ class VelocityCorrection(Correction):
     _state_key = "deltas"
 
     def __init__(self, parameters: Iterable[Tensor], decay: float, depth: int = 1) -> None:
-        if not 0 <= decay < 1:
-            reason = "a moving average needs a decay from 0 to below 1"
-            raise PlanError("decay", decay, reason, "Leave it to the staleness of the stage")
         super().__init__(parameters)
         self._decay = decay
         self._depth = depth

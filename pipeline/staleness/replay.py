@@ -22,15 +22,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from wavemare.errors import PlanError
 from wavemare.pipeline.optim.soap import SOAP
-from wavemare.pipeline.plan.order import ahead
+from wavemare.pipeline.plan.lowering import ahead
 from wavemare.pipeline.plan.schedules import drain_boundary
-from wavemare.pipeline.staleness.staleness import (
-    ema_decay,
-    ema_decay_from,
-    forward_version,
-    lr_factor,
-    resolve_mode,
-)
+from wavemare.pipeline.staleness.staleness import ema_decay, lr_factor, resolve_mode
 
 __all__ = ["Replay", "StepRecord"]
 
@@ -82,7 +76,7 @@ class Replay:
         make_scheduler: Makes a stage's learning-rate scheduler, stepped after its optimizer.
         warmup_steps: Number of synchronous first steps (T3).
         drain_interval: Steps between later drains; 0 for none.
-        slack: See `order.ahead`.
+        slack: See `lowering.ahead`.
         delays: For each stage the micro-batches it forwards ahead of its backward passes; those of
             the pipeline and ``slack`` if omitted. ``micro_batches`` everywhere is PipeDream-2BW,
             ``2 (P - 1 - s) + 1`` PipeMare's dataflow machine.
@@ -92,7 +86,7 @@ class Replay:
         records: One for each step.
 
     Raises:
-        PlanError: There is no stage, two share a parameter, or a number or name is out of range.
+        PlanError: There is no such correction.
     """
 
     def __init__(
@@ -113,9 +107,6 @@ class Replay:
         clip: float | None = None,
         error_feedback: bool = False,
     ) -> None:
-        if not stages:
-            raise PlanError("stages", 0, "a pipeline has at least one", "Give 1 or more")
-        _refuse_shared(stages)
         self._loss_fn = loss_fn
         self._micro_batches = micro_batches
         self._anneal_steps = anneal_steps
@@ -123,14 +114,8 @@ class Replay:
         self._drain_interval = drain_interval
         self._clip = clip
         self._drained = 0
-        if micro_batches < 1:
-            reason = "an optimizer step has at least one micro-batch"
-            raise PlanError("micro_batches", micro_batches, reason, "Give 1 or more")
         if delays is None:
             delays = [ahead(index, len(stages), slack) for index in range(len(stages))]
-        if len(delays) != len(stages):
-            reason = f"there are {len(stages)} stages"
-            raise PlanError("delays", list(delays), reason, "Give one for each stage")
         self.records: list[StepRecord] = []
         self._stages = [
             _Stage(
@@ -186,9 +171,9 @@ class Replay:
 
     def _ages(self, stage: _Stage, first: int) -> tuple[int, ...]:
         """Return the staleness of the next step's micro-batches at a stage."""
-        size = self._micro_batches
-        seen = (forward_version(first + i, stage.delay, size, self._drained) for i in range(size))
-        return tuple(self.steps - version for version in seen)
+        micro_batches = range(first, first + self._micro_batches)
+        seen = ((m - stage.delay) // self._micro_batches for m in micro_batches)
+        return tuple(self.steps - max(self._drained, version) for version in seen)
 
     def _pass(self, inputs: Value, labels: Any, ages: list[int]) -> float:
         """Take one micro-batch through all stages and back; return its loss.
@@ -283,9 +268,7 @@ class _Stage:
         self._mode = resolve_mode(correction, oldest)
         self._decay = 0.0
         if self._mode == "ema":
-            self._decay = (
-                ema_decay(oldest) if decay_base is None else ema_decay_from(decay_base, oldest)
-            )
+            self._decay = ema_decay(oldest, decay_base)
         # One more than passes meet, for the change that a prediction continues.
         self._history: deque[Weights] = deque([self._copy()], maxlen=oldest + 2)
         self._error_feedback = error_feedback
@@ -396,13 +379,3 @@ def _backward(sent: Value, grads: Sequence[Tensor | None]) -> None:
     if pairs:
         outputs, gradients = zip(*pairs, strict=True)
         torch.autograd.backward(outputs, gradients)
-
-
-def _refuse_shared(stages: Sequence[nn.Module]) -> None:
-    owners: dict[int, int] = {}
-    for index, module in enumerate(stages):
-        for parameter in module.parameters():
-            owner = owners.setdefault(id(parameter), index)
-            if owner != index:
-                reason = f"stages {owner} and {index} share a parameter"
-                raise PlanError("stages", len(stages), reason, "Give each stage its own")
