@@ -49,7 +49,7 @@ def register_ddp_hook(
         ConfigError: Both ``comm`` and options were given, or ``comm`` does not fit the model.
         CommError: The transport or a rank is missing.
     """
-    compressor = None
+    compressor: Any = None
     if comm is None:
         options = {"block": 256, "device": model.device, **options}
         inner = options.pop("compressor", None)
@@ -81,32 +81,23 @@ def _check(comm: SparseComm, options: Mapping[str, Any], num_ranks: int) -> None
         raise ConfigError("comm", f"{comm.size} ranks", reason, "Give it the model's process group")
 
 
-class _ByParameter(Compressor):
-    """Compresses each parameter of a bucket by itself.
+class _ByParameter:
+    """Compresses each parameter of a bucket by itself; used as a `Compressor`.
 
     Args:
         inner: Compresses one.
     """
 
-    kind = "by parameter"
-
     def __init__(self, inner: Compressor) -> None:
-        super().__init__(inner.block, inner.config)
         self.inner = inner
         self.layouts: dict[str, Sequence[tuple[str, int]]] = {}
+        self.state_dict = inner.state_dict
+        self.load_state_dict = inner.load_state_dict
 
-    def select(self, accumulated: Tensor, weights: Tensor | None = None, draw: int = 0) -> Tensor:
-        """Choose blocks of one parameter."""
-        return self.inner.select(accumulated, weights, draw)
-
-    def step(self, key: str, gradient: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Split each parameter of the bucket; see `Compressor.step`.
-
-        Returns:
-            The chosen blocks of one parameter after the other.
-        """
-        parts = self._parts(key, gradient, weights)
-        return torch.cat([self.inner.step(name, part, own) for part, name, own in parts])
+    def step(self, key: str, gradient: Tensor, weights: Tensor | None = None) -> None:
+        """Split each parameter of the bucket; see `Compressor.step`."""
+        for part, name, own in self._parts(key, gradient, weights):
+            self.inner.step(name, part, own)
 
     def check(self, key: str, gradient: Tensor, weights: Tensor | None = None) -> None:
         """Check each parameter of the bucket; see `Compressor.check`."""
@@ -121,18 +112,6 @@ class _ByParameter(Compressor):
             part = slice(start, start + numel)
             yield gradient[part], name, weights[part] if weights is not None else None
             start += numel
-
-    def settings(self) -> dict[str, Any]:
-        """Return the settings; see `Compressor.settings`."""
-        return self.inner.settings()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, by the parameters' names."""
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state; see `Compressor.load_state_dict`."""
-        self.inner.load_state_dict(state)
 
 
 class _Hook:

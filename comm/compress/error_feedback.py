@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from wavemare.comm.config import CompressorConfig
-from wavemare.comm.kernels import DTYPES, num_blocks
+from wavemare.comm.kernels import num_blocks
 from wavemare.comm.kernels.words import sum_dtype
 from wavemare.errors import CheckpointError, ConfigError
 
@@ -91,8 +91,8 @@ class Compressor(ABC):
             (ceil(E / block),), bool, on the device of the bucket: the chosen blocks.
 
         Raises:
-            ConfigError: The gradient is not a flat, contiguous tensor of floats, or it or the
-                weights do not fit what was given before.
+            ConfigError: The gradient is no tensor of floats, or it or the weights do not fit what
+                was given before.
         """
         self.check(key, gradient, weights)
         count = self._steps.get(key, 0)
@@ -160,10 +160,7 @@ class Compressor(ABC):
         Raises:
             ConfigError: As `step`.
         """
-        if gradient.dim() != 1 or not gradient.is_contiguous():
-            reason = "a bucket is flat and contiguous"
-            raise ConfigError(f"bucket {key}", tuple(gradient.shape), reason, "Flatten it")
-        if gradient.dtype not in DTYPES or not gradient.dtype.is_floating_point:
+        if not gradient.dtype.is_floating_point:
             reason = "only gradients of floats of 16 to 64 bits can be compressed"
             remedy = "Send this bucket without compression"
             raise ConfigError(f"bucket {key}", gradient.dtype, reason, remedy)

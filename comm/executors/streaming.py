@@ -8,7 +8,6 @@ OmniReduce's colocated aggregators. Messages are handled in the order of arrival
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +29,15 @@ from wavemare.comm.transport.base import Exchange
 
 __all__ = ["Streaming"]
 
+_Sent = tuple[int, Exchange]
+"""The frame of a pending message, and the message."""
+
+_SLOTS_PER_RANK = 2
+"""Slots that each rank aggregates: pending messages of each worker."""
+_WIDTH = 512
+"""Most lanes of a slot."""
+_DEPTH = 16
+"""Least blocks of a lane, if there are enough; its first block travels even if it is zero."""
 _FIXED = 3
 """Numbers that each message has: slot, kind and number of blocks."""
 
@@ -39,49 +47,20 @@ class Streaming(Executor):
 
     Sums overlap with messages and no rank waits for masks, which helps on slow links with many
     ranks. On fast links, handling the messages takes longer than sending the bytes.
-
-    Args:
-        slots_per_rank: Slots that each rank aggregates: pending messages of each worker.
-        width: Most lanes of a slot.
-        depth: Least blocks of a lane, if there are enough. The first block of each lane travels
-            even if it is zero.
     """
 
     name = "streaming"
     needs_masks = False
 
-    def __init__(self, slots_per_rank: int = 2, width: int = 512, depth: int = 16) -> None:
-        self._slots_per_rank = slots_per_rank
-        self._width = width
-        self._depth = depth
-
-    def lanes(self, blocks: int, num_ranks: int) -> Lanes:
-        """Return the lanes of a bucket.
-
-        Args:
-            blocks: Blocks of the bucket.
-            num_ranks: N.
-        """
-        slots = self._slots_per_rank * num_ranks
-        width = min(max(blocks // (slots * self._depth), 1), self._width)
-        return Lanes(blocks, num_ranks, slots, width)
-
     def all_reduce(self, call: CollectiveCall, masks: Masks | None = None) -> None:
         """Stream until all sums are there."""
-        lanes = self.lanes(num_blocks(call.flat.numel(), call.block), call.size)
+        blocks, slots = num_blocks(call.flat.numel(), call.block), _SLOTS_PER_RANK * call.size
+        lanes = Lanes(blocks, call.size, slots, min(max(blocks // (slots * _DEPTH), 1), _WIDTH))
         with call.phase("mask"):
             nonzero = _local_mask(call, lanes.num_blocks)
         with call.phase("plan"):
             stream = _Stream(call, lanes, nonzero)
         stream.run()
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """A pending message and its frame."""
-
-    frame: int
-    exchange: Exchange
 
 
 class _Stream:
@@ -146,7 +125,7 @@ class _Stream:
         with self._call.phase("push"):
             exchange = self._call.transport.begin()
             exchange.send(owner, data)
-        self._up[message.slot] = _Sent(frame, exchange)
+        self._up[message.slot] = frame, exchange
 
     def _contribute(self, worker: int, message: Message, frame: int) -> None:
         position = self._frames.position(frame, message.blocks.size)
@@ -176,7 +155,7 @@ class _Stream:
             exchange = call.transport.begin()
             for peer in call.transport.peers():
                 exchange.send(peer, data)
-        sent.append(_Sent(frame, exchange))
+        sent.append((frame, exchange))
         for used, _ in contributions.values():
             self._frames.give_back(used)
         contributions.clear()
@@ -213,10 +192,10 @@ class _Stream:
 
     def _free(self, messages: list[_Sent]) -> None:
         while messages:
-            sent = messages.pop()
+            frame, exchange = messages.pop()
             with self._call.phase("pull"):
-                sent.exchange.wait()
-            self._frames.give_back(sent.frame)
+                exchange.wait()
+            self._frames.give_back(frame)
 
     def _gather(self, blocks: npt.NDArray[np.int64], packed: Tensor) -> None:
         call = self._call

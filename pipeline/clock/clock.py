@@ -47,7 +47,8 @@ def execute(
     for stage in ranks:
         for step in (1, -1):
             ends = ranks[stage], ranks.get(stage + step, -1)
-            channels[stage, step] = _channel(plan.send_slots, latency(stage), ends, ready)
+            kind = _Channel if plan.send_slots else _Rendezvous
+            channels[stage, step] = kind(plan.send_slots, latency(stage), ends, ready)
     tables = [
         {
             (kind, stage): _operation(kind, stage, channels, duration)
@@ -166,11 +167,6 @@ class _Rendezvous(_Channel):
         return clock
 
 
-def _channel(slots: int, latency: float, ends: tuple[int, int], ready: deque[int]) -> _Channel:
-    kind = _Channel if slots else _Rendezvous
-    return kind(slots, latency, ends, ready)
-
-
 def _operation(
     kind: Kind,
     stage: int,
@@ -182,12 +178,9 @@ def _operation(
     if kind in RECEIVES:
         step = RECEIVES[kind][1]
         channel = channels.get((stage + step, -step))
-        return channel.receive if channel is not None else _never
+        # A stage that is on no rank never sends.
+        return channel.receive if channel is not None else lambda _: None
     return partial(add, duration(kind, stage))
-
-
-def _never(_: float) -> None:
-    """Wait for a stage that is on no rank."""
 
 
 def _rank_of(plan: Plan) -> dict[int, int]:

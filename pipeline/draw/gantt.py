@@ -12,7 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wavemare.errors import PlanError
-from wavemare.pipeline.clock.timeline import Event, Timeline
+from wavemare.pipeline.clock.timeline import Event, Timeline, bubble
 from wavemare.pipeline.plan.action import COLLECTIVES, COMPUTE, Kind
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def figure(
         axes.set_xlim(start_s / seconds, end_s / seconds)
         _style(axes, [name for name, _ in lane], last=axes is panels[-1, 0])
         axes.set_title(timeline.title, loc="left", fontsize=12)
-        busy = 100 * _utilisation(timeline, start_s, end_s)
+        busy = 100 * (1 - bubble(timeline))
         axes.set_title(f"busy {busy:.0f} % of the time", loc="right", fontsize=9, color="#59636e")
         px_per_s = (width - 110) / (end_s - start_s)
         for row, (_, spans) in enumerate(lane):
@@ -171,21 +171,6 @@ def _hatch(kind: str) -> dict[str, Any]:
     if kind != WAITING:
         return {}
     return {"hatch": "//////", "edgecolor": "#c4c6cc", "linewidth": 0.0}
-
-
-def _utilisation(timeline: Timeline, start_s: float, end_s: float) -> float:
-    """Return the share of the ranks' time that is busy, between the first and the last event."""
-    events = [event for events in timeline.ranks for event in events]
-    start_s = max(min((e.start_s for e in events), default=0.0), start_s)
-    end_s = min(max((e.end_s for e in events), default=0.0), end_s)
-    if start_s >= end_s:
-        return 0.0
-    busy = sum(
-        max(min(span.end_s, end_s) - max(span.start_s, start_s), 0.0)
-        for events in timeline.ranks
-        for span in busy_spans(events)
-    )
-    return busy / (end_s - start_s) / len(timeline.ranks)
 
 
 class Span(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from wavemare.pipeline.clock.timeline import Event, Timeline
 from wavemare.pipeline.plan.action import COMPUTE, RECEIVES, SENDS, Action, Kind
@@ -18,6 +18,7 @@ _INSIDE_US = 0.001
 
 # More rows than a rank can have.
 _ROWS = 1000
+_MESSAGES = "communication"
 _WEIGHTS = frozenset({Kind.STEP, Kind.CORRECT, Kind.RESTORE})
 
 
@@ -35,32 +36,22 @@ def chrome_trace(timelines: Timeline | Sequence[Timeline]) -> str:
         timelines = [timelines]
     events: list[dict[str, Any]] = []
     for process, timeline in enumerate(timelines):
-        threads = list(_threads(timeline))
         events.append(_metadata("process_name", process, 0, {"name": timeline.title}))
-        for thread in threads:
-            events += _boxes(process, thread)
-        events += _arrows(process, threads)
+        placed: list[tuple[int, Event]] = []
+        for rank, row in enumerate(timeline.ranks):
+            own = [event for event in row if _category(event.action.kind) != _MESSAGES]
+            messages = [event for event in row if _category(event.action.kind) == _MESSAGES]
+            for index, lane in enumerate([own, *_lanes(messages)]):
+                # The first thread of a rank has the rank's number.
+                number = rank + index * len(timeline.ranks)
+                name = f"rank {rank}, messages {index}" if index else f"rank {rank}"
+                events.append(_metadata("thread_name", process, number, {"name": name}))
+                place = {"sort_index": rank * _ROWS + index}
+                events.append(_metadata("thread_sort_index", process, number, place))
+                events += (_box(process, number, event) for event in lane)
+                placed += ((number, event) for event in lane)
+        events += _arrows(process, placed)
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
-
-
-class _Thread(NamedTuple):
-    """A row of the viewer; the first one of a rank has the rank's number."""
-
-    number: int
-    name: str
-    place: int
-    events: list[Event]
-
-
-def _threads(timeline: Timeline) -> Iterator[_Thread]:
-    num_ranks = len(timeline.ranks)
-    for rank, events in enumerate(timeline.ranks):
-        own = [event for event in events if _category(event.action.kind) != "communication"]
-        messages = [event for event in events if _category(event.action.kind) == "communication"]
-        yield _Thread(rank, f"rank {rank}", rank * _ROWS, own)
-        for index, lane in enumerate(_lanes(messages), 1):
-            number, place = rank + index * num_ranks, rank * _ROWS + index
-            yield _Thread(number, f"rank {rank}, messages {index}", place, lane)
 
 
 def _lanes(events: Iterable[Event]) -> list[list[Event]]:
@@ -76,30 +67,21 @@ def _lanes(events: Iterable[Event]) -> list[list[Event]]:
     return lanes
 
 
-def _boxes(process: int, thread: _Thread) -> Iterator[dict[str, Any]]:
-    yield _metadata("thread_name", process, thread.number, {"name": thread.name})
-    yield _metadata("thread_sort_index", process, thread.number, {"sort_index": thread.place})
-    for action, start_s, end_s in thread.events:
-        yield {
-            "ph": "X",
-            "name": str(action._replace(version=-1)),
-            "cat": _category(action.kind),
-            "pid": process,
-            "tid": thread.number,
-            "ts": start_s * _US_PER_S,
-            "dur": (end_s - start_s) * _US_PER_S,
-            "args": {
-                "kind": action.kind.name.lower(),
-                "stage": action.stage,
-                "micro_batch": action.micro_batch,
-                "version": action.version,
-                "wave": action.wave,
-            },
-        }
+def _box(process: int, thread: int, event: Event) -> dict[str, Any]:
+    action, start_s, end_s = event
+    return {
+        "ph": "X",
+        "name": str(action._replace(version=-1)),
+        "cat": _category(action.kind),
+        "pid": process,
+        "tid": thread,
+        "ts": start_s * _US_PER_S,
+        "dur": (end_s - start_s) * _US_PER_S,
+        "args": {**action._asdict(), "kind": action.kind.name.lower()},
+    }
 
 
-def _arrows(process: int, threads: Sequence[_Thread]) -> Iterator[dict[str, Any]]:
-    placed = [(thread.number, event) for thread in threads for event in thread.events]
+def _arrows(process: int, placed: Sequence[tuple[int, Event]]) -> Iterator[dict[str, Any]]:
     sends = {_message(e.action): (tid, e) for tid, e in placed if e.action.kind in SENDS}
     receives = [(tid, event) for tid, event in placed if event.action.kind in RECEIVES]
     for number, (receiver, receive) in enumerate(receives):
@@ -122,7 +104,7 @@ def _message(send: Action) -> Action:
 def _category(kind: Kind) -> str:
     if kind in COMPUTE:
         return "compute"
-    return "step" if kind in _WEIGHTS else "communication"
+    return "step" if kind in _WEIGHTS else _MESSAGES
 
 
 def _metadata(name: str, process: int, thread: int, args: dict[str, Any]) -> dict[str, Any]:

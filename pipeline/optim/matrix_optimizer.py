@@ -62,7 +62,7 @@ class Partition:
             count = math.prod(shape)
             place = None
             # Each rank counts all cut matrices, so that all agree on their places.
-            if is_matrix(shape) and offset // self.size != (offset + count - 1) // self.size:
+            if is_matrix(shape) and self._is_cut(offset, count):
                 place, cut = cut, cut + count
             first = max(self.begin - offset, 0)
             last = min(self.begin + self.size - offset, count)
@@ -72,12 +72,11 @@ class Partition:
 
     def cut_elements(self, is_matrix: Callable[[Shape], bool]) -> int:
         """Return how many elements the matrices have that lie on several ranks."""
-        total = 0
-        for shape, offset in zip(self.shapes, self.offsets, strict=True):
-            count = math.prod(shape)
-            if is_matrix(shape) and offset // self.size != (offset + count - 1) // self.size:
-                total += count
-        return total
+        sizes = [(s, o, math.prod(s)) for s, o in zip(self.shapes, self.offsets, strict=True)]
+        return sum(n for s, o, n in sizes if is_matrix(s) and self._is_cut(o, n))
+
+    def _is_cut(self, offset: int, count: int) -> bool:
+        return offset // self.size != (offset + count - 1) // self.size
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from wavemare.errors import PlanError
@@ -118,8 +117,4 @@ def _rank(line: str, number: int) -> tuple[Action, ...]:
     rank, colon, actions = line.partition(":")
     if not colon or rank != str(number):
         raise PlanError("plan", line[:40], f"this is not the line of rank {number}", "Number them")
-    return tuple(_parsed(actions.split()))
-
-
-def _parsed(texts: Iterable[str]) -> Iterable[Action]:
-    return map(Action.parse, texts)
+    return tuple(map(Action.parse, actions.split()))

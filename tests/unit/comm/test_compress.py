@@ -339,8 +339,6 @@ ONES = torch.ones(9)
     [
         (lambda: top_k(0), "block"),
         (lambda: top_k(8).step("b", ONES.int()), "bucket b"),
-        (lambda: top_k(8).step("b", torch.ones(3, 3)), "bucket b"),
-        (lambda: top_k(8).step("b", ONES[::2]), "bucket b"),
         (lambda: top_k_ratio(8).step("b", ONES), "weights of bucket b"),
         (lambda: top_k_ratio(8).step("b", ONES, ONES[1:]), "weights of bucket b"),
     ],

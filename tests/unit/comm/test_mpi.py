@@ -5,7 +5,6 @@ import json
 import subprocess
 import sys
 import time
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -42,7 +41,6 @@ def test_real_probe_never_touches_mpi_in_this_process():
         "import sys\n"
         "from wavemare.comm.mpi_library import describe_mpi\n"
         "info = describe_mpi(60)\n"
-        "assert info.mpi4py, info\n"
         "assert (info.flavour is None) == (info.problem is not None), info\n"
         "loaded = {name.split('.')[0] for name in sys.modules}\n"
         "print(sorted(loaded & {'mpi4py', 'torch', 'deepspeed', 'numpy'}))\n"
@@ -57,10 +55,10 @@ def test_findings_of_a_working_library(machine):
     info = describe(
         machine,
         "echo noise of a library",
-        says(flavour="MPICH", version="5.0.2", description="MPICH Version: 5.0.2"),
-        says(library="libmpi.so.12", thread_level="multiple", cuda_aware=False),
+        says(flavour="MPICH", version="5.0.2"),
+        says(thread_level="multiple", cuda_aware=False),
     )
-    assert (info.flavour, info.version, info.library) == ("MPICH", "5.0.2", "libmpi.so.12")
+    assert (info.flavour, info.version) == ("MPICH", "5.0.2")
     assert (info.thread_level, info.cuda_aware, info.problem) == ("multiple", False, None)
     assert info.launcher is None
 
@@ -109,8 +107,8 @@ def test_child_does_not_join_the_job_of_this_rank(machine, monkeypatch):
         monkeypatch.setenv(name, "0")
     monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "1")
     values = "$PMI_RANK/$PMIX_NAMESPACE/$OMPI_COMM_WORLD_RANK/$OMPI_ALLOW_RUN_AS_ROOT"
-    text = says(description="VALUES").replace("VALUES", f"'{values}'")
-    assert describe(machine, text).description == "///1"
+    text = says(version="VALUES").replace("VALUES", f"'{values}'")
+    assert describe(machine, text).version == "///1"
 
 
 @pytest.mark.parametrize(
@@ -138,10 +136,7 @@ def test_launcher_is_recognized(machine, banner, flavour, beside):
 
 
 def test_without_mpi4py(machine, monkeypatch):
-    def missing(name):
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "version", missing)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert describe(machine) == MpiInfo(problem="mpi4py is not installed")
 
 
