@@ -38,19 +38,15 @@ def run(command, words_of, tmp_path):
     return run_fault
 
 
-@cells("stop", "receive")
+@cells("stop")
 def test_a_rank_that_stands_still(run, tmp_path, launcher, fault):
     ended = run(launcher, fault)
     assert ended.code != 0
-    suspect = "rank 1 (" if fault == "stop" else "no single rank"
-    assert ended.output.count(f"suspect: {suspect}") == 1, ended.output[-5000:]
+    assert ended.output.count("suspect: rank 1 (") == 1, ended.output[-5000:]
     assert list((tmp_path / "watchdog").glob("rank_*.txt"))
 
 
-WORDS = {"raise": "ValueError: this rank's own fault", "memory": "can't allocate memory"}
-
-
-@cells("kill", "raise", "memory", "exit")
+@cells("kill", "raise", "exit")
 def test_a_rank_that_ends(run, tmp_path, launcher, fault):
     """A launcher may end the other before it can say a word, where it sees the end by itself.
 
@@ -60,31 +56,13 @@ def test_a_rank_that_ends(run, tmp_path, launcher, fault):
     assert not list(tmp_path.glob("trained_*"))
     assert ended.code != 0 or (launcher, fault) == ("mpi4py", "exit"), ended.output[-5000:]
     assert ended.output.count("suspect: ") <= 1
-    if fault in WORDS:
-        assert ended.output.count(WORDS[fault]) >= 1
+    if fault == "raise":
+        assert "ValueError: this rank's own fault" in ended.output
         assert "suspect: " not in ended.output
 
 
-@cells("batches")
-def test_unequal_numbers_of_batches(run, tmp_path, launcher, fault):
-    """An asynchronous pipeline's last stage, whose data end, raises; the others are waited for."""
-    ended = run(launcher, fault)
-    assert ended.code != 0, ended.output[-5000:]
-    if ENGINES[launcher] == "pipemare":
-        assert "error on rank 1: data_iter = " in ended.output, ended.output[-5000:]
-        assert "suspect: " not in ended.output
-    else:
-        assert ended.output.count("suspect: rank 1 (") == 1, ended.output[-5000:]
-
-
-@cells("slow")
-def test_a_slow_rank(run, launcher, fault):
-    ended = run(launcher, fault).check()
-    assert "suspect: " not in ended.output
-
-
-@cells("lock")
-def test_a_stale_lock_of_an_extension_build(run, tmp_path, launcher, fault):
+@nightly
+def test_a_stale_lock_of_an_extension_build(run, tmp_path):
     """DeepSpeed would wait for it without end."""
     for extension in ("deepspeed_shm_comm", "cpu_adam"):
         (tmp_path / "extensions" / extension).mkdir(parents=True)
@@ -93,29 +71,17 @@ def test_a_stale_lock_of_an_extension_build(run, tmp_path, launcher, fault):
         "WAVEMARE_COMPILED_OPS": "1",
         "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions"),
     }
-    ended = run(launcher, fault, environment)
+    ended = run("deepspeed", "lock", environment)
     assert ended.code != 0
     assert "extensions/deepspeed_shm_comm/lock" in ended.output
     assert "remove that file" in ended.output
 
 
-@pytest.fixture
-def small_disk(disk):
-    """A disk that ``faults.py`` finds full."""
-    return disk(64, "full")
-
-
-@cells("disk")
-def test_a_filled_disk(run, small_disk, launcher, fault):
-    ended = run(launcher, fault)
-    assert ended.code != 0
-    assert "are free there" in ended.output, ended.output[-5000:]
-
-
 @nightly
 def test_a_full_disk_ends_what_a_run_notes_and_the_next_checkpoint(
-    small_disk, recipe, recipe_config, small_options
+    disk, recipe, recipe_config, small_options
 ):
+    small_disk = disk(64)
     (small_disk / "filler").write_bytes(bytes(48 << 10))  # a page or two are left
     options = small_options("gpt", small_disk / "run", max_steps=12, save_interval=12)
     ended = recipe(

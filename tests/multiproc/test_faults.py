@@ -1,13 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that stop, die, leave or wait for data: noticed in time, told on one rank, none left."""
 
-import sys
-import time
-from pathlib import Path
-
 import pytest
-
-from wavemare.bench.cluster import EmulatedCluster
 
 nightly = pytest.mark.nightly
 PROGRAM = "faults.py"
@@ -76,18 +70,6 @@ def test_a_rank_that_is_killed_with_half_a_message_sent_is_noticed(launch):
 
 @nightly
 @pytest.mark.world_size(2)
-def test_an_engine_is_watched_after_another_has_been_destroyed(launch):
-    finished = launch(PROGRAM, "receive", "data", "--second", "--timeout", TIMEOUT_S, own=True)
-    assert finished.codes == [124, 124], finished.outputs
-    assert told(finished, "suspect: no single rank") == [0], finished.outputs
-    assert told(finished, "timeout_s=500.0 folder=") == [0], finished.outputs
-    assert "in the data loader" in finished.outputs[0]
-    assert len(reports(finished)) == 2
-    assert not (finished.folder / "second").exists()
-
-
-@nightly
-@pytest.mark.world_size(2)
 def test_a_rank_whose_data_ends_early_is_named(launch):
     finished = launch(PROGRAM, "batches", "data", "--timeout", TIMEOUT_S, own=True)
     # The connection breaks when rank 1 has left, unless rank 0's patience ends before.
@@ -109,51 +91,3 @@ def test_any_of_three_ranks_is_found(launch, rank):
     assert sorted(finished.codes) == [-9, 124, 124], finished.outputs
     assert told(finished, f"suspect: rank {rank} (") == [1 if rank == 0 else 0]
     assert len(reports(finished)) == 2
-
-
-OBSTACLE = EmulatedCluster.obstacle()
-
-
-def start_on_hosts(cluster, folder, fault, timeout_s):
-    program = Path(__file__).parent / "programs" / PROGRAM
-    command = [sys.executable, program, folder, fault, "data", "--timeout", timeout_s]
-    environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    words = [str(word) for word in command]
-    return cluster.start_ranks(words, environment=environment, logs=folder)
-
-
-@nightly
-@pytest.mark.world_size(2)
-@pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
-def test_half_a_message_of_a_rank_that_was_killed_on_another_host(tmp_path):
-    with EmulatedCluster(2) as cluster:
-        start_on_hosts(cluster, tmp_path, "half", 500)
-        deadline, output = time.monotonic() + 100, ""
-        while "stacks and plans" not in output:  # the last line
-            assert time.monotonic() < deadline, output
-            time.sleep(0.1)
-            output = (tmp_path / "rank_0.log").read_text()
-    assert "watchdog: rank 0 has waited for" in output
-    assert "rank 1 (node1" in output
-    assert "has ended without a word" in output
-    assert (tmp_path / "watchdog/rank_00000.txt").exists()
-
-
-@nightly
-@pytest.mark.world_size(2)
-@pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
-def test_both_sides_of_a_cut_link_name_the_other(tmp_path):
-    """The switch's port goes down: no connection breaks, and messages get no answer."""
-    with EmulatedCluster(2) as cluster:
-        group = start_on_hosts(cluster, tmp_path, "cut", TIMEOUT_S)
-        deadline = time.monotonic() + 150
-        while not (tmp_path / "when").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        cluster.unplug(1)
-        assert group.wait(60) == 124
-    outputs = [(tmp_path / f"rank_{rank}.log").read_text() for rank in (0, 1)]
-    for own, other in ((0, 1), (1, 0)):
-        assert f"suspect: rank {other} (node{other}" in outputs[own], outputs
-        assert "does not answer" in outputs[own]
-    assert len(list((tmp_path / "watchdog").glob("rank_*.txt"))) == 2

@@ -5,7 +5,6 @@ import argparse
 import contextlib
 import fcntl
 import os
-import resource
 import signal
 import sys
 import termios
@@ -28,7 +27,6 @@ parser.add_argument("fault")
 parser.add_argument("engine")
 parser.add_argument("--rank", type=int, default=1)
 parser.add_argument("--timeout", type=float, default=4.0)
-parser.add_argument("--second", action="store_true", help="an engine that ends before training")
 parser.add_argument("--local_rank", type=int)
 options = parser.parse_args()
 
@@ -60,10 +58,6 @@ def fail():
             raise ValueError("this rank's own fault")
         case "exit":
             os._exit(0)
-        case "memory":
-            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 28),) * 2)
-            torch.ones(1 << 30)
         case "cut":
             pass  # the test does it, from outside
         case "half":
@@ -86,9 +80,7 @@ def batches(engine, rank):
             if options.fault == "batches":
                 tell_when()
                 return
-            if options.fault == "slow":
-                time.sleep(0.6 * options.timeout)  # two of them are longer than it
-            elif number == AT * MICRO_STEPS:
+            if number == AT * MICRO_STEPS:
                 fail()
         elif options.fault == "half" and number == AT * MICRO_STEPS:
             torch.distributed.recv(torch.empty(1 << 26), options.rank)
@@ -123,21 +115,12 @@ def main():
             limit = timedelta(seconds=options.timeout / 2)
             torch.distributed.distributed_c10d._set_pg_timeout(limit, group)
         engine.watchdog.extend_deadline()
-    if options.second:
-        watchdog = {"timeout_s": 500.0, "folder": str(options.folder / "second")}
-        config = configuration(1, wavemare={"watchdog": section["watchdog"] | watchdog})
-        other, *_ = wavemare.initialize(model=build_gpt2(), config=config)
-        other.train_batch(batches(other, -1))
-        other.destroy()
     data = batches(engine, rank)
-    for step in range(1000 if options.fault == "cut" else STEPS):
+    for _ in range(1000 if options.fault == "cut" else STEPS):
         try:
             engine.train_batch(data)
         except StopIteration:
             break
-        if options.fault == "disk" and step == AT:
-            fail()
-            engine.save_checkpoint(options.folder / "full")
     (options.folder / f"trained_{rank}").write_text("")
     if options.fault != "batches":
         engine.destroy()

@@ -3,7 +3,6 @@
 
 import base64
 import json
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -51,9 +50,6 @@ def test_an_absent_section_has_the_defaults():
     [
         ("pipeline.input", "'inputs'"),
         ("pipeline.pipemare.warmup", "'warmup_steps'"),
-        ("pipeline.pipemare.drain_intervals", "'drain_interval'"),
-        ("pipeline.pipemare.lr_rescheduling.anneal", "'anneal_steps'"),
-        ("pipeline.pipemare.discrepancy_correction.modes", "'mode'"),
         ("pipeline.pipemare.lr_rescheduling.xyz", "Valid names are 'anneal_steps', 'enabled'"),
     ],
 )
@@ -79,38 +75,6 @@ def test_a_removed_key_says_so(key):
     assert error.remedy.startswith("Leave it out; ")
 
 
-WRONG = {
-    "stages": [-1, 1.5, True],
-    "pipemare.warmup_steps": [-1, 1.5, "3", True],
-    "pipemare.drain_interval": [-1],
-    "pipemare.slack": [-1],
-    "pipemare.clipping": ["x"],
-    "pipemare.lr_rescheduling.enabled": ["yes"],
-    "pipemare.lr_rescheduling.anneal_steps": [0],
-    "pipemare.discrepancy_correction.mode": ["x"],
-    "pipemare.discrepancy_correction.decay": [1.5, 1.0, 0.0, math.nan],
-    "pipemare.discrepancy_correction": [3],
-}
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [(key, value) for key, values in WRONG.items() for value in values]
-)
-def test_a_wrong_value_is_named(key, value):
-    error = error_of(WavemareConfig.of, nested(f"pipeline.{key}", value))
-    assert error.key == f"wavemare.pipeline.{key}"
-    assert repr(error.value) == repr(value)
-    assert repr(error.value) in str(error)
-
-
-def test_stages_must_divide_the_processes_and_a_missing_launcher_is_suspected():
-    config = {"wavemare": {"pipeline": {"stages": 2}}}
-    assert check_config(config, world_size=4).pipeline.stages == 2
-    error = error_of(check_config, config, world_size=1)
-    assert error.key == "wavemare.pipeline.stages"
-    assert "this is one process, and deepspeed, torchrun or mpirun start more" in error.reason
-
-
 def pipemare(pipemare=None, config=None, **pipeline):
     """A configuration of the asynchronous schedule, with additions to its sections."""
     pipeline = {"schedule": "pipemare", "stages": 2, **pipeline}
@@ -131,42 +95,6 @@ def test_the_asynchronous_schedule_has_defaults_that_work():
     assert not pipeline.pipemare.lr_rescheduling.enabled
     assert pipeline.unties
     assert not check_config({}, world_size=4).pipeline.unties
-
-
-def test_the_asynchronous_settings_are_read():
-    given = {
-        "lr_rescheduling": {"enabled": True, "anneal_steps": 7},
-        "discrepancy_correction": {"mode": "ema", "decay": 0.135},
-        "warmup_steps": 3,
-        "drain_interval": 5,
-        "clipping": "stage",
-    }
-    found = check_config(pipemare(given), world_size=2).pipeline.pipemare
-    assert found.model_dump(exclude_unset=True) == given
-
-
-@pytest.mark.parametrize(
-    ("schedule", "remedy"),
-    [
-        ("pipmare", "Did you mean 'pipemare'?"),
-        ("1F1B", "Did you mean '1f1b'?"),
-        ("gpipe", "Did you mean 'pipemare'?"),
-        ("zbv", "Valid names are '1f1b', 'pipemare'"),
-        ("", "Valid names are '1f1b', 'pipemare'"),
-    ],
-)
-def test_an_unknown_schedule_names_the_nearest_or_all(schedule, remedy):
-    error = refusal(pipemare(schedule=schedule))
-    assert (error.key, error.value) == ("wavemare.pipeline.schedule", schedule)
-    assert error.remedy == remedy
-
-
-def test_asynchronous_settings_without_the_schedule_are_refused():
-    settings = {"warmup_steps": 2}
-    error = refusal(pipemare(settings, schedule="1f1b"))
-    assert error.key == "wavemare.pipeline.pipemare"
-    assert "'1f1b'" in error.reason
-    assert 'wavemare.pipeline.schedule to "pipemare"' in error.remedy
 
 
 def test_tied_weights_cannot_stay_tied():
@@ -249,20 +177,6 @@ def test_base64_is_read_as_deepspeed_reads_it():
     text = base64.urlsafe_b64encode(b'{"train_batch_size": 8}').decode()
     assert load_config(text) == {"train_batch_size": 8}
     assert load_ds_config(text) == {"train_batch_size": 8}
-
-
-def test_keys_that_deepspeed_ignores_are_reported():
-    config = {
-        "train_batch_size": 8,
-        "zero_optimisation": {},
-        "my_own_notes": 1,
-        "pipeline": {"stages": 2},
-        "wavemare": {},
-    }
-    warnings = misplaced_keys(config)
-    assert len(warnings) == 2
-    assert "'zero_optimization'" in warnings[0]
-    assert "wavemare.pipeline.stages" in warnings[1]
 
 
 @pytest.mark.parametrize(
