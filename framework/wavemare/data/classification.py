@@ -57,8 +57,7 @@ def load_classification(
 
     Args:
         source: A table (CSV, TSV, JSON lines, Parquet, a ``datasets`` dataset), or the default
-            corpus for snippets of the standard library labelled by package. A TSV file whose first
-            line is a text and a number has no header: its columns are ``text`` and ``label``.
+            corpus for snippets of the standard library labelled by package.
         text_column: Column of the text; ``sentence`` is read where ``text`` does not exist.
         label_column: Column of the label, integers or texts.
 

@@ -31,7 +31,6 @@ from wavemare.data.tokens import TokenStore
 from wavemare.errors import ConfigError, DataError
 
 __all__ = [
-    "MegatronSamples",
     "blend_index",
     "blend_sizes",
     "blended_samples",
@@ -214,19 +213,7 @@ _compiled_fill_blend = numba.njit(_fill_blend)  # when it is first called
 
 
 class MegatronSamples(Dataset[Sample]):
-    """What a GPT of Megatron reads of one data set, in its order.
-
-    An item is ``{"input_ids": int64 [n], "labels": int64 [n]}`` in the Hugging Face convention, the
-    labels equal to the inputs. ``n`` is the sequence length, one more with ``extra_token``: then
-    shifting gives Megatron's own ``tokens`` and ``labels``.
-
-    Args:
-        store: The tokens, one document of Megatron's GPT (a sequence of the file) each.
-        num_samples: Samples needed; None for one epoch.
-        sequence_length: Tokens per sample.
-        seed: Of the order.
-        extra_token: See `build_gpt_index`.
-    """
+    """What a GPT of Megatron reads of one data set, in its order; see `blended_samples`."""
 
     def __init__(
         self,
@@ -235,7 +222,7 @@ class MegatronSamples(Dataset[Sample]):
         num_samples: int | None,
         sequence_length: int,
         seed: int,
-        extra_token: bool = False,
+        extra_token: bool,
     ) -> None:
         self.store = store
         self.index = build_gpt_index(
@@ -280,8 +267,12 @@ def blended_samples(
 ) -> Dataset[Sample]:
     """Return what Megatron would build of one split of its ``--data-path``.
 
+    An item is ``{"input_ids": int64 [n], "labels": int64 [n]}`` in the Hugging Face convention, the
+    labels equal to the inputs. ``n`` is the sequence length, one more with ``extra_token``: then
+    shifting gives Megatron's own ``tokens`` and ``labels``.
+
     Args:
-        stores: The documents of the split in each data set.
+        stores: The documents of the split in each data set; one of them is a sequence of the file.
         weights: One for each data set; None for a single one.
         num_samples: Samples needed; None for one epoch of a single data set.
         sequence_length: Tokens per sample.
@@ -292,24 +283,22 @@ def blended_samples(
         DataError: The documents do not fill a sample, a data set is too small for its share, or a
             blend has no size.
     """
-
-    def samples(store: TokenStore, count: int | None) -> MegatronSamples:
-        return MegatronSamples(
-            store,
-            num_samples=count,
-            sequence_length=sequence_length,
-            seed=seed,
-            extra_token=extra_token,
-        )
-
+    options: dict[str, Any] = {
+        "sequence_length": sequence_length,
+        "seed": seed,
+        "extra_token": extra_token,
+    }
     if weights is None:
         (store,) = stores
-        return samples(store, num_samples)
+        return MegatronSamples(store, num_samples=num_samples, **options)
     if num_samples is None:
         reason = "a blend has no epochs"
         raise DataError("num_samples", None, reason, "Say how many samples are needed")
     ready = blend_sizes(weights, num_samples, _SURPLUS)
-    parts = [samples(*part) for part in zip(stores, ready, strict=True)]
+    parts = [
+        MegatronSamples(store, num_samples=count, **options)
+        for store, count in zip(stores, ready, strict=True)
+    ]
     sources, places = blend_index(weights, sum(blend_sizes(weights, num_samples)))
     for part, taken in zip(parts, np.bincount(sources, minlength=len(parts)), strict=True):
         if taken > len(part):

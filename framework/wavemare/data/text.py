@@ -142,11 +142,6 @@ def split_indices(
     Equal keys always fall on the same side, and a document keeps its side when others are added.
     Blank keys are on neither side.
 
-    Args:
-        keys: One key per document.
-        fraction: Share of the validation documents, at least one where there are two.
-        name: The corpus, for the error.
-
     Returns:
         Ascending indices of the training and of the validation documents. The second list is empty
         only if there is a single document.
@@ -231,7 +226,6 @@ def _load(source: Source) -> Dataset | DatasetDict:
             _check_width(source, file)
     if source.kind is Kind.TSV:
         options |= {"sep": "\t", "quoting": csv.QUOTE_NONE}
-        options |= _names_if_headerless(source.files[0])
     files = [str(file) for file in source.files]
     builder = Kind.CSV if source.kind is Kind.TSV else source.kind
     return datasets.load_dataset(builder.value, data_files=files, split="train", **options)
@@ -247,15 +241,6 @@ def _check_width(source: Source, path: Path) -> None:
     if len(row) > len(header):
         reason = f"the first row of {path.name} has {len(row)} fields, its header {len(header)}"
         raise DataError("--data", source.name, reason, "Put texts with commas in quotes")
-
-
-def _names_if_headerless(path: Path) -> dict[str, Any]:
-    """Recognise a text-and-label file without a header: its first label is a number."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        fields = file.readline().rstrip("\r\n").split("\t")
-    if len(fields) == 2 and fields[1].strip().lstrip("-").isdigit():  # noqa: PLR2004
-        return {"names": ["text", "label"], "header": None}
-    return {}
 
 
 def _check_reachable(source: Source) -> None:

@@ -52,10 +52,6 @@ class SeededLoader:
     """A loader whose samplers and collators draw the same random numbers on all stages.
 
     Otherwise stages, whose dropout draws differently, would mask different tokens.
-
-    Args:
-        loader: The loader to read; its other attributes are available here.
-        seed: Seed of the first batch.
     """
 
     def __init__(self, loader: Any, seed: int) -> None:
@@ -158,12 +154,7 @@ class StepFeed:
 
 
 def fill_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """Fill a short batch up with its own rows, whose integer labels become -100.
-
-    Args:
-        batch: Tensors by name; rows are the first dimension.
-        rows: Number of rows to return.
-    """
+    """Fill a short batch up to so many rows with its own, whose integer labels become -100."""
     count = max((len(v) for v in batch.values() if isinstance(v, Tensor) and v.ndim), default=rows)
     if count >= rows:
         return dict(batch)
@@ -227,12 +218,7 @@ class StepLoss:
 
 
 def whole_logits(loss: Any, logits: Any) -> Any:
-    """Return the logits over the whole vocabulary, gathered from tensor-parallel ranks.
-
-    Args:
-        loss: The last stage's loss function.
-        logits: The last stage's output on this rank.
-    """
+    """Return the last stage's logits over the whole vocabulary, from tensor-parallel ranks."""
     inner = loss.inner if isinstance(loss, StepLoss) else loss
     return inner.gather(logits) if isinstance(inner, SplitLoss) else logits
 

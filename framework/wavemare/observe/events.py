@@ -33,11 +33,6 @@ class Events:
     Nothing is written before `open`: until rank 0 has moved an older run aside, the folder is that
     run's. What is noted before is held back. Where it cannot be written, it is left out (`Lines`).
 
-    Args:
-        folder: The run's.
-        rank: Global rank of this process.
-        clock: Seconds since 1970.
-
     Attributes:
         step: The optimizer step in which a warning is said to come; whoever trains keeps it.
         warnings: How many warnings there were.
@@ -55,13 +50,7 @@ class Events:
         self.latest = ""
 
     def note(self, kind: str, step: int, **values: object) -> None:
-        """Add an event.
-
-        Args:
-            kind: One of `KINDS`.
-            step: Optimizer steps done.
-            values: That belong to it, as JSON has them.
-        """
+        """Add an event of one of `KINDS`, with the values that belong to it."""
         event = {"step": step, "time": self._clock(), "kind": kind, **values}
         line = json.dumps(event) + "\n"
         if self._held is not None:
@@ -131,13 +120,7 @@ def _handlers_of(logger: logging.Logger | None) -> Iterator[logging.Handler]:
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
-    """Read the events of all ranks of a run.
-
-    Args:
-        folder: The run's.
-
-    Returns:
-        The events in the order of their times, each with its ``rank``; none if there are no files.
+    """Read the events of all ranks of a run, in the order of their times, each with its ``rank``.
 
     Raises:
         DataError: A line is no event; the message names it.

@@ -22,12 +22,7 @@ _told: set[Path] = set()
 
 
 def go_without(run: Path, error: OSError) -> None:
-    """Warn, once for a run folder, that the training goes on without what failed.
-
-    Args:
-        run: The folder.
-        error: Why something in it cannot be written: a full disk, for one.
-    """
+    """Warn, once for a run folder, that the training goes on without what failed."""
     if run in _told:
         return
     _told.add(run)  # first: the warning is an event, which may fail as well

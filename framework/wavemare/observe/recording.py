@@ -185,11 +185,7 @@ class Recording:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Record an optimizer step, which is trained inside.
-
-        Args:
-            step: Its number, from 1.
-        """
+        """Record an optimizer step, from 1, which is trained inside."""
         self._rate = _learning_rate(self.engine)  # after the step it is the next one's
         self._events.step = step
         if step == self._traced.start and self._traced:
@@ -244,24 +240,13 @@ class Recording:
 
     @contextmanager
     def saving(self, step: int, tag: str) -> Iterator[str]:
-        """Record how long the training waits for a checkpoint, which is saved inside.
-
-        Args:
-            step: Optimizer steps done.
-            tag: The checkpoint's.
-        """
+        """Record how long the training waits for a checkpoint, which is saved inside."""
         start = time.perf_counter()
         yield tag
         self.saved(step, tag, seconds=time.perf_counter() - start)
 
     def saved(self, step: int, tag: str, *, seconds: float) -> None:
-        """Record a checkpoint that was not saved inside of `saving`.
-
-        Args:
-            step: Optimizer steps done.
-            tag: The checkpoint's.
-            seconds: How long the training waited for it.
-        """
+        """Record how long the training waited for a checkpoint not saved inside of `saving`."""
         self._events.note("checkpoint", step, tag=tag, seconds=seconds)
 
     def _first(self) -> int:

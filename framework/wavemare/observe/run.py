@@ -117,11 +117,7 @@ class Run:
             self._metrics.add(json.dumps(line, allow_nan=False) + "\n")
 
     def curve(self, baselines: Mapping[str, float]) -> None:
-        """Draw ``loss.png`` from ``metrics.jsonl``: ``loss`` a line, ``eval_loss`` points.
-
-        Args:
-            baselines: Losses to compare with, by name, drawn as horizontal lines.
-        """
+        """Draw ``loss.png``: ``loss`` a line, ``eval_loss`` points, baselines horizontal lines."""
         if self._writes:
             lines = read_metrics(self.metrics_file) if self.metrics_file.exists() else []
             atomic_write_bytes(self.folder / "loss.png", _draw_losses(lines, baselines))

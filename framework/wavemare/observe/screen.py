@@ -50,12 +50,7 @@ class Screen:
         self._clock = clock
 
     def panel(self, title: str, groups: Mapping[str, Mapping[str, object]]) -> None:
-        """Draw the start-up panel.
-
-        Args:
-            title: Its heading.
-            groups: Rows (name and value) by group, for example ``{"model": {"layers": 4}}``.
-        """
+        """Draw rows (name and value) by group, for example ``{"model": {"layers": 4}}``."""
         if not self._draws:
             return
         grid = Table.grid(padding=(0, 2))
@@ -69,15 +64,7 @@ class Screen:
 
     @contextmanager
     def progress(self, total: int, *, done: int = 0) -> Iterator[Progress]:
-        """Show a progress line while the block runs; on leaving it, the last state stays.
-
-        Args:
-            total: Optimizer steps in all.
-            done: Steps done before, by the run that is resumed.
-
-        Yields:
-            The line; call its `Progress.step` after each step.
-        """
+        """Show a progress line while the block runs; on leaving it, the last state stays."""
         if not self._draws:
             yield Progress(total, done, lambda *_: None, self._clock)
         elif self._console.is_terminal:
@@ -139,24 +126,13 @@ class Progress:
         return (tokens - before) / (end - start) if end > start else None
 
     def step(self, step: int, *, tokens: int, learning_rate: float | None = None) -> None:
-        """Show that a step has ended.
-
-        Args:
-            step: Steps done.
-            tokens: Tokens of this step, over all ranks.
-            learning_rate: The rate that it used.
-        """
+        """Show that a step of so many tokens, over all ranks, has ended."""
         self._rate = learning_rate
         self._marks.append((self._clock(), step, self._marks[-1][2] + tokens))
         self._draw(self._line(), self._facts, False)
 
     def show(self, loss: float | None, facts: Mapping[str, str]) -> None:
-        """Show the mean loss and the newest figures of a logged step; they stay until the next.
-
-        Args:
-            loss: Of the last steps.
-            facts: Figures in words by subject.
-        """
+        """Show the mean loss and the newest figures in words; they stay until the next ones."""
         self._loss = self._loss if loss is None else loss
         self._facts = facts
         self._draw(self._line(), self._facts, True)
@@ -178,14 +154,7 @@ class Progress:
 def live_facts(
     metrics: Mapping[str, float], *, memory_bytes: int, warnings: int, latest: str
 ) -> dict[str, str]:
-    """Return the newest figures by subject; subjects that a run does not have are left out.
-
-    Args:
-        metrics: What the engine's ``step_metrics`` returns.
-        memory_bytes: Of this rank.
-        warnings: How many there were on this rank.
-        latest: The text of the latest one.
-    """
+    """Return the newest figures by subject; subjects that a run does not have are left out."""
     facts = {
         "pipeline": _pipeline(metrics),
         "collective": _collective(metrics),

@@ -68,11 +68,6 @@ class BalanceController:
     def measure(self, model: Any, batch: dict[str, int], *, sequence_length: int) -> Layout | None:
         """Measure the devices and make the plan, if the option asks for it; complete `config`.
 
-        Args:
-            model: Whole on every rank.
-            batch: DeepSpeed's three batch sizes by their keys.
-            sequence_length: Tokens of a sample.
-
         Returns:
             The measured plan; None if nothing was measured.
 

@@ -16,13 +16,7 @@ __all__ = ["count_parameters", "start_up_panel"]
 def start_up_panel(
     setup: Setup, model: Any, corpus: Mapping[str, object]
 ) -> dict[str, Mapping[str, object]]:
-    """Return the rows of the start-up panel by group.
-
-    Args:
-        setup: Of the run.
-        model: The whole transformers model.
-        corpus: Rows about the data.
-    """
+    """Return the rows of the start-up panel by group, for a whole transformers model."""
     shape, batch, section = model.config, setup.batch, setup.section
     length, samples = setup.arguments.sequence_length, str(batch["train_batch_size"])
     if section.parallel.given:  # the engine makes its plan, which is shown then

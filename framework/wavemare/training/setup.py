@@ -180,11 +180,6 @@ def check_resume(
 def needs_conversion(checkpoints: Path, world_size: int, model_ranks: int) -> str | None:
     """Return the newest checkpoint's tag if another number of data ranks saved it with ZeRO.
 
-    Args:
-        checkpoints: Folder of the checkpoints.
-        world_size: Processes of this run.
-        model_ranks: How many of them hold one model together.
-
     Raises:
         CheckpointError: The checkpoint is damaged.
     """
@@ -223,12 +218,7 @@ def convert_checkpoint(checkpoints: Path, tag: str) -> None:
 
 
 def adapt_accumulation(config: dict[str, Any], data_ranks: int) -> None:
-    """Let another number of ranks share the same batch, in place: they accumulate more or less.
-
-    Args:
-        config: The whole configuration.
-        data_ranks: Processes that read different data.
-    """
+    """Let another number of ranks share the same batch, in place: they accumulate more or less."""
     sizes: Mapping[str, Any] = config
     batch, micro = sizes.get("train_batch_size"), sizes.get("train_micro_batch_size_per_gpu")
     if isinstance(batch, int) and isinstance(micro, int) and batch % (micro * data_ranks) == 0:
@@ -236,13 +226,7 @@ def adapt_accumulation(config: dict[str, Any], data_ranks: int) -> None:
 
 
 def load_run(engine: Any, checkpoints: str | Path, batches: Any, steps: int) -> float:
-    """Load the newest checkpoint into an engine and a loader.
-
-    Args:
-        engine: Of `wavemare.initialize`.
-        checkpoints: Folder of the checkpoints.
-        batches: A `wavemare.data.ResumableLoader`.
-        steps: The last optimizer step of the run.
+    """Load the newest checkpoint into an engine and a `wavemare.data.ResumableLoader`.
 
     Returns:
         Seconds that the run has trained before.

@@ -86,10 +86,7 @@ class TrainingText:
     def causal_samples(self, sequence_length: int, num_samples: int, seed: int) -> tuple[Any, Any]:
         """Return samples for a GPT, to train on and to validate on.
 
-        Args:
-            sequence_length: Tokens per sample.
-            num_samples: Samples of the whole training; decides Megatron's order.
-            seed: Of Megatron's order.
+        The number of samples of the whole training and the seed decide Megatron's order.
 
         Raises:
             DataError: The tokens do not fill one sample, or none is left for the validation.
@@ -104,7 +101,7 @@ class TrainingText:
             )
         from torch.utils.data import ConcatDataset
 
-        from wavemare.data.megatron_order import MegatronSamples, blended_samples
+        from wavemare.data.megatron_order import blended_samples
 
         filled = [store for store in self.validation if store.num_documents]
         if not filled:
@@ -116,7 +113,7 @@ class TrainingText:
         samples = blended_samples(
             self.train, self.source.weights or None, num_samples=num_samples, **options
         )
-        parts = [MegatronSamples(store, num_samples=None, **options) for store in filled]
+        parts = [blended_samples([store], None, num_samples=None, **options) for store in filled]
         return samples, ConcatDataset(parts)
 
     def check_prompt(self, prompt: str | None, positions: int) -> str:
@@ -159,11 +156,7 @@ class TrainingText:
         }
 
     def cross_entropies(self, sequence_length: int) -> dict[str, float]:
-        """Return the cross-entropies of the corpus's n-grams, nats per validation token.
-
-        Args:
-            sequence_length: Tokens per sample: the same tokens are scored as the model's.
-        """
+        """Return the n-gram cross-entropies, in nats per token that the model is scored on."""
         if self.source.weights:
             return {}  # counts of one corpus say nothing about a blend
         from wavemare.data.tokens import bigram_cross_entropy, unigram_cross_entropy

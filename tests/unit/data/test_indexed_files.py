@@ -95,18 +95,6 @@ def test_merging_is_writing_one_after_another(tmp_path_factory, parts):
     assert calls[-1][0] == calls[-1][1]
 
 
-def test_more_than_a_million_sequences(tmp_path):
-    count = (1 << 20) + 3
-    lengths = np.arange(count, dtype="<i4") % 3
-    ends = np.cumsum(lengths, dtype="<i8") * 2
-    index = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, count, count + 1) + lengths.tobytes()
-    index += np.concatenate([[0], ends[:-1]]).astype("<i8").tobytes()
-    (tmp_path / "whole.idx").write_bytes(index + np.arange(count + 1, dtype="<i8").tobytes())
-    (tmp_path / "whole.bin").write_bytes(bytes(int(ends[-1])))
-    merge_indexed([tmp_path / "whole"], tmp_path / "copy")
-    assert files(tmp_path / "copy") == files(tmp_path / "whole")
-
-
 def test_a_writer_that_raises_leaves_no_target(tmp_path):
     with (
         pytest.raises(DataError, match=r"70000 do not fit uint16.*wider type"),
