@@ -25,7 +25,12 @@ from wavemare.training.arguments import (
     option,
     parse_arguments,
 )
-from wavemare.training.models import max_positions, read_model_config, reraise_model_errors
+from wavemare.training.models import (
+    continue_text,
+    max_positions,
+    read_model_config,
+    reraise_model_errors,
+)
 from wavemare.training.setup import Setup, connect, leave, load_run, prepare, seed_dropout
 from wavemare.training.text import TrainingText, find_text, read_text
 
@@ -80,7 +85,7 @@ def learn(
         recording.run.log(setup.arguments.max_steps, eval_loss=loss)
         wavemare.save_pretrained(evaluation.engine, exported, tokenizer=text.tokenizer)
         if setup.rank == 0:
-            recording.screen.note(f"\n{sample(exported, prompt, setup.arguments.seed)}\n")
+            recording.screen.note(f"\n{continue_text(exported, prompt, setup.arguments.seed)}\n")
         baselines = text.cross_entropies(length)
         entropies = {f"{name} cross-entropy": value for name, value in baselines.items()}
         parameters = count_parameters(setup, model)
@@ -160,26 +165,6 @@ def train(setup: Setup, recording: Recording, model: Any, text: TrainingText) ->
                 break
         engine.finish_saving()
     return None if stop else evaluation
-
-
-def sample(folder: Path, prompt: str, seed: int, tokens: int = 48) -> str:
-    """Return the prompt and the exported model's continuation."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model: Any = AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    torch.manual_seed(seed)
-    inputs = tokenizer(prompt, return_tensors="pt")
-    output = model.generate(
-        **inputs,
-        max_new_tokens=min(tokens, max_positions(model.config) - inputs["input_ids"].shape[1]),
-        do_sample=True,
-        top_k=40,
-        temperature=0.8,
-        pad_token_id=tokenizer.eos_token_id,
-    )
-    return str(tokenizer.decode(output[0]))
 
 
 if __name__ == "__main__":

@@ -81,16 +81,12 @@ class IndexedData:
 
 
 def read_indexed(prefix: str | Path, *, vocab_size: int | None = None) -> TokenStore:
-    """Open Megatron data; the tokens stay on disk until they are used.
+    """Open the tokens of Megatron data by document; see `open_indexed`.
 
     A document may be several sequences; their tokens stand end to end.
 
-    Args:
-        prefix: The path without ``.bin`` or ``.idx``.
-        vocab_size: Size of the tokenizer's vocabulary, if it is known.
-
     Raises:
-        DataError: See `open_indexed`; or there are no tokens at all.
+        DataError: A file is missing or damaged, or there are no tokens at all.
     """
     data = open_indexed(prefix)
     if len(data.tokens) == 0:

@@ -167,11 +167,7 @@ def _with_extension(prefix: Path, extension: str) -> Path:
 
 
 def check_prefix(option: str, prefix: Path) -> None:
-    """Refuse a prefix without a file name.
-
-    Raises:
-        DataError: The prefix is a folder.
-    """
+    """Raise DataError if a prefix names a folder, not the files in it."""
     if not prefix.name:
         reason = "it names a folder, not the files in it"
         raise DataError(option, str(prefix), reason, "Give FOLDER/NAME, without .bin and .idx")

@@ -92,11 +92,7 @@ def largest_token(store: TokenStore) -> tuple[int, int]:
 
 
 def check_length(sequence_length: int, model_positions: int) -> None:
-    """Check that a model takes sequences of a length.
-
-    Raises:
-        ConfigError: The sequences are longer than the model.
-    """
+    """Raise ConfigError if the sequences are longer than the model."""
     if sequence_length > model_positions:
         reason = f"the sequences are longer than the {model_positions} positions of the model"
         remedy = f"Give at most {model_positions}, or a model with more positions"
@@ -131,12 +127,6 @@ def check_fits(
     store: TokenStore, sequence_length: int, model_positions: int, model_vocab_size: int
 ) -> None:
     """Check that a model takes every window of a store; each token is read once.
-
-    Args:
-        store: The tokens.
-        sequence_length: Tokens per window.
-        model_positions: Number of positions of the model.
-        model_vocab_size: Number of rows of the model's embedding.
 
     Raises:
         ConfigError: The sequences are longer than the model.
@@ -193,13 +183,7 @@ def bigram_cross_entropy(
 
     After a token that never had a successor, ``p`` is ``q``. Memory: some 32 bytes per train token.
 
-    Args:
-        train: Tokens to count; pairs across documents are not counted.
-        validation: Tokens to predict, as in ``unigram_cross_entropy``.
-        sequence_length: As in ``unigram_cross_entropy``.
-
-    Raises:
-        DataError: There is no token to predict.
+    Pairs across documents are not counted. Arguments and errors are `unigram_cross_entropy`'s.
     """
     unigram = _unigram(train, validation)
     size = len(unigram)

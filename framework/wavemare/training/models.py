@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a model's configuration and files, before anything slow begins."""
+"""Checks of a model's configuration and files, before anything slow begins; a sample at the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from wavemare.data.tokens import check_length
 from wavemare.errors import ConfigError, ModelError, did_you_mean
 from wavemare.json_text import parse_json
 
-__all__ = ["check_model_folder", "max_positions", "read_model_config", "reraise_model_errors"]
+__all__ = [
+    "check_model_folder",
+    "continue_text",
+    "max_positions",
+    "read_model_config",
+    "reraise_model_errors",
+]
 
 
 def check_model_folder(folder: str, sequence_length: int, *, causal: bool = False) -> None:
@@ -117,3 +123,23 @@ def reraise_model_errors(key: str, value: str) -> Iterator[None]:
         said = " ".join(str(error).split())[:200]
         reason = f"transformers cannot make a model of it ({said})"
         raise ModelError(key, value, reason, "Mend the configuration or the files") from error
+
+
+def continue_text(folder: Path, prompt: str, seed: int, tokens: int = 48) -> str:
+    """Return a prompt and an exported model's continuation of it."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    torch.manual_seed(seed)
+    inputs = tokenizer(prompt, return_tensors="pt")
+    output = model.generate(
+        **inputs,
+        max_new_tokens=min(tokens, max_positions(model.config) - inputs["input_ids"].shape[1]),
+        do_sample=True,
+        top_k=40,
+        temperature=0.8,
+        pad_token_id=tokenizer.eos_token_id,
+    )
+    return str(tokenizer.decode(output[0]))
