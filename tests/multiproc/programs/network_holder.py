@@ -5,15 +5,22 @@ import json
 import sys
 import time
 
+import psutil
+
 from wavemare.bench.cluster import EmulatedCluster
+
+
+def sleeping():
+    children = psutil.Process().children(recursive=True)
+    return [child.pid for child in children if child.name() == "sleep"]
 
 
 def main():
     with EmulatedCluster(2, 500.0) as cluster:
         group = cluster.start_ranks(["sleep", "1000"], ranks_per_host=2)
-        while len(group.pids()) < 4:
+        while len(ranks := sleeping()) < 4:
             time.sleep(0.01)
-        parts = {"pids": list(group.pids().values()), "folder": str(cluster.folder)}
+        parts = {"pids": ranks, "folder": str(cluster.folder)}
         print(json.dumps(parts), flush=True)
         if sys.argv[1:] == ["raise"]:
             raise ValueError("as asked")

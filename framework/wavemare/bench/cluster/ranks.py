@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import signal
@@ -12,8 +11,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import psutil
 
 from wavemare.bench.cluster.namespaces import KINDS, Namespaces
 from wavemare.comm.mpi_library import describe_mpi
@@ -224,17 +221,6 @@ class RankGroup:
     def running(self) -> bool:
         """Whether any of its processes still runs."""
         return any(process.poll() is None for process in self._processes)
-
-    def pids(self) -> dict[int, int]:
-        """Return rank -> outer process number, of the ranks that have started."""
-        found: dict[int, int] = {}
-        for host in self._hosts:
-            for process in host.namespaces.members():  # a rank comes before its children
-                with contextlib.suppress(psutil.Error):
-                    variables = process.environ()
-                    if "LOCAL_RANK" in variables:
-                        found.setdefault(int(variables["RANK"]), process.pid)
-        return found
 
     def wait(self, timeout_s: float, grace_s: float = _GRACE_SECONDS) -> int:
         """Wait for the program's end, and leave none of its processes on the hosts.
