@@ -108,25 +108,6 @@ def test_each_option_is_explained(name):
         assert word in found
 
 
-@pytest.mark.parametrize(
-    ("words", "option"),
-    [
-        (["pipeline", "--micro-batches", "1,x"], "--micro-batches"),
-        (["pipeline", "--systems", "deepspeed"], "--systems"),
-        (["pipeline", "--json", "/no/such/folder/result.json"], "--json"),
-        (["pipeline", "--trace", "/dev/null/folder"], "--trace"),
-        (["sparse", "--densities", "1;2"], "--densities"),
-        (["wave", "--plot", "plot.txt"], "--plot"),
-        (["planner", "--ranks", "3"], "--ranks"),
-        (["whale", "--parts", "shares"], "wavemare bench"),
-    ],
-)
-def test_the_command_line_refuses_before_it_starts_ranks(words, option):
-    with pytest.raises(ConfigError) as caught:
-        app(["bench", *words], standalone_mode=False)
-    assert caught.value.key == option
-
-
 def test_no_folder_is_left_by_a_refused_request(tmp_path):
     folder = tmp_path / "trace"
     with pytest.raises(ConfigError):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -109,6 +108,9 @@ class TimedWait(nn.Module):
         self.linear = nn.Linear(_SYNTHETIC_WIDTH, _SYNTHETIC_WIDTH)
         self.forward_s = forward_s
         self.backward_s = backward_s
+        self._backward_end = 0.0
+        self.linear.register_full_backward_pre_hook(self._begin_backward)
+        self.linear.register_full_backward_hook(self._end_backward)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Map (batch, 64) to (batch, 64)."""
@@ -116,44 +118,15 @@ class TimedWait(nn.Module):
         if not inputs.requires_grad:
             # Without a gradient to the first stage's input its backward pass would not wait.
             inputs = inputs.detach().requires_grad_()
-        clock = _BackwardClock(self.backward_s)
-        hidden = self.linear(_WaitBackward.apply(inputs, clock))
-        output: Tensor = _BeginBackward.apply(hidden, clock)
+        output: Tensor = self.linear(inputs)
         _sleep_until(end)
         return output
 
+    def _begin_backward(self, *_: Any) -> None:
+        self._backward_end = time.perf_counter() + self.backward_s
 
-@dataclass
-class _BackwardClock:
-    seconds: float
-    end: float = 0.0
-
-
-class _Clocked(torch.autograd.Function):
-    """Passes values on, and in the backward pass gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, clock: _BackwardClock) -> Tensor:
-        ctx.clock = clock
-        return values.view_as(values)
-
-
-class _BeginBackward(_Clocked):
-    """Stands behind the layer, so that its backward pass begins here."""
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
-        ctx.clock.end = time.perf_counter() + ctx.clock.seconds
-        return gradients[0], None
-
-
-class _WaitBackward(_Clocked):
-    """Stands before the layer, so that its backward pass ends here, after the layer's own."""
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
-        _sleep_until(ctx.clock.end)
-        return gradients[0], None
+    def _end_backward(self, *_: Any) -> None:
+        _sleep_until(self._backward_end)
 
 
 def build_workload(request: PipelineRequest) -> Workload:

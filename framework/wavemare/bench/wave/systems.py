@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from statistics import median
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,13 +45,6 @@ _Batch = dict[str, Tensor]
 Record = Callable[[Action], AbstractContextManager[Any]]
 
 
-class _Sums(TypedDict):
-    """For each segment, whether it sums over the ranks."""
-
-    sums_output: list[bool]
-    sums_gradient: list[bool]
-
-
 class _Step(NamedTuple):
     actions: tuple[Action, ...]
     batches: list[_Batch]
@@ -74,7 +67,7 @@ class Systems:
         up = [*(segment.sums_output for segment in segments.body), False]
         down = [*(segment.sums_gradient for segment in segments.body), segments.head_sums_gradient]
         self.sums_per_micro_batch = sum(up) + sum(down)
-        sums = _Sums(sums_output=up, sums_gradient=down)
+        sums: Any = {"sums_output": up, "sums_gradient": down}  # for each segment
         whole = _build_batches(request, self.device)
         halves = [_batch(part) for batch in whole for part in batch["input_ids"].chunk(2)]
         count, num_segments = request.micro_batches, self.num_segments
