@@ -33,7 +33,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from numpy._core import multiarray
 from torch.utils._pytree import tree_map_only
 
-from wavemare.engine.checkpoint.records import FileRecord
+from wavemare.engine.checkpoint.manifest import FileRecord
 from wavemare.engine.seams import SharedReplacement
 from wavemare.errors import CheckpointError
 from wavemare.pickled_enums import GETATTR, enum_member

@@ -4,17 +4,22 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wavemare.engine.checkpoint.records import FileRecord, checksum
+import xxhash
+
 from wavemare.errors import CheckpointError
 from wavemare.files import discard_folder, restore_folder
 
 __all__ = [
     "FORMAT",
     "MANIFEST",
+    "FileRecord",
+    "checksum",
     "complete_tags",
     "damaged",
     "keep_last",
@@ -26,8 +31,31 @@ __all__ = [
 MANIFEST = "wavemare.json"
 FORMAT = 2
 """1 had sizes alone: ``"files": {name: bytes}``."""
+_CHUNK = 1 << 22
 _NUMBERS = ("world_size", "data", "pipe", "model", "zero_stage")
 """What a topology must have; ``cuts`` is compared as it stands."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a file was when it was written: its size and the checksum of its content."""
+
+    bytes: int
+    xxh3: str
+
+
+def checksum(path: str | os.PathLike[str], *, sync: bool = False) -> FileRecord:
+    """Read a file and return its record; with ``sync`` wait until it is on the disk, too."""
+    # Of 256 MiB in memory, one core: XXH3 9.5 GB/s, zlib.crc32 2.1, sha1 0.6, blake2b 0.4,
+    # sha256 0.3. It is to find damage; who can change files can change the list as well.
+    found, size = xxhash.xxh3_64(), 0
+    with open(path, "rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK):
+            found.update(chunk)
+            size += len(chunk)
+        if sync:
+            os.fsync(file.fileno())
+    return FileRecord(size, found.hexdigest())
 
 
 def resolve_tag(load_dir: str | Path, tag: str | None) -> str | None:

@@ -21,8 +21,7 @@ from torch import distributed
 
 from wavemare.comm.waits import joining
 from wavemare.engine.checkpoint.files import RankFiles
-from wavemare.engine.checkpoint.manifest import MANIFEST, keep_last
-from wavemare.engine.checkpoint.records import FileRecord, checksum
+from wavemare.engine.checkpoint.manifest import MANIFEST, FileRecord, checksum, keep_last
 from wavemare.errors import CheckpointError
 from wavemare.files import atomic_write_text, replace_folder, sync_folder
 

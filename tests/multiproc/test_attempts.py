@@ -6,7 +6,7 @@ import json
 import pytest
 from torch.distributed import TCPStore
 
-from wavemare.engine.launch.restart import init_attempt
+from wavemare.engine.launch.group import init_attempt
 from wavemare.errors import LaunchError
 
 

@@ -26,12 +26,14 @@ from torch.distributed import distributed_c10d
 
 from wavemare.comm.waits import Wait
 from wavemare.engine.config.sections import WatchdogConfig
-from wavemare.engine.health.watchdog.diagnosis import Diagnosis, diagnose, diagnose_unreachable
 from wavemare.engine.health.watchdog.peers import LOOPBACK, Server, ask, ask_all, reachable_address
 from wavemare.engine.health.watchdog.status import (
+    Diagnosis,
     PeerAddress,
     RankStatus,
     UnreachablePeer,
+    diagnose,
+    diagnose_unreachable,
     write_report,
 )
 from wavemare.engine.launch.exit import exit_now

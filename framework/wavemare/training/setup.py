@@ -14,8 +14,13 @@ from typing import Any
 
 from wavemare.engine.checkpoint.manifest import read_manifest, resolve_tag
 from wavemare.engine.config.resolve import WavemareConfig, check_batch_sizes, check_config
-from wavemare.engine.launch.group import ensure_launched, environment_rank, environment_world_size
-from wavemare.engine.launch.restart import agent_started, may_restart
+from wavemare.engine.launch.group import (
+    agent_started,
+    ensure_launched,
+    environment_rank,
+    environment_world_size,
+    may_restart,
+)
 from wavemare.errors import CheckpointError, ConfigError
 from wavemare.files import atomic_write_text, remove_leftovers, replace_folder, temporary_sibling
 from wavemare.observe.quiet import quiet_libraries

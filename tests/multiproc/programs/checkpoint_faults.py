@@ -18,8 +18,7 @@ from common import build_gpt2, configuration, leave, token_batches, weights_dige
 
 import wavemare
 from wavemare.engine.checkpoint import files as checkpoint_files
-from wavemare.engine.checkpoint.manifest import MANIFEST
-from wavemare.engine.checkpoint.records import checksum
+from wavemare.engine.checkpoint.manifest import MANIFEST, checksum
 from wavemare.errors import CheckpointError
 from wavemare.failure import run_main
 

@@ -15,13 +15,13 @@ from wavemare.engine.checkpoint import manifest as lists
 from wavemare.engine.checkpoint.compatibility import check_checkpoint_fits
 from wavemare.engine.checkpoint.manifest import (
     MANIFEST,
+    checksum,
     complete_tags,
     keep_last,
     read_manifest,
     resolve_tag,
     verify_contents,
 )
-from wavemare.engine.checkpoint.records import checksum
 from wavemare.engine.config.resolve import check_config
 from wavemare.engine.config.sections import CheckpointConfig
 from wavemare.errors import CheckpointError, ConfigError

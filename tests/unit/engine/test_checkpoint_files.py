@@ -30,7 +30,7 @@ from wavemare.engine.checkpoint.files import (
     safe_loading,
     write_file,
 )
-from wavemare.engine.checkpoint.records import checksum
+from wavemare.engine.checkpoint.manifest import checksum
 from wavemare.errors import CheckpointError
 
 

@@ -9,12 +9,12 @@ import pytest
 
 from wavemare.comm.waits import joining, waiting
 from wavemare.engine.config.sections import WatchdogConfig
-from wavemare.engine.health.watchdog.diagnosis import diagnose
 from wavemare.engine.health.watchdog.peers import Server, ask, reachable_address
 from wavemare.engine.health.watchdog.status import (
     PeerAddress,
     RankStatus,
     UnreachablePeer,
+    diagnose,
     write_report,
 )
 from wavemare.engine.health.watchdog.watcher import EXIT_CODE, Watchdog, acquire, current

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from wavemare.engine.launch.restart import agent_started
+from wavemare.engine.launch.group import agent_started
 from wavemare.errors import ConfigError
 from wavemare.training.setup import adapt_accumulation, load_run, resumes_after_restart
 
