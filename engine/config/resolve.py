@@ -132,7 +132,10 @@ def check_batch_sizes(
             "no batch size is given",
             f"Give {BATCH_KEYS[0]} or {BATCH_KEYS[1]}",
         )
-    fewest = _fewest_micro_batches(config, stages)
+    ours = WavemareConfig.of(config)
+    pipeline, fewest = ours.pipeline, 1
+    if pipeline.schedule == "pipemare":
+        fewest = bounding_micro_batches(stages or pipeline.stages, pipeline.pipemare.slack)
     if micro is None:
         assert train is not None
         accumulation = accumulation or _parts(train // data_world_size, fewest)
@@ -148,18 +151,10 @@ def check_batch_sizes(
             train,
             f"it is not {BATCH_KEYS[1]} x {BATCH_KEYS[2]} x data-parallel ranks = "
             f"{micro} x {accumulation} x {data_world_size} = {product}"
-            f"{launch_hint(data_world_size * WavemareConfig.of(config).model_ranks)}",
+            f"{launch_hint(data_world_size * ours.model_ranks)}",
             _batch_remedy(micro, accumulation, data_world_size),
         )
     return dict(zip(BATCH_KEYS, (train, micro, accumulation), strict=True))
-
-
-def _fewest_micro_batches(config: Mapping[str, Any], stages: int | None) -> int:
-    """Return how many micro-batches a step has at least, where the configuration leaves it open."""
-    pipeline = WavemareConfig.of(config).pipeline
-    if pipeline.schedule != "pipemare":
-        return 1
-    return bounding_micro_batches(stages or pipeline.stages, pipeline.pipemare.slack)
 
 
 def _parts(samples: int, fewest: int) -> int:

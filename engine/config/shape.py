@@ -20,6 +20,7 @@ __all__ = [
     "BATCH_KEYS",
     "SECTION",
     "ZERO_WEIGHTS",
+    "check_complete",
     "check_precision",
     "check_shape",
     "check_zero_stage",
@@ -61,6 +62,7 @@ _SECTIONS = (
     "wandb",
 )
 _NAMED = ("optimizer", "scheduler")
+_HALVES = ("fp16", "bf16")
 # Read or changed by options and plans before the whole section is checked.
 _OURS = ("balance", "parallel", "pipeline", "sparse_collective", "tensor_parallel")
 _OLD_OFFLOADS = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}
@@ -178,6 +180,23 @@ def _check_number(key: str, value: Any) -> None:
         raise ConfigError(key, value, "it is not from 0 to below infinity", "Give such a number")
 
 
+def check_complete(config: Mapping[str, Any]) -> None:
+    """Check that no ``"auto"`` is left of those that transformers' Trainer fills in.
+
+    Raises:
+        ConfigError: Naming the key.
+    """
+    values = {"gradient_clipping": config.get("gradient_clipping")}
+    values |= {f"{name}.enabled": section_of(config, name).get("enabled") for name in _HALVES}
+    for name in _NAMED:
+        params = section_of(section_of(config, name), "params")
+        values |= {f"{name}.params.{key}": value for key, value in params.items()}
+    for key, value in values.items():
+        if value == "auto":
+            reason = "only transformers' Trainer and the recipes fill it in"
+            raise ConfigError(key, value, reason, "Give a value, or leave it out")
+
+
 def check_zero_stage(stage: object) -> None:
     """Check the stage of ZeRO.
 
@@ -197,9 +216,7 @@ def check_precision(config: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: Both are enabled.
     """
-    names = ("fp16", "bf16")
-    sections = [config.get(name) for name in names]
-    if all(isinstance(s, Mapping) and s.get("enabled") in (True, 1) for s in sections):
+    if all(section_of(config, name).get("enabled") in (True, 1) for name in _HALVES):
         reason = "bf16 is enabled, too, and weights have one type"
         raise ConfigError("fp16.enabled", True, reason, "Enable one of the two")
 
@@ -239,21 +256,6 @@ def _deepspeed_keys() -> set[str]:
     from deepspeed.runtime import constants
 
     names = {value for value in vars(constants).values() if isinstance(value, str)}
-    return {name for name in names if name.isidentifier() and name.islower()} | {
-        "zero_optimization",
-        "optimizer",
-        "pipeline",
-        "activation_checkpointing",
-        "flops_profiler",
-        "comms_logger",
-        "tensorboard",
-        "wandb",
-        "csv_monitor",
-        "comet",
-        "aio",
-        "tensor_parallel",
-        "data_efficiency",
-        "compile",
-        "sequence_parallel_size",
-        "data_parallel_size",
-    }
+    others = {"compile", "data_parallel_size", "sequence_parallel_size", "zero_optimization"}
+    known = {name for name in names if name.isidentifier() and name.islower()}
+    return known | others | set(_SECTIONS)

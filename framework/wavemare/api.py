@@ -13,6 +13,7 @@ from deepspeed import comm as dist
 from wavemare import engine
 from wavemare.engine import build_engine
 from wavemare.engine.config.resolve import SECTION, WavemareConfig, check_config, zero_section
+from wavemare.engine.config.shape import check_complete
 from wavemare.engine.health.watchdog.watcher import acquire
 from wavemare.engine.initialize import read_config
 from wavemare.engine.observe.progress import PROGRESS
@@ -94,6 +95,7 @@ def initialize(
     """
     watch_failures()
     values = read_config(args, config, config_params)
+    check_complete(values)
     ours = WavemareConfig.of(values)
     watchdog = acquire(ours.watchdog) if SECTION in values and ours.watchdog.enabled else None
     try:
@@ -104,6 +106,7 @@ def initialize(
                 watchdog.meet()
             result = _build(
                 values,
+                ours,
                 model=model,
                 optimizer=optimizer,
                 model_parameters=model_parameters,
@@ -128,6 +131,7 @@ def initialize(
 
 def _build(
     values: dict[str, Any],
+    ours: WavemareConfig,
     *,
     model: Any,
     optimizer: Any,
@@ -138,7 +142,6 @@ def _build(
     **arguments: Any,
 ) -> tuple[Any, Any, Any, Any]:
     """Lay the model out as the configuration says, and build its engine."""
-    ours = WavemareConfig.of(values)
     if ours.wavelet.mode == "model_parallel":
         values = _weights_in_turns(values)
     plan = None

@@ -4,7 +4,9 @@
 import math
 
 import pytest
+import torch
 
+import wavemare
 from wavemare.engine.config.resolve import (
     check_batch_sizes,
     check_config,
@@ -174,6 +176,22 @@ def test_keys_are_texts_and_none_is_missing(refused):
     refused(act, ConfigError, "3", "no text", "Put it in quotes")
     act = lambda: check_config(split, world_size=2)  # noqa: E731
     refused(act, ConfigError, "wavemare.parallel.split.modules", "required", "Give it")
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({"gradient_clipping": "auto"}, "gradient_clipping"),
+        ({"bf16": {"enabled": "auto"}}, "bf16.enabled"),
+        (
+            {"scheduler": {"params": {"total_num_steps": "auto"}}},
+            "scheduler.params.total_num_steps",
+        ),
+    ],
+)
+def test_what_the_trainer_would_fill_in(refused, config, key):
+    act = lambda: wavemare.initialize(model=torch.nn.Linear(1, 1), config=config)  # noqa: E731
+    refused(act, ConfigError, key, "'auto'", "Trainer")
 
 
 TRAIN, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
