@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An asynchronous pipeline of any length in one process, by the JSON that would train it."""
+"""Simulate an asynchronous pipeline of any length in one process, by its JSON configuration."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ as in PipeDream-2BW; or twice as far, as on PipeMare's dataflow machine."""
 
 
 class SimulatedPipeline:
-    """Trains as an asynchronous pipeline of as many ranks does, weight version by weight version.
+    """Trains with exactly the weight versions of an asynchronous pipeline, in one process.
 
     It takes the engine's configuration and batches: optimizer and policy, scheduler, clipping (by
     the exact norm of all stages), and the section ``wavemare.pipeline``, where ``1f1b`` flushes.
@@ -180,7 +180,7 @@ class SimulatedPipeline:
         return sum(losses) / len(losses)
 
     def memory(self) -> dict[str, float]:
-        """Return what is held beside the weights, in units of them, over all stages.
+        """Return the memory of all stages beside the weights, in units of the weights.
 
         ``optimizer``: its states, those of error feedback among them; ``correction``: what real
         stages hold for the correction of their passes.
@@ -199,7 +199,7 @@ class SimulatedPipeline:
         }
 
     def _feedback_bytes(self) -> int:
-        """Return what real stages keep of their last updates: those alone whose gradients age."""
+        """Return the bytes of the last updates, which stages with stale gradients keep."""
         count = len(self.stages)
         stale = [m for i, m in enumerate(self.stages) if ahead(i, count, self._slack)]
         return sum(p.nbytes for m in stale for p in m.parameters()) if self._feeds_back else 0
@@ -226,7 +226,7 @@ def _delays(kind: str, stages: int, micro_batches: int, slack: int) -> Sequence[
 def _make_optimizer(
     config: Mapping[str, Any], module: nn.Module, stage: int, stages: int
 ) -> Callable[[list[Parameter]], Optimizer]:
-    """Return what makes a stage's optimizer as the engine does, Adam and SGD in torch's own."""
+    """Return a factory of a stage's optimizer, as the engine's; Adam and SGD are torch's."""
     chosen = config.get("optimizer") or {}
     _, make = take_optimizer(dict(config), module, None)
     if make is not None:
@@ -265,7 +265,7 @@ def _with_refresh(
 
 
 def _scheduler_maker(config: Mapping[str, Any]) -> Any:
-    """Return what makes the scheduler of the configuration, DeepSpeed's or torch's; or None."""
+    """Return a factory of the configured scheduler, DeepSpeed's or torch's; None without one."""
     chosen = config.get("scheduler")
     if not chosen:
         return None

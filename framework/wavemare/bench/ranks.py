@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of all benchmarks share: turns, the GPT that they train, facts on the machine."""
+"""Shared by the ranks of all benchmarks: interleaved rounds, the GPT, facts on the machine."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def bench_device() -> torch.device:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return what decides how fast this machine is, and the versions of what ran on it."""
+    """Return processor, cores, memory and accelerator of this machine, and versions of packages."""
     return {
         "system": platform.platform(),
         "processor": _processor(),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a benchmark is asked: one model of options, from which the command line is made."""
+"""The options of a benchmark: one pydantic model, from which the command line is made."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def option(name: str) -> str:
 def check_names(
     option: str, names: Sequence[str], valid: Collection[str], kind: str = "system"
 ) -> None:
-    """Check names.
+    """Check that there are names, and that all are known.
 
     Raises:
         ConfigError: There is no name, or an unknown one.

@@ -30,7 +30,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(
-    # What is unknown here is meant for the recipe.
+    # Unknown options go to the recipe.
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )(train)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(simulate)
@@ -39,7 +39,7 @@ app.command(
     context_settings={
         "allow_extra_args": True,
         "ignore_unknown_options": True,
-        # What follows the script is the script's.
+        # Words after the script are its options.
         "allow_interspersed_args": False,
     },
 )(launch_script)
@@ -66,7 +66,7 @@ def _options(
         ),
     ] = False,
 ) -> None:
-    """Train with DeepSpeed's engines and what they lack."""
+    """Train with DeepSpeed's engines and wavemare's features."""
 
 
 def main() -> None:

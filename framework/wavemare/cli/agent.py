@@ -91,7 +91,7 @@ def run_agent(max_restarts: int, words: Sequence[str]) -> int:
 
 
 class _Agent(LocalElasticAgent):
-    """Reports each restart, repeats no mistake of the user, and lets ranks stop by themselves."""
+    """Reports each restart, does not restart after typed errors, and lets ranks stop on SIGTERM."""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         processes: dict[int, Any] = super()._start_workers(worker_group)

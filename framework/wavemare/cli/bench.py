@@ -54,7 +54,7 @@ def _command(kind: type[Request]) -> Callable[..., None]:
         if plot is not None:
             draw(request, result, plot)
 
-    # What is special comes first.
+    # Options of this benchmark alone come first.
     names = sorted(kind.model_fields, key=lambda name: _owner(kind, name) is not kind)
     parameters = [_parameter(kind, name) for name in names]
     parameters += [

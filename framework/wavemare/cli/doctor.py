@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``wavemare doctor``: what this machine has, what is wrong with it and what to do."""
+"""``wavemare doctor``: checks of this machine, with a remedy for each problem."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
-    """Check this machine for what keeps a run from starting; nothing is changed.
+    """Check this machine for problems that keep a run from starting; nothing is changed.
 
     The exit code is 1 if a check failed. Warnings do not count.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a program and some hosts to the command that starts it as ranks."""
+"""The command that starts a program as ranks on one or several hosts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 
 Launcher = Literal["deepspeed", "mpirun"]
 
-# Variables by which users control a job, which other hosts would not get.
+# Prefixes of the variables that are passed on to other hosts.
 _PASSED_ON = ("DS_", "GLOO_", "HF_", "NCCL_", "OMP_", "TORCH_", "TP_", "UCX_", "WAVEMARE_")
 _OPEN_MPI_OPTION = "--oversubscribe"
 _ENVIRONMENT_FILE = "DS_ENV_FILE"
@@ -255,7 +255,7 @@ def split_options(text: str) -> list[str]:
 
 
 def _as_pdsh_takes(word: str) -> str:
-    """Return a word such that a remote shell reads it unchanged after DeepSpeed and pdsh.
+    """Quote a word for DeepSpeed, pdsh and the remote shell, which then reads it unchanged.
 
     DeepSpeed puts words with a blank in double quotes and escapes double quotes in them.
     """

@@ -129,7 +129,7 @@ def run(
 
 
 def exit_code(code: int) -> int:
-    """Return what a shell would make of a return code.
+    """Return the exit code of a shell for a return code.
 
     Args:
         code: Negative if a signal ended the launcher. If a signal ended a rank, the launcher exits
@@ -208,7 +208,7 @@ def end_job(
 
 
 def _descendants(launcher: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """Return the launcher and the processes that it started, as far as they are alive."""
+    """Return the live processes among the launcher and its descendants."""
     found = {}
     if launcher.poll() is None:
         with suppress(psutil.NoSuchProcess):

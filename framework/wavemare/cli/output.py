@@ -15,7 +15,7 @@ __all__ = ["check_picture", "check_writable", "write_page"]
 
 
 def check_writable(option: str, path: Path | None, *, is_folder: bool = False) -> None:
-    """Check a place before minutes of work rather than afterwards.
+    """Check that a file or folder can be written, before the work is done.
 
     Raises:
         ConfigError: Nothing can be written there.

@@ -21,7 +21,7 @@ def report(
     ],
     output: Annotated[Path, typer.Option(help="The HTML file; replaced if it exists.")],
 ) -> None:
-    """Write what is known of a run, or of several side by side, into one HTML file.
+    """Write a report on a run, or on several side by side, into one HTML file.
 
     It holds all that it needs, so that it can be sent on and opened without a network.
     For example: wavemare report runs/gpt-pretrain --output report.html

@@ -140,7 +140,7 @@ def train(
 
 
 def check_early(config: Mapping[str, Any]) -> None:
-    """Refuse keys and values that no option mends, without the seconds that launchers take.
+    """Refuse invalid keys and values before ranks are started.
 
     Raises:
         ConfigError: Naming the key.
@@ -159,7 +159,7 @@ def check_early(config: Mapping[str, Any]) -> None:
 
 
 def _refuse_second_launcher(given: Mapping[str, object]) -> None:
-    """Refuse options that say how ranks are started, as ``mpirun`` has done it.
+    """Refuse options of launching in a process that ``mpirun`` has started.
 
     Raises:
         LaunchError: One is not empty.
@@ -187,7 +187,7 @@ def _become_rank(module: str, options: Sequence[str]) -> NoReturn:
 
 
 def refuse_second_config(options: list[str]) -> None:
-    """Refuse the option by which the configuration reaches a recipe.
+    """Refuse ``--deepspeed_config`` among the options of a recipe.
 
     Raises:
         ConfigError: It is among the options.

@@ -126,7 +126,7 @@ def _add_levels(figure: Any, series: Sequence[Series], levels: Mapping[str, floa
 
 
 class _Look(NamedTuple):
-    """How a category is drawn: its name, its colour and the height of its bars."""
+    """Name, colour and height of the bars of a category."""
 
     name: str
     colour: str
@@ -144,7 +144,7 @@ _LOOKS = {
 
 
 class Row(NamedTuple):
-    """A rank's line."""
+    """The timeline of a rank."""
 
     label: str
     spans: Sequence[Span]
@@ -152,7 +152,7 @@ class Row(NamedTuple):
 
 
 def gantt(rows: Sequence[Row]) -> Any:
-    """Draw what ranks did, the first one above, over milliseconds.
+    """Draw the timelines of ranks over milliseconds, rank 0 at the top.
 
     Returns:
         A figure of plotly. A span of no length is left out; words and actions stand at the bars.
@@ -204,12 +204,12 @@ def gantt(rows: Sequence[Row]) -> Any:
 
 
 def gantt_height(rows: Sequence[Row]) -> int:
-    """Return the pixels that a figure of so many lines needs."""
+    """Return the height of a Gantt figure in pixels."""
     return _PIXELS_AROUND + _PIXELS_PER_ROW * len(rows)
 
 
 def rows_of_trace(trace: Trace) -> list[Row]:
-    """Return the lines of what was measured."""
+    """Return the rows of a measured trace."""
     stages = len({rank.stage for rank in trace.ranks}) > 1
     return [
         Row(
@@ -222,7 +222,7 @@ def rows_of_trace(trace: Trace) -> list[Row]:
 
 
 def rows_of_timeline(timeline: Timeline) -> list[Row]:
-    """Return the lines of what was simulated."""
+    """Return the rows of a simulated timeline."""
     return [
         Row(f"rank {rank}", [Span(str(e.action), e.start_s, e.end_s) for e in events])
         for rank, events in enumerate(timeline.ranks)

@@ -106,13 +106,13 @@ class Page:
         self._subtitle = subtitle
 
     def section(self, title: str) -> None:
-        """Begin a part that stands in the list at the page's top."""
+        """Begin a section, which the list at the top links to."""
         anchor = f"part-{len(self._contents) + 1}"
         self._contents.append((anchor, title))
         self._parts.append(f'<h2 id="{anchor}">{escape(title)}</h2>')
 
     def heading(self, title: str, note: str = "") -> None:
-        """Begin a smaller part."""
+        """Begin a subsection."""
         self._parts.append(f"<h3>{escape(title)}</h3>")
         if note:
             self.text(note)
@@ -122,7 +122,7 @@ class Page:
         self._parts.append(f'<p class="note">{escape(text)}</p>')
 
     def missing(self, what: str, why: str) -> None:
-        """Say that something is not known, in the place where it would stand."""
+        """Say that something is missing, and why."""
         self._parts.append(f'<p class="missing"><b>{escape(what)}:</b> {escape(why)}</p>')
 
     def table(self, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -137,7 +137,7 @@ class Page:
         )
 
     def details(self, summary: str, text: str) -> None:
-        """Add text as it is, which is shown on demand."""
+        """Add preformatted text that is folded at first."""
         self._parts.append(
             f"<details><summary>{escape(summary)}</summary><pre>{escape(text)}</pre></details>"
         )
@@ -193,7 +193,7 @@ def _cell(value: object) -> str:
 
 
 def _json(value: Any) -> str:
-    """Return JSON that can stand within a script: no text in it can end the element."""
+    """Return JSON in which no text can end the script element around it."""
     from plotly.utils import PlotlyJSONEncoder
 
     text = json.dumps(value, cls=PlotlyJSONEncoder, separators=(",", ":"))

@@ -114,7 +114,7 @@ def add_collective(page: Page, runs: Sequence[RunFacts]) -> None:
 
 
 def _series(run: RunFacts, names: Mapping[str, str], factor: float) -> list[Series]:
-    """Return curves of metrics by name, times a factor; each has a colour and dashes of its own."""
+    """Return a curve of each metric, times a factor; each has its own colour and dashes."""
     return [
         Series(name, [(step, factor * value) for step, value in run.series(key)], place, style)
         for place, ((name, key), style) in enumerate(zip(names.items(), _DASHES, strict=False))
@@ -122,7 +122,7 @@ def _series(run: RunFacts, names: Mapping[str, str], factor: float) -> list[Seri
 
 
 def add_timeline(page: Page, runs: Sequence[RunFacts]) -> None:
-    """Add what ranks did in the noted steps, and their memory meanwhile."""
+    """Add the recorded steps of all ranks, and their memory."""
     page.section("Measured timeline")
     page.text(
         "What each rank did in some steps, by the clock of its host; on an accelerator these are "
@@ -172,7 +172,7 @@ def _add_steps(page: Page, run: RunFacts, trace: Trace) -> None:
 
 
 def _planned(run: RunFacts) -> str:
-    """Return what the plan says of the staleness."""
+    """Return a sentence on the staleness by the plan."""
     layout = run.layout
     stages, size = int(layout["stages"]), int(layout.get("gradient_accumulation_steps", 1))
     most = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run folder holds, read and checked."""
+"""Read and check the files of a run folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from wavemare.report.traces import Trace, read_traces
 
 __all__ = ["Checkpoint", "RunFacts", "read_run"]
 
-_FORMER_NAMES = {"held_out_loss": "eval_loss"}
 _FILES = ("config.json", "metrics.jsonl", "summary.json")
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _TRAINER, _TRAINER_STATE = "checkpoint-", "trainer_state.json"
@@ -47,7 +46,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """All that is known of a run; what its folder does not have is empty.
+    """The content of a run folder; missing parts are empty.
 
     Args:
         summary: Content of ``summary.json``; None if the run has not ended.
@@ -94,7 +93,7 @@ class RunFacts:
 
     @property
     def _deepspeed(self) -> Mapping[str, Any]:
-        """The configuration as it was given, which a training loop of one's own may have alone."""
+        """The configuration as the user gave it; a custom training loop may have no other."""
         return _section(self.configuration, "deepspeed")
 
     @property
@@ -201,11 +200,8 @@ def _damaged(file: Path, reason: str) -> DataError:
 
 
 def _checked(file: Path) -> list[dict[str, Any]]:
-    """Read metrics, all of which are numbers or nothing."""
-    lines = [
-        {_FORMER_NAMES.get(name, name): value for name, value in line.items()}
-        for line in read_metrics(file)
-    ]
+    """Read metrics, and check that each is a number or null."""
+    lines = read_metrics(file)
     for line in lines:
         for name, value in line.items():
             if isinstance(value, bool) or not isinstance(value, int | float | None):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks recorded of some steps, on one clock."""
+"""The timelines that ranks recorded, on one clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MESSAGES = frozenset(SENDS) | frozenset(RECEIVES)
 
 
 class Span(NamedTuple):
-    """Something that a rank did.
+    """An action of a rank, with its time.
 
     Args:
         text: An action in its text form, or words.
@@ -37,7 +37,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class RankTrace:
-    """One rank's part.
+    """The timeline of one rank.
 
     Args:
         stage: Of the pipeline; 0 without one.
@@ -65,7 +65,7 @@ class RankTrace:
 
 @dataclass(frozen=True)
 class Trace:
-    """Parts of ranks, at least one, in their order; their times begin with the earliest step."""
+    """The timelines of all ranks, at least one; time 0 is the start of the earliest step."""
 
     ranks: tuple[RankTrace, ...]
 
@@ -76,7 +76,7 @@ class Trace:
 
 
 def category(text: str) -> str:
-    """Return what a span is: ``forward``, ``backward``, ``step``, ``message`` or ``other``.
+    """Return the category of a span: ``forward``, ``backward``, ``step``, ``message`` or ``other``.
 
     Collectives between passes count as messages.
     """
@@ -91,7 +91,7 @@ def category(text: str) -> str:
 
 
 def read_traces(folder: Path, *, world_size: int | None = None) -> Trace | None:
-    """Read what the ranks of a run noted.
+    """Read the timelines that the ranks of a run recorded.
 
     A run that was resumed with fewer ranks may have parts of before: those of other steps, or of
     ranks that there are no more, are passed over.

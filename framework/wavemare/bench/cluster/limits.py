@@ -36,8 +36,7 @@ PERIOD_US = 10_000
 """Of a quota. Timed work should take many of them."""
 _LEAST_QUOTA_US = 1000
 _POLL_S = 0.02
-# A quota limits and does not promise. With the greatest weight other programs cannot slow the fast
-# ranks first.
+# A quota is no guarantee: the greatest weight keeps other programs from slowing the ranks.
 _WEIGHT = {"cgroup v2": {"cpu.weight": "10000"}, "cgroup v1": {"cpu.shares": "262144"}}
 
 
@@ -101,7 +100,7 @@ def _serve(listener: socket.socket, handle: Callable[[int, Any], None]) -> None:
 
 
 class Throttle:
-    """Limits processes by control groups. ``with`` it, no group and no limit stays.
+    """Limits processes by control groups. The end of ``with`` removes all groups and limits.
 
     Args:
         mount: Where control groups are mounted.

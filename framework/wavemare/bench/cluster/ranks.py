@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program as ranks on emulated hosts: started rank by rank or by ``mpirun``, watched, ended."""
+"""Start a program on emulated hosts, rank by rank or by ``mpirun``; watch and end its ranks."""
 
 from __future__ import annotations
 

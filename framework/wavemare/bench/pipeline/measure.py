@@ -36,7 +36,7 @@ class Sample(NamedTuple):
 
     Args:
         seconds: Per optimizer step.
-        busy: Where they went; None if the system's actions cannot be told apart.
+        busy: By purpose; None if the actions of the system cannot be recorded.
     """
 
     seconds: float

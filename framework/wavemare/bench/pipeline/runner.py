@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of a measured pipeline, its recorder, and the bound without messages."""
+"""The interface of measured pipelines, a recorder of actions, and the no-communication bound."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Runner(ABC):
 
 
 class Busy(NamedTuple):
-    """Where a rank's time went, in seconds.
+    """Seconds of a rank by purpose.
 
     Args:
         compute_s: In forward and backward passes.
@@ -97,7 +97,7 @@ class Recorder:
         self._events: list[Event] = []
 
     def timed(self, kind: Kind, stage: int, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that notes its calls.
+        """Return a function that records its calls.
 
         Not all systems name an action's micro-batch: the n-th action of a kind and stage counts as
         that of micro-batch n, or of step n.

@@ -197,7 +197,7 @@ def _initialize(initialize: Callable[..., Any], module: Any, config: dict[str, A
 
 
 def record_engine(engine: Any) -> Take:
-    """Have our engine note its actions; return what gives the events since the last call."""
+    """Have our engine record its actions; return a function that takes the events so far."""
     engine.recorder.keeping = True
 
     def take() -> list[Event]:
@@ -208,7 +208,7 @@ def record_engine(engine: Any) -> Take:
 
 
 def record_actions(engine: Any, place: Place) -> Recorder:
-    """Note each instruction of an engine, by wrapping its table of instructions."""
+    """Record each instruction of an engine of DeepSpeed by wrapping its table of instructions."""
     recorder = Recorder(place.micro_batches)
 
     def noted(kind: Kind, method: Callable[..., Any]) -> Callable[..., Any]:

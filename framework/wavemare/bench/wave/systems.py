@@ -134,7 +134,7 @@ def _batch(tokens: Tensor) -> _Batch:
 
 
 class StepRecorder:
-    """Notes the passes of a step, and the waits for collectives between them.
+    """Records the passes of a step, and the waits for collectives between them.
 
     Attributes:
         events: In order; events of collectives are the waits for them.
@@ -145,7 +145,7 @@ class StepRecorder:
 
     @contextmanager
     def record(self, action: Action) -> Iterator[None]:
-        """Note the time of the block."""
+        """Record the time of the block."""
         started = time.perf_counter()
         yield
         self.events.append(Event(action, started, time.perf_counter()))
