@@ -29,6 +29,7 @@ from wavemare.training.models import (
     max_positions,
     read_model_config,
     reraise_model_errors,
+    start_up_panel,
 )
 from wavemare.training.setup import connect, leave, prepare
 
@@ -68,7 +69,6 @@ def main() -> None:
         load_classification,
         majority_baseline,
     )
-    from wavemare.training.panel import start_up_panel
 
     corpus = load_classification(
         source, text_column=args.text_column, label_column=args.label_column

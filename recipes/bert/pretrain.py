@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import wavemare
+from wavemare.data.loader import ResumableLoader
 from wavemare.errors import ConfigError
 from wavemare.failure import run_main
 from wavemare.observe.recording import Recording
@@ -24,7 +26,14 @@ from wavemare.training.arguments import (
     option,
     parse_arguments,
 )
-from wavemare.training.models import max_positions, read_model_config, reraise_model_errors
+from wavemare.training.models import (
+    Evaluation,
+    count_parameters,
+    max_positions,
+    read_model_config,
+    reraise_model_errors,
+    start_up_panel,
+)
 from wavemare.training.setup import Setup, connect, leave, load_run, prepare, seed_dropout
 from wavemare.training.text import TrainingText, find_text, read_text
 
@@ -56,8 +65,6 @@ def main() -> None:
     check_gap(text.tokenizer, args.prompt, max_positions(model.config))
     samples, validation = masked_samples(args, text, model.config)
 
-    from wavemare.training.panel import start_up_panel
-
     panel = start_up_panel(setup, model, text.describe())
     recording.screen.panel("wavemare: BERT pretraining", panel)
     evaluation = train(setup, recording, model, samples, validation, eval_loss)
@@ -87,10 +94,7 @@ def train(
     Returns:
         The evaluation, which has the engine; None if SIGTERM has ended the training early.
     """
-    import wavemare
-    from wavemare.data.loader import ResumableLoader
     from wavemare.engine import Interruption
-    from wavemare.training.evaluation import Evaluation
 
     args, checkpoints = setup.arguments, str(setup.folder / "checkpoints")
 
@@ -150,9 +154,6 @@ def finish(
     evaluate: Evaluate,
 ) -> Path:
     """Evaluate the trained model on all validation samples and export it; return its folder."""
-    import wavemare
-    from wavemare.training.panel import count_parameters
-
     found = evaluate(evaluation, None)
     recording.run.log(setup.arguments.max_steps, **found)
     parameters = count_parameters(setup, model)

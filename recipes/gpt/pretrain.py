@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import wavemare
+from wavemare.data.loader import ResumableLoader
 from wavemare.failure import run_main
 from wavemare.observe.recording import Recording
 from wavemare.training.arguments import (
@@ -26,10 +28,13 @@ from wavemare.training.arguments import (
     parse_arguments,
 )
 from wavemare.training.models import (
+    Evaluation,
     continue_text,
+    count_parameters,
     max_positions,
     read_model_config,
     reraise_model_errors,
+    start_up_panel,
 )
 from wavemare.training.setup import Setup, connect, leave, load_run, prepare, seed_dropout
 from wavemare.training.text import TrainingText, find_text, read_text
@@ -72,9 +77,6 @@ def learn(
     title: str,
 ) -> None:
     """Train, then evaluate and export the model and let it write."""
-    import wavemare
-    from wavemare.training.panel import count_parameters, start_up_panel
-
     length = setup.arguments.sequence_length
     text.check_fits(length, model.config)
     prompt = text.check_prompt(prompt, max_positions(model.config))
@@ -111,10 +113,7 @@ def train(setup: Setup, recording: Recording, model: Any, text: TrainingText) ->
     Returns:
         The evaluation, which has the engine; None if SIGTERM has ended the training early.
     """
-    import wavemare
-    from wavemare.data.loader import ResumableLoader
     from wavemare.engine import Interruption
-    from wavemare.training.evaluation import Evaluation
 
     args, checkpoints = setup.arguments, str(setup.folder / "checkpoints")
     samples, validation = text.causal_samples(args.sequence_length, setup.num_samples, args.seed)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a model's configuration and files, before anything slow begins; a sample at the end."""
+"""What recipes do with a model: check its files, show, evaluate and sample it."""
 
 from __future__ import annotations
 
@@ -7,18 +7,26 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from wavemare.data.loader import evaluation_batches
 from wavemare.data.tokens import check_length
+from wavemare.engine.config.resolve import zero_section
 from wavemare.errors import ConfigError, ModelError, did_you_mean
 from wavemare.json_text import parse_json
 
+if TYPE_CHECKING:
+    from wavemare.training.setup import Setup
+
 __all__ = [
+    "Evaluation",
     "check_model_folder",
     "continue_text",
+    "count_parameters",
     "max_positions",
     "read_model_config",
     "reraise_model_errors",
+    "start_up_panel",
 ]
 
 
@@ -123,6 +131,97 @@ def reraise_model_errors(key: str, value: str) -> Iterator[None]:
         said = " ".join(str(error).split())[:200]
         reason = f"transformers cannot make a model of it ({said})"
         raise ModelError(key, value, reason, "Mend the configuration or the files") from error
+
+
+def start_up_panel(
+    setup: Setup, model: Any, corpus: Mapping[str, object]
+) -> dict[str, Mapping[str, object]]:
+    """Return the rows of the start-up panel by group, for a whole transformers model."""
+    shape, batch, section = model.config, setup.batch, setup.section
+    length, samples = setup.arguments.sequence_length, str(batch["train_batch_size"])
+    if section.parallel.given:  # the engine makes its plan, which is shown then
+        layout = {"processes": str(setup.world_size), "plan": "wavemare.parallel's, see below"}
+    else:
+        layout = _layout(setup)
+        micro, accumulation = list(batch.values())[1:]
+        samples += f" = {micro} x {accumulation} micro-batches x {setup.data_ranks} replicas"
+    return {
+        "model": {
+            "architecture": type(model).__name__,
+            "parameters": f"{count_parameters(setup, model) / 1e6:.2f} M",
+            "layers x width x heads": f"{shape.num_hidden_layers} x {shape.hidden_size} x "
+            f"{shape.num_attention_heads}",
+        },
+        "layout": layout,
+        "batch": {
+            "samples per step": samples,
+            "tokens per step": batch["train_batch_size"] * length,
+            "steps": setup.arguments.max_steps,
+        },
+        "corpus": corpus,
+    }
+
+
+def count_parameters(setup: Setup, model: Any) -> int:
+    """Return the trained parameters of all stages, with the copies of untied weights."""
+    from wavemare.models.convert import tied_weights
+
+    pipeline = setup.section.pipeline
+    untied = tied_weights(model) if pipeline.stages > 1 and pipeline.unties else []
+    own = sum(parameter.numel() for parameter in model.parameters())
+    return own + sum(tie.num_parameters for tie in untied)
+
+
+def _layout(setup: Setup) -> dict[str, str]:
+    section = setup.section
+    stages, parts = section.pipeline.stages, section.tensor_parallel.size
+    waves = section.wavelet.mode
+    return {
+        "processes": f"{setup.world_size} = {stages} stages x {setup.data_ranks} replicas"
+        + (f" x {parts} ranks that share layers" if parts > 1 else ""),
+        "schedule": (section.pipeline.schedule if stages > 1 else "data parallel")
+        + f", ZeRO {zero_section(setup.balance.config).get('stage', 0)}"
+        + (f", waves {waves}" if waves != "off" else ""),
+    }
+
+
+class Evaluation:
+    """Validation samples, shared among the data-parallel ranks of an engine.
+
+    Args:
+        engine: Of `wavemare.initialize`.
+        samples: A data set; its items are those of the training.
+
+    Raises:
+        DataError: The samples are fewer than the data-parallel ranks.
+    """
+
+    def __init__(self, engine: Any, samples: Any) -> None:
+        self.engine = engine
+        self._samples = samples
+        self._iterate(1)  # too few samples are refused before the training
+
+    def loss(self, num_samples: int | None = None) -> float:
+        """Return the mean loss of samples, spread over the whole set; None for all of them."""
+        batches = self.batches(num_samples)
+        return float(self.engine.eval_batch(iter(batches), num_micro_batches=len(batches)))
+
+    def batches(self, num_samples: int | None = None) -> list[Any]:
+        """Return this rank's micro-batches, equally many on every rank, at least one.
+
+        Args:
+            num_samples: Samples over all ranks; None for all.
+        """
+        return list(self._iterate(num_samples))
+
+    def _iterate(self, num_samples: int | None) -> Iterator[Any]:
+        return evaluation_batches(
+            self._samples,
+            self.engine.train_micro_batch_size_per_gpu(),
+            self.engine.data_rank,
+            self.engine.data_world_size,
+            num_samples,
+        )
 
 
 def continue_text(folder: Path, prompt: str, seed: int, tokens: int = 48) -> str:

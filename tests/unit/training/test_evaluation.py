@@ -11,7 +11,7 @@ from wavemare.data.tokenizer import train_tokenizer
 from wavemare.errors import DataError
 from wavemare.recipes.bert.finetune import scores
 from wavemare.recipes.gpt.pretrain import PretrainArguments
-from wavemare.training.evaluation import Evaluation
+from wavemare.training.models import Evaluation
 from wavemare.training.text import find_text, read_text
 
 
