@@ -6,7 +6,7 @@ import copy
 from hypothesis import settings
 from hypothesis import strategies as st
 
-FAST, SLOW = settings.get_profile("fuzz"), settings.get_profile("fuzz at night")
+FUZZ = settings.get_profile("fuzz")
 
 # Values that some reader knows, beside arbitrary ones.
 WORDS = ["auto", "off", "time", "type:(", "type:Block", "rest", "1f1b", "pipemare", "sync", "true"]

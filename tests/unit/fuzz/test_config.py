@@ -3,8 +3,7 @@
 
 import json
 
-import pytest
-from fuzz_strategies import FAST, SLOW, VALUES, changed, refusal
+from fuzz_strategies import FUZZ, VALUES, changed, refusal
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -65,20 +64,20 @@ def examine(config):
         refusal(start_up, ConfigError, config, world_size)
 
 
-@FAST
+@FUZZ
 @given(changed(VALID))
 def test_changed_configurations(config):
     examine(config)
 
 
-@FAST
+@FUZZ
 @given(VALUES)
 def test_any_value_as_our_section(value):
     error = refusal(WavemareConfig.of, ConfigError, {"wavemare": value})
     assert error is None or error.key.startswith("wavemare")
 
 
-@FAST
+@FUZZ
 @given(st.dictionaries(st.sampled_from([*VALID, "amp", "tensorboard"]), VALUES, max_size=4))
 def test_any_values_of_sections(config):
     examine(config)
@@ -99,26 +98,26 @@ def read(file, content):
     refusal(load_config, ConfigError, file)
 
 
-@FAST
+@FUZZ
 @given(st.data())
 def test_damaged_files(tmp_path, data):
     text = damaged_text(json.dumps(VALID, indent=1), data)
     read(tmp_path / "config.json", text.encode("utf-8", "surrogatepass"))
 
 
-@FAST
+@FUZZ
 @given(st.binary(max_size=60))
 def test_files_of_any_bytes(tmp_path, content):
     read(tmp_path / "config.json", content)
 
 
-@FAST
+@FUZZ
 @given(st.text(max_size=30) | VALUES)
 def test_names_of_any_kind(name):
     refusal(load_config, ConfigError, name)
 
 
-@FAST
+@FUZZ
 @given(st.text(max_size=40) | VALUES.map(json.dumps))
 def test_json_is_parsed_or_refused_by_one_error(text):
     assert type(refusal(parse_json, ValueError, text)) in (type(None), ValueError)
@@ -130,23 +129,8 @@ NAMES += ["SLURM_STEP_NUM_TASKS", "WAVEMARE_VERBOSE", "WAVEMARE_COMPILED_OPS", "
 NUMBERS = st.integers(-2, 4).map(str)
 
 
-@FAST
+@FUZZ
 @given(st.dictionaries(st.sampled_from(NAMES), NUMBERS | st.text(max_size=4)))
 def test_any_variables(environment):
     error = refusal(check_environment, LaunchError, environment)
     assert error is None or error.key in environment
-
-
-@pytest.mark.nightly
-@SLOW
-@given(changed(VALID))
-def test_many_changed_configurations(config):
-    examine(config)
-
-
-@pytest.mark.nightly
-@SLOW
-@given(st.data())
-def test_many_damaged_files(tmp_path, data):
-    text = damaged_text(json.dumps(VALID, indent=1), data)
-    read(tmp_path / "config.json", text.encode("utf-8", "surrogatepass"))

@@ -6,7 +6,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from fuzz_strategies import FAST, SLOW
+from fuzz_strategies import FUZZ
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -89,26 +89,19 @@ def examine(prefix, index, tokens):
     return opened
 
 
-@FAST
+@FUZZ
 @given(valid())
 def test_what_is_valid_is_read(prefix, files):
     assert examine(prefix, *files) is not None
 
 
-@FAST
+@FUZZ
 @given(damaged())
 def test_damaged_files(prefix, files):
     examine(prefix, *files)
 
 
-@FAST
+@FUZZ
 @given(st.binary(max_size=200), st.binary(max_size=40))
 def test_any_bytes(prefix, index, tokens):
     examine(prefix, index, tokens)
-
-
-@pytest.mark.nightly
-@SLOW
-@given(damaged())
-def test_many_damaged_files(prefix, files):
-    examine(prefix, *files)

@@ -4,8 +4,7 @@
 import json
 import re
 
-import pytest
-from fuzz_strategies import FAST, SLOW, changed, refusal
+from fuzz_strategies import FUZZ, changed, refusal
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -101,54 +100,39 @@ HOSTS = st.lists(st.sampled_from(WORDS) | st.text(max_size=4), max_size=12)
 CARDS = st.sampled_from(["8", "x", "V100", "A100-80", ",", "0", "9" * 12, "-", " "])
 
 
-@FAST
+@FUZZ
 @given(schedules())
 def test_texts_of_schedules(text):
     refusal(read_schedule, PlanError, text)
 
 
-@FAST
+@FUZZ
 @given(changed(LAYOUT))
 def test_layouts(values):
     refusal(read_layout, PlanError, json.dumps(values))
 
 
-@FAST
+@FUZZ
 @given(st.text(max_size=40))
 def test_layouts_of_any_text(text):
     refusal(read_layout, PlanError, text)
 
 
-@FAST
+@FUZZ
 @given(changed(CLUSTER))
 def test_clusters(values):
     refusal(read_devices, PlanError, values)
 
 
-@FAST
+@FUZZ
 @given(st.lists(CARDS | st.text(max_size=3), max_size=6))
 def test_clusters_in_short(words):
     error = refusal(lambda text: read_cluster(text).devices, PlanError, "".join(words))
     assert error is None or error.key == "--cluster"
 
 
-@FAST
+@FUZZ
 @given(HOSTS.map("".join) | HOSTS.map(" ".join))
 def test_hostfiles(text):
     error = refusal(parse_hostfile, LaunchError, text)
     assert error is None or error.remedy
-
-
-@pytest.mark.nightly
-@SLOW
-@given(schedules())
-def test_many_texts_of_schedules(text):
-    refusal(read_schedule, PlanError, text)
-
-
-@pytest.mark.nightly
-@SLOW
-@given(changed(LAYOUT), changed(CLUSTER))
-def test_many_layouts_and_clusters(layout, cluster):
-    refusal(read_layout, PlanError, json.dumps(layout))
-    refusal(read_devices, PlanError, cluster)
