@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scripts of docs/huggingface.md, transformers' own examples, and one in their manner.
+"""The scripts of docs/huggingface.md, and transformers' own examples.
 
 transformers' own are no part of any package: WAVEMARE_TRANSFORMERS_EXAMPLES names a folder of them.
 """
@@ -13,15 +13,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
 )
-
-from wavemare.data import train_tokenizer
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "huggingface.md"
 SCRIPT, EXAMPLE_SCRIPTS = (
@@ -116,43 +113,6 @@ def test_transformers_own_scripts_run_with_one_line_more(examples, command, engi
     predicted = (folder / "predict_results_None.txt").read_text().splitlines()
     assert len(predicted) == 1 + 13
     assert {row.split("\t")[1] for row in predicted[1:]} <= set(CHOICES)
-
-
-@pytest.mark.nightly
-@pytest.mark.world_size(2)
-def test_a_script_in_their_manner_trains_stops_and_goes_on(command, tmp_path):
-    write_texts(tmp_path)
-    train_tokenizer(
-        (tmp_path / "train.txt").read_text().splitlines(), 400, kind="bert"
-    ).save_pretrained(tmp_path / "tokenizer")
-    config = {
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
-        "zero_optimization": {"stage": 0},
-        "wavemare": {"pipeline": {"stages": 2, "schedule": "pipemare", "dynamic_shape": True}},
-    }
-    (tmp_path / "ds.json").write_text(json.dumps(config))
-    script = Path(__file__).parent / "programs" / "classify.py"
-    words = ["torchrun", "--nproc-per-node", 2, script, "--tokenizer_name", "tokenizer"]
-    words += ["--train_file", "train.json", "--validation_file", "valid.json", "--use_cpu"]
-    words += ["--deepspeed", "ds.json", "--output_dir", "out", "--report_to", "none"]
-    words += ["--per_device_train_batch_size", 8, "--learning_rate", 3e-3, "--save_steps", 24]
-    environment = {**ENVIRONMENT, "HF_HOME": str(tmp_path / "home")}
-    out = tmp_path / "out"
-    for epochs, checkpoint in ((4, "None"), (6, "checkpoint-48")):
-        ended = command(*words, "--num_train_epochs", epochs, environment=environment).check()
-        (found,) = set(re.findall(r"goes on from (?:.*/)?(\S+)", ended.output))
-        assert found == checkpoint
-        assert json.loads((out / "trainer_state.json").read_text())["global_step"] == 12 * epochs
-    assert metrics_of(out, "train")["train_samples"] == 90
-    model = AutoModelForSequenceClassification.from_pretrained(out).eval()
-    tokenizer = AutoTokenizer.from_pretrained(out)
-    rows = [json.loads(line) for line in (tmp_path / "valid.json").read_text().splitlines()]
-    encoded = tokenizer([row["sentence"] for row in rows], padding=True, return_tensors="pt")
-    with torch.no_grad():
-        chosen = [sorted(CHOICES)[n] for n in model(**encoded).logits.argmax(-1)]
-    assert (out / "predictions.txt").read_text().splitlines() == chosen
-    right = sum(one == row["label"] for one, row in zip(chosen, rows, strict=True)) / len(rows)
-    assert metrics_of(out, "eval")["eval_accuracy"] == pytest.approx(right)
 
 
 @pytest.mark.world_size(2)

@@ -50,17 +50,12 @@ def test_the_data_that_the_table_changes_is_valid(data):
 FIELDS = [
     pytest.param({"magic": b"TNTIDX\0\0\0"}, "its magic is b'TNTIDX", id="the older format"),
     ({"version": 2}, "its version is 2 where 1"),
-    ({"version": 1 << 56}, "its version is 72057594037927936"),
     ({"code": 0}, "its type code is 0"),
-    ({"code": 7}, "float32 numbers, which are no tokens"),
     ({"code": 6}, "float64 numbers, which are no tokens"),
-    ({"code": 255}, "its type code is 255"),
     ({"code": 4}, "sequence 1 stands at byte 10 where 20"),
     ({"sequences": 3}, "3 sequences and 3 document bounds"),
-    ({"sequences": 2**62}, "4611686018427387904 sequences"),
     ({"sequences": 2**64 - 1}, "18446744073709551615 seq"),
     ({"bounds_given": 2}, "2 document bounds take"),
-    ({"bounds_given": 2**62}, "4611686018427387904 document"),
     ({"bounds_given": 0, "bounds": []}, "from nothing where 0 to 2"),
     ({"lengths": [-5, 15]}, "length of sequence 0 is -5"),
     ({"lengths": [5, 6]}, "20 bytes where its index expects 22"),
@@ -70,16 +65,13 @@ FIELDS = [
         id="largest lengths",
     ),
     ({"pointers": [0, 11]}, "at byte 11 where 10"),
-    ({"pointers": [0, 2**62]}, "at byte 4611686018427387904"),
     ({"pointers": [-1, 10]}, "at byte -1 where 0"),
     ({"bounds": [0, 1, 3]}, "go from 0 to 3"),
-    ({"bounds": [1, 1, 2]}, "go from 1 to 2"),
     ({"bounds": [0, -1, 2]}, "fall from 0 to -1"),
     (
         {"bounds_given": 5, "bounds": [0, 2**63 - 1, -(2**63), -1, 2]},
         "fall from 9223372036854775807 to -9223372036854775808",
     ),
-    ({"bounds": [0, 2**62, 2]}, "fall from 46116860184273"),
 ]
 
 

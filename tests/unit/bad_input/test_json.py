@@ -17,14 +17,10 @@ from wavemare.errors import ConfigError
 
 FILES = [
     ("", "the file is empty", "Write {...}"),
-    pytest.param(" \n\n", "the file is empty", "Write {...}", id="blanks in it"),
     ('{"a": {"b": 1}', "line 1, column 15", "Mend"),
     ('{"lr": True, "b": {}}', "line 1, column 8", "Mend"),
     ('{"lr": NaN}', "NaN is no number of JSON", "Mend"),
-    ('{"a": 1}{"b": 2}', "Extra data", "Mend"),
     ("[1, 2]", "list rather than an object", "Write {...}"),
-    ("null", "NoneType rather than an object", "Write {...}"),
-    ('config = {"a": 1}', "str rather than an object", "Write"),
     pytest.param("[" * 50_000, "nested too deeply", "Mend", id="50,000 brackets"),
     pytest.param('{"a": ' + "1" * 5000 + "}", "too many digits", "Mend", id="5,000 digits"),
     ('{"a": 1e999}', "a number in it is too large", "Mend"),
@@ -44,8 +40,6 @@ NAMES = [
     pytest.param("x" * 5000, "File name too long", "Name an existing", id="a long name"),
     pytest.param("a\0b", "null byte", "Mend", id="a zero byte in the name"),
     ("", "neither the name of a file nor a mapping", "Name"),
-    (None, "neither the name of a file nor a mapping", "Name"),
-    ([{}], "neither the name of a file nor a mapping", "Name"),
 ]
 
 
@@ -56,7 +50,6 @@ def test_a_name_that_names_no_configuration(refused, name, reason, remedy):
 
 KEYS = [
     ('{"a": 1, "a": 2}', "a", "stands twice"),
-    ('{"x": {"b": 1, "b": 2}}', "b", "stands twice"),
     ('{"fp16": "enabled: true"}', "fp16", "Write {...}"),
     pytest.param(
         '{"fp16": {\n"enabled": True,\n"loss_scale": 0}}',
@@ -64,7 +57,6 @@ KEYS = [
         "neither true nor false",
         id="True of Python on a line of its own",
     ),
-    ('{"scheduler": []}', "scheduler", "not a mapping"),
     ('{"optimizer": null}', "optimizer", "or leave it out"),
     ('{"scheduler": {"params": 3}}', "scheduler.params", "not a mapping"),
 ]
@@ -80,37 +72,23 @@ VALUES = [
     ("zero_optimization.stage", 4, ["no such stage", "0, 1, 2 or 3"]),
     ("zero_optimization", 2, ["not a mapping"]),
     ("fp16.enabled", "false", ["'false'", "neither true nor false", "without quotes"]),
-    ("tensorboard", 3, ["Write {...}"]),
     ("pipeline", "auto", ["Write {...}"]),
     ("optimizer.type", ["AdamW"], ["in quotes"]),
     ("gradient_clipping", -1, ["-1"]),
-    ("gradient_clipping", [1], ["not a number"]),
     ("gradient_clipping", math.inf, ["below infinity"]),
     ("wavemare.pipelin", {}, ["'pipeline'?"]),
     ("wavemare.pipeline.stagse", 2, ["does not exist", "Did you mean 'stages'?"]),
     ("wavemare", [1], ["not a mapping", "{...}"]),
-    ("wavemare[1]", {1: 2}, ["quotes"]),
-    ("wavemare.pipeline", 2, ["not a mapping"]),
-    ("wavemare.pipeline.stages", 0, ["1 or more"]),
     ("wavemare.pipeline.stages", "2", ["'2'", "valid integer", "without quotes"]),
-    ("wavemare.pipeline.stages", math.nan, ["nan"]),
-    ("wavemare.pipeline.stages", 3, ["(2) is not a multiple", "Start a multiple of 3"]),
     ("wavemare.pipeline.partition", "paramters", ["no such", "Did you mean 'parameters'?"]),
     ("wavemare.pipeline.partition", "type:(", ["the expression is invalid", "Correct it"]),
     ("wavemare.pipeline.partition[1]", [0, "5"], ["'5'", "without quotes"]),
-    ("wavemare.pipeline.partition", 5, ["string or a valid list"]),
     ("wavemare.pipeline.inputs", "input_ids", ["a valid list", "Write [...]"]),
-    ("wavemare.pipeline.schedule", "gpipe", ["no such choice", "Did you mean 'pipemare'?"]),
-    ("wavemare.pipeline.pipemare", {}, ["no effect on the schedule '1f1b'", "remove the key"]),
     ("wavemare.tensor_parallel.size", 3, ["(2) is not a multiple"]),
     ("wavemare.parallel.stages[0][1]", [["h.0", 3]], ["3", "in quotes"]),
     ("wavemare.parallel.replica", "all", ["'rest' or a valid integer"]),
-    ("wavemare.parallel.plan", 3, ["in quotes"]),
-    ("wavemare.balance.shares", "3,1", ["[...]"]),
     ("wavemare.wavelet.mode", "asynch", ["Did you mean 'async'?"]),
     ("wavemare.wavelet.budget", 2.0, ["no effect", 'to "sync"']),
-    ("wavemare.sparse_collective.mode", "topk", ["no such choice"]),
-    ("wavemare.watchdog.timeout_s", "120", ["'120'", "without quotes"]),
     ("wavemare.watchdog.timeout_s", -1, ["-1"]),
 ]
 
@@ -131,23 +109,19 @@ ADAMW = {"optimizer.type": "AdamW"}
 # The first key is the one that is blamed.
 SECTIONS = [
     ({"fp16.enabled": True, "bf16.enabled": True}, ["bf16 is enabled, too", "one of the two"]),
-    ({"fp16.enabled": True, **PIPEMARE}, ["dynamic loss scale", '"bf16"']),
     (
         {"optimizer.params.lr": "1e-3", **ADAMW},
         ["'1e-3'", "a text, not a number", "without quotes"],
     ),
     ({"optimizer.params.lr": -1e-3, **ADAMW}, ["-0.001", "not from 0"]),
-    ({"optimizer.params.weight_decay": math.nan, **ADAMW}, ["nan", "not from 0"]),
     (
         {"wavemare.pipeline.pipemare.lr_rescheduling.anneal": 3, **PIPEMARE},
         ["Did you mean 'anneal_steps'?"],
     ),
-    ({"wavemare.pipeline.pipemare.warmup_steps": -1, **PIPEMARE}, ["Give 0 or more"]),
     (
         {"wavemare.pipeline.pipemare.discrepancy_correction.decay": 1.0, **PIPEMARE},
         ["Give less than 1"],
     ),
-    ({"zero_optimization.stage": 3, **PIPEMARE}, ["pipeline's micro-batches", "Use 0 or 1"]),
     ({"zero_optimization.stage": 3, "wavemare.tensor_parallel.size": 2}, ["would cut the parts"]),
     (
         {"wavemare.wavelet.mode": "sync", "wavemare.pipeline.stages": 2},
@@ -198,11 +172,8 @@ TRAIN, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
 STEPS = "gradient_accumulation_steps"
 BATCHES = [
     ({}, TRAIN, ["no batch size is given", MICRO]),
-    ({STEPS: 3}, TRAIN, ["no batch size"]),
     ({TRAIN: "32"}, TRAIN, ["'32'", "positive whole"]),
-    ({TRAIN: 32.0}, TRAIN, ["32.0", "positive whole"]),
     ({MICRO: 0}, MICRO, ["Give one, 1 or more"]),
-    ({MICRO: True}, MICRO, ["positive whole"]),
     ({MICRO: 2, STEPS: -4}, STEPS, ["-4"]),
     ({TRAIN: 30, MICRO: 4, STEPS: 4}, TRAIN, ["4 x 4 x 2 = 32", "Give 32"]),
     ({TRAIN: 1}, TRAIN, ["Give at least 2"]),
@@ -227,7 +198,6 @@ WARNINGS = [
     ({"train_batch_sise": 8}, "Did you mean 'train_batch_size'?"),
     ({"wavmare": {}}, "Did you mean 'wavemare'?"),
     ({"optimizer": {"lr": 1}}, "Use optimizer.params.lr"),
-    ({"pipeline": {"stages": 2}}, "Use wavemare.pipeline.stages"),
 ]
 
 

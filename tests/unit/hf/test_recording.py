@@ -45,28 +45,6 @@ def test_logs_are_lines_and_evaluations_are_held_out(tmp_path):
     assert facts.summary["results"]["train_loss"] == 3.0
 
 
-def test_checkpoints_are_listed_with_how_long_each_took(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    now = [0.0]
-    clock = SimpleNamespace(perf_counter=lambda: now[0])
-    monkeypatch.setattr("wavemare.hf.recording.time", clock)
-    callback = RecordingCallback(SimpleNamespace(deepspeed=None), "run")
-    for stop in (2, 4):
-        state, control = follow(callback, steps=4, stop=stop, done=stop - 2)
-        now[0] += 1.5
-        callback.on_save(ARGUMENTS, state, control)
-        saved = tmp_path / "trained" / f"checkpoint-{stop}"
-        saved.mkdir(parents=True)
-        (saved / "trainer_state.json").write_text("{}")
-    callback.on_train_end(ARGUMENTS, state, control)
-    monkeypatch.chdir("/")  # a report is made anywhere
-    facts = read_run(tmp_path / "run")
-    found = [(each.tag, each.complete, each.latest) for each in facts.checkpoints]
-    assert found == [("checkpoint-2", True, False), ("checkpoint-4", True, True)]
-    waits = [(e["tag"], e["seconds"]) for e in facts.events if e["kind"] == "checkpoint"]
-    assert waits == [("checkpoint-2", 1.5), ("checkpoint-4", 1.5)]
-
-
 def test_a_training_that_failed_has_no_summary_and_lets_go(tmp_path):
     shown = warnings.showwarning
     callback = RecordingCallback(SimpleNamespace(deepspeed=None), tmp_path / "run")
