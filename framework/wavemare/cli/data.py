@@ -64,7 +64,7 @@ def build(
         output,
         append_eod=append_eod,
         overwrite=overwrite,
-        progress=_lines("documents"),
+        progress=_lines(),
     )
     typer.echo(f"{output}: {written.documents:,} documents, {written.tokens:,} tokens")
 
@@ -80,7 +80,7 @@ def merge(
     """Concatenate data sets; nothing is encoded again."""
     from wavemare.data.indexed_writer import merge_indexed
 
-    merge_indexed(prefixes, output, overwrite=overwrite, progress=_lines("tokens"))
+    merge_indexed(prefixes, output, overwrite=overwrite)
     typer.echo(f"{output}: {len(prefixes)} data sets merged")
 
 
@@ -130,7 +130,7 @@ def _facts(data: Any) -> dict[str, object]:
     }
 
 
-def _lines(what: str) -> Callable[[int, int], None]:
+def _lines() -> Callable[[int, int], None]:
     """Return a callback that prints a line of progress to standard error now and then."""
     started = shown = time.monotonic()
 
@@ -141,6 +141,6 @@ def _lines(what: str) -> Callable[[int, int], None]:
             return
         shown = now
         rate = done / max(now - started, 1e-9)
-        sys.stderr.write(f"{done:,} of {total:,} {what} ({rate:,.0f}/s)\n")
+        sys.stderr.write(f"{done:,} of {total:,} documents ({rate:,.0f}/s)\n")
 
     return note

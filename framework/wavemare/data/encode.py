@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wavemare.data.indexed import read_indexed
-from wavemare.data.indexed_writer import IndexedWriter, Progress
+from wavemare.data.indexed_writer import IndexedWriter
 from wavemare.data.text import iterate_texts
 from wavemare.data.tokenizer import build_once, content_key
 from wavemare.data.tokens import TokenStore
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 __all__ = ["build_indexed", "cut_text", "token_dtype", "tokenize"]
+
+Progress = Callable[[int, int], None]
+"""Called with the documents done and the total."""
 
 _FORMAT_VERSION = 3  # part of every cache key: raise it when the files or the encoding change
 _LARGEST_UINT16_VOCABULARY = 65500  # Megatron's bound, so that both choose the same type

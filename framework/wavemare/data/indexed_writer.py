@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,9 +34,6 @@ __all__ = ["IndexedWriter", "merge_indexed"]
 
 _COPY_BYTES = 1 << 24
 _LARGEST_LENGTH = np.iinfo(np.int32).max
-
-Progress = Callable[[int, int], None]
-"""Called with what is done and the total, in documents or tokens."""
 
 
 class IndexedWriter:
@@ -158,11 +155,7 @@ class IndexedWriter:
 
 
 def merge_indexed(
-    prefixes: Sequence[str | Path],
-    output: str | Path,
-    *,
-    overwrite: bool = False,
-    progress: Progress | None = None,
+    prefixes: Sequence[str | Path], output: str | Path, *, overwrite: bool = False
 ) -> None:
     """Concatenate data sets.
 
@@ -170,7 +163,6 @@ def merge_indexed(
         prefixes: The data sets, in this order.
         output: Prefix of the target, none of them.
         overwrite: Replace files of the target's name.
-        progress: Called with the tokens done and in total, after each data set.
 
     Raises:
         DataError: They differ in the type of tokens, a file is damaged, or the target exists or is
@@ -187,13 +179,9 @@ def merge_indexed(
         if part.tokens.dtype != dtype:
             reason = f"its tokens are {part.tokens.dtype}, and those of {parts[0].prefix} {dtype}"
             raise DataError("PREFIX", str(part.prefix), reason, "Build both in the same way")
-    total, done = sum(len(part.tokens) for part in parts), 0
     with IndexedWriter(target, dtype, overwrite=overwrite) as writer:
         for part in parts:
             writer.add_indexed(part)
-            done += len(part.tokens)
-            if progress is not None:
-                progress(done, total)
 
 
 def _code_of(dtype: np.dtype[Any]) -> int:
