@@ -41,8 +41,8 @@ PROGRAMS = Path(__file__).parent / "multiproc" / "programs"
 _PR_SET_CHILD_SUBREAPER = 36
 # Where launchers start processes, their orphans end when they like.
 _LOOSE = tuple(Path(__file__).parent / name for name in ("multiproc", "mpi", "e2e", "gpu"))
-# There the module has a process group, and each model groups of its own until that is destroyed.
-_BY_MODULE = Path(__file__).parent / "unit" / "models"
+# Models there have process groups until that of the module is destroyed.
+_GROUPS = Path(__file__).parent / "unit" / "models"
 # It lives as long as this process: it must be there before the first test looks around.
 resource_tracker.ensure_running()
 
@@ -407,19 +407,10 @@ def no_leaked_descriptors(request):
     yield
     # Where MPI is loaded, a failure ends the whole process: here that would be pytest's.
     assert _is_loose(request) or "mpi4py.MPI" not in sys.modules, "MPI is loaded"
-    if _is_loose(request) or _BY_MODULE in request.path.parents:
+    if _is_loose(request) or _GROUPS in request.path.parents:
         return
     request.node.funcargs.clear()  # pytest would hold the fixtures' values for a moment more
     _check_nothing_left(lambda: _opened(before), "still open")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_descriptors_leaked_by_a_module(request):
-    """What belongs to a module's process group must be closed when the module ends."""
-    before = _descriptors()
-    yield
-    if _BY_MODULE in request.path.parents:
-        _check_nothing_left(lambda: _opened(before), "still open")
 
 
 def _is_loose(request):

@@ -67,8 +67,7 @@ def initialize(
     the parameters of this rank's stage. With ``"tensor_parallel": {"size": N}`` GPT-2 or BERT is
     split over every N consecutive ranks, in place; with both, each stage is split so. A model with
     annotations (`wavemare.annotate`, `wavemare.stage`, ...) is laid out by these in their place.
-    The engines of a process share one watchdog, until the last of them is destroyed: the settings
-    of the first count, and a later one that asks for others is told so in a warning.
+    The engines of a process share the watchdog of the first one.
 
     Args:
         args: Namespace with ``deepspeed_config`` (and ``local_rank``), or None with ``config``.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save and load checkpoints with wavemare or stock DeepSpeed; leave losses, digests and errors.
+"""Save and load checkpoints; leave losses, digests and errors.
 
 Arguments: result folder, checkpoint folder, action, then what the action needs.
 """
@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import deepspeed
 import pytest
 import torch
 from common import (
@@ -47,23 +46,23 @@ class Experts(torch.nn.Module):
         return SimpleNamespace(loss=loss + 0.1 * auxiliary)
 
 
-def build(initialize, case, **changes):
+def build(case, **changes):
     """Return an engine for a ZeRO stage ('1', '3'), 'pipeline' or 'pipemare' (stages, ZeRO 1).
 
     ``wide`` or ``deep`` at a case's end makes another model.
     """
     case, *other = case.split("-")
     if case == "moe":
-        return initialize(model=Experts(), config=configuration(0, **changes))[0]
+        return wavemare.initialize(model=Experts(), config=configuration(0, **changes))[0]
     other_sizes = {"wide": {"vocab_size": 60}, "deep": {"n_layer": 3}}
     model = build_gpt2(**QUIET, **(other_sizes[other[0]] if other else {}))
     if case not in PIPELINES:
-        return initialize(model=model, config=configuration(int(case), **changes))[0]
+        return wavemare.initialize(model=model, config=configuration(int(case), **changes))[0]
     stages, untie = torch.distributed.get_world_size(), case == "pipemare"
     module = wavemare.to_pipeline(model, num_stages=stages, inputs=["input_ids"], untie=untie)
     if untie:
         changes["wavemare"] = {"pipeline": {"schedule": "pipemare", "stages": stages}}
-    return initialize(model=module, config=configuration(1, **changes))[0]
+    return wavemare.initialize(model=module, config=configuration(1, **changes))[0]
 
 
 def batches(case, *, first):
@@ -90,7 +89,7 @@ def train(engine, case, data):
 
 
 def save(folder, case):
-    engine = build(wavemare.initialize, case)
+    engine = build(case)
     data = batches(case, first=0)  # of which PipeMare has read one in advance when it is saved
     train(engine, case, data)
     engine.save_checkpoint(str(folder), "first")
@@ -98,8 +97,8 @@ def save(folder, case):
     return {"losses": train(engine, case, data), "weights": weights_digest(engine)}
 
 
-def load(folder, case, initialize=wavemare.initialize, **changes):
-    engine = build(initialize, case, **changes)
+def load(folder, case):
+    engine = build(case)
     path, _ = engine.load_checkpoint(str(folder))
     assert path is not None
     losses = train(engine, case, batches(case, first=STEPS))
@@ -107,7 +106,7 @@ def load(folder, case, initialize=wavemare.initialize, **changes):
 
 
 def universal(folder, case):
-    engine = build(wavemare.initialize, case, checkpoint={"load_universal": True})
+    engine = build(case, checkpoint={"load_universal": True})
     engine.load_checkpoint(str(folder))
     wavemare.save_pretrained(engine, folder / "model")
     return {"losses": train(engine, case, batches(case, first=STEPS))}
@@ -124,7 +123,7 @@ def refuse(folder, case, action=load):
 
 def refuse_states(folder, case):
     """Save client states that cannot be kept, one of them on rank 1 alone, and then a sound one."""
-    engine = build(wavemare.initialize, case, checkpoint={"tag_validation": "FAIL"})
+    engine = build(case, checkpoint={"tag_validation": "FAIL"})
     with pytest.raises(ValueError, match="save_dir"):
         engine.save_checkpoint(None)
     with pytest.raises(AssertionError, match="tag"):
@@ -139,7 +138,7 @@ def refuse_states(folder, case):
 
 
 def again(folder, case):
-    build(wavemare.initialize, case).save_checkpoint(str(folder), "only")
+    build(case).save_checkpoint(str(folder), "only")
     return {}
 
 
@@ -149,7 +148,6 @@ if __name__ == "__main__":
     actions = {
         "save": save,
         "load": load,
-        "stock": lambda where, case: load(where, case, deepspeed.initialize),
         "universal": universal,
         "refuse": refuse,
         "refuse_universal": lambda where, case: refuse(where, case, universal),

@@ -249,27 +249,6 @@ def test_an_engine_that_is_destroyed_does_not_keep_the_run_from_ending(clock, st
         assert left.wait() == [EXIT_CODE]
 
 
-def test_a_look_that_fails_is_not_the_last(clock, start, caplog):
-    class FailsOnce(Progress):
-        failed = False
-
-        @property
-        def plan(self):
-            if not self.failed:
-                self.failed = True
-                raise ZeroDivisionError
-            return ()
-
-        @plan.setter
-        def plan(self, value):
-            pass
-
-    _, left, _ = start(FailsOnce())
-    with waiting("a message"):
-        clock.spend_until(lambda: left.codes)
-    assert "the watchdog could not look" in caplog.text
-
-
 def threads():
     return [each for each in threading.enumerate() if each.name == "wavemare-watchdog"]
 
