@@ -132,7 +132,7 @@ class EngineMixin(CheckpointMixin):
         return super().deepspeed_io(dataset, batch_size, route, **kwargs)
 
     def drain(self) -> None:
-        """Apply all gradients to the weights: some modes are a step behind with them."""
+        """Bring all weights to one version: apply pending gradients, or empty the pipeline."""
         for feature in self.features:
             feature.drain()
 

@@ -38,6 +38,7 @@ from wavemare.engine.pipe.stage_passes import check_overlap
 from wavemare.engine.seams import dispatch_to, warn_of_other_version
 from wavemare.engine.waves.segments import Segments
 from wavemare.errors import ConfigError
+from wavemare.pipeline.config import Schedule
 from wavemare.pipeline.plan.run_plan import RunPlan
 
 __all__ = ["ENGINES", "build_engine", "read_config"]
@@ -50,6 +51,12 @@ ENGINES: Mapping[str, Any] = {
     "DualPipeVEngine": DualPipeVEngine,
 }
 """The names that ``deepspeed.initialize`` looks up in its module, and what we put there."""
+
+PIPELINE_ENGINES: Mapping[Schedule, type[PipelineEngine]] = {
+    "1f1b": PipelineEngine,
+    "pipemare": PipeMareEngine,
+}
+"""The engine that runs each schedule of ``wavemare.pipeline.schedule``."""
 
 _IN_ARGS = ("deepspeed_config", "deepscale_config")  # the second is DeepSpeed's older name
 
@@ -162,19 +169,21 @@ def _engines(ours: WavemareConfig, model: Any, segments: Segments | None) -> Map
     engines = {name: partial(engine, settings=ours) for name, engine in ENGINES.items()}
     if segments is not None:
         engines["DeepSpeedEngine"] = partial(Engine, settings=ours, segments=segments)
-    if ours.pipeline.overlap_forward_backward:
+    schedule, overlap = ours.pipeline.schedule, ours.pipeline.overlap_forward_backward
+    if overlap:
         check_overlap(model)
-        engines["PipelineEngine"] = partial(OverlappedPipelineEngine, settings=ours)
-    if ours.pipeline.schedule != "pipemare":
-        return engines
-    if isinstance(model, DualPipeVModule) or not isinstance(model, deepspeed.PipelineModule):
+    engine = PIPELINE_ENGINES[schedule]
+    if overlap and engine is PipelineEngine:
+        engine = OverlappedPipelineEngine
+    stages = isinstance(model, deepspeed.PipelineModule) and not isinstance(model, DualPipeVModule)
+    if schedule != "1f1b" and not stages:
         raise ConfigError(
             "wavemare.pipeline.schedule",
-            ours.pipeline.schedule,
+            schedule,
             f"{type(model).__name__} is no pipeline of one stage per rank",
             "Give a PipelineModule, or a transformers model and 2 or more stages",
         )
-    return {**engines, "PipelineEngine": partial(PipeMareEngine, settings=ours)}
+    return {**engines, "PipelineEngine": partial(engine, settings=ours)}
 
 
 def _with_sizes(

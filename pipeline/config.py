@@ -29,7 +29,7 @@ class LrRescheduling(Section):
     """PipeMare's T1: the earlier the stage, the smaller its learning rate in the first steps."""
 
     enabled: bool = False
-    """Divide the rate of a stage with the mean delay tau (in optimizer steps) by
+    """Divide the rate of a stage with the mean staleness tau (in optimizer steps) by
     ``max(1, tau) ** (1 - step / anneal_steps)``."""
 
     anneal_steps: int = Field(default=2000, ge=1)
@@ -64,8 +64,8 @@ class PipeMareConfig(Section):
     (SOAP), and says what it chose and why."""
 
     error_feedback: bool = False
-    """Whether a stale step is made good at the next one: each update is extended by the mean
-    staleness (beyond 1, its root) times its difference to the update before."""
+    """Whether the next update corrects the error of a stale one: each update is extended by the
+    mean staleness (beyond 1, its root) times its difference to the update before."""
 
     warmup_steps: int = Field(default=0, ge=0)
     """So many first optimizer steps are synchronous (PipeMare's T3)."""
@@ -74,8 +74,8 @@ class PipeMareConfig(Section):
     """Optimizer steps between two drains of the pipeline; 0 drains only to evaluate and save."""
 
     slack: int = Field(default=0, ge=0)
-    """Micro-batches that a stage forwards further ahead than the passes need, for each stage that
-    comes after it. One hides the latency of slow messages, and doubles delay and activations."""
+    """Extra micro-batches in flight for each later stage. One hides the latency of slow messages,
+    and doubles delay and activations."""
 
     clipping: Literal["global", "stage"] = "global"
     """Whether ``gradient_clipping`` bounds the norm over all stages (that of earlier stages as of

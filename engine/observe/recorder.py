@@ -21,7 +21,7 @@ _WAITS = frozenset(RECEIVES) | frozenset(SENDS)
 class Recorder:
     """Adds up the time of actions, and keeps each one on demand.
 
-    Times are the host's. An accelerator works behind the host: they then tell when it got its work.
+    Times are the host's: with an accelerator they show when work was launched, not when it ran.
 
     Attributes:
         keeping: Whether to keep each action's times, for a picture.

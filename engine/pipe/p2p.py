@@ -300,11 +300,11 @@ class PeerLink:
 
         Args:
             actions: The stage's step.
-            beyond: How many sent activations this stage will not have received at its end.
+            beyond: Activations that are still in flight to this stage when the step ends.
         """
         expected = [action for action in actions if action.kind in _FROM_PREVIOUS]
         expected += [Action(Kind.RECV_ACTIVATION, 0, 0)] * beyond
-        # The first ones were noted before, as those beyond the last step.
+        # The step before has queued the receives of its activations in flight.
         self._from_previous.expected.extend(expected[self._beyond :])
         self._from_next.expected.extend(a for a in actions if a.kind in _FROM_NEXT)
         self._beyond = beyond

@@ -243,7 +243,7 @@ class PipeMareEngine(LinkedEngine):
     def _forward_context(self, number: int) -> AbstractContextManager[None]:
         if self._stage_watch is not None:
             self._stage_watch.begin(number, number)
-        # Micro-batches beyond this step go backward after the weights have changed.
+        # Micro-batches of later steps run backward so many weight versions later.
         return self._correction.forward((number - self._first) // self.micro_batches)
 
     def _forward(self, micro_batch: MicroBatch) -> None:
@@ -280,7 +280,7 @@ class PipeMareEngine(LinkedEngine):
 
     def _exec_send_grad(self, action: Action) -> None:
         micro_batch = self._micro_batches.pop(action.micro_batch)
-        # Only the step's last message carries its loss: reading it waits for the device.
+        # float() waits for the device: once per step, in the step's last message.
         complete = action.micro_batch == self._first + self.micro_batches - 1
         header = [float(self._loss_sum) if complete else 0.0, *self._telemetry.pack()]
         self._link.send_grad(micro_batch.input_grads(), header)
@@ -326,6 +326,7 @@ class PipeMareEngine(LinkedEngine):
             norm = norms.from_here if self._clip else None
             self.guard.expect(self._first + self.micro_batches, norm)
         if self._clip and self.pipemare.clipping == "stage":
+            # As if all stages had this one's mean square: the bound is clip * sqrt(share).
             self._stage_optimizer.clip(norms.own, norms.own / norms.share)
         elif self._clip:
             self._stage_optimizer.clip(norms.own, norms.total)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer of one stage, cut loose from the other stages.
+"""The optimizer of one stage, which steps without the other stages.
 
 DeepSpeed's optimizers reduce gradient norms and overflow flags over all stages at each step, even
 without clipping: a barrier. A stage steps alone here. Its norm is its own, and the bound that it is
@@ -122,7 +122,7 @@ class StageOptimizer:
             own_squared: Squared norm of this stage's gradients.
             total_squared: Squared norm of all stages' gradients, or the best estimate of it.
         """
-        # Where a stage has an infinite gradient, the others take none of theirs.
+        # If a stage has an infinite gradient, the others scale theirs to zero.
         total = total_squared**0.5 if math.isfinite(total_squared) else math.inf
         coefficient = self._clip / (total + _EPSILON)
         if self._optimizer is not self._engine.basic_optimizer:
@@ -206,7 +206,7 @@ class StageNorms:
         if self.exact is not None:
             return self.exact
         if math.isnan(self.earlier_stages_sq_norm):
-            # Before the first step: as if all gradients were alike.
+            # Before the first step: assume the same mean square on every stage.
             return self.from_here / self._later_share
         return self.from_here + self.earlier_stages_sq_norm
 

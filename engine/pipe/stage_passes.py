@@ -24,7 +24,9 @@ KEY = "wavemare.pipeline.overlap_forward_backward"
 
 
 class StagePasses:
-    """Runs the passes of one stage of a split model. In pairs, sums run behind the other pass.
+    """Runs the passes of one stage of a split model.
+
+    In a pair, the all-reduces of one pass overlap the computation of the other.
 
     Results equal the stage's own forward function, bit for bit.
 

@@ -213,8 +213,8 @@ def ahead(stage: int, num_stages: int, slack: int = 0) -> int:
     Args:
         stage: Counted from 0.
         num_stages: Length of the pipeline.
-        slack: Extra micro-batches for each later stage. Without slack, a micro-batch has just
-            enough time to reach the next stage and return, and message latency adds to it.
+        slack: Extra micro-batches in flight for each later stage. At 0 a round trip to the next
+            stage just fits, so the latency of messages is not hidden.
     """
     return (num_stages - 1 - stage) * (1 + slack)
 

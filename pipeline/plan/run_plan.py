@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import assert_never
 
 from wavemare.pipeline.config import PipelineConfig
 from wavemare.pipeline.plan.action import Action, Kind
@@ -55,9 +56,11 @@ class RunPlan:
     ) -> RunPlan:
         """Return the plan for a configuration; ``clips`` says whether gradients are clipped."""
         overlap, settings = config.overlap_forward_backward, config.pipemare
-        if config.schedule != "pipemare":
+        if config.schedule == "1f1b":
             slack = OVERLAP_SLACK if overlap else 0
             return cls(num_stages, micro_batches, overlap=overlap, slack=slack)
+        if config.schedule != "pipemare":
+            assert_never(config.schedule)
         return cls(
             num_stages,
             micro_batches,
@@ -103,7 +106,7 @@ class RunPlan:
         return _shifted(actions, first - index * self._size, version - index)
 
     def unreceived(self, stage: int, left: int | None) -> int:
-        """Return how many activations, sent by a step's end, this stage does not receive in it.
+        """Return how many activations are in flight to this stage when a step ends.
 
         Args:
             stage: Counted from 0.
@@ -121,7 +124,7 @@ class RunPlan:
     def _size(self) -> int:
         """Micro-batches per step of the checked plan: the one in the middle is repeated.
 
-        There each stage is as far ahead as it gets, and the step's end does not stop it yet.
+        It is large enough that the middle micro-batch is in steady state on every stage.
         """
         return min(self.micro_batches, 2 * ahead(0, self.num_stages, self.slack) + 3)
 
@@ -136,7 +139,7 @@ class RunPlan:
         return 2 * self._delay + 1
 
     def _place(self, number: int, left: int | None) -> tuple[int, int]:
-        """Return the length of the checked plan that a step is in, and its equal there."""
+        """Return the length of the checked plan with such a step, and the step's index there."""
         longest = self._longest
         if left is not None and number + left <= longest:
             return number + left, number
@@ -187,7 +190,7 @@ def repeat_micro_batch(
 
     Args:
         actions: Of one optimizer step of one rank.
-        stage: Whose backward passes part the micro-batches.
+        stage: Stage whose backward passes mark where a micro-batch begins.
         micro_batch: The one to repeat, which is not the step's last one. Its actions, from its
             backward pass to the next micro-batch's, are like those of its neighbours.
         times: How often.

@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 SEND_SLOTS = 2
-"""Messages that an engine may have pending in one direction: double buffers, plus the slack."""
+"""Messages that an engine may have pending in one direction: double buffers. Callers add slack."""
 
 OVERLAP_SLACK = 1
 """Slack (see `ahead`) of 1F1B with overlapped passes. Both passes of a pair end together, so

@@ -2,10 +2,10 @@
 """Corrections of the weight discrepancy between a micro-batch's forward and backward pass.
 
 `WeightStashing` (PipeDream) and `VelocityCorrection` (PipeMare's T2) change the weights of backward
-passes. They give ``p.data`` another tensor for the time of the pass and copy nothing. Autograd
-saves a parameter itself for some operators and a view of its memory for others. A stale
-micro-batch's forward pass therefore saves only which part of which parameter it was
-(`Correction.forward`), and its backward pass looks that part up.
+passes. They replace ``p.data`` during the pass and copy nothing. Autograd saves a parameter itself
+for some operators and a view of its memory for others. The forward pass of a stale micro-batch
+therefore saves parameter and offset (`Correction.forward`), and its backward pass looks up
+``p.data`` there.
 
 `WeightPrediction` (SpecTrain) changes the weights of forward passes instead, in place.
 """

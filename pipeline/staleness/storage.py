@@ -97,7 +97,7 @@ class References:
         if index < len(self._starts) and _ends_behind(tensor, start, self._starts[index]):
             _refuse(tensor)
         if not index or start >= self._spans[index - 1][0]:
-            # Detached: an operator's own output would hold the operator, which holds this.
+            # Detached, to avoid a reference cycle with the graph node that saves it.
             return tensor.detach()
         end, parameter = self._spans[index - 1]
         same_form = tensor.dtype == parameter.dtype and not tensor.is_conj()
