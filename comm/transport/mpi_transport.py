@@ -101,11 +101,6 @@ class MpiTransport(Transport):
         """Name of the machine on which this rank runs."""
         return MPI.Get_processor_name()
 
-    @property
-    def communicator(self) -> MPI.Comm:
-        """The communicator."""
-        return self._comm
-
     @waiting("messages over MPI")
     def finish(
         self, requests: list[MPI.Request], peers: Sequence[int], sizes: Sequence[int | None] = ()
@@ -183,12 +178,12 @@ class _MpiExchange:
 
     def send(self, peer: int, tensor: Tensor) -> None:
         _synchronize(tensor)
-        self._post(self._transport.communicator.Isend, peer, tensor)
+        self._post(self._transport._comm.Isend, peer, tensor)
         self._transport.bytes_up += tensor.nbytes
 
     def receive(self, peer: int, tensor: Tensor) -> None:
         _synchronize(tensor)
-        self._post(self._transport.communicator.Irecv, peer, tensor, receives=True)
+        self._post(self._transport._comm.Irecv, peer, tensor, receives=True)
         self._transport.bytes_down += tensor.nbytes
 
     def _post(self, function: Any, peer: int, tensor: Tensor, *, receives: bool = False) -> None:

@@ -124,11 +124,6 @@ class TorchTransport(Transport):
         """Name of the machine on which this rank runs."""
         return socket.gethostname()
 
-    @property
-    def group(self) -> Any:
-        """The process group."""
-        return self._group
-
     def finish(self, work: Any, peer: int | None) -> None:
         """Wait for what torch has begun.
 
@@ -166,11 +161,11 @@ class _TorchExchange:
         self._works: list[tuple[Any, int]] = []
 
     def send(self, peer: int, tensor: Tensor) -> None:
-        self._post(self._transport.group.send, peer, tensor)
+        self._post(self._transport._group.send, peer, tensor)
         self._transport.bytes_up += tensor.nbytes
 
     def receive(self, peer: int, tensor: Tensor) -> None:
-        self._post(self._transport.group.recv, peer, tensor)
+        self._post(self._transport._group.recv, peer, tensor)
         self._transport.bytes_down += tensor.nbytes
 
     def _post(self, function: Any, peer: int, tensor: Tensor) -> None:
@@ -204,7 +199,7 @@ class _BatchedExchange:
 
     def _add(self, function: Any, peer: int, tensor: Tensor) -> None:
         for part in message_parts(tensor):
-            operation = dist.P2POp(function, part, group=self._transport.group, group_peer=peer)
+            operation = dist.P2POp(function, part, group=self._transport._group, group_peer=peer)
             self._operations.append(operation)
 
     def wait(self) -> None:

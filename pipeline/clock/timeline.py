@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from wavemare.pipeline.plan.action import COLLECTIVES, COMPUTE, Action, Kind
 
-__all__ = ["Event", "Timeline", "bubble", "steady_utilisation", "steady_window", "utilisation"]
+__all__ = ["Event", "Timeline", "bubble", "steady_utilisation", "utilisation"]
 
 _BUSY = COMPUTE | {Kind.STEP}
 
@@ -96,14 +96,14 @@ def bubble(timeline: Timeline) -> float:
     return 1 - sum(shares) / len(shares) if shares else 0.0
 
 
-def steady_window(timeline: Timeline) -> tuple[float, float] | None:
-    """Return start and end of the steady state, between the first fill and the last drain.
+def steady_utilisation(timeline: Timeline) -> tuple[float, ...] | None:
+    """Return for each rank the share of the steady state in which it computes, 0 to 1.
 
-    It begins when the last rank begins its first backward pass (forward pass, where a rank has no
-    backward pass) and ends when the first rank has ended its last forward pass.
+    The steady state begins when the last rank begins its first backward pass (forward pass, where a
+    rank has no backward pass) and ends when the first rank has ended its last forward pass.
 
     Returns:
-        Seconds of the timeline; None if it is too short to have a steady state.
+        None if the timeline has no steady state.
     """
     starts, ends = [], []
     for events in timeline.ranks:
@@ -114,19 +114,8 @@ def steady_window(timeline: Timeline) -> tuple[float, float] | None:
         starts.append(begin.start_s)
         ends.append(last.end_s)
     start, end = max(starts, default=0.0), min(ends, default=0.0)
-    return (start, end) if end > start else None
-
-
-def steady_utilisation(timeline: Timeline) -> tuple[float, ...] | None:
-    """Return for each rank the share of the steady state in which it computes, 0 to 1.
-
-    Returns:
-        None if the timeline has no steady state.
-    """
-    window = steady_window(timeline)
-    if window is None:
+    if end <= start:
         return None
-    start, end = window
     return tuple(
         sum(
             max(0.0, min(event.end_s, end) - max(event.start_s, start))

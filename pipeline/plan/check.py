@@ -43,10 +43,6 @@ class Report:
             passes.
         ticks: Length of the whole plan.
         idle_ticks: For each rank the ticks in which it does no pass.
-        steady_ticks: Length of the steady state: from the tick at which the last rank begins its
-            first backward pass (forward pass where there is none) to that at which the first rank
-            has ended its last forward pass; 0 for a plan too short to have one.
-        steady_idle_ticks: For each rank its idle ticks in the steady state.
         messages: How many messages of each kind are sent.
     """
 
@@ -59,8 +55,6 @@ class Report:
     staleness: tuple[tuple[int, ...], ...]
     ticks: int
     idle_ticks: tuple[int, ...]
-    steady_ticks: int
-    steady_idle_ticks: tuple[int, ...]
     messages: Mapping[Kind, int] = field(hash=False)
 
     @property
@@ -81,22 +75,13 @@ class Report:
         """Idle ticks over all ticks of all ranks, 0 to 1."""
         return sum(self.idle_ticks) / (self.ticks * len(self.idle_ticks)) if self.ticks else 0.0
 
-    @property
-    def steady_bubble(self) -> float | None:
-        """The same for the steady state; None where there is none."""
-        if not self.steady_ticks:
-            return None
-        return sum(self.steady_idle_ticks) / (self.steady_ticks * len(self.steady_idle_ticks))
-
     def __str__(self) -> str:
-        steady = self.steady_bubble
         sent = [f"{self.messages.get(kind, 0)} {name}" for kind, name in _MESSAGES.items()]
         lines = [
             f"{self.schedule}: stages {self.num_stages}, micro-batches per step "
             f"{self.micro_batches}, optimizer steps {self.num_steps}",
             f"length: {self.ticks} ticks of one pass each",
-            f"bubble: {self.bubble:.1%} of all ticks, in steady state "
-            + (f"{steady:.1%} (of {self.steady_ticks} ticks)" if steady is not None else "none"),
+            f"bubble: {self.bubble:.1%} of all ticks",
             f"messages: {', '.join(sent)}",
             "",
         ]
@@ -244,8 +229,6 @@ def _report(plan: Plan, cursors: list[PlanCursor], times: list[list[float]]) -> 
         for rank, actions in zip(times, plan.ranks, strict=True)
     ]
     ticks = round(max(rank[-1] for rank in ends))
-    start, end = _steady_state(plan, times)
-    steady = [sum(start < tick <= end for tick in rank) for rank in ends]
     sends = [action.kind for cursor in cursors for sent in cursor.sent.values() for action in sent]
     return Report(
         schedule=plan.schedule,
@@ -259,22 +242,8 @@ def _report(plan: Plan, cursors: list[PlanCursor], times: list[list[float]]) -> 
         ),
         ticks=ticks,
         idle_ticks=tuple(ticks - len(rank) for rank in ends),
-        steady_ticks=end - start,
-        steady_idle_ticks=tuple(end - start - busy for busy in steady),
         messages=Counter(sends),
     )
-
-
-def _steady_state(plan: Plan, times: list[list[float]]) -> tuple[int, int]:
-    """Return its first tick and the tick behind its last; the same one if there is none."""
-    first = Kind.BACKWARD if plan.num_steps else Kind.FORWARD
-    starts, ends = [], []
-    for actions, rank in zip(plan.ranks, times, strict=True):
-        begun = next(end for end, action in zip(rank, actions, strict=True) if action.kind is first)
-        backwards = zip(reversed(rank), reversed(actions), strict=True)
-        starts.append(round(begun) - 1)
-        ends.append(next(round(end) for end, action in backwards if action.kind is Kind.FORWARD))
-    return max(starts), max(*starts, min(ends))
 
 
 def _table(report: Report) -> list[str]:

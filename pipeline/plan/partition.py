@@ -50,17 +50,15 @@ def balanced_cuts(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
         ``num_stages + 1`` bounds: stage ``s`` holds the layers ``[bounds[s], bounds[s + 1])``.
 
     Raises:
-        ConfigError: There are fewer layers than stages, no stage at all, or a weight is unusable.
+        ConfigError: There are fewer layers than stages.
     """
-    _check_stages(len(weights), num_stages)
-    for layer, weight in enumerate(weights):
-        if not math.isfinite(weight) or weight < 0:
-            raise ConfigError(
-                PARTITION_KEY,
-                weight,
-                f"the weight of layer {layer} is not a finite number of at least 0",
-                "Choose another partition",
-            )
+    if num_stages > len(weights):
+        raise ConfigError(
+            STAGES_KEY,
+            num_stages,
+            f"the model has only {len(weights)} layers to distribute",
+            f"Use at most {len(weights)} stages",
+        )
     totals = [0.0, *accumulate(float(weight) for weight in weights)]
     heaviest = _lightest_heaviest_stage(totals, num_stages)
     return _evenest_cuts(totals, num_stages, heaviest)
@@ -102,20 +100,6 @@ def explicit_cuts(
     if num_stages is not None and len(complete) != num_stages + 1:
         raise refuse(f"this makes {len(complete) - 1} stages instead of {num_stages}")
     return tuple(complete)
-
-
-def _check_stages(num_layers: int, num_stages: int) -> None:
-    if num_stages < 1:
-        raise ConfigError(
-            STAGES_KEY, num_stages, "a pipeline has at least one stage", "Give a positive integer"
-        )
-    if num_stages > num_layers:
-        raise ConfigError(
-            STAGES_KEY,
-            num_stages,
-            f"the model has only {num_layers} layers to distribute",
-            f"Use at most {num_layers} stages",
-        )
 
 
 def _lightest_heaviest_stage(totals: list[float], num_stages: int) -> float:

@@ -28,7 +28,6 @@ from wavemare.pipeline.staleness.storage import (
     distinct,
     resolve,
     same_layout,
-    size_bytes,
 )
 
 __all__ = [
@@ -167,11 +166,6 @@ class Correction:
         if self._state_key is not None:
             self._load(state[self._state_key])
 
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes held besides the weights."""
-        return 0
-
     def update_gap(self) -> float:
         """Return ``||w_newest - w_oldest|| / ||w_newest||`` for the oldest version in use.
 
@@ -260,11 +254,6 @@ class WeightStashing(Correction):
         for version in reversed(versions):
             self._before_step(version)
 
-    @property
-    def memory_bytes(self) -> int:
-        """As many times the weights' as there are versions."""
-        return sum(map(size_bytes, self._ring))
-
     def _differences(self, weights: list[Tensor]) -> list[Tensor]:
         if not self._held or not weights:
             return []
@@ -319,11 +308,6 @@ class VelocityCorrection(Correction):
     def forward(self, staleness: int) -> AbstractContextManager[None]:
         """Return the context in which autograd saves references to weights."""
         return self._references.kept() if staleness else nullcontext()
-
-    @property
-    def memory_bytes(self) -> int:
-        """The moving averages and the estimate."""
-        return size_bytes(self._state) + size_bytes(self._estimate)
 
     def _differences(self, weights: list[Tensor]) -> list[Tensor]:
         return list(torch._foreach_mul(self._state, self._depth)) if weights else []
@@ -388,11 +372,6 @@ class WeightPrediction(Correction):
             yield
         finally:
             torch._foreach_copy_(weights, self._saved)
-
-    @property
-    def memory_bytes(self) -> int:
-        """The last changes, and the newest weights while predicted ones are in place."""
-        return size_bytes(self._state) + size_bytes(self._saved)
 
     def _differences(self, weights: list[Tensor]) -> list[Tensor]:
         return list(self._state)

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from wavemare.errors import ModelError
 
-__all__ = ["Reference", "References", "distinct", "resolve", "same_layout", "size_bytes"]
+__all__ = ["Reference", "References", "distinct", "resolve", "same_layout"]
 
 _Layout = tuple[int, torch.Size, tuple[int, ...]]
 
@@ -132,11 +132,6 @@ def same_layout(left: Tensor, right: Tensor) -> bool:
         return True
     steps = zip(left.shape, left.stride(), right.stride(), strict=True)
     return all(a == b for size, a, b in steps if size > 1)
-
-
-def size_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return how many bytes the elements of the tensors take."""
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _span(tensor: Tensor) -> tuple[str, int, int]:

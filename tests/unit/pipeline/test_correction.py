@@ -203,24 +203,7 @@ def test_a_stage_without_parameters(mode):
     out.backward()
     correction.restore()
     assert x.grad.tolist() == [2.0, 2.0]
-    assert correction.memory_bytes == 0
     assert math.isnan(correction.update_gap())
-
-
-@pytest.mark.parametrize(
-    ("mode", "dtype", "expected"),
-    [
-        ("off", torch.float32, 0.0),
-        ("exact", torch.float32, 3.0),
-        ("exact", torch.bfloat16, 3.0),
-        ("ema", torch.float32, 2.0),
-        ("ema", torch.bfloat16, 3.0),
-    ],
-)
-def test_memory(mode, dtype, expected):
-    params = parameters(dtype)
-    correction = make_correction(mode, params, 3)
-    assert correction.memory_bytes == expected * sum(p.nbytes for p in params)
 
 
 def test_off_changes_nothing():

@@ -46,17 +46,9 @@ def test_any_weights_give_non_empty_stages(weights, data):
     assert all(left < right for left, right in pairwise(bounds))
 
 
-@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
-def test_unusable_weights_are_refused(weight):
-    with pytest.raises(ConfigError, match=r"weight of layer 1 .* Choose another partition") as info:
-        balanced_cuts([1.0, weight], 1)
-    assert info.value.key == "wavemare.pipeline.partition"
-
-
-@pytest.mark.parametrize(("stages", "remedy"), [(4, "Use at most 3 stages"), (0, "positive")])
-def test_impossible_numbers_of_stages_are_refused(stages, remedy):
-    with pytest.raises(ConfigError, match=remedy) as info:
-        balanced_cuts([1, 1, 1], stages)
+def test_more_stages_than_layers_are_refused():
+    with pytest.raises(ConfigError, match="Use at most 3 stages") as info:
+        balanced_cuts([1, 1, 1], 4)
     assert info.value.key == "wavemare.pipeline.stages"
 
 

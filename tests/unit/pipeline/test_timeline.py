@@ -8,7 +8,6 @@ from wavemare.pipeline.clock.timeline import (
     Timeline,
     bubble,
     steady_utilisation,
-    steady_window,
     utilisation,
 )
 from wavemare.pipeline.plan.action import Action
@@ -100,7 +99,6 @@ def test_utilisation_is_of_the_whole_time():
 def test_the_steady_state_leaves_fill_and_drain_out():
     shown = timeline(FIRST, SECOND)
     # The last rank begins its first backward pass at 7, the first ends its last forward at 19.
-    assert steady_window(shown) == (7.0, 19.0)
     assert steady_utilisation(shown) == (11 / 12, 8 / 12)
 
 
@@ -109,7 +107,6 @@ def test_without_backward_passes_it_begins_with_the_last_first_forward_pass():
         [("0F0", 0.0, 1.0), ("0F1", 1.0, 2.0), ("0F2", 2.0, 3.0)],
         [("1F0", 1.0, 2.0), ("1F1", 2.0, 3.0), ("1F2", 3.0, 4.0)],
     )
-    assert steady_window(shown) == (1.0, 3.0)
     assert steady_utilisation(shown) == (1.0, 1.0)
 
 
@@ -124,7 +121,6 @@ def test_without_backward_passes_it_begins_with_the_last_first_forward_pass():
     ],
 )
 def test_a_short_timeline_has_no_steady_state(ranks):
-    assert steady_window(timeline(*ranks)) is None
     assert steady_utilisation(timeline(*ranks)) is None
 
 
