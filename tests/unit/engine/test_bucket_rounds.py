@@ -121,22 +121,6 @@ def test_a_gradient_that_did_not_come_is_zero_even_after_a_round_in_which_it_did
     assert comm.calls[4][1].count_nonzero() == SIZES["b"][0]
 
 
-def test_a_later_gradient_replaces_one_that_has_not_left(comm):
-    rounds, taken = rounds_of(comm)
-    rounds.put("b", torch.ones(5))
-    rounds.put("b", gradient("b").double())
-    end(rounds, comm)
-    assert dict((name, values) for name, values, _ in taken)["b"] == (2 * gradient("b")).tolist()
-
-
-def test_a_gradient_that_is_late_is_a_bug(comm):
-    rounds, _ = rounds_of(comm)
-    rounds.put("d", gradient("d"))
-    rounds.send_complete()
-    with pytest.raises(AssertionError, match="d"):
-        rounds.put("d", gradient("d"))
-
-
 def test_an_error_of_a_collective_ends_the_round(comm):
     rounds, _ = rounds_of(comm)
     rounds.put("d", gradient("d"))

@@ -44,21 +44,6 @@ class Gradients(SparseGradients):
         raise AssertionError
 
 
-def test_the_state_is_that_of_the_collectives_with_the_buckets_that_it_belongs_to():
-    state = Gradients(Comm()).extra_state()
-    assert state == {"compressor": {"residuals": {"a": 1}}, "buckets": {"a to b": 3}}
-    other = Comm()
-    Gradients(other).load_extra_state(state)
-    assert other.loaded["compressor"] == state["compressor"]
-
-
-def test_without_a_compressor_there_is_no_state_and_any_is_taken():
-    state = Gradients(Comm()).extra_state()
-    plain = Gradients(Comm(compressor=None), numel=4)
-    assert plain.extra_state() == {}
-    plain.load_extra_state(state)
-
-
 def test_residuals_of_other_buckets_are_refused():
     state = Gradients(Comm()).extra_state()
     comm = Comm()

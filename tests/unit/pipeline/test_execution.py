@@ -97,58 +97,6 @@ def messages(plan_slots, *ranks):
     return Plan("messages", len(ranks), 1, 1, actions, plan_slots)
 
 
-@given(data=st.data(), num_stages=st.integers(2, 4), slots=st.integers(0, 3))
-def test_a_circle_is_found_where_there_is_one(data, num_stages, slots):
-    """Random orders of matching messages; the twin looks for a circle in the graph of who waits."""
-    ranks = [[] for _ in range(num_stages)]
-    for stage in range(num_stages - 1):
-        for number in range(data.draw(st.integers(0, 3))):
-            ranks[stage].append(f"{stage}SA{number}")
-            ranks[stage + 1].append(f"{stage + 1}RA{number}")
-        for number in range(data.draw(st.integers(0, 3))):
-            ranks[stage + 1].append(f"{stage + 1}SG{number}")
-            ranks[stage].append(f"{stage}RG{number}")
-    orders = []
-    for rank in ranks:
-        words = data.draw(st.permutations(rank))
-        # The messages of a direction keep their order.
-        for code in ("SA", "RA", "SG", "RG"):
-            places = [i for i, word in enumerate(words) if code in word]
-            for place, word in zip(places, sorted(words[i] for i in places), strict=True):
-                words[place] = word
-        orders.append(" ".join(words))
-    plan = messages(slots, *orders)
-    if has_circle(plan):
-        with pytest.raises(PlanError, match="wait for each other in a circle"):
-            execute(plan, no_time, no_time)
-    else:
-        times = execute(plan, no_time, no_time)
-        assert [len(rank) for rank in times] == [len(actions) for actions in plan.ranks]
-
-
-def has_circle(plan):
-    after = {
-        (rank, i): {(rank, i - 1)} if i else set()
-        for rank, actions in enumerate(plan.ranks)
-        for i in range(len(actions))
-    }
-    for sends, receives in channels(plan).values():
-        for number, (send, receive) in enumerate(zip(sends, receives, strict=True)):
-            if plan.send_slots:
-                after[receive].add(send)
-                if number >= plan.send_slots:
-                    after[send].add(receives[number - plan.send_slots])
-            else:
-                # Both need what comes before either of them.
-                after[send] |= {(rank, i - 1) for rank, i in [receive] if i}
-                after[receive] |= {(rank, i - 1) for rank, i in [send] if i}
-    while True:
-        free = {place for place, needs in after.items() if not needs}
-        if not free:
-            return bool(after)
-        after = {place: needs - free for place, needs in after.items() if place not in free}
-
-
 def test_waiting_for_what_never_comes_is_told_from_a_circle():
     with pytest.raises(PlanError, match="a rank waits for what never comes") as info:
         execute(messages(1, "0SA0", "1RA0 1RA1 1F1"), no_time, no_time)

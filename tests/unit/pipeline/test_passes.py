@@ -119,3 +119,16 @@ def test_each_segment_goes_once_in_its_order_and_sums_meet_the_other_pass(given_
             left = {other.kind for other in actions[place + 1 :]}
             if len(left) > 1:
                 assert actions[place + 1].kind is not action.kind
+
+
+@pytest.mark.parametrize(
+    ("stops", "synchronous"),
+    [([2, 4], [True, True]), ([4, 4], [False, False]), ([None, 4, 6], [False, False, True])],
+)
+def test_a_step_is_synchronous_between_two_empty_pipelines(stops, synchronous):
+    for stage in range(3):
+        schedule = StageSchedule(stage, 3, 2, norms=True)
+        for stop, expected in zip(stops, synchronous, strict=True):
+            kinds = {action.kind for action in schedule.step(stop)}
+            assert bool(kinds & {Kind.SEND_TOTAL, Kind.RECV_TOTAL}) is expected
+            assert Kind.SEND_NORM in kinds or stage == 0

@@ -244,20 +244,6 @@ def test_and_not_where_it_does_not(c, micro_batches, reason):
     assert reason in decision.reason
 
 
-@some
-@given(c=st.floats(0, 2), contention=st.floats(0, 1), micro_batches=st.integers(1, 6))
-def test_the_decision_is_the_predicted_gain(c, contention, micro_batches):
-    prediction = predict(chain(c, 4, contention), 5, micro_batches)
-    before, after = prediction.accumulation.step_s, prediction.tick_tock.step_s
-    assert decide(prediction, micro_batches).on == (micro_batches > 1 and before / after > 1.03)
-
-
-def test_nothing_costs_nothing():
-    nothing = predict(Costs(0.0, 0.0), 3, 2)
-    assert nothing.gain == 1
-    assert nothing.tick_tock.exposed_share == 0
-
-
 def test_pairs_can_be_paced():
     costs, saved = chain(0.5, 12), [16, 16, 8, 8, 4, 4, 2, 2, 1, 1, 1, 1, 0]
     times = [

@@ -164,12 +164,3 @@ def test_lengths_do_not_make_a_kernel_compile_anew(kernel):
         bind = create_function_from_signature(program.signature, program.params, backend)
         keys.add(str(bind(*launch.arguments, **launch.options)[1:]))
     assert len(keys) == 1
-
-
-def test_unaligned_bucket_compiles_into_something_of_its_own():
-    aligned, unaligned = (
-        accesses(compiled(launches("mask", torch.float32, 256, 256 * 40, offset)[0], 90).asm["ptx"])
-        for offset in (0, 1)
-    )
-    assert aligned["ld", 128] > 0 == aligned["ld", 32]
-    assert unaligned["ld", 32] > 0 == unaligned["ld", 128]
