@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks exchange before they move data: a header of the call, and masks."""
+"""What ranks exchange before they move data: what each calls, and masks."""
 
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,45 +14,11 @@ from wavemare.comm.kernels import DTYPES
 from wavemare.comm.transport.base import Transport
 from wavemare.errors import CommError
 
-__all__ = ["HEADER_BYTES", "Header", "agree", "digest_of", "exchange_masks"]
+__all__ = ["HEADER_BYTES", "agree", "digest_of", "exchange_masks"]
 
 OPERATIONS = ("allreduce_", "reduce_scatter_", "allgather_", "allreduce_rows_", "SparseComm")
 _FIELDS = 8
 HEADER_BYTES = 8 * _FIELDS
-
-
-@dataclass(frozen=True)
-class Header:
-    """A rank's call.
-
-    Args:
-        number: Of the call, counted from 0.
-        operation: One of `OPERATIONS`.
-        numel: Elements of the bucket, or columns of the rows.
-        dtype: Of its elements.
-        block: Elements per block.
-        took_ns: Nanoseconds of this bucket's previous call; 0 if unknown.
-        num_items: Rows of a table; -1 if unknown.
-        terms: Digest of everything else that must agree (see `digest_of`).
-    """
-
-    number: int
-    operation: str
-    numel: int
-    dtype: torch.dtype
-    block: int
-    took_ns: int = 0
-    num_items: int = 0
-    terms: int = 0
-
-    def as_tensor(self) -> Tensor:
-        """Return the header as (8,), int64."""
-        numbers = [
-            *(self.number, OPERATIONS.index(self.operation), self.numel),
-            *(DTYPES.index(self.dtype), self.block, self.took_ns),
-            *(self.num_items, self.terms),
-        ]
-        return torch.tensor(numbers, dtype=torch.int64)
 
 
 def digest_of(*terms: object) -> int:
@@ -61,12 +26,30 @@ def digest_of(*terms: object) -> int:
     return zlib.crc32(repr(terms).encode())
 
 
-def agree(transport: Transport, header: Header) -> list[int]:
+def agree(
+    transport: Transport,
+    operation: str,
+    *,
+    block: int,
+    number: int = 0,
+    numel: int = 0,
+    dtype: torch.dtype = torch.float32,
+    took_ns: int = 0,
+    num_items: int = 0,
+    terms: int = 0,
+) -> list[int]:
     """Check that all ranks make the same call.
 
     Args:
         transport: To the other ranks.
-        header: This rank's.
+        operation: One of `OPERATIONS`.
+        block: Elements per block.
+        number: Of the call, counted from 0.
+        numel: Elements of the bucket, or columns of the rows.
+        dtype: Of its elements.
+        took_ns: Nanoseconds of this bucket's previous call; 0 if unknown.
+        num_items: Rows of a table; -1 if unknown.
+        terms: Digest of everything else that must agree (see `digest_of`).
 
     Returns:
         Each rank's ``took_ns``.
@@ -74,7 +57,9 @@ def agree(transport: Transport, header: Header) -> list[int]:
     Raises:
         CommError: A rank makes another call; the message names the rank.
     """
-    mine = header.as_tensor().to(transport.message_device)
+    kinds = OPERATIONS.index(operation), DTYPES.index(dtype)
+    numbers = [number, kinds[0], numel, kinds[1], block, took_ns, num_items, terms]
+    mine = torch.tensor(numbers, dtype=torch.int64, device=transport.message_device)
     table = mine.new_empty(transport.size, _FIELDS)
     transport.all_gather(mine, table)
     headers = table.tolist()

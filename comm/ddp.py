@@ -82,11 +82,7 @@ def _check(comm: SparseComm, options: Mapping[str, Any], num_ranks: int) -> None
 
 
 class _ByParameter:
-    """Compresses each parameter of a bucket by itself; used as a `Compressor`.
-
-    Args:
-        inner: Compresses one.
-    """
+    """Compresses each parameter of a bucket by itself; used as a `Compressor`."""
 
     def __init__(self, inner: Compressor) -> None:
         self.inner = inner
@@ -115,13 +111,7 @@ class _ByParameter:
 
 
 class _Hook:
-    """Reduces DDP's buckets.
-
-    Args:
-        model: Whose buckets they are.
-        comm: Reduces.
-        compressor: That of ``comm``.
-    """
+    """Reduces DDP's buckets."""
 
     def __init__(
         self, model: DistributedDataParallel, comm: SparseComm, compressor: _ByParameter | None
@@ -136,11 +126,7 @@ class _Hook:
         self._streams: dict[torch.device, Any] = {}
 
     def reduce(self, bucket: Any) -> Future[Tensor]:
-        """Start to reduce a bucket; DDP calls this when the gradients are complete.
-
-        Args:
-            bucket: A ``torch.distributed.GradBucket``.
-        """
+        """Start to reduce a ``GradBucket``; DDP calls this when the gradients are complete."""
         buffer = bucket.buffer()
         parameters = bucket.parameters()
         waits = bool(self._handles) or self._waits_at_the_end()

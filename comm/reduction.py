@@ -209,14 +209,7 @@ class Reduction:
         stats: Statistics,
         halves: Mapping[str, Callable[[CollectiveCall, Masks | None], None]] | None = None,
     ) -> None:
-        """Sum by the executor of the mode, or the one that the selector chooses.
-
-        Args:
-            call: The bucket.
-            key: Its name.
-            stats: Filled in.
-            halves: The reduce-scatters by name, to use instead of the executors.
-        """
+        """Sum by the mode's executor or the selector's choice; by ``halves``, scatter the sums."""
         is_half = halves is not None
         sums = halves or {name: way.all_reduce for name, way in self._executors.items()}
         if self._mode != "auto":

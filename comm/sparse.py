@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wavemare.comm.agreement import Header, agree, digest_of
+from wavemare.comm.agreement import agree, digest_of
 from wavemare.comm.arguments import bucket_key, check_bucket, check_settings
 from wavemare.comm.blocks.layout import OwnedRange, ranges_of
 from wavemare.comm.blocks.masks import Masks
@@ -94,8 +94,8 @@ class SparseComm:
         stages = measures and self._transport.stages(torch.empty(0, device=device))
         settings = digest_of(mode, deterministic, hierarchical, measures, stages)
         try:
-            header = Header(0, "SparseComm", 0, torch.float32, block, terms=settings)
-            agree(self._transport, header)  # before the ranks measure, each in its own way
+            # Before the ranks measure, each in its own way.
+            agree(self._transport, "SparseComm", block=block, terms=settings)
             self._hierarchy = Hierarchy.find(self._transport) if hierarchical else None
             between = self._hierarchy.between if self._hierarchy else self._transport
             if measures and between.size > 1:
@@ -333,14 +333,8 @@ class SparseComm:
     ) -> Handle:
         """Run a collective once the ranks have agreed that all call it, and measure it.
 
-        Args:
-            operation: Its name.
-            tensor: (E,), the bucket; or (k, dim), rows.
-            work: Runs it; its result is the handle's.
-            async_op: Whether to return at once.
-            terms: What else must be the same on all ranks.
-            key: Name of the bucket; empty if the selector learns nothing from the call.
-            num_items: Rows of a table; -1 if unknown.
+        ``terms`` are what else must be the same on all ranks. The selector learns from calls with a
+        ``key``.
         """
         number, self._num_calls = self._num_calls, self._num_calls + 1
         numel = tensor.numel() if tensor.dim() == 1 else tensor.shape[1]
@@ -351,9 +345,17 @@ class SparseComm:
             up, down = self._traffic()
             stats.payload_bytes = tensor.nbytes
             if self.size > 1:
-                took = self._reduction.took_ns(key)
-                shape = (numel, tensor.dtype, self.block, took, num_items, digest)
-                times = agree(self._transport, Header(number, operation, *shape))
+                times = agree(
+                    self._transport,
+                    operation,
+                    number=number,
+                    numel=numel,
+                    dtype=tensor.dtype,
+                    block=self.block,
+                    took_ns=self._reduction.took_ns(key),
+                    num_items=num_items,
+                    terms=digest,
+                )
                 self._reduction.learn(key, times)
             result = work(stats)
             stats.actual_s = time.perf_counter() - started

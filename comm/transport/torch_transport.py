@@ -219,11 +219,7 @@ def _ask_around(label: str, rank: int, size: int, suspect: int | None) -> Sequen
     A rank that stops after losing a peer looks lost to the others, so each rank writes its suspect
     into the store and reads the others'.
 
-    Args:
-        label: Of the transport.
-        rank: This rank.
-        size: Number of ranks.
-        suspect: The rank whose loss this rank noticed, if known.
+    ``suspect`` is the rank whose loss this rank noticed, if known.
 
     Returns:
         The ranks that reported nothing; if all did, the first suspect; empty if unknown. None if
@@ -270,12 +266,6 @@ def _agree_on_name(store: Store, rank: int, ranks: Sequence[int], timeout: timed
     A collective would not do: a rank that calls it alone breaks the group for the attempts that
     follow. Each rank writes a word of its own, which the first rank answers with the name; a rank
     that finds its answer acknowledges it. Words of earlier attempts have no reader.
-
-    Args:
-        store: The same for all attempts.
-        rank: Of this process.
-        ranks: All ranks of the group, the same everywhere.
-        timeout: Time to wait for the other ranks.
 
     Raises:
         CommError: Some ranks have not called in this time.

@@ -221,12 +221,7 @@ class AsyncWaves:
 
 
 class _BackgroundReduction:
-    """Averages an engine's gradients over its data ranks between `begin` and `end`.
-
-    Args:
-        engine: Without ZeRO.
-        parameters: Those that are trained; all ranks in the same order.
-    """
+    """Averages dense gradients over an engine's data ranks between `begin` and `end`."""
 
     def __init__(self, engine: EngineContext, parameters: Sequence[nn.Parameter]) -> None:
         self._group = engine.data_parallel_group

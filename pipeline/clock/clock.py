@@ -84,11 +84,7 @@ def _advance(
 class _Channel:
     """The messages of one direction from one stage to its neighbour, with their times.
 
-    Args:
-        slots: How many messages may be unreceived before a send waits.
-        latency: Time from a message's start to its arrival.
-        ends: The sending and the receiving rank.
-        ready: Where a rank is put that need not wait any more.
+    Ranks that need not wait any more are put into ``ready``.
     """
 
     def __init__(

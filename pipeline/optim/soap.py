@@ -47,9 +47,6 @@ class SOAP(MatrixOptimizer):
     A side longer than ``max_size`` keeps its own axes, and a matrix with two such sides, as every
     tensor that is not a matrix, is stepped as by AdamW.
 
-    Other implementations of SOAP know neither flat partitions of ZeRO nor a refresh per stage;
-    for the former see `MatrixOptimizer`, for the latter `refresh_of`.
-
     Args:
         params: Parameters or parameter groups.
         lr: Learning rate.
@@ -59,10 +56,7 @@ class SOAP(MatrixOptimizer):
         weight_decay: Decoupled, times the learning rate.
         refresh: Steps between two refreshes of the bases.
         max_size: Longest side that is rotated. The default rotates widths, not vocabularies and the
-            longer sides of feed-forward layers, as work grows with the cube of a side: on one core
-            a 768 x 3072 matrix steps in 150 to 200 ms with one side rotated, 80 ms more in a step
-            that refreshes; with both in 700 ms and 3300 ms more; AdamW's step takes 22 ms. All of
-            it is on the critical path of its stage.
+            longer sides of feed-forward layers, as work grows with the cube of a side.
         stage_aware: Whether the engine of an asynchronous pipeline sets ``refresh`` by the stage.
 
     Raises:
@@ -126,12 +120,10 @@ class SOAP(MatrixOptimizer):
 def refresh_of(stage: int, num_stages: int, base: int = 10) -> int:
     """Return how many steps a stage of an asynchronous pipeline keeps its bases.
 
-    The longer gradients are delayed, the more a basis that does not fit harms, so that early stages
-    refresh more often. The rate is proportional to ``num_stages - stage - 1/2``: the delay in
-    micro-batches, and a half so that the last stage, which has none, refreshes at all. The period
-    is ``base * P / (2 (P - s) - 1)``, rounded: all stages together do as much work as with ``base``
-    everywhere, a single stage has ``base``, the first of many about half of it, and the last one
-    ``base * P``.
+    Early stages refresh more often, as delay makes a basis that does not fit more harmful. The rate
+    is proportional to the delay in micro-batches plus a half, so that the last stage refreshes too.
+    The period is ``base * P / (2 (P - s) - 1)``, rounded: all stages together do as much work as
+    with ``base`` everywhere.
 
     Args:
         stage: From 0.

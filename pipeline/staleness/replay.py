@@ -230,18 +230,7 @@ class Replay:
 
 
 class _Stage:
-    """One stage with the history of its weights.
-
-    Args:
-        module: The stage.
-        make_optimizer: See `Replay`.
-        make_scheduler: See `Replay`.
-        delay: In micro-batches.
-        micro_batches: See `Replay`.
-        correction: See `Replay`.
-        decay_base: See `Replay`.
-        error_feedback: See `Replay`.
-    """
+    """One stage with the history of its weights; its delay is in micro-batches."""
 
     def __init__(
         self,
@@ -307,12 +296,7 @@ class _Stage:
             self._put(self.former(0))
 
     def update(self, factor: float, staleness: float) -> None:
-        """Do an optimizer step and keep the new weights.
-
-        Args:
-            factor: Of the learning rate.
-            staleness: Mean of the step's micro-batches.
-        """
+        """Do an optimizer step; ``staleness`` is the mean of its micro-batches."""
         if self._optimizer is not None:
             self._step(self._optimizer, factor)
         if self._scheduler is not None:

@@ -195,16 +195,7 @@ def _phase(
 
 
 class _Window:
-    """Makes the actions of one optimizer step.
-
-    Args:
-        num_segments: With the head.
-        micro_batches: Per optimizer step.
-        step: Counted from 0.
-
-    Attributes:
-        micro_batches: Those of the step, counted over the run.
-    """
+    """Makes the actions of one optimizer step; its micro-batches are counted over the run."""
 
     def __init__(self, num_segments: int, micro_batches: int, step: int) -> None:
         check_numbers(num_segments, micro_batches, step)
