@@ -17,7 +17,7 @@ from wavemare.comm.blocks.layout import Layout, assign_owners
 from wavemare.comm.blocks.masks import Masks
 from wavemare.comm.executors.base import CollectiveCall, Executor, num_chunks, pipelined
 
-__all__ = ["PushPull", "push", "push_and_pull"]
+__all__ = ["PushPull", "begin_push", "push_and_pull"]
 
 
 class PushPull(Executor):
@@ -64,25 +64,22 @@ def push_and_pull(
         start += sums.numel()
         group = part.group(call.rank)
         own = sums[group.start * call.block : group.stop * call.block]
-        first.append(partial(_begin_push, call, source, own, number))
+        first.append(partial(begin_push, call, source, own, number))
         second.append(partial(_begin_pull, call, part, sums, use))
     pipelined(first, second)
 
 
-def push(call: CollectiveCall, layout: Layout, out: Tensor) -> None:
-    """Send non-zero blocks to their owners, and sum the blocks that this rank owns.
+def begin_push(
+    call: CollectiveCall, layout: Layout, out: Tensor, number: int = 0
+) -> Callable[[], None]:
+    """Send non-zero blocks to their owners; the result sums the blocks that this rank owns.
 
     Args:
         call: The call; its bucket is only read.
         layout: Who owns what.
         out: (m * block,), written: the scaled sums of this rank's m blocks, in layout order.
+        number: Of the chunk, whose memory it uses.
     """
-    _begin_push(call, layout, out, 0)()
-
-
-def _begin_push(
-    call: CollectiveCall, layout: Layout, out: Tensor, number: int
-) -> Callable[[], None]:
     rank, block, kernels = call.rank, call.block, call.kernels
     counts = layout.push_counts()
     arriving = counts[:, rank].tolist()

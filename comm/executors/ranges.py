@@ -12,7 +12,7 @@ from torch import Tensor
 from wavemare.comm.blocks.layout import OwnedRange, assign_ranges
 from wavemare.comm.blocks.masks import Masks
 from wavemare.comm.executors.base import CollectiveCall, num_chunks, pipelined
-from wavemare.comm.executors.push_pull import push
+from wavemare.comm.executors.push_pull import begin_push
 from wavemare.comm.kernels import num_blocks
 
 __all__ = ["equal_ranges", "gather_ranges", "reduce_and_gather", "reduce_ranges", "reduce_scatter"]
@@ -75,7 +75,7 @@ def reduce_scatter(call: CollectiveCall, masks: Masks, ranges: Sequence[OwnedRan
         layout = assign_ranges(masks, call.block, ranges)
     own = layout.group(call.rank)
     summed = call.packed("summed", own.stop - own.start)
-    push(call, layout, summed)
+    begin_push(call, layout, summed)()
     with call.phase("unpack"):
         call.kernels.scatter(summed, call.block, call.index(layout.blocks[own]), call.flat)
 

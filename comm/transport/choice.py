@@ -49,7 +49,8 @@ def open_transport(
         return group
     if _is_mpi_communicator(group):
         if choice == "torch":
-            raise _mismatch(choice, "an MPI communicator")
+            reason = "an MPI communicator was given"
+            raise ConfigError("transport", choice, reason, "Use auto, or give no group")
         inner = _open_mpi(group, staging, timeout_s)
     elif choice == "mpi" or (choice == "auto" and _has_all_ranks(group) and _mpi_serves()):
         communicator, is_ours = _same_ranks(group)
@@ -136,7 +137,3 @@ def _cuda_aware(staging: Staging) -> bool:
     from wavemare.comm.mpi_library import describe_mpi
 
     return bool(describe_mpi().cuda_aware)
-
-
-def _mismatch(choice: str, given: str) -> ConfigError:
-    return ConfigError("transport", choice, f"{given} was given", "Use auto, or give no group")

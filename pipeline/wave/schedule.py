@@ -12,7 +12,7 @@ accumulation in the same order):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -41,8 +41,7 @@ def accumulation(num_segments: int, micro_batches: int, num_steps: int = 1) -> P
     Raises:
         PlanError: A number is out of range.
     """
-    steps = (accumulation_step(num_segments, micro_batches, step) for step in range(num_steps))
-    return _plan("accumulation", num_segments, micro_batches, num_steps, steps)
+    return _plan("accumulation", accumulation_step, num_segments, micro_batches, num_steps)
 
 
 def accumulation_step(num_segments: int, micro_batches: int, step: int = 0) -> tuple[Action, ...]:
@@ -72,8 +71,7 @@ def in_phase(num_segments: int, micro_batches: int, num_steps: int = 1, **option
     Raises:
         PlanError: A number is out of range, or see `group_segments`.
     """
-    steps = (in_phase_step(num_segments, micro_batches, k, **options) for k in range(num_steps))
-    return _plan("in-phase", num_segments, micro_batches, num_steps, steps)
+    return _plan("in-phase", in_phase_step, num_segments, micro_batches, num_steps, **options)
 
 
 def in_phase_step(
@@ -111,8 +109,7 @@ def tick_tock(num_segments: int, micro_batches: int, num_steps: int = 1, **optio
     Raises:
         PlanError: See `tick_tock_step`.
     """
-    steps = (tick_tock_step(num_segments, micro_batches, k, **options) for k in range(num_steps))
-    return _plan("tick-tock", num_segments, micro_batches, num_steps, steps)
+    return _plan("tick-tock", tick_tock_step, num_segments, micro_batches, num_steps, **options)
 
 
 def tick_tock_step(
@@ -234,14 +231,16 @@ class _Window:
 
 def _plan(
     schedule: str,
+    make_step: Callable[..., tuple[Action, ...]],
     num_segments: int,
     micro_batches: int,
     num_steps: int,
-    steps: Iterable[tuple[Action, ...]],
+    **options: Any,
 ) -> Plan:
-    check_numbers(num_segments, micro_batches, num_steps)
-    actions = tuple(action for step in steps for action in step)
-    return Plan(schedule, num_segments, micro_batches, num_steps, (actions,))
+    sizes = num_segments, micro_batches
+    check_numbers(*sizes, num_steps)
+    actions = tuple(a for step in range(num_steps) for a in make_step(*sizes, step, **options))
+    return Plan(schedule, *sizes, num_steps, (actions,))
 
 
 def _check_pairing(

@@ -45,19 +45,6 @@ def test_zero_changes_no_bit_on_two_ranks(launch_once):
         check_equal(found[8], found[0])
 
 
-@pytest.mark.nightly
-def test_zero_changes_no_bit_on_four_ranks(launch_once):
-    cases = [
-        {"engine": "1f1b", "type": kind, "zero": zero, "alike": True}
-        for kind in ("SOAP", "Muon")
-        for zero in (0, 1)
-    ]
-    for found in run(launch_once, cases, ranks=4):
-        for i in (0, 2):
-            check_equal(found[i + 1], found[i])
-            assert found[i + 1]["cut"] > 240  # several cuts
-
-
 def test_two_ranks_train_in_bf16_as_one(launch_once, tmp_path):
     cases = [
         {"engine": "1f1b", "type": kind, "zero": zero, "alike": True, "bf16": True}

@@ -242,19 +242,6 @@ def test_decay_comes_from_the_staleness_or_from_the_base(base, decay):
     assert correction.state_dict()["deltas"][0].item() == pytest.approx(1 - decay)
 
 
-def test_small_changes_of_large_weights_are_averaged_as_in_float64():
-    torch.manual_seed(0)
-    param = Parameter(torch.ones(1000))
-    correction = VelocityCorrection([param], 0.8)
-    expected = torch.zeros(1000, dtype=torch.float64)
-    for _ in range(20):
-        before = param.detach().double()
-        with optimizer_step(correction):
-            param.data.add_(torch.rand(1000), alpha=1e-6)
-        expected = 0.8 * expected + 0.2 * (param.detach().double() - before)
-    assert torch.allclose(correction.state_dict()["deltas"][0].double(), expected, rtol=1e-5)
-
-
 @pytest.mark.parametrize("mode", ["off", "exact", "ema"])
 @pytest.mark.parametrize("drained", [False, True])
 def test_a_saved_state_goes_on_alike(mode, drained):

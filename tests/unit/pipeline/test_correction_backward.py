@@ -327,21 +327,6 @@ def test_recomputation_takes_the_corrected_weights(name, mode, use_reentrant):
         assert equal(found, wanted)
 
 
-@kinds
-def test_within_hooks_of_the_model_what_they_keep_counts(kind):
-    def forward(module, x):
-        with saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t):
-            return call(module, x)
-
-    # Copies of the old weights: right for an exact correction, and unknown to the estimate.
-    for mode in ("exact", "ema"):
-        old_ones = pipelined(
-            made(kind), mode, forward=forward, twin=lambda old, x, _: twin_gradients(old, x)
-        )
-        for found, wanted in old_ones:
-            assert equal(found, wanted)
-
-
 @pytest.mark.parametrize(
     ("name", "mode"),
     [

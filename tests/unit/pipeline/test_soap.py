@@ -195,27 +195,6 @@ def test_a_state_of_other_tensors_is_refused():
         optimizers[0].load_state_dict(soap.state_dict())
 
 
-def test_a_flat_partition_is_stepped_as_the_tensors_that_it_holds():
-    shapes, offsets, size = ((5, 4), (7,), (3, 6)), (0, 20, 28), 48  # 1 and 2 of padding
-    torch.manual_seed(2)
-    whole = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
-    flat = torch.nn.Parameter(torch.full((size,), 9.0))
-    for weight, offset in zip(whole, offsets, strict=True):
-        flat.data[offset : offset + weight.numel()] = weight.detach().flatten()
-    soap, twin = SOAP([flat], weight_decay=0.1), SOAP(whole, weight_decay=0.1)
-    soap.set_partition(flat, Partition(shapes, offsets, 0, size))
-    for step in range(12):
-        torch.manual_seed(step)
-        flat.grad = torch.randn(size)
-        for weight, offset in zip(whole, offsets, strict=True):
-            weight.grad = flat.grad[offset : offset + weight.numel()].clone().view_as(weight)
-        soap.step()
-        twin.step()
-    for weight, offset in zip(whole, offsets, strict=True):
-        assert torch.equal(flat[offset : offset + weight.numel()].view_as(weight), weight)
-    assert flat[[27, 46, 47]].tolist() == [9.0] * 3
-
-
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 8, 32])
 def test_early_stages_refresh_more_often_for_the_same_work_together(num_stages):
     periods = [refresh_of(stage, num_stages, base=1000) for stage in range(num_stages)]

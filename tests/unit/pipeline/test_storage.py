@@ -144,19 +144,3 @@ def test_a_layer_that_keeps_two_parameters_at_once_is_named_in_its_forward_pass(
     x = torch.randn(8, requires_grad=True)
     with References([left, right]).kept(), pytest.raises(ModelError, match=r"\(8,\)"):
         x * flat
-
-
-def test_memory_that_a_parameter_has_left_is_no_part_of_it():
-    p, before, after = Parameter(torch.randn(4)), torch.randn(4), torch.randn(4)
-    references = References([p])
-    for memory, other in ((before, after), (after, before), (before, after)):
-        p.data = memory
-        references.find()
-        assert references.of(memory) is p
-        assert references.of(other).data_ptr() == other.data_ptr()
-    # At the same address: fewer elements.
-    memory, other = before[:2], before[2:]
-    p.data = memory
-    references.find()
-    assert references.of(memory) is p
-    assert references.of(other).data_ptr() == other.data_ptr()
