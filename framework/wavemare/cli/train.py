@@ -6,11 +6,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
 
@@ -28,37 +27,21 @@ from wavemare.errors import ConfigError, LaunchError, did_you_mean
 __all__ = ["RECIPES", "Recipe", "check_early", "find_recipe", "refuse_second_config", "train"]
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """A module of ``wavemare.recipes`` and the configuration that it starts with by default."""
+class Recipe(NamedTuple):
+    """A module of ``wavemare.recipes``, and its default JSON configuration."""
 
-    area: str
-    task: str
-    layout: str = "pipeline"
-
-    @property
-    def name(self) -> str:
-        """Its name on the command line."""
-        return f"{self.area}/{self.task}"
-
-    @property
-    def module(self) -> str:
-        """The module to run."""
-        return f"wavemare.recipes.{self.area}.{self.task}"
-
-    @property
-    def config(self) -> Path:
-        """Its default JSON configuration."""
-        return Path(str(files("wavemare.recipes") / self.area / f"{self.task}_{self.layout}.json"))
+    module: str
+    config: Path
 
 
+_FOLDER = Path(str(files("wavemare.recipes")))
 RECIPES = {
-    recipe.name: recipe
-    for recipe in (
-        Recipe("gpt", "pretrain", "pipemare"),
-        Recipe("gpt", "finetune"),
-        Recipe("bert", "pretrain"),
-        Recipe("bert", "finetune"),
+    name: Recipe(f"wavemare.recipes.{name.replace('/', '.')}", _FOLDER / f"{name}_{layout}.json")
+    for name, layout in (
+        ("gpt/pretrain", "pipemare"),
+        ("gpt/finetune", "pipeline"),
+        ("bert/pretrain", "pipeline"),
+        ("bert/finetune", "pipeline"),
     )
 }
 _SHORT_NAMES = {"gpt": "gpt/pretrain", "bert": "bert/pretrain"}
