@@ -89,9 +89,9 @@ class SplitNames(Section):
 class ParallelConfig(Section):
     """Annotations of a model by names and patterns, or a plan that was made before."""
 
-    stages: PositiveInt | str | list[list[str]] | dict[str, list[str]] | None = None
-    """Patterns of the modules of each stage, by its name or as a list; a layout string of
-    Megatron-LM; or a number of stages, which are balanced by parameters."""
+    stages: PositiveInt | list[list[str]] | dict[str, list[str]] | None = None
+    """Patterns of the modules of each stage, by its name or as a list; or a number of stages, which
+    are balanced by parameters."""
 
     split: PositiveInt | SplitNames | None = None
     """Over how many consecutive ranks each layer is split."""

@@ -43,6 +43,7 @@ _REMOVED = {
     "wavemare.guard.message_checksum": "Leave it out; TCP and RDMA check messages themselves",
     "wavemare.guard.replica_digest_interval": "Leave it out; memory with ECC finds flipped bits",
     "wavemare.checkpoint.timeout_s": "Leave it out; a save waits for all ranks that write",
+    "wavemare.parallel.stages = text": "Give the modules of each stage; see docs/annotations.md",
     "wavemare.parallel.colocated": "Leave it out; use wavemare.parallel.split",
     "wavemare.balance.micro_steps": "Leave it out; use wavemare.balance.shares",
     "wavemare.sparse_collective.mode = agsparse": "Choose auto; bench sparse measures it",
@@ -95,8 +96,9 @@ def _first_error(
     if first["type"] == "extra_forbidden":
         remedy = did_you_mean(str(location[-1]), _fields_at(model, location[:-1]))
         return ConfigError(key, given, "this key does not exist", remedy)
-    if f"{key} = {given}" in _REMOVED:
-        return ConfigError(key, given, "it was removed", _REMOVED[f"{key} = {given}"])
+    for removed in (f"{key} = {given}", f"{key} = text" if isinstance(given, str) else ""):
+        if removed in _REMOVED:
+            return ConfigError(key, given, "it was removed", _REMOVED[removed])
     # Where a value may be of several kinds there is an error of each.
     same = [details for place, details in found if place == location]
     if isinstance(given, str) and all(item["type"] == "literal_error" for item in same):

@@ -61,7 +61,7 @@ def test_what_is_refused(launch_once):
         assert "wavemare.parallel with names and by annotations in the program" in result["twice"]
         assert "num_layers = 7: the model has 6 layers" in result["other model"]
         assert "the plan is for 4 processes" in result["more processes"]
-        assert "Start 4 processes, or use one of 1 x 2 x 1, 2 x 1 x 1" in result["world size"]
+        assert "Start 4 processes, or change the annotations" in result["world size"]
 
 
 @pytest.mark.nightly

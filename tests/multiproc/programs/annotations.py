@@ -25,6 +25,9 @@ from wavemare.models import pipeline_state_dict
 from wavemare.parallel.layout.annotations import pipeline
 
 STEPS, MICRO_BATCHES, MICRO, RATE = 3, 4, 3, 0.02
+# The second stage begins before or behind the second of two blocks.
+EARLY = [["embed", "layers.0"], ["layers.1", "norm", "head"]]
+LATE = [["embed", "layers"], ["norm", "head"]]
 
 
 def micro_batches(model, replica=0, replicas=1):
@@ -107,7 +110,7 @@ def lines():
 def given():
     """One layout by the configuration, by a plan's file, by the plan itself and by annotate."""
     folder, name = Path(sys.argv[1]), "gpt2"
-    section: dict[str, Any] = {"stages": "Et|tL", "pipeline": {"micro_batches": 4}}
+    section: dict[str, Any] = {"stages": EARLY, "pipeline": {"micro_batches": 4}}
     engine = start(build(name), wavemare={"parallel": section})
     plan = engine.layout
     if torch.distributed.get_rank() == 0:
@@ -129,21 +132,21 @@ def refusals():
     def staged(layout):
         return start(wavemare.annotate(build("gpt2"), {"stages": layout}))
 
-    result = {"disagree": refusal(lambda: staged(["Et|tL", "Ett|L"][rank]))}
+    result = {"disagree": refusal(lambda: staged([EARLY, LATE][rank]))}
     result["no file"] = refusal(
         lambda: start(build("gpt2"), wavemare={"parallel": {"plan": "/nowhere/plan.json"}})
     )
-    engine = staged("Et|tL")
+    engine = staged(EARLY)
     train(engine, "gpt2", 1)
     engine.save_checkpoint(folder, "one")
     expected = train(engine, "gpt2", 2)
     plan = engine.layout
     manifest = json.loads((folder / "one" / "wavemare.json").read_text())
-    again = staged("Et|tL")
+    again = staged(EARLY)
     again.load_checkpoint(folder, "one")
     result["resumed"] = [train(again, "gpt2", 2), expected]
     result["digests"] = [weights_digest(again), weights_digest(engine)]
-    other = staged("Ett|L")
+    other = staged(LATE)
     result["other plan"] = refusal(lambda: other.load_checkpoint(folder, "one"))
     result["plans"] = [plan.digest, other.layout.digest, manifest["plan"]["digest"]]
     result["layout"] = manifest["plan"]["layout"] == json.loads(plan.to_json())
@@ -171,7 +174,7 @@ def universal():
         zero = {"zero_optimization": {"stage": 1}}
         return start(model, optimizer=adam, **zero, **changes)
 
-    engine = staged("Et|tL")
+    engine = staged(EARLY)
     train(engine, "gpt2", 1)
     engine.save_checkpoint(folder, "one")
     expected = train(engine, "gpt2", 3)
@@ -181,8 +184,8 @@ def universal():
         subprocess.run([*tool, *words], check=True, stdout=subprocess.DEVNULL)
         (folder / "latest_universal").write_text("universal")
     torch.distributed.barrier()
-    other = staged("Ett|L", checkpoint={"load_universal": True})
-    fresh = train(staged("Ett|L"), "gpt2", 3)
+    other = staged(LATE, checkpoint={"load_universal": True})
+    fresh = train(staged(LATE), "gpt2", 3)
     other.load_checkpoint(folder)
     return {
         "losses": train(other, "gpt2", 3),

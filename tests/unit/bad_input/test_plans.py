@@ -8,7 +8,6 @@ import pytest
 
 from wavemare.errors import ModelError, PlanError
 from wavemare.parallel.layout.layout import Layout
-from wavemare.parallel.layout.layout_string import unrolled
 from wavemare.parallel.planner import plan
 from wavemare.parallel.planner.cluster_file import parse_cluster, read_cluster
 from wavemare.pipeline.plan.check import check
@@ -86,13 +85,6 @@ LAYOUTS = [
     (layout(predicted={**SECONDS, "step_s": -1}), "predicted.step_s", "at least 0"),
     (layout(predicted={**SECONDS, "step_s": 10**400}), "predicted.step_s", "not a finite number"),
 ]
-
-
-@pytest.mark.parametrize(
-    "text", ["Et*9999999999L", "Et*" + "9" * 5000 + "L", "(" * 3 + "t" + "*9999)" * 3]
-)
-def test_a_layout_of_too_many_letters(refused, text):
-    refused(lambda: unrolled(text), PlanError, "stages", "more than 100000 letters")
 
 
 @pytest.mark.parametrize(("text", "key", "said"), LAYOUTS)

@@ -75,6 +75,11 @@ def test_a_removed_key_says_so(key):
     assert error.remedy.startswith("Leave it out; ")
 
 
+def test_a_removed_kind_of_value_says_so():
+    error = error_of(WavemareConfig.of, nested("parallel.stages", "Et*6|t*6L"))
+    assert (error.key, error.reason) == ("wavemare.parallel.stages", "it was removed")
+
+
 def pipemare(pipemare=None, config=None, **pipeline):
     """A configuration of the asynchronous schedule, with additions to its sections."""
     pipeline = {"schedule": "pipemare", "stages": 2, **pipeline}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patterns of modules, Megatron-LM's layout strings, lists of module names."""
+"""Patterns of modules, lists of module names."""
 
 import re
 
@@ -8,9 +8,7 @@ from annotation_models import bert, gpt2, plan
 
 import wavemare
 from wavemare.errors import PlanError
-from wavemare.parallel.layout.chains import named_chain
-from wavemare.parallel.layout.layout_string import unrolled
-from wavemare.parallel.layout.names import matches
+from wavemare.parallel.layout.names import matches, named_chain
 
 BLOCKS = [f"transformer.h.{n}" for n in range(4)]
 
@@ -90,54 +88,9 @@ def test_the_innermost_of_two_patterns_counts():
     assert "'transformer'" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("layout", "expected"),
-    [
-        ("EttL", ["EttL"]),
-        ("Ett|tt|L", ["Ett", "tt", "L"]),
-        ("Et*3|(tt|)*2,m|L", ["Ettt", "tt", "tt", "m", "L"]),
-        ("E(t|)*3tL", ["Et", "t", "t", "tL"]),
-        ("E((t|)*2t)*2L", ["Et", "t", "tt", "t", "tL"]),
-        ("Et*12L", ["E" + 12 * "t" + "L"]),
-        ("E, t*2 | t L", ["Ett", "tL"]),
-        ("(|ab)".replace("ab", "tt") + "*2,L", ["", "tt", "ttL"]),
-    ],
-)
-def test_layout_strings(layout, expected):
-    assert unrolled(layout) == expected
-
-
 def test_a_range_may_not_be_of_any_length():
     with pytest.raises(PlanError, match="the range 0-99999999999 goes beyond 5 digits"):
         wavemare.annotate(gpt2(), {"split": {"size": 2, "modules": ["layers.0-99999999999"]}})
-
-
-@pytest.mark.parametrize(
-    ("layout", "message"),
-    [
-        ("Etx|tL", "'x' stands for nothing"),
-        ("E(tt|tL", "not closed"),
-        ("Ett)|tL", "closes nothing"),
-        ("*2EtL", "repeats nothing"),
-        ("Ett||ttL", "stage 1 is empty"),
-        ("Et*4|m|L", "predicts several tokens"),
-        ("Et*3|L", "Write 4 times t"),
-        ("t*4|EL", "in this order"),
-    ],
-)
-def test_layout_strings_that_do_not_fit(layout, message):
-    with pytest.raises(PlanError, match=re.escape(message)):
-        wavemare.annotate(gpt2(), {"stages": layout})
-
-
-def test_layout_strings_cut():
-    for layout, cuts in {
-        "Et|t*3L": (0, 3, 8),
-        "E|(tt|)*2L": (0, 2, 4, 6, 8),
-        "Et*4|L": (0, 6, 8),
-    }.items():
-        made = plan(wavemare.annotate(gpt2(), {"stages": layout}), len(cuts) - 1)
-        assert made.cuts == cuts
 
 
 def test_lists_of_module_names_cut():

@@ -13,14 +13,20 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from wavemare.errors import PlanError, did_you_mean
-from wavemare.parallel.layout.regions import Region, check_nesting, combined, next_serial
+from wavemare.parallel.layout.regions import (
+    Region,
+    check_nesting,
+    combined,
+    next_serial,
+    own_region,
+    set_region,
+)
 from wavemare.pipeline.config import TRAINED
 
 __all__ = [
     "PLAN",
     "Scope",
     "is_annotated",
-    "own_region",
     "pipeline",
     "replica",
     "split",
@@ -31,7 +37,6 @@ __all__ = [
 PLAN = "_wavemare_plan"
 """Attribute of a model that is to be run by a plan."""
 
-_TAG = "_wavemare_region"
 _open: ContextVar[tuple[Region, ...]] = ContextVar("open_regions", default=())
 
 T = TypeVar("T")
@@ -178,12 +183,7 @@ def tag(module: nn.Module, region: Region) -> None:
         kind = type(module).__name__
         reason = f"this {kind} is in {theirs} by {theirs.place} and in {ours} by {ours.place}"
         raise PlanError("stage", ours.name, reason, "Name it in one stage")
-    setattr(module, _TAG, combined(region, known))
-
-
-def own_region(module: nn.Module) -> Region | None:
-    """Return what a module itself was annotated with."""
-    return module.__dict__.get(_TAG)
+    set_region(module, combined(region, known))
 
 
 def is_annotated(model: Any) -> bool:

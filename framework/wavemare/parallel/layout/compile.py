@@ -3,21 +3,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wavemare.engine.config.resolve import WavemareConfig, check_batch_sizes, zero_section
 from wavemare.errors import PlanError
 from wavemare.models.convert import trained_parameters
-from wavemare.parallel.layout.chains import NamedChain, named_chain
 from wavemare.parallel.layout.layout import Layout
-from wavemare.parallel.layout.regions import Region
-from wavemare.parallel.layout.resolve import Regions, check_split, regions_of, stage_cuts
+from wavemare.parallel.layout.names import NamedChain, named_chain
+from wavemare.parallel.layout.regions import Region, Regions, regions_of
 from wavemare.pipeline.plan.partition import balanced_cuts
 
-__all__ = ["compile_layout", "configured", "legal_triples"]
+__all__ = ["compile_layout"]
 
 _STEPS = "gradient_accumulation_steps"
 
@@ -46,105 +43,53 @@ def compile_layout(model: Any, config: Mapping[str, Any], *, world_size: int) ->
     chain = named_chain(model, ours.pipeline.inputs) if cut or regions.split else None
     if regions.split is not None:
         assert chain is not None
-        check_split(regions, chain)
+        _check_split(regions, chain)
     cuts = _cuts(regions, chain) if cut and chain is not None else None
-    grid = _grid(regions, len(cuts) - 1 if cuts is not None else 1, world_size)
+    stages = len(cuts) - 1 if cuts is not None else 1
+    splits, replicas = _degrees(regions, stages, world_size)
     schedule = pipeline.schedule if pipeline is not None else None
     given = _with_micro_batches(config, pipeline)
-    sizes = check_batch_sizes(given, data_world_size=grid.replicas, stages=grid.stages)
-    shares = _shares(config, sizes["train_micro_batch_size_per_gpu"], grid.replicas)
-    waves = (
-        ours.pipeline.overlap_forward_backward if grid.stages > 1 else ours.wavelet.mode == "auto"
-    )
+    sizes = check_batch_sizes(given, data_world_size=replicas, stages=stages)
+    shares = _shares(config, sizes["train_micro_batch_size_per_gpu"], replicas)
+    waves = ours.pipeline.overlap_forward_backward if stages > 1 else ours.wavelet.mode == "auto"
     return Layout(
-        stages=grid.stages,
-        tensor_parallel=grid.splits,
-        data_parallel=grid.replicas,
-        cuts=cuts if grid.stages > 1 else None,
+        stages=stages,
+        tensor_parallel=splits,
+        data_parallel=replicas,
+        cuts=cuts if stages > 1 else None,
         num_layers=len(chain.layers) if chain is not None else None,
         schedule=schedule or ours.pipeline.schedule,
         wavelet=waves,
         zero_stage=int(zero_section(config).get("stage", 0)),
-        recompute=_recomputes(model, config, grid.stages),
+        recompute=_recomputes(model, config, stages),
         global_batch=sizes["train_batch_size"],
         micro_steps=sizes[_STEPS],
         shares=shares,
     )
 
 
-def configured(plan: Layout, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration that runs a plan compiled under ``config``.
-
-    `Layout.configure` decides also what a plan states but in part, such as the mode of the
-    waves; these settings stay as they were.
-    """
-    result = plan.configure(config)
-    given, section = config.get("wavemare", {}), result["wavemare"]
-    if "wavelet" in given:
-        section["wavelet"] = given["wavelet"]
-    if "pipeline" in config:
-        result["pipeline"] = config["pipeline"]
-    return result
-
-
-@dataclass(frozen=True)
-class _Grid:
-    stages: int
-    splits: int
-    replicas: int
-
-
-def _grid(regions: Regions, stages: int, world_size: int) -> _Grid:
-    """Return the degrees; the processes left over are replicas, unless their number was given."""
+def _degrees(regions: Regions, stages: int, world_size: int) -> tuple[int, int]:
+    """Return splits and replicas: the processes left over, unless their number was given."""
     split, replicas = regions.split, regions.replicas
     splits = split.size or 1 if split is not None else 1
     left = world_size // (stages * splits)
     count = replicas.size if replicas is not None and replicas.size is not None else left
     if stages * splits * count == world_size:
-        return _Grid(stages, splits, count)
+        return splits, count
     places = [region.place for region in (*regions.of("stage"), split, replicas) if region]
     reason = (
         f"stages x split x replicas = {stages} x {splits} x {count or 1} is not the number of "
         f"processes ({world_size})"
     )
     reason += f"; annotated at {', '.join(dict.fromkeys(places))}" if places else ""
-    wanted = (stages, splits, max(count, 1))
-    legal = ", ".join(" x ".join(map(str, triple)) for triple in legal_triples(wanted, world_size))
-    remedy = f"Start {math.prod(wanted)} processes, or use one of {legal}"
+    remedy = f"Start {stages * splits * max(count, 1)} processes, or change the annotations"
     raise PlanError("world_size", world_size, reason, remedy)
-
-
-def legal_triples(
-    wanted: tuple[int, int, int], world_size: int, count: int = 3
-) -> list[tuple[int, int, int]]:
-    """Return the degrees (P, T, D) with a product that are nearest to those wanted, nearest first.
-
-    Near is a small sum of squared logarithms of ratios.
-
-    Args:
-        wanted: Stages, splits, replicas.
-        world_size: The product.
-        count: How many to return at most.
-    """
-    divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
-    triples = [
-        (p, t, world_size // (p * t))
-        for p in divisors
-        for t in divisors
-        if world_size % (p * t) == 0
-    ]
-
-    def distance(triple: tuple[int, int, int]) -> float:
-        ratios = (have / want for have, want in zip(triple, wanted, strict=True))
-        return sum(math.log(ratio) ** 2 for ratio in ratios)
-
-    return sorted(triples, key=lambda triple: (distance(triple), triple))[:count]
 
 
 def _cuts(regions: Regions, chain: NamedChain) -> tuple[int, ...]:
     pipeline = regions.pipeline
     if regions.of("stage"):
-        return stage_cuts(regions, chain)
+        return _stage_cuts(regions, chain)
     assert pipeline is not None
     if pipeline.stages is None:
         reason = f"the pipeline at {pipeline.place} has no stages"
@@ -194,3 +139,78 @@ def _check_given_once(ours: WavemareConfig, regions: Regions) -> None:
     for key, value in given.items():
         reason = f"the model is annotated at {place}, which decides it"
         raise PlanError(key, value, reason, "Leave out the key, or the annotation")
+
+
+def _stage_cuts(regions: Regions, chain: NamedChain) -> tuple[int, ...]:
+    """Return the bounds of the stages: layers without a region join the stage around them.
+
+    Raises:
+        PlanError: The stages are not consecutive layers, or a layer could belong to two.
+    """
+    found = [_stage_of(regions, names) for names in chain.modules]
+    known = [stage for stage in found if stage is not None]
+    filled: list[Region] = []
+    for index, own in enumerate(found):
+        stage = own
+        if stage is None:
+            before = filled[-1] if filled else None
+            after = next((s for s in found[index:] if s is not None), None)
+            if before is not None and after is not None and before.name != after.name:
+                layer = ", ".join(chain.modules[index]) or f"layer {index}"
+                reason = f"it is between {before} at {before.place} and {after} at {after.place}"
+                raise PlanError("stage", layer, reason, "Annotate it too")
+            stage = before or after or known[0]
+        filled.append(stage)
+    starts = [i for i, s in enumerate(filled) if i == 0 or s.name != filled[i - 1].name]
+    seen: dict[str | None, Region] = {}
+    for start in starts:
+        stage = filled[start]
+        if stage.name in seen:
+            between, first = filled[start - 1], seen[stage.name]
+            reason = (
+                f"{stage} by {first.place} goes on by {stage.place} after {between} by "
+                f"{between.place}: a stage is consecutive layers"
+            )
+            raise PlanError("stage", stage.name, reason, "Move the modules to one side")
+        seen[stage.name] = stage
+    for region in regions.of("stage"):
+        if region.name not in seen:
+            reason = f"the stage of {region.place} holds no layer of its own"
+            raise PlanError("stage", region.name, reason, "Name whole layers, or leave it out")
+    return (*starts, len(filled))
+
+
+def _stage_of(regions: Regions, names: Sequence[str]) -> Region | None:
+    stages = [
+        stage
+        for name in names
+        if (region := regions.by_module.get(name)) is not None
+        if (stage := region.enclosing("stage")) is not None
+    ]
+    for stage in stages[1:]:
+        first = stages[0]
+        if stage.name != first.name:
+            reason = (
+                f"{', '.join(names)} are one layer, but {first} at {first.place} has one of them "
+                f"and {stage} at {stage.place} another"
+            )
+            raise PlanError("stage", stage.name, reason, "Put them into one stage")
+    return stages[0] if stages else None
+
+
+def _check_split(regions: Regions, chain: NamedChain) -> None:
+    """Check that a split holds all blocks: the ranks that share one layer share each.
+
+    Raises:
+        PlanError: A block is not split.
+    """
+    split = regions.split
+    assert split is not None
+    for index in chain.blocks:
+        for name in chain.modules[index]:
+            region = regions.by_module.get(name)
+            own = region.enclosing("split") if region is not None else None
+            if own is None:
+                where = f"{name} at {region.place}" if region is not None else name
+                reason = f"{split} at {split.place} leaves {where} whole, and blocks are alike"
+                raise PlanError("split", str(split), reason, "Split all blocks or none")

@@ -16,10 +16,9 @@ from wavemare.engine.config.resolve import SECTION, WavemareConfig
 from wavemare.engine.config.sections import ParallelConfig
 from wavemare.errors import PlanError
 from wavemare.parallel.layout.annotations import PLAN, is_annotated
-from wavemare.parallel.layout.chains import named_chain
-from wavemare.parallel.layout.compile import compile_layout, configured
+from wavemare.parallel.layout.compile import compile_layout
 from wavemare.parallel.layout.layout import Layout
-from wavemare.parallel.layout.names import annotate
+from wavemare.parallel.layout.names import annotate, named_chain
 
 __all__ = ["agree", "layout_for"]
 
@@ -56,7 +55,7 @@ def layout_for(model: Any, values: dict[str, Any]) -> tuple[Layout, dict[str, An
         mapping = names.model_dump(exclude_unset=True, exclude={"plan"})
         annotate(model, mapping, key=_KEY)
     plan = agree(compile_layout(model, values, world_size=dist.get_world_size()))
-    return plan, configured(plan, values)
+    return plan, plan.configure(values)
 
 
 def agree(plan: Layout) -> Layout:

@@ -169,8 +169,9 @@ class Layout:
     def configure(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return a DeepSpeed configuration that runs the plan.
 
-        Keys that the plan decides are replaced. ``recompute`` of one stage is not among them: the
-        model's own gradient checkpointing does it. Nor is ``order``, which is the launcher's.
+        Keys that the plan decides are replaced. A plan without waves leaves their keys alone.
+        ``recompute`` of one stage is done by the model's own gradient checkpointing, and ``order``
+        by the launcher.
 
         Args:
             config: The other settings, with or without a section "wavemare".
@@ -178,11 +179,8 @@ class Layout:
         section = dict(config.get("wavemare", {}))
         section["pipeline"] = self._pipeline(section.get("pipeline", {}))
         section["tensor_parallel"] = {"size": self.tensor_parallel}
-        waves = self.wavelet and self.stages == 1
-        if waves:
+        if self.wavelet and self.stages == 1:
             section["wavelet"] = {**section.get("wavelet", {}), "mode": "auto"}
-        else:
-            section.pop("wavelet", None)
         balance = section.pop("balance", {})
         kept = dict(balance) if isinstance(balance, Mapping) else {}
         kept.pop("shares", None)
@@ -202,13 +200,14 @@ class Layout:
         }
         if self.stages > 1 and self.recompute:
             theirs = dict(config.get("pipeline", {}))
-            result["pipeline"] = {**theirs, "activation_checkpoint_interval": 1}
+            if not theirs.get("activation_checkpoint_interval"):
+                theirs["activation_checkpoint_interval"] = 1
+            result["pipeline"] = theirs
         return result
 
     def _pipeline(self, given: Mapping[str, Any]) -> dict[str, Any]:
         section = {**given, "stages": self.stages, "schedule": self.schedule}
         section.pop("partition", None)
-        section.pop("overlap_forward_backward", None)
         if self.cuts is not None:
             section["partition"] = list(self.cuts[:-1])
         if self.wavelet and self.stages > 1:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Annotations by names: a mapping from regions to patterns of modules."""
+"""Annotations by names: a mapping from regions to patterns of modules, and what these match."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import product
 from typing import Any
@@ -13,16 +14,81 @@ from torch import nn
 
 from wavemare.engine.config.sections import ParallelConfig, SplitNames
 from wavemare.errors import ModelError, PlanError, did_you_mean
-from wavemare.parallel.layout.annotations import PLAN, own_region, tag
-from wavemare.parallel.layout.chains import NamedChain, named_chain
+from wavemare.models.families import family_of
+from wavemare.models.layers import PipelineLayer, TiedHead
+from wavemare.parallel.layout.annotations import PLAN, tag
 from wavemare.parallel.layout.layout import Layout
-from wavemare.parallel.layout.layout_string import layout_stages
-from wavemare.parallel.layout.regions import Region
+from wavemare.parallel.layout.regions import Region, own_region
 
-__all__ = ["annotate", "matches"]
+__all__ = ["NamedChain", "annotate", "matches", "named_chain"]
 
 _RANGE = re.compile(r"(\d+)-(\d+)")
 _MOST_DIGITS = 5
+_EMBEDDINGS = ("embed", "embedding", "embeddings", "tok_embeddings")
+_BLOCKS = ("layers", "blocks")
+_HEADS = ("head", "output")
+
+
+@dataclass(frozen=True)
+class NamedChain:
+    """The chain of `wavemare.models.to_pipeline`.
+
+    Args:
+        layers: The layers.
+        modules: For each of them the names of the model's modules that it holds.
+    """
+
+    layers: tuple[PipelineLayer, ...]
+    modules: tuple[tuple[str, ...], ...]
+
+    @property
+    def blocks(self) -> list[int]:
+        """Which layers are the repeated blocks."""
+        return [index for index, layer in enumerate(self.layers) if layer.is_block]
+
+    def known_as(self, name: str) -> list[int] | None:
+        """Return the layers that have a name in all models; None if it is none.
+
+        ``embed`` are those before the blocks, ``layers`` the blocks and ``layers.N`` one of them,
+        ``head`` the last layer and ``norm`` those between. torchtitan's ``tok_embeddings`` and
+        ``output`` are understood as well.
+        """
+        first, last = self.blocks[0], self.blocks[-1]
+        group, _, number = name.partition(".")
+        if group in _BLOCKS and number in ("", "*"):
+            return self.blocks
+        if group in _BLOCKS and number.isdecimal() and int(number) < len(self.blocks):
+            return [self.blocks[int(number)]]
+        if name in _EMBEDDINGS:
+            return list(range(first))
+        if name in _HEADS:
+            return [len(self.layers) - 1]
+        if name == "norm":
+            return list(range(last + 1, len(self.layers) - 1))
+        return None
+
+
+def named_chain(model: Any, inputs: Sequence[str] | None = None) -> NamedChain:
+    """Return the layers of a transformers model and their modules' names.
+
+    Args:
+        model: The model, whole.
+        inputs: ``wavemare.pipeline.inputs``.
+
+    Raises:
+        ModelError: Models of this class cannot be cut.
+    """
+    family = family_of(model)
+    layers = tuple(family.chain(model, family.declared(inputs)))
+    names = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
+    return NamedChain(layers, tuple(_names(model, layer, names) for layer in layers))
+
+
+def _names(model: Any, layer: PipelineLayer, names: dict[int, str]) -> tuple[str, ...]:
+    held = list(layer.children())
+    if isinstance(layer, TiedHead):  # it holds but a weight of the module whose part it plays
+        held = [model.get_output_embeddings()]
+    return tuple(names[id(module)] for module in held if id(module) in names)
 
 
 def annotate(model: Any, layout: Mapping[str, Any] | Layout, *, key: str = "mapping") -> Any:
@@ -105,13 +171,6 @@ class _Annotator:
             for modules in chain.modules:
                 for name in modules:
                     tag(self._model.get_submodule(name), pipeline)
-            return
-        if isinstance(stages, str):
-            for number, layers in enumerate(layout_stages(stages, chain)):
-                region = self._stage(f"s{number}", f"{stages} (stage {number})", pipeline)
-                for layer in layers:
-                    for name in chain.modules[layer]:
-                        tag(self._model.get_submodule(name), region)
             return
         assert stages is not None
         assert not isinstance(stages, int)

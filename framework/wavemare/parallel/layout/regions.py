@@ -1,19 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Regions of a model: what an annotation says of some modules, where it stands, what may hold what.
 
-Whale's four primitives (Jia et al., ATC 2022). Imports no torch.
+Whale's four primitives (Jia et al., ATC 2022).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from torch import nn
+
 from wavemare.errors import PlanError
 
-__all__ = ["Kind", "Region", "check_nesting", "combined", "next_serial"]
+__all__ = [
+    "Kind",
+    "Region",
+    "Regions",
+    "check_nesting",
+    "combined",
+    "next_serial",
+    "own_region",
+    "regions_of",
+    "set_region",
+]
 
 Kind = Literal["replica", "stage", "split", "pipeline"]
 
@@ -25,6 +37,7 @@ _HOLDS: dict[Kind, tuple[Kind, ...]] = {
 }
 """What may stand in a region of each kind."""
 
+_TAG = "_wavemare_region"
 _serials = itertools.count()
 
 
@@ -139,3 +152,107 @@ def combined(outer: Region | None, own: Region | None) -> Region | None:
             check_nesting(grafted, region)
             grafted = replace(region, parent=grafted)
     return grafted
+
+
+def own_region(module: nn.Module) -> Region | None:
+    """Return what a module itself was annotated with."""
+    return module.__dict__.get(_TAG)
+
+
+def set_region(module: nn.Module, region: Region | None) -> None:
+    """Annotate a module itself."""
+    setattr(module, _TAG, region)
+
+
+@dataclass(frozen=True)
+class Regions:
+    """What a model's annotations say.
+
+    Args:
+        by_module: The region of each annotated module, by its name; "" is the model.
+    """
+
+    by_module: Mapping[str, Region]
+
+    @property
+    def all(self) -> list[Region]:
+        """All regions, also those around others, each once."""
+        found = {r.serial: r for region in self.by_module.values() for r in region.around}
+        return list(found.values())
+
+    def of(self, kind: str) -> list[Region]:
+        """Return the regions of a kind."""
+        return [region for region in self.all if region.kind == kind]
+
+    @property
+    def split(self) -> Region | None:
+        """The split over consecutive ranks.
+
+        Raises:
+            PlanError: There are several sizes.
+        """
+        return _one(self.of("split"), "size", "all stages are split alike")
+
+    @property
+    def replicas(self) -> Region | None:
+        """The region that says how many replicas there must be, if one does.
+
+        Raises:
+            PlanError: There are several numbers.
+        """
+        counted = [*self.of("replica"), *self.of("pipeline")]
+        return _one([r for r in counted if r.size is not None], "size", "replicas are alike")
+
+    @property
+    def pipeline(self) -> Region | None:
+        """The pipeline, if there is one.
+
+        Raises:
+            PlanError: There are several.
+        """
+        return _one(
+            self.of("pipeline"), "place", "a model is one pipeline; leave out all scopes but one"
+        )
+
+
+def _one(regions: Sequence[Region], attribute: str, reason: str) -> Region | None:
+    for region in regions[1:]:
+        first = regions[0]
+        if getattr(region, attribute) != getattr(first, attribute):
+            where = f"{first} at {first.place} and {region} at {region.place} differ"
+            raise PlanError(region.kind, str(region), f"{where}: {reason}", "Give both the same")
+    return regions[0] if regions else None
+
+
+def regions_of(model: nn.Module) -> Regions:
+    """Return the regions of a model.
+
+    Raises:
+        PlanError: Two of them do not go together.
+    """
+    found: dict[str, Region] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        outer = found.get(name.rpartition(".")[0]) if name else None
+        region = combined(outer, own_region(module))
+        if region is not None:
+            found[name] = region
+    regions = Regions(found)
+    _check_beside(regions)
+    return regions
+
+
+def _check_beside(regions: Regions) -> None:
+    """Refuse regions beside each other that would need devices of their own."""
+    stages, split = regions.of("stage"), regions.split
+    replicas = regions.of("replica")
+    beside = [(s, r) for s in stages for r in replicas if not s.within(r)]
+    if beside:
+        first, second = beside[0]
+        where = f"{second} at {second.place} stands beside {first} at {first.place}"
+        reason = f"{where}, but devices that a pipeline leaves over replicate it by themselves"
+        raise PlanError("replica", str(second), reason, "Put it around the stages, or make it one")
+    if split is not None and replicas and split.enclosing("replica") is None:
+        where = f"{split} at {split.place} stands beside {replicas[0]} at {replicas[0].place}"
+        reason = f"{where}, but all ranks share the grid of splits and replicas"
+        remedy = "Put the split into the replica"
+        raise PlanError("split", str(split), reason, remedy)
