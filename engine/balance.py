@@ -169,10 +169,6 @@ class ShareSampler(Sampler[int]):
 def attach_balance(engine: EngineContext, config: BalanceConfig) -> Balance | None:
     """Weigh an engine's losses, if its ranks have unequal work or tokens are counted.
 
-    Args:
-        engine: Built; a pipeline's loss function is replaced by a weighted one.
-        config: The section.
-
     Returns:
         The feature that weighs losses; None if there is nothing to weigh, or the pipeline's loss
         function does it.

@@ -148,9 +148,6 @@ def dispatch_to(engines: Mapping[str, Any]) -> Iterator[None]:
 
     It has no class parameter, and looks its engines up by name at call time. Replacing the names
     for one call keeps all else that it does, whatever version is installed.
-
-    Args:
-        engines: By the names in the module ``deepspeed``.
     """
     with _dispatch_lock, replaced(import_module("deepspeed"), engines):
         yield
@@ -262,9 +259,6 @@ def discard_open_step(engine: EngineContext) -> None:
 
     DeepSpeed drops them only after its own steps. After an error, or a load of other weights, the
     next step would count them.
-
-    Args:
-        engine: DeepSpeed's, outside of a backward pass.
     """
     from wavemare.engine.optim.adapter import adapt  # needs DeepSpeed, which not all here do
 

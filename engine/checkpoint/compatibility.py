@@ -72,11 +72,8 @@ def check_checkpoint_fits(
 ) -> None:
     """Check a checkpoint of another run's engine against this one.
 
-    Args:
-        folder: The checkpoint.
-        manifest: Its list of files; one of an older version lacks some entries.
-        engine: The one to load it.
-        whole: Whether the optimizer's states are loaded, too; they depend on the topology.
+    With ``whole``, the optimizer's states are loaded, too; they depend on the topology. A manifest
+    of an older version lacks some entries.
 
     Raises:
         CheckpointError: It was saved by another topology, plan or tying of weights.
@@ -146,10 +143,6 @@ def check_optimizer(folder: Path, engine: EngineContext) -> None:
     """Refuse the states of another optimizer, whoever wrote them.
 
     DeepSpeed's own Adam counts steps in plain numbers, which torch's takes but never moves on.
-
-    Args:
-        folder: The checkpoint, which may be a universal one.
-        engine: The one to load it.
 
     Raises:
         CheckpointError: Another optimizer wrote it, or it is an elastic one.

@@ -81,9 +81,6 @@ def resolve_tag(load_dir: str | Path, tag: str | None) -> str | None:
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """Read a checkpoint's list of files and compare it with the files' names and sizes.
 
-    Args:
-        folder: The checkpoint, ``save_dir/tag``.
-
     Returns:
         The manifest, or None if stock DeepSpeed wrote the folder.
 
@@ -183,13 +180,7 @@ def keep_last(folder: Path, count: int, latest: str, runs: Collection[str]) -> l
 
 
 def damaged(file: Path, reason: str, folder: Path) -> CheckpointError:
-    """Return the error for a file that cannot be used, with another checkpoint to use.
-
-    Args:
-        file: The damaged one.
-        reason: What is wrong with it.
-        folder: Its checkpoint.
-    """
+    """Return the error for a file that cannot be used, with another checkpoint to use."""
     others = [tag for tag in complete_tags(folder.parent) if tag != folder.name]
     remedy = "Start without resuming"
     if others:

@@ -55,9 +55,6 @@ class Save:
     def complete(self, group: Any = None) -> None:
         """Finish the checkpoint with the other ranks; all must call it.
 
-        Args:
-            group: Whose collectives it uses; None for the default one.
-
         Raises:
             CheckpointError: A rank could not write; the same one on all ranks. The previous
                 checkpoint is untouched, and the files of this save are removed.
@@ -123,12 +120,7 @@ class Save:
 
 
 class BackgroundSave:
-    """A save that a thread of each rank completes while training goes on.
-
-    Args:
-        save: What it completes.
-        group: See `background_group`.
-    """
+    """A save that a thread of each rank completes while training goes on."""
 
     def __init__(self, save: Save, group: Any) -> None:
         self._error: Exception | None = None

@@ -35,11 +35,6 @@ _16_BIT_OR_FP32 = 'Use "bf16": {"enabled": true} or fp32, or schedule 1f1b'
 def refuse(config: Mapping[str, Any], ours: WavemareConfig, world_size: int) -> None:
     """Refuse the first combination of options that cannot work.
 
-    Args:
-        config: DeepSpeed configuration.
-        ours: Its section ``wavemare``.
-        world_size: Number of processes.
-
     Raises:
         ConfigError: Naming the key that has no effect or excludes another.
     """
@@ -355,11 +350,6 @@ def _health(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
 
 def check_shares(balance: BalanceConfig, sizes: Mapping[str, int], data_ranks: int) -> None:
     """Check the numbers against the batch sizes.
-
-    Args:
-        balance: The section.
-        sizes: The three batch sizes of DeepSpeed by their keys.
-        data_ranks: Number of data-parallel ranks.
 
     Raises:
         ConfigError: They are not one for each rank, or do not sum to what the sizes say.

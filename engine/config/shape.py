@@ -98,11 +98,6 @@ def offloads(zero: Mapping[str, Any], name: str = "offload_optimizer") -> bool:
 def refuse_idle(section: Section, key: str, mode: str) -> None:
     """Refuse keys of a section of ours whose ``mode`` is ``off``.
 
-    Args:
-        section: It.
-        key: Its place.
-        mode: One that gives the keys an effect.
-
     Raises:
         ConfigError: Naming the first of them.
     """

@@ -37,22 +37,14 @@ class StepConsensus:
         return all(dist.get_rank(group) == 0 for group in self._groups)
 
     def agree(self, seen: Tensor) -> bool:
-        """Return whether any rank has seen something; all must call it.
-
-        Args:
-            seen: Whether this rank has; () bool, on a device of the groups' backend.
-        """
+        """Return whether any rank has seen something; () bool of this rank. All must call it."""
         flag = seen.float()
         for group in self._groups:
             dist.all_reduce(flag, group=group)
         return bool(flag)
 
     def gather(self, own: Sequence[_T]) -> list[_T]:
-        """Return the values of all ranks, in the same order everywhere; all must call it.
-
-        Args:
-            own: The values of this rank; can be pickled.
-        """
+        """Return the values of all ranks, in the same order everywhere; all must call it."""
         found = list(own)
         for group in self._groups:
             parts: list[list[_T]] = [[] for _ in range(dist.get_world_size(group))]
@@ -66,9 +58,6 @@ def consensus_of(engine: EngineContext) -> StepConsensus:
 
     These are all ranks, or the ranks of one stage of an asynchronous pipeline. Replicas have equal
     gradients, but each sees its own activations.
-
-    Args:
-        engine: Complete.
     """
     if engine.settings.pipeline.schedule != "pipemare":
         return StepConsensus([None] if dist.get_world_size() > 1 else [])

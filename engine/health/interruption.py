@@ -158,9 +158,6 @@ class _Pace:
     Calls that start work on an accelerator return before it is done. Without a bound, a process
     could ask about a step long before rank 0 has begun it, although its device cannot finish it.
     Waiting for the step before the last one leaves the device a whole step of work.
-
-    Args:
-        accelerator: DeepSpeed's.
     """
 
     def __init__(self, accelerator: Any) -> None:

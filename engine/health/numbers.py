@@ -170,12 +170,7 @@ class NumericsGuard(Feature):
         self._skips = 0
 
     def note(self, number: int, fault: Fault) -> None:
-        """Note a fault in a micro-batch of a stage.
-
-        Args:
-            number: Of the micro-batch, in the plan.
-            fault: The fault.
-        """
+        """Note a fault in a micro-batch of a stage."""
         self._faults.append((number, fault))
 
     def expect(self, end: int, norm: float | None) -> None:
@@ -286,12 +281,7 @@ class NumericsGuard(Feature):
 
 
 def attach_guard(engine: EngineContext, config: GuardConfig) -> NumericsGuard | None:
-    """Return the guard of an engine; None where it is off, or fp16 skips steps itself.
-
-    Args:
-        engine: Complete.
-        config: The section ``guard``.
-    """
+    """Return the guard of an engine; None where it is off, or fp16 skips steps itself."""
     skips_itself = engine.fp16_enabled() or engine.torch_autocast_z0_gradscaler
     without_section = "wavemare" not in engine.config  # all is as in DeepSpeed then
     if config.nonfinite == "off" or skips_itself or without_section or engine.optimizer is None:

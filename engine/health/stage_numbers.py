@@ -54,12 +54,7 @@ class _Look:
 
 
 class StageWatch:
-    """Checks the micro-batches of a pipeline stage.
-
-    Args:
-        engine: The pipeline engine, complete.
-        guard: Takes the faults.
-    """
+    """Checks the micro-batches of a pipeline stage."""
 
     def __init__(self, engine: StageContext, guard: NumericsGuard) -> None:
         self._engine = engine
@@ -72,9 +67,7 @@ class StageWatch:
     def begin(self, key: int, number: int | None = None) -> None:
         """Note the random state just before a forward pass.
 
-        Args:
-            key: By which the micro-batch is called until its backward pass.
-            number: In the plan; if omitted, they are counted.
+        ``key`` names the micro-batch until its backward pass. Without a number it is counted.
         """
         if number is None:
             number = self._count % self._engine.micro_batches
@@ -82,26 +75,14 @@ class StageWatch:
         self._held[key] = _Held(number, random_state())
 
     def end_forward(self, key: int, inputs: Any, outputs: Any, labels: Any = None) -> None:
-        """Check the results of a forward pass.
-
-        Args:
-            key: See `begin`.
-            inputs: Of the stage.
-            outputs: Of the stage; the loss on the last one.
-            labels: For the loss.
-        """
+        """Check the results of a forward pass."""
         held = self._held[key]
         held.inputs, held.labels = inputs, labels
         tensors = [tensor for tensor in as_tuple(outputs) if tensor.requires_grad]
         self._look(held, tensors, partial(self._explain_forward, held))
 
     def end_backward(self, key: int, gradients: Sequence[Tensor]) -> None:
-        """Check the results of a backward pass.
-
-        Args:
-            key: See `begin`.
-            gradients: Of the outputs; none on the last stage.
-        """
+        """Check the results of a backward pass from the gradients of the outputs, if any."""
         held = self._held.pop(key)
         made = [t.grad for t in as_tuple(held.inputs) if t.is_leaf and t.grad is not None]
         self._look(held, made or gradients, partial(self._explain_backward, held, list(gradients)))

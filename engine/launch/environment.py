@@ -94,11 +94,7 @@ class LauncherRank:
 
 
 def launcher_rank(environment: Mapping[str, str]) -> LauncherRank | None:
-    """Return the rank that ``mpirun`` or ``srun`` gave to a process; None if neither started it.
-
-    Args:
-        environment: The variables of the process.
-    """
+    """Return the rank that ``mpirun`` or ``srun`` gave to a process; None if neither started it."""
     for launcher, names in _LAUNCHERS.items():
         rank, size, local_rank, local_size = (_number(environment.get(name)) for name in names)
         if rank is not None and size is not None:
@@ -108,9 +104,6 @@ def launcher_rank(environment: Mapping[str, str]) -> LauncherRank | None:
 
 def check_environment(environment: Mapping[str, str]) -> None:
     """Check torch's variables and our switches, before torch fails on them without naming any.
-
-    Args:
-        environment: The variables of the process.
 
     Raises:
         LaunchError: A value is invalid, or a rank is not below the number of ranks.

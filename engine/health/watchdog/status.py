@@ -33,23 +33,14 @@ _PER_LINE = 8
 
 @dataclass(frozen=True)
 class PeerAddress:
-    """The process of a rank, and where its watchdog listens.
-
-    Args:
-        rank: Global rank.
-        host: Name of its host.
-        pid: Its process.
-        address: IPv4 address.
-        port: TCP port.
-        machine: Equal on ranks that share process numbers: one boot, one container.
-    """
+    """The process of a rank, and where its watchdog listens."""
 
     rank: int
     host: str
     pid: int
     address: str
     port: int
-    machine: str
+    machine: str  # equal on ranks that share process numbers: one boot, one container
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
@@ -57,17 +48,11 @@ class PeerAddress:
 
 @dataclass(frozen=True)
 class UnreachablePeer:
-    """A rank that does not answer.
-
-    Args:
-        peer: The rank.
-        gone: Whether its host refuses the connection; else there is no answer at all.
-        notice: What the rank said when it ended by itself.
-    """
+    """A rank that does not answer."""
 
     peer: PeerAddress
-    gone: bool
-    notice: str | None = None
+    gone: bool  # its host refuses the connection; else there is no answer at all
+    notice: str | None = None  # what it said when it ended by itself
 
     def __str__(self) -> str:
         if self.notice is not None:
@@ -79,31 +64,18 @@ class UnreachablePeer:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What a rank does.
-
-    Args:
-        rank: Global rank.
-        what: Its action of the plan, or what it does in words.
-        peer: The rank whose message it sends or receives.
-        wait: What it waits for; empty if it computes.
-        waited_s: Seconds for which it has waited.
-        step: Optimizer step, from 1.
-        finished: What it finished last.
-        line: The innermost line of the script or of wavemare.
-        plan: The actions around the present one, which stands in brackets.
-        notices: Last words of ranks that have ended, by rank.
-    """
+    """What a rank does."""
 
     rank: int
     what: str
-    peer: int | None
-    wait: str
+    peer: int | None  # whose message it sends or receives
+    wait: str  # empty if it computes
     waited_s: float
     step: int
     finished: str
     line: str
     plan: str
-    notices: dict[str, str] = field(default_factory=dict)
+    notices: dict[str, str] = field(default_factory=dict)  # of ranks that have ended
 
     @classmethod
     def of(cls, rank: int, progress: Progress, waited_s: float = 0.0) -> RankStatus:
@@ -150,15 +122,9 @@ def _excerpt(plan: tuple[str, ...], position: int) -> str:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Why a run does not go on.
+    """Why a run does not go on."""
 
-    Args:
-        suspects: The ranks that hold it up; none if all wait in the same step.
-        reason: Why these.
-        remedy: What to look at.
-    """
-
-    suspects: tuple[int, ...]
+    suspects: tuple[int, ...]  # none if all ranks wait in the same step
     reason: str
     remedy: str
 
@@ -170,15 +136,7 @@ class Diagnosis:
         headline: str,
         folder: str,
     ) -> str:
-        """Return the lines that one rank prints.
-
-        Args:
-            ranks: All ranks, in order.
-            statuses: Of the ranks that answered.
-            unreachable: The other ranks.
-            headline: What was noticed.
-            folder: Of the reports.
-        """
+        """Return the lines that one rank prints."""
         suspects = [peer for peer in ranks if peer.rank in self.suspects]
         others = [peer for peer in ranks if peer.rank not in self.suspects]
         names = ", ".join(map(str, suspects)) or "no single rank"
@@ -203,11 +161,7 @@ def diagnose(
 ) -> Diagnosis | None:
     """Return why a run does not go on; None while a rank computes or may compute.
 
-    Args:
-        statuses: Of all ranks that answer.
-        unreachable: The other ranks.
-        lost: Unreachable ranks that have been silent for long; the others may compute.
-        timeout_s: Seconds for which a rank may wait.
+    An unreachable rank may compute unless it has been silent for long, and so is ``lost``.
     """
     if any(not status.wait or status.waited_s < timeout_s for status in statuses):
         return None

@@ -80,12 +80,7 @@ def current() -> Watchdog | None:
 
 
 def _limit_collectives(limits: dict[str, timedelta], seconds: float | None) -> None:
-    """Let collectives over gloo fail after so many seconds, in all groups.
-
-    Args:
-        limits: Keeps the own limit of each group.
-        seconds: None for the groups' own limits.
-    """
+    """Let collectives over gloo fail after so many seconds; None: after the groups' own limits."""
     if not distributed.is_available() or not distributed.is_initialized():
         return
     cpu = torch.device("cpu")
@@ -100,9 +95,6 @@ def acquire(config: WatchdogConfig) -> Watchdog:
     """Return this process's watchdog, started if none runs; the last `Watchdog.release` stops it.
 
     All engines of a process share it, with the settings of the first.
-
-    Args:
-        config: The section ``watchdog``.
 
     Raises:
         OSError: There is no free port.
@@ -407,11 +399,7 @@ class Watchdog:
         return answers
 
     def _inquire(self, by: int | None = None) -> tuple[list[RankStatus], list[UnreachablePeer]]:
-        """Return what the other ranks do.
-
-        Args:
-            by: The rank that asks for all ranks after it, which then need not ask.
-        """
+        """Return what the other ranks do; those after rank ``by`` need not ask themselves."""
         others = [peer for peer in self._ranks if peer != self._me]
         answers = self._ask(others, by)
         statuses = [RankStatus(**each) for each in answers if isinstance(each, dict)]
