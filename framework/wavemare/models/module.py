@@ -15,8 +15,8 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentra
 from torch import Tensor, nn
 
 from wavemare.models.activations import split_batch
+from wavemare.models.families import Loss
 from wavemare.models.layers import PipelineLayer, TiedHead, spec_of
-from wavemare.models.losses import Loss
 
 __all__ = ["Conversion", "TransformerPipeline"]
 
@@ -68,8 +68,8 @@ class TransformerPipeline(PipelineModule):
         inputs: Names of the tensors that enter the first layer, ``input_ids`` first.
         untied: For each untied weight the name of the one it was tied to, as in the model's state
             dict; empty unless something was untied.
-        num_parameters: Number of parameters of all stages, those that are tied or on several
-            ranks of an axis ``model`` counted once.
+        num_parameters: Number of parameters of all stages. One that is tied, or on several ranks
+            of an axis ``model``, counts once.
     """
 
     sends_whole = True

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from transformers import GPT2LMHeadModel
 
 from wavemare.models.activations import SideInputs
+from wavemare.models.families import ClassificationLoss, Loss
 from wavemare.models.layers import Head, PipelineLayer, TiedHead, TokenEmbedding
-from wavemare.models.losses import ClassificationLoss, Loss
-from wavemare.parallel.tensor.collectives import copy_to_group, gather_from_group
-from wavemare.parallel.tensor.layers import split_parameter
+from wavemare.parallel.tensor.layers import copy_to_group, gather_from_group, split_parameter
 from wavemare.parallel.tensor.partition import split_embedding
 from wavemare.parallel.tensor.vocabulary import (
     VocabParallelHead,

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from wavemare.engine.checkpoint.random_state import random_state, restore_random_state
 from wavemare.models.activations import Activations, pack, split_batch, unpack
-from wavemare.models.families import family_of
+from wavemare.models.families import Loss, family_of
 from wavemare.models.layers import PipelineLayer, TiedHead
-from wavemare.models.losses import Loss
 from wavemare.models.proof import example_batch, example_labels
 
 __all__ = ["layer_times", "rank_times"]

@@ -14,9 +14,9 @@ from transformers import set_seed
 
 from wavemare.bench.pipeline.request import PipelineRequest
 from wavemare.bench.ranks import SEED, build_gpt
-from wavemare.models.gpt2 import gpt2_chain
+from wavemare.models.decoders import gpt2_chain
+from wavemare.models.families import LanguageModelLoss
 from wavemare.models.layers import PipelineLayer
-from wavemare.models.losses import LanguageModelLoss
 from wavemare.models.timing import layer_times
 from wavemare.pipeline.plan.partition import balanced_cuts
 

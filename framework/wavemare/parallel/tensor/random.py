@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from wavemare.parallel.tensor.collectives import sums_deferred
+from wavemare.parallel.tensor.layers import sums_deferred
 
 __all__ = ["DropoutAfterSum", "SplitRandom", "align_generators"]
 

@@ -12,12 +12,11 @@ from torch import Tensor
 from wavemare.engine.waves.segments import Activations, Segment, Segments
 from wavemare.models.activations import SideInputs, split_batch
 from wavemare.models.bert import BertLayerLayer
-from wavemare.models.families import family_of
-from wavemare.models.gpt2 import GPT2BlockLayer
+from wavemare.models.decoders import GPT2BlockLayer
+from wavemare.models.families import Loss, family_of
 from wavemare.models.layers import Head, PipelineLayer, TokenEmbedding
-from wavemare.models.losses import Loss
 from wavemare.models.split import SplitTiedHead, split_chain, split_loss
-from wavemare.parallel.tensor.collectives import deferred_sums
+from wavemare.parallel.tensor.layers import deferred_sums
 from wavemare.parallel.tensor.partition import split_embedding
 
 __all__ = ["stage_segments", "tensor_segments"]

@@ -15,10 +15,10 @@ from transformers import BertForMaskedLM, BertForSequenceClassification, GPT2LMH
 from transformers.pytorch_utils import Conv1D
 
 from wavemare.errors import ModelError
-from wavemare.parallel.tensor.collectives import copy_to_group
 from wavemare.parallel.tensor.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
+    copy_to_group,
     split_parameter,
 )
 from wavemare.parallel.tensor.partition import partition_of

@@ -16,8 +16,11 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
-from wavemare.parallel.tensor.collectives import gather_from_group, reduce_from_group
-from wavemare.parallel.tensor.layers import ColumnParallelLinear
+from wavemare.parallel.tensor.layers import (
+    ColumnParallelLinear,
+    gather_from_group,
+    reduce_from_group,
+)
 
 __all__ = [
     "VocabParallelEmbedding",
