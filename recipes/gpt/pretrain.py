@@ -6,8 +6,9 @@ Run it with ``wavemare train gpt``, or as any DeepSpeed script::
     deepspeed --num_gpus 2 --module wavemare.recipes.gpt.pretrain \
         --deepspeed_config recipes/gpt/pretrain_pipeline.json
 
-``pretrain_pipeline.json`` cuts the model into two stages, ``pretrain_zero.json`` trains it
-data-parallel with ZeRO, on the same batches.
+Beside it: ``pretrain_pipemare.json`` (two asynchronous stages, the default of ``wavemare train``),
+``pretrain_pipeline.json`` (1F1B), ``pretrain_zero.json`` (data-parallel, ZeRO) and
+``pretrain_wave.json`` (Wavelet), all on the same batches.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def learn(
 def make_model(
     args: ModelArguments, shape: dict[str, Any], tokenizer: Any, tensor_parallel: int = 1
 ) -> Any:
-    """Return a new GPT of a checked configuration, with the tokenizer's vocabulary."""
+    """Return a new GPT of a checked configuration, with the tokenizer's vocabulary unless it gives one."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     end, rows = tokenizer.eos_token_id, args.padded(len(tokenizer), tensor_parallel)
