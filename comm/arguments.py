@@ -8,7 +8,7 @@ from torch import Tensor
 
 from wavemare.comm.compress.error_feedback import Compressor
 from wavemare.comm.config import MODES
-from wavemare.comm.executors import EXECUTOR_TYPES
+from wavemare.comm.executors import EXECUTORS_BY_MODE
 from wavemare.comm.kernels import DTYPES
 from wavemare.errors import ConfigError, did_you_mean
 
@@ -80,7 +80,7 @@ def check_settings(block: int, mode: str, deterministic: bool) -> None:
         raise ConfigError("mode", mode, "it was removed", remedy)
     if mode not in MODES:
         raise ConfigError("mode", mode, "there is no such mode", did_you_mean(mode, MODES))
-    if deterministic and mode != "auto" and not EXECUTOR_TYPES[mode].deterministic:
+    if deterministic and mode != "auto" and not EXECUTORS_BY_MODE[mode].deterministic:
         raise ConfigError(
             "mode",
             mode,

@@ -8,11 +8,10 @@ itself, under the parameter's name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -27,9 +26,7 @@ from wavemare.errors import ConfigError
 __all__ = ["register_ddp_hook"]
 
 
-def register_ddp_hook(
-    model: DistributedDataParallel, comm: SparseComm | None = None, **options: Any
-) -> SparseComm:
+def register_ddp_hook(model: DistributedDataParallel, **options: Any) -> SparseComm:
     """Average a model's gradients by a sparse collective; collective over all ranks.
 
     Buckets are reduced in the background during the backward pass. Sparse gradients
@@ -38,7 +35,6 @@ def register_ddp_hook(
 
     Args:
         model: Must have no communication hook yet.
-        comm: Of the model's process group, without a compressor; created if omitted.
         options: For `SparseComm`; ``compressor`` compresses each parameter by itself.
 
     Returns:
@@ -46,39 +42,19 @@ def register_ddp_hook(
         ends them.
 
     Raises:
-        ConfigError: Both ``comm`` and options were given, or ``comm`` does not fit the model.
+        ConfigError: An option is out of range.
         CommError: The transport or a rank is missing.
     """
-    compressor: Any = None
-    if comm is None:
-        options = {"block": 256, "device": model.device, **options}
-        inner = options.pop("compressor", None)
-        if isinstance(inner, CompressorConfig):
-            inner = make_compressor(inner, options["block"])
-        compressor = _ByParameter(inner) if inner is not None else None
-        comm = SparseComm(model.process_group, compressor=compressor, **options)
-    else:
-        _check(comm, options, dist.get_world_size(model.process_group))
+    options = {"block": 256, "device": model.device, **options}
+    inner = options.pop("compressor", None)
+    if isinstance(inner, CompressorConfig):
+        inner = make_compressor(inner, options["block"])
+    compressor: Any = _ByParameter(inner) if inner is not None else None
+    comm = SparseComm(model.process_group, compressor=compressor, **options)
     hook = _Hook(model, comm, compressor)
     # A lambda: DDP compares annotations with types, and ours are strings.
     model.register_comm_hook(None, lambda state, bucket: hook.reduce(bucket))
     return comm
-
-
-def _check(comm: SparseComm, options: Mapping[str, Any], num_ranks: int) -> None:
-    if options:
-        reason = "they are for a SparseComm that is made here, and one was given"
-        raise ConfigError("options", sorted(options), reason, "Give one of the two")
-    if comm.compressor is not None:
-        reason = "it keeps residuals by the bucket, and DDP rebuilds its buckets"
-        remedy = "Give compressor= instead of comm="
-        raise ConfigError("comm.compressor", type(comm.compressor).__name__, reason, remedy)
-    if not comm.average:
-        reason = "gradients would be sums over the ranks, and DDP's are means"
-        raise ConfigError("comm.average", False, reason, "Give SparseComm(average=True)")
-    if comm.size != num_ranks:
-        reason = f"the model is trained by {num_ranks} ranks"
-        raise ConfigError("comm", f"{comm.size} ranks", reason, "Give it the model's process group")
 
 
 class _ByParameter:

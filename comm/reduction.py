@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from wavemare.comm.agreement import exchange_masks
 from wavemare.comm.blocks.layout import OwnedRange
 from wavemare.comm.blocks.masks import Masks, mask_bytes
 from wavemare.comm.compress.compressors import Compressor
-from wavemare.comm.executors import EXECUTOR_TYPES, CollectiveCall, Executor, Scratch
+from wavemare.comm.executors import EXECUTORS_BY_MODE, CollectiveCall, Scratch
 from wavemare.comm.executors.ranges import (
     equal_ranges,
     gather_ranges,
@@ -120,9 +120,6 @@ class Reduction:
         self._mode = mode
         self._compressor = compressor
         self._scratch = scratch
-        self._executors: Mapping[str, Executor] = {
-            name: executor() for name, executor in EXECUTOR_TYPES.items()
-        }
         self._took: dict[str, tuple[str, float, float]] = {}
 
     def took_ns(self, key: str) -> int:
@@ -177,16 +174,7 @@ class Reduction:
     ) -> None:
         """Put the scaled sum of each range on its owner; arguments as for `all_reduce`."""
         self._compress(flat, key, weights)
-        call = self._call(flat, self._transport, scale, stats)
-
-        def ordered(call: CollectiveCall, masks: Masks | None) -> None:
-            reduce_ranges(call, ranges)
-
-        def pushed(call: CollectiveCall, masks: Masks | None) -> None:
-            assert masks is not None
-            reduce_scatter(call, masks, ranges)
-
-        self._sum(call, key, stats, {"ordered": ordered, "pushpull": pushed})
+        self._sum(self._call(flat, self._transport, scale, stats), key, stats, ranges)
 
     def all_gather(self, flat: Tensor, ranges: Sequence[OwnedRange], stats: Statistics) -> None:
         """Copy each range from its owner to all ranks."""
@@ -207,16 +195,14 @@ class Reduction:
         call: CollectiveCall,
         key: str,
         stats: Statistics,
-        halves: Mapping[str, Callable[[CollectiveCall, Masks | None], None]] | None = None,
+        ranges: Sequence[OwnedRange] | None = None,
     ) -> None:
-        """Sum by the mode's executor or the selector's choice; by ``halves``, scatter the sums."""
-        is_half = halves is not None
-        sums = halves or {name: way.all_reduce for name, way in self._executors.items()}
+        """Sum by the mode's executor or the selector's choice; by ranges, only at their owners."""
         if self._mode != "auto":
             stats.executor = name = self._mode
-            masks = self._masks(call) if self._executors[name].needs_masks else None
+            masks = self._masks(call) if EXECUTORS_BY_MODE[name].needs_masks else None
             _note(stats, masks)
-            sums[name](call, masks)
+            _run(name, call, masks, ranges)
             return
         started = time.perf_counter()
         if not self.selector.looks(key):
@@ -224,13 +210,13 @@ class Reduction:
         else:
             masks = self._masks(call)
             block_bytes = self._block * call.flat.element_size()
-            plan = self.selector.choose(key, masks, block_bytes, halves=is_half)
+            plan = self.selector.choose(key, masks, block_bytes, halves=ranges is not None)
             name, predicted = plan.executor, plan.predicted_s[plan.executor]
             _note(stats, masks)
         stats.executor, stats.predicted_s = name, predicted
         if name in DENSE:
             started = time.perf_counter()  # without the mask, which dense calls rarely take
-        sums[name](call, masks)
+        _run(name, call, masks, ranges)
         if call.flat.is_cuda:
             torch.cuda.current_stream(call.flat.device).synchronize()
         if predicted is not None:
@@ -244,6 +230,18 @@ class Reduction:
             kernels_for(call.flat.device.type).mask(call.flat, call.block, bits)
         with call.phase("metadata"):
             return exchange_masks(call.transport, bits, blocks)
+
+
+def _run(
+    name: str, call: CollectiveCall, masks: Masks | None, ranges: Sequence[OwnedRange] | None
+) -> None:
+    if ranges is None:
+        EXECUTORS_BY_MODE[name].all_reduce(call, masks)
+    elif name == "ordered":
+        reduce_ranges(call, ranges)
+    else:
+        assert masks is not None
+        reduce_scatter(call, masks, ranges)
 
 
 def _note(stats: Statistics, masks: Masks | None) -> None:

@@ -3,18 +3,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
-from wavemare.comm.executors.base import CollectiveCall, Executor, Scratch
-from wavemare.comm.executors.block_allgather import BlockAllgather
-from wavemare.comm.executors.dense import Dense, Ordered, Packed
-from wavemare.comm.executors.push_pull import PushPull
-from wavemare.comm.executors.streaming import Streaming
+from wavemare.comm.executors.base import CollectiveCall, Scratch
+from wavemare.comm.executors.block_allgather import block_allgather
+from wavemare.comm.executors.dense import dense, packed
+from wavemare.comm.executors.push_pull import push_pull
+from wavemare.comm.executors.ranges import reduce_and_gather
+from wavemare.comm.executors.streaming import streaming
 
-__all__ = ["EXECUTOR_TYPES", "CollectiveCall", "Executor", "Scratch"]
+__all__ = ["EXECUTORS_BY_MODE", "CollectiveCall", "Executor", "Scratch"]
 
-EXECUTOR_TYPES: Mapping[str, type[Executor]] = {
-    executor.name: executor
-    for executor in (Dense, Ordered, Packed, PushPull, BlockAllgather, Streaming)
+
+class Executor(NamedTuple):
+    """A way to sum a bucket; all ranks call it with the same masks.
+
+    Args:
+        all_reduce: Replaces each rank's bucket by the scaled sum of all buckets. Zero blocks of the
+            bucket hold +0.0. It gets the masks of all ranks, if `needs_masks`.
+        needs_masks: Whether it uses the masks.
+        deterministic: Whether the result is the sum in rank order, starting from +0.0, in float32
+            (or the bucket's type if wider or integer), scaled and rounded once. All ranks then get
+            the same bits.
+    """
+
+    all_reduce: Callable[[CollectiveCall, Any], None]
+    needs_masks: bool = True
+    deterministic: bool = True
+
+
+EXECUTORS_BY_MODE: Mapping[str, Executor] = {
+    "dense": Executor(dense, needs_masks=False, deterministic=False),
+    "ordered": Executor(reduce_and_gather, needs_masks=False),
+    "packed": Executor(packed, deterministic=False),
+    "pushpull": Executor(push_pull),
+    "allgather": Executor(block_allgather),
+    "streaming": Executor(streaming, needs_masks=False),
 }
-"""By name."""

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Executors: the ways to sum a bucket over all ranks."""
+"""One call of a collective, its memory, and the pipelining of its messages."""
 
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,11 +13,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from wavemare.comm.blocks.masks import Masks
 from wavemare.comm.kernels import BlockKernels, kernels_for
 from wavemare.comm.transport.base import Transport
 
-__all__ = ["Begin", "CollectiveCall", "Executor", "Scratch", "num_chunks", "pipelined"]
+__all__ = ["Begin", "CollectiveCall", "Scratch", "num_chunks", "pipelined"]
 
 Begin = Callable[[], Callable[[], None]]
 """Starts messages; returns a function that waits for them and uses them."""
@@ -99,31 +97,6 @@ class CollectiveCall:
     def index(self, numbers: npt.NDArray[np.int64]) -> Tensor:
         """Return block numbers as a tensor on the bucket's device."""
         return torch.from_numpy(numbers).to(self.flat.device, non_blocking=True)
-
-
-class Executor(ABC):
-    """Sums buckets over all ranks; all ranks call it with the same masks.
-
-    Attributes:
-        name: Its mode.
-        needs_masks: Whether it uses the masks.
-        deterministic: Whether the result is the sum in rank order, starting from +0.0, in float32
-            (or the bucket's type if wider or integer), scaled and rounded once. All ranks then get
-            the same bits.
-    """
-
-    name: str
-    needs_masks: bool = True
-    deterministic: bool = True
-
-    @abstractmethod
-    def all_reduce(self, call: CollectiveCall, masks: Masks | None) -> None:
-        """Replace each rank's bucket by the scaled sum of all buckets.
-
-        Args:
-            call: This rank's bucket; its zero blocks hold +0.0.
-            masks: Of all ranks, if `needs_masks`.
-        """
 
 
 def num_chunks(num_bytes: float) -> int:

@@ -9,25 +9,22 @@ from torch import Tensor
 
 from wavemare.comm.blocks.layout import Layout, gathered
 from wavemare.comm.blocks.masks import Masks
-from wavemare.comm.executors.base import CollectiveCall, Executor
+from wavemare.comm.executors.base import CollectiveCall
 
-__all__ = ["BlockAllgather", "gather_and_sum"]
+__all__ = ["block_allgather", "gather_and_sum"]
 
 
-class BlockAllgather(Executor):
-    """Sends (N-1) d of the bucket and holds N d: for two ranks, tiny buckets, disjoint masks."""
+def block_allgather(call: CollectiveCall, masks: Masks) -> None:
+    """Gather all blocks on each rank, and sum the union.
 
-    name = "allgather"
-
-    def all_reduce(self, call: CollectiveCall, masks: Masks | None) -> None:
-        """Gather all blocks and sum the union."""
-        assert masks is not None
-        with call.phase("plan"):
-            layout = gathered(masks)
-        summed = call.packed("summed", layout.blocks.size)
-        gather_and_sum(call, masks, masks.of_rank(call.rank), layout, summed)
-        with call.phase("unpack"):
-            call.kernels.scatter(summed, call.block, call.index(layout.blocks), call.flat)
+    Sends (N-1) d of the bucket and holds N d: for two ranks, tiny buckets, disjoint masks.
+    """
+    with call.phase("plan"):
+        layout = gathered(masks)
+    summed = call.packed("summed", layout.blocks.size)
+    gather_and_sum(call, masks, masks.of_rank(call.rank), layout, summed)
+    with call.phase("unpack"):
+        call.kernels.scatter(summed, call.block, call.index(layout.blocks), call.flat)
 
 
 def gather_and_sum(

@@ -15,27 +15,24 @@ from torch import Tensor
 
 from wavemare.comm.blocks.layout import Layout, assign_owners
 from wavemare.comm.blocks.masks import Masks
-from wavemare.comm.executors.base import CollectiveCall, Executor, num_chunks, pipelined
+from wavemare.comm.executors.base import CollectiveCall, num_chunks, pipelined
 
-__all__ = ["PushPull", "begin_push", "push_and_pull"]
+__all__ = ["begin_push", "push_and_pull", "push_pull"]
 
 
-class PushPull(Executor):
-    """Sends (N-1)/N (d + u) of the bucket in each direction: never more than dense or packed."""
+def push_pull(call: CollectiveCall, masks: Masks) -> None:
+    """Sum blocks at the owners of `assign_owners`.
 
-    name = "pushpull"
+    Sends (N-1)/N (d + u) of the bucket in each direction: never more than dense or packed.
+    """
+    with call.phase("plan"):
+        layout = assign_owners(masks)
 
-    def all_reduce(self, call: CollectiveCall, masks: Masks | None) -> None:
-        """Sum at the owners of `assign_owners`."""
-        assert masks is not None
-        with call.phase("plan"):
-            layout = assign_owners(masks)
+    def put_back(part: Layout, summed: Tensor) -> None:
+        with call.phase("unpack"):
+            call.kernels.scatter(summed, call.block, call.index(part.blocks), call.flat)
 
-        def put_back(part: Layout, summed: Tensor) -> None:
-            with call.phase("unpack"):
-                call.kernels.scatter(summed, call.block, call.index(part.blocks), call.flat)
-
-        push_and_pull(call, layout, put_back)
+    push_and_pull(call, layout, put_back)
 
 
 def push_and_pull(

@@ -26,8 +26,12 @@ def equal_ranges(numel: int, block: int, num_ranks: int) -> list[OwnedRange]:
     return [OwnedRange(cuts[owner], cuts[owner + 1], owner) for owner in range(num_ranks)]
 
 
-def reduce_and_gather(call: CollectiveCall) -> None:
-    """Put the scaled sum of all ranks' buckets in each bucket, summed in rank order."""
+def reduce_and_gather(call: CollectiveCall, masks: Masks | None = None) -> None:
+    """Sum in rank order: every rank sums ranges of the bucket, and pulls the other ranks' sums.
+
+    It sends 2 (N-1)/N of the bucket, as few bytes as any dense reduction. The network only moves
+    bytes, so any type works.
+    """
     flat, size = call.flat, call.size
     count = num_chunks(flat.nbytes / size)
     # Each rank owns a part of each chunk.

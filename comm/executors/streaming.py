@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from wavemare.comm.blocks.masks import Masks, mask_bytes
-from wavemare.comm.executors.base import CollectiveCall, Executor, Scratch
+from wavemare.comm.executors.base import CollectiveCall, Scratch
 from wavemare.comm.executors.streaming_protocol import (
     Aggregator,
     Lanes,
@@ -27,7 +27,7 @@ from wavemare.comm.executors.streaming_protocol import (
 from wavemare.comm.kernels import kernels_for, num_blocks
 from wavemare.comm.transport.base import Exchange
 
-__all__ = ["Streaming"]
+__all__ = ["streaming"]
 
 _Sent = tuple[int, Exchange]
 """The frame of a pending message, and the message."""
@@ -42,25 +42,20 @@ _FIXED = 3
 """Numbers that each message has: slot, kind and number of blocks."""
 
 
-class Streaming(Executor):
-    """Sends (N-1)/N (d + u) of the bucket in each direction, in many small messages.
+def streaming(call: CollectiveCall, masks: Masks | None = None) -> None:
+    """Stream until all sums are there.
 
-    Sums overlap with messages and no rank waits for masks, which helps on slow links with many
-    ranks. On fast links, handling the messages takes longer than sending the bytes.
+    Sends (N-1)/N (d + u) of the bucket in each direction, in many small messages. Sums overlap with
+    messages and no rank waits for masks, which helps on slow links with many ranks. On fast links,
+    handling the messages takes longer than sending the bytes.
     """
-
-    name = "streaming"
-    needs_masks = False
-
-    def all_reduce(self, call: CollectiveCall, masks: Masks | None = None) -> None:
-        """Stream until all sums are there."""
-        blocks, slots = num_blocks(call.flat.numel(), call.block), _SLOTS_PER_RANK * call.size
-        lanes = Lanes(blocks, call.size, slots, min(max(blocks // (slots * _DEPTH), 1), _WIDTH))
-        with call.phase("mask"):
-            nonzero = _local_mask(call, lanes.num_blocks)
-        with call.phase("plan"):
-            stream = _Stream(call, lanes, nonzero)
-        stream.run()
+    blocks, slots = num_blocks(call.flat.numel(), call.block), _SLOTS_PER_RANK * call.size
+    lanes = Lanes(blocks, call.size, slots, min(max(blocks // (slots * _DEPTH), 1), _WIDTH))
+    with call.phase("mask"):
+        nonzero = _local_mask(call, lanes.num_blocks)
+    with call.phase("plan"):
+        stream = _Stream(call, lanes, nonzero)
+    stream.run()
 
 
 class _Stream:

@@ -146,14 +146,14 @@ class Transport(ABC):
             exchange.send(peer, parts[self.rank])
         return exchange
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Copy the source rank's tensor to all ranks."""
+    def broadcast(self, tensor: Tensor) -> None:
+        """Copy rank 0's tensor to all ranks."""
         exchange = self.begin()
-        if self.rank == source:
+        if self.rank == 0:
             for peer in self.peers():
                 exchange.send(peer, tensor)
         else:
-            exchange.receive(source, tensor)
+            exchange.receive(0, tensor)
         exchange.wait()
 
     def barrier(self) -> None:

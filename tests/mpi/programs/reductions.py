@@ -7,7 +7,7 @@ from inputs import ALL, SPECIAL, buckets
 from oracle import close, mask_of, ordered_sum, same_bits, traffic
 
 from wavemare.comm.blocks.masks import mask_bytes
-from wavemare.comm.executors import EXECUTOR_TYPES
+from wavemare.comm.executors import EXECUTORS_BY_MODE
 from wavemare.comm.kernels import num_blocks
 
 MODES = ("ordered", "pushpull", "allgather", "auto", "packed", "dense")
@@ -50,7 +50,7 @@ def reductions(world, checks, sizes, blocks=(64, 256, 4096, 100), modes=MODES, w
         for block in blocks:
             for mode in modes:
                 average = block != 64
-                exact = mode == "auto" or EXECUTOR_TYPES[mode].deterministic
+                exact = mode == "auto" or EXECUTORS_BY_MODE[mode].deterministic
                 settings = {"mode": mode, "block": block, "average": average}
                 with sparse_comm(world, group, deterministic=exact, **settings) as comm:
                     checks((comm.rank, comm.size) == (rank, count), "place", rank, count)

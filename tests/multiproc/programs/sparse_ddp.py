@@ -15,10 +15,9 @@ import torch.distributed as dist
 from common import leave
 from torch.nn.parallel import DistributedDataParallel
 
-from wavemare.comm import CompressorConfig, SparseComm, register_ddp_hook
+from wavemare.comm import CompressorConfig, register_ddp_hook
 from wavemare.comm.selection.cost import Constants
 from wavemare.engine import init_distributed
-from wavemare.errors import WavemareError
 
 VOCABULARY, HIDDEN, LENGTH, SIZE, STEPS = 5_000, 8, 6, 4, 6
 
@@ -163,25 +162,6 @@ def compressed():
     }
 
 
-def refused():
-    with (
-        SparseComm(mode="pushpull") as comm,
-        SparseComm(mode="pushpull", compressor=CompressorConfig()) as compressing,
-    ):
-        return {
-            "options": refusal(lambda: register_ddp_hook(build({}), comm, block=64)),
-            "compressor": refusal(lambda: register_ddp_hook(build({}), compressing)),
-        }
-
-
-def refusal(action):
-    try:
-        action()
-    except WavemareError as error:
-        return [type(error).__name__, error.key]
-    return None
-
-
 def mismatch():
     """Rank 0's model has another bucket: the error is the collective's own."""
     torch.manual_seed(7)
@@ -200,7 +180,7 @@ def mismatch():
 
 if __name__ == "__main__":
     init_distributed()
-    special = {"compressed": compressed, "refused": refused, "mismatch": mismatch}
+    special = {"compressed": compressed, "mismatch": mismatch}
     leave(
         {name: special[name]() if name in special else differences(name) for name in sys.argv[2:]}
     )

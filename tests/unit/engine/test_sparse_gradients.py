@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from wavemare.comm.config import LOOSE_MODES, SparseCollectiveConfig
-from wavemare.comm.executors import EXECUTOR_TYPES
+from wavemare.comm.executors import EXECUTORS_BY_MODE
 from wavemare.comm.statistics import Statistics, Totals
 from wavemare.engine.sparse.attach import attach_sparse_gradients
 from wavemare.engine.sparse.buckets import Bucket
@@ -62,7 +62,7 @@ def test_figures_are_of_all_calls_of_a_step(boundary, calls):
 
 
 def test_the_loose_modes_are_those_of_the_executors():
-    loose = {name for name, kind in EXECUTOR_TYPES.items() if not kind.deterministic}
+    loose = {name for name, kind in EXECUTORS_BY_MODE.items() if not kind.deterministic}
     assert loose == LOOSE_MODES
 
 

@@ -186,11 +186,10 @@ class _WavemareDdp(_Torch):
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, request: SparseRequest
     ) -> None:
-        from wavemare.comm import SparseComm, register_ddp_hook
+        from wavemare.comm import register_ddp_hook
 
         wrapped = DistributedDataParallel(model)
-        self._comm = SparseComm(block=request.block, transport="mpi")
-        register_ddp_hook(wrapped, self._comm)
+        self._comm = register_ddp_hook(wrapped, block=request.block, transport="mpi")
         super().__init__(wrapped, optimizer)
 
     def step(self, batch: dict[str, Tensor]) -> Tensor:
