@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,6 @@ __all__ = [
     "BucketReducer",
     "Member",
     "Slot",
-    "Write",
     "embedding_weights",
     "make_buckets",
     "row_tables",
@@ -133,19 +131,6 @@ def _embeddings(modules: Iterable[nn.Module]) -> list[nn.Embedding | nn.Embeddin
     return [module for module in modules if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
 
 
-class Write(Protocol):
-    """Takes a reduced gradient."""
-
-    def __call__(self, name: str, reduced: Tensor, here: bool) -> None:
-        """Take the gradient of one parameter.
-
-        Args:
-            name: Of the parameter.
-            reduced: (numel,); valid during the call.
-            here: Whether this rank gave a gradient of its own.
-        """
-
-
 class BucketReducer:
     """Reduces all buckets once in each round.
 
@@ -156,7 +141,8 @@ class BucketReducer:
         comm: Reduces.
         buckets: In the order of sending.
         device: Where they are.
-        write: Takes each reduced gradient before the round ends.
+        write: Takes each reduced gradient before the round ends: name of the parameter, (numel,),
+            valid during the call, and whether this rank gave a gradient of its own.
         ranges: Owned ranges by the bucket's key, for a reduce-scatter; an all-reduce if omitted.
         parameters: By name, for compressors that compare gradients with weights.
         keep: Whether buckets stay in memory from round to round.
@@ -168,7 +154,7 @@ class BucketReducer:
         buckets: Sequence[Bucket],
         *,
         device: torch.device,
-        write: Write,
+        write: Callable[[str, Tensor, bool], None],
         ranges: Mapping[str, Sequence[OwnedRange]] | None = None,
         parameters: Mapping[str, Tensor] | None = None,
         keep: bool = True,
