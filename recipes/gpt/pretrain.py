@@ -99,7 +99,7 @@ def learn(
 def make_model(
     args: ModelArguments, shape: dict[str, Any], tokenizer: Any, tensor_parallel: int = 1
 ) -> Any:
-    """Return a new GPT of a checked configuration, with the tokenizer's vocabulary unless it gives one."""
+    """Return a new GPT of a checked configuration; without a vocabulary size, the tokenizer's."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     end, rows = tokenizer.eos_token_id, args.padded(len(tokenizer), tensor_parallel)
