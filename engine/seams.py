@@ -33,7 +33,6 @@ __all__ = [
     "ATTRIBUTES",
     "DEEPSPEED",
     "FUNCTIONS",
-    "SharedReplacement",
     "digest",
     "discard_open_step",
     "dispatch_to",
@@ -164,37 +163,6 @@ def replaced(owner: Any, values: Mapping[str, Any]) -> Iterator[None]:
         for name in values:
             del vars(owner)[name]
         vars(owner).update(own)
-
-
-class SharedReplacement:
-    """Replaces a function of a module while any thread is inside.
-
-    ``torch.load`` needs it: DeepSpeed reads some files without any hook, and several threads load.
-
-    Args:
-        owner: The module.
-        name: The function's name.
-        wrap: Makes the replacement from the function.
-    """
-
-    def __init__(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-        self._owner, self._name, self._wrap = owner, name, wrap
-        self._lock, self._threads = threading.Lock(), 0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._threads += 1
-            if self._threads == 1:
-                self._before = getattr(self._owner, self._name)
-                self._ours = self._wrap(self._before)
-                setattr(self._owner, self._name, self._ours)
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._threads -= 1
-            # Someone else may have replaced it meanwhile.
-            if not self._threads and getattr(self._owner, self._name) is self._ours:
-                setattr(self._owner, self._name, self._before)
 
 
 def mark_waits() -> None:

@@ -19,7 +19,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -34,7 +34,7 @@ from numpy._core import multiarray
 from torch.utils._pytree import tree_map_only
 
 from wavemare.engine.checkpoint.manifest import FileRecord
-from wavemare.engine.seams import SharedReplacement
+from wavemare.engine.seams import replaced
 from wavemare.errors import CheckpointError
 from wavemare.pickled_enums import GETATTR, enum_member
 
@@ -56,6 +56,7 @@ HARMLESS: list[Any] = [
 _TELLING = (RuntimeError, OSError, pickle.UnpicklingError, EOFError)
 """Errors whose text says enough without their name."""
 _LONGEST = 300
+_loading_lock = threading.RLock()
 
 
 @dataclass
@@ -266,7 +267,8 @@ def safe_loading(path: str | os.PathLike[str]) -> Iterator[None]:
     """Have every ``torch.load`` of this thread make nothing but harmless objects, as `read_file`.
 
     DeepSpeed reads some files past its checkpoint engine, universal checkpoints' for one, without
-    any hook. Other threads get what they ask for; processes forked inside are bound as well.
+    any hook. Other threads get what they ask for, or wait to load safely themselves; processes
+    forked inside are bound as well.
 
     Args:
         path: What an error names where ``torch.load`` was given no path.
@@ -274,28 +276,17 @@ def safe_loading(path: str | os.PathLike[str]) -> Iterator[None]:
     Raises:
         CheckpointError: One of them cannot read its file, or has found something else.
     """
-    outer, _bound.path = getattr(_bound, "path", None), path
-    try:
-        with _REPLACEMENT:
+    with _loading_lock:
+        load, thread = torch.load, threading.get_ident()
+
+        @wraps(load)
+        def reading(f: Any, *args: Any, **options: Any) -> Any:
+            if threading.get_ident() == thread:
+                return _read(load, path, f, *args, **options)
+            return load(f, *args, **options)
+
+        with replaced(torch, {"load": reading}):
             yield
-    finally:
-        _bound.path = outer
-
-
-_bound = threading.local()
-
-
-def _for_bound_threads(load: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(load)
-    def reading(f: Any, *args: Any, **options: Any) -> Any:
-        place = getattr(_bound, "path", None)
-        reads = load if place is None else partial(_read, load, place)
-        return reads(f, *args, **options)
-
-    return reading
-
-
-_REPLACEMENT = SharedReplacement(torch, "load", _for_bound_threads)
 
 
 def _read(load: Callable[..., Any], place: Any, f: Any, *args: Any, **options: Any) -> Any:
