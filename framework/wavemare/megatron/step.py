@@ -10,7 +10,6 @@ and ``loss_func`` is applied where the logits are, on the last stage.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -96,31 +95,15 @@ def _per_token(logits: Tensor, labels: Tensor) -> Tensor:
     return flat.view(labels.shape)
 
 
-class _Megatrons(ABC):
-    """Takes a call as Megatron's GPT does."""
-
-    def __call__(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor | None,
-        attention_mask: Tensor | None,
-        labels: Tensor | None = None,
-        **others: Any,
-    ) -> Any:
-        for name, value in others.items():
-            if value is not None:
-                reason = f"a model of transformers does not take {name!r} from Megatron's step"
-                raise ModelError(_KEY, name, reason, "Leave it out of the call")
-        return self.called(input_ids, position_ids, attention_mask, labels)
-
-    @abstractmethod
-    def called(
-        self, ids: Tensor, positions: Tensor | None, mask: Tensor | None, labels: Tensor | None
-    ) -> Any:
-        """Do what the call asks for."""
+def _refuse_others(others: dict[str, Any]) -> None:
+    """Refuse arguments of Megatron's GPT that a transformers model does not have."""
+    for name, value in others.items():
+        if value is not None:
+            reason = f"a model of transformers does not take {name!r} from Megatron's step"
+            raise ModelError(_KEY, name, reason, "Leave it out of the call")
 
 
-class _Dressed(_Megatrons):
+class _Dressed:
     """A causal language model of transformers that is called as Megatron's GPT."""
 
     def __init__(self, engine: Any) -> None:
@@ -129,51 +112,58 @@ class _Dressed(_Megatrons):
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def called(
-        self, ids: Tensor, positions: Tensor | None, mask: Tensor | None, labels: Tensor | None
+    def __call__(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        labels: Tensor | None = None,
+        **others: Any,
     ) -> Tensor:
-        mask = None if _is_causal(mask) else _allowed(mask, ids)
+        _refuse_others(others)
+        mask = None
+        if attention_mask is not None and not _is_causal(attention_mask):
+            batch, length = input_ids.shape
+            mask = ~attention_mask.bool().expand(batch, 1, length, length)
         logits = self._engine(
-            input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False
+            input_ids=input_ids, position_ids=position_ids, attention_mask=mask, use_cache=False
         ).logits
         return logits if labels is None else _per_token(logits, labels)
 
 
-def _is_causal(mask: Tensor | None) -> bool:
+def _is_causal(mask: Tensor) -> bool:
     """Whether a mask, true where attention is forbidden, forbids the later tokens and no more."""
-    if mask is None:
-        return True
     later = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu(1)
     return bool((mask.bool() == later).all())
 
 
-def _allowed(mask: Tensor | None, ids: Tensor) -> Tensor:
-    assert mask is not None
-    return ~mask.bool().expand(ids.shape[0], 1, ids.shape[1], ids.shape[1])
-
-
-class _Noted(_Megatrons):
+class _Noted:
     """The model that a pipeline's step function sees: it keeps what it is called with."""
 
     def __init__(self) -> None:
         self.output = _Output()
         self.batch: dict[str, Tensor] = {}
 
-    def called(
-        self, ids: Tensor, positions: Tensor | None, mask: Tensor | None, labels: Tensor | None
+    def __call__(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        labels: Tensor | None = None,
+        **others: Any,
     ) -> _Output:
-        if not _is_causal(mask):
+        _refuse_others(others)
+        if attention_mask is not None and not _is_causal(attention_mask):
             reason = "a mask for each pair of tokens does not travel between stages"
             remedy = "Use position ids that restart, or train without --reset-attention-mask"
-            shape = None if mask is None else tuple(mask.shape)
-            raise ModelError("attention_mask", shape, reason, remedy)
+            raise ModelError("attention_mask", tuple(attention_mask.shape), reason, remedy)
         if labels is None:
             reason = "a pipeline has no output on this rank, only a loss on the last stage"
             raise ModelError("labels", None, reason, "Call the model with labels")
-        self.batch = {"input_ids": ids, "labels": labels}
-        usual = torch.arange(ids.shape[1], device=ids.device)
-        if positions is not None and not bool((positions == usual).all()):
-            self.batch["position_ids"] = positions
+        self.batch = {"input_ids": input_ids, "labels": labels}
+        usual = torch.arange(input_ids.shape[1], device=input_ids.device)
+        if position_ids is not None and not bool((position_ids == usual).all()):
+            self.batch["position_ids"] = position_ids
         return self.output
 
 

@@ -24,13 +24,6 @@ _TEXTS, _TOKENS, _PADDING, _WINDOW = 2, 8, 3, 4
 _ROUNDING = 1e-6
 # The size of what modules return, None for that which the weights give; tokens; modes.
 _RUNS = ((None, _TOKENS, (False,)), (1.0, 13, (False, True)), (30.0, 5, (False,)))
-# What transformers' decoders do outside their layers by configuration, and the value for nothing.
-_NEUTRAL = {
-    **dict.fromkeys(("embedding_multiplier", "logit_scale", "logits_scaling"), 1),
-    **dict.fromkeys(("mup_enabled", "output_router_logits"), False),
-    "logits_mup_width_multiplier": 1,
-    "final_logit_softcapping": None,
-}
 
 
 def run_chain(chain: Sequence[PipelineLayer], inputs: Any) -> Activations:
@@ -57,10 +50,8 @@ def prove(model: Any, chain: Sequence[PipelineLayer], inputs: Sequence[str], los
         loss: The loss of logits and labels.
 
     Raises:
-        ModelError: They differ by more than rounding, the layers cannot be called as they are, or
-            the configuration makes the model do something outside of them.
+        ModelError: They differ by more than rounding, or the layers cannot be called as they are.
     """
-    _check_configuration(model)
     with _undisturbed(model):
         for size, tokens, modes in _RUNS:
             batch = example_batch(model, inputs, tokens=tokens)
@@ -147,19 +138,6 @@ def example_labels(loss: Loss, ids: Tensor) -> Tensor:
         return torch.arange(len(ids), device=ids.device) % loss.num_labels
     shape = (len(ids), loss.num_labels)
     return torch.linspace(0, 1, len(ids) * loss.num_labels, device=ids.device).view(shape)
-
-
-def _check_configuration(model: Any) -> None:
-    for key, neutral in _NEUTRAL.items():
-        value = getattr(model.config, key, None)
-        # A key that the class does not declare, as one left from another family, does nothing.
-        if value not in (None, neutral) and hasattr(type(model.config), key):
-            raise ModelError(
-                f"config.{key}",
-                value,
-                f"{type(model).__name__} does this outside the layers that a pipeline runs",
-                f"Train it with one stage; the model with {neutral} could be cut, but is another",
-            )
 
 
 @contextmanager

@@ -181,13 +181,9 @@ def small_weights(family, **changes):
         ("Mixtral", "output_router_logits", True),
     ],
 )
-def test_what_a_configuration_does_outside_the_layers_is_refused_by_key(family, key, value):
-    model = small_weights(family, **{key: value})
-    with pytest.raises(
-        ModelError, match=rf"config\.{key} = {value}: .* outside the layers"
-    ) as info:
-        to_pipeline(model, num_stages=1)
-    assert info.value.key == f"config.{key}"
+def test_what_a_configuration_does_outside_the_layers_is_refused(family, key, value):
+    with pytest.raises(ModelError, match="it does more than its layers show"):
+        to_pipeline(small_weights(family, **{key: value}), num_stages=1)
 
 
 @pytest.mark.parametrize(
