@@ -52,53 +52,6 @@ TEMPLATES = {
 }
 
 
-def paths(value, path=""):
-    """Yield the path of each field of a document; items of lists are called ``-``."""
-    for name, part in value.items() if isinstance(value, dict) else ():
-        yield f"{path}{name}"
-        yield from paths(part, f"{path}{name}.")
-    for part in value if isinstance(value, list) else ():
-        yield from paths(part, f"{path}-.")
-
-
-def unknown(document, known):
-    """Return the fields of a document that no pattern of those known ones has."""
-    return [path for path in paths(document) if not re.fullmatch("|".join(known.split()), path)]
-
-
-MPI_JOB_FIELDS = r"""
-apiVersion kind metadata metadata\.(name|namespace|labels|labels\..+)
-spec spec\.(slotsPerWorker|runLauncherAsWorker|sshAuthMountPath|launcherCreationPolicy)
-spec\.(mpiImplementation|mpiReplicaSpecs|runPolicy)
-spec\.runPolicy\.(cleanPodPolicy|ttlSecondsAfterFinished|activeDeadlineSeconds|backoffLimit)
-spec\.runPolicy\.suspend
-spec\.mpiReplicaSpecs\.(Launcher|Worker)(\.(replicas|restartPolicy|template))?
-"""
-COMPOSE_FIELDS = r"""
-name volumes(\.\w+)? services(\.\w+)? x-node
-(services\.\w+|x-node)\.(image|build|volumes|shm_size|hostname|user|entrypoint|command)
-(services\.\w+|x-node)\.(stop_grace_period|deploy|depends_on)
-(services\.\w+|x-node)\.build\.(context|args|args\.\w+)
-(services\.\w+|x-node)\.depends_on\.\w+(\.condition)?
-(services\.\w+|x-node)\.deploy\.resources(\.(limits|reservations)(\.(cpus|memory))?)?
-"""
-
-
-def test_the_mpijob_has_known_fields_only():
-    job = kind("mpijob.yaml", "MPIJob")
-    replicas = job["spec"]["mpiReplicaSpecs"]
-    assert replicas.keys() == {"Launcher", "Worker"}
-    for each in replicas.values():
-        each["template"] = {}  # pods are Kubernetes' own, which validates them below
-    assert unknown(job, MPI_JOB_FIELDS) == []
-    assert job["apiVersion"] == "kubeflow.org/v2beta1"
-    assert job["spec"]["mpiImplementation"] in {"OpenMPI", "Intel", "MPICH"}
-    assert job["spec"]["launcherCreationPolicy"] in {"AtStartup", "WaitForWorkersReady"}
-    assert job["spec"]["runPolicy"]["cleanPodPolicy"] in {"None", "Running", "All"}
-    policies = {each["restartPolicy"] for each in replicas.values()}
-    assert policies <= {"Always", "OnFailure", "Never", "ExitCode"}
-
-
 @pytest.mark.parametrize("name", ["mpijob.yaml", "torchrun-job.yaml"])
 def test_kubernetes_takes_the_other_documents(name):
     validator = pytest.importorskip("kubernetes_validate", reason=NO_VALIDATOR)
@@ -167,17 +120,6 @@ def test_the_torchrun_job_trains_on_its_configuration():
     ranks = nodes * int(words["--nproc-per-node"])
     check_config(config, world_size=ranks)
     check_batch_sizes(config, data_world_size=ranks)
-
-
-def test_compose_has_known_fields_only():
-    assert unknown(COMPOSE, COMPOSE_FIELDS) == []
-    for name, service in COMPOSE["services"].items():
-        for volume in service["volumes"]:
-            assert volume.split(":")[0] in COMPOSE["volumes"], name
-        assert service.get("depends_on", {}).keys() <= COMPOSE["services"].keys()
-    for node in ("node0", "node1"):
-        assert COMPOSE["services"][node]["deploy"]["resources"]["limits"]["memory"]
-        assert "runs:/workspace" in COMPOSE["services"][node]["volumes"]
 
 
 @pytest.mark.parametrize("name", COMPOSE["services"])

@@ -229,18 +229,6 @@ def zero(folder, name):
     return {"moved": differences}
 
 
-def replicas(folder, name):
-    """One stage, two data-parallel replicas."""
-    engine = start(to_pipeline(build(name), num_stages=1))
-    train_pipeline(engine, name)
-    weights = pipeline_state_dict(engine)
-    result: dict[str, Any] = {"gathered": weights is not None}
-    if weights is not None:
-        # Both replicas see the same batches, so that their mean is the single process's gradient.
-        result["difference"] = difference(weights, train_whole(name)[2])
-    return result
-
-
 def cuts(folder, name):
     return {
         str(partition): to_pipeline(build(name), num_stages=2, partition=partition).parts
@@ -327,7 +315,6 @@ if __name__ == "__main__":
         "save-untied": save_untied,
         "load-untied": load_untied,
         "zero": zero,
-        "replicas": replicas,
         "cuts": cuts,
         "failure": failure,
         "memory": memory,

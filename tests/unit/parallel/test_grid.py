@@ -14,28 +14,6 @@ SHAPES = [(1, 1, 1), (2, 1, 3), (2, 3, 2), (1, 4, 2), (4, 2, 1), (3, 2, 4)]
 
 
 @pytest.mark.parametrize(("tensor", "pipeline", "data"), SHAPES)
-def test_tensor_fastest_then_data_then_stages(tensor, pipeline, data):
-    """Each rank's coordinates by division; a group is the ranks that differ in its axes alone."""
-    world = tensor * pipeline * data
-    found = rank_lists(world, tensor=tensor, pipeline=pipeline)
-    place = {
-        rank: {
-            "tensor": rank % tensor,
-            "data": rank // tensor % data,
-            "pipeline": rank // tensor // data,
-        }
-        for rank in range(world)
-    }
-    free = {"tensor": ["tensor"], "data": ["data"], "pipeline": ["pipeline"]}
-    for name, axes in {**free, "model": ["tensor", "pipeline"]}.items():
-        fixed = [axis for axis in place[0] if axis not in axes]
-        groups = {}
-        for rank in range(world):
-            groups.setdefault(tuple(place[rank][axis] for axis in fixed), []).append(rank)
-        assert sorted(found[name]) == sorted(groups.values()), name
-
-
-@pytest.mark.parametrize(("tensor", "pipeline", "data"), SHAPES)
 def test_the_order_is_deepspeeds(tensor, pipeline, data):
     topology = PipeModelDataParallelTopology(num_pp=pipeline, num_mp=tensor, num_dp=data)
     found = rank_lists(tensor * pipeline * data, tensor=tensor, pipeline=pipeline)
@@ -140,25 +118,6 @@ def test_refusals(as_rank):
             ProcessGrid.of(tensor=3)
         sequence = SimpleNamespace(get_sequence_parallel_world_size=lambda: 2)
         assert process_grid(sequence) is sequence
-
-
-@pytest.mark.parametrize("rank", range(6))
-def test_consecutive_ranks_share_a_model(rank, as_rank):
-    with as_rank(rank, 6):
-        mesh = ProcessGrid.of(tensor=2)
-        first = rank // 2 * 2
-        assert mesh.get_model_parallel_rank() == mesh.get_tensor_model_parallel_rank() == rank % 2
-        assert mesh.get_model_parallel_world_size() == 2
-        assert mesh.get_tensor_model_parallel_world_size() == 2
-        assert mesh.get_tensor_model_parallel_src_rank() == first
-        assert mesh.get_data_parallel_rank() == rank // 2
-        assert mesh.get_data_parallel_world_size() == 3
-        assert mesh.get_data_parallel_group_ranks() == [rank % 2, rank % 2 + 2, rank % 2 + 4]
-        model = mesh.get_model_parallel_group()
-        assert model is mesh.get_tensor_model_parallel_group()
-        assert dist.get_process_group_ranks(model) == [first, first + 1]
-        data = mesh.get_data_parallel_group()
-        assert dist.get_process_group_ranks(data) == mesh.get_data_parallel_group_ranks()
 
 
 @pytest.mark.parametrize("size", [0, -1, 4, 5, 12])
