@@ -36,7 +36,6 @@ class TrainerConfig(HfTrainerDeepSpeedConfig):
 
     Attributes:
         section: The ``"wavemare"`` section with its ``"auto"`` values filled in; None without one.
-        wants_entries: Whether ``pipeline.inputs`` is ``"auto"``: see `take_entries`.
 
     Raises:
         ConfigError: A key or value that cannot work.
@@ -47,10 +46,6 @@ class TrainerConfig(HfTrainerDeepSpeedConfig):
         self._given = values.pop(SECTION, None)
         self._world_size = world_size
         super().__init__(values)
-        pipeline = self._given.get("pipeline") if isinstance(self._given, dict) else None
-        self.wants_entries = isinstance(pipeline, dict) and pipeline.get("inputs") == "auto"
-        if self.wants_entries:
-            self.take_entries(None)
         self._fill_section(warmup_steps=0, max_steps=1)
         check_config({**values, **self.with_section}, world_size=world_size)
 
@@ -63,10 +58,6 @@ class TrainerConfig(HfTrainerDeepSpeedConfig):
     def with_section(self) -> dict[str, Any]:
         """Our section by its key; empty without one."""
         return {} if self.section is None else {SECTION: self.section}
-
-    def take_entries(self, names: list[str] | None) -> None:
-        """Set ``pipeline.inputs`` to the names of a batch's entries without its labels."""
-        self._given["pipeline"]["inputs"] = names
 
     def trainer_config_process(
         self, args: TrainingArguments, auto_find_batch_size: bool = False

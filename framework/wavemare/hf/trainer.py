@@ -16,7 +16,6 @@ from wavemare.engine.config.resolve import SECTION
 from wavemare.errors import ConfigError
 from wavemare.failure import watch_failures
 from wavemare.hf.config import TrainerConfig
-from wavemare.hf.steps import seeded
 from wavemare.hf.whole_steps import WholeSteps
 from wavemare.models import save_pretrained
 from wavemare.parallel.layout.annotations import PLAN, is_annotated
@@ -106,9 +105,6 @@ class Trainer(WholeSteps):
         if self.accelerator.weighs_losses:
             # Otherwise transformers and the engine would both divide by the number of tokens.
             self.model_accepts_loss_kwargs = False
-        config = getattr(self.args, "hf_deepspeed_config", None)
-        if isinstance(config, TrainerConfig) and config.wants_entries:
-            config.take_entries(self._batch_entries())
         return super()._prepare_for_training(*args, **kwargs)
 
     def _check_optimizers(self) -> None:
@@ -132,17 +128,9 @@ class Trainer(WholeSteps):
 
     def _build(self, **arguments: Any) -> tuple[Any, Any, Any, Any]:
         config = getattr(self.args, "hf_deepspeed_config", None)
-        if isinstance(config, TrainerConfig):  # some "auto" values needed the data
+        if isinstance(config, TrainerConfig):  # some "auto" values needed the number of steps
             arguments["config"] |= config.with_section
         return super()._build(**arguments)
-
-    def _batch_entries(self) -> list[str]:
-        """Return the names of a batch's entries without labels, ``input_ids`` first."""
-        evaluates = self.train_dataset is None
-        loader = self.get_eval_dataloader() if evaluates else self.get_train_dataloader()
-        with seeded(self.args.seed):
-            names = set(next(iter(loader))) - {"labels"}
-        return sorted(names, key=lambda name: (name != "input_ids", name))
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         items = super()._get_num_items_in_batch(batch_samples, device)

@@ -47,7 +47,7 @@ def streamed():
 
 def read_by_workers():
     """Each process has a worker of its own, which masks the same tokens on all stages."""
-    section = {"pipeline": {"stages": 2, "inputs": "auto"}}
+    section = {"pipeline": {"stages": 2}}
     changes = {"dataloader_num_workers": 1}
     trainer = trainer_of("gpt2", "workers", section, data_collator=masked, **changes)
     trainer.train()

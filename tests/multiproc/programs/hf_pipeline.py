@@ -164,7 +164,15 @@ def stale(**config):
 
 VARIED: dict[str, Any] = {
     "data_collator": pad,
-    "config": {"wavemare": {"pipeline": {"stages": 2, "inputs": "auto", "dynamic_shape": "auto"}}},
+    "config": {
+        "wavemare": {
+            "pipeline": {
+                "stages": 2,
+                "inputs": ["input_ids", "attention_mask"],
+                "dynamic_shape": "auto",
+            }
+        }
+    },
 }
 
 

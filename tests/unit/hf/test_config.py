@@ -46,7 +46,6 @@ def test_every_auto_key_is_filled(tmp_path):
     section = {
         "pipeline": {
             "stages": "auto",
-            "inputs": "auto",
             "dynamic_shape": "auto",
             "schedule": "pipemare",
             "pipemare": {
@@ -56,14 +55,11 @@ def test_every_auto_key_is_filled(tmp_path):
         }
     }
     config = TrainerConfig({**ZERO, "wavemare": section}, world_size=4)
-    assert config.wants_entries
-    config.take_entries(["input_ids", "attention_mask"])
     args = arguments(tmp_path)
     config.trainer_config_process(args)
     config.trainer_config_finalize(args, Model(), 100)
     pipeline = config.ours.pipeline
     assert pipeline.stages == 4
-    assert pipeline.inputs == ["input_ids", "attention_mask"]
     assert pipeline.dynamic_shape
     assert pipeline.pipemare.warmup_steps == 5
     assert pipeline.pipemare.lr_rescheduling.anneal_steps == 25
