@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import TrainingArguments
@@ -123,14 +123,12 @@ class TrainerConfig(HfTrainerDeepSpeedConfig):
         size = tensor.get("size", 1) if isinstance(tensor, Mapping) else 1
         if type(size) is not int or size < 1:
             size = 1  # the check of the configuration refuses it by name
-        values: dict[str, Callable[[], Any]] = {
-            "pipeline.stages": lambda: max(self._world_size // size, 1),
-            "pipeline.dynamic_shape": lambda: True,
-            "pipeline.pipemare.warmup_steps": lambda: warmup_steps,
-            "pipeline.pipemare.lr_rescheduling.anneal_steps": lambda: max(
-                max_steps // _ANNEAL_PART, 1
-            ),
-            "wavelet.warmup_steps": lambda: warmup_steps,
+        values = {
+            "pipeline.stages": max(self._world_size // size, 1),
+            "pipeline.dynamic_shape": True,
+            "pipeline.pipemare.warmup_steps": warmup_steps,
+            "pipeline.pipemare.lr_rescheduling.anneal_steps": max(max_steps // _ANNEAL_PART, 1),
+            "wavelet.warmup_steps": warmup_steps,
         }
         for path, value in values.items():
             *parents, key = path.split(".")
@@ -138,7 +136,7 @@ class TrainerConfig(HfTrainerDeepSpeedConfig):
             for parent in parents:
                 node = node.get(parent) if isinstance(node, dict) else None
             if isinstance(node, dict) and node.get(key) == "auto":
-                node[key] = value()
+                node[key] = value
 
 
 class _Counted:
