@@ -80,7 +80,7 @@ def main() -> None:
     )
     rows = {
         "name": corpus.name,
-        "texts": f"{len(samples)} to train, {len(validation)} held out",
+        "texts": f"{len(samples)} to train, {len(validation)} for validation",
         "classes": ", ".join(corpus.label_names),
     }
     panel = start_up_panel(setup, model, rows)
@@ -105,7 +105,9 @@ def check_options(args: FinetuneArguments) -> None:
         ConfigError: ``--split`` is given, or a size of a model that comes from a folder.
     """
     if args.split is not None:
-        reason = "labelled texts are no Megatron data, and a part is held out by its hash"
+        reason = (
+            "labelled texts are no Megatron data, and their validation part is chosen by its hash"
+        )
         raise ConfigError("--split", args.split, reason, "Leave it out")
     sized = {**args.sizes(), "vocabulary": args.make_vocab_size_divisible_by}
     for name, size in sized.items():

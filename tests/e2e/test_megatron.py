@@ -37,7 +37,7 @@ def test_a_blend_with_split(built, command, small_options, recipe_config):
     options += ["--make-vocab-size-divisible-by", 64]
     config = recipe_config("gpt/pretrain", "pipeline")
     ended = command("wavemare", "train", "gpt", "--config", config, *options).check()
-    assert "64 to train, 16 held out" in ended.output
+    assert "64 to train, 16 for validation" in ended.output
     run = read_run(built / "run")
     losses = [loss for _, loss in run.series("loss")]
     assert len(losses) == 6

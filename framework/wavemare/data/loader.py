@@ -163,7 +163,7 @@ def evaluation_batches(
     """
     size = len(dataset)
     if size < data_world_size:
-        reason = f"it gives {size} held-out samples, fewer than the {data_world_size} data ranks"
+        reason = f"it gives {size} validation samples, fewer than the {data_world_size} data ranks"
         raise DataError("--data", size, reason, "Give more text")
     count = min(max(limit or size, data_world_size), size)
     micro = min(micro_batch_size, count // data_world_size)

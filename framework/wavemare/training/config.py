@@ -10,7 +10,7 @@ from wavemare.engine.config.resolve import SECTION, load_config
 from wavemare.errors import ConfigError
 from wavemare.training.arguments import TrainArguments
 
-__all__ = ["fill_schedules", "forget_cuts", "resolve_config"]
+__all__ = ["drop_partition", "fill_schedules", "resolve_config"]
 
 _KEYS: dict[str, tuple[str, ...]] = {
     "micro_batch_size": ("train_micro_batch_size_per_gpu",),
@@ -47,7 +47,7 @@ def resolve_config(arguments: TrainArguments) -> dict[str, Any]:
     if arguments.micro_batch_size or arguments.global_batch_size:
         config.pop("gradient_accumulation_steps", None)  # follows from the two
     if arguments.pipeline_model_parallel_size is not None:
-        forget_cuts(config)
+        drop_partition(config)
     for name in ("fp16", "bf16"):
         if getattr(arguments, name):
             config[name] = {**config.get(name, {}), "enabled": True}
@@ -59,7 +59,7 @@ def resolve_config(arguments: TrainArguments) -> dict[str, Any]:
     return config
 
 
-def forget_cuts(config: dict[str, Any]) -> None:
+def drop_partition(config: dict[str, Any]) -> None:
     """Remove explicit cuts of the layers, in place: they are for another number of stages."""
     pipeline = config[SECTION]["pipeline"]
     if not isinstance(pipeline.get("partition", ""), str):

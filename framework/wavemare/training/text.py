@@ -32,7 +32,7 @@ def find_text(arguments: TrainArguments) -> Source:
     """
     source = resolve(arguments.data)
     if arguments.split is not None and source.kind is not Kind.MEGATRON:
-        reason = f"{source.name} is text, of which a part is held out by its hash"
+        reason = f"{source.name} is text, whose validation part is chosen by its hash"
         remedy = "Leave it out, or make Megatron data with wavemare data build"
         raise ConfigError("--split", arguments.split, reason, remedy)
     return source
@@ -105,7 +105,7 @@ class TrainingText:
 
         filled = [store for store in self.validation if store.num_documents]
         if not filled:
-            reason = "by these shares no document is held out"
+            reason = "these shares leave no document for validation"
             remedy = "Give the second share more, or more documents"
             raise DataError("--split", self.split, reason, remedy)
         options: dict[str, Any] = {"sequence_length": sequence_length, "seed": seed}
@@ -146,7 +146,7 @@ class TrainingText:
             sums = [
                 sum(getattr(s, what) for s in stores) for stores in (self.train, self.validation)
             ]
-            return "{:,} to train, {:,} held out".format(*sums)
+            return "{:,} to train, {:,} for validation".format(*sums)
 
         return {
             "name": self.source.name,

@@ -143,7 +143,7 @@ def test_evaluation(length, micro, world, limit):
         return [*map(samples_of, evaluation_batches(Epochs(length), micro, rank, world, limit))]
 
     if length < world:
-        with pytest.raises(DataError, match=rf"--data.*held-out samples, fewer than the {world}"):
+        with pytest.raises(DataError, match=rf"--data.*validation samples, fewer than the {world}"):
             evaluation_batches(Epochs(length), micro, 0, world)  # before a batch is asked for
         return
     ranks = [evaluate(rank) for rank in range(world)]

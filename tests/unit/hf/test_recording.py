@@ -28,7 +28,7 @@ def follow(callback, *, steps, stop, done=0):
     return state, control
 
 
-def test_logs_are_lines_and_evaluations_are_held_out(tmp_path):
+def test_logs_are_lines_and_evaluations_are_validation(tmp_path):
     callback = RecordingCallback(SimpleNamespace(deepspeed=None), tmp_path)
     state, control = follow(callback, steps=4, stop=4)
     callback.on_log(ARGUMENTS, state, control, logs={"train_loss": 3.0, "train_runtime": 1.5})

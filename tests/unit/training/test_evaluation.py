@@ -23,11 +23,11 @@ def test_samples_are_those_of_the_engines_ranks():
         return Evaluation(engine, torch.arange(100)).batches(8)
 
     assert [batch.tolist() for batch in batches(1, 2)] == [[50, 62, 75, 87]]
-    with pytest.raises(DataError, match="100 held-out samples, fewer than the 101"):
+    with pytest.raises(DataError, match="100 validation samples, fewer than the 101"):
         batches(0, 101)
 
 
-def test_data_of_which_nothing_is_held_out_is_refused(tmp_path):
+def test_data_without_validation_documents_is_refused(tmp_path):
     with IndexedWriter(tmp_path / "few", "u2") as writer:
         for _ in range(10):
             writer.add_sequence([1, 2, 3, 4])
@@ -35,7 +35,7 @@ def test_data_of_which_nothing_is_held_out_is_refused(tmp_path):
     train_tokenizer(["few"], 300, kind="gpt").save_pretrained(tmp_path / "tokenizer")
     arguments = PretrainArguments(data=str(tmp_path / "few"), split="969,30,1")
     text = read_text(find_text(arguments), arguments, "gpt", tokenizer=str(tmp_path / "tokenizer"))
-    with pytest.raises(DataError, match="by these shares no document is held out") as caught:
+    with pytest.raises(DataError, match="these shares leave no document for validation") as caught:
         text.causal_samples(sequence_length=2, num_samples=4, seed=0)
     assert (caught.value.key, caught.value.value) == ("--split", "969,30,1")
 
