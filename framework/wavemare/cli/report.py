@@ -34,7 +34,7 @@ def report(
 
 
 def _names(runs: Sequence[Path]) -> list[str]:
-    """Return the shortest endings of the paths by which they differ.
+    """Return the names of the run folders, or their paths if two have the same name.
 
     Raises:
         ConfigError: A run stands twice.
@@ -43,9 +43,5 @@ def _names(runs: Sequence[Path]) -> list[str]:
     for run, path in zip(runs, paths, strict=True):
         if paths.count(path) > 1:
             raise ConfigError("RUN", str(run), "this run stands twice", "Name each run once")
-    longest = max(len(path.parts) for path in paths)
-    for length in range(1, longest + 1):
-        names = ["/".join(path.parts[-length:]) for path in paths]
-        if len(set(names)) == len(names):
-            break
-    return names
+    names = [path.name for path in paths]
+    return names if len(set(names)) == len(names) else [str(run) for run in runs]
