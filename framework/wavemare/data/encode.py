@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from wavemare.data.indexed import read_indexed
 from wavemare.data.indexed_writer import IndexedWriter
 from wavemare.data.text import iterate_texts
-from wavemare.data.tokenizer import build_once, content_key
+from wavemare.data.tokenizer import build_once, content_key, from_cache
 from wavemare.data.tokens import TokenStore
 from wavemare.errors import DataError
 
@@ -69,7 +69,8 @@ def tokenize(
         folder,
         lambda target: build_indexed(documents, tokenizer, target / "tokens", progress=progress),
     )
-    store = read_indexed(folder / "tokens", vocab_size=len(tokenizer))
+    with from_cache(folder):
+        store = read_indexed(folder / "tokens", vocab_size=len(tokenizer))
     store.name = name
     return store
 

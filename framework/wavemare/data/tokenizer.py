@@ -6,7 +6,8 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -21,7 +22,14 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["build_once", "cached_tokenizer", "content_key", "load_tokenizer", "train_tokenizer"]
+__all__ = [
+    "build_once",
+    "cached_tokenizer",
+    "content_key",
+    "from_cache",
+    "load_tokenizer",
+    "train_tokenizer",
+]
 
 TokenizerKind = Literal["gpt", "bert"]
 
@@ -147,7 +155,18 @@ def cached_tokenizer(
         train_tokenizer(texts, vocab_size, kind=kind).save_pretrained(target)
 
     build_once(folder, build)
-    return load_tokenizer(folder)
+    with from_cache(folder):
+        return load_tokenizer(folder)
+
+
+@contextmanager
+def from_cache(folder: Path) -> Iterator[None]:
+    """Say of a cache entry that is damaged what mends it."""
+    try:
+        yield
+    except DataError as error:
+        error.remedy = f"Remove the folder {folder}, and it is made again"
+        raise
 
 
 def content_key(parts: Iterable[str | None]) -> str:

@@ -151,6 +151,14 @@ def test_inputs_that_cannot_be_tokenized(tmp_path, documents, gpt_tokenizer):
         tokenize(documents, gpt_tokenizer, tmp_path / "file" / "cache", name="made")
 
 
+def test_a_damaged_cache_entry_is_named_with_what_mends_it(tmp_path, documents, gpt_tokenizer):
+    tokenize(documents, gpt_tokenizer, tmp_path, name="made")
+    (file,) = tmp_path.glob("*/tokens.idx")
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(DataError, match=rf"Remove the folder {file.parent}, and it is made again"):
+        tokenize(documents, gpt_tokenizer, tmp_path, name="made")
+
+
 def test_large_vocabularies_are_int32():
     assert (token_dtype(65_499), token_dtype(65_500)) == (np.uint16, np.int32)
 
