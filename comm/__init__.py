@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from wavemare.comm.blocks.layout import OwnedRange
     from wavemare.comm.blocks.masks import Masks
     from wavemare.comm.collective_queue import Handle
-    from wavemare.comm.compress.compressors import make_compressor
+    from wavemare.comm.compressor import make_compressor
     from wavemare.comm.config import CompressorConfig, SparseCollectiveConfig
     from wavemare.comm.ddp import register_ddp_hook
     from wavemare.comm.sparse import SparseComm
@@ -41,7 +41,7 @@ _HOME = {
     "OwnedRange": "blocks.layout",
     "SparseCollectiveConfig": "config",
     "SparseComm": "sparse",
-    "make_compressor": "compress.compressors",
+    "make_compressor": "compressor",
     "register_ddp_hook": "ddp",
 }
 

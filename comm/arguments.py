@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wavemare.comm.compress.error_feedback import Compressor
+from wavemare.comm.compressor import Compressor
 from wavemare.comm.config import MODES
 from wavemare.comm.executors import EXECUTORS_BY_MODE
 from wavemare.comm.kernels import DTYPES

@@ -17,8 +17,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from wavemare.comm.collective_queue import Handle
-from wavemare.comm.compress.compressors import make_compressor
-from wavemare.comm.compress.error_feedback import Compressor
+from wavemare.comm.compressor import Compressor, make_compressor
 from wavemare.comm.config import CompressorConfig
 from wavemare.comm.sparse import SparseComm
 from wavemare.errors import ConfigError
@@ -96,7 +95,7 @@ class _Hook:
         self._comm = comm
         self._compressor = compressor
         self._compares_weights = compressor is not None and (
-            compressor.inner.kind == "block_topk_ratio"
+            compressor.inner.config.type == "block_topk_ratio"
         )
         self._handles: list[Handle] = []
         self._streams: dict[torch.device, Any] = {}

@@ -14,7 +14,7 @@ from torch import Tensor
 from wavemare.comm.agreement import exchange_masks
 from wavemare.comm.blocks.layout import OwnedRange
 from wavemare.comm.blocks.masks import Masks, mask_bytes
-from wavemare.comm.compress.compressors import Compressor
+from wavemare.comm.compressor import Compressor
 from wavemare.comm.executors import EXECUTORS_BY_MODE, CollectiveCall, Scratch
 from wavemare.comm.executors.ranges import (
     equal_ranges,

@@ -17,7 +17,7 @@ from wavemare.comm.blocks.layout import OwnedRange, ranges_of
 from wavemare.comm.blocks.masks import Masks
 from wavemare.comm.blocks.rows import RowReducer, check_rows
 from wavemare.comm.collective_queue import CollectiveQueue, Handle
-from wavemare.comm.compress.compressors import Compressor, make_compressor
+from wavemare.comm.compressor import Compressor, make_compressor
 from wavemare.comm.config import HALVES, CompressorConfig, Mode
 from wavemare.comm.executors import Scratch
 from wavemare.comm.reduction import Hierarchy, Reduction

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
-from wavemare.comm.compress.compressors import make_compressor
-from wavemare.comm.compress.error_feedback import block_norms
+from wavemare.comm.compressor import block_norms, make_compressor
 from wavemare.comm.config import CompressorConfig
 from wavemare.errors import CheckpointError, ConfigError
 

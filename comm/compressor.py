@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Error feedback: blocks of a bucket that are not sent are added to the next step's gradient.
+"""Compressors choose the blocks of a bucket that are sent; error feedback keeps the others.
 
-Each step splits ``a = gradient + residual`` by whole blocks: the chosen blocks are *sent*, all
-others become the new residual. No element is divided or rounded, so ``sent + residual == a`` holds
-bitwise. In 16 bits, a is a rounded sum.
+The names of the methods are OmniReduce's (SIGCOMM'21). Each step splits ``a = gradient + residual``
+by whole blocks: the chosen blocks are *sent*, all others become the new residual. No element is
+divided or rounded, so ``sent + residual == a`` holds bitwise. In 16 bits, a is a rounded sum.
 
 The norm of a block is computed in float32 (float64 for float64): 0 for elements below about 1e-23,
-infinite beyond about 1e19. A block whose norm is not finite is always chosen, so NaN and infinities
-never stay in a residual.
+infinite beyond about 1e19. A block whose norm is not finite is always chosen, even beyond k, so NaN
+and infinities never stay in a residual.
 
 The residual is as large as the bucket. A step reads 3 and writes 2 buckets, without error feedback
 1 and 1, and then moves the chosen blocks.
@@ -15,11 +15,11 @@ The residual is as large as the bucket. A step reads 3 and writes 2 buckets, wit
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
-from typing import Any, ClassVar
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,14 +28,34 @@ from wavemare.comm.kernels import num_blocks
 from wavemare.comm.kernels.words import sum_dtype
 from wavemare.errors import CheckpointError, ConfigError
 
-__all__ = ["Compressor", "block_norms"]
+__all__ = ["Compressor", "block_norms", "make_compressor"]
 
 # Elements that are converted or moved at a time: enough to hide the cost of a call, few enough
 # to stay in a core's cache.
 _CHUNK = 1 << 18
+_OPTIONS = {
+    "block_topk": ("ratio",),
+    "block_topk_ratio": ("ratio",),
+    "block_randomk": ("ratio", "seed"),
+    "block_threshold": ("threshold",),
+}
+"""Keys of the configuration that only some methods have."""
 
 
-class Compressor(ABC):
+def make_compressor(config: CompressorConfig, block: int) -> Compressor:
+    """Return the compressor that a configuration asks for.
+
+    Args:
+        config: Its settings.
+        block: Elements per block.
+
+    Raises:
+        ConfigError: The block is out of range.
+    """
+    return Compressor(block, config)
+
+
+class Compressor:
     """Splits buckets into blocks to send and residuals.
 
     Residual and step count of each bucket are kept under its key.
@@ -48,11 +68,6 @@ class Compressor(ABC):
         ConfigError: The block is out of range.
     """
 
-    kind: ClassVar[str]
-    """Name of the method in the configuration."""
-    options: ClassVar[tuple[str, ...]] = ()
-    """Keys of the configuration that only some methods have."""
-
     def __init__(self, block: int, config: CompressorConfig) -> None:
         if block < 1:
             raise ConfigError("block", block, "a block has at least one element", "Give 1 or more")
@@ -61,18 +76,19 @@ class Compressor(ABC):
         self._steps: dict[str, int] = {}
         self._residuals: dict[str, Tensor] = {}
 
-    @abstractmethod
     def select(self, accumulated: Tensor, weights: Tensor | None = None, draw: int = 0) -> Tensor:
         """Choose blocks; nothing is changed.
 
         Args:
             accumulated: (E,), gradient plus residual.
-            weights: (E,), the weights of the gradient, for methods that need them.
+            weights: (E,), the weights of the gradient, for ``block_topk_ratio``.
             draw: Seeds a random choice, together with the seed.
 
         Returns:
             (ceil(E / block),), bool, on the device of the bucket.
         """
+        norms = block_norms(accumulated, self.block)
+        return _SELECT[self.config.type](self, norms, weights, draw)
 
     def count(self, blocks: int) -> int:
         """Return k for a bucket: the configuration's share of its blocks, 1 or more."""
@@ -110,9 +126,9 @@ class Compressor(ABC):
 
     def settings(self) -> dict[str, Any]:
         """Return all that the choice of blocks depends on, by its name in the configuration."""
-        names = ("error_feedback", "warmup_steps", *self.options)
+        names = ("error_feedback", "warmup_steps", *_OPTIONS[self.config.type])
         settings = {name: getattr(self.config, name) for name in names}
-        return {"type": self.kind, "block": self.block, **settings}
+        return {"type": self.config.type, "block": self.block, **settings}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, from which `load_state_dict` goes on bitwise.
@@ -170,6 +186,85 @@ class Compressor(ABC):
             remedy = "Give each bucket a key of its own"
             value = f"{len(gradient)} elements of {gradient.dtype}"
             raise ConfigError(f"bucket {key}", value, reason, remedy)
+        if self.config.type != "block_topk_ratio":
+            return
+        if weights is None:
+            reason, remedy = f"{self.config.type} needs them", "Pass the gradient's weights"
+            raise ConfigError(f"weights of bucket {key}", None, reason, remedy)
+        if weights.shape != gradient.shape or not weights.is_contiguous():
+            reason = f"they are no contiguous tensor of {len(gradient)} elements like the gradient"
+            remedy = "Pass the weights in the layout of the bucket"
+            raise ConfigError(f"weights of bucket {key}", tuple(weights.shape), reason, remedy)
+
+
+def _top_k(compressor: Compressor, norms: Tensor, weights: Tensor | None, draw: int) -> Tensor:
+    """Choose the k blocks of largest L2 norm; the first of equal ones.
+
+    It is a contraction: ``||C(a) - a||^2 <= (1 - k / nb) * ||a||^2`` for nb blocks.
+    """
+    return _largest(norms, ~norms.isfinite(), compressor.count(len(norms)))
+
+
+def _top_k_ratio(
+    compressor: Compressor, norms: Tensor, weights: Tensor | None, draw: int
+) -> Tensor:
+    """Choose the k blocks of largest ``||a_j|| / ||w_j||``; the first of equal ones.
+
+    For a block of zero weights, the smallest norm of the bucket's other blocks counts (1 if all are
+    zero): the block can grow without crowding out the others. A block whose weights have no finite
+    norm is chosen.
+    """
+    assert weights is not None, "step() has checked it"
+    k = compressor.count(len(norms))
+    if k == len(norms):
+        return torch.ones_like(norms, dtype=torch.bool)
+    sizes = block_norms(weights, compressor.block)
+    urgent = ~(norms.isfinite() & sizes.isfinite())
+    smallest = sizes.where(sizes > 0, torch.inf).min()
+    smallest = smallest.where(smallest.isfinite(), 1.0)
+    return _largest(norms / sizes.where(sizes != 0, smallest), urgent, k)
+
+
+def _random_k(compressor: Compressor, norms: Tensor, weights: Tensor | None, draw: int) -> Tensor:
+    """Choose k blocks by seed and draw: the same on all ranks, different ones in each step.
+
+    In expectation it contracts as `_top_k` does. Blocks are not divided by their probability, as
+    error feedback sends the others later. Ranks agree without a message, except for blocks that are
+    not finite. All ranks must run the same release of numpy.
+    """
+    random = np.random.Generator(np.random.PCG64([compressor.config.seed, draw]))
+    # Without an order the cost grows with k, not with the number of blocks.
+    drawn = random.choice(len(norms), compressor.count(len(norms)), replace=False, shuffle=False)
+    chosen = ~norms.isfinite()
+    chosen[torch.from_numpy(drawn).to(norms.device)] = True
+    return chosen
+
+
+def _threshold(compressor: Compressor, norms: Tensor, weights: Tensor | None, draw: int) -> Tensor:
+    """Choose the blocks whose L2 norm is at least a threshold.
+
+    What waits is bounded: ``||C(a) - a||^2 <= nb * threshold^2`` for nb blocks.
+    """
+    assert compressor.config.threshold is not None, "the validator has checked it"
+    return (norms >= compressor.config.threshold) | ~norms.isfinite()
+
+
+_SELECT: Mapping[str, Callable[[Compressor, Tensor, Tensor | None, int], Tensor]] = {
+    "block_topk": _top_k,
+    "block_topk_ratio": _top_k_ratio,
+    "block_randomk": _random_k,
+    "block_threshold": _threshold,
+}
+
+
+def _largest(scores: Tensor, urgent: Tensor, k: int) -> Tensor:
+    """Return the mask of the k largest scores, of equal ones the first, and of all urgent ones."""
+    if k == len(scores):
+        return torch.ones_like(urgent)
+    scores = scores.masked_fill(urgent, torch.inf)
+    least = scores.topk(k, sorted=False).values.min()
+    above, equal = scores > least, scores == least
+    return above | (equal & (equal.cumsum(0) <= k - above.sum())) | urgent
 
 
 def block_norms(flat: Tensor, block: int) -> Tensor:
