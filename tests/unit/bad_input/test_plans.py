@@ -101,30 +101,34 @@ def cluster(*, links=None, **device):
 
 
 def pair(*nodes):
-    return cluster(links={"pairs": [{"nodes": nodes, "alpha_s": 0, "bytes_s": 1}]})
+    return cluster(links={"pairs": [{"nodes": list(nodes), "alpha_s": 0, "bytes_s": 1}]})
 
 
 CLUSTERS = [
-    ([], "cluster", "no mapping"),
-    ({"devices": []}, "devices", "List one or more"),
-    ({"devices": [{"type": "V9"}]}, "devices[0].type", "no such card"),
-    ({**cluster(), "version": 2}, "version", "reads version 1"),
+    ([], "cluster", "Write {...}"),
+    ({"devices": []}, "cluster.devices", "at least 1 item"),
+    ({"devices": [{"type": "V9"}]}, "cluster.devices[0].type", "no such card"),
+    ({**cluster(), "version": 2}, "cluster.version", "Choose one of these"),
     ({"device": [DEVICE]}, "cluster.device", "'devices'?"),
-    ({"devices": [{"type": 4}]}, "devices[0].type", "quotes"),
-    (cluster(overhead_s=-1), "devices[0].overhead_s", "at least 0"),
-    (cluster(links={"within": {"beta": 1}}), "links.within.beta", "alpha_s"),
-    (cluster(tflop=1), "devices[0].tflop", "'tflops'?"),
-    (cluster(tflops="1"), "devices[0].tflops", "no finite"),
-    (cluster(tflops=-1), "devices[0].tflops", "above 0"),
-    (cluster(memory_gib=math.nan), "devices[0].memory_gib", "finite"),
-    (cluster(efficiency=2), "devices[0].efficiency", "at most 1"),
-    (cluster(count=0), "devices[0].count", "at least 1"),
-    (cluster(count=10**12), "devices[0].count", "at most 65536"),
-    (cluster(links={"pairs": 5}), "links.pairs", "no list"),
-    (pair(["0"], ["0"]), "links.pairs[0].nodes", "two names"),
-    (pair("0", "9"), "links.pairs[0].nodes", "no pair of the nodes"),
-    (cluster(links={"between": {"bytes_s": 1e-310}}), "links.between.bytes_s", "from 1e-30"),
-    (cluster(overhead_s=1e300), "devices[0].overhead_s", "to 1e+30"),
+    ({"devices": [{"type": 4}]}, "cluster.devices[0].type", "quotes"),
+    (cluster(overhead_s=-1), "cluster.devices[0].overhead_s", "Give 0 or more"),
+    (cluster(links={"within": {"beta": 1}}), "cluster.links.within.beta", "alpha_s"),
+    (cluster(tflop=1), "cluster.devices[0].tflop", "'tflops'?"),
+    (cluster(tflops="1"), "cluster.devices[0].tflops", "valid number"),
+    (cluster(tflops=-1), "cluster.devices[0].tflops", "Give 1e-30 or more"),
+    (cluster(memory_gib=math.nan), "cluster.devices[0].memory_gib", "at most 1e+30"),
+    (cluster(efficiency=2), "cluster.devices[0].efficiency", "Give at most 1"),
+    (cluster(count=0), "cluster.devices[0].count", "Give 1 or more"),
+    (cluster(count=10**12), "cluster.devices[0].count", "at most 65536"),
+    (cluster(links={"pairs": 5}), "cluster.links.pairs", "valid list"),
+    (pair(["0"], ["0"]), "cluster.links.pairs[0].nodes[0]", "valid string"),
+    (pair("0", "9"), "cluster.links.pairs[0].nodes", "no device is in one of them"),
+    (
+        cluster(links={"between": {"bytes_s": 1e-310}}),
+        "cluster.links.between.bytes_s",
+        "Give 1e-30 or more",
+    ),
+    (cluster(overhead_s=1e300), "cluster.devices[0].overhead_s", "Give at most 1e+30"),
     ({"devices": [DEVICE, {**DEVICE, "tflops": 2}]}, "devices.type", "different types"),
 ]
 

@@ -6,10 +6,13 @@ from __future__ import annotations
 import logging
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from wavemare.errors import PlanError, did_you_mean
+from pydantic import Field
+
+from wavemare.errors import ConfigError, PlanError, did_you_mean
 from wavemare.json_text import parse_json
 from wavemare.parallel.planner.cluster import (
     BETWEEN,
@@ -17,22 +20,59 @@ from wavemare.parallel.planner.cluster import (
     DTYPES,
     EFFICIENCY,
     OVERHEAD_S,
-    VERSION,
     WITHIN,
     Cluster,
     Device,
     Link,
 )
+from wavemare.section import Section
 
 __all__ = ["parse_cluster", "read_cluster"]
 
 logger = logging.getLogger("wavemare")
 
 _SHORT = re.compile(r"(?:(\d{1,9})x)?(\d{1,9})x(.+)", re.IGNORECASE | re.ASCII)
-_LINK_KEYS = {"alpha_s", "bytes_s"}
-_PAIR = 2
 _MOST_DEVICES = 65536
-_SMALLEST, _LARGEST = 1e-30, 1e30  # times made of these neither overflow nor vanish
+# Times made of these neither overflow nor vanish.
+_Positive = Annotated[float, Field(ge=1e-30, le=1e30)]
+_NotNegative = Annotated[float, Field(ge=0, le=1e30)]
+
+
+class _DeviceItem(Section):
+    """Devices that are alike; the fields are those of `Device`, and their number."""
+
+    type: str
+    count: int = Field(default=1, ge=1)
+    node: str = "0"
+    tflops: _Positive = 1.0
+    efficiency: Annotated[float, Field(ge=1e-30, le=1)] = EFFICIENCY
+    memory_gib: _Positive = 1.0
+    memory_gb_s: _Positive = 1.0
+    overhead_s: _NotNegative = 0.0
+
+
+class _LinkItem(Section):
+    alpha_s: _NotNegative = WITHIN.alpha_s
+    bytes_s: _Positive = WITHIN.bytes_s
+
+
+class _PairItem(Section):
+    nodes: list[str] = Field(min_length=2, max_length=2)
+    alpha_s: _NotNegative
+    bytes_s: _Positive
+
+
+class _Links(Section):
+    within: _LinkItem = _LinkItem()
+    between: _LinkItem = _LinkItem()
+    pairs: list[_PairItem] = Field(default_factory=list)
+
+
+class _ClusterFile(Section):
+    version: Literal[1] = 1
+    devices: list[_DeviceItem] = Field(min_length=1)
+    links: _Links = _Links()
+    measured: dict[str, Any] | None = None
 
 
 def read_cluster(source: str | Path | Cluster, dtype: str = "fp32") -> Cluster:
@@ -77,43 +117,43 @@ def parse_cluster(values: Any, dtype: str = "fp32") -> Cluster:
     Raises:
         PlanError: Naming the key that cannot be used.
     """
-    _check_keys("cluster", values, {"version", "devices", "links", "measured"}, {"devices"})
-    version = values.get("version", VERSION)
-    if version != VERSION:
-        reason = f"this program reads version {VERSION}"
-        raise PlanError("version", version, reason, "Describe or measure the cluster again")
-    listed = values["devices"]
-    if not isinstance(listed, list) or not listed:
-        raise PlanError("devices", listed, "it is no list of devices", "List one or more")
+    if not isinstance(values, dict):
+        raise PlanError("cluster", values, "it is no mapping", "Write {...}")
+    try:
+        content = _ClusterFile.parse(values, "cluster")
+    except ConfigError as error:
+        raise PlanError(error.key, error.value, error.reason, error.remedy) from None
     devices: list[Device] = []
-    for place, item in enumerate(listed):
-        alike, count = _devices(place, item, dtype)
-        _check_size(f"devices[{place}].count", count, len(devices) + count)
-        devices += [alike] * count
-    links = values.get("links", {})
-    _check_keys("links", links, {"within", "between", "pairs"}, set())
+    for place, item in enumerate(content.devices):
+        key = f"cluster.devices[{place}]"
+        _check_size(f"{key}.count", item.count, len(devices) + item.count)
+        devices += [_device(key, item, dtype)] * item.count
     pairs = {}
-    listed = links.get("pairs", [])
-    if not isinstance(listed, list):
-        raise PlanError("links.pairs", listed, "it is no list", "Write [{...}, ...]")
-    for place, item in enumerate(listed):
-        key = f"links.pairs[{place}]"
-        _check_keys(key, item, {"nodes", *_LINK_KEYS}, {"nodes", *_LINK_KEYS})
-        nodes = item["nodes"]
-        known = {device.node for device in devices}
-        is_pair = isinstance(nodes, list) and len(nodes) == _PAIR
-        if not is_pair or not all(isinstance(node, str) and node in known for node in nodes):
-            reason = "it is no pair of the nodes of the devices"
-            raise PlanError(f"{key}.nodes", nodes, reason, "Give two names of nodes")
-        low, high = sorted(nodes)
-        pairs[low, high] = _link(key, {k: v for k, v in item.items() if k != "nodes"}, WITHIN)
+    known = {device.node for device in devices}
+    for place, pair in enumerate(content.links.pairs):
+        if not set(pair.nodes) <= known:
+            key, reason = f"cluster.links.pairs[{place}].nodes", "no device is in one of them"
+            raise PlanError(key, pair.nodes, reason, "Give two names of nodes")
+        low, high = sorted(pair.nodes)
+        pairs[low, high] = Link(pair.alpha_s, pair.bytes_s)
     return Cluster(
         devices=tuple(devices),
-        within=_link("links.within", links.get("within", {}), WITHIN),
-        between=_link("links.between", links.get("between", {}), BETWEEN),
+        within=replace(WITHIN, **content.links.within.model_dump(exclude_unset=True)),
+        between=replace(BETWEEN, **content.links.between.model_dump(exclude_unset=True)),
         pairs=pairs,
-        measured=values.get("measured"),
+        measured=content.measured,
     )
+
+
+def _device(key: str, item: _DeviceItem, dtype: str) -> Device:
+    """Return a device of an item of the file; the table has the numbers that it lacks."""
+    values = item.model_dump(exclude={"count"}, exclude_unset=True)
+    missing = {"tflops", "memory_gib", "memory_gb_s"} - values.keys()
+    if missing:
+        known = _card(f"{key}.type", item.type, dtype, "0")
+        logger.warning("planner: %s: %s from public peak numbers", key, ", ".join(sorted(missing)))
+        values |= {name: getattr(known, name) for name in missing}
+    return Device(**values)
 
 
 def _from_text(text: str, dtype: str) -> Cluster:
@@ -159,56 +199,3 @@ def _check_size(key: str, value: object, devices: int) -> None:
     if devices > _MOST_DEVICES:
         reason = f"these are {devices} devices"
         raise PlanError(key, value, reason, f"Give at most {_MOST_DEVICES} in all")
-
-
-def _devices(place: int, item: Any, dtype: str) -> tuple[Device, int]:
-    """Return the device that an item of the file describes, and how many there are of it."""
-    key = f"devices[{place}]"
-    names = set(Device.__dataclass_fields__)
-    _check_keys(key, item, {"count", *names}, {"type"})
-    values = dict(item)
-    count = values.pop("count", 1)
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise PlanError(f"{key}.count", count, "it is no whole number of at least 1", "Give one")
-    for name in ("type", "node"):
-        if not isinstance(values.get(name, ""), str):
-            raise PlanError(f"{key}.{name}", values[name], "it is no text", "Put it in quotes")
-    numbers = names - {"type", "node"}
-    for name in numbers & values.keys():
-        zero_is_fine = name == "overhead_s"
-        values[name] = _number(f"{key}.{name}", values[name], zero_is_fine=zero_is_fine)
-    if values.get("efficiency", 1.0) > 1:
-        reason = "a device does not reach more than its peak"
-        raise PlanError(f"{key}.efficiency", values["efficiency"], reason, "Give at most 1")
-    missing = {"tflops", "memory_gib", "memory_gb_s"} - values.keys()
-    if missing:
-        known = _card(f"{key}.type", values["type"], dtype, "0")
-        logger.warning("planner: %s: %s from public peak numbers", key, ", ".join(sorted(missing)))
-        values |= {name: getattr(known, name) for name in missing}
-    return Device(**values), count
-
-
-def _link(key: str, values: Any, default: Link) -> Link:
-    _check_keys(key, values, _LINK_KEYS, set())
-    alpha_s = _number(f"{key}.alpha_s", values.get("alpha_s", default.alpha_s), zero_is_fine=True)
-    return Link(alpha_s, _number(f"{key}.bytes_s", values.get("bytes_s", default.bytes_s)))
-
-
-def _number(key: str, value: Any, *, zero_is_fine: bool = False) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not (_SMALLEST <= value <= _LARGEST or (value == 0 and zero_is_fine)):
-        reason = f"it is no finite number {'of at least' if zero_is_fine else 'above'} 0"
-        remedy = f"Give such a number, from {_SMALLEST:g} to {_LARGEST:g}"
-        raise PlanError(key, value, reason, remedy)
-    return float(value)
-
-
-def _check_keys(key: str, values: Any, valid: set[str], required: set[str]) -> None:
-    if not isinstance(values, dict):
-        raise PlanError(key, values, "it is no mapping", f"Give {', '.join(sorted(valid))}")
-    for name in values:
-        if name not in valid:
-            reason = "this key does not exist"
-            raise PlanError(f"{key}.{name}", values[name], reason, did_you_mean(name, valid))
-    for name in sorted(required - values.keys()):
-        raise PlanError(f"{key}.{name}", None, "the key is missing", "Give it")
