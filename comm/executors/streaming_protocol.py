@@ -5,18 +5,17 @@ Blocks ``l, l + L, l + 2 L, ...`` of a bucket make up *lane* l. Some neighbourin
 *slot*, which is served by one message at a time in each direction (*block fusion*). Every rank is a
 *worker*, which holds a bucket, and the *aggregator* of the slots ``s % N == rank``.
 
-* Each worker begins with the first block of every lane, zero or not. With each block it tells the
-  next one of the lane that is not zero (its *look-ahead*); behind the last one stands a number
-  beyond the bucket that is still the lane's.
-* When the aggregator has the blocks of all workers whose next one it is, it gives all workers their
-  sum and the least of all workers' next ones, which is what it sums next.
-* A worker whose next block that is sends it; the others stay silent, having told so before.
+* Each worker begins with the first block of every lane, zero or not. With each block it sends the
+  number of its next non-zero block in the lane (its *look-ahead*), or a number of the lane beyond
+  the bucket.
+* When the aggregator has a block of all workers that have it, it sends all workers the sum and the
+  least of their look-aheads, which is the block that it sums next.
+* A worker whose look-ahead is that block sends it; the others stay silent.
 
-No rank ever sees another's mask, and what travels is the blocks that are not zero, up, and their
-union, down; each plus the zero blocks of the beginning.
+No rank sees another's mask. Non-zero blocks travel up, and their union down.
 
-One thing is added, to bound the replies in flight to a silent worker (the paper rotates over 256
-versions): all workers answer every `Lanes.answer_interval`-th reply of a slot, with blocks or not.
+To bound the replies in flight to a silent worker (the paper rotates over 256 versions), all workers
+answer every `Lanes.answer_interval`-th reply of a slot, with blocks or not.
 """
 
 from __future__ import annotations
@@ -253,7 +252,7 @@ class Aggregator:
 
 
 class _Slot:
-    """What an aggregator knows of a slot.
+    """An aggregator's state of a slot.
 
     Attributes:
         blocks: (m,): what is being summed in each lane, or beyond the bucket.

@@ -22,7 +22,7 @@ _COLUMNS = ("rank", "index", "kind", "stage", "micro_batch", "version", "wave")
 _TIMES = ("start_s", "end_s")
 
 
-def grid(plan: Plan, *, width: int = 80, versions: bool = False) -> str:
+def grid(plan: Plan, *, width: int = 80) -> str:
     """Draw a plan with one tick for each pass, whatever its duration.
 
     ``F3`` is the forward pass of micro-batch 3, ``B3`` its backward pass, ``B3*`` a pass before an
@@ -31,7 +31,6 @@ def grid(plan: Plan, *, width: int = 80, versions: bool = False) -> str:
     Args:
         plan: With its messages.
         width: Characters in a line; a wider grid is folded into blocks.
-        versions: Whether to add the version of the weights: ``F3@1``.
 
     Returns:
         Lines without trailing spaces, the last one without a line feed.
@@ -44,10 +43,9 @@ def grid(plan: Plan, *, width: int = 80, versions: bool = False) -> str:
     times = execute(plan, lambda kind, _: int(kind in COMPUTE), lambda _: 0)
     for actions, ends in zip(plan.ranks, times, strict=True):
         row: dict[int, str] = {}
-        for (kind, stage, micro_batch, version, wave), end in zip(actions, ends, strict=True):
+        for (kind, stage, micro_batch, _, wave), end in zip(actions, ends, strict=True):
             if kind in COMPUTE:
-                seen = f"@{version}" if versions and version >= 0 else ""
-                text = f"{stage if several else ''}{kind.value}{micro_batch}{seen}"
+                text = f"{stage if several else ''}{kind.value}{micro_batch}"
                 row[int(end) - 1] = text + f"/{wave}" * (wave > 0)
             elif kind is Kind.STEP and row:
                 # Stages on one rank step together.

@@ -81,23 +81,14 @@ class Partition:
 
 @dataclass(frozen=True)
 class _Part:
-    """What a partition holds of a tensor.
+    """The elements of a tensor in a partition."""
 
-    Args:
-        shape: The tensor's.
-        start: Index in the partition of the first element held.
-        first: Index of that element in the tensor.
-        count: Elements held.
-        is_matrix: Whether it is stepped as a matrix, rather than element by element.
-        place: Where the whole of a matrix that lies on several ranks is put together; else None.
-    """
-
-    shape: Shape
-    start: int
-    first: int
+    shape: Shape  # of the tensor
+    start: int  # index in the partition of the first element
+    first: int  # index of that element in the tensor
     count: int
-    is_matrix: bool
-    place: int | None
+    is_matrix: bool  # whether it is stepped as a matrix, rather than element by element
+    place: int | None  # of a matrix on several ranks, where it is assembled
 
 
 class MatrixOptimizer(Optimizer, ABC):
@@ -242,14 +233,7 @@ class MatrixOptimizer(Optimizer, ABC):
 
 
 def adam_update(state: State, grad: Tensor, betas: Sequence[float], eps: float) -> Tensor:
-    """Return Adam's update, and move its state on by a step.
-
-    Args:
-        state: ``step``, ``exp_avg`` and ``exp_avg_sq``; made at first.
-        grad: The gradient.
-        betas: Decays of the averages of gradients and of their squares.
-        eps: Is added to the denominator.
-    """
+    """Return Adam's update; ``step``, ``exp_avg`` and ``exp_avg_sq`` are kept in the state."""
     if "step" not in state:
         state.update(step=0, exp_avg=torch.zeros_like(grad), exp_avg_sq=torch.zeros_like(grad))
     denominator = adam_denominator(state, grad, grad, betas, eps)
@@ -259,14 +243,9 @@ def adam_update(state: State, grad: Tensor, betas: Sequence[float], eps: float) 
 def adam_denominator(
     state: State, grad: Tensor, rotated: Tensor, betas: Sequence[float], eps: float
 ) -> Tensor:
-    """Move Adam's state on by a step; return what its ``exp_avg`` is to be divided by.
+    """Advance Adam's state by a step; return the denominator of its ``exp_avg``.
 
-    Args:
-        state: See `adam_update`.
-        grad: The gradient, which ``exp_avg`` averages.
-        rotated: The same in the basis in which ``exp_avg_sq`` averages squares.
-        betas: See `adam_update`.
-        eps: See `adam_update`.
+    ``rotated`` is the gradient in the basis in which ``exp_avg_sq`` averages squares.
     """
     state["step"] += 1
     state["exp_avg"].lerp_(grad, 1 - betas[0])

@@ -63,11 +63,6 @@ def test_findings_of_a_working_library(machine):
     assert info.launcher is None
 
 
-def test_missing_library_is_told(machine):
-    info = describe(machine, says(problem="cannot load MPI library"))
-    assert (info.flavour, info.problem) == (None, "cannot load MPI library")
-
-
 def test_hang_keeps_what_was_found_and_leaves_no_process(machine):
     pids = machine / "pids"
     hang = [

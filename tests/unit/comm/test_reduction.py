@@ -52,11 +52,3 @@ def test_a_call_is_learned_from_once_and_by_the_fastest_rank(calls):
     for _ in range(2):
         calls.reduction.learn("key", [2 * took_ns, took_ns, 3 * took_ns])
         assert calls.predicted() == pytest.approx(1.3 * before, rel=1e-2)
-
-
-def test_nothing_is_learned_while_a_rank_has_nothing_to_tell(calls):
-    before = calls.predicted()
-    for _ in range(3):
-        calls.reduction.learn("key", [calls.make(), 0])
-    calls.reduction.learn("other", [5, 5])
-    assert calls.predicted() == before

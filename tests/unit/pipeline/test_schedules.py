@@ -161,17 +161,6 @@ def test_pipemare_runs_on_the_clock(
         assert corrections == (stale if correct else [])
 
 
-@many
-@given(num_stages=stages, micro_batches=sizes, num_steps=counts)
-def test_a_drain_at_every_step_is_the_flushing_order(num_stages, micro_batches, num_steps):
-    flushing = one_f_one_b(num_stages, micro_batches, num_steps)
-    for options in ({"drain_interval": 1}, {"warmup_steps": num_steps}):
-        drained = pipemare(num_stages, micro_batches, num_steps, **options)
-        for one, other in zip(drained.ranks, flushing.ranks, strict=True):
-            assert passes(one) == passes(other)
-            assert sorted(one) == sorted(other)
-
-
 @pytest.mark.parametrize(
     ("step", "options", "boundary"),
     [

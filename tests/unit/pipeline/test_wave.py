@@ -13,11 +13,8 @@ from wavemare.pipeline.plan.check import check
 from wavemare.pipeline.wave.groups import group_segments
 from wavemare.pipeline.wave.schedule import (
     accumulation,
-    accumulation_step,
     in_phase,
-    in_phase_step,
     tick_tock,
-    tick_tock_step,
 )
 
 some = settings(max_examples=100)
@@ -178,25 +175,6 @@ def test_steps_end_empty_with_at_most_two_waves_under_way(made):
     segments = range(plan.num_stages)
     expected = [(k, s, m) for m in last for k in (Kind.REDUCE, Kind.STEP) for s in segments]
     assert steps == expected
-
-
-@pytest.mark.parametrize(
-    ("make_plan", "make_step", "options"),
-    [
-        (accumulation, accumulation_step, {}),
-        (in_phase, in_phase_step, CHAIN),
-        (tick_tock, tick_tock_step, CHAIN),
-        (
-            tick_tock,
-            tick_tock_step,
-            {"pair_order": "fb", "saved_bytes": [6, 5, 4, 3, 2, 1], "budget": 24},
-        ),
-    ],
-)
-def test_steps_are_the_windows_of_the_plan(make_plan, make_step, options):
-    steps = [make_step(6, 3, step, **options) for step in range(3)]
-    assert make_plan(6, 3, 3, **options).ranks == (sum(steps, ()),)
-    assert {action.version for action in steps[2]} == {2}
 
 
 # Collectives.
