@@ -51,8 +51,7 @@ _logger = logging.getLogger("wavemare")
 def to_pipeline(
     model: PreTrainedModel,
     *,
-    num_stages: int | None = None,
-    topology: Any = None,
+    num_stages: int,
     partition: str | Sequence[int] = "parameters",
     inputs: Sequence[str] | None = None,
     loss_fn: Callable[..., Tensor] | None = None,
@@ -73,8 +72,6 @@ def to_pipeline(
         model: GPT-2 with its language-modelling head, BERT for masked language modelling or
             sequence classification, or a causal language model with a ``base_model_pp_plan``.
         num_stages: Number of stages; must divide the number of processes.
-        topology: Instead of ``num_stages``, a topology with the axes ``pipe`` and ``data``, and
-            ``model`` for a split model.
         partition: ``parameters``, ``time``, ``uniform``, ``type:REGEX``, or the first layer of
             each stage.
         inputs: Batch entries that travel with the hidden states, ``input_ids`` first; the family's
@@ -96,12 +93,7 @@ def to_pipeline(
     """
     _check_launch()
     model_ranks = _model_ranks(model)
-    stages = _count_stages(num_stages, topology, model_ranks)
-    if len(model_ranks) > 1 and topology is None:
-        replicas = dist.get_world_size() // (stages * len(model_ranks))
-        topology = PipeModelDataParallelTopology(stages, len(model_ranks), replicas)
-    if topology is not None:
-        _check_model_axis(topology, model_ranks)
+    _check_stages(num_stages, model_ranks)
     conversion = take_apart(model, inputs, untie=untie)
     if verify:
         prove(model, conversion.chain, conversion.inputs, conversion.loss)
@@ -109,8 +101,8 @@ def to_pipeline(
         warn_of_untying(tied_weights(model))
     return TransformerPipeline(
         conversion,
-        cut_chain(model, conversion.chain, conversion.inputs, partition, stages),
-        topology=topology,
+        cut_chain(model, conversion.chain, conversion.inputs, partition, num_stages),
+        topology=_topology(num_stages, model_ranks) if len(model_ranks) > 1 else None,
         loss_fn=loss_fn,
         activation_checkpoint_interval=activation_checkpoint_interval,
         dynamic_shape=dynamic_shape,
@@ -134,46 +126,27 @@ def _model_ranks(model: Any) -> list[int]:
     return torch.distributed.get_process_group_ranks(split_embedding(model).group)
 
 
-def _check_model_axis(topology: Any, model_ranks: list[int]) -> None:
-    """Check that the ranks along the axis 'model' are those that share the model's layers."""
-    size = max(topology.get_dim("model"), 1)
-    if size == 1 and len(model_ranks) == 1:
-        return
-    if len(model_ranks) == 1:
-        reason = "the layers of the model are not split over an axis 'model'"
-        remedy = (
-            "Split it with split_model first, or use a topology with the axes 'pipe' and 'data'"
-        )
-    elif size == 1 or model_ranks not in topology.get_axis_comm_lists("model"):
-        reason = f"the model is split over the ranks {model_ranks}, which are not its axis 'model'"
-        remedy = "Give num_stages alone, or PipeModelDataParallelTopology"
-    else:
-        return
-    raise ConfigError("topology", str(topology), reason, remedy)
+def _topology(stages: int, model_ranks: list[int]) -> Any:
+    """Return the topology of a split model's pipeline: consecutive ranks share each layer."""
+    replicas = dist.get_world_size() // (stages * len(model_ranks))
+    topology = PipeModelDataParallelTopology(stages, len(model_ranks), replicas)
+    if model_ranks not in topology.get_axis_comm_lists("model"):
+        reason = "the ranks that share the model's layers are not consecutive"
+        raise ConfigError("model", model_ranks, reason, "Split it over consecutive ranks")
+    return topology
 
 
-def _count_stages(num_stages: int | None, topology: Any, model_ranks: list[int]) -> int:
+def _check_stages(stages: int, model_ranks: list[int]) -> None:
     processes = dist.get_world_size()
-    if topology is not None:
-        built = int(topology.get_dim("pipe"))
-        if num_stages not in (None, built):
-            reason = f"the topology has {built} stages"
-            raise ConfigError(STAGES_KEY, num_stages, reason, "Give one of the two")
-        return built
-    if num_stages is None:
-        raise ConfigError(
-            STAGES_KEY, None, "the number of stages is missing", "Give num_stages or a topology"
-        )
     places = processes // len(model_ranks)
-    if num_stages < 1 or places % num_stages:
+    if stages < 1 or places % stages:
         shared = f", each stage on {len(model_ranks)} ranks" if len(model_ranks) > 1 else ""
         raise ConfigError(
             STAGES_KEY,
-            num_stages,
+            stages,
             f"{processes} processes cannot form pipelines of that many stages{shared}",
             f"Use a divisor of {places}",
         )
-    return num_stages
 
 
 def take_apart(model: Any, inputs: Sequence[str] | None, *, untie: bool = False) -> Conversion:

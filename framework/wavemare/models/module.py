@@ -56,8 +56,7 @@ class TransformerPipeline(PipelineModule):
     Args:
         conversion: The model taken apart.
         cuts: Bounds of the stages, ``num_stages + 1`` of them.
-        topology: Process topology with the axes ``pipe`` and ``data``, and ``model`` for a split
-            model; from the number of stages and processes if None.
+        topology: Of a split model, with the axes ``pipe``, ``data`` and ``model``; else None.
         loss_fn: Loss of (logits, labels); the head's own if None.
         activation_checkpoint_interval: Layers per activation checkpoint; 0 keeps all activations.
         dynamic_shape: Whether batches differ in shape.

@@ -6,7 +6,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 import transformers
-from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology, ProcessTopology
 from torch import nn
 
 from wavemare.errors import ConfigError, LaunchError, ModelError
@@ -34,11 +33,6 @@ def test_construction_is_silent_and_leaves_no_trace(name, make_model, capfd):
     assert model.config.to_dict() == config
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_a_topology_may_take_the_place_of_the_number_of_stages(make_model):
-    module = to_pipeline(make_model("gpt2"), topology=ONE_STAGE)
-    assert module.topology() is ONE_STAGE
 
 
 def test_masks_and_tables_are_made_once_per_micro_batch(make_model, make_batch, monkeypatch):
@@ -258,8 +252,6 @@ def test_weights_in_no_layer_are_refused(make_model):
 INPUTS = "wavemare.pipeline.inputs"
 STAGES = "wavemare.pipeline.stages"
 PARTITION = "wavemare.pipeline.partition"
-ONE_STAGE = ProcessTopology(axes=["pipe", "data"], dims=[1, 1])
-TENSOR_PARALLEL = PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=1)
 
 
 @pytest.mark.parametrize(
@@ -269,11 +261,8 @@ TENSOR_PARALLEL = PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=1)
         ({"inputs": ["input_ids", "labels", "labels"]}, INPUTS, "given twice"),
         ({"inputs": ["input_ids", "token_type_ids"]}, INPUTS, "do not take 'token_type_ids'"),
         ({"inputs": ["input_ids", "atention_mask"]}, INPUTS, "Did you mean 'attention_mask'"),
-        ({"num_stages": None}, STAGES, "the number of stages is missing"),
         ({"num_stages": 2}, STAGES, "1 processes cannot form pipelines of that many stages"),
         ({"num_stages": 0}, STAGES, "cannot form pipelines"),
-        ({"topology": TENSOR_PARALLEL}, None, "topology.*axis 'model'"),
-        ({"topology": ONE_STAGE, "num_stages": 2}, None, "the topology has 1 stages"),
         ({"partition": "parameter"}, PARTITION, "Did you mean 'parameters'"),
         ({"partition": "type:("}, PARTITION, "the expression is invalid"),
         ({"partition": "type:Bert"}, PARTITION, "matches 0 layers, too few for 1 .*GPT2Block"),
@@ -281,11 +270,9 @@ TENSOR_PARALLEL = PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=1)
     ],
 )
 def test_wrong_arguments_are_refused(arguments, key, reason, make_model):
-    if "topology" not in arguments:
-        arguments = {"num_stages": 1, **arguments}
     with pytest.raises(ConfigError, match=reason) as info:
-        to_pipeline(make_model("gpt2"), **arguments)
-    assert key in (None, info.value.key)
+        to_pipeline(make_model("gpt2"), **{"num_stages": 1, **arguments})
+    assert info.value.key == key
 
 
 def test_a_process_without_a_launcher_is_told(make_model, monkeypatch):
