@@ -7,7 +7,6 @@ left. This module imports the standard library alone, so that every area may use
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import re
@@ -36,8 +35,6 @@ _SIBLING = re.compile(
     r"\.(?P<name>.+)\.wavemare-(?P<machine>[0-9a-f]+)-(?P<pid>[0-9]+)-(?P<start>[0-9]+)"
     r"-[0-9a-f]{8}\.(?P<kind>partial|tmp|old|deleted)"
 )
-_HERE = -100  # AT_FDCWD: paths are relative to the working directory
-_EXCHANGE = 2  # RENAME_EXCHANGE
 
 
 def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
@@ -74,9 +71,8 @@ def atomic_write_text(path: str | os.PathLike[str], text: str) -> None:
 def replace_folder(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
     """Rename a folder over another one of the same file system.
 
-    On Linux the two change their names in one step, and the old one is removed last. Where the
-    file system cannot do that (NFS, for one), the old one is moved aside first; a process that is
-    killed before the second rename leaves no folder of the name, which `restore_folder` mends.
+    The old one is moved aside first, and removed last. A process that is killed before the second
+    rename leaves no folder of the name, which `restore_folder` mends.
 
     Args:
         source: The finished folder, whose content the caller has synchronized with the disk.
@@ -85,26 +81,21 @@ def replace_folder(source: str | os.PathLike[str], target: str | os.PathLike[str
     Raises:
         OSError: It cannot be renamed; what was there before is untouched.
     """
-    source, target = Path(source), Path(target)
-    if not target.exists():
-        os.rename(source, target)
-        sync_folder(target.parent)
-        return
-    if _exchange(source, target):
-        aside = source
-    else:
+    target, aside = Path(target), None
+    if target.exists():
         aside = temporary_sibling(target, "old")
         os.rename(target, aside)
-        try:
-            os.rename(source, target)
-        except BaseException:
+    try:
+        os.rename(source, target)
+    except BaseException:
+        if aside is not None and target.exists():  # another process was faster
+            _discard(aside)
+        elif aside is not None:
             os.rename(aside, target)
-            raise
+        raise
     sync_folder(target.parent)
-    if aside.is_dir():
-        discard_folder(aside)
-    else:
-        aside.unlink()
+    if aside is not None:
+        _discard(aside)
 
 
 def restore_folder(target: str | os.PathLike[str]) -> None:
@@ -177,17 +168,11 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
         os.close(descriptor)
 
 
-def _exchange(one: Path, other: Path) -> bool:
-    """Let two paths change their names in one step; False if that is not to be had here."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
-        return False
-    if rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-        return False
-    raise OSError(code, os.strerror(code), str(one), None, str(other))
+def _discard(path: Path) -> None:
+    if path.is_dir():
+        discard_folder(path)
+    else:
+        path.unlink()
 
 
 def _machine() -> str:

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Atomic files and folders: the old content or the new, and nothing left behind."""
 
-import ctypes
 import os
 import signal
-from types import SimpleNamespace
 
 import pytest
 
@@ -50,18 +48,6 @@ def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch, broken):
     assert names(tmp_path) == ["file"]
 
 
-EXCHANGE = ctypes.CDLL(None, use_errno=True).renameat2
-
-
-@pytest.fixture(params=["exchange", "two renames"])
-def library(request, monkeypatch):
-    """The C library; that of NFS, for one, cannot exchange two names."""
-    calls = {"renameat2": EXCHANGE} if request.param == "exchange" else {}
-    library = SimpleNamespace(**calls)
-    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: library)
-    return library
-
-
 def two_folders(tmp_path):
     source, target = tmp_path / ".model.partial", tmp_path / "model"
     for folder, name in ((source, "fresh"), (target, "stale")):
@@ -70,7 +56,6 @@ def two_folders(tmp_path):
     return source, target
 
 
-@pytest.mark.usefixtures("library")
 def test_folder_replaces_the_old_one_whole(tmp_path):
     source, target = two_folders(tmp_path)
     files.replace_folder(source, target)
@@ -78,7 +63,6 @@ def test_folder_replaces_the_old_one_whole(tmp_path):
     assert names(tmp_path) == ["model"]
 
 
-@pytest.mark.usefixtures("library")
 def test_folder_replaces_a_file(tmp_path):
     source, target = two_folders(tmp_path)
     (target / "stale").unlink()
@@ -99,7 +83,7 @@ def in_a_process_that_ends(work):
 
 
 @pytest.mark.parametrize("last", range(12))
-def test_whatever_call_is_the_last_one_the_folder_is_old_or_new(tmp_path, library, last):
+def test_whatever_call_is_the_last_one_the_folder_is_old_or_new(tmp_path, last):
     source, target = two_folders(tmp_path)
     source = source.rename(files.temporary_sibling(target))
     calls = []
@@ -118,8 +102,6 @@ def test_whatever_call_is_the_last_one_the_folder_is_old_or_new(tmp_path, librar
     def replace():
         for name in ("rename", "fsync", "unlink", "rmdir"):
             counted(os, name)
-        if hasattr(library, "renameat2"):
-            counted(library, "renameat2")
         files.replace_folder(source, target)
 
     ended = in_a_process_that_ends(replace)
@@ -200,7 +182,6 @@ def test_old_folder_comes_back_if_the_rename_fails(tmp_path, monkeypatch):
             raise OSError(5, "Input/output error")
         rename(old, new)
 
-    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace())
     monkeypatch.setattr(files.os, "rename", fail_once)
     with pytest.raises(OSError, match="Input/output"):
         files.replace_folder(source, target)

@@ -194,8 +194,8 @@ def test_together_the_ranks_read_each_file_once(three, monkeypatch, parts):
     for part in range(parts):
         verify_contents(three / "a", manifest, part=part, parts=parts)
     assert sorted(name for _, name in read) == [f"rank_{n}.pt" for n in range(4)]
-    if parts == 2:  # 9 + 2 and 7 + 5: the greedy share of (9, 7, 5, 2)
-        assert {name for part, name in read if part == 0} == {"rank_1.pt", "rank_2.pt"}
+    if parts == 2:  # 9 + 5 and 7 + 2 bytes
+        assert {name for part, name in read if part == 0} == {"rank_1.pt", "rank_0.pt"}
 
 
 def test_a_list_of_sizes_alone_is_still_read(checkpoints):
