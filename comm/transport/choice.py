@@ -7,6 +7,7 @@ import os
 import sys
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 
 from wavemare.comm.transport.base import Transport
@@ -70,7 +71,8 @@ def open_transport(
             "-m mpi4py SCRIPT'",
         )
     direct = inner.takes_device or (staging == "direct" and inner.name != "mpi")
-    return inner if direct else StagedTransport(inner)
+    # Without an accelerator there is nothing to stage.
+    return inner if direct or not torch.cuda.is_available() else StagedTransport(inner)
 
 
 def _has_all_ranks(group: Any) -> bool:
@@ -130,8 +132,6 @@ def _open_mpi(communicator: Any, staging: Staging, timeout_s: float) -> Transpor
 def _cuda_aware(staging: Staging) -> bool:
     if staging != "auto":
         return staging == "direct"
-    import torch
-
     if not torch.cuda.is_available():
         return False
     from wavemare.comm.mpi_library import describe_mpi
