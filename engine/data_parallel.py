@@ -90,7 +90,7 @@ class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run DeepSpeed's forward pass."""
-        PROGRESS.step = self.global_steps + 1
+        PROGRESS.begin_step(self.global_steps + 1)
         if self.module.training:
             self._before_forward(args, kwargs)
         with PROGRESS.doing("forward"), naming_ids(self.module):
@@ -154,7 +154,7 @@ class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
                 mean = self._mean_loss(losses)
         finally:  # data may end too early
             self.train(training)
-        return (mean, output.logits) if return_logits else mean
+        return (mean, _logits_of(output)) if return_logits else mean
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the number of micro-batches per step; all ranks must call it."""
@@ -193,6 +193,13 @@ def _loss_of(output: Any) -> torch.Tensor:
     if loss is None:
         raise DataError("labels", None, "the model returned no loss", "Give batches with labels")
     return loss
+
+
+def _logits_of(output: Any) -> Any:
+    if isinstance(output, torch.Tensor):
+        reason = "the model returned the loss alone"
+        raise DataError("return_logits", True, reason, "Let it return (loss, logits)")
+    return output.logits if hasattr(output, "logits") else output[1]
 
 
 def _as_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -130,7 +130,7 @@ class CheckpointMixin(DeepSpeedEngine):
         files = RankFiles(self.global_rank, background=background, zipped=zipped)
         owner = _owns_folder(self)
         if owner:
-            files.attempt(partial, lambda: _tidy(folder, (folder / tag).parent))
+            files.attempt(str(folder), lambda: _tidy(folder, (folder / tag).parent))
         with self._writes_to(files):
             super().save_checkpoint(save_dir, partial, state, False, exclude_frozen_parameters)
         own = {**random_state(), "engine": self.extra_state(), "shapes": shapes(self)}
@@ -143,6 +143,7 @@ class CheckpointMixin(DeepSpeedEngine):
             manifest=_manifest(self, self._runs) if owner else None,
             save_latest=save_latest,
             keep=self.checkpoint_settings.keep,
+            node_local=self.use_node_local_storage(),
         )
         if background:
             self._writing = BackgroundSave(save, self._writers)
@@ -224,8 +225,9 @@ class CheckpointMixin(DeepSpeedEngine):
         self.reset_state()
         if whole:
             self.load_extra_state(own.get("engine", {}))
-        if result[1]:
-            result[1].pop(UNIVERSAL_CHECKPOINT_INFO, None)  # for ds_to_universal, not the client
+        for key, ours in _universal_information(self).items():  # not the client's
+            if result[1] and result[1].get(key) == ours:
+                del result[1][key]
         return result
 
     def _reading_states_as_saved(self) -> AbstractContextManager[None]:
@@ -297,7 +299,7 @@ def agree(folder: Path, check: Callable[[], _Result]) -> _Result:
         result = check()
     except CheckpointError as error:
         refused = error
-    except (OSError, KeyError, TypeError, ValueError) as error:  # the others wait for this rank
+    except Exception as error:  # the others wait for this rank
         reason = f"it cannot be read ({type(error).__name__}: {error})"
         refused = CheckpointError("checkpoint", str(folder), reason, "Resume from another one")
     parts = refused and [refused.key, str(refused.value), refused.reason, refused.remedy]
@@ -333,7 +335,8 @@ def _verify(folder: Path, manifest: Mapping[str, Any], engine: EngineContext) ->
     """Verify this rank's share of the files' checksums."""
     part, parts = dist.get_rank(), dist.get_world_size()
     if engine.use_node_local_storage():
-        part, parts = engine.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        sizes = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"))
+        part, parts = engine.local_rank, int(next(filter(None, sizes), "1"))
     verify_contents(folder, manifest, part=part, parts=parts)
 
 

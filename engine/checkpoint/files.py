@@ -14,6 +14,7 @@ import io
 import os
 import pathlib
 import pickle
+import socket
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -101,7 +102,7 @@ class RankFiles:
     def report(self) -> dict[str, Any]:
         """Return what the owner of the folder needs to know of this rank, for JSON."""
         written = {path: asdict(record) for path, record in self.written.items()}
-        return {"written": written, "failure": self.failure}
+        return {"written": written, "failure": self.failure, "node": socket.gethostname()}
 
     def _copy(self, state: Any, path: str) -> None:
         if self.background:

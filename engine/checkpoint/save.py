@@ -42,6 +42,7 @@ class Save:
         manifest: Of the checkpoint, without its files; None where another rank owns the folder.
         save_latest: Whether ``latest`` will name it.
         keep: How many complete ones stay in the folder then; None for all.
+        node_local: Whether each node has a folder of its own.
     """
 
     files: RankFiles
@@ -51,6 +52,7 @@ class Save:
     manifest: dict[str, Any] | None
     save_latest: bool
     keep: int | None
+    node_local: bool = False
 
     def complete(self, group: Any = None) -> None:
         """Finish the checkpoint with the other ranks; all must call it.
@@ -69,27 +71,35 @@ class Save:
     def _finish(self, reports: Sequence[Mapping[str, Any]]) -> list[str] | None:
         """Complete the folder, or remove it; return value, reason and remedy of a failure."""
         reason = next((r["failure"] for r in reports if r["failure"] is not None), None)
+        remedy = (
+            "Make room for it, or save elsewhere; older checkpoints and latest are as they were"
+        )
         try:
             if reason is None:
                 self._name_folder(reports)
+                remedy = "The checkpoint is complete: load it by its tag"
+                self._point_to_it()
                 return None
         except Exception as error:  # the others wait for this rank's word
             words = getattr(error, "strerror", None) or error
             reason = f"rank {self.files.rank} could not complete it ({words})"
         shutil.rmtree(self.partial, ignore_errors=True)
-        return [
-            str(self.folder / self.tag),
-            f"{reason}; {_free(self.folder):,} bytes are free there",
-            "Make room for it, or save elsewhere; older checkpoints and latest are as they were",
-        ]
+        return [str(self.folder / self.tag), f"{reason}; {_free(self.folder)}", remedy]
 
     def _name_folder(self, reports: Sequence[Mapping[str, Any]]) -> None:
+        here = self.files.report()["node"]
         written = {
             Path(path).resolve(): FileRecord(**record)
             for report in reports
+            if report["node"] == here or not self.node_local
             for path, record in report["written"].items()
         }
         paths = sorted(path for path in self.partial.rglob("*") if path.is_file())
+        if unseen := written.keys() - {path.resolve() for path in paths}:
+            raise OSError(
+                f"{min(unseen).name}, which another rank wrote, is not there: give a folder that "
+                'all nodes share, or "use_node_local_storage"'
+            )
         # Those that DeepSpeed copied by itself: its scripts, and tensors offloaded to NVMe.
         records = {p: written.get(p.resolve()) or checksum(p, sync=True) for p in paths}
         short = [p.name for p, record in records.items() if p.stat().st_size != record.bytes]
@@ -103,12 +113,13 @@ class Save:
         for folder in (path for path in self.partial.rglob("*") if path.is_dir()):
             sync_folder(folder)
         sync_folder(self.partial)
-        target = self.folder / self.tag
-        replace_folder(self.partial, target)
+        replace_folder(self.partial, self.folder / self.tag)
+
+    def _point_to_it(self) -> None:
         if self.save_latest:
             atomic_write_text(self.folder / "latest", self.tag)
             if self.keep is not None:
-                self._remove_oldest(target, self.keep)
+                self._remove_oldest(self.folder / self.tag, self.keep)
 
     def _remove_oldest(self, target: Path, keep: int) -> None:
         try:
@@ -183,7 +194,10 @@ def gather(value: Any, group: Any = None) -> list[Any]:
     return values
 
 
-def _free(folder: Path) -> int:
-    while not folder.is_dir():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
+def _free(folder: Path) -> str:
+    try:
+        while not folder.is_dir():
+            folder = folder.parent
+        return f"{shutil.disk_usage(folder).free:,} bytes are free there"
+    except OSError as error:
+        return f"{folder} cannot be read ({error.strerror})"

@@ -72,6 +72,7 @@ class Interruption:
         self._stopped = False
 
     def __enter__(self) -> Self:
+        self._stop_at, self._stopped = None, False
         store = _default_store() if self._given_store is None else self._given_store
         self._store = _own_part(store, self._rank)
         if threading.current_thread() is threading.main_thread():

@@ -93,6 +93,7 @@ def trace(
     *,
     leaves: Sequence[Tensor] = (),
     backward: bool = True,
+    together: bool = False,
 ) -> Finding | None:
     """Run a forward pass, and a backward pass if that is finite, and watch every module.
 
@@ -104,6 +105,8 @@ def trace(
         roots: Returns the tensors that gradients are taken of, and theirs (None for ones).
         leaves: What gradients are taken by beside the weights.
         backward: Whether to do a backward pass.
+        together: Whether passes meet other ranks in collectives: the backward pass is done then
+            whatever the forward pass has found.
 
     Returns:
         The first number found that is not finite; None if all are.
@@ -116,7 +119,7 @@ def trace(
             watch.found = Finding("loss", watch.name_of(module), "in the loss function")
         wanted = [(n, p) for n, p in module.named_parameters() if p.requires_grad and p.numel()]
         by = [*(p for _, p in wanted), *leaves]
-        if watch.found is not None or not backward or not tensors or not by:
+        if not backward or not tensors or not by or (watch.found is not None and not together):
             return watch.found
         found = torch.autograd.grad(tensors, by, gradients, allow_unused=True)
     if watch.found is None:

@@ -248,7 +248,7 @@ class NumericsGuard(Feature):
         # Those whose loss is known to be bad are the first to look at.
         records = sorted(self._records, key=lambda r: r.loss is None or bool(r.loss.isfinite()))
         for record in records:
-            finding = self._repeat(record)
+            finding = self._repeat(record, together=meets)
             if finding is not None:
                 yield replace(here, micro_batch=record.micro_batch, finding=finding)
                 if not meets:
@@ -264,7 +264,7 @@ class NumericsGuard(Feature):
             finding = Finding("gradient", "")
         return replace(here, finding=finding)
 
-    def _repeat(self, record: _Record) -> Finding | None:
+    def _repeat(self, record: _Record, *, together: bool) -> Finding | None:
         engine = self._engine
 
         def run() -> Any:
@@ -276,7 +276,7 @@ class NumericsGuard(Feature):
             loss = loss_of(output)
             return ([] if loss is None else [loss]), None
 
-        found = trace(engine.module, run, roots)
+        found = trace(engine.module, run, roots, together=together)
         return explained(found, (record.inputs, record.keywords))
 
 

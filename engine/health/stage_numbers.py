@@ -38,6 +38,7 @@ class _Held:
     """What a second pass over a micro-batch needs."""
 
     number: int
+    place: int
     random: dict[str, Any]
     inputs: Any = ()
     labels: Any = None
@@ -59,31 +60,29 @@ class StageWatch:
     def __init__(self, engine: StageContext, guard: NumericsGuard) -> None:
         self._engine = engine
         self._guard = guard
-        self._count = 0
         self._held: dict[int, _Held] = {}
         self._looks: deque[_Look] = deque()
         guard.before_decision = self._drain
 
-    def begin(self, key: int, number: int | None = None) -> None:
+    def begin(self, number: int, first: int = 0) -> None:
         """Note the random state just before a forward pass.
 
-        ``key`` names the micro-batch until its backward pass. Without a number it is counted.
+        Args:
+            number: Of the micro-batch, in the plan.
+            first: Number of the first micro-batch of its optimizer step.
         """
-        if number is None:
-            number = self._count % self._engine.micro_batches
-            self._count += 1
-        self._held[key] = _Held(number, random_state())
+        self._held[number] = _Held(number, number - first, random_state())
 
-    def end_forward(self, key: int, inputs: Any, outputs: Any, labels: Any = None) -> None:
+    def end_forward(self, number: int, inputs: Any, outputs: Any, labels: Any = None) -> None:
         """Check the results of a forward pass."""
-        held = self._held[key]
+        held = self._held[number]
         held.inputs, held.labels = inputs, labels
         tensors = [tensor for tensor in as_tuple(outputs) if tensor.requires_grad]
         self._look(held, tensors, partial(self._explain_forward, held))
 
-    def end_backward(self, key: int, gradients: Sequence[Tensor]) -> None:
+    def end_backward(self, number: int, gradients: Sequence[Tensor]) -> None:
         """Check the results of a backward pass from the gradients of the outputs, if any."""
-        held = self._held.pop(key)
+        held = self._held.pop(number)
         made = [t.grad for t in as_tuple(held.inputs) if t.is_leaf and t.grad is not None]
         self._look(held, made or gradients, partial(self._explain_backward, held, list(gradients)))
 
@@ -128,9 +127,8 @@ class StageWatch:
 
     def _fault(self, held: _Held) -> Fault:
         engine = self._engine
-        # A plan that never ends counts on from step to step.
-        within = (held.number - getattr(engine, "_first", 0)) % engine.micro_batches + 1
-        return Fault(dist.get_rank(), engine.stage_id, within)
+        # Those forwarded ahead of a step count from the start of their own.
+        return Fault(dist.get_rank(), engine.stage_id, held.place % engine.micro_batches + 1)
 
     def _second_pass(
         self, held: _Held, gradients: list[Tensor], what: Any, *, backward: bool

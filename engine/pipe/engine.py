@@ -126,7 +126,7 @@ class PipelineEngine(EngineMixin, _Batches, deepspeed.PipelineEngine):
     def _exec_forward(self, action: Action) -> None:
         buffer, watch = self._buffer(action), self._stage_watch
         if watch is not None:
-            watch.begin(action.micro_batch, action.micro_batch)
+            watch.begin(action.micro_batch)
         self._exec_forward_pass(buffer)
         if watch is not None:
             buffers = self.pipe_buffers

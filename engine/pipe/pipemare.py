@@ -242,7 +242,7 @@ class PipeMareEngine(LinkedEngine):
 
     def _forward_context(self, number: int) -> AbstractContextManager[None]:
         if self._stage_watch is not None:
-            self._stage_watch.begin(number, number)
+            self._stage_watch.begin(number, self._first)
         # Micro-batches of later steps run backward so many weight versions later.
         return self._correction.forward((number - self._first) // self.micro_batches)
 

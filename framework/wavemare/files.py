@@ -95,7 +95,8 @@ def replace_folder(source: str | os.PathLike[str], target: str | os.PathLike[str
         raise
     sync_folder(target.parent)
     if aside is not None:
-        _discard(aside)
+        with suppress(OSError):  # in use; `remove_leftovers` removes it later
+            _discard(aside)
 
 
 def restore_folder(target: str | os.PathLike[str]) -> None:

@@ -511,6 +511,7 @@ class Watchdog:
         gone = [each for each in unreachable if each.gone]
         if not gone:
             return None
+        statuses.append(self._status())
         headline = f"rank {self._me.rank} has lost rank {', '.join(str(e.peer.rank) for e in gone)}"
         if (broken := self.progress.broken) is not None:
             headline += f" in {broken}, step {self.progress.step}"

@@ -205,3 +205,25 @@ def test_background_saves_leave_no_thread_and_no_descriptor(tmp_path):
         assert (error is None) == bool(number % 10)
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
     assert names(tmp_path) == ["latest", "one"]
+
+
+def test_a_latest_that_cannot_be_written_leaves_the_complete_checkpoint(tmp_path):
+    (tmp_path / "latest").mkdir()
+    with pytest.raises(CheckpointError, match="The checkpoint is complete: load it by its tag"):
+        prepare(tmp_path, "one").complete()
+    verify_contents(tmp_path / "one", read_manifest(tmp_path / "one"))
+
+
+def test_files_that_the_owner_cannot_see_fail_the_save(tmp_path):
+    """As where a folder lies on the disk of each node; with node-local storage that is wanted."""
+    for node_local in (False, True):
+        save = prepare(tmp_path, "one", background=False)
+        other = {"written": {"/elsewhere/1.pt": {"bytes": 1, "xxh3": ""}}, "failure": None}
+        save.node_local = node_local
+        reports = [save.files.report(), {**other, "node": "another"}]
+        found = save._finish(reports)
+        if node_local:
+            assert found is None
+        else:
+            assert "1.pt, which another rank wrote, is not there" in found[1]
+            assert names(tmp_path) == []
