@@ -76,6 +76,8 @@ def build(what, guard, zero=0, times=-1, bf16=False, **sections):
     model = build_gpt2(attn_pdrop=0.1)
     trouble = Trouble(model, what, times)
     config = configuration(zero, wavemare={"guard": guard, **sections})
+    if zero == 3:  # biases stay whole, so passes gather the other weights backward, too
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 100
     if bf16:
         config["bf16"] = {"enabled": True}
     engine, *_ = wavemare.initialize(model=model, config=config)
