@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wavemare.comm.config import CompressorConfig
+from wavemare.comm.config import COMPRESSOR_OPTIONS, CompressorConfig, CompressorKind
 from wavemare.comm.kernels import num_blocks
 from wavemare.comm.kernels.words import sum_dtype
 from wavemare.errors import CheckpointError, ConfigError
@@ -33,13 +33,6 @@ __all__ = ["Compressor", "block_norms", "make_compressor"]
 # Elements that are converted or moved at a time: enough to hide the cost of a call, few enough
 # to stay in a core's cache.
 _CHUNK = 1 << 18
-_OPTIONS = {
-    "block_topk": ("ratio",),
-    "block_topk_ratio": ("ratio",),
-    "block_randomk": ("ratio", "seed"),
-    "block_threshold": ("threshold",),
-}
-"""Keys of the configuration that only some methods have."""
 
 
 def make_compressor(config: CompressorConfig, block: int) -> Compressor:
@@ -126,7 +119,7 @@ class Compressor:
 
     def settings(self) -> dict[str, Any]:
         """Return all that the choice of blocks depends on, by its name in the configuration."""
-        names = ("error_feedback", "warmup_steps", *_OPTIONS[self.config.type])
+        names = ("error_feedback", "warmup_steps", *COMPRESSOR_OPTIONS[self.config.type])
         settings = {name: getattr(self.config, name) for name in names}
         return {"type": self.config.type, "block": self.block, **settings}
 
@@ -186,7 +179,7 @@ class Compressor:
             remedy = "Give each bucket a key of its own"
             value = f"{len(gradient)} elements of {gradient.dtype}"
             raise ConfigError(f"bucket {key}", value, reason, remedy)
-        if self.config.type != "block_topk_ratio":
+        if not self.config.compares_weights:
             return
         if weights is None:
             reason, remedy = f"{self.config.type} needs them", "Pass the gradient's weights"
@@ -249,7 +242,7 @@ def _threshold(compressor: Compressor, norms: Tensor, weights: Tensor | None, dr
     return (norms >= compressor.config.threshold) | ~norms.isfinite()
 
 
-_SELECT: Mapping[str, Callable[[Compressor, Tensor, Tensor | None, int], Tensor]] = {
+_SELECT: Mapping[CompressorKind, Callable[[Compressor, Tensor, Tensor | None, int], Tensor]] = {
     "block_topk": _top_k,
     "block_topk_ratio": _top_k_ratio,
     "block_randomk": _random_k,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -10,7 +11,16 @@ from pydantic_core import PydanticCustomError
 
 from wavemare.section import Section
 
-__all__ = ["HALVES", "LOOSE_MODES", "MODES", "CompressorConfig", "Mode", "SparseCollectiveConfig"]
+__all__ = [
+    "COMPRESSOR_OPTIONS",
+    "HALVES",
+    "LOOSE_MODES",
+    "MODES",
+    "CompressorConfig",
+    "CompressorKind",
+    "Mode",
+    "SparseCollectiveConfig",
+]
 
 Mode = Literal[
     "auto",
@@ -29,6 +39,14 @@ HALVES = ("ordered", "pushpull")
 
 
 CompressorKind = Literal["block_topk", "block_randomk", "block_threshold", "block_topk_ratio"]
+
+COMPRESSOR_OPTIONS: Mapping[CompressorKind, tuple[str, ...]] = {
+    "block_topk": ("ratio",),
+    "block_topk_ratio": ("ratio",),
+    "block_randomk": ("ratio", "seed"),
+    "block_threshold": ("threshold",),
+}
+"""Keys of the configuration that only some compressors have."""
 
 
 class CompressorConfig(Section):
@@ -53,6 +71,11 @@ class CompressorConfig(Section):
     warmup_steps: int = Field(default=0, ge=0)
     """So many first optimizer steps send everything."""
 
+    @property
+    def compares_weights(self) -> bool:
+        """Whether the choice of blocks needs the weights of the gradients."""
+        return self.type == "block_topk_ratio"
+
     # Defaults are let through, so that a configuration that was written out in full can be read.
     @field_validator("ratio", "threshold", "seed")
     @classmethod
@@ -60,9 +83,7 @@ class CompressorConfig(Section):
         kind, name = info.data.get("type"), str(info.field_name)
         if kind is None:  # its own error is told
             return value
-        users = {"threshold": {"block_threshold"}, "seed": {"block_randomk"}}.get(
-            name, {"block_topk", "block_randomk", "block_topk_ratio"}
-        )
+        users = {user for user, options in COMPRESSOR_OPTIONS.items() if name in options}
         if kind not in users and value != cls.model_fields[name].default:
             context = {"kind": kind, "users": ", ".join(sorted(users))}
             raise PydanticCustomError("no_effect", "{kind} ignores it, it is for {users}", context)

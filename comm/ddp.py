@@ -94,9 +94,7 @@ class _Hook:
         self._names = {id(p): name for name, p in model.module.named_parameters()}
         self._comm = comm
         self._compressor = compressor
-        self._compares_weights = compressor is not None and (
-            compressor.inner.config.type == "block_topk_ratio"
-        )
+        self._compares_weights = compressor is not None and compressor.inner.config.compares_weights
         self._handles: list[Handle] = []
         self._streams: dict[torch.device, Any] = {}
 

@@ -46,6 +46,8 @@ _LAUNCHERS = {
     # Not SLURM_NTASKS, which a batch script has as well, though it is one process.
     "Slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
 }
+_BY_MPI = frozenset({"Open MPI", "MPICH"})
+"""Launchers whose ranks have MPI, by which they agree on an address."""
 RANK_VARIABLES = ("RANK", *(names[0] for names in _LAUNCHERS.values()), "PMIX_RANK")
 """Variables that may hold the rank, in order of preference."""
 
@@ -90,7 +92,7 @@ class LauncherRank:
     @property
     def by_mpi(self) -> bool:
         """Whether an ``mpirun`` started the process."""
-        return self.launcher != "Slurm"
+        return self.launcher in _BY_MPI
 
 
 def launcher_rank(environment: Mapping[str, str]) -> LauncherRank | None:
@@ -149,7 +151,7 @@ def torch_variables(
         pass  # nothing to agree upon
     elif given.by_mpi:
         address, chosen, local_rank = _agree_by_mpi(environment, given)
-    else:
+    elif given.launcher == "Slurm":
         address, chosen = _derive_from_slurm(environment, given)
     found = {
         "RANK": given.rank,

@@ -75,7 +75,7 @@ class SparseGradients(Feature, ABC):
             device=engine.device,
         )
         self._compares_weights = (
-            config.compressor is not None and config.compressor.type == "block_topk_ratio"
+            config.compressor is not None and config.compressor.compares_weights
         )
 
     @abstractmethod
