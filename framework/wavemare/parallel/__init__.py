@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from wavemare.parallel.layout.grid import ProcessGrid, process_grid, rank_lists
     from wavemare.parallel.layout.layout import Layout, Prediction
     from wavemare.parallel.layout.names import annotate
+    from wavemare.parallel.planner import plan
 
 __all__ = [
     "Layout",
@@ -23,6 +24,7 @@ __all__ = [
     "ProcessGrid",
     "annotate",
     "pipeline",
+    "plan",
     "process_grid",
     "rank_lists",
     "replica",
@@ -36,6 +38,7 @@ _HOME = {
     "ProcessGrid": "layout.grid",
     "annotate": "layout.names",
     "pipeline": "layout.annotations",
+    "plan": "planner",
     "process_grid": "layout.grid",
     "rank_lists": "layout.grid",
     "replica": "layout.annotations",
