@@ -26,7 +26,7 @@ from wavemare.engine.optim.optimizers import (
     refresh_by_stage,
 )
 from wavemare.engine.pipe.micro_batch import naming_ids
-from wavemare.engine.seams import discard_open_step, forget_grid
+from wavemare.engine.seams import discard_open_step, forget_grid, hold_grid
 from wavemare.engine.sparse.attach import attach_sparse_gradients
 from wavemare.engine.sparse.gradients import SparseGradients
 
@@ -62,7 +62,9 @@ class EngineMixin(CheckpointMixin):
         # Set first: DeepSpeed's constructor makes the loader.
         self.settings = settings = settings or self.settings
         self.checkpoint_settings = settings.checkpoint
+        hold_grid(kwargs.get("mpu"), self)
         super().__init__(*args, **kwargs)
+        hold_grid(self.mpu, self)  # DeepSpeed's own tensor parallelism makes one
         describe_partitions(self)
         if settings.pipeline.schedule == "pipemare":
             refresh_by_stage(self)
@@ -150,7 +152,7 @@ class EngineMixin(CheckpointMixin):
         watchdog, self.watchdog = self.watchdog, None  # DeepSpeed's destructor comes here again
         with ExitStack() as stack:  # each, though one before it fails; the last comes first
             stack.callback(super().destroy)
-            stack.callback(forget_grid, getattr(self, "mpu", None))
+            stack.callback(forget_grid, getattr(self, "mpu", None), self)
             if watchdog is not None:
                 stack.callback(watchdog.release)
             for feature in self.features:

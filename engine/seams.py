@@ -37,6 +37,7 @@ __all__ = [
     "discard_open_step",
     "dispatch_to",
     "forget_grid",
+    "hold_grid",
     "keeping_versions",
     "mark_waits",
     "replaced",
@@ -211,10 +212,23 @@ def keeping_versions(parameters: tuple[torch.Tensor, ...]) -> AbstractContextMan
     return context
 
 
-def forget_grid(mpu: Any) -> None:
-    """Let the next engine have other groups than a destroyed one: DeepSpeed keeps its grid."""
+_grid_holders: dict[int, int] = {}  # by grid, the engine that was built with it last
+
+
+def hold_grid(mpu: Any, engine: object) -> None:
+    """Note that an engine is built with a grid; call it before DeepSpeed reads the grid."""
+    if mpu is not None:
+        _grid_holders[id(mpu)] = id(engine)
+
+
+def forget_grid(mpu: Any, engine: object) -> None:
+    """Let the next engine have other groups than a destroyed one: DeepSpeed keeps its grid.
+
+    The garbage collector may destroy an engine while another one is built with the same grid; that
+    one keeps it.
+    """
     groups: Any = import_module("deepspeed.utils.groups")
-    if mpu is None or groups.mpu is not mpu:
+    if mpu is None or groups.mpu is not mpu or _grid_holders.get(id(mpu)) != id(engine):
         return
     groups.mpu = None
     if mpu is groups:  # DeepSpeed's own tensor parallelism

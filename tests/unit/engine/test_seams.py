@@ -2,9 +2,11 @@
 """The contract with DeepSpeed: its public signatures, and the private code that engines rely on."""
 
 import inspect
+from types import SimpleNamespace
 
 import deepspeed
 import pytest
+from deepspeed.utils import groups
 
 import wavemare
 from wavemare.engine import Engine
@@ -16,7 +18,9 @@ from wavemare.engine.seams import (
     DEEPSPEED,
     FUNCTIONS,
     digest,
+    forget_grid,
     found,
+    hold_grid,
     warn_of_other_version,
 )
 
@@ -98,3 +102,15 @@ def test_another_deepspeed_is_told_once(caplog):
     (told,) = caplog.messages
     assert "0.19.999" in told
     assert f"deepspeed=={DEEPSPEED}" in told
+
+
+def test_a_destroyed_engine_leaves_the_grid_to_the_next_one():
+    """The garbage collector may destroy it while the next one is built."""
+    mpu, first, second = SimpleNamespace(), object(), object()
+    hold_grid(mpu, first)
+    hold_grid(mpu, second)
+    groups.mpu = mpu
+    forget_grid(mpu, first)
+    assert groups.mpu is mpu
+    forget_grid(mpu, second)
+    assert groups.mpu is None
