@@ -157,6 +157,7 @@ class EngineMixin(CheckpointMixin):
                 stack.callback(watchdog.release)
             for feature in self.features:
                 stack.callback(feature.close)
+            stack.callback(self.release_writers)
             stack.callback(self.finish_saving)  # while it is watched
 
     def extra_state(self) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from deepspeed.checkpoint.constants import (
 )
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import distributed
 
 from wavemare.engine.checkpoint.compatibility import (
     check_checkpoint_fits,
@@ -161,6 +162,12 @@ class CheckpointMixin(DeepSpeedEngine):
         if writing is not None:  # an engine without a save may be collected in any thread
             with PROGRESS.doing("finish_saving"):
                 writing.wait()
+
+    def release_writers(self) -> None:
+        """Destroy the process group of background saves; none may be pending."""
+        writers, self._writers = self._writers, None
+        if writers is not None and dist.is_initialized():
+            distributed.destroy_process_group(writers)
 
     @PROGRESS.doing("load_checkpoint")
     def load_checkpoint(

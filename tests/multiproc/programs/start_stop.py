@@ -43,7 +43,10 @@ def held():
     return {
         "threads": sorted(Counter((task / "comm").read_text().strip() for task in tasks).items()),
         "descriptors": sorted(targets.items()),
-        "children": [child.cmdline() for child in psutil.Process().children(recursive=True)],
+        "children": [
+            [child.status(), child.name(), child.pid]
+            for child in psutil.Process().children(recursive=True)
+        ],
         "environment": dict(os.environ),
     }
 
