@@ -5,6 +5,7 @@ Arguments: result folder, number of engines, number of loaders.
 """
 
 import gc
+import multiprocessing
 import os
 import shutil
 import sys
@@ -32,6 +33,7 @@ class Texts(torch.utils.data.Dataset):
 def held():
     """Return what the process has got from the system."""
     gc.collect()
+    multiprocessing.active_children()  # reaps those that have ended
     targets = Counter()
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -43,10 +45,7 @@ def held():
     return {
         "threads": sorted(Counter((task / "comm").read_text().strip() for task in tasks).items()),
         "descriptors": sorted(targets.items()),
-        "children": [
-            [child.status(), child.name(), child.pid]
-            for child in psutil.Process().children(recursive=True)
-        ],
+        "children": [child.name() for child in psutil.Process().children(recursive=True)],
         "environment": dict(os.environ),
     }
 
