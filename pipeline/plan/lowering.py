@@ -14,6 +14,7 @@ two passes together, or `defer_sends` where sends block.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
+from functools import cache
 from typing import NamedTuple
 
 from wavemare.pipeline.plan.action import Action, Kind
@@ -204,6 +205,7 @@ def in_pairs(actions: Iterable[Action]) -> list[Action | Pair]:
     return result
 
 
+@cache
 def ahead(stage: int, num_stages: int, slack: int = 0) -> int:
     """Return how many micro-batches a stage forwards ahead of its backward passes.
 
