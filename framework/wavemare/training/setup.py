@@ -122,6 +122,7 @@ def connect(setup: Setup) -> None:
     transformers.set_seed(setup.arguments.seed)
     if setup.foreign is not None:
         if setup.rank == 0:
+            print(f"{setup.foreign} is converted for {setup.world_size} ranks", flush=True)
             convert_checkpoint(setup.folder / "checkpoints", setup.foreign)
         distributed.barrier()
         setup.balance.config.setdefault("checkpoint", {})["load_universal"] = True
