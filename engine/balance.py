@@ -79,28 +79,20 @@ class Balance(Feature):
             raise DataError("labels", None, reason, remedy)
         return self._weighted_by_tokens(loss, self._labels, self._shifts)
 
-    def weighted_loss(self, loss_fn: Callable[..., Tensor], module: nn.Module) -> Any:
+    def weighted_loss(self, loss_fn: Callable[..., Tensor], module: nn.Module) -> WeightedLoss:
         """Return a pipeline's loss function with weights while the pipeline trains."""
-        shifts = getattr(loss_fn, "shifts_labels", False)
-        own_loss = getattr(loss_fn, "alone", loss_fn)
+        return WeightedLoss(self, loss_fn, module)
 
-        def alone(outputs: Any, labels: Any) -> Tensor:
-            """For a pass that the other ranks do not make: the loss without its weight."""
-            loss = own_loss(outputs, labels)
-            if self._mean == "samples":
-                return loss
-            return _zero_without_tokens(loss, _count(labels, shifts))
+    def of_labels(self, loss: Tensor, labels: Tensor, shifts: bool) -> Tensor:
+        """Return a micro-batch's loss as the average over ranks needs it."""
+        if self._mean == "samples":
+            return loss * self._share
+        return self._weighted_by_tokens(loss, labels, shifts)
 
-        def weighted(outputs: Any, labels: Any) -> Tensor:
-            loss = loss_fn(outputs, labels)
-            if not module.training:
-                return loss
-            if self._mean == "samples":
-                return loss * self._share
-            return self._weighted_by_tokens(loss, labels, shifts)
-
-        weighted.alone = alone  # type: ignore[attr-defined]
-        return weighted
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether all labels weigh the same, not all samples."""
+        return self._mean == "tokens"
 
     def sampler(self, dataset: Sized, *, shuffle: bool) -> ShareSampler:
         """Return the sampler of this rank's part of a dataset."""
@@ -128,6 +120,33 @@ def _count(labels: Tensor, shifts: bool) -> Tensor:
 def _zero_without_tokens(loss: Tensor, count: Tensor) -> Tensor:
     """Return a mean over tokens; over none it is not a number, and counts nothing."""
     return torch.where(count > 0, loss, torch.zeros_like(loss))
+
+
+class WeightedLoss:
+    """A pipeline's loss function, with weights while the pipeline trains.
+
+    Args:
+        balance: The weights of this rank.
+        loss_fn: The pipeline's own.
+        module: The pipeline, whose mode counts.
+    """
+
+    def __init__(self, balance: Balance, loss_fn: Callable[..., Tensor], module: nn.Module) -> None:
+        self._balance, self._loss_fn, self._module = balance, loss_fn, module
+        self._shifts = bool(getattr(loss_fn, "shifts_labels", False))
+
+    def __call__(self, outputs: Any, labels: Any) -> Tensor:
+        """Return the loss; in training weighted, by a collective if tokens count."""
+        loss = self._loss_fn(outputs, labels)
+        trains = self._module.training
+        return self._balance.of_labels(loss, labels, self._shifts) if trains else loss
+
+    def alone(self, outputs: Any, labels: Any) -> Tensor:
+        """Return the loss without its weight, for a pass that the other ranks do not make."""
+        loss: Tensor = getattr(self._loss_fn, "alone", self._loss_fn)(outputs, labels)
+        if self._balance.counts_tokens:
+            return _zero_without_tokens(loss, _count(labels, self._shifts))
+        return loss
 
 
 class ShareSampler(Sampler[int]):

@@ -231,6 +231,7 @@ def forget_grid(mpu: Any, engine: object) -> None:
     if mpu is None or groups.mpu is not mpu or _grid_holders.get(id(mpu)) != id(engine):
         return
     groups.mpu = None
+    del _grid_holders[id(mpu)]
     if mpu is groups:  # DeepSpeed's own tensor parallelism
         groups.mesh_device = groups._TENSOR_MODEL_PARALLEL_GROUP = None
         groups._DATA_PARALLEL_GROUP = None

@@ -153,7 +153,7 @@ class NumericsGuard(Feature):
         records.append(_Record(step, micro_batch, inputs, keywords, random_state()))
 
     def before_backward(self, loss: Tensor) -> Tensor:
-        """Return a loss whose gradients are finite only if it is; its value stays."""
+        """Return a loss whose gradients are finite only if it is; a finite value stays."""
         value = loss.detach()
         if self._records:
             self._records[-1].loss = value

@@ -5,10 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from wavemare.engine.balance import Balance, ShareSampler
+from wavemare.engine.balance import Balance, ShareSampler, WeightedLoss
 from wavemare.engine.config.refusals import check_shares
 from wavemare.engine.config.sections import BalanceConfig
 from wavemare.errors import ConfigError, DataError
@@ -78,3 +80,10 @@ def test_tokens_cannot_be_counted_without_labels(monkeypatch):
     balance = Balance(BalanceConfig(mean="tokens"), engine)
     with pytest.raises(DataError, match="labels = None: the model was called without labels="):
         balance.before_backward(torch.ones(()))
+
+
+def test_a_loss_alone_asks_no_other_rank_and_counts_nothing_without_tokens():
+    loss = WeightedLoss(SimpleNamespace(counts_tokens=True), F.cross_entropy, nn.Identity())
+    logits, labels = torch.randn(4, 3), torch.tensor([0, 2, -100, 1])
+    torch.testing.assert_close(loss.alone(logits, labels), F.cross_entropy(logits, labels))
+    assert loss.alone(logits, torch.full((4,), -100)) == 0
