@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import zlib
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,10 +15,10 @@ from wavemare.comm.kernels import DTYPES
 from wavemare.comm.transport.base import Transport
 from wavemare.errors import CommError
 
-__all__ = ["HEADER_BYTES", "agree", "digest_of", "exchange_masks"]
+__all__ = ["HEADER_BYTES", "Agreement", "Reported", "digest_of", "exchange_masks"]
 
 OPERATIONS = ("allreduce_", "reduce_scatter_", "allgather_", "allreduce_rows_", "SparseComm")
-_FIELDS = 8
+_FIELDS = 10
 HEADER_BYTES = 8 * _FIELDS
 
 
@@ -26,19 +27,23 @@ def digest_of(*terms: object) -> int:
     return zlib.crc32(repr(terms).encode())
 
 
-def agree(
-    transport: Transport,
-    operation: str,
-    *,
-    block: int,
-    number: int = 0,
-    numel: int = 0,
-    dtype: torch.dtype = torch.float32,
-    took_ns: int = 0,
-    num_items: int = 0,
-    terms: int = 0,
-) -> list[int]:
-    """Check that all ranks make the same call.
+class Reported(NamedTuple):
+    """What a rank reports about a call; it may differ from rank to rank.
+
+    Args:
+        took_ns: Nanoseconds of this bucket's previous call; 0 if unknown.
+        dense_blocks: Non-zero blocks of the bucket, by a sample, if so many that the rank would
+            rather send all; else -1.
+        stray: A non-zero block that the caller has not listed; -1 if none was found.
+    """
+
+    took_ns: int = 0
+    dense_blocks: int = -1
+    stray: int = -1
+
+
+class Agreement:
+    """One small message from each rank to all others: that all ranks make the same call.
 
     Args:
         transport: To the other ranks.
@@ -47,36 +52,64 @@ def agree(
         number: Of the call, counted from 0.
         numel: Elements of the bucket, or columns of the rows.
         dtype: Of its elements.
-        took_ns: Nanoseconds of this bucket's previous call; 0 if unknown.
         num_items: Rows of a table; -1 if unknown.
         terms: Digest of everything else that must agree (see `digest_of`).
-
-    Returns:
-        Each rank's ``took_ns``.
-
-    Raises:
-        CommError: A rank makes another call; the message names the rank.
     """
-    kinds = OPERATIONS.index(operation), DTYPES.index(dtype)
-    numbers = [number, kinds[0], numel, kinds[1], block, took_ns, num_items, terms]
-    mine = torch.tensor(numbers, dtype=torch.int64, device=transport.message_device)
-    table = mine.new_empty(transport.size, _FIELDS)
-    transport.all_gather(mine, table)
-    headers = table.tolist()
-    times = [numbers.pop(5) for numbers in headers]
-    call = headers[transport.rank]
-    for rank, numbers in enumerate(headers):
-        if numbers != call:
-            own, other = _spell(call), _spell(numbers)
-            if other == own:
-                other = "it with another key, partition, mode, average, staging or cost model"
-            raise CommError(
-                "collective",
-                own,
-                f"rank {rank} calls {other} instead",
-                "Let all ranks call the same collectives, on equal buckets, in one order",
-            )
-    return times
+
+    def __init__(
+        self,
+        transport: Transport,
+        operation: str,
+        *,
+        block: int,
+        number: int = 0,
+        numel: int = 0,
+        dtype: torch.dtype = torch.float32,
+        num_items: int = 0,
+        terms: int = 0,
+    ) -> None:
+        kinds = OPERATIONS.index(operation), DTYPES.index(dtype)
+        self._call = [number, kinds[0], numel, kinds[1], block, num_items, terms]
+        self._transport = transport
+
+    def begin(self, reported: Reported = Reported()) -> None:  # noqa: B008
+        """Send this rank's message."""
+        mine = torch.tensor(
+            [*self._call, *reported], dtype=torch.int64, device=self._transport.message_device
+        )
+        self._table = mine.new_empty(self._transport.size, _FIELDS)
+        self._table[self._transport.rank].copy_(mine)
+        self._exchange = self._transport.begin_all_gather(list(self._table))
+
+    def wait(self) -> list[Reported]:
+        """Wait for the messages of all ranks.
+
+        Returns:
+            What each rank reports.
+
+        Raises:
+            CommError: A rank makes another call; the message names the rank.
+        """
+        self._exchange.wait()
+        headers = self._table.tolist()
+        same = len(self._call)
+        for rank, numbers in enumerate(headers):
+            if numbers[:same] != self._call:
+                own, other = _spell(self._call), _spell(numbers[:same])
+                if other == own:
+                    other = "it with another key, partition, mode, average, staging or cost model"
+                raise CommError(
+                    "collective",
+                    own,
+                    f"rank {rank} calls {other} instead",
+                    "Let all ranks call the same collectives, on equal buckets, in one order",
+                )
+        return [Reported(*numbers[same:]) for numbers in headers]
+
+    def agree(self) -> None:
+        """Send the message and wait for the others'."""
+        self.begin()
+        self.wait()
 
 
 def exchange_masks(transport: Transport, bits: Tensor, num_blocks: int) -> Masks:

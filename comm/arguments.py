@@ -12,7 +12,7 @@ from wavemare.comm.executors import EXECUTORS_BY_MODE
 from wavemare.comm.kernels import DTYPES
 from wavemare.errors import ConfigError, did_you_mean
 
-__all__ = ["bucket_key", "check_bucket", "check_settings"]
+__all__ = ["bucket_key", "check_blocks", "check_bucket", "check_settings"]
 
 
 def bucket_key(
@@ -65,6 +65,23 @@ def check_bucket(flat: Tensor, *, averages: bool = False) -> None:
         reason, remedy = "whole numbers have no mean", "Use SparseComm(average=False)"
     if reason is not None and remedy is not None:
         raise ConfigError("bucket", tuple(flat.shape), reason, remedy)
+
+
+def check_blocks(blocks: Tensor, num_blocks: int) -> None:
+    """Check a list of blocks; on an accelerator not its numbers, which would stall the caller.
+
+    Raises:
+        ConfigError: Its shape or type does not fit, or a number is not a block.
+    """
+    if blocks.dtype != torch.int64 or blocks.dim() != 1:
+        reason = f"it is {blocks.dtype} of shape {tuple(blocks.shape)}"
+        raise ConfigError("blocks", tuple(blocks.shape), reason, "Give (k,), int64")
+    if blocks.device.type == "cpu" and blocks.numel():
+        least, most = (int(bound) for bound in blocks.aminmax())
+        if least < 0 or most >= num_blocks:
+            reason = f"the bucket has {num_blocks} blocks"
+            value = least if least < 0 else most
+            raise ConfigError("blocks", value, reason, "Give numbers from 0, below that number")
 
 
 def check_settings(block: int, mode: str, deterministic: bool) -> None:

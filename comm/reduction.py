@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from wavemare.comm.agreement import exchange_masks
+from wavemare.comm.agreement import Agreement, Reported, exchange_masks
 from wavemare.comm.blocks.layout import OwnedRange
-from wavemare.comm.blocks.masks import Masks, mask_bytes
+from wavemare.comm.blocks.masks import BlockCounts, Masks, bits_of, first_bit, mask_bytes
 from wavemare.comm.compressor import Compressor
 from wavemare.comm.executors import EXECUTORS_BY_MODE, CollectiveCall, Scratch
 from wavemare.comm.executors.ranges import (
@@ -22,14 +25,40 @@ from wavemare.comm.executors.ranges import (
     reduce_ranges,
     reduce_scatter,
 )
-from wavemare.comm.kernels import kernels_for, num_blocks
+from wavemare.comm.kernels import num_blocks
 from wavemare.comm.selection.cost import Constants
 from wavemare.comm.selection.selector import DENSE, Selector
 from wavemare.comm.statistics import Statistics
 from wavemare.comm.transport import Transport
 from wavemare.errors import CommError
 
-__all__ = ["Hierarchy", "Reduction"]
+__all__ = ["Bucket", "Hierarchy", "Reduction"]
+
+logger = logging.getLogger("wavemare")
+
+_SAMPLE = 128
+"""Blocks that are looked at to find a bucket dense."""
+_CHECK_INTERVAL = 256
+"""Calls between two checks of a caller's list of blocks."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A gradient to be summed.
+
+    Args:
+        flat: (E,), its elements.
+        key: Its name.
+        scale: Factor of the sum.
+        weights: (E,), the weights of this gradient, for a compressor.
+        blocks: (k,), int64, the blocks that may be non-zero on this rank; None if unknown.
+    """
+
+    flat: Tensor
+    key: str
+    scale: float
+    weights: Tensor | None = None
+    blocks: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -99,6 +128,7 @@ class Reduction:
         allowed: Executors for the selector.
         compressor: Selects the blocks that each rank sends.
         scratch: Memory to use.
+        always_checks: Whether each list of blocks is compared with the bucket.
     """
 
     def __init__(
@@ -112,6 +142,7 @@ class Reduction:
         allowed: Sequence[str],
         compressor: Compressor | None,
         scratch: Scratch,
+        always_checks: bool = False,
     ) -> None:
         self.selector = Selector(constants, allowed)
         self._transport = transport
@@ -120,38 +151,32 @@ class Reduction:
         self._mode = mode
         self._compressor = compressor
         self._scratch = scratch
+        self._always_checks = always_checks
+        self._num_lists: Counter[str] = Counter()
+        self._searched: set[str] = set()
         self._took: dict[str, tuple[str, float, float]] = {}
 
-    def took_ns(self, key: str) -> int:
-        """Return the nanoseconds of a bucket's previous call, 0 if unknown."""
-        return int(1e9 * self._took[key][1]) if key in self._took else 0
-
-    def learn(self, key: str, times_ns: Sequence[int]) -> None:
-        """Correct the predictions by the times of a bucket's previous call on all ranks.
-
-        The least time counts: the other ranks' times include waiting for another rank.
-        """
-        # With a hierarchy, each group between nodes has its own shard and chooses by itself.
-        if key in self._took and min(times_ns) > 0 and self._hierarchy is None:
-            executor, _, predicted = self._took.pop(key)
-            self.selector.learn(key, executor, 1e-9 * min(times_ns) / predicted)
-
-    def all_reduce(
-        self, flat: Tensor, key: str, scale: float, weights: Tensor | None, stats: Statistics
-    ) -> None:
+    def all_reduce(self, bucket: Bucket, agreement: Agreement, stats: Statistics) -> None:
         """Replace each rank's bucket by the scaled sum of all buckets.
 
         Args:
-            flat: (E,), the bucket.
-            key: Its name.
-            scale: Factor of the sum.
-            weights: (E,), the weights of this gradient, for a compressor.
+            bucket: It.
+            agreement: Of this call, not begun.
             stats: Filled in.
+
+        Raises:
+            CommError: A rank makes another call, or has not listed a non-zero block.
         """
-        self._compress(flat, key, weights)
-        if self._hierarchy is None:
-            self._sum(self._call(flat, self._transport, scale, stats), key, stats)
+        flat, scale = bucket.flat, bucket.scale
+        if not flat.numel():
+            agreement.agree()
             return
+        self._compress(bucket)
+        if self._hierarchy is None:
+            call = self._call(flat, self._transport, scale, stats)
+            self._sum(call, bucket, stats, agreement)
+            return
+        agreement.agree()
         # Dense within the node, then each rank's shard sparsely between nodes. Both scale: a node's
         # sum may overflow 16 bits.
         parts = self._hierarchy.within.size if scale != 1 else 1
@@ -160,24 +185,29 @@ class Reduction:
         reduce_ranges(within, ranges)
         shard = flat[ranges[within.rank].start : ranges[within.rank].stop]
         between = self._call(shard, self._hierarchy.between, scale * parts, stats)
-        self._sum(between, key, stats)
+        self._sum(between, Bucket(shard, bucket.key, between.scale), stats)
         gather_ranges(within, ranges)
 
     def reduce_scatter(
         self,
-        flat: Tensor,
+        bucket: Bucket,
         ranges: Sequence[OwnedRange],
-        key: str,
-        scale: float,
-        weights: Tensor | None,
+        agreement: Agreement,
         stats: Statistics,
     ) -> None:
         """Put the scaled sum of each range on its owner; arguments as for `all_reduce`."""
-        self._compress(flat, key, weights)
-        self._sum(self._call(flat, self._transport, scale, stats), key, stats, ranges)
+        if not bucket.flat.numel():
+            agreement.agree()
+            return
+        self._compress(bucket)
+        call = self._call(bucket.flat, self._transport, bucket.scale, stats)
+        self._sum(call, bucket, stats, agreement, ranges)
 
-    def all_gather(self, flat: Tensor, ranges: Sequence[OwnedRange], stats: Statistics) -> None:
+    def all_gather(
+        self, flat: Tensor, ranges: Sequence[OwnedRange], agreement: Agreement, stats: Statistics
+    ) -> None:
         """Copy each range from its owner to all ranks."""
+        agreement.agree()
         stats.executor = "dense"
         gather_ranges(self._call(flat, self._transport, 1.0, stats), ranges)
 
@@ -186,50 +216,155 @@ class Reduction:
     ) -> CollectiveCall:
         return CollectiveCall(flat, self._block, scale, transport, self._scratch, stats.phases_s)
 
-    def _compress(self, flat: Tensor, key: str, weights: Tensor | None) -> None:
+    def _compress(self, bucket: Bucket) -> None:
         if self._compressor is not None:
-            self._compressor.step(key, flat, weights)
+            self._compressor.step(bucket.key, bucket.flat, bucket.weights)
 
     def _sum(
         self,
         call: CollectiveCall,
-        key: str,
+        bucket: Bucket,
         stats: Statistics,
+        agreement: Agreement | None = None,
         ranges: Sequence[OwnedRange] | None = None,
     ) -> None:
         """Sum by the mode's executor or the selector's choice; by ranges, only at their owners."""
-        if self._mode != "auto":
-            stats.executor = name = self._mode
-            masks = self._masks(call) if EXECUTORS_BY_MODE[name].needs_masks else None
-            _note(stats, masks)
-            _run(name, call, masks, ranges)
-            return
         started = time.perf_counter()
-        if not self.selector.looks(key):
-            name, masks, predicted = self.selector.dense(key), None, None
-        else:
-            masks = self._masks(call)
-            block_bytes = self._block * call.flat.element_size()
-            plan = self.selector.choose(key, masks, block_bytes, halves=ranges is not None)
+        found = self._look(call, bucket, agreement, halves=ranges is not None)
+        if isinstance(found, Masks) and found.num_blocks:
+            stats.union = found.union_size / found.num_blocks
+        if found is not None and found.num_blocks:
+            stats.density = float(found.counts.mean()) / found.num_blocks
+        name, predicted = self._mode, None
+        if name == "auto":
+            assert found is not None
+            plan = self.selector.choose(
+                bucket.key,
+                found,
+                self._block * call.flat.element_size(),
+                halves=ranges is not None,
+                searched=bucket.blocks is None,
+            )
             name, predicted = plan.executor, plan.predicted_s[plan.executor]
-            _note(stats, masks)
         stats.executor, stats.predicted_s = name, predicted
         if name in DENSE:
             started = time.perf_counter()  # without the mask, which dense calls rarely take
-        _run(name, call, masks, ranges)
+        _run(name, call, found if isinstance(found, Masks) else None, ranges)
         if call.flat.is_cuda:
             torch.cuda.current_stream(call.flat.device).synchronize()
         if predicted is not None:
-            self._took[key] = name, time.perf_counter() - started, predicted
+            self._took[bucket.key] = name, time.perf_counter() - started, predicted
 
-    def _masks(self, call: CollectiveCall) -> Masks:
+    def _look(
+        self,
+        call: CollectiveCall,
+        bucket: Bucket,
+        agreement: Agreement | None,
+        *,
+        halves: bool,
+    ) -> Masks | BlockCounts | None:
+        """Agree on the call, and find the non-zero blocks of all ranks.
+
+        Returns:
+            Their masks; by a sample their numbers alone, if all ranks find their buckets dense;
+            None if the executor needs neither.
+        """
+        took_ns = int(1e9 * self._took[bucket.key][1]) if bucket.key in self._took else 0
+        if self._mode != "auto" and not EXECUTORS_BY_MODE[self._mode].needs_masks:
+            if agreement is not None:
+                agreement.begin()
+                self._check(agreement.wait(), bucket.key)
+            return None
+        dense_blocks, stray, bits = -1, -1, None
+        if agreement is not None and self._mode == "auto" and bucket.blocks is None:
+            dense_blocks = self._dense_blocks(call, bucket.key, halves=halves)
+        if bucket.blocks is not None:
+            bits, stray = self._listed(call, bucket)
+        if agreement is not None:
+            # The mask is taken while these messages travel.
+            agreement.begin(Reported(took_ns, dense_blocks, stray))
+        if dense_blocks >= 0:
+            assert agreement is not None
+            reported = self._check(agreement.wait(), bucket.key)
+            counts = np.array([rank.dense_blocks for rank in reported])
+            if counts.min() >= 0:
+                blocks = num_blocks(call.flat.numel(), call.block)
+                return BlockCounts(blocks, counts, int(counts.max()))
+            agreement = None
+        if bits is None:
+            bits = self._mask(call)
+        with call.phase("metadata"):
+            if agreement is not None:
+                self._check(agreement.wait(), bucket.key)
+            return exchange_masks(call.transport, bits, num_blocks(call.flat.numel(), call.block))
+
+    def _check(self, reported: Sequence[Reported], key: str) -> Sequence[Reported]:
+        """Learn from the previous call's times, and refuse lists of blocks that are wrong."""
+        for rank, report in enumerate(reported):
+            if report.stray >= 0:
+                raise CommError(
+                    "blocks",
+                    report.stray,
+                    f"rank {rank} has not listed this block of {key}, and it is not zero; sums "
+                    "since the last check may be wrong",
+                    "List all blocks that may be non-zero, or give no list",
+                )
+        # The least time counts: the others include waiting for another rank. With a hierarchy,
+        # each group between nodes has its own shard and chooses by itself.
+        took_ns = min(report.took_ns for report in reported)
+        if key in self._took and took_ns > 0 and self._hierarchy is None:
+            executor, _, predicted = self._took.pop(key)
+            self.selector.learn(key, executor, 1e-9 * took_ns / predicted)
+        return reported
+
+    def _dense_blocks(self, call: CollectiveCall, key: str, *, halves: bool) -> int:
+        """Return the number of non-zero blocks, by a sample; -1 if sparse sums may be faster."""
         blocks = num_blocks(call.flat.numel(), call.block)
+        number = min(blocks, _SAMPLE)
+        with call.phase("sample"):
+            step = blocks // number
+            index = call.index(np.arange(number, dtype=np.int64) * step + step // 2)
+            packed = call.packed("sample", number)
+            call.kernels.gather(call.flat, call.block, index, packed)
+            bits = packed.new_empty(mask_bytes(number), dtype=torch.uint8)
+            call.kernels.mask(packed, call.block, bits)
+            count = int(np.bitwise_count(bits.cpu().numpy()).sum()) * blocks // number
+        # The best case of sparse sums: all ranks have the same blocks.
+        alike = BlockCounts(blocks, np.full(call.size, count), count)
+        block_bytes = call.block * call.flat.element_size()
+        dense = self.selector.prefers_dense(key, alike, block_bytes, halves=halves)
+        return count if dense else -1
+
+    def _listed(self, call: CollectiveCall, bucket: Bucket) -> tuple[Tensor | None, int]:
+        """Return the mask of the caller's list and, if it was checked, a block outside of it.
+
+        A list that is wrong at its first call is not used again. Later that is an error.
+        """
+        key = bucket.key
+        if key in self._searched:
+            return None, -1
+        number, self._num_lists[key] = self._num_lists[key], self._num_lists[key] + 1
+        assert bucket.blocks is not None
+        with call.phase("list"):
+            listed = bits_of(bucket.blocks, num_blocks(call.flat.numel(), call.block))
+        if not self._always_checks and number % _CHECK_INTERVAL:
+            return listed, -1
+        bits = self._mask(call)
+        stray = first_bit(bits & ~listed)
+        if stray >= 0 and number == 0 and not self._always_checks:
+            logger.warning("%s: block %d is not in the list; lists are not used", key, stray)
+            self._searched.add(key)
+            stray = -1
+        return bits, stray
+
+    def _mask(self, call: CollectiveCall) -> Tensor:
         with call.phase("mask"):
             like = torch.empty(0, dtype=torch.uint8, device=call.flat.device)
-            bits = self._scratch("bits", mask_bytes(blocks), like)
-            kernels_for(call.flat.device.type).mask(call.flat, call.block, bits)
-        with call.phase("metadata"):
-            return exchange_masks(call.transport, bits, blocks)
+            bits = self._scratch(
+                "bits", mask_bytes(num_blocks(call.flat.numel(), call.block)), like
+            )
+            call.kernels.mask(call.flat, call.block, bits)
+        return bits
 
 
 def _run(
@@ -242,9 +377,3 @@ def _run(
     else:
         assert masks is not None
         reduce_scatter(call, masks, ranges)
-
-
-def _note(stats: Statistics, masks: Masks | None) -> None:
-    if masks is not None and masks.num_blocks:
-        stats.density = float(masks.counts.mean()) / masks.num_blocks
-        stats.union = masks.union_size / masks.num_blocks

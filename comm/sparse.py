@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wavemare.comm.agreement import agree, digest_of
-from wavemare.comm.arguments import bucket_key, check_bucket, check_settings
+from wavemare.comm.agreement import Agreement, digest_of
+from wavemare.comm.arguments import bucket_key, check_blocks, check_bucket, check_settings
 from wavemare.comm.blocks.layout import OwnedRange, ranges_of
 from wavemare.comm.blocks.masks import Masks
 from wavemare.comm.blocks.rows import RowReducer, check_rows
@@ -20,7 +20,8 @@ from wavemare.comm.collective_queue import CollectiveQueue, Handle
 from wavemare.comm.compressor import Compressor, make_compressor
 from wavemare.comm.config import HALVES, CompressorConfig, Mode
 from wavemare.comm.executors import Scratch
-from wavemare.comm.reduction import Hierarchy, Reduction
+from wavemare.comm.kernels import num_blocks
+from wavemare.comm.reduction import Bucket, Hierarchy, Reduction
 from wavemare.comm.selection.calibration import calibrate
 from wavemare.comm.selection.cost import EXECUTORS, IN_ORDER, Constants
 from wavemare.comm.selection.selector import ExecutorChoice, choose_executor
@@ -54,6 +55,8 @@ class SparseComm:
         staging: How an accelerator's tensors travel: ``direct``, ``pinned`` or ``auto``.
         timeout_s: Seconds after which a silent peer counts as lost.
         constants: Of the cost model; measured at start if omitted and needed.
+        check_blocks: Whether each list of blocks is compared with its bucket, rather than the
+            first of each bucket and then one of 256.
         device: Where buckets will be; the current accelerator if omitted.
 
     Raises:
@@ -75,6 +78,7 @@ class SparseComm:
         staging: Staging = "auto",
         timeout_s: float = 300.0,
         constants: Constants | None = None,
+        check_blocks: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
         check_settings(block, mode, deterministic)
@@ -95,7 +99,7 @@ class SparseComm:
         settings = digest_of(mode, deterministic, hierarchical, measures, stages)
         try:
             # Before the ranks measure, each in its own way.
-            agree(self._transport, "SparseComm", block=block, terms=settings)
+            Agreement(self._transport, "SparseComm", block=block, terms=settings).agree()
             self._hierarchy = Hierarchy.find(self._transport) if hierarchical else None
             between = self._hierarchy.between if self._hierarchy else self._transport
             if measures and between.size > 1:
@@ -116,6 +120,7 @@ class SparseComm:
             allowed=IN_ORDER if deterministic else EXECUTORS,
             compressor=compressor,
             scratch=self._scratch,
+            always_checks=check_blocks,
         )
         self._rows = RowReducer(self._transport, self._scratch, self.constants, mode)
         self._transports = [self._transport]
@@ -166,6 +171,7 @@ class SparseComm:
         *,
         key: str | None = None,
         weights: Tensor | None = None,
+        blocks: Tensor | None = None,
         async_op: bool = False,
     ) -> Handle:
         """Sum (or average) a bucket over all ranks, in place.
@@ -175,6 +181,8 @@ class SparseComm:
             key: Name of the bucket; its history and residual are kept under it. By default its size
                 and type. Required with a compressor.
             weights: (E,), the weights of this gradient, for compressors that need them.
+            blocks: (k,), int64: the blocks that may be non-zero on this rank, in any order; all
+                others must hold +0.0. They are not searched for then.
             async_op: Whether to return at once.
 
         Returns:
@@ -186,11 +194,10 @@ class SparseComm:
         """
         scale = self._scale(flat)
         key = bucket_key(key, flat, weights, self.compressor)
-        data = flat.detach()  # flat may be a leaf that requires gradients
+        bucket = self._bucket(flat, key, scale, weights, blocks)
 
-        def work(stats: Statistics) -> Tensor:
-            if data.numel():
-                self._reduction.all_reduce(data, key, scale, weights, stats)
+        def work(agreement: Agreement, stats: Statistics) -> Tensor:
+            self._reduction.all_reduce(bucket, agreement, stats)
             return flat
 
         return self._submit("allreduce_", flat, work, async_op, key=key)
@@ -202,6 +209,7 @@ class SparseComm:
         *,
         key: str | None = None,
         weights: Tensor | None = None,
+        blocks: Tensor | None = None,
         async_op: bool = False,
     ) -> Handle:
         """Sum (or average) a bucket over all ranks; each rank gets the ranges that it owns.
@@ -213,6 +221,7 @@ class SparseComm:
                 same on all ranks.
             key: As for `allreduce_`.
             weights: As for `allreduce_`.
+            blocks: As for `allreduce_`.
             async_op: Whether to return at once.
 
         Raises:
@@ -226,11 +235,10 @@ class SparseComm:
         if key is None and self.compressor is None:
             key = f"{flat.numel()} {flat.dtype}"
         key = bucket_key(f"scatter {key}" if key else None, flat, weights, self.compressor)
-        data = flat.detach()
+        bucket = self._bucket(flat, key, scale, weights, blocks)
 
-        def work(stats: Statistics) -> Tensor:
-            if data.numel():
-                self._reduction.reduce_scatter(data, ranges, key, scale, weights, stats)
+        def work(agreement: Agreement, stats: Statistics) -> Tensor:
+            self._reduction.reduce_scatter(bucket, ranges, agreement, stats)
             return flat
 
         return self._submit("reduce_scatter_", flat, work, async_op, ranges, key=key)
@@ -253,8 +261,8 @@ class SparseComm:
         ranges = ranges_of(partition, flat.numel(), self.size)
         data = flat.detach()
 
-        def work(stats: Statistics) -> Tensor:
-            self._reduction.all_gather(data, ranges, stats)
+        def work(agreement: Agreement, stats: Statistics) -> Tensor:
+            self._reduction.all_gather(data, ranges, agreement, stats)
             return flat
 
         return self._submit("allgather_", flat, work, async_op, ranges)
@@ -285,8 +293,8 @@ class SparseComm:
         data = rows.detach()
         num_items = -1 if num_rows is None else num_rows
 
-        def work(stats: Statistics) -> tuple[Tensor, Tensor]:
-            return self._rows.reduce(ids, data, num_rows, scale, stats)
+        def work(agreement: Agreement, stats: Statistics) -> tuple[Tensor, Tensor]:
+            return self._rows.reduce(ids, data, num_rows, scale, agreement, stats)
 
         return self._submit("allreduce_rows_", rows, work, async_op, num_items=num_items)
 
@@ -321,20 +329,29 @@ class SparseComm:
         check_bucket(flat, averages=self.average)
         return 1.0 / self.size if self.average else 1.0
 
+    def _bucket(
+        self, flat: Tensor, key: str, scale: float, weights: Tensor | None, blocks: Tensor | None
+    ) -> Bucket:
+        if blocks is not None:
+            check_blocks(blocks, num_blocks(flat.numel(), self.block))
+            if self.compressor is not None:
+                blocks = None  # residuals are non-zero elsewhere
+        # It may be a leaf that requires gradients.
+        return Bucket(flat.detach(), key, scale, weights, blocks)
+
     def _submit(
         self,
         operation: str,
         tensor: Tensor,
-        work: Callable[[Statistics], Any],
+        work: Callable[[Agreement, Statistics], Any],
         async_op: bool,
         *terms: object,
         key: str = "",
         num_items: int = 0,
     ) -> Handle:
-        """Run a collective once the ranks have agreed that all call it, and measure it.
+        """Run a collective and measure it.
 
-        ``terms`` are what else must be the same on all ranks. The selector learns from calls with a
-        ``key``.
+        ``terms`` are what else must be the same on all ranks.
         """
         number, self._num_calls = self._num_calls, self._num_calls + 1
         numel = tensor.numel() if tensor.dim() == 1 else tensor.shape[1]
@@ -344,20 +361,17 @@ class SparseComm:
             started = time.perf_counter()
             up, down = self._traffic()
             stats.payload_bytes = tensor.nbytes
-            if self.size > 1:
-                times = agree(
-                    self._transport,
-                    operation,
-                    number=number,
-                    numel=numel,
-                    dtype=tensor.dtype,
-                    block=self.block,
-                    took_ns=self._reduction.took_ns(key),
-                    num_items=num_items,
-                    terms=digest,
-                )
-                self._reduction.learn(key, times)
-            result = work(stats)
+            agreement = Agreement(
+                self._transport,
+                operation,
+                number=number,
+                numel=numel,
+                dtype=tensor.dtype,
+                block=self.block,
+                num_items=num_items,
+                terms=digest,
+            )
+            result = work(agreement, stats)
             stats.actual_s = time.perf_counter() - started
             after = self._traffic()
             stats.bytes_up, stats.bytes_down = after[0] - up, after[1] - down

@@ -8,8 +8,10 @@ from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
-__all__ = ["Bits", "Masks", "mask_bytes"]
+__all__ = ["Bits", "BlockCounts", "Masks", "bits_of", "first_bit", "mask_bytes"]
 
 Bits = npt.NDArray[np.uint8]
 
@@ -17,6 +19,44 @@ Bits = npt.NDArray[np.uint8]
 def mask_bytes(num_blocks: int) -> int:
     """Return the bytes of a bit-packed mask."""
     return -(-num_blocks // 8)
+
+
+def bits_of(blocks: Tensor, num_blocks: int) -> Tensor:
+    """Return the bit-packed mask (ceil(nb / 8),), uint8, of a list of blocks in any order."""
+    if blocks.device.type == "cpu":
+        listed = np.zeros(num_blocks, dtype=bool)
+        listed[blocks.numpy()] = True
+        return torch.from_numpy(np.packbits(listed, bitorder="little"))
+    present = torch.zeros(8 * mask_bytes(num_blocks), dtype=torch.uint8, device=blocks.device)
+    present[blocks] = 1
+    places = torch.arange(8, dtype=torch.uint8, device=blocks.device)
+    return (present.view(-1, 8) << places).sum(1, dtype=torch.uint8)
+
+
+def first_bit(bits: Tensor) -> int:
+    """Return the number of the first bit that is set in a bit-packed mask; -1 if none is."""
+    numbers = np.flatnonzero(np.unpackbits(bits.cpu().numpy(), bitorder="little"))
+    return int(numbers[0]) if numbers.size else -1
+
+
+@dataclass(frozen=True, eq=False)
+class BlockCounts:
+    """How many blocks of one bucket are not zero; which ones is not known.
+
+    Args:
+        num_blocks: nb, the number of blocks of the bucket.
+        counts: (N,), int64: the number of each rank's non-zero blocks.
+        union_size: Number of blocks that are non-zero on some rank, or a lower bound.
+    """
+
+    num_blocks: int
+    counts: npt.NDArray[np.int64]
+    union_size: int
+
+    @property
+    def num_ranks(self) -> int:
+        """N."""
+        return len(self.counts)
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wavemare.comm.agreement import exchange_masks
+from wavemare.comm.agreement import Agreement, exchange_masks
 from wavemare.comm.blocks.layout import Layout, assign_owners, gathered
-from wavemare.comm.blocks.masks import Masks, mask_bytes
+from wavemare.comm.blocks.masks import Masks, bits_of
 from wavemare.comm.executors.base import CollectiveCall, Scratch
 from wavemare.comm.executors.block_allgather import gather_and_sum
 from wavemare.comm.executors.push_pull import push_and_pull
@@ -26,7 +26,7 @@ from wavemare.comm.statistics import Statistics
 from wavemare.comm.transport import Transport
 from wavemare.errors import ConfigError
 
-__all__ = ["RowReducer", "check_rows", "coalesce", "coalesce_sorted"]
+__all__ = ["RowReducer", "blocks_of_rows", "check_rows", "coalesce", "coalesce_sorted"]
 
 _MODES = ("pushpull", "allgather")
 _CHUNK = 1 << 18
@@ -64,6 +64,24 @@ def check_rows(ids: Tensor, rows: Tensor, num_rows: int | None) -> None:
             raise ConfigError("ids", value, reason, "Give ids from 0, below that number")
 
 
+def blocks_of_rows(ids: Tensor, dim: int, block: int, start: int = 0) -> Tensor:
+    """Return the blocks in which rows of a table lie.
+
+    Args:
+        ids: (k,), int64, row numbers.
+        dim: Columns of the table.
+        block: Elements per block.
+        start: First element of the table in its bucket.
+
+    Returns:
+        (k * m,), int64, block numbers; some repeat.
+    """
+    first = (start + ids * dim) // block
+    last = (start + (ids + 1) * dim - 1) // block
+    steps = torch.arange((dim + block - 2) // block + 1, device=ids.device)
+    return torch.minimum(first[:, None] + steps, last[:, None]).view(-1)
+
+
 class RowReducer:
     """Sums rows over all ranks.
 
@@ -83,7 +101,13 @@ class RowReducer:
         self._modes = (mode,) if mode in _MODES else _MODES
 
     def reduce(
-        self, ids: Tensor, rows: Tensor, num_rows: int | None, scale: float, stats: Statistics
+        self,
+        ids: Tensor,
+        rows: Tensor,
+        num_rows: int | None,
+        scale: float,
+        agreement: Agreement,
+        stats: Statistics,
     ) -> tuple[Tensor, Tensor]:
         """Sum rows of equal ids, first within a rank and then in the order of the ranks.
 
@@ -92,13 +116,16 @@ class RowReducer:
             rows: (k, dim).
             num_rows: Rows of the table; None if ids can be any number.
             scale: Factor of the sums.
+            agreement: Of this call, not begun.
             stats: Filled in.
 
         Returns:
             Ascending ids and their rows, the same on all ranks.
         """
         dim = rows.shape[1]
+        agreement.begin()
         ids, rows = coalesce(ids, rows)
+        agreement.wait()
         call = CollectiveCall(
             rows.view(-1), dim, scale, self._transport, self._scratch, stats.phases_s
         )
@@ -109,7 +136,7 @@ class RowReducer:
             union, masks = None, self._masks(call, ids, num_rows)
             stats.density = float(masks.counts.mean()) / max(num_rows, 1)
             stats.union = masks.union_size / max(num_rows, 1)
-        seconds = predict(masks, dim * rows.element_size(), self._constants)
+        seconds = predict(masks, dim * rows.element_size(), self._constants, searched=False)
         chosen = min(self._modes, key=lambda name: seconds[name])
         stats.executor, stats.predicted_s = f"rows-{chosen}", seconds[chosen]
         found, sums = self._by_masks(call, ids, masks, chosen)
@@ -132,11 +159,8 @@ class RowReducer:
         return union.to(ids.device), Masks.of(present)
 
     def _masks(self, call: CollectiveCall, ids: Tensor, num_rows: int) -> Masks:
-        with call.phase("mask"):
-            present = np.zeros(num_rows, dtype=bool)
-            present[ids.cpu().numpy()] = True
-            bits = torch.from_numpy(np.packbits(present, bitorder="little"))
-            assert bits.numel() == mask_bytes(num_rows)
+        with call.phase("list"):
+            bits = bits_of(ids, num_rows)
         with call.phase("metadata"):
             return exchange_masks(call.transport, bits, num_rows)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from wavemare.comm.blocks.masks import Masks, mask_bytes
+from wavemare.comm.blocks.masks import BlockCounts, Masks, mask_bytes
 
 __all__ = ["EXECUTORS", "IN_ORDER", "Constants", "Traffic", "predict", "traffic"]
 
@@ -63,7 +63,9 @@ class Traffic:
     unpacked: float = 0.0
 
 
-def traffic(masks: Masks, block_bytes: int, *, halves: bool = False) -> Mapping[str, Traffic]:
+def traffic(
+    masks: Masks | BlockCounts, block_bytes: int, *, halves: bool = False
+) -> Mapping[str, Traffic]:
     """Return the bytes of each executor, by the formulas of the papers.
 
     With S the bytes of the bucket, N ranks, d the density of a rank's blocks and u that of their
@@ -113,7 +115,12 @@ def traffic(masks: Masks, block_bytes: int, *, halves: bool = False) -> Mapping[
 
 
 def predict(
-    masks: Masks, block_bytes: int, constants: Constants, *, halves: bool = False
+    masks: Masks | BlockCounts,
+    block_bytes: int,
+    constants: Constants,
+    *,
+    halves: bool = False,
+    searched: bool = True,
 ) -> Mapping[str, float]:
     """Return the seconds that each executor will take, the exchange of masks included.
 
@@ -122,11 +129,12 @@ def predict(
         block_bytes: Bytes of a block.
         constants: Of this machine.
         halves: As for `traffic`.
+        searched: Whether the bucket is read to find its non-zero blocks.
     """
     ranks, c = masks.num_ranks, constants
     whole = masks.num_blocks * block_bytes
     bits = (ranks - 1) * mask_bytes(masks.num_blocks)
-    metadata = c.message_s + bits * c.exchange_s + whole * c.mask_s
+    metadata = c.message_s + bits * c.exchange_s + (whole * c.mask_s if searched else 0.0)
     planning = ranks * masks.num_blocks * c.plan_s
     seconds = {}
     for name, moved in traffic(masks, block_bytes, halves=halves).items():

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from wavemare.comm.blocks.masks import Masks
+from wavemare.comm.blocks.masks import BlockCounts, Masks
 from wavemare.comm.config import HALVES
 from wavemare.comm.selection.cost import Constants, predict, traffic
 
@@ -14,10 +14,6 @@ __all__ = ["ExecutorChoice", "Selector", "choose_executor"]
 
 HYSTERESIS = 0.1
 """Keep the last executor unless another is predicted to be faster by this share."""
-DENSE_LIMIT = 4
-"""Dense choices in a row after which masks are no longer taken at each call."""
-PROBE_INTERVAL = 16
-"""Calls between masks after that."""
 DENSE = ("dense", "ordered")
 _LEARNING_RATE = 0.3
 _MOST_CORRECTION = 4.0
@@ -37,7 +33,7 @@ class ExecutorChoice:
     """
 
     executor: str
-    masks: Masks
+    masks: Masks | BlockCounts
     block_bytes: int
     predicted_s: Mapping[str, float]
     halves: bool = False
@@ -62,7 +58,7 @@ class ExecutorChoice:
 
 
 def choose_executor(
-    masks: Masks,
+    masks: Masks | BlockCounts,
     block_bytes: int,
     constants: Constants,
     allowed: Sequence[str],
@@ -70,6 +66,7 @@ def choose_executor(
     last: str | None = None,
     corrections: Mapping[str, float] | None = None,
     halves: bool = False,
+    searched: bool = True,
 ) -> ExecutorChoice:
     """Choose an executor; a pure function of what all ranks know.
 
@@ -81,9 +78,10 @@ def choose_executor(
         last: The previous choice; kept unless another is faster by `HYSTERESIS`.
         corrections: Measured over predicted time, by executor.
         halves: Whether to choose a reduce-scatter.
+        searched: Whether the bucket is read to find its non-zero blocks.
     """
     factors = corrections or {}
-    predictions = predict(masks, block_bytes, constants, halves=halves)
+    predictions = predict(masks, block_bytes, constants, halves=halves, searched=searched)
     predicted = {name: predictions[name] * factors.get(name, 1.0) for name in allowed}
     best = min(predicted, key=lambda name: (predicted[name], name))
     if last in predicted and predicted[last] <= predicted[best] * (1 + HYSTERESIS):
@@ -94,8 +92,6 @@ def choose_executor(
 @dataclass
 class _History:
     last: str | None = None
-    dense_in_a_row: int = 0
-    skipped: int = 0
     corrections: dict[str, float] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
 
@@ -113,51 +109,57 @@ class Selector:
         self.allowed = tuple(allowed)
         self._histories: dict[str, _History] = {}
 
-    def looks(self, key: str) -> bool:
-        """Whether to take the masks of this call; if not, use `dense`.
-
-        Args:
-            key: Name of the bucket.
-        """
-        history = self._history(key)
-        if history.dense_in_a_row < DENSE_LIMIT:
-            return True
-        history.skipped += 1
-        if history.skipped < PROBE_INTERVAL:
-            return False
-        history.skipped = 0
-        return True
-
-    def dense(self, key: str) -> str:
-        """Return the dense executor that a call without masks uses."""
-        last = self._history(key).last
-        assert last in DENSE
-        return last
+    def prefers_dense(
+        self, key: str, counts: BlockCounts, block_bytes: int, *, halves: bool = False
+    ) -> bool:
+        """Whether `choose` would send all blocks; nothing is remembered."""
+        return self._choice(key, counts, block_bytes, self.allowed, halves, True).executor in DENSE
 
     def choose(
-        self, key: str, masks: Masks, block_bytes: int, *, halves: bool = False
+        self,
+        key: str,
+        masks: Masks | BlockCounts,
+        block_bytes: int,
+        *,
+        halves: bool = False,
+        searched: bool = True,
     ) -> ExecutorChoice:
         """Choose an executor for a call.
 
         Args:
             key: Name of the bucket.
-            masks: Of all ranks.
+            masks: Of all ranks; without masks all blocks are sent.
             block_bytes: Bytes of a block.
             halves: Whether only sums at their owners are wanted.
+            searched: Whether the bucket is read to find its non-zero blocks.
         """
+        allowed = self.allowed
+        if isinstance(masks, BlockCounts):
+            allowed = tuple(name for name in allowed if name in DENSE)
+        choice = self._choice(key, masks, block_bytes, allowed, halves, searched)
+        self._history(key).last = choice.executor
+        return choice
+
+    def _choice(
+        self,
+        key: str,
+        masks: Masks | BlockCounts,
+        block_bytes: int,
+        allowed: Sequence[str],
+        halves: bool,
+        searched: bool,
+    ) -> ExecutorChoice:
         history = self._history(key)
-        choice = choose_executor(
+        return choose_executor(
             masks,
             block_bytes,
             self.constants,
-            HALVES if halves else self.allowed,
+            [name for name in HALVES if name in allowed] if halves else allowed,
             last=history.last,
             corrections=history.corrections,
             halves=halves,
+            searched=searched,
         )
-        history.last = choice.executor
-        history.dense_in_a_row = history.dense_in_a_row + 1 if choice.executor in DENSE else 0
-        return choice
 
     def learn(self, key: str, executor: str, ratio: float) -> None:
         """Correct the predictions by a measured call.

@@ -11,6 +11,10 @@ MANY = (
     "partitions.reduce_scatters",
     "partitions.allgathers",
     "rows",
+    "lists",
+    "lists.rows",
+    "lists.strays",
+    "lists.samples",
 )
 ONE = (
     *MANY,

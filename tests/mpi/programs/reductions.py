@@ -81,12 +81,12 @@ def _one(checks, comm, case, whole):
     counted = MODES if whole else ("pushpull",)
     if stats.executor in counted:
         expected = traffic(stats.executor, everyone, comm.rank, comm.block)
-        if comm.mode == "auto" and stats.executor == "ordered" and stats.density is not None:
+        if comm.mode == "auto" and stats.executor == "ordered" and stats.union is not None:
             metadata = (comm.size - 1) * mask_bytes(num_blocks(numel, comm.block))
             expected = tuple(moved + metadata for moved in expected)
         found = (stats.bytes_up, stats.bytes_down)
         checks(found == expected, *what, stats.executor, "moved", found, "not", expected)
-    if stats.density is not None:
+    if stats.union is not None:
         masks = [mask_of(tensor, comm.block) for tensor in everyone]
         total = len(masks) * -(-numel // comm.block)
         union = len({number for mask in masks for number in mask}) / (total / len(masks))

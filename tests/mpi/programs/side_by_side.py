@@ -164,7 +164,7 @@ def unnamed(world, checks, sizes):
 
 
 def selection(world, checks, sizes):
-    """The ranks choose alike, although their clocks differ; dense buckets are rarely looked at."""
+    """The ranks choose alike, although their clocks differ; a sample tells dense buckets."""
     with sparse_comm(world, constants=FAST_WIRE) as comm:
         told, looked = [], []
         for step in range(60):
@@ -175,16 +175,13 @@ def selection(world, checks, sizes):
                 time.sleep(0.001 * (step % 3))
             stats = comm.allreduce_(flat, key="bucket").stats
             told.append(stats.executor)
-            looked.append(stats.density is not None)
+            looked.append(stats.union is not None)
             checks(same_bits(flat, ordered_sum(everyone, 1 / comm.size)), "step", step)
         every = world.gather((told, looked))
         checks(all(one == every[0] for one in every), "the ranks chose differently", told)
         dense = [place for place in range(40) if told[place] != "ordered"]
         if world.size > 1 and not dense:
-            checks(looked[:4] == [True] * 4, "looks at first", looked)
-            expected = [place for place in range(4, 40) if (place - 3) % 16 == 0]
-            found = [place for place in range(4, 40) if looked[place]]
-            checks(found == expected, "looks now and then", found, expected)
+            checks(not any(looked[:40]), "masks of dense buckets", looked)
 
 
 def calibrated(world, checks, sizes):

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The selector: pure, steady, and rarely looking where looking has not paid."""
+"""The selector: pure and steady."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.comm.blocks.masks import Masks
+from wavemare.comm.blocks.masks import BlockCounts, Masks
 from wavemare.comm.config import HALVES
 from wavemare.comm.selection.cost import EXECUTORS, Constants, predict, traffic
 from wavemare.comm.selection.selector import (
-    DENSE_LIMIT,
+    DENSE,
     HYSTERESIS,
-    PROBE_INTERVAL,
     Selector,
     choose_executor,
 )
@@ -89,29 +88,18 @@ def test_the_last_choice_stays_unless_another_is_clearly_faster():
     assert choose_executor(masks, 1024, SLOW_WIRE, EXECUTORS, last="unknown").executor == best
 
 
-def test_after_some_dense_choices_masks_are_rarely_looked_at():
-    selector = Selector(SLOW_WIRE, SPARSE_MODES)
-    looked = []
-    for call in range(100):
-        if selector.looks("key"):
-            looked.append(call)
-            assert selector.choose("key", FULL, 1024).executor == "ordered"
-        else:
-            assert selector.dense("key") == "ordered"
-    first = DENSE_LIMIT + PROBE_INTERVAL - 1
-    assert looked == [*range(DENSE_LIMIT), *range(first, 100, PROBE_INTERVAL)]
-    assert (DENSE_LIMIT, PROBE_INTERVAL) == (4, 16)
-
-
-def test_a_bucket_that_becomes_sparse_is_looked_at_again():
-    selector = Selector(SLOW_WIRE, SPARSE_MODES)
-    for _ in range(DENSE_LIMIT):
-        assert selector.looks("key")
-        selector.choose("key", FULL, 1024)
-    while not selector.looks("key"):
-        pass
-    assert selector.choose("key", THIN, 1024).executor != "ordered"
-    assert all(selector.looks("key") for _ in range(40))
+def test_a_sample_that_is_dense_makes_no_other_choice_than_dense():
+    selector = Selector(SLOW_WIRE, EXECUTORS)
+    full, thin = (BlockCounts(4000, np.full(4, count), count) for count in (4000, 40))
+    assert selector.prefers_dense("key", full, 1024)
+    assert not selector.prefers_dense("key", thin, 1024)
+    for counts in (full, thin):  # without masks nothing else can run
+        assert selector.choose("key", counts, 1024).executor in DENSE
+    # With lists of blocks there is no search, so that thinner sums pay.
+    reading = Constants(mask_s=1.0, plan_s=0.0)
+    assert choose_executor(THIN, 1024, reading, SPARSE_MODES).executor == "ordered"
+    found = choose_executor(THIN, 1024, reading, SPARSE_MODES, searched=False).executor
+    assert found in {"pushpull", "allgather"}
 
 
 def test_corrections_are_bounded_and_come_back():
