@@ -17,7 +17,7 @@ from wavemare.engine.checkpoint.checkpointing import CheckpointMixin
 from wavemare.engine.config.resolve import WavemareConfig
 from wavemare.engine.context import Feature
 from wavemare.engine.health.numbers import NumericsGuard, attach_guard, skipping
-from wavemare.engine.health.watchdog.watcher import Watchdog
+from wavemare.engine.health.watchdog import Watchdog
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.optim.optimizers import (
     check_matrix_optimizer,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import enum
 import io
 import os
 import pathlib
@@ -37,9 +38,46 @@ from torch.utils._pytree import tree_map_only
 from wavemare.engine.checkpoint.manifest import FileRecord
 from wavemare.engine.seams import replaced
 from wavemare.errors import CheckpointError
-from wavemare.pickled_enums import GETATTR, enum_member
 
-__all__ = ["CheckpointFiles", "RankFiles", "check_client_state", "read_file", "safe_loading"]
+__all__ = [
+    "GETATTR",
+    "CheckpointFiles",
+    "Foreign",
+    "RankFiles",
+    "check_client_state",
+    "enum_member",
+    "read_file",
+    "safe_loading",
+]
+
+GETATTR = "builtins.getattr"
+"""What Python 3.11.0 to 3.11.3 write for a member (Debian 12 has 3.11.2); later versions do not."""
+
+
+class Foreign:
+    """Stands for an object of a class whose code is not here and would not be run."""
+
+    def __new__(cls, *_: Any) -> Foreign:
+        """Take whatever the class would."""
+        return object.__new__(cls)
+
+
+def enum_member(kind: Any, name: Any) -> Any:
+    """Return a member of an enumeration, for `GETATTR` in a pickle: nothing else is looked up.
+
+    Raises:
+        pickle.UnpicklingError: It is not the name of a member.
+    """
+    if kind is Foreign:
+        return Foreign()
+    if not (isinstance(kind, enum.EnumMeta) and isinstance(name, str)):
+        raise pickle.UnpicklingError(f"Unsupported GLOBAL {GETATTR} of {kind!r}")
+    if name not in kind.__members__:
+        raise pickle.UnpicklingError(
+            f"Unsupported GLOBAL {GETATTR} of {kind!r}: no member {name!r}"
+        )
+    return kind.__members__[name]
+
 
 HARMLESS: list[Any] = [
     DynamicLossScaler,

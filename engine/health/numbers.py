@@ -11,10 +11,10 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,6 @@ from torch import Tensor
 from wavemare.engine.checkpoint.random_state import random_state, restore_random_state
 from wavemare.engine.config.sections import GuardConfig
 from wavemare.engine.context import EngineContext, Feature
-from wavemare.engine.health.consensus import consensus_of
 from wavemare.engine.health.nonfinite_trace import (
     Finding,
     are_finite,
@@ -36,7 +35,61 @@ from wavemare.engine.optim.adapter import adapt
 from wavemare.engine.seams import replaced
 from wavemare.errors import NumericsError
 
-__all__ = ["Fault", "NumericsGuard", "attach_guard", "skipping"]
+__all__ = ["Fault", "NumericsGuard", "StepConsensus", "attach_guard", "consensus_of", "skipping"]
+
+_T = TypeVar("_T")
+
+
+class StepConsensus:
+    """Ranks that decide together, and learn the same.
+
+    Args:
+        groups: Process groups of this rank, in the same order on all ranks; None stands for all
+            ranks. Each group joins what the groups before it have joined, as rows and columns of a
+            grid do. A single rank has none.
+    """
+
+    def __init__(self, groups: Iterable[Any]) -> None:
+        self._groups = tuple(groups)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank logs a decision for all of them."""
+        return all(dist.get_rank(group) == 0 for group in self._groups)
+
+    def agree(self, seen: Tensor) -> bool:
+        """Return whether any rank has seen something; () bool of this rank. All must call it."""
+        flag = seen.float()
+        for group in self._groups:
+            dist.all_reduce(flag, group=group)
+        return bool(flag)
+
+    def gather(self, own: Sequence[_T]) -> list[_T]:
+        """Return the values of all ranks, in the same order everywhere; all must call it."""
+        found = list(own)
+        for group in self._groups:
+            parts: list[list[_T]] = [[] for _ in range(dist.get_world_size(group))]
+            dist.all_gather_object(parts, found, group=group)
+            found = [one for part in parts for one in part]
+        return found
+
+
+def consensus_of(engine: EngineContext) -> StepConsensus:
+    """Return the ranks that make an engine's optimizer steps together.
+
+    These are all ranks, or the ranks of one stage of an asynchronous pipeline. Replicas have equal
+    gradients, but each sees its own activations.
+    """
+    if engine.settings.pipeline.schedule != "pipemare":
+        return StepConsensus([None] if dist.get_world_size() > 1 else [])
+    grid, groups = engine.grid, []
+    # DeepSpeed has no group for a single rank.
+    if engine.dp_world_size > 1:
+        groups.append(grid.get_data_parallel_group())
+    if grid.get_slice_parallel_world_size() > 1:
+        groups.append(grid.get_slice_parallel_group())
+    return StepConsensus(groups)
+
 
 logger = logging.getLogger("wavemare")
 

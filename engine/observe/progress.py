@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from wavemare.comm.waits import Wait, wait_of
-from wavemare.pipeline.plan.action import Action
+from wavemare.pipeline.plan.plan import Action
 
 __all__ = ["PROGRESS", "Follower", "Place", "Progress"]
 

@@ -9,13 +9,12 @@ from typing import Any
 import deepspeed
 from torch import Tensor
 
-from wavemare.engine.pipe.engine import PipelineEngine
-from wavemare.engine.pipe.interpreter import StepSchedule
+from wavemare.engine.pipe.engine import PipelineEngine, StepSchedule
 from wavemare.engine.pipe.micro_batch import MicroBatch, as_tuple, to_device
 from wavemare.engine.pipe.p2p import PeerLink
 from wavemare.engine.pipe.stage_passes import StagePasses
-from wavemare.pipeline.plan.action import Action
 from wavemare.pipeline.plan.lowering import Pair
+from wavemare.pipeline.plan.plan import Action
 from wavemare.pipeline.plan.run_plan import RunPlan
 from wavemare.pipeline.plan.schedules import OVERLAP_SLACK, SEND_SLOTS
 

@@ -25,7 +25,7 @@ from torch import Tensor, distributed
 
 from wavemare.engine.pipe.micro_batch import Tensors
 from wavemare.errors import ModelError
-from wavemare.pipeline.plan.action import Action, Kind
+from wavemare.pipeline.plan.plan import Action, Kind
 
 __all__ = ["DESCRIPTION", "Layout", "PeerLink", "RecvQueue", "SendQueue"]
 

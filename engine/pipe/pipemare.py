@@ -19,7 +19,7 @@ from deepspeed import comm as dist
 from torch import Tensor
 
 from wavemare.engine.observe.recorder import Telemetry
-from wavemare.engine.pipe.interpreter import StepSchedule
+from wavemare.engine.pipe.engine import StepSchedule
 from wavemare.engine.pipe.linked import LinkedEngine
 from wavemare.engine.pipe.micro_batch import Feed, MicroBatch, as_tuple, to_device
 from wavemare.engine.pipe.p2p import PeerLink
@@ -27,8 +27,8 @@ from wavemare.engine.pipe.stage_optimizer import StageNorms, StageOptimizer
 from wavemare.engine.pipe.stage_passes import StagePasses
 from wavemare.engine.seams import keeping_versions
 from wavemare.errors import ConfigError, ModelError
-from wavemare.pipeline.plan.action import Action
 from wavemare.pipeline.plan.lowering import ahead
+from wavemare.pipeline.plan.plan import Action
 from wavemare.pipeline.plan.run_plan import RunPlan
 from wavemare.pipeline.plan.schedules import SEND_SLOTS, steps_to_drain
 from wavemare.pipeline.staleness.correction import make_correction

@@ -4,12 +4,16 @@
 Every segment is differentiated by itself (Wavelet, MLSys 2021, with one weight copy and one compute
 stream). Its inputs are detached and share the memory of the previous outputs. Gradients add up in
 micro-batch order, so sums equal plain gradient accumulation bit for bit.
+
+Autograd adds a weight's gradients of one backward pass up and then adds the sum to ``.grad``. So
+all but the first segment that uses a shared weight get an alias, a leaf of the same memory. The
+alias's gradient joins the backward pass of the first segment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from wavemare.engine.waves.aliases import Aliases, adding_gradients, aliased
 from wavemare.engine.waves.segments import Activations, SegmentProfile, Segments, cut, detached
-from wavemare.pipeline.plan.action import COMPUTE, Action, Kind
+from wavemare.pipeline.plan.plan import COMPUTE, Action, Kind
 
-__all__ = ["Hooks", "WaveExecutor"]
+__all__ = ["Aliases", "Hooks", "WaveExecutor", "adding_gradients", "aliased"]
 
 _Gradients = tuple[Tensor | None, ...]
 
@@ -239,3 +242,76 @@ class WaveExecutor:
         assert tensor is not None
         wave.sum = action
         wave.work = dist.all_reduce(tensor, group=self._segments.group, async_op=True)
+
+
+Aliases = dict[nn.Parameter, nn.Parameter]
+"""For each shared weight its alias, a leaf of the same memory."""
+
+
+@contextmanager
+def aliased(module: nn.Module, weights: Sequence[nn.Parameter], aliases: Aliases) -> Iterator[None]:
+    """Replace weights by aliases in all parts of a module.
+
+    Args:
+        module: Owns the weights.
+        weights: The shared weights.
+        aliases: Filled in; aliases that it contains are used again.
+    """
+    with ExitStack() as stack:
+        for weight in weights:
+            for part in module.modules():
+                for name, held in part._parameters.items():
+                    if held is weight:
+                        alias = _alias_gathered if hasattr(weight, "ds_id") else _alias
+                        stack.enter_context(alias(part, name, weight, aliases))
+        yield
+
+
+@contextmanager
+def _alias(part: nn.Module, name: str, weight: nn.Parameter, aliases: Aliases) -> Iterator[None]:
+    if weight not in aliases:
+        aliases[weight] = nn.Parameter(weight.detach())
+    part._parameters[name] = aliases[weight]
+    try:
+        yield
+    finally:
+        part._parameters[name] = weight
+
+
+@contextmanager
+def _alias_gathered(
+    part: nn.Module, name: str, weight: nn.Parameter, aliases: Aliases
+) -> Iterator[None]:
+    """Alias a weight of ZeRO-3, which is gathered only while its module runs."""
+
+    def begin(*_: Any) -> None:
+        aliases[weight] = nn.Parameter(weight.detach())
+        part._parameters[name] = aliases[weight]
+
+    def end(*_: Any) -> None:
+        part._parameters[name] = weight
+
+    # Run within DeepSpeed's hooks: after the gather, before the release.
+    hooks = [
+        part.register_forward_pre_hook(begin),
+        part.register_forward_hook(end, prepend=True, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def adding_gradients(gradients: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
+    """Add gradients of aliases to the gradients of the backward pass inside."""
+    hooks = [
+        weight.register_hook(lambda own, other=gradient: other + own)
+        for weight, gradient in gradients.items()
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

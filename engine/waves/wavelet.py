@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waves inside a DeepSpeed engine."""
+"""Waves inside a DeepSpeed engine, and the measurement that decides whether they are faster."""
 
 from __future__ import annotations
 
 import logging
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
+from statistics import median
 from typing import Any
 
 import torch
@@ -16,15 +20,16 @@ from torch import Tensor
 from wavemare.engine.context import EngineContext, Feature
 from wavemare.engine.waves.asynchronous import AsyncWaves
 from wavemare.engine.waves.executor import Hooks, WaveExecutor
-from wavemare.engine.waves.probe import WaveProbe
 from wavemare.engine.waves.protocol import AccumulationProtocol
 from wavemare.engine.waves.segments import Segment, SegmentProfile, Segments, profile_segments
+from wavemare.pipeline.clock.simulate import Costs
 from wavemare.pipeline.config import WaveletConfig
-from wavemare.pipeline.wave.gain import peak_bytes
+from wavemare.pipeline.plan.plan import COLLECTIVES, COMPUTE, Action, Kind
+from wavemare.pipeline.wave.gain import Decision, decide, peak_bytes, predict
 from wavemare.pipeline.wave.schedule import accumulation, tick_tock
 from wavemare.pipeline.wave.steps import OpenSteps, checked_step
 
-__all__ = ["Wavelet", "attach_wavelet"]
+__all__ = ["WaveProbe", "Wavelet", "attach_wavelet"]
 
 logger = logging.getLogger("wavemare")
 
@@ -243,3 +248,64 @@ def _compiled(segments: Segments) -> Segments:
         Segment(s.name, compiled(s.run), s.sums_output, s.sums_gradient) for s in segments.body
     )
     return replace(segments, body=body, head=compiled(segments.head))
+
+
+class WaveProbe:
+    """Times the actions of plain accumulation, which waits for every collective at once.
+
+    Args:
+        device: Of the model. On a GPU each action ends with a synchronization while the probe
+            runs.
+        num_segments: With the head.
+    """
+
+    def __init__(self, device: torch.device, num_segments: int) -> None:
+        self._device = device
+        self._num_segments = num_segments
+        self._seconds: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+
+    @contextmanager
+    def record(self, action: Action) -> Iterator[None]:
+        """Measure the body."""
+        start = self._now()
+        yield
+        self._seconds[action.kind, action.stage].append(self._now() - start)
+
+    def reset(self) -> None:
+        """Drop all measurements: first passes take longer."""
+        self._seconds.clear()
+
+    def costs(self) -> Costs:
+        """Return the median times, in seconds, of the slowest rank; all ranks must call it."""
+        kinds = sorted(COMPUTE | COLLECTIVES)
+        medians = torch.tensor(
+            [
+                [median(self._seconds.get((kind, s), [0.0])) for s in range(self._num_segments)]
+                for kind in kinds
+            ],
+            dtype=torch.float64,
+            device=self._device,
+        )
+        dist.all_reduce(medians, op=dist.ReduceOp.MAX)
+        of = {kind: tuple(row) for kind, row in zip(kinds, medians.tolist(), strict=True)}
+        return Costs(
+            forward_s=of[Kind.FORWARD],
+            backward_s=of[Kind.BACKWARD],
+            sum_output_s=of[Kind.SUM_OUTPUT],
+            sum_gradient_s=of[Kind.SUM_GRADIENT],
+        )
+
+    def decide(self, micro_batches: int, **plan: Any) -> Decision:
+        """Return whether waves are faster; collective, and the same on all ranks.
+
+        Args:
+            micro_batches: Per optimizer step.
+            plan: Other arguments of `predict`.
+        """
+        predicted = predict(self.costs(), self._num_segments, micro_batches, **plan)
+        return decide(predicted, micro_batches)
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()

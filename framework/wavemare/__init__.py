@@ -45,7 +45,7 @@ _MOVED = {
     "Engine": "wavemare.engine.Engine",
     "PipelineEngine": "wavemare.engine.PipelineEngine",
     "pipeline": "wavemare.parallel.pipeline",
-    "plan": "wavemare.parallel.plan",
+    "plan": "wavemare.parallel.planner.plan",
     "replicate": "wavemare.replica or wavemare.stage",
 }
 """Names of earlier versions, and what to use now."""

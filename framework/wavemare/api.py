@@ -14,7 +14,7 @@ from wavemare import engine
 from wavemare.engine import build_engine
 from wavemare.engine.config.resolve import SECTION, WavemareConfig, check_config, zero_section
 from wavemare.engine.config.shape import check_complete
-from wavemare.engine.health.watchdog.watcher import acquire
+from wavemare.engine.health.watchdog import acquire
 from wavemare.engine.initialize import read_config
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.waves.segments import Segments

@@ -31,8 +31,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from wavemare.engine.launch.exit import end_mpich_helper, exit_now
-from wavemare.engine.launch.group import environment_rank
+from wavemare.engine.launch.group import end_mpich_helper, environment_rank, exit_now
 from wavemare.errors import WavemareError
 
 __all__ = ["run_main", "watch_failures"]
@@ -147,7 +146,7 @@ def _explain_lost_peers() -> str | None:
 
 
 def _watchdog() -> Any:
-    watcher = sys.modules.get("wavemare.engine.health.watchdog.watcher")
+    watcher = sys.modules.get("wavemare.engine.health.watchdog")
     return watcher.current() if watcher is not None else None
 
 

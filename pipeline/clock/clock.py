@@ -9,8 +9,7 @@ from functools import partial
 from operator import add
 
 from wavemare.errors import PlanError
-from wavemare.pipeline.plan.action import RECEIVES, SENDS, Action, Kind
-from wavemare.pipeline.plan.plan import Plan
+from wavemare.pipeline.plan.plan import RECEIVES, SENDS, Action, Kind, Plan
 
 __all__ = ["execute"]
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass, fields
 from wavemare.errors import PlanError
 from wavemare.pipeline.clock.clock import execute
 from wavemare.pipeline.clock.timeline import Event, Timeline
-from wavemare.pipeline.plan.action import Action, Kind
-from wavemare.pipeline.plan.plan import Plan
+from wavemare.pipeline.plan.plan import Action, Kind, Plan
 
 __all__ = ["Costs", "Seconds", "simulate"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from wavemare.pipeline.plan.action import COLLECTIVES, COMPUTE, Action, Kind
+from wavemare.pipeline.plan.plan import COLLECTIVES, COMPUTE, Action, Kind
 
 __all__ = ["Event", "Timeline", "bubble", "steady_utilisation", "utilisation"]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wavemare.errors import PlanError
 from wavemare.pipeline.clock.timeline import Event, Timeline, bubble
-from wavemare.pipeline.plan.action import COLLECTIVES, COMPUTE, Kind
+from wavemare.pipeline.plan.plan import COLLECTIVES, COMPUTE, Kind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

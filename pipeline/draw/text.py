@@ -10,8 +10,7 @@ from dataclasses import replace
 
 from wavemare.pipeline.clock.clock import execute
 from wavemare.pipeline.clock.timeline import Timeline
-from wavemare.pipeline.plan.action import COMPUTE, Action, Kind
-from wavemare.pipeline.plan.plan import Plan
+from wavemare.pipeline.plan.plan import COMPUTE, Action, Kind, Plan
 
 __all__ = ["grid", "to_csv"]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from wavemare.pipeline.clock.timeline import Event, Timeline
-from wavemare.pipeline.plan.action import COMPUTE, RECEIVES, SENDS, Action, Kind
+from wavemare.pipeline.plan.plan import COMPUTE, RECEIVES, SENDS, Action, Kind
 
 __all__ = ["chrome_trace"]
 

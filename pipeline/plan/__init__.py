@@ -2,5 +2,5 @@
 """Pipeline schedules as data. Imports no torch.
 
 In: numbers of stages and micro-batches. Out: for each rank a list of actions that a checker has
-proved complete and free of deadlock. Read `action.py` first, then `schedules.py`.
+proved complete and free of deadlock. Read `plan.py` first, then `schedules.py`.
 """

@@ -10,9 +10,8 @@ from itertools import pairwise, zip_longest
 
 from wavemare.errors import PlanError
 from wavemare.pipeline.clock.clock import execute
-from wavemare.pipeline.plan.action import COMPUTE, SENDS, Action, Kind
 from wavemare.pipeline.plan.cursor import PlanCursor
-from wavemare.pipeline.plan.plan import Plan
+from wavemare.pipeline.plan.plan import COMPUTE, SENDS, Action, Kind, Plan
 
 __all__ = ["Report", "check"]
 

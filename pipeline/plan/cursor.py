@@ -7,8 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from wavemare.errors import PlanError
-from wavemare.pipeline.plan.action import RECEIVES, SENDS, Action, Kind
-from wavemare.pipeline.plan.plan import Plan
+from wavemare.pipeline.plan.plan import RECEIVES, SENDS, Action, Kind, Plan
 
 __all__ = ["PlanCursor"]
 

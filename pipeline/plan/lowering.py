@@ -17,7 +17,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
 
-from wavemare.pipeline.plan.action import Action, Kind
+from wavemare.pipeline.plan.plan import Action, Kind
 
 __all__ = [
     "Pair",

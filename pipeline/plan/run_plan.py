@@ -14,10 +14,9 @@ from functools import cached_property, lru_cache
 from typing import assert_never
 
 from wavemare.pipeline.config import PipelineConfig
-from wavemare.pipeline.plan.action import Action, Kind
 from wavemare.pipeline.plan.check import check
 from wavemare.pipeline.plan.lowering import ahead
-from wavemare.pipeline.plan.plan import Plan
+from wavemare.pipeline.plan.plan import Action, Kind, Plan
 from wavemare.pipeline.plan.schedules import (
     OVERLAP_SLACK,
     one_f_one_b,

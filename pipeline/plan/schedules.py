@@ -8,14 +8,13 @@ from functools import partial
 from typing import Any
 
 from wavemare.errors import PlanError, did_you_mean
-from wavemare.pipeline.plan.action import Action, Kind
 from wavemare.pipeline.plan.lowering import (
     StageSchedule,
     add_communication,
     defer_sends,
     overlap_forward_backward,
 )
-from wavemare.pipeline.plan.plan import Plan, check_numbers
+from wavemare.pipeline.plan.plan import Action, Kind, Plan, check_numbers
 from wavemare.pipeline.wave.schedule import accumulation, in_phase, tick_tock
 
 __all__ = [

@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 from wavemare.errors import PlanError
 from wavemare.pipeline.clock.simulate import Costs, Seconds, simulate
-from wavemare.pipeline.plan.action import Kind
-from wavemare.pipeline.plan.plan import Plan
+from wavemare.pipeline.plan.plan import Kind, Plan
 from wavemare.pipeline.wave.schedule import accumulation, in_phase, tick_tock
 
 __all__ = [

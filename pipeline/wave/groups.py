@@ -14,8 +14,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from wavemare.errors import PlanError
-from wavemare.pipeline.plan.action import Action, Kind
-from wavemare.pipeline.plan.plan import check_numbers
+from wavemare.pipeline.plan.plan import Action, Kind, check_numbers
 
 __all__ = ["Group", "Groups", "backward_pass", "forward_pass", "group_segments", "pass_pair"]
 

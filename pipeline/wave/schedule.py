@@ -17,8 +17,7 @@ from itertools import product
 from typing import Any
 
 from wavemare.errors import PlanError, did_you_mean
-from wavemare.pipeline.plan.action import Action, Kind
-from wavemare.pipeline.plan.plan import Plan, check_numbers
+from wavemare.pipeline.plan.plan import Action, Kind, Plan, check_numbers
 from wavemare.pipeline.wave.groups import Group, Groups, group_segments
 
 __all__ = [

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from wavemare.pipeline.plan.action import COMPUTE, Action, Kind
 from wavemare.pipeline.plan.check import check
-from wavemare.pipeline.plan.plan import Plan
+from wavemare.pipeline.plan.plan import COMPUTE, Action, Kind, Plan
 from wavemare.pipeline.plan.run_plan import repeat_micro_batch
 from wavemare.pipeline.wave.schedule import tick_tock_step
 

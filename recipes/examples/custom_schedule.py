@@ -9,10 +9,9 @@ from pathlib import Path
 from wavemare.pipeline.clock.simulate import Costs, simulate
 from wavemare.pipeline.clock.timeline import bubble
 from wavemare.pipeline.draw import grid, svg
-from wavemare.pipeline.plan.action import Action, Kind
 from wavemare.pipeline.plan.check import check
 from wavemare.pipeline.plan.lowering import add_communication, add_steps
-from wavemare.pipeline.plan.plan import Plan
+from wavemare.pipeline.plan.plan import Action, Kind, Plan
 from wavemare.pipeline.plan.schedules import one_f_one_b
 
 

@@ -6,7 +6,7 @@ python recipes/examples/planner.py
 
 import json
 
-from wavemare.parallel import plan
+from wavemare.parallel.planner import plan
 
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {}}}
 

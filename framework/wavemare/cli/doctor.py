@@ -24,7 +24,7 @@ from packaging.specifiers import SpecifierSet
 
 from wavemare.cli.launch import find_deepspeed
 from wavemare.errors import LaunchError
-from wavemare.observe.formats import format_bytes, format_duration
+from wavemare.observe.screen import format_bytes, format_duration
 
 if TYPE_CHECKING:
     from wavemare.comm.mpi_library import MpiInfo

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from wavemare.engine.checkpoint.files import GETATTR, Foreign, enum_member
 from wavemare.errors import CheckpointError, ModelError
 from wavemare.files import (
     atomic_write_text,
@@ -24,7 +25,6 @@ from wavemare.files import (
     replace_folder,
     temporary_sibling,
 )
-from wavemare.pickled_enums import GETATTR, Foreign, enum_member
 
 __all__ = ["LATEST", "Checkpoint", "read_checkpoint", "said_by", "write_checkpoint"]
 

@@ -14,8 +14,14 @@ from transformers import BertForMaskedLM, BertForSequenceClassification, GPT2LMH
 from transformers.loss.loss_utils import ForCausalLMLoss, ForSequenceClassificationLoss
 
 from wavemare.errors import ConfigError, ModelError, did_you_mean
-from wavemare.models.bert import classification_chain, masked_lm_chain, masked_lm_spares
-from wavemare.models.decoders import decoder_chain, gpt2_chain, has_plan
+from wavemare.models.chains import (
+    classification_chain,
+    decoder_chain,
+    gpt2_chain,
+    has_plan,
+    masked_lm_chain,
+    masked_lm_spares,
+)
 from wavemare.models.layers import PipelineLayer
 
 __all__ = [

@@ -148,7 +148,7 @@ class TransformerPipeline(PipelineModule):
 
     def stage_segments(self) -> Any:
         """Return this stage of a split model as `wavemare.engine.waves.segments.Segments`."""
-        from wavemare.parallel.tensor.segments import stage_segments
+        from wavemare.models.segments import stage_segments
 
         grid = self.mpu()
         return stage_segments(

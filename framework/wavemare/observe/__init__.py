@@ -5,8 +5,7 @@ In: an engine and its losses. Out: the files that `wavemare report` reads. Read
 `recording.py` first.
 """
 
-from wavemare.observe.events import Events, read_events
-from wavemare.observe.lines import read_metrics
+from wavemare.observe.lines import Events, read_events, read_metrics
 from wavemare.observe.quiet import quiet_environment, quiet_libraries
 from wavemare.observe.recording import Recording
 from wavemare.observe.run import Run

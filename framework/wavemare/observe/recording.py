@@ -12,10 +12,9 @@ from typing import Any, Self
 
 from wavemare.engine.config.shape import SECTION
 from wavemare.engine.launch.group import environment_rank, environment_world_size
-from wavemare.engine.observe.trace import StepTrace
+from wavemare.engine.observe.recorder import StepTrace
 from wavemare.errors import ConfigError
-from wavemare.observe.events import Events
-from wavemare.observe.lines import go_without
+from wavemare.observe.lines import Events, go_without
 from wavemare.observe.run import Run
 from wavemare.observe.screen import Screen, live_facts
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from wavemare.parallel.layout.grid import ProcessGrid, process_grid, rank_lists
     from wavemare.parallel.layout.layout import Layout, Prediction
     from wavemare.parallel.layout.names import annotate
-    from wavemare.parallel.planner import plan
 
 __all__ = [
     "Layout",
@@ -24,7 +23,6 @@ __all__ = [
     "ProcessGrid",
     "annotate",
     "pipeline",
-    "plan",
     "process_grid",
     "rank_lists",
     "replica",
@@ -38,7 +36,6 @@ _HOME = {
     "ProcessGrid": "layout.grid",
     "annotate": "layout.names",
     "pipeline": "layout.annotations",
-    "plan": "planner",
     "process_grid": "layout.grid",
     "rank_lists": "layout.grid",
     "replica": "layout.annotations",

@@ -12,9 +12,8 @@ from typing import Any
 
 from wavemare.engine.checkpoint.manifest import MANIFEST, complete_tags
 from wavemare.errors import ConfigError, DataError, did_you_mean
-from wavemare.json_text import parse_json
-from wavemare.observe.events import read_events
-from wavemare.observe.lines import read_metrics
+from wavemare.files import parse_json
+from wavemare.observe.lines import read_events, read_metrics
 from wavemare.report.traces import Trace, read_traces
 
 __all__ = ["Checkpoint", "RunFacts", "read_run"]

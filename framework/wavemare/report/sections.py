@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from wavemare.observe.formats import format_bytes, format_count, format_duration
+from wavemare.observe.screen import format_bytes, format_count, format_duration
 from wavemare.report.figures import Series, lines
 from wavemare.report.page import Page
 from wavemare.report.parallelism import add_collective, add_pipeline, add_timeline

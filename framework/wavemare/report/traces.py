@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from wavemare.engine.observe.trace import FOLDER, FORMAT
+from wavemare.engine.observe.recorder import FOLDER, FORMAT
 from wavemare.errors import DataError, PlanError
-from wavemare.json_text import parse_json
-from wavemare.pipeline.plan.action import COLLECTIVES, COMPUTE, RECEIVES, SENDS, Action, Kind
+from wavemare.files import parse_json
+from wavemare.pipeline.plan.plan import COLLECTIVES, COMPUTE, RECEIVES, SENDS, Action, Kind
 
 __all__ = ["RankTrace", "Span", "Trace", "category", "read_traces"]
 

@@ -13,7 +13,7 @@ from wavemare.data.loader import evaluation_batches
 from wavemare.data.tokens import check_length
 from wavemare.engine.config.resolve import zero_section
 from wavemare.errors import ConfigError, ModelError, did_you_mean
-from wavemare.json_text import parse_json
+from wavemare.files import parse_json
 
 if TYPE_CHECKING:
     from wavemare.training.setup import Setup

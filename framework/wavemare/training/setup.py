@@ -25,8 +25,7 @@ from wavemare.errors import CheckpointError, ConfigError
 from wavemare.files import atomic_write_text, remove_leftovers, replace_folder, temporary_sibling
 from wavemare.observe.quiet import quiet_libraries
 from wavemare.training.arguments import TrainArguments
-from wavemare.training.balance import BalanceController
-from wavemare.training.config import resolve_config
+from wavemare.training.config import BalanceController, resolve_config
 
 __all__ = ["Setup", "connect", "leave", "load_run", "prepare", "seed_dropout"]
 

@@ -17,7 +17,7 @@ from guard_pipeline import SIZE, WIDTH, Spoil, batches
 
 import wavemare
 from wavemare.engine import init_distributed
-from wavemare.engine.health.consensus import StepConsensus
+from wavemare.engine.health.numbers import StepConsensus
 from wavemare.errors import NumericsError
 
 STEPS, ACCUMULATION = 6, 2

@@ -8,10 +8,9 @@ from deepspeed.runtime.pipe import schedule
 
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.observe.recorder import Recorder
-from wavemare.engine.pipe.engine import PipelineEngine
-from wavemare.engine.pipe.interpreter import PlanInterpreter, StepSchedule
-from wavemare.pipeline.plan.action import Action, Kind
+from wavemare.engine.pipe.engine import PipelineEngine, PlanInterpreter, StepSchedule
 from wavemare.pipeline.plan.lowering import Pair
+from wavemare.pipeline.plan.plan import Action, Kind
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 5, 8, 11) for m in (1, 2, 3, 4, 5, 7, 8, 16, 23)]
 COMPUTE = ("load_micro_batch", "forward_pass", "backward_pass")

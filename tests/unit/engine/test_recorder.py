@@ -5,7 +5,7 @@ import pytest
 
 from wavemare.engine.observe.recorder import Recorder
 from wavemare.pipeline.clock.timeline import Event, Timeline
-from wavemare.pipeline.plan.action import Action, Kind
+from wavemare.pipeline.plan.plan import Action, Kind
 
 BUSY = {Kind.FORWARD, Kind.BACKWARD, Kind.STEP}
 WAITING = {

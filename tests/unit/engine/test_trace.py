@@ -4,9 +4,9 @@
 import json
 
 from wavemare.engine.observe.progress import Progress
-from wavemare.engine.observe.trace import StepTrace
-from wavemare.pipeline.plan.action import Action, Kind
+from wavemare.engine.observe.recorder import StepTrace
 from wavemare.pipeline.plan.lowering import Pair
+from wavemare.pipeline.plan.plan import Action, Kind
 from wavemare.report.traces import Span, read_traces
 
 

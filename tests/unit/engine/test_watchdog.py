@@ -9,17 +9,19 @@ import pytest
 
 from wavemare.comm.waits import joining, waiting
 from wavemare.engine.config.sections import WatchdogConfig
-from wavemare.engine.health.watchdog.peers import Server, ask, reachable_address
-from wavemare.engine.health.watchdog.status import (
+from wavemare.engine.health.rank_status import (
     PeerAddress,
     RankStatus,
+    Server,
     UnreachablePeer,
+    ask,
     diagnose,
+    reachable_address,
     write_report,
 )
-from wavemare.engine.health.watchdog.watcher import EXIT_CODE, Watchdog, acquire, current
+from wavemare.engine.health.watchdog import EXIT_CODE, Watchdog, acquire, current
 from wavemare.engine.observe.progress import Progress
-from wavemare.pipeline.plan.action import Action, Kind
+from wavemare.pipeline.plan.plan import Action, Kind
 
 RANKS = [PeerAddress(r, f"node{r}", 100 + r, "127.0.0.1", 1, f"{r}") for r in range(3)]
 STUCK = RankStatus(
@@ -318,5 +320,5 @@ def test_ranks_of_several_hosts_are_not_told_the_loopback_address(monkeypatch, v
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("wavemare.engine.health.watchdog.peers.host_address", lambda _: "10.0.0.7")
+    monkeypatch.setattr("wavemare.engine.health.rank_status.host_address", lambda _: "10.0.0.7")
     assert reachable_address() == address

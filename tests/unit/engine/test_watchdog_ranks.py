@@ -18,7 +18,7 @@ from torch.distributed import FileStore
 
 from wavemare.comm.waits import waiting
 from wavemare.engine.config.sections import WatchdogConfig
-from wavemare.engine.health.watchdog.watcher import EXIT_CODE, Watchdog, acquire
+from wavemare.engine.health.watchdog import EXIT_CODE, Watchdog, acquire
 from wavemare.engine.observe.progress import Progress
 from wavemare.errors import ConfigError
 from wavemare.failure import run_main

@@ -11,8 +11,8 @@ import transformers
 from torch import nn
 
 from wavemare.engine.waves.executor import Hooks, WaveExecutor
-from wavemare.engine.waves.probe import WaveProbe
 from wavemare.engine.waves.segments import Segment, Segments, profile_segments
+from wavemare.engine.waves.wavelet import WaveProbe
 from wavemare.errors import ModelError
 from wavemare.models.segments import segments_of
 from wavemare.pipeline.clock.simulate import Costs

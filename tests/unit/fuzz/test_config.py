@@ -16,7 +16,7 @@ from wavemare.engine.config.resolve import (
 )
 from wavemare.engine.launch.environment import check_environment
 from wavemare.errors import ConfigError, LaunchError
-from wavemare.json_text import parse_json
+from wavemare.files import parse_json
 
 VALID = {
     "train_batch_size": 16,

@@ -8,7 +8,7 @@ import warnings
 import pytest
 
 from wavemare.errors import DataError
-from wavemare.observe.events import Events, read_events
+from wavemare.observe.lines import Events, read_events
 
 
 def lines(folder, rank):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.observe.formats import format_bytes, format_count, format_duration
+from wavemare.observe.screen import format_bytes, format_count, format_duration
 
 COUNTS = [(0, "0"), (7, "7"), (0.5, "0.50"), (999, "999"), (999.6, "1.00k"), (12_345, "12.3k")]
 COUNTS += [(999_999, "1.00M"), (1_240_000, "1.24M"), (-2_500, "-2.50k")]

@@ -11,8 +11,7 @@ from io import FileIO
 from pathlib import Path
 
 from wavemare.observe import lines as module
-from wavemare.observe.events import Events, read_events
-from wavemare.observe.lines import Lines, read_metrics
+from wavemare.observe.lines import Events, Lines, read_events, read_metrics
 
 PROGRAM = """
 import resource, sys

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from wavemare.parallel.tensor.random import DropoutAfterSum, SplitRandom
+from wavemare.parallel.tensor.layers import DropoutAfterSum, SplitRandom
 
 CPU = torch.device("cpu")
 

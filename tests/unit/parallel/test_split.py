@@ -19,8 +19,8 @@ from tensor_models import (
 )
 
 from wavemare.errors import ModelError
+from wavemare.models.segments import tensor_segments
 from wavemare.parallel.tensor.partition import merged_state_dict
-from wavemare.parallel.tensor.segments import tensor_segments
 from wavemare.parallel.tensor.split import split_model
 
 

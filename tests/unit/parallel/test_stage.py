@@ -12,8 +12,8 @@ from wavemare.models.activations import split_batch
 from wavemare.models.families import family_of
 from wavemare.models.layers import Head
 from wavemare.models.proof import run_chain
+from wavemare.models.segments import stage_segments
 from wavemare.models.split import SplitTiedHead, split_chain, split_loss
-from wavemare.parallel.tensor.segments import stage_segments
 from wavemare.parallel.tensor.split import split_model
 from wavemare.parallel.tensor.vocabulary import VocabParallelHead
 from wavemare.pipeline.wave.groups import backward_pass, forward_pass, pass_pair

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wavemare.errors import PlanError
-from wavemare.pipeline.plan.action import Action, Kind
+from wavemare.pipeline.plan.plan import Action, Kind
 
 numbers = st.integers(0, 10**9)
 actions = st.builds(

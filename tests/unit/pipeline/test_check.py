@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wavemare.errors import PlanError
-from wavemare.pipeline.plan.action import Action, Kind
 from wavemare.pipeline.plan.check import check
 from wavemare.pipeline.plan.lowering import StageSchedule
-from wavemare.pipeline.plan.plan import Plan
+from wavemare.pipeline.plan.plan import Action, Kind, Plan
 from wavemare.pipeline.plan.schedules import inference, one_f_one_b, pipemare
 from wavemare.pipeline.wave.schedule import accumulation, in_phase, tick_tock
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wavemare.errors import PlanError
-from wavemare.pipeline.plan.action import RECEIVES, SENDS, Kind
 from wavemare.pipeline.plan.check import check
+from wavemare.pipeline.plan.plan import RECEIVES, SENDS, Kind
 from wavemare.pipeline.plan.schedules import one_f_one_b, pipemare
 
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from wavemare.errors import PlanError
 from wavemare.pipeline.clock.clock import execute
-from wavemare.pipeline.plan.action import RECEIVES, SENDS, Action, Kind
-from wavemare.pipeline.plan.plan import Plan
+from wavemare.pipeline.plan.plan import RECEIVES, SENDS, Action, Kind, Plan
 from wavemare.pipeline.plan.schedules import inference, one_f_one_b, pipemare
 
 # Multiples of 1/8 are summed exactly.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from wavemare.errors import PlanError
-from wavemare.pipeline.plan.action import Kind
+from wavemare.pipeline.plan.plan import Kind
 from wavemare.pipeline.plan.schedules import pipemare
 from wavemare.pipeline.staleness.replay import Replay
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from wavemare.errors import PlanError
 from wavemare.pipeline.config import PipelineConfig
-from wavemare.pipeline.plan.action import Action, Kind
 from wavemare.pipeline.plan.lowering import StageSchedule, overlap_forward_backward
+from wavemare.pipeline.plan.plan import Action, Kind
 from wavemare.pipeline.plan.run_plan import RunPlan
 from wavemare.pipeline.plan.schedules import one_f_one_b, overlapped_one_f_one_b
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wavemare.errors import PlanError
-from wavemare.pipeline.plan.action import COMPUTE, Kind
+from wavemare.pipeline.plan.plan import COMPUTE, Kind
 from wavemare.pipeline.plan.schedules import (
     SCHEDULES,
     build_plan,

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from wavemare.errors import PlanError
 from wavemare.pipeline.clock.simulate import Costs, simulate
 from wavemare.pipeline.clock.timeline import bubble, steady_utilisation, utilisation
-from wavemare.pipeline.plan.action import Kind
-from wavemare.pipeline.plan.plan import Plan
+from wavemare.pipeline.plan.plan import Kind, Plan
 from wavemare.pipeline.plan.schedules import inference, one_f_one_b, pipemare
 
 # Multiples of 1/8 are summed exactly.

@@ -10,7 +10,7 @@ from wavemare.pipeline.clock.timeline import (
     steady_utilisation,
     utilisation,
 )
-from wavemare.pipeline.plan.action import Action
+from wavemare.pipeline.plan.plan import Action
 
 
 def timeline(*ranks):

@@ -8,8 +8,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from wavemare.errors import PlanError
-from wavemare.pipeline.plan.action import COMPUTE, Action, Kind
 from wavemare.pipeline.plan.check import check
+from wavemare.pipeline.plan.plan import COMPUTE, Action, Kind
 from wavemare.pipeline.wave.groups import group_segments
 from wavemare.pipeline.wave.schedule import (
     accumulation,

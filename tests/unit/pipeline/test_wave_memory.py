@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wavemare.errors import PlanError
-from wavemare.pipeline.plan.action import Kind
+from wavemare.pipeline.plan.plan import Kind
 from wavemare.pipeline.plan.schedules import one_f_one_b
 from wavemare.pipeline.wave.gain import peak_bytes
 from wavemare.pipeline.wave.schedule import accumulation, in_phase, tick_tock

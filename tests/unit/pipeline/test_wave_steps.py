@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wavemare.errors import PlanError
-from wavemare.pipeline.plan.action import Kind
 from wavemare.pipeline.plan.check import check
-from wavemare.pipeline.plan.plan import Plan
+from wavemare.pipeline.plan.plan import Kind, Plan
 from wavemare.pipeline.wave.schedule import tick_tock, tick_tock_step
 from wavemare.pipeline.wave.steps import OpenSteps, checked_step, open_tick_tock
 

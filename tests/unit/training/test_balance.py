@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from wavemare.errors import ConfigError, PlanError
 from wavemare.parallel.layout.layout import Layout
-from wavemare.training.balance import BalanceController
+from wavemare.training.config import BalanceController
 
 PLAN = Layout(data_parallel=2, global_batch=8, shares=(5, 3))
 STAGES = Layout(stages=2, cuts=(0, 2, 4), num_layers=4, global_batch=8, shares=(8,))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from wavemare.bench.pipeline.workload import Batch, Workload
 from wavemare.bench.ranks import bench_device
 from wavemare.pipeline.clock.timeline import Event
-from wavemare.pipeline.plan.action import COMPUTE, RECEIVES, SENDS, Action, Kind
+from wavemare.pipeline.plan.plan import COMPUTE, RECEIVES, SENDS, Action, Kind
 
 __all__ = [
     "ADAMW",

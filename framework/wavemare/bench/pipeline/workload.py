@@ -14,7 +14,7 @@ from transformers import set_seed
 
 from wavemare.bench.pipeline.request import PipelineRequest
 from wavemare.bench.ranks import SEED, build_gpt
-from wavemare.models.decoders import gpt2_chain
+from wavemare.models.chains import gpt2_chain
 from wavemare.models.families import LanguageModelLoss
 from wavemare.models.layers import PipelineLayer
 from wavemare.models.timing import layer_times

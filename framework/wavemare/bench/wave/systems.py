@@ -19,10 +19,10 @@ from wavemare.bench.wave.request import BASELINE, DOMINO, IN_PHASE, TICK_TOCK, W
 from wavemare.engine.waves.executor import Hooks, WaveExecutor
 from wavemare.engine.waves.segments import profile_segments
 from wavemare.errors import CommError
-from wavemare.parallel.tensor.segments import tensor_segments
+from wavemare.models.segments import tensor_segments
 from wavemare.parallel.tensor.split import split_model
 from wavemare.pipeline.clock.timeline import Event
-from wavemare.pipeline.plan.action import COLLECTIVES, COMPUTE, Action, Kind
+from wavemare.pipeline.plan.plan import COLLECTIVES, COMPUTE, Action, Kind
 from wavemare.pipeline.wave.schedule import accumulation_step, in_phase_step, tick_tock_step
 
 __all__ = [

@@ -30,8 +30,8 @@ _KEY = f"{SECTION}.parallel"
 def layout_for(model: Any, values: dict[str, Any]) -> tuple[Layout, dict[str, Any]]:
     """Return the plan that a model is to be run by, equal on all ranks, and its configuration.
 
-    The plan comes from ``wavemare.parallel.plan``, from `annotate`, or is compiled from the model's
-    annotations and those of ``wavemare.parallel``. ``torch.distributed`` must be initialized.
+    The plan comes from the planner, from `annotate`, or is compiled from the model's annotations
+    and those of ``wavemare.parallel``. ``torch.distributed`` must be initialized.
 
     Args:
         model: The model, whole, as given to ``wavemare.initialize``.

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from wavemare.errors import PlanError, did_you_mean
-from wavemare.json_text import parse_json
+from wavemare.files import parse_json
 from wavemare.parallel.layout.checks import check_layout, check_seconds
 
 __all__ = ["Layout", "Prediction"]

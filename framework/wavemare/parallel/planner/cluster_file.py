@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from wavemare.errors import ConfigError, PlanError, did_you_mean
-from wavemare.json_text import parse_json
+from wavemare.files import parse_json
 from wavemare.parallel.planner.cluster import (
     BETWEEN,
     CARDS,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from wavemare.errors import ModelError, PlanError, did_you_mean
-from wavemare.json_text import parse_json
+from wavemare.files import parse_json
 from wavemare.parallel.layout.layout import Layout, Prediction
 from wavemare.parallel.planner.cluster import Cluster
 from wavemare.parallel.planner.cluster_file import read_cluster

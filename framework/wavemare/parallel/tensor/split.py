@@ -17,12 +17,14 @@ from transformers.pytorch_utils import Conv1D
 from wavemare.errors import ModelError
 from wavemare.parallel.tensor.layers import (
     ColumnParallelLinear,
+    DropoutAfterSum,
     RowParallelLinear,
+    SplitRandom,
+    align_generators,
     copy_to_group,
     split_parameter,
 )
 from wavemare.parallel.tensor.partition import partition_of
-from wavemare.parallel.tensor.random import DropoutAfterSum, SplitRandom, align_generators
 from wavemare.parallel.tensor.vocabulary import (
     VocabParallelEmbedding,
     VocabParallelHead,

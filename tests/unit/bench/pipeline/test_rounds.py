@@ -12,7 +12,7 @@ from wavemare.bench.pipeline.request import PipelineRequest
 from wavemare.bench.pipeline.runner import Runner
 from wavemare.bench.ranks import interleaved
 from wavemare.pipeline.clock.timeline import Event
-from wavemare.pipeline.plan.action import Action, Kind
+from wavemare.pipeline.plan.plan import Action, Kind
 
 
 class FakeRunner(Runner):

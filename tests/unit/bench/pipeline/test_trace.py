@@ -3,7 +3,7 @@
 
 from wavemare.bench.pipeline.measure import build_timeline, save_traces
 from wavemare.pipeline.clock.timeline import Event, Timeline
-from wavemare.pipeline.plan.action import Action, Kind
+from wavemare.pipeline.plan.plan import Action, Kind
 
 RANKS = [
     [

@@ -13,7 +13,7 @@ from wavemare.errors import PlanError
 from wavemare.pipeline.clock.timeline import Event, Timeline
 from wavemare.pipeline.draw import png, svg
 from wavemare.pipeline.draw.gantt import COLOURS, WAITING, figure, lanes, waiting_spans
-from wavemare.pipeline.plan.action import Action, Kind
+from wavemare.pipeline.plan.plan import Action, Kind
 
 
 def event(kind, rank, micro_batch, start_s, end_s):

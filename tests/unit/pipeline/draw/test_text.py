@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from wavemare.errors import PlanError
 from wavemare.pipeline.clock.timeline import Event, Timeline
 from wavemare.pipeline.draw import grid, to_csv
-from wavemare.pipeline.plan.action import COMPUTE, Action, Kind
-from wavemare.pipeline.plan.plan import Plan
+from wavemare.pipeline.plan.plan import COMPUTE, Action, Kind, Plan
 from wavemare.pipeline.plan.schedules import build_plan, one_f_one_b, pipemare
 
 SCHEDULES = st.sampled_from(["1f1b", "inference", "pipemare"])

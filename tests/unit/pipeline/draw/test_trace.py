@@ -10,7 +10,7 @@ import pytest
 
 from wavemare.pipeline.clock.timeline import Event, Timeline
 from wavemare.pipeline.draw import chrome_trace
-from wavemare.pipeline.plan.action import Action, Kind
+from wavemare.pipeline.plan.plan import Action, Kind
 
 
 def timeline():

@@ -26,18 +26,21 @@ from torch.distributed import distributed_c10d
 
 from wavemare.comm.waits import Wait
 from wavemare.engine.config.sections import WatchdogConfig
-from wavemare.engine.health.watchdog.peers import LOOPBACK, Server, ask, ask_all, reachable_address
-from wavemare.engine.health.watchdog.status import (
+from wavemare.engine.health.rank_status import (
+    LOOPBACK,
     Diagnosis,
     PeerAddress,
     RankStatus,
+    Server,
     UnreachablePeer,
+    ask,
+    ask_all,
     diagnose,
     diagnose_unreachable,
+    reachable_address,
     write_report,
 )
-from wavemare.engine.launch.exit import exit_now
-from wavemare.engine.launch.group import environment_rank, environment_world_size
+from wavemare.engine.launch.group import environment_rank, environment_world_size, exit_now
 from wavemare.engine.observe.progress import PROGRESS, Progress
 from wavemare.engine.seams import mark_waits
 from wavemare.files import process_has_ended, process_state, this_machine
