@@ -119,6 +119,11 @@ class SparseCollectiveConfig(Section):
     """How an accelerator's blocks reach MPI and gloo: through the host (``pinned``), ``direct`` or
     ``auto``."""
 
+    known_rows: Literal["on", "off", "check"] = "on"
+    """Whether the rows of an embedding's gradient are taken from the backward pass instead of
+    searched for. ``check`` searches as well and refuses a difference; ``on`` does so at the first
+    of 256 steps."""
+
     compressor: CompressorConfig | None = None
     """What each rank leaves out, and adds to its next gradient instead; without it nothing."""
 

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from wavemare.comm.blocks.layout import OwnedRange
+from wavemare.comm.blocks.rows import blocks_of_rows
 from wavemare.comm.collective_queue import Handle
 from wavemare.comm.sparse import SparseComm
 
 __all__ = [
     "Bucket",
     "BucketReducer",
+    "GradientRows",
     "Member",
     "Slot",
     "embedding_weights",
@@ -131,6 +135,66 @@ def _embeddings(modules: Iterable[nn.Module]) -> list[nn.Embedding | nn.Embeddin
     return [module for module in modules if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
 
 
+class GradientRows:
+    """Records which rows of embeddings get gradients, so that nobody has to search for them.
+
+    Args:
+        module: The model. Only weights that belong to embeddings alone are recorded.
+        parameters: By name.
+    """
+
+    def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+        owners: dict[int, list[nn.Module]] = {}
+        for each in module.modules():
+            for weight in each.parameters(recurse=False):
+                owners.setdefault(id(weight), []).append(each)
+        self._ids: dict[str, list[Tensor]] = {}
+        self._dims: dict[str, int] = {}
+        self._hooks = []
+        self._device = next((p.device for p in parameters.values()), None)
+        for name, parameter in parameters.items():
+            modules = owners.get(id(parameter), [])
+            if modules and all(isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in modules):
+                self._ids[name], self._dims[name] = [], parameter.shape[1]
+                for each in modules:
+                    hook = partial(self._on_forward, self._ids[name])
+                    self._hooks.append(each.register_forward_hook(hook, with_kwargs=True))
+
+    @staticmethod
+    def _on_forward(rows: list[Tensor], _: Any, args: Any, kwargs: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            ids = (args[0] if args else kwargs["input"]).detach().reshape(-1).clone()
+            # The list is of the passes whose gradients have come, in whatever order they run.
+            output.register_hook(lambda gradient: rows.append(ids))
+
+    def take(self, bucket: Bucket, block: int) -> Tensor | None:
+        """Return the blocks of a bucket that got gradients since the last call.
+
+        Returns:
+            (k,), int64, some repeat; None if the bucket has no embedding of its own.
+        """
+        if not any(slot.name in self._ids for slot in bucket.slots):
+            return None
+        parts = [torch.empty(0, dtype=torch.int64, device=self._device)]
+        for slot in bucket.slots:
+            ids = self._ids.get(slot.name)
+            if ids is None:
+                first, last = slot.start // block, -(-slot.stop // block)
+                parts.append(torch.arange(first, last, device=self._device))
+                continue
+            parts += [
+                blocks_of_rows(rows.long(), self._dims[slot.name], block, slot.start)
+                for rows in ids
+            ]
+            ids.clear()
+        return torch.cat(parts)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+
 class BucketReducer:
     """Reduces all buckets once in each round.
 
@@ -145,6 +209,7 @@ class BucketReducer:
             valid during the call, and whether this rank gave a gradient of its own.
         ranges: Owned ranges by the bucket's key, for a reduce-scatter; an all-reduce if omitted.
         parameters: By name, for compressors that compare gradients with weights.
+        rows: Tells which blocks of embeddings are not zero.
         keep: Whether buckets stay in memory from round to round.
     """
 
@@ -157,6 +222,7 @@ class BucketReducer:
         write: Callable[[str, Tensor, bool], None],
         ranges: Mapping[str, Sequence[OwnedRange]] | None = None,
         parameters: Mapping[str, Tensor] | None = None,
+        rows: GradientRows | None = None,
         keep: bool = True,
     ) -> None:
         self.buckets = tuple(buckets)
@@ -165,6 +231,7 @@ class BucketReducer:
         self._write = write
         self._ranges = ranges
         self._parameters = parameters or {}
+        self._rows = rows
         self._keep = keep
         self._number_of = {
             slot.name: number for number, bucket in enumerate(buckets) for slot in bucket.slots
@@ -199,16 +266,23 @@ class BucketReducer:
         """Whether the parameter's bucket was sent in this round."""
         return self._number_of[name] < self.num_sent
 
-    def put(self, name: str, gradient: Tensor) -> None:
+    def put(self, name: str, gradient: Tensor, *, in_place: bool = False) -> None:
         """Copy a gradient into its bucket, replacing an earlier one.
 
         Args:
             name: Of its parameter.
             gradient: Of any shape and type.
+            in_place: Whether a gradient that fills its bucket may be reduced where it is; it must
+                not change until it is written.
         """
         assert not self.sent(name), name
         number = self._number_of[name]
-        self._view(number, self._slot_of[name]).view(gradient.shape).copy_(gradient)
+        bucket = self.buckets[number]
+        like = (gradient.dtype, gradient.device) == (bucket.dtype, self._device)
+        if in_place and like and len(bucket.slots) == 1 and gradient.is_contiguous():
+            self._buffers[number] = gradient.view(-1)
+        else:
+            self._view(number, self._slot_of[name]).view(gradient.shape).copy_(gradient)
         self._missing[number].discard(name)
 
     def send_complete(self) -> None:
@@ -233,16 +307,18 @@ class BucketReducer:
     def _send(self) -> None:
         number = self.num_sent
         bucket, flat = self.buckets[number], self._buffer(number)
-        if self._keep:  # else it is new, and zero
+        if self._missing[number]:  # then the buffer may be of an earlier round
             for slot in bucket.slots:
                 if slot.name in self._missing[number]:
                     flat[slot.start : slot.stop].zero_()
         weights = self._weights(bucket, flat) if self._parameters else None
+        blocks = self._rows.take(bucket, self._comm.block) if self._rows else None
         reduce: Callable[..., Handle] = self._comm.allreduce_
         arguments: tuple[object, ...] = (flat,)
         if self._ranges is not None:
             reduce, arguments = self._comm.reduce_scatter_, (flat, self._ranges[bucket.key])
-        self._handles.append(reduce(*arguments, key=bucket.key, weights=weights, async_op=True))
+        keys = {"key": bucket.key, "weights": weights, "blocks": blocks}
+        self._handles.append(reduce(*arguments, **keys, async_op=True))
 
     def _take(self) -> None:
         number = self._num_written
@@ -250,7 +326,7 @@ class BucketReducer:
         for slot in self.buckets[number].slots:
             here = slot.name not in self._missing[number]
             self._write(slot.name, self._view(number, slot), here)
-        if not self._keep:
+        if not self._keep or len(self.buckets[number].slots) == 1:
             del self._buffers[number]
         self._num_written += 1
 

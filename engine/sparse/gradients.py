@@ -22,6 +22,7 @@ from wavemare.engine.optim.adapter import adapt
 from wavemare.engine.sparse.buckets import (
     Bucket,
     BucketReducer,
+    GradientRows,
     Member,
     embedding_weights,
     make_buckets,
@@ -49,6 +50,7 @@ class SparseGradients(Feature, ABC):
 
     key = "sparse_collective"
     reducer: BucketReducer
+    _rows_of_step: GradientRows | None = None
 
     def __init__(
         self, engine: EngineContext, config: SparseCollectiveConfig, timeout_s: float
@@ -72,8 +74,10 @@ class SparseGradients(Feature, ABC):
             transport=config.transport,
             staging=config.staging,
             timeout_s=timeout_s,
+            check_blocks=config.known_rows == "check",
             device=engine.device,
         )
+        self._known_rows = config.known_rows != "off" and compressor is None
         self._compares_weights = (
             config.compressor is not None and config.compressor.compares_weights
         )
@@ -87,7 +91,9 @@ class SparseGradients(Feature, ABC):
         return self._metrics
 
     def close(self) -> None:
-        """Close the collectives."""
+        """Remove the hooks and close the collectives."""
+        if self._rows_of_step is not None:
+            self._rows_of_step.close()
         self.comm.close()
 
     def extra_state(self) -> dict[str, Any]:
@@ -125,6 +131,11 @@ class SparseGradients(Feature, ABC):
 
     def _bucket_sizes(self) -> dict[str, int]:
         return {bucket.key: bucket.numel for bucket in self.reducer.buckets}
+
+    def _gradient_rows(self, parameters: Mapping[str, nn.Parameter]) -> GradientRows | None:
+        if self._known_rows:
+            self._rows_of_step = GradientRows(self._engine.module, parameters)
+        return self._rows_of_step
 
     def _buckets(
         self, parameters: Mapping[str, nn.Parameter], dtype_of: Any, config: SparseCollectiveConfig
@@ -185,6 +196,7 @@ class ReplicatedGradients(SparseGradients):
             device=engine.device,
             write=self._write,
             parameters=self._parameters if self._compares_weights else None,
+            rows=self._gradient_rows(self._parameters),
         )
         self._rows: dict[str, Handle] = {}
         self._fired: Counter[str] = Counter()
@@ -209,7 +221,7 @@ class ReplicatedGradients(SparseGradients):
         """Send the remaining buckets and rows; gradients may then be replaced."""
         for name in self._parameters:
             if not self.reducer.has(name):
-                self.reducer.put(name, self._gradient(name))
+                self.reducer.put(name, self._gradient(name), in_place=True)
         self.reducer.send_complete()
         self._rows = {name: self._send_rows(name) for name in self._tables}
 
@@ -241,7 +253,7 @@ class ReplicatedGradients(SparseGradients):
                 "the backward pass. If a backward pass before ended with an error, start again",
             )
         if name in self._usual and self._fired[name] >= self._usual[name]:
-            self.reducer.put(name, self._gradient(name))
+            self.reducer.put(name, self._gradient(name), in_place=True)
             self.reducer.send_complete()
 
     def _gradient(self, name: str) -> Tensor:
@@ -261,7 +273,8 @@ class ReplicatedGradients(SparseGradients):
 
     def _write(self, name: str, reduced: Tensor, here: bool) -> None:
         gradient = self._gradient(name)
-        gradient.copy_(reduced.view(gradient.shape))
+        if gradient.data_ptr() != reduced.data_ptr():
+            gradient.copy_(reduced.view(gradient.shape))
 
     def _send_rows(self, name: str) -> Handle:
         table = self._tables[name]

@@ -62,6 +62,7 @@ class PartitionedGradients(SparseGradients):
             write=self._write,
             ranges={b.key: self._ranges(b) for b in buckets} if splits else None,
             parameters=registered if self._compares_weights else None,
+            rows=self._gradient_rows(registered),
             keep=False,
         )
         # DeepSpeed gathers this much before it hands gradients over: smaller buckets start earlier.

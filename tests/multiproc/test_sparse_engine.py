@@ -8,6 +8,7 @@ import pytest
 
 PUSHPULL = {"mode": "pushpull", "bucket_bytes": 20_000}
 AUTO = {"mode": "auto"}
+CHECKED = {**PUSHPULL, "known_rows": "check"}
 BF16 = {"bf16": {"enabled": True}}
 TWO_STAGES = {"pipeline": {"stages": 2}}
 PIPEMARE = {"pipeline": {"stages": 2, "schedule": "pipemare"}}
@@ -59,6 +60,8 @@ SHORT = [
     *pair("gpt", 6),
     *pair("gpt", 3, zero=1, zero_keys={"overlap_comm": True}),
     *pair("gpt", 6, ours=AUTO, zero=2),
+    *pair("bert", 3, ours=CHECKED),
+    *pair("gpt", 3, ours=CHECKED, zero=2),
     *pair("gpt", 3, zero=1, **BF16),
     *pair("gpt", 3, zero=2, zero_keys={"contiguous_gradients": False}),
     *pair("rows", 4, of="rows of tables"),

@@ -15,14 +15,15 @@ class Comm:
     def __init__(self):
         self.calls = []
 
-    def allreduce_(self, flat, *, key, weights, async_op):
+    def allreduce_(self, flat, *, key, weights, blocks, async_op):
         assert async_op
+        assert blocks is None
         handle = Handle()
         self.calls.append((key, flat.clone(), weights, handle, flat, None))
         return handle
 
-    def reduce_scatter_(self, flat, ranges, *, key, weights, async_op):
-        handle = self.allreduce_(flat, key=key, weights=weights, async_op=async_op)
+    def reduce_scatter_(self, flat, ranges, *, key, weights, blocks, async_op):
+        handle = self.allreduce_(flat, key=key, weights=weights, blocks=blocks, async_op=async_op)
         self.calls[-1] = (*self.calls[-1][:-1], ranges)
         return handle
 
@@ -140,3 +141,19 @@ def test_pieces_and_weights_lie_as_the_gradients_do(comm):
     for key, flat, weights, _, _, given in comm.calls:
         assert given is ranges[key]
         assert weights.equal(10 * flat)
+
+
+def test_a_gradient_that_fills_its_bucket_is_reduced_where_it_is(comm):
+    rounds, taken = rounds_of(comm)
+    alone = next(bucket.slots[0] for bucket in rounds.buckets if len(bucket.slots) == 1)
+    gradient = torch.ones(SIZES[alone.name])
+    rounds.put(alone.name, gradient, in_place=True)
+    for name, size in SIZES.items():
+        if name != alone.name:
+            rounds.put(name, torch.ones(size), in_place=True)
+    rounds.send_complete()
+    for number in range(len(comm.calls)):
+        comm.answer(number)
+    rounds.end()
+    assert gradient.eq(2).all()
+    assert len(taken) == len(SIZES)

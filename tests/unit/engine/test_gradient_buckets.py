@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.engine.sparse.buckets import Member, embedding_weights, make_buckets, row_tables
+from wavemare.engine.sparse.buckets import (
+    GradientRows,
+    Member,
+    embedding_weights,
+    make_buckets,
+    row_tables,
+)
 
 FLOAT, HALF = torch.float32, torch.bfloat16
 
@@ -67,3 +74,48 @@ def test_what_is_tied_to_an_embedding_belongs_to_it():
     model = torch.nn.ModuleList([table, bag, head])
     assert embedding_weights(model.modules()) == {id(head.weight), id(bag.weight)}
     assert row_tables(model.modules()) == {id(bag.weight)}
+
+
+class Tables(torch.nn.Module):
+    """Embeddings, one of them tied to a layer, and a bag."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.places = torch.nn.Embedding(50, 6), torch.nn.Embedding(9, 6)
+        self.bag = torch.nn.EmbeddingBag(20, 6)
+        self.tied = torch.nn.Embedding(12, 6)
+        self.head = torch.nn.Linear(6, 12, bias=False)
+        self.head.weight = self.tied.weight
+
+    def forward(self, ids):
+        hidden = self.words(ids) + self.places(input=ids % 9) + self.tied(ids % 12)
+        return self.head(hidden + self.bag(ids % 20, torch.arange(len(ids)))).square().sum()
+
+
+@pytest.mark.parametrize("order", ["forward and backward", "two forward passes first"])
+def test_recorded_rows_are_those_whose_gradients_have_come(order):
+    module = Tables()
+    parameters = dict(module.named_parameters())
+    members = [Member(name, p.numel(), FLOAT, True) for name, p in parameters.items()]
+    (bucket,) = make_buckets(members, 4, 1 << 20)
+    rows = GradientRows(module, parameters)
+    with torch.no_grad():
+        module(torch.tensor([49]))  # without a backward pass
+    first = module(torch.tensor([3, 7, 3]))
+    second = module(torch.tensor([40, 8])) if order.startswith("two") else None
+    for loss in (first, second or module(torch.tensor([40, 8]))):
+        module.zero_grad()
+        loss.backward()
+        flat = torch.zeros(-(-bucket.numel // 4) * 4)
+        for slot in bucket.slots:
+            flat[slot.start : slot.stop] = parameters[slot.name].grad.view(-1)
+        nonzero = set(flat.view(-1, 4).any(1).nonzero().flatten().tolist())
+        [tied] = [slot for slot in bucket.slots if slot.name == "tied.weight"]
+        nonzero |= set(range(tied.start // 4, -(-tied.stop // 4)))  # whole: the layer uses all
+        assert set(rows.take(bucket, 4).tolist()) == nonzero
+    rows.close()
+    module(torch.tensor([1])).backward()
+    assert rows.take(bucket, 4).numel() == -(-tied.stop // 4) - tied.start // 4
+    (alone,) = make_buckets([members[-1]], 4, 1 << 20)
+    assert alone.slots[0].name == "tied.weight"
+    assert rows.take(alone, 4) is None
