@@ -275,11 +275,12 @@ class Reduction:
                 agreement.begin()
                 self._check(agreement.wait(), bucket.key)
             return None
-        dense_blocks, stray, bits = -1, -1, None
-        if agreement is not None and self._mode == "auto" and bucket.blocks is None:
-            dense_blocks = self._dense_blocks(call, bucket.key, halves=halves)
+        stray, bits = -1, None
         if bucket.blocks is not None:
             bits, stray = self._listed(call, bucket)
+        dense_blocks = -1
+        if agreement is not None and self._mode == "auto":
+            dense_blocks = self._dense_blocks(call, bucket.key, bits, halves=halves)
         if agreement is not None:
             # The mask is taken while these messages travel.
             agreement.begin(Reported(took_ns, dense_blocks, stray))
@@ -317,18 +318,24 @@ class Reduction:
             self.selector.learn(key, executor, 1e-9 * took_ns / predicted)
         return reported
 
-    def _dense_blocks(self, call: CollectiveCall, key: str, *, halves: bool) -> int:
-        """Return the number of non-zero blocks, by a sample; -1 if sparse sums may be faster."""
-        blocks = num_blocks(call.flat.numel(), call.block)
-        number = min(blocks, _SAMPLE)
-        with call.phase("sample"):
-            step = blocks // number
-            index = call.index(np.arange(number, dtype=np.int64) * step + step // 2)
-            packed = call.packed("sample", number)
-            call.kernels.gather(call.flat, call.block, index, packed)
-            bits = packed.new_empty(mask_bytes(number), dtype=torch.uint8)
-            call.kernels.mask(packed, call.block, bits)
-            count = int(np.bitwise_count(bits.cpu().numpy()).sum()) * blocks // number
+    def _dense_blocks(
+        self, call: CollectiveCall, key: str, bits: Tensor | None, *, halves: bool
+    ) -> int:
+        """Return the number of non-zero blocks; -1 if sparse sums may be faster.
+
+        ``bits`` are the bucket's mask, if it is known; otherwise a sample is taken.
+        """
+        blocks = number = num_blocks(call.flat.numel(), call.block)
+        if bits is None:
+            number = min(blocks, _SAMPLE)
+            with call.phase("sample"):
+                step = blocks // number
+                index = call.index(np.arange(number, dtype=np.int64) * step + step // 2)
+                packed = call.packed("sample", number)
+                call.kernels.gather(call.flat, call.block, index, packed)
+                bits = packed.new_empty(mask_bytes(number), dtype=torch.uint8)
+                call.kernels.mask(packed, call.block, bits)
+        count = int(np.bitwise_count(bits.cpu().numpy()).sum()) * blocks // number
         # The best case of sparse sums: all ranks have the same blocks.
         alike = BlockCounts(blocks, np.full(call.size, count), count)
         block_bytes = call.block * call.flat.element_size()

@@ -113,8 +113,13 @@ def test_waits_have_a_utilisation_beside_the_ideal(bench):
 
 def test_collectives_are_measured_and_checked_against_each_other(bench, tmp_path):
     options = ["--ranks", 2, "--mib", 1, "--densities", "1,0.1", "--patterns", "zipf"]
-    options += ["--rounds", 1, "--warmups", 0, "--plot", "plot.png"]
+    options += ["--rounds", 1, "--warmups", 0, "--plot", "plot.png", "--duels", 3]
     result = bench("sparse", *options)
+    for duel in result["duels"]:
+        low, high = duel["interval"]
+        assert 0 < low <= duel["ratio"] <= high
+        assert duel["fastest"] in SPARSE_SYSTEMS
+        assert {len(rounds) for rounds in duel["rounds_s"].values()} == {3}
     rows = by(result, "system", "pattern", "density")
     cases = [("zipf", 1.0), ("zipf", 0.1)]
     left_out = {(row["system"], row["pattern"], row["density"]) for row in result["skipped"]}

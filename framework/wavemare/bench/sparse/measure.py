@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wavemare.bench.ranks import interleaved, ratio_row
-from wavemare.bench.sparse.request import DENSE, Case, SparseRequest
+from wavemare.bench.sparse.request import DENSE, DUELIST, Case, SparseRequest
 from wavemare.bench.sparse.systems import Bench, build_system
 from wavemare.comm.blocks.masks import Masks
 from wavemare.comm.selection.cost import Constants, traffic
@@ -24,7 +24,14 @@ from wavemare.comm.transport import Transport, open_transport
 from wavemare.errors import CommError
 from wavemare.observe import Screen
 
-__all__ = ["Sample", "active_blocks", "build_result", "make_gradient", "measure"]
+__all__ = [
+    "Sample",
+    "active_blocks",
+    "build_result",
+    "make_gradient",
+    "measure",
+    "ratio_interval",
+]
 
 BASELINE = "best-dense"
 _TIMEOUT_S = 120.0
@@ -63,18 +70,61 @@ def measure(request: SparseRequest) -> dict[str, Any]:
     # The first one measures the constants for the others.
     names = sorted(request.chosen, key=lambda name: "auto" not in name)
     systems = {name: build_system(name, transport, request.block, constants) for name in names}
-    measured = {}
+    measured: dict[Case, dict[str, list[Sample]]] = {}
+    duels: list[dict[str, Any]] = []
     screen = Screen(rank=transport.rank)
     for case in request.cases:
         screen.note(f"{case.pattern}, density {case.density:g}")
         names = [name for name in request.chosen if request.obstacle(name, case) is None]
         own = {name: systems[name] for name in names}
         measured[case] = _measure_case(request, case, own, transport)
+        if request.duels:
+            duels.append(_duel(request, case, measured[case], systems, transport))
     for system in systems.values():
         system.close()
     transport.barrier()
     transport.close()
-    return build_result(request, measured, constants)
+    result = build_result(request, measured, constants)
+    return {**result, "duels": duels} if duels else result
+
+
+def _duel(
+    request: SparseRequest,
+    case: Case,
+    surveyed: Mapping[str, Sequence[Sample]],
+    systems: Mapping[str, Bench],
+    transport: Transport,
+) -> dict[str, Any]:
+    """Run `DUELIST` and the fastest other system of a case in turns."""
+    others = {
+        name: median(sample.seconds for sample in samples)
+        for name, samples in surveyed.items()
+        if not name.startswith(DUELIST)
+    }
+    fastest = min(others, key=others.__getitem__)
+    rounds = request.model_copy(update={"rounds": request.duels})
+    pair = {name: systems[name] for name in (fastest, DUELIST)}
+    samples = _measure_case(rounds, case, pair, transport)
+    own, other = ([s.seconds for s in samples[name]] for name in (DUELIST, fastest))
+    low, middle, high = ratio_interval(own, other)
+    executor = samples[DUELIST][-1].statistics
+    return {
+        "pattern": case.pattern,
+        "density": case.density,
+        "fastest": fastest,
+        "executor": executor.executor if executor else None,
+        "ratio": middle,
+        "interval": [low, high],
+        "rounds_s": {DUELIST: own, fastest: other},
+    }
+
+
+def ratio_interval(own: Sequence[float], other: Sequence[float]) -> tuple[float, float, float]:
+    """Return the median of other / own over paired rounds within its 95 % interval (bootstrap)."""
+    ratios = np.asarray(other) / np.asarray(own)
+    draws = np.random.default_rng(0).choice(ratios, (10_000, ratios.size))
+    low, high = np.quantile(np.median(draws, axis=1), [0.025, 0.975])
+    return float(low), float(np.median(ratios)), float(high)
 
 
 def _measure_case(

@@ -22,6 +22,7 @@ from wavemare.errors import ConfigError
 __all__ = [
     "DEFAULT_SYSTEMS",
     "DENSE",
+    "DUELIST",
     "PATTERNS",
     "STEP_BASELINE",
     "STEP_BOUND",
@@ -31,10 +32,11 @@ __all__ = [
     "SparseRequest",
 ]
 
+DUELIST = "wavemare-auto"
 DENSE = ("mpi-dense", "mpi-dense-blocking", "gloo-dense")
 """Systems that send everything; the fastest of them in each case is the baseline."""
 _STOCK = ("torch-sparse", "deepspeed-sparse")
-_MODES = ("ordered", "packed", "pushpull", "allgather", "auto", "streaming")
+_MODES = ("ordered", "packed", "pushpull", "allgather", "auto", "auto-search", "streaming")
 _PEERS = ("agsparse", "sparcml")
 SYSTEMS = (
     *DENSE,
@@ -44,7 +46,8 @@ SYSTEMS = (
     *(f"wavemare-{name}-gloo" for name in _MODES),
     *(f"{name}-gloo" for name in _PEERS),
 )
-"""Of sums. Those of wavemare and the peers without a suffix use MPI."""
+"""Of sums. Those of wavemare and the peers without a suffix use MPI. wavemare's get the numbers of
+the non-zero blocks, as torch and DeepSpeed get the rows, except for ``auto-search``."""
 DEFAULT_SYSTEMS = tuple(name for name in SYSTEMS if not name.endswith("-gloo"))
 _SLOW = ("wavemare-streaming", *_PEERS, *_STOCK)
 _DENSE_LIMIT = 0.4
@@ -57,6 +60,7 @@ STEP_SYSTEMS = (
     "deepspeed-dense-zero1",
     "deepspeed-sparse",
     "torch-ddp",
+    "torch-ddp-sparse",
     "wavemare-ddp",
     "wavemare-auto",
     "wavemare-auto-gloo",
@@ -159,6 +163,10 @@ class SparseRequest(GptRequest):
 
     warmups: NonNegativeInt = 2
 
+    duels: NonNegativeInt = 0
+    """Rounds in which, after the survey, wavemare-auto and the fastest other system of each case
+    run in turns; the result has the median of their ratio and its 95 % interval."""
+
     @property
     def chosen(self) -> tuple[str, ...]:
         """The systems to measure."""
@@ -187,6 +195,9 @@ class SparseRequest(GptRequest):
         super().check()
         check_names("--systems", self.chosen, STEP_SYSTEMS if self.step else SYSTEMS)
         check_names("--patterns", self.patterns, PATTERNS, "pattern")
+        if self.duels and (self.step or DUELIST not in self.chosen):
+            reason = f"it compares {DUELIST} with the fastest other system of a sum"
+            raise ConfigError("--duels", self.duels, reason, f"Measure {DUELIST}, without --step")
         if not self.densities:
             raise ConfigError("--densities", [], "there is nothing to measure", "Give 0 to 1")
 

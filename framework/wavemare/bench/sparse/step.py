@@ -34,6 +34,8 @@ _LEARNING_RATE = 1e-3
 _LINK_COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 _CALLS = "sparse_calls_"
 _TOPK_SHARE = 0.01
+_SPARSE = ("deepspeed-sparse", "torch-ddp-sparse")
+"""Systems whose embedding gives sparse gradients, as a user of them would set."""
 
 
 class StepSample(NamedTuple):
@@ -222,12 +224,13 @@ class _Engine(_System):
 def _build_system(name: str, request: SparseRequest) -> _System:
     """Build a system; all ranks must call it together."""
     model = _build_model(request)
-    if name == "deepspeed-sparse":
-        model.get_input_embeddings().sparse = True
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
+    if name in _SPARSE:
+        model.get_input_embeddings().sparse = True
+        optimizer.register_step_pre_hook(_make_dense)
     if name == STEP_BOUND:
         return _Torch(model, optimizer)
-    if name == "torch-ddp":
+    if name.startswith("torch-ddp"):
         return _Torch(DistributedDataParallel(model), optimizer)
     if name == "wavemare-ddp":
         return _WavemareDdp(model, optimizer, request)
@@ -242,8 +245,6 @@ def _build_system(name: str, request: SparseRequest) -> _System:
     if name.startswith("wavemare"):
         initialize = wavemare.initialize
         config["wavemare"] = {"sparse_collective": _section(name, request)}
-    elif name == "deepspeed-sparse":
-        optimizer.register_step_pre_hook(_make_dense)
     return _Engine(initialize(model=model, optimizer=optimizer, config=config)[0])
 
 

@@ -47,6 +47,11 @@ class Bench(ABC):
         return None
 
 
+def nonzero_rows(table: Tensor) -> Tensor:
+    """Return the numbers of a table's rows that are not zero: a model knows them."""
+    return table.abs().amax(dim=1).nonzero().flatten()
+
+
 class _Plain(Bench):
     def __init__(self, function: Callable[[Tensor], Any]) -> None:
         self._function = function
@@ -57,6 +62,8 @@ class _Plain(Bench):
 
 class _Wavemare(Bench):
     def __init__(self, mode: str, kind: str, block: int, constants: Constants | None) -> None:
+        self._searches = mode.endswith("-search")
+        mode = mode.removesuffix("-search")
         self.comm = SparseComm(
             transport="torch" if kind == "gloo" else "mpi",
             mode=mode,  # type: ignore[arg-type]
@@ -66,8 +73,14 @@ class _Wavemare(Bench):
             constants=constants,
         )
 
+    def prepare(self, case: Case, gradient: Tensor) -> None:
+        super().prepare(case, gradient)
+        self._blocks = None if self._searches else nonzero_rows(gradient.view(-1, self.comm.block))
+
     def sum(self) -> Any:
-        self.statistics = self.comm.allreduce_(self.bucket, key=self.case.key).stats
+        key = self.case.key
+        handle = self.comm.allreduce_(self.bucket, key=key, blocks=self._blocks)
+        self.statistics = handle.stats
 
     def close(self) -> None:
         self.comm.close()
@@ -102,7 +115,7 @@ class _Rows(Bench):
     def prepare(self, case: Case, gradient: Tensor) -> None:
         super().prepare(case, gradient)
         table = gradient.view(-1, self._block)
-        ids = table.abs().amax(dim=1).nonzero().flatten()
+        ids = nonzero_rows(table)
         self.sparse = torch.sparse_coo_tensor(
             ids.unsqueeze(0),
             table[ids],

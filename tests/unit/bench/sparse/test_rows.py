@@ -5,7 +5,13 @@ import numpy as np
 import pytest
 
 from wavemare.bench.result import draw, result_table
-from wavemare.bench.sparse.measure import Sample, active_blocks, build_result, make_gradient
+from wavemare.bench.sparse.measure import (
+    Sample,
+    active_blocks,
+    build_result,
+    make_gradient,
+    ratio_interval,
+)
 from wavemare.bench.sparse.request import PATTERNS, Case, SparseRequest
 from wavemare.comm.statistics import Statistics
 
@@ -104,3 +110,13 @@ def test_patterns_overlap_as_their_names_say():
     assert union("identical") == 1000
     assert union("random") == pytest.approx(10_000 * (1 - 0.9**4), rel=0.03)
     assert union("identical") < union("zipf") < union("random")
+
+
+def test_the_interval_of_a_ratio_holds_its_median_and_narrows_with_rounds():
+    assert ratio_interval([1.0, 2.0, 4.0], [2.0, 4.0, 8.0]) == (2.0, 2.0, 2.0)
+    noise = np.random.default_rng(1).lognormal(0, 0.2, 60)
+    few, many = (ratio_interval(np.ones(n), 1.5 * noise[:n]) for n in (6, 60))
+    for low, middle, high in (few, many):
+        assert low <= middle <= high
+    assert many[0] < 1.5 < many[2]
+    assert many[2] - many[0] < few[2] - few[0]
