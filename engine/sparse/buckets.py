@@ -286,9 +286,12 @@ class BucketReducer:
         self._missing[number].discard(name)
 
     def send_complete(self) -> None:
-        """Send the complete buckets, and write the reduced ones."""
+        """Send the complete buckets."""
         while (number := self.num_sent) < len(self.buckets) and not self._missing[number]:
             self._send()
+
+    def take_reduced(self) -> None:
+        """Write the buckets that have come back."""
         while self._num_written < self.num_sent and self._handles[self._num_written].done():
             self._take()
 

@@ -218,7 +218,10 @@ class ReplicatedGradients(SparseGradients):
         self.end()
 
     def begin(self) -> None:
-        """Send the remaining buckets and rows; gradients may then be replaced."""
+        """Send the remaining buckets and rows; gradients may then be replaced.
+
+        Sums are not written before `end`: they would be lost with the gradients that are replaced.
+        """
         for name in self._parameters:
             if not self.reducer.has(name):
                 self.reducer.put(name, self._gradient(name), in_place=True)
@@ -255,6 +258,7 @@ class ReplicatedGradients(SparseGradients):
         if name in self._usual and self._fired[name] >= self._usual[name]:
             self.reducer.put(name, self._gradient(name), in_place=True)
             self.reducer.send_complete()
+            self.reducer.take_reduced()
 
     def _gradient(self, name: str) -> Tensor:
         if self._accumulated is not None:

@@ -126,6 +126,7 @@ class PartitionedGradients(SparseGradients):
         for entry, gradient in zip(bucket.params, gradients, strict=True):
             self.reducer.put(self._names[id(self._adapter.parameter(entry))], gradient)
         self.reducer.send_complete()
+        self.reducer.take_reduced()
 
     def _write(self, name: str, reduced: Tensor, here: bool) -> None:
         group, parameter = self._group_of[name], self._parameters[name]

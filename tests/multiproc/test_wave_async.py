@@ -3,7 +3,7 @@
 
 import pytest
 
-BITWISE = ("sgd, 1", "sgd, 3", "adamw, 2", "sparse, 2")
+BITWISE = ("sgd, 1", "sgd, 3", "adamw, 2", "sparse, 2", "back at once, 2")
 
 
 @pytest.fixture

@@ -111,11 +111,25 @@ def furthest(engine, weights):
     return max((ours - theirs).abs().max().item() for ours, theirs in pairs)
 
 
-def case_delayed(rank, kind, micro_batches, clipping=0.0, wavemare_keys=None):
+def wait_for_each(comm):
+    """Have each bucket come back before the next one is sent, as with a slow main thread."""
+    send = comm.allreduce_
+
+    def send_and_wait(*args, **kwargs):
+        handle = send(*args, **kwargs)
+        handle.wait()
+        return handle
+
+    comm.allreduce_ = send_and_wait
+
+
+def case_delayed(rank, kind, micro_batches, clipping=0.0, wavemare_keys=None, at_once=False):
     data = batches(rank, STEPS * micro_batches)
     engine = engine_of(
         kind, micro_batches, {"mode": "async"}, clipping=clipping, wavemare_keys=wavemare_keys
     )
+    if at_once:
+        wait_for_each(engine.sparse.comm)
     losses = train(engine, data, micro_batches)
     steps = engine.global_steps
     engine.drain()
@@ -345,6 +359,7 @@ if __name__ == "__main__":
             "adamw, 2": case_delayed(rank, "adamw", 2),
             "clipped, 2": case_delayed(rank, "sgd", 2, clipping=0.5),
             "sparse, 2": case_delayed(rank, "sgd", 2, wavemare_keys=sparse),
+            "back at once, 2": case_delayed(rank, "sgd", 2, wavemare_keys=sparse, at_once=True),
             "warmup": case_warmup(rank),
             "resume async": case_resume(rank, folder, "async"),
             "resume replica": case_resume(rank, folder, "replica"),

@@ -90,10 +90,10 @@ def test_what_has_come_back_is_taken_while_others_are_on_their_way(comm):
         rounds.put(name, gradient(name))
     rounds.send_complete()
     comm.answer(1)
-    rounds.send_complete()
+    rounds.take_reduced()
     assert taken == []  # in the order of the buckets
     comm.answer(0)
-    rounds.send_complete()
+    rounds.take_reduced()
     assert [name for name, *_ in taken] == ["d", "c", "b"]
     assert taken[1] == ("c", [2.0, 4.0, 6.0, 8.0], True)
 
