@@ -2,6 +2,8 @@
 """Each recipe, under both engines by configuration alone, from text to a model that is used."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -134,6 +136,24 @@ def test_bert_pretraining_and_finetuning(recipe, small_options, recipe_config, t
 
     model = AutoModelForSequenceClassification.from_pretrained(finetuned / "model")
     assert sorted(model.config.id2label.values()) == ["neg", "pos"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+def test_a_sparse_configuration_says_what_it_saves(
+    command, small_options, recipe_config, tmp_path, kind
+):
+    options = small_options("gpt", tmp_path / "run")
+    shape = options.index("--model_config") + 1
+    tied = {**json.loads(Path(options[shape]).read_text()), "tie_word_embeddings": kind == "tied"}
+    options[shape] = str(tmp_path / "model.json")
+    Path(options[shape]).write_text(json.dumps(tied))
+    config = recipe_config("gpt/pretrain", "sparse")
+    ended = command("wavemare", "train", "gpt", "--config", config, *options).check()
+    check_run_folder(tmp_path / "run", batch=16)
+    said = re.search(r"sparse collective \(auto\).*? (\d+) % of", ended.output, re.DOTALL)
+    share = int(said[1])
+    assert (share == 100) == (kind == "tied")
 
 
 @pytest.mark.nightly

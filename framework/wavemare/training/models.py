@@ -142,7 +142,7 @@ def start_up_panel(
     if section.parallel.given:  # the engine makes its plan, which is shown then
         layout = {"processes": str(setup.world_size), "plan": "wavemare.parallel's, see below"}
     else:
-        layout = _layout(setup)
+        layout = _layout(setup) | _gradients(setup, model, samples_tokens=int(samples) * length)
         micro, accumulation = list(batch.values())[1:]
         samples += f" = {micro} x {accumulation} micro-batches x {setup.data_ranks} replicas"
     return {
@@ -182,6 +182,26 @@ def _layout(setup: Setup) -> dict[str, str]:
         "schedule": (section.pipeline.schedule if stages > 1 else "data parallel")
         + f", ZeRO {zero_section(setup.balance.config).get('stage', 0)}"
         + (f", waves {waves}" if waves != "off" else ""),
+    }
+
+
+def _gradients(setup: Setup, model: Any, samples_tokens: int) -> dict[str, str]:
+    """Return how gradients are summed, and how few of them at least are zero.
+
+    ``samples_tokens`` are the tokens of a step over all replicas.
+    """
+    mode = setup.section.sparse_collective.mode
+    if mode == "off":
+        return {}
+    words, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    rows = min(samples_tokens // setup.data_ranks, words.shape[0])
+    sent = whole
+    if head is None or head.weight is not words:
+        sent -= words.numel() - rows * words.shape[1]
+    return {
+        "gradients": f"sparse collective ({mode}): at most {rows} of {words.shape[0]} words in a "
+        f"step of a replica, {100 * sent / whole:.0f} % of the gradients"
     }
 
 
