@@ -136,14 +136,6 @@ class WaveletConfig(Section):
     reduction hides behind the next step. ``replica`` is the paper's rule with two replicas of the
     weights, for SGD. ``model_parallel``, the paper's other form, is done by ZeRO-3."""
 
-    pair_order: Literal["bf", "fb"] = "bf"
-    """Whether the backward or the forward pass comes first in a pair; ``fb`` keeps one more
-    segment's activations."""
-
-    budget: float | None = Field(default=None, ge=1)
-    """Bytes that both waves may keep, as a multiple of what one micro-batch keeps: forward passes
-    wait until there is room. If omitted, they advance segment by segment."""
-
     compile: bool = False
     """Whether each segment goes through ``torch.compile``."""
 

@@ -155,8 +155,7 @@ class Wavelet(Feature):
         if self._steps == _PROBE_WARMUPS + 1:
             probe.reset()
         elif self._steps == _PROBE_WARMUPS + _PROBE_STEPS + 1:
-            plan = {key: self._shape[key] for key in ("pair_order", "saved_bytes", "budget")}
-            decision = probe.decide(self._micro_batches, **plan)
+            decision = probe.decide(self._micro_batches)
             self._paired, self._probe = decision.on, None
             self._executor = self._make_executor(self._protocol.hooks())
             if dist.get_rank() == 0:
@@ -166,11 +165,7 @@ class Wavelet(Feature):
         """Run a batch forward once to measure saved bytes and shared weights."""
         engine = self._engine
         with self._protocol.forward():
-            found = profile_segments(self._segments, engine.module, batch)
-        # Ranks must follow one plan, whatever the shapes of their batches.
-        agreed = torch.tensor(found.saved_bytes, device=engine.device)
-        dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
-        self._profile = replace(found, saved_bytes=tuple(agreed.tolist()))
+            self._profile = profile_segments(self._segments, engine.module, batch)
         hooks = self._protocol.hooks()
         if self._probe is not None:
             hooks = replace(hooks, record=self._probe.record)
@@ -195,16 +190,10 @@ class Wavelet(Feature):
     @property
     def _shape(self) -> dict[str, Any]:
         """Arguments of the plan without the number of micro-batches."""
-        assert self._profile is not None
-        saved = self._profile.saved_bytes
-        budget = self._config.budget
         return {
             "num_segments": self._num_segments,
             "sums_output": tuple(self._segments.sums_output),
             "sums_gradient": tuple(self._segments.sums_gradient),
-            "pair_order": self._config.pair_order,
-            "saved_bytes": saved,
-            "budget": None if budget is None else int(budget * sum(saved)),
         }
 
     def _description(self) -> str:
@@ -295,14 +284,13 @@ class WaveProbe:
             sum_gradient_s=of[Kind.SUM_GRADIENT],
         )
 
-    def decide(self, micro_batches: int, **plan: Any) -> Decision:
+    def decide(self, micro_batches: int) -> Decision:
         """Return whether waves are faster; collective, and the same on all ranks.
 
         Args:
             micro_batches: Per optimizer step.
-            plan: Other arguments of `predict`.
         """
-        predicted = predict(self.costs(), self._num_segments, micro_batches, **plan)
+        predicted = predict(self.costs(), self._num_segments, micro_batches)
         return decide(predicted, micro_batches)
 
     def _now(self) -> float:

@@ -48,6 +48,8 @@ _REMOVED = {
     "wavemare.balance.micro_steps": "Leave it out; use wavemare.balance.shares",
     "wavemare.sparse_collective.mode = agsparse": "Choose auto; bench sparse measures it",
     "wavemare.sparse_collective.mode = sparcml": "Choose auto; bench sparse measures it",
+    "wavemare.wavelet.budget": "Leave it out; waves of equal layers keep what one keeps",
+    "wavemare.wavelet.pair_order": "Leave it out; the backward pass comes first",
     "wavemare.wavelet.streams": "Leave it out; all waves compute on one stream",
 }
 """What to do without a key, or a key's value, that an earlier version had."""

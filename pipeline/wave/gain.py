@@ -102,9 +102,6 @@ def predict(
     micro_batches: int,
     *,
     split_loss: float = 0.0,
-    pair_order: str = "bf",
-    saved_bytes: Sequence[int] = (),
-    budget: int | None = None,
 ) -> Prediction:
     """Return one optimizer step of each schedule.
 
@@ -114,9 +111,6 @@ def predict(
         micro_batches: Per optimizer step.
         split_loss: How much longer two halves of a micro-batch take than the whole, in passes: 0.1
             for 10 %.
-        pair_order: See `tick_tock`, as for the next two.
-        saved_bytes: For each segment.
-        budget: In bytes.
 
     Raises:
         PlanError: See `tick_tock` and `Costs`.
@@ -126,15 +120,7 @@ def predict(
     def paired(count: int) -> Plan:
         return in_phase(num_segments, count, sums_output=up, sums_gradient=down)
 
-    waves = tick_tock(
-        num_segments,
-        micro_batches,
-        sums_output=up,
-        sums_gradient=down,
-        pair_order=pair_order,
-        saved_bytes=saved_bytes,
-        budget=budget,
-    )
+    waves = tick_tock(num_segments, micro_batches, sums_output=up, sums_gradient=down)
     return Prediction(
         accumulation=step_time(accumulation(num_segments, micro_batches), costs),
         in_phase=step_time(paired(micro_batches), costs),

@@ -13,15 +13,13 @@ accumulation in the same order):
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import product
+from itertools import product, zip_longest
 from typing import Any
 
-from wavemare.errors import PlanError, did_you_mean
 from wavemare.pipeline.plan.plan import Action, Kind, Plan, check_numbers
 from wavemare.pipeline.wave.groups import Group, Groups, group_segments
 
 __all__ = [
-    "PAIR_ORDERS",
     "accumulation",
     "accumulation_step",
     "in_phase",
@@ -29,9 +27,6 @@ __all__ = [
     "tick_tock",
     "tick_tock_step",
 ]
-
-PAIR_ORDERS = ("bf", "fb")
-"""Backward group before forward group, which keeps the memory of one wave, or the other way."""
 
 
 def accumulation(num_segments: int, micro_batches: int, num_steps: int = 1) -> Plan:
@@ -118,19 +113,12 @@ def tick_tock_step(
     *,
     sums_output: Sequence[bool] = (),
     sums_gradient: Sequence[bool] = (),
-    pair_order: str = "bf",
-    saved_bytes: Sequence[int] = (),
-    budget: int | None = None,
 ) -> tuple[Action, ...]:
     """Return one optimizer step of `tick_tock`.
 
     After each backward group comes the other wave's next forward group; the rest of the longer
     row comes last. The head comes when the other wave is done: backward passes of two micro-batches
-    never mix.
-
-    With a budget, a forward group comes once the bytes of both waves, its own included, are within
-    the budget, and after the last backward pass at the latest. A collective may then overlap with
-    nothing.
+    never mix. This order keeps the memory of one wave.
 
     Args:
         num_segments: With the head.
@@ -138,17 +126,13 @@ def tick_tock_step(
         step: Counted from 0.
         sums_output: See `group_segments`.
         sums_gradient: See `group_segments`.
-        pair_order: One of `PAIR_ORDERS`.
-        saved_bytes: Bytes that each segment saves for its backward pass; needed with a budget.
-        budget: In bytes. A small one gives plain accumulation, whose peak no budget lowers.
 
     Raises:
-        PlanError: A number or name is out of range, or see `group_segments`.
+        PlanError: A number is out of range, or see `group_segments`.
     """
     window = _Window(num_segments, micro_batches, step)
     groups = group_segments(num_segments, sums_output, sums_gradient)
-    _check_pairing(num_segments, pair_order, saved_bytes, budget)
-    phase = _phase(groups, pair_order, saved_bytes, budget)
+    phase = _phase(groups)
     first, last = window.micro_batches[0], window.micro_batches[-1]
     actions = list(window.forward(range(num_segments - 1), first))
     for micro_batch in range(first, last):
@@ -163,31 +147,15 @@ def tick_tock_step(
     return (*actions, *window.end())
 
 
-def _phase(
-    groups: Groups, pair_order: str, saved_bytes: Sequence[int], budget: int | None
-) -> list[tuple[Kind, Group]]:
+def _phase(groups: Groups) -> list[tuple[Kind, Group]]:
     """Return the order of one wave's groups below the head and all of the next one's before it."""
-    # Behind a head that is a group by itself there is a place for the other wave at once, which
-    # the order "fb" has anyway.
-    down = [group for group in groups.below_head if group or pair_order == "bf"]
-    up = groups.forward
     phase: list[tuple[Kind, Group]] = []
-    forwarded = 0
-
-    def fits(left: Iterable[Group]) -> bool:
-        kept = (*left, *up[: forwarded + 1])
-        return budget is None or sum(saved_bytes[s] for group in kept for s in group) <= budget
-
-    for number, group in enumerate(down):
-        if pair_order == "bf":
-            phase.append((Kind.BACKWARD, group))
-        left = down[number + (pair_order == "bf") :]
-        while forwarded < min(number + 1, len(up)) and fits(left):
-            phase.append((Kind.FORWARD, up[forwarded]))
-            forwarded += 1
-        if pair_order == "fb":
-            phase.append((Kind.BACKWARD, group))
-    return phase + [(Kind.FORWARD, group) for group in up[forwarded:]]
+    for down, up in zip_longest(groups.below_head, groups.forward):
+        if down is not None:
+            phase.append((Kind.BACKWARD, down))
+        if up is not None:
+            phase.append((Kind.FORWARD, up))
+    return phase
 
 
 class _Window:
@@ -240,21 +208,3 @@ def _plan(
     check_numbers(*sizes, num_steps)
     actions = tuple(a for step in range(num_steps) for a in make_step(*sizes, step, **options))
     return Plan(schedule, *sizes, num_steps, (actions,))
-
-
-def _check_pairing(
-    num_segments: int, pair_order: str, saved_bytes: Sequence[int], budget: int | None
-) -> None:
-    if pair_order not in PAIR_ORDERS:
-        reason = "there is no such order"
-        raise PlanError("pair_order", pair_order, reason, did_you_mean(pair_order, PAIR_ORDERS))
-    if budget is None:
-        return
-    if budget < 0:
-        raise PlanError("budget", budget, "it is negative", "Give bytes, or None for no budget")
-    if len(saved_bytes) != num_segments:
-        reason = f"these are {len(saved_bytes)} numbers for {num_segments} segments"
-        raise PlanError("saved_bytes", tuple(saved_bytes), reason, "Give one for each segment")
-    if min(saved_bytes) < 0:
-        reason = "a segment keeps no negative number of bytes"
-        raise PlanError("saved_bytes", tuple(saved_bytes), reason, "Give 0 or more for each")

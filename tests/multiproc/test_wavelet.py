@@ -36,8 +36,6 @@ MORE = {
     "unmanaged, ZeRO 2": {"model": "gpt", "zero": 2, "config": UNMANAGED},
     "untied bert, ZeRO 3": {"model": "bert", "zero": 3, "untied": True},
     "bf16, ZeRO 0": {"model": "bert", "zero": 0, "config": BF16},
-    "forward first": {"model": "gpt", "zero": 2, "wavelet": {"pair_order": "fb"}},
-    "budget": {"model": "gpt", "zero": 1, "wavelet": {"budget": 1.0}},
     "split bert, ZeRO 2": {"model": "bert", "zero": 2, "wavemare": SPLIT},
     "split, auto": {
         "model": "gpt",

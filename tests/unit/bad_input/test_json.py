@@ -88,7 +88,7 @@ VALUES = [
     ("wavemare.parallel.stages[0][1]", [["h.0", 3]], ["3", "in quotes"]),
     ("wavemare.parallel.replica", "all", ["'rest' or a valid integer"]),
     ("wavemare.wavelet.mode", "asynch", ["Did you mean 'async'?"]),
-    ("wavemare.wavelet.budget", 2.0, ["no effect", 'to "sync"']),
+    ("wavemare.wavelet.compile", True, ["no effect", 'to "sync"']),
     ("wavemare.watchdog.timeout_s", -1, ["-1"]),
 ]
 

@@ -38,11 +38,7 @@ def plans(draw):
         return accumulation(size, micro_batches, num_steps), sums
     if kind == "in-phase":
         return in_phase(size, micro_batches, num_steps, **sums), sums
-    saved = draw(st.lists(st.integers(0, 9), min_size=size, max_size=size))
-    budget = draw(st.none() | st.integers(0, 2 * sum(saved)))
-    order = draw(st.sampled_from(["bf", "fb"]))
-    paced = {"saved_bytes": saved, "budget": budget, "pair_order": order}
-    return tick_tock(size, micro_batches, num_steps, **sums, **paced), sums
+    return tick_tock(size, micro_batches, num_steps, **sums), sums
 
 
 def passes(plan):
@@ -66,7 +62,6 @@ BEHIND_HEAD = "0F0 1F0 2F0 3F0 3B0 0F1 2B0 1B0 1F1 2F1 0B0 3F1 3B1 2B1 1B1 0B1"
             tick_tock(3, 3),
             "0F0 1F0 2F0 2B0 1B0 0F1 0B0 1F1 2F1 2B1 1B1 0F2 0B1 1F2 2F2 2B2 1B2 0B2",
         ),
-        (tick_tock(3, 2, pair_order="fb"), "0F0 1F0 2F0 2B0 0F1 1B0 1F1 0B0 2F1 2B1 1B1 0B1"),
         (in_phase(3, 3), "0F0 0F1 1F0 1F1 2F0 2B0 2F1 2B1 1B0 1B1 0B0 0B1 0F2 1F2 2F2 2B2 1B2 0B2"),
         (
             tick_tock(6, 2, **CHAIN),
@@ -79,7 +74,6 @@ BEHIND_HEAD = "0F0 1F0 2F0 3F0 3B0 0F1 2B0 1B0 1F1 2F1 0B0 3F1 3B1 2B1 1B1 0B1"
             "1B1 0B0 0B1",
         ),
         (tick_tock(4, 2, **HEAD_SUMS), BEHIND_HEAD),
-        (tick_tock(4, 2, **HEAD_SUMS, pair_order="fb"), BEHIND_HEAD),
     ],
 )
 def test_the_order_of_passes(plan, expected):
@@ -210,11 +204,11 @@ def unhidden(plan, sums):
 
 
 @some
-@given(row=rows(), micro_batches=st.integers(2, 5), order=st.sampled_from(["bf", "fb"]))
-def test_collectives_run_behind_the_other_wave_as_long_as_it_has_work(row, micro_batches, order):
+@given(row=rows(), micro_batches=st.integers(2, 5))
+def test_collectives_run_behind_the_other_wave_as_long_as_it_has_work(row, micro_batches):
     size, sums = row
     assume(any(sums["sums_output"]) or any(sums["sums_gradient"]))
-    plan = tick_tock(size, micro_batches, **sums, pair_order=order)
+    plan = tick_tock(size, micro_batches, **sums)
     assert unhidden(plan, sums) == []
     # The measure itself: without groups there is nothing in between.
     alone = accumulation(3, 2)
@@ -241,11 +235,6 @@ def test_in_phase_collectives_have_the_other_wave_in_between(row, micro_batches)
         ({"sums_output": [True]}, "sums_output", "1 flags for 3 segments"),
         ({"sums_gradient": [True] * 4}, "sums_gradient", "4 flags for 3 segments"),
         ({"sums_output": [False, False, True]}, "sums_output", "the loss"),
-        ({"pair_order": "fd"}, "pair_order", "Did you mean 'fb'"),
-        ({"budget": 7}, "saved_bytes", "0 numbers for 3 segments"),
-        ({"budget": 7, "saved_bytes": [1, 2]}, "saved_bytes", "2 numbers for 3 segments"),
-        ({"budget": 7, "saved_bytes": [1, -2, 3]}, "saved_bytes", "no negative number"),
-        ({"budget": -1, "saved_bytes": [1, 2, 3]}, "budget", "negative"),
     ],
 )
 def test_impossible_options_are_refused(options, key, reason):

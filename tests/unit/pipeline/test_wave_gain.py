@@ -242,15 +242,3 @@ def test_and_not_where_it_does_not(c, micro_batches, reason):
     decision = decide(predict(chain(c), LAYERS + 1, micro_batches), micro_batches)
     assert not decision.on
     assert reason in decision.reason
-
-
-def test_pairs_can_be_paced():
-    costs, saved = chain(0.5, 12), [16, 16, 8, 8, 4, 4, 2, 2, 1, 1, 1, 1, 0]
-    times = [
-        predict(costs, 13, 8, saved_bytes=saved, budget=budget).tick_tock.step_s
-        for budget in (0, 64, 80, 1000)
-    ]
-    assert times == sorted(times, reverse=True)
-    assert times[0] == predict(costs, 13, 8).accumulation.step_s
-    assert times[-1] == predict(costs, 13, 8).tick_tock.step_s
-    assert predict(costs, 13, 8, pair_order="fb").gain > 1

@@ -15,7 +15,6 @@ from wavemare.pipeline.wave.steps import OpenSteps, checked_step, open_tick_tock
 
 some = settings(max_examples=100, deadline=None)
 shapes = {"num_segments": st.integers(2, 6), "micro_batches": st.integers(1, 11)}
-orders = st.fixed_dictionaries({"pair_order": st.sampled_from(["bf", "fb"])})
 
 
 def plain(actions):
@@ -23,20 +22,20 @@ def plain(actions):
 
 
 @some
-@given(**shapes, options=orders)
-def test_a_drained_step_is_that_of_its_generator(num_segments, micro_batches, options):
-    found = checked_step(tick_tock, num_segments, micro_batches, **options)
-    assert plain(found) == plain(tick_tock_step(num_segments, micro_batches, **options))
+@given(**shapes)
+def test_a_drained_step_is_that_of_its_generator(num_segments, micro_batches):
+    found = checked_step(tick_tock, num_segments, micro_batches)
+    assert plain(found) == plain(tick_tock_step(num_segments, micro_batches))
 
 
 @some
-@given(**shapes, options=orders, num_steps=st.integers(1, 5))
-def test_an_open_run_is_that_of_the_whole_plan(num_segments, micro_batches, options, num_steps):
-    plan, steps = open_tick_tock(num_segments, micro_batches, num_steps, **options)
+@given(**shapes, num_steps=st.integers(1, 5))
+def test_an_open_run_is_that_of_the_whole_plan(num_segments, micro_batches, num_steps):
+    plan, steps = open_tick_tock(num_segments, micro_batches, num_steps)
     report = check(plan)
     assert max(report.peak_activations) <= 2
     assert max(report.max_staleness) == (num_steps > 1)
-    run = OpenSteps.make(num_segments, micro_batches, **options)
+    run = OpenSteps.make(num_segments, micro_batches)
     found = [run.step(k, carries_on=k > 0) for k in range(num_steps)]
     found.append(run.closing(num_steps - 1))
     passes = (Kind.LOAD, Kind.FORWARD, Kind.BACKWARD)
