@@ -77,11 +77,6 @@ class PipeMareConfig(Section):
     """Extra micro-batches in flight for each later stage. One hides the latency of slow messages,
     and doubles delay and activations."""
 
-    clipping: Literal["global", "stage"] = "global"
-    """Whether ``gradient_clipping`` bounds the norm over all stages (that of earlier stages as of
-    their last step) or each stage's own norm by its share, ``sqrt(parameters / all parameters)``.
-    """
-
 
 class PipelineConfig(Section):
     """How a Hugging Face model becomes a pipeline, and how the pipeline runs.

@@ -14,7 +14,7 @@ from typing import Any
 
 from wavemare.engine.observe.progress import PROGRESS, Progress
 from wavemare.files import atomic_write_text
-from wavemare.pipeline.clock.timeline import Event
+from wavemare.pipeline.clock.simulate import Event
 from wavemare.pipeline.plan.lowering import Pair
 from wavemare.pipeline.plan.plan import COMPUTE, RECEIVES, SENDS, Action, Kind
 

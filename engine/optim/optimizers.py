@@ -18,8 +18,7 @@ from wavemare.engine.context import EngineContext, StageContext
 from wavemare.engine.optim.adapter import adapt
 from wavemare.errors import ConfigError, did_you_mean
 from wavemare.pipeline.optim.matrix_optimizer import SIDES, MatrixOptimizer
-from wavemare.pipeline.optim.muon import Muon
-from wavemare.pipeline.optim.soap import SOAP, refresh_of
+from wavemare.pipeline.optim.soap_muon import SOAP, Muon, refresh_of
 
 __all__ = [
     "check_matrix_optimizer",

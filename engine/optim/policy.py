@@ -8,10 +8,11 @@ from typing import Any
 
 from wavemare.engine.config.resolve import SECTION, WavemareConfig
 from wavemare.errors import ConfigError
+from wavemare.pipeline.config import PipelineConfig
 from wavemare.pipeline.optim.matrix_optimizer import check_betas
 from wavemare.pipeline.staleness.staleness import largest_staleness, staleness_warning
 
-__all__ = ["advise", "check_replaceable", "choose_optimizer"]
+__all__ = ["advise", "check_replaceable"]
 
 _BETAS = (0.9, 0.95)  # SOAP's own defaults
 _LONG = 0.95
@@ -23,31 +24,7 @@ _IMPLEMENTATION = ("torch_adam", "adam_w_mode", "fused", "foreach", "bias_correc
 def advise(
     config: Mapping[str, Any], *, stages: int, micro_batches: int
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the configuration of a pipeline, and messages for the user.
-
-    Args:
-        config: The whole configuration; it is not changed.
-        stages: Length of the pipeline.
-        micro_batches: Micro-batches per optimizer step.
-
-    Returns:
-        The configuration of `choose_optimizer`, and messages: the staleness, if micro-batches do
-        not bound it to one step, and the policy's choice. Empty for a synchronous pipeline.
-
-    Raises:
-        ConfigError: See `choose_optimizer`.
-    """
-    pipeline = WavemareConfig.of(config).pipeline
-    chosen, said = choose_optimizer(config, stages=stages, micro_batches=micro_batches)
-    stale = pipeline.schedule == "pipemare"
-    warning = staleness_warning(stages, micro_batches, pipeline.pipemare.slack) if stale else None
-    return chosen, tuple(filter(None, (warning, said)))
-
-
-def choose_optimizer(
-    config: Mapping[str, Any], *, stages: int, micro_batches: int
-) -> tuple[dict[str, Any], str | None]:
-    """Return the configuration with the policy's optimizer, and its message.
+    """Return the configuration of a pipeline with the policy's optimizer, and messages.
 
     Staleness harms steps along the axes of the weights, such as AdamW's, far more than steps along
     the axes of the curvature (arXiv 2602.03515). With stale gradients the policy therefore replaces
@@ -60,14 +37,29 @@ def choose_optimizer(
         stages: Length of the pipeline.
         micro_batches: Micro-batches per optimizer step.
 
+    Returns:
+        The configuration, and messages for the user: the staleness, if micro-batches do not bound
+        it to one step, and the policy's choice. Empty for a synchronous pipeline.
+
     Raises:
         ConfigError: The optimizer is not named in the configuration.
     """
     config = dict(config)
     pipeline = WavemareConfig.of(config).pipeline
+    if pipeline.schedule != "pipemare":
+        return config, ()
+    warning = staleness_warning(stages, micro_batches, pipeline.pipemare.slack)
+    told = () if warning is None else (warning,)
+    if pipeline.pipemare.optimizer_policy != "auto":
+        return config, told
+    config, said = _choose_optimizer(config, pipeline, stages, micro_batches)
+    return config, (*told, said)
+
+
+def _choose_optimizer(
+    config: dict[str, Any], pipeline: PipelineConfig, stages: int, micro_batches: int
+) -> tuple[dict[str, Any], str]:
     settings = pipeline.pipemare
-    if pipeline.schedule != "pipemare" or settings.optimizer_policy != "auto":
-        return config, None
     chosen = config.get("optimizer")
     if not isinstance(chosen, Mapping) or "type" not in chosen:
         raise ConfigError(

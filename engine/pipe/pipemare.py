@@ -325,10 +325,7 @@ class PipeMareEngine(LinkedEngine):
         if self.guard is not None:
             norm = norms.from_here if self._clip else None
             self.guard.expect(self._first + self.micro_batches, norm)
-        if self._clip and self.pipemare.clipping == "stage":
-            # As if all stages had this one's mean square: the bound is clip * sqrt(share).
-            self._stage_optimizer.clip(norms.own, norms.own / norms.share)
-        elif self._clip:
+        if self._clip:
             self._stage_optimizer.clip(norms.own, norms.total)
         self._stage_optimizer.note_staleness(self._telemetry.mean_staleness)
         self._correction.before_step()
@@ -338,8 +335,7 @@ class PipeMareEngine(LinkedEngine):
         self._correction.after_step()
         norms.end_step()
         if self._clip:
-            squared = norms.total if self.pipemare.clipping == "global" else norms.own
-            self._global_grad_norm = math.sqrt(squared)
+            self._global_grad_norm = math.sqrt(norms.total)
         missing = self.micro_batches - self._trained
         self.global_samples -= missing * self.micro_batch_size * self.dp_world_size
 

@@ -161,7 +161,6 @@ class StageNorms:
         later_stages_sq_norm: All later stages', at the present step.
         earlier_stages_sq_norm: All earlier stages', at their last step; nan before it.
         exact: All stages', in a synchronous step; else None.
-        share: This stage's share of all parameters.
     """
 
     def __init__(self, engine: StageContext) -> None:
@@ -170,9 +169,7 @@ class StageNorms:
         trained = [p for p in engine.module.parameters() if p.requires_grad]
         counts[stage] = sum(getattr(p, "whole_numel", p.numel()) for p in trained)
         dist.all_reduce(counts, group=engine.grid.get_pipe_parallel_group())
-        shares = (counts / counts.sum()).tolist()
-        self.share: float = shares[stage]
-        self._later_share = sum(shares[stage:])
+        self._later_share = float(counts[stage:].sum() / counts.sum())
         self._is_first = stage == 0
         self.reset()
 

@@ -16,7 +16,7 @@ from wavemare.engine.waves.protocol import AccumulationProtocol
 from wavemare.engine.waves.segments import no_shared_parameters
 from wavemare.errors import ConfigError
 from wavemare.pipeline.plan.plan import Action
-from wavemare.pipeline.wave.groups import backward_pass, forward_pass, pass_pair
+from wavemare.pipeline.wave.schedule import backward_pass, forward_pass, pass_pair
 
 __all__ = ["StagePasses", "check_overlap"]
 

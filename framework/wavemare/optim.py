@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from wavemare.pipeline.optim.muon import Muon
-from wavemare.pipeline.optim.soap import SOAP, refresh_of
+from wavemare.pipeline.optim.soap_muon import SOAP, Muon, refresh_of
 
 __all__ = ["SOAP", "Muon", "refresh_of"]

@@ -40,6 +40,7 @@ _KINDS = {
 
 _REMOVED = {
     "wavemare.pipeline.pair_passes": "Use wavemare.pipeline.overlap_forward_backward",
+    "wavemare.pipeline.pipemare.clipping": "Leave it out; the norm of all stages is bounded",
     "wavemare.guard.message_checksum": "Leave it out; TCP and RDMA check messages themselves",
     "wavemare.guard.replica_digest_interval": "Leave it out; memory with ECC finds flipped bits",
     "wavemare.checkpoint.timeout_s": "Leave it out; a save waits for all ranks that write",

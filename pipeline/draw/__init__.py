@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Show plans and timelines: a text grid, CSV, a Chrome trace, and Gantt charts as PNG or SVG."""
+"""Show plans and timelines: a text grid, a Chrome trace, and Gantt charts as PNG or SVG."""
 
 from wavemare.pipeline.draw.gantt import png, svg
-from wavemare.pipeline.draw.text import grid, to_csv
+from wavemare.pipeline.draw.text import grid
 from wavemare.pipeline.draw.trace import chrome_trace
 
-__all__ = ["chrome_trace", "grid", "png", "svg", "to_csv"]
+__all__ = ["chrome_trace", "grid", "png", "svg"]

@@ -12,7 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wavemare.errors import PlanError
-from wavemare.pipeline.clock.timeline import Event, Timeline, bubble
+from wavemare.pipeline.clock.simulate import Event, Timeline, bubble
 from wavemare.pipeline.plan.plan import COLLECTIVES, COMPUTE, Kind
 
 if TYPE_CHECKING:

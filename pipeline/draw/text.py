@@ -1,24 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans as a grid of text, and plans and timelines as CSV."""
+"""Plans as a grid of text."""
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from wavemare.pipeline.clock.clock import execute
-from wavemare.pipeline.clock.timeline import Timeline
-from wavemare.pipeline.plan.plan import COMPUTE, Action, Kind, Plan
+from wavemare.pipeline.plan.plan import COMPUTE, Kind, Plan
 
-__all__ = ["grid", "to_csv"]
+__all__ = ["grid"]
 
 _IDLE = ".."
 _STEP_MARK = "*"
 _GAP = " "
-_COLUMNS = ("rank", "index", "kind", "stage", "micro_batch", "version", "wave")
-_TIMES = ("start_s", "end_s")
 
 
 def grid(plan: Plan, *, width: int = 80) -> str:
@@ -67,37 +61,3 @@ def _fold(labels: Sequence[str], columns: Sequence[Sequence[str]], width: int) -
         for label, texts in zip(labels, columns, strict=True):
             cells = (f"{_GAP}{text:<{size}}" for text in texts[first : first + per_block])
             yield f"{label:<{label_size - len(_GAP)}}{''.join(cells)}".rstrip()
-
-
-def to_csv(subject: Plan | Timeline) -> str:
-    """Return a table of all actions: rank, index, kind, stage, micro_batch, version and wave.
-
-    Args:
-        subject: A timeline's table also has start_s and end_s, in seconds. A plan's table begins
-            with a comment, ``# plan ...``, that holds the plan's numbers.
-
-    Returns:
-        Lines that end in a line feed; the first one after the comment names the columns.
-    """
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    if isinstance(subject, Plan):
-        header = str(replace(subject, ranks=())).rstrip()
-        file.write(f"# {header} ranks={len(subject.ranks)}\n")
-        writer.writerow(_COLUMNS)
-        for rank, actions in enumerate(subject.ranks):
-            writer.writerows([rank, index, *_fields(a)] for index, a in enumerate(actions))
-    else:
-        writer.writerow([*_COLUMNS, *_TIMES])
-        for rank, events in enumerate(subject.ranks):
-            writer.writerows(
-                # repr keeps every bit of a time.
-                [rank, index, *_fields(event.action), repr(event.start_s), repr(event.end_s)]
-                for index, event in enumerate(events)
-            )
-    return file.getvalue()
-
-
-def _fields(action: Action) -> list[str | int]:
-    kind, *numbers = action
-    return [kind.name.lower(), *numbers]

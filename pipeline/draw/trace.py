@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from wavemare.pipeline.clock.timeline import Event, Timeline
+from wavemare.pipeline.clock.simulate import Event, Timeline
 from wavemare.pipeline.plan.plan import COMPUTE, RECEIVES, SENDS, Action, Kind
 
 __all__ = ["chrome_trace"]

@@ -65,7 +65,7 @@ class RunPlan:
             micro_batches,
             asynchronous=True,
             overlap=overlap,
-            norms=clips and settings.clipping == "global",
+            norms=clips,
             correct=settings.discrepancy_correction.mode not in ("off", "predict"),
             slack=settings.slack,
         )

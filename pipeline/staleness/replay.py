@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from wavemare.errors import PlanError
-from wavemare.pipeline.optim.soap import SOAP
+from wavemare.pipeline.optim.soap_muon import SOAP
 from wavemare.pipeline.plan.lowering import ahead
 from wavemare.pipeline.plan.schedules import drain_boundary
 from wavemare.pipeline.staleness.staleness import ema_decay, lr_factor, resolve_mode

@@ -6,8 +6,7 @@ python recipes/examples/custom_schedule.py
 
 from pathlib import Path
 
-from wavemare.pipeline.clock.simulate import Costs, simulate
-from wavemare.pipeline.clock.timeline import bubble
+from wavemare.pipeline.clock.simulate import Costs, bubble, simulate
 from wavemare.pipeline.draw import grid, svg
 from wavemare.pipeline.plan.check import check
 from wavemare.pipeline.plan.lowering import add_communication, add_steps

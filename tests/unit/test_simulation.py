@@ -15,8 +15,7 @@ from transformers import (
 
 from wavemare.engine.optim.policy import advise
 from wavemare.errors import ConfigError, ModelError
-from wavemare.pipeline.optim.muon import Muon
-from wavemare.pipeline.optim.soap import SOAP
+from wavemare.pipeline.optim.soap_muon import SOAP, Muon
 from wavemare.simulation import SimulatedPipeline
 
 WORDS, LENGTH, SIZE = 50, 8, 4

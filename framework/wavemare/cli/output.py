@@ -50,7 +50,7 @@ def check_picture(
         raise ConfigError(option, str(path), reason, f"Name it {path.stem}.png")
 
 
-def write_page(page: str, file: Path, *, key: str = "--output") -> None:
+def write_page(page: str, file: Path) -> None:
     """Write a page and say so.
 
     Raises:
@@ -64,5 +64,5 @@ def write_page(page: str, file: Path, *, key: str = "--output") -> None:
         atomic_write_text(file, page)
     except OSError as error:
         reason = error.strerror or type(error).__name__
-        raise ConfigError(key, str(file), reason, "Name another HTML file") from None
+        raise ConfigError("--output", str(file), reason, "Name another HTML file") from None
     typer.echo(f"{file}: {len(page.encode()) / 1e6:.1f} MB", err=True)

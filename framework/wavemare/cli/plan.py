@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wavemare.cli.output import check_writable, write_page
+from wavemare.cli.output import check_writable
 from wavemare.errors import ConfigError
 
 if TYPE_CHECKING:
-    from wavemare.pipeline.clock.simulate import Costs
-    from wavemare.pipeline.clock.timeline import Timeline
+    from wavemare.pipeline.clock.simulate import Costs, Timeline
     from wavemare.pipeline.plan.plan import Plan
 
 __all__ = ["app", "search", "show"]
@@ -26,7 +25,7 @@ app = typer.Typer(
 )
 _MS_PER_S = 1e3
 _MOST_PASSES = 1_000_000  # minutes, and some gigabytes
-_FILES = ("plan.txt", "plan.csv", "trace.json", "plan.svg", "plan.png")
+_FILES = ("plan.txt", "trace.json", "plan.svg", "plan.png")
 _MAKE_A_PLAN = (
     "schedule",
     "stages",
@@ -142,9 +141,8 @@ def show(
     ] = False,
     output: Annotated[
         Path | None,
-        typer.Option(help="Folder for plan.txt, plan.csv, trace.json, plan.svg and plan.png."),
+        typer.Option(help="Folder for plan.txt, trace.json, plan.svg and plan.png."),
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="Page with a timeline to zoom into.")] = None,
     file: Annotated[
         Path | None, typer.Option(help="Read a plan's text form instead of making a plan.")
     ] = None,
@@ -171,7 +169,7 @@ def show(
             {"warmup_steps": warmup_steps, "drain_interval": drain_interval, "slack": slack},
             costs_ms,
         )
-    _present(plan, costs_ms, text_only=text, folder=output, html=html)
+    _present(plan, costs_ms, text_only=text, folder=output)
 
 
 def _refuse_beside_file(context: typer.Context) -> None:
@@ -239,7 +237,6 @@ def _present(
     *,
     text_only: bool,
     folder: Path | None,
-    html: Path | None,
 ) -> None:
     """Check a plan, simulate it, and show both."""
     from wavemare.pipeline.clock.simulate import simulate
@@ -260,11 +257,6 @@ def _present(
         # Not into the plan's text, which is read back.
         start = "" if text_only else "\n"
         typer.echo(f"{start}{folder}: {', '.join(_FILES)}", err=text_only)
-    if html is not None:
-        from wavemare.report import plan_page
-
-        facts = "\n".join(prediction).splitlines()
-        write_page(plan_page(plan, report, timeline, facts), html, key="--html")
 
 
 def _costs(plan: Plan, texts: Mapping[str, str]) -> Costs:
@@ -307,7 +299,7 @@ def _seconds(key: str, text: str, num_stages: int) -> tuple[float, ...]:
 
 def _prediction(plan: Plan, timeline: Timeline, costs_ms: Mapping[str, str]) -> str:
     """Return how long the plan takes, and how busy the ranks are meanwhile."""
-    from wavemare.pipeline.clock.timeline import bubble, steady_utilisation, utilisation
+    from wavemare.pipeline.clock.simulate import bubble, utilisation
 
     passes = ", ".join(
         f"{key.removeprefix('--').removesuffix('-ms')} {text} ms" for key, text in costs_ms.items()
@@ -315,12 +307,11 @@ def _prediction(plan: Plan, timeline: Timeline, costs_ms: Mapping[str, str]) -> 
     total_ms = timeline.makespan_s * _MS_PER_S
     per_step = f", {total_ms / plan.num_steps:.4g} ms per step" if plan.num_steps else ""
     shares = utilisation(timeline)
-    steady = steady_utilisation(timeline)
     lines = [
         f"predicted for {passes}:",
         f"time: {total_ms:.6g} ms{per_step}",
         f"bubble: {bubble(timeline):.1%} of the ranks' time",
-        f"busy: {_spread(shares)}" + (f"; in steady state {_spread(steady)}" if steady else ""),
+        f"busy: {_spread(shares)}",
     ]
     return "\n".join(lines)
 
@@ -353,7 +344,6 @@ def _write(plan: Plan, timeline: Timeline, folder: Path) -> None:
 
     contents = (
         str(plan).encode(),
-        draw.to_csv(plan).encode(),
         draw.chrome_trace(timeline).encode(),
         draw.svg(timeline).encode(),
         draw.png(timeline),

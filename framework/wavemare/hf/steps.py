@@ -16,7 +16,7 @@ from torch import Tensor
 from torch import distributed as dist
 from transformers.utils.generic import ModelOutput
 
-from wavemare.models.split import SplitLoss
+from wavemare.models.families import SplitLoss
 
 __all__ = [
     "SeededLoader",

@@ -18,11 +18,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from wavemare.errors import ConfigError, LaunchError, ModelError
-from wavemare.models.families import SUPPORTED, family_of
+from wavemare.models.families import SUPPORTED, family_of, split_chain, split_loss
 from wavemare.models.layers import PipelineLayer, TiedHead, name_weights
 from wavemare.models.module import Conversion, TransformerPipeline
 from wavemare.models.proof import prove
-from wavemare.models.split import split_chain, split_loss
 from wavemare.models.timing import layer_times
 from wavemare.parallel.tensor.partition import is_split, split_embedding, whole_without_weights
 from wavemare.pipeline.plan.partition import (

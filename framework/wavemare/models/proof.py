@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from wavemare.engine.checkpoint.random_state import random_state, restore_random_state
 from wavemare.errors import ModelError
 from wavemare.models.activations import Activations, split_batch
-from wavemare.models.families import ClassificationLoss, Loss
+from wavemare.models.families import ClassificationLoss, Loss, SplitLoss
 from wavemare.models.layers import PipelineLayer
-from wavemare.models.split import SplitLoss
 
 __all__ = ["example_batch", "example_labels", "prove", "run_chain"]
 

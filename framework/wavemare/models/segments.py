@@ -13,10 +13,9 @@ from wavemare.engine.waves.segments import Activations, Segment, Segments
 from wavemare.errors import ModelError
 from wavemare.models.activations import SideInputs, StageContext, split_batch
 from wavemare.models.chains import BertLayerLayer, GPT2BlockLayer
-from wavemare.models.families import Loss, family_of
+from wavemare.models.families import Loss, SplitTiedHead, family_of, split_chain, split_loss
 from wavemare.models.layers import Head, PipelineLayer, TiedHead, TokenEmbedding
 from wavemare.models.proof import prove
-from wavemare.models.split import SplitTiedHead, split_chain, split_loss
 from wavemare.parallel.tensor.layers import deferred_sums
 from wavemare.parallel.tensor.partition import is_split, split_embedding
 

@@ -21,7 +21,7 @@ from wavemare.models.families import Loss, family_of
 from wavemare.models.layers import PipelineLayer, TiedHead
 from wavemare.models.proof import example_batch, example_labels
 
-__all__ = ["layer_times", "rank_times"]
+__all__ = ["device_time", "layer_times", "rank_times"]
 
 _TOKENS = 128
 _ROUNDS = 3
@@ -128,21 +128,22 @@ def _measure(
         leaves: list[Tensor] = list(weights)
         if hidden.is_floating_point():
             leaves.append(hidden.requires_grad_())
-        started = _now()
+        started = device_time()
         with torch.enable_grad():
             result = layer(pack(hidden, sides))
             output, _ = unpack(result, layer.inputs)
             if leaves and output.requires_grad:
                 # Not backward(), which would leave gradients in the parameters.
                 torch.autograd.grad(end(output), leaves, allow_unused=True)
-        spent.append(_now() - started)
+        spent.append(device_time() - started)
     for part in {layer, module}:
         part.to(home)
     output, sides = unpack(result, layer.inputs)
     return pack(output.detach(), sides), median(spent[1:])
 
 
-def _now() -> float:
+def device_time() -> float:
+    """Return seconds of a clock, read when the device has done its work."""
     get_accelerator().synchronize()
     return time.perf_counter()
 

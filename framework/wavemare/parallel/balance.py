@@ -20,6 +20,7 @@ from torch import distributed as dist
 
 from wavemare.engine.checkpoint.random_state import random_state, restore_random_state
 from wavemare.errors import PlanError
+from wavemare.models.timing import device_time
 from wavemare.parallel.layout.layout import Layout, Prediction
 from wavemare.parallel.stages import StageProblem, balanced_shares, cut_stages, pipeline_s
 
@@ -246,12 +247,12 @@ def _measure(
     deadline = time.perf_counter() + _LIMIT_S / 2
     for _ in range(_WARMUPS + _ROUNDS):
         dist.barrier()  # unlike programs on one machine disturb each other as they will later
-        started = _now()
+        started = device_time()
         with torch.autocast(device.type, dtype, enabled=dtype is not None):
             loss = model(**batch).loss
         # Not backward(), which would leave gradients in the parameters.
         torch.autograd.grad(loss, weights, allow_unused=True)
-        ended = _now()
+        ended = device_time()
         whole.append(ended - started)
         if _any_rank(ended > deadline, device) and len(whole) > 1:
             break
@@ -273,8 +274,3 @@ def _any_rank(condition: bool, device: torch.device) -> bool:
     verdict = torch.tensor(int(condition), device=device)
     dist.all_reduce(verdict, op=dist.ReduceOp.MAX)
     return bool(verdict)
-
-
-def _now() -> float:
-    get_accelerator().synchronize()
-    return time.perf_counter()

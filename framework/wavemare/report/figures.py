@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from wavemare.pipeline.clock.timeline import Timeline
 from wavemare.report.traces import Span, Trace, category
 
 __all__ = [
@@ -16,7 +15,6 @@ __all__ = [
     "gantt",
     "gantt_height",
     "lines",
-    "rows_of_timeline",
     "rows_of_trace",
 ]
 
@@ -218,12 +216,4 @@ def rows_of_trace(trace: Trace) -> list[Row]:
             [start for start, _ in rank.steps],
         )
         for rank in trace.ranks
-    ]
-
-
-def rows_of_timeline(timeline: Timeline) -> list[Row]:
-    """Return the rows of a simulated timeline."""
-    return [
-        Row(f"rank {rank}", [Span(str(e.action), e.start_s, e.end_s) for e in events])
-        for rank, events in enumerate(timeline.ranks)
     ]

@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How ranks work together: in runs (pipeline, collective, timeline), and by a plan."""
+"""How ranks worked together in runs: pipeline, collective, timeline."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from wavemare.errors import ConfigError
 from wavemare.observe.lines import numbered
-from wavemare.pipeline.clock.timeline import Timeline
-from wavemare.pipeline.plan.check import Report
-from wavemare.pipeline.plan.plan import Plan
 from wavemare.pipeline.staleness.staleness import max_staleness
 from wavemare.report.figures import (
     Series,
@@ -17,17 +13,15 @@ from wavemare.report.figures import (
     gantt,
     gantt_height,
     lines,
-    rows_of_timeline,
     rows_of_trace,
 )
 from wavemare.report.page import Page
 from wavemare.report.runs import RunFacts
 from wavemare.report.traces import Trace
 
-__all__ = ["add_collective", "add_pipeline", "add_timeline", "plan_page"]
+__all__ = ["add_collective", "add_pipeline", "add_timeline"]
 
 _MIB = 2**20
-_MOST_BARS = 50_000
 _CALLS = "sparse_calls_"
 _DASHES = ("solid", "dash", "dot")
 
@@ -180,45 +174,3 @@ def _planned(run: RunFacts) -> str:
         for stage in range(stages)
     ]
     return f"By the plan a micro-batch's is at most {', '.join(most)} (stage 0 first)."
-
-
-def plan_page(plan: Plan, report: Report, timeline: Timeline, facts: Iterable[str]) -> str:
-    """Return a page with a plan: its timeline, what its check found, its text form.
-
-    Raises:
-        ConfigError: The plan has more actions than a browser can draw.
-    """
-    actions = sum(map(len, plan.ranks))
-    if actions > _MOST_BARS:
-        remedy = "Give fewer --steps, or --output, whose trace.json Perfetto shows"
-        reason = f"the plan has {actions} actions, and a page shows at most {_MOST_BARS}"
-        raise ConfigError("--html", plan.schedule, reason, remedy)
-    page = Page(
-        f"Plan: {plan.schedule}",
-        f"{plan.num_stages} stages, {plan.micro_batches} micro-batches per step, "
-        f"{plan.num_steps} optimizer steps; simulated, not measured.",
-    )
-    rows = rows_of_timeline(timeline)
-    page.section("Timeline")
-    page.text("Draw a frame to zoom into a part of the time; the last button shows all again.")
-    page.figure(
-        gantt(rows), label="what each rank does, over time", height=gantt_height(rows), zooms=True
-    )
-    page.section("Prediction")
-    for fact in facts:
-        page.text(fact)
-    page.section("Check")
-    page.table(
-        ("stage", "peak activations", "max staleness", "mean staleness"),
-        zip(
-            range(report.num_stages),
-            report.peak_activations,
-            report.max_staleness,
-            report.mean_staleness,
-            strict=True,
-        ),
-    )
-    page.details("All that the check found", str(report))
-    page.section("Text form")
-    page.details("The plan, for --file", str(plan))
-    return page.html()

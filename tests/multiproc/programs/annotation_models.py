@@ -3,7 +3,7 @@
 
 import transformers
 
-from wavemare.parallel.layout.compile import compile_layout
+from wavemare.parallel.layout.execute import compile_layout
 
 BATCH = {"train_micro_batch_size_per_gpu": 2}
 

@@ -16,7 +16,7 @@ from wavemare.bench.pipeline.runner import ADAMW, Place
 from wavemare.bench.pipeline.systems import BUILDERS
 from wavemare.bench.pipeline.workload import build_workload
 from wavemare.engine import init_distributed
-from wavemare.pipeline.optim.soap import SOAP
+from wavemare.pipeline.optim.soap_muon import SOAP
 
 STEPS = 3
 

@@ -13,8 +13,7 @@ import torch
 from common import furthest, leave, sine_batches, split_stages, start_stages
 
 from wavemare.engine import init_distributed
-from wavemare.pipeline.optim.muon import Muon
-from wavemare.pipeline.optim.soap import SOAP
+from wavemare.pipeline.optim.soap_muon import SOAP, Muon
 from wavemare.pipeline.staleness.replay import Replay
 
 WIDTH, SIZE = 8, 3

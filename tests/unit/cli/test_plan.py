@@ -13,13 +13,13 @@ from wavemare.cli import app
 from wavemare.errors import ConfigError, PlanError
 from wavemare.parallel.layout.layout import Layout
 from wavemare.pipeline.clock.simulate import Costs, simulate
-from wavemare.pipeline.draw import grid, to_csv
+from wavemare.pipeline.draw import grid
 from wavemare.pipeline.plan.check import check
 from wavemare.pipeline.plan.plan import Plan
 from wavemare.pipeline.plan.schedules import inference, one_f_one_b, pipemare
 from wavemare.pipeline.wave.schedule import accumulation, in_phase, tick_tock
 
-FILES = ["plan.csv", "plan.png", "plan.svg", "plan.txt", "trace.json"]
+FILES = ["plan.png", "plan.svg", "plan.txt", "trace.json"]
 
 
 def show(*options):
@@ -114,12 +114,11 @@ def test_output_holds_every_form(tmp_path):
     numbers = ("--stages", "3", "--micro-batches", "2", "--steps", "2", "--step-ms", "0.5")
     text = show(*numbers, "--output", str(folder))
     *_, last = text.splitlines()
-    assert last == f"{folder}: plan.txt, plan.csv, trace.json, plan.svg, plan.png"
+    assert last == f"{folder}: plan.txt, trace.json, plan.svg, plan.png"
     assert sorted(file.name for file in folder.iterdir()) == FILES
     assert Plan.parse((folder / "plan.txt").read_text()) == plan
     # The text is all there is on the screen.
     assert show(*numbers, "--text", "--output", str(folder)) == (folder / "plan.txt").read_text()
-    assert (folder / "plan.csv").read_text() == to_csv(plan)
     timeline = simulate(plan, Costs(0.001, 0.002, 0.0005))
     trace = json.loads((folder / "trace.json").read_text())["traceEvents"]
     end = max(e["ts"] + e["dur"] for e in trace if e["ph"] == "X")

@@ -77,10 +77,6 @@ def forward(norms):
     norms[-1].end_step()
 
 
-def test_shares_are_those_of_the_trained_parameters(norms):
-    assert [stage.share for stage in norms] == pytest.approx([0.3, 0.2, 0.5])
-
-
 @given(st.lists(squares, min_size=3, max_size=3))
 def test_the_first_stage_knows_the_norm_of_all(shared, own):
     backward(shared, own)
@@ -155,4 +151,4 @@ def test_a_resumed_stage_goes_on_as_it_would_have(norms, monkeypatch):
 def test_one_stage_knows_all(monkeypatch):
     (only,) = chain(monkeypatch, [(3,)])
     only.own = 2.0
-    assert (only.share, only.total) == (1.0, 2.0)
+    assert only.total == 2.0

@@ -4,7 +4,7 @@
 import pytest
 
 from wavemare.engine.observe.recorder import Recorder
-from wavemare.pipeline.clock.timeline import Event, Timeline
+from wavemare.pipeline.clock.simulate import Event, Timeline
 from wavemare.pipeline.plan.plan import Action, Kind
 
 BUSY = {Kind.FORWARD, Kind.BACKWARD, Kind.STEP}

@@ -9,14 +9,13 @@ from torch import nn
 from wavemare.engine.waves.executor import WaveExecutor
 from wavemare.engine.waves.segments import no_shared_parameters
 from wavemare.models.activations import split_batch
-from wavemare.models.families import family_of
+from wavemare.models.families import SplitTiedHead, family_of, split_chain, split_loss
 from wavemare.models.layers import Head
 from wavemare.models.proof import run_chain
 from wavemare.models.segments import stage_segments
-from wavemare.models.split import SplitTiedHead, split_chain, split_loss
 from wavemare.parallel.tensor.split import split_model
 from wavemare.parallel.tensor.vocabulary import VocabParallelHead
-from wavemare.pipeline.wave.groups import backward_pass, forward_pass, pass_pair
+from wavemare.pipeline.wave.schedule import backward_pass, forward_pass, pass_pair
 
 MICRO_BATCHES = 3
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from wavemare.pipeline.optim.soap import SOAP
+from wavemare.pipeline.optim.soap_muon import SOAP
 from wavemare.pipeline.staleness.replay import Replay
 
 STAGES, WIDTH, BATCH = 8, 16, 32

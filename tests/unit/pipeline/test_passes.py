@@ -13,7 +13,7 @@ from wavemare.pipeline.plan.check import check
 from wavemare.pipeline.plan.lowering import StageSchedule, in_pairs, overlap_forward_backward
 from wavemare.pipeline.plan.plan import RECEIVES, SENDS, Action, Kind
 from wavemare.pipeline.plan.schedules import one_f_one_b, overlapped_one_f_one_b
-from wavemare.pipeline.wave.groups import backward_pass, forward_pass, pass_pair
+from wavemare.pipeline.wave.schedule import backward_pass, forward_pass, pass_pair
 
 
 def parsed(text):

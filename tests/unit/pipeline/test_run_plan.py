@@ -77,18 +77,12 @@ def test_long_steps_and_runs_are_proved_by_a_part_of_them(micro_batches):
 
 
 @pytest.mark.parametrize(
-    ("mode", "clipping", "norms", "correct"),
-    [
-        ("auto", "global", True, True),
-        ("exact", "stage", False, True),
-        ("off", "global", True, False),
-        ("predict", "stage", False, False),
-    ],
+    ("mode", "correct"), [("auto", True), ("exact", True), ("off", False), ("predict", False)]
 )
-def test_the_settings_that_change_a_plan_are_taken(mode, clipping, norms, correct):
-    settings = {"discrepancy_correction": {"mode": mode}, "clipping": clipping, "slack": 2}
+def test_the_settings_that_change_a_plan_are_taken(mode, correct):
+    settings = {"discrepancy_correction": {"mode": mode}, "slack": 2}
     config = PipelineConfig.parse({"schedule": "pipemare", "pipemare": settings})
-    expected = RunPlan(4, 8, asynchronous=True, norms=norms, correct=correct, slack=2)
+    expected = RunPlan(4, 8, asynchronous=True, norms=True, correct=correct, slack=2)
     assert RunPlan.of(config, 4, 8, clips=True) == expected
     without = RunPlan(4, 8, asynchronous=True, correct=correct, slack=2)
     assert RunPlan.of(config, 4, 8, clips=False) == without

@@ -3,11 +3,10 @@
 
 import pytest
 
-from wavemare.pipeline.clock.timeline import (
+from wavemare.pipeline.clock.simulate import (
     Event,
     Timeline,
     bubble,
-    steady_utilisation,
     utilisation,
 )
 from wavemare.pipeline.plan.plan import Action
@@ -94,34 +93,6 @@ def test_utilisation_is_of_the_whole_time():
     shown = timeline(FIRST, SECOND)
     assert utilisation(shown) == (18 / 23, 15 / 23)
     assert bubble(shown) == pytest.approx(1 - 33 / 46)
-
-
-def test_the_steady_state_leaves_fill_and_drain_out():
-    shown = timeline(FIRST, SECOND)
-    # The last rank begins its first backward pass at 7, the first ends its last forward at 19.
-    assert steady_utilisation(shown) == (11 / 12, 8 / 12)
-
-
-def test_without_backward_passes_it_begins_with_the_last_first_forward_pass():
-    shown = timeline(
-        [("0F0", 0.0, 1.0), ("0F1", 1.0, 2.0), ("0F2", 2.0, 3.0)],
-        [("1F0", 1.0, 2.0), ("1F1", 2.0, 3.0), ("1F2", 3.0, 4.0)],
-    )
-    assert steady_utilisation(shown) == (1.0, 1.0)
-
-
-@pytest.mark.parametrize(
-    "ranks",
-    [
-        [],
-        [[]],
-        [[("0F0", 0.0, 1.0)], []],
-        [[("0B0", 0.0, 1.0)]],
-        [[("0F0", 0.0, 1.0), ("0B0", 1.0, 2.0)]],
-    ],
-)
-def test_a_short_timeline_has_no_steady_state(ranks):
-    assert steady_utilisation(timeline(*ranks)) is None
 
 
 def test_no_time_is_no_use():

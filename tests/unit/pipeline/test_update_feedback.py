@@ -8,7 +8,7 @@ import torch
 from torch.nn import Parameter
 
 from wavemare.engine.pipe.stage_optimizer import UpdateFeedback
-from wavemare.pipeline.optim.soap import SOAP
+from wavemare.pipeline.optim.soap_muon import SOAP
 
 MAKERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5),

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from wavemare.errors import PlanError
 from wavemare.pipeline.plan.check import check
 from wavemare.pipeline.plan.plan import COMPUTE, Action, Kind
-from wavemare.pipeline.wave.groups import group_segments
 from wavemare.pipeline.wave.schedule import (
     accumulation,
+    group_segments,
     in_phase,
     tick_tock,
 )

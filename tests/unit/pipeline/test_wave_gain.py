@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wavemare.errors import PlanError
-from wavemare.pipeline.clock.simulate import Costs, simulate
-from wavemare.pipeline.clock.timeline import utilisation
+from wavemare.pipeline.clock.simulate import Costs, simulate, utilisation
 from wavemare.pipeline.plan.plan import COLLECTIVES, COMPUTE, Kind
 from wavemare.pipeline.plan.schedules import one_f_one_b
 from wavemare.pipeline.wave.gain import decide, predict, step_time, sums_of

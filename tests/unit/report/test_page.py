@@ -7,11 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from wavemare.cli import app
-from wavemare.errors import ConfigError
-from wavemare.pipeline.clock.simulate import Costs, simulate
-from wavemare.pipeline.plan.check import check
-from wavemare.pipeline.plan.schedules import pipemare
-from wavemare.report import plan_page, read_run, run_page
+from wavemare.report import read_run, run_page
 from wavemare.report.sections import differences
 
 
@@ -140,36 +136,3 @@ def test_the_command_writes_a_page_that_stands_alone(run_folder, tmp_path):
     assert "http" not in head.replace("http-equiv", "")
     assert len(html.encode()) < 6e6
     assert f"{file}: {len(html.encode()) / 1e6:.1f} MB" in result.output
-
-
-def test_a_plan_is_drawn_as_it_is_simulated(figures_of):
-    plan = pipemare(2, 2, 2)
-    timeline = simulate(plan, Costs(forward_s=0.001, backward_s=0.002))
-    html = plan_page(plan, check(plan), timeline, ["bubble: 10 %"])
-    figure = figures_of(html)["Timeline"]
-    (forward,) = [trace for trace in figure["data"] if trace["name"] == "forward"]
-    expected = [
-        (f"rank {rank}", pytest.approx(event.start_s * 1000), str(event.action))
-        for rank, events in enumerate(timeline.ranks)
-        for event in events
-        if event.action.kind.name == "FORWARD"
-    ]
-    found = zip(forward["y"], forward["base"], forward["customdata"], strict=True)
-    assert list(found) == expected
-    assert set(forward["x"]) == {1.0}
-    assert "bubble: 10 %" in html
-    assert str(plan).splitlines()[0] in html
-
-
-def test_plan_show_writes_the_page(tmp_path):
-    file = tmp_path / "plan.html"
-    app(["plan", "show", "--stages", "2", "--html", str(file)], standalone_mode=False)
-    assert "<title>Plan: pipemare</title>" in file.read_text()
-
-
-def test_a_plan_that_no_browser_can_draw_is_refused(tmp_path):
-    words = ["plan", "show", "--schedule", "inference", "--micro-batches", "13000"]
-    words += ["--html", str(tmp_path / "x.html")]
-    with pytest.raises(ConfigError, match="at most 50000"):
-        CliRunner().invoke(app, [*words, "--text"], catch_exceptions=False)
-    assert not (tmp_path / "x.html").exists()

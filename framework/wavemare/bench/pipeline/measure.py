@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +10,6 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 
 from wavemare.bench.pipeline.request import BASELINE, BOUND, SYSTEMS, PipelineRequest
 from wavemare.bench.pipeline.runner import BoundRunner, Busy, Place, Runner, busy_seconds
@@ -19,8 +17,9 @@ from wavemare.bench.pipeline.systems import BUILDERS
 from wavemare.bench.pipeline.workload import Workload, build_workload
 from wavemare.bench.ranks import gather, interleaved, ratio_row
 from wavemare.files import atomic_write_bytes, atomic_write_text
+from wavemare.models.timing import device_time
 from wavemare.observe import Screen
-from wavemare.pipeline.clock.timeline import Event, Timeline
+from wavemare.pipeline.clock.simulate import Event, Timeline
 from wavemare.pipeline.draw import chrome_trace, png, svg
 
 __all__ = ["Sample", "build_rows", "build_timeline", "measure", "run_round", "save_traces"]
@@ -103,10 +102,10 @@ def run_round(runner: Runner, steps: int, fill: int) -> tuple[Sample, list[Event
     take = runner.take or list[Event]
     take()
     # No barrier here: in steady state the ranks are at different points of the same rate.
-    started = _now()
+    started = device_time()
     for _ in range(steps):
         runner.step()
-    seconds = (_now() - started) / steps
+    seconds = (device_time() - started) / steps
     events = take()
     for _ in range(fill):  # no rank computes beside an idle one
         runner.step()
@@ -116,11 +115,6 @@ def run_round(runner: Runner, steps: int, fill: int) -> tuple[Sample, list[Event
         return Sample(seconds), []
     busy = Busy(*(total / steps for total in busy_seconds(events)))
     return Sample(seconds, busy), events
-
-
-def _now() -> float:
-    get_accelerator().synchronize()
-    return time.perf_counter()
 
 
 def _stage_seconds(workload: Workload, request: PipelineRequest) -> list[float]:

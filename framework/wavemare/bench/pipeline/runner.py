@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from wavemare.bench.pipeline.workload import Batch, Workload
 from wavemare.bench.ranks import bench_device
-from wavemare.pipeline.clock.timeline import Event
+from wavemare.pipeline.clock.simulate import Event
 from wavemare.pipeline.plan.plan import COMPUTE, RECEIVES, SENDS, Action, Kind
 
 __all__ = [

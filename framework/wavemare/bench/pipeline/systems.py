@@ -28,7 +28,7 @@ from wavemare.bench.pipeline.runner import (
 )
 from wavemare.bench.pipeline.workload import Workload
 from wavemare.bench.ranks import bench_device
-from wavemare.pipeline.clock.timeline import Event
+from wavemare.pipeline.clock.simulate import Event
 from wavemare.pipeline.plan.plan import Kind
 
 __all__ = ["BUILDERS", "EngineRunner", "record_engine"]

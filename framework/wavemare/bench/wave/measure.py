@@ -36,8 +36,7 @@ from wavemare.bench.wave.systems import (
     median_seconds,
 )
 from wavemare.observe import Screen
-from wavemare.pipeline.clock.simulate import Costs
-from wavemare.pipeline.clock.timeline import Event
+from wavemare.pipeline.clock.simulate import Costs, Event
 from wavemare.pipeline.wave.gain import decide, predict
 
 __all__ = ["Sample", "Setting", "build_result", "exposed_share", "measure"]

@@ -21,7 +21,7 @@ from wavemare.engine.waves.segments import profile_segments
 from wavemare.errors import CommError
 from wavemare.models.segments import tensor_segments
 from wavemare.parallel.tensor.split import split_model
-from wavemare.pipeline.clock.timeline import Event
+from wavemare.pipeline.clock.simulate import Event
 from wavemare.pipeline.plan.plan import COLLECTIVES, COMPUTE, Action, Kind
 from wavemare.pipeline.wave.schedule import accumulation_step, in_phase_step, tick_tock_step
 

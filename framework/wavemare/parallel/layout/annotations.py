@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Annotations as scopes around construction, and as decorators of classes and functions."""
+"""Annotations as scopes around construction."""
 
 from __future__ import annotations
 
-import functools
 import sys
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -39,14 +38,9 @@ PLAN = "_wavemare_plan"
 
 _open: ContextVar[tuple[Region, ...]] = ContextVar("open_regions", default=())
 
-T = TypeVar("T")
-
 
 class Scope:
-    """``with`` block or decorator that annotates the modules made, or assigned, in it.
-
-    As a decorator of a class of modules it holds for each instance, of a function for the module
-    that it returns. The innermost annotation of a module counts.
+    """``with`` block that annotates the modules made, or assigned, in it; the innermost counts.
 
     Args:
         region: What the modules are annotated with.
@@ -75,37 +69,10 @@ class Scope:
         hook.remove()
         _open.reset(token)
 
-    def __call__(self, made: T) -> T:
-        """Annotate what a class or a function makes."""
-        if isinstance(made, type):
-            return self._decorate_class(made)
-        if not callable(made):
-            raise TypeError(f"{made!r} is neither a class of modules nor a function that makes one")
-
-        @functools.wraps(made)
-        def make(*args: Any, **kwargs: Any) -> Any:
-            with self as region:
-                module = made(*args, **kwargs)
-            if not isinstance(module, nn.Module):
-                raise TypeError(f"{made!r} returned {type(module).__name__}, not a module")
-            tag(module, region)
-            return module
-
-        return make  # type: ignore[return-value]
-
-    def _decorate_class(self, made: Any) -> Any:
-        if not issubclass(made, nn.Module):
-            raise TypeError(f"{made.__name__} is not a class of modules")
-        whole = made.__init__
-
-        @functools.wraps(whole)
-        def initialize(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            with self as region:
-                whole(module, *args, **kwargs)
-            tag(module, region)
-
-        made.__init__ = initialize
-        return made
+    def __call__(self, made: Any) -> NoReturn:
+        """Refuse to decorate, as an earlier version did."""
+        kind, reason = self._region.kind, "decorators were removed"
+        raise PlanError(kind, made, reason, f"Make the modules in 'with {kind}(...):'")
 
 
 def replica(count: int | None = None) -> Scope:

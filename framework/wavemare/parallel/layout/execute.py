@@ -1,26 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans on their way to an engine: found, agreed on by all ranks, made a configuration."""
+"""Layouts on their way to an engine: read or compiled from annotations, agreed on by all ranks."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from deepspeed import PipelineModule
 from deepspeed import comm as dist
 
-from wavemare.engine.config.resolve import SECTION, WavemareConfig
+from wavemare.engine.config.resolve import SECTION, WavemareConfig, check_batch_sizes, zero_section
 from wavemare.engine.config.sections import ParallelConfig
 from wavemare.errors import PlanError
+from wavemare.models.convert import trained_parameters
 from wavemare.parallel.layout.annotations import PLAN, is_annotated
-from wavemare.parallel.layout.compile import compile_layout
 from wavemare.parallel.layout.layout import Layout
-from wavemare.parallel.layout.names import annotate, named_chain
+from wavemare.parallel.layout.names import NamedChain, annotate, named_chain
+from wavemare.parallel.layout.regions import Region, Regions, regions_of
+from wavemare.pipeline.plan.partition import balanced_cuts
 
-__all__ = ["agree", "layout_for"]
+__all__ = ["agree", "compile_layout", "layout_for"]
 
 logger = logging.getLogger("wavemare")
 
@@ -142,3 +144,203 @@ def _check_fits(plan: Layout, model: Any) -> None:
         if plan.num_layers != layers:
             reason = f"the model has {layers} layers"
             raise PlanError("num_layers", plan.num_layers, reason, "Plan again for this model")
+
+
+_STEPS = "gradient_accumulation_steps"
+
+
+def compile_layout(model: Any, config: Mapping[str, Any], *, world_size: int) -> Layout:
+    """Return the plan of an annotated model.
+
+    Args:
+        model: The model, whole.
+        config: DeepSpeed's configuration: batch sizes, ZeRO, schedule unless annotated.
+        world_size: Number of processes.
+
+    Raises:
+        PlanError: Annotations do not go together, with the configuration or with the processes.
+        ConfigError: The batch sizes do not multiply.
+        ModelError: The model cannot be cut or split.
+    """
+    ours = WavemareConfig.of(config)
+    regions = regions_of(model)
+    if not regions.by_module:
+        reason = "none of its modules is annotated"
+        raise PlanError("model", type(model).__name__, reason, "Use wavemare.annotate, or scopes")
+    _check_given_once(ours, regions)
+    pipeline = regions.pipeline
+    cut = bool(regions.of("stage")) or pipeline is not None
+    chain = named_chain(model, ours.pipeline.inputs) if cut or regions.split else None
+    if regions.split is not None:
+        assert chain is not None
+        _check_split(regions, chain)
+    cuts = _cuts(regions, chain) if cut and chain is not None else None
+    stages = len(cuts) - 1 if cuts is not None else 1
+    splits, replicas = _degrees(regions, stages, world_size)
+    schedule = pipeline.schedule if pipeline is not None else None
+    given = _with_micro_batches(config, pipeline)
+    sizes = check_batch_sizes(given, data_world_size=replicas, stages=stages)
+    shares = _shares(config, sizes["train_micro_batch_size_per_gpu"], replicas)
+    waves = ours.pipeline.overlap_forward_backward if stages > 1 else ours.wavelet.mode == "auto"
+    return Layout(
+        stages=stages,
+        tensor_parallel=splits,
+        data_parallel=replicas,
+        cuts=cuts if stages > 1 else None,
+        num_layers=len(chain.layers) if chain is not None else None,
+        schedule=schedule or ours.pipeline.schedule,
+        wavelet=waves,
+        zero_stage=int(zero_section(config).get("stage", 0)),
+        recompute=_recomputes(model, config, stages),
+        global_batch=sizes["train_batch_size"],
+        micro_steps=sizes[_STEPS],
+        shares=shares,
+    )
+
+
+def _degrees(regions: Regions, stages: int, world_size: int) -> tuple[int, int]:
+    """Return splits and replicas: the processes left over, unless their number was given."""
+    split, replicas = regions.split, regions.replicas
+    splits = split.size or 1 if split is not None else 1
+    left = world_size // (stages * splits)
+    count = replicas.size if replicas is not None and replicas.size is not None else left
+    if stages * splits * count == world_size:
+        return splits, count
+    places = [region.place for region in (*regions.of("stage"), split, replicas) if region]
+    reason = (
+        f"stages x split x replicas = {stages} x {splits} x {count or 1} is not the number of "
+        f"processes ({world_size})"
+    )
+    reason += f"; annotated at {', '.join(dict.fromkeys(places))}" if places else ""
+    remedy = f"Start {stages * splits * max(count, 1)} processes, or change the annotations"
+    raise PlanError("world_size", world_size, reason, remedy)
+
+
+def _cuts(regions: Regions, chain: NamedChain) -> tuple[int, ...]:
+    pipeline = regions.pipeline
+    if regions.of("stage"):
+        return _stage_cuts(regions, chain)
+    assert pipeline is not None
+    if pipeline.stages is None:
+        reason = f"the pipeline at {pipeline.place} has no stages"
+        remedy = "Annotate stages in it, or give pipeline(stages=N)"
+        raise PlanError("pipeline", str(pipeline), reason, remedy)
+    return balanced_cuts([trained_parameters(layer) for layer in chain.layers], pipeline.stages)
+
+
+def _with_micro_batches(config: Mapping[str, Any], pipeline: Region | None) -> Mapping[str, Any]:
+    micro_batches = pipeline.micro_batches if pipeline is not None else None
+    if pipeline is None or micro_batches is None:
+        return config
+    given = config.get(_STEPS)
+    if given not in (None, "auto", micro_batches):
+        reason = f"{pipeline.place} has {micro_batches} micro-batches"
+        raise PlanError(_STEPS, given, reason, "Leave out one of the two")
+    return {**config, _STEPS: micro_batches}
+
+
+def _shares(config: Mapping[str, Any], micro: int, replicas: int) -> tuple[int, ...]:
+    balance = config.get("wavemare", {}).get("balance")
+    given = balance.get("shares") if isinstance(balance, Mapping) else None
+    return tuple(given) if isinstance(given, list) else (micro,) * replicas
+
+
+def _recomputes(model: Any, config: Mapping[str, Any], stages: int) -> bool:
+    if stages > 1:
+        theirs = config.get("pipeline", {})
+        return bool(isinstance(theirs, Mapping) and theirs.get("activation_checkpoint_interval"))
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+def _check_given_once(ours: WavemareConfig, regions: Regions) -> None:
+    place = regions.all[0].place
+    given = {
+        f"wavemare.pipeline.{name}": getattr(ours.pipeline, name)
+        for name in ("stages", "partition")
+        if name in ours.pipeline.model_fields_set
+    }
+    if ours.tensor_parallel.size > 1:
+        given["wavemare.tensor_parallel.size"] = ours.tensor_parallel.size
+    pipeline = regions.pipeline
+    if pipeline and pipeline.schedule and "schedule" in ours.pipeline.model_fields_set:
+        if ours.pipeline.schedule != pipeline.schedule:
+            given["wavemare.pipeline.schedule"] = ours.pipeline.schedule
+            place = pipeline.place
+    for key, value in given.items():
+        reason = f"the model is annotated at {place}, which decides it"
+        raise PlanError(key, value, reason, "Leave out the key, or the annotation")
+
+
+def _stage_cuts(regions: Regions, chain: NamedChain) -> tuple[int, ...]:
+    """Return the bounds of the stages: layers without a region join the stage around them.
+
+    Raises:
+        PlanError: The stages are not consecutive layers, or a layer could belong to two.
+    """
+    found = [_stage_of(regions, names) for names in chain.modules]
+    known = [stage for stage in found if stage is not None]
+    filled: list[Region] = []
+    for index, own in enumerate(found):
+        stage = own
+        if stage is None:
+            before = filled[-1] if filled else None
+            after = next((s for s in found[index:] if s is not None), None)
+            if before is not None and after is not None and before.name != after.name:
+                layer = ", ".join(chain.modules[index]) or f"layer {index}"
+                reason = f"it is between {before} at {before.place} and {after} at {after.place}"
+                raise PlanError("stage", layer, reason, "Annotate it too")
+            stage = before or after or known[0]
+        filled.append(stage)
+    starts = [i for i, s in enumerate(filled) if i == 0 or s.name != filled[i - 1].name]
+    seen: dict[str | None, Region] = {}
+    for start in starts:
+        stage = filled[start]
+        if stage.name in seen:
+            between, first = filled[start - 1], seen[stage.name]
+            reason = (
+                f"{stage} by {first.place} goes on by {stage.place} after {between} by "
+                f"{between.place}: a stage is consecutive layers"
+            )
+            raise PlanError("stage", stage.name, reason, "Move the modules to one side")
+        seen[stage.name] = stage
+    for region in regions.of("stage"):
+        if region.name not in seen:
+            reason = f"the stage of {region.place} holds no layer of its own"
+            raise PlanError("stage", region.name, reason, "Name whole layers, or leave it out")
+    return (*starts, len(filled))
+
+
+def _stage_of(regions: Regions, names: Sequence[str]) -> Region | None:
+    stages = [
+        stage
+        for name in names
+        if (region := regions.by_module.get(name)) is not None
+        if (stage := region.enclosing("stage")) is not None
+    ]
+    for stage in stages[1:]:
+        first = stages[0]
+        if stage.name != first.name:
+            reason = (
+                f"{', '.join(names)} are one layer, but {first} at {first.place} has one of them "
+                f"and {stage} at {stage.place} another"
+            )
+            raise PlanError("stage", stage.name, reason, "Put them into one stage")
+    return stages[0] if stages else None
+
+
+def _check_split(regions: Regions, chain: NamedChain) -> None:
+    """Check that a split holds all blocks: the ranks that share one layer share each.
+
+    Raises:
+        PlanError: A block is not split.
+    """
+    split = regions.split
+    assert split is not None
+    for index in chain.blocks:
+        for name in chain.modules[index]:
+            region = regions.by_module.get(name)
+            own = region.enclosing("split") if region is not None else None
+            if own is None:
+                where = f"{name} at {region.place}" if region is not None else name
+                reason = f"{split} at {split.place} leaves {where} whole, and blocks are alike"
+                raise PlanError("split", str(split), reason, "Split all blocks or none")

@@ -48,7 +48,7 @@ def next_serial() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """An annotation that was made once: a scope that was entered, a decorator, a pattern.
+    """An annotation that was made once: a scope that was entered, a pattern.
 
     Args:
         kind: Which primitive.
@@ -141,7 +141,7 @@ def combined(outer: Region | None, own: Region | None) -> Region | None:
         return outer
     if own.within(outer):
         return own
-    # Annotated apart from each other, as by two decorators: one is put into the other.
+    # Annotated apart from each other: one is put into the other.
     stage, own_stage = outer.enclosing("stage"), own.enclosing("stage")
     if stage is not None and own_stage is not None and stage.name == own_stage.name:
         return own if own.kind == "split" or outer.kind != "split" else outer

@@ -9,9 +9,14 @@ from dataclasses import dataclass
 from wavemare.errors import PlanError
 from wavemare.parallel.layout.layout import Layout, Prediction
 from wavemare.parallel.planner.cluster import Cluster, Link
-from wavemare.parallel.planner.memory import MemoryModel, Variant
+from wavemare.parallel.planner.costs import (
+    MemoryModel,
+    TimeModel,
+    Variant,
+    optimizer_s,
+    reduction_s,
+)
 from wavemare.parallel.planner.model import BYTES, ModelCosts
-from wavemare.parallel.planner.times import TimeModel, optimizer_s, reduction_s
 from wavemare.parallel.stages import Cut, pipeline_s
 from wavemare.pipeline.plan.partition import balanced_cuts
 

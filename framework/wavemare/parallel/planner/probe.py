@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import os
 import socket
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +19,7 @@ from torch import distributed as dist
 from torch import nn
 
 from wavemare.errors import PlanError
+from wavemare.models.timing import device_time
 from wavemare.parallel.planner.cluster import BETWEEN, WITHIN, Cluster, Device, Link
 
 __all__ = ["BlockSize", "group_types", "probe_cluster"]
@@ -188,27 +188,22 @@ def _copy(device: torch.device, limit_s: float) -> float:
 
 def _seconds(run: Callable[[], object], limit_s: float) -> float:
     """Return the median time of a run, in rounds of some, or of as many rounds as fit."""
-    started = _now()
+    started = device_time()
     run()
-    once = _now() - started
+    once = device_time() - started
     if once * _WARMUPS < limit_s:
         for _ in range(_WARMUPS):
-            before = _now()
+            before = device_time()
             run()
-            once = _now() - before
+            once = device_time() - before
     runs = max(1, math.ceil(_ROUND_S / max(once, 1e-9)))
     spent: list[float] = []
-    while len(spent) < _ROUNDS and (not spent or _now() - started < limit_s):
-        before = _now()
+    while len(spent) < _ROUNDS and (not spent or device_time() - started < limit_s):
+        before = device_time()
         for _ in range(runs):
             run()
-        spent.append((_now() - before) / runs)
+        spent.append((device_time() - before) / runs)
     return median(spent)
-
-
-def _now() -> float:
-    get_accelerator().synchronize()
-    return time.perf_counter()
 
 
 def _first_pair(nodes: Sequence[str], *, same: bool) -> tuple[int, int] | None:
@@ -263,9 +258,9 @@ def _fixed_rounds(run: Callable[[], object]) -> float:
     run()
     spent = []
     for _ in range(_ROUNDS):
-        before = _now()
+        before = device_time()
         run()
-        spent.append(_now() - before)
+        spent.append(device_time() - before)
     return median(spent)
 
 

@@ -10,7 +10,7 @@ from itertools import pairwise, product
 
 import numpy as np
 
-from wavemare.parallel.planner.memory import RESERVE, Variant
+from wavemare.parallel.planner.costs import RESERVE, Variant
 from wavemare.parallel.planner.predict import Candidate, Scene, Unit
 from wavemare.parallel.stages import (
     Cut,

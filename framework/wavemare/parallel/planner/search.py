@@ -16,7 +16,7 @@ from wavemare.files import parse_json
 from wavemare.parallel.layout.layout import Layout, Prediction
 from wavemare.parallel.planner.cluster import Cluster
 from wavemare.parallel.planner.cluster_file import read_cluster
-from wavemare.parallel.planner.memory import Variant
+from wavemare.parallel.planner.costs import Variant
 from wavemare.parallel.planner.model import ModelCosts, model_costs
 from wavemare.parallel.planner.predict import Candidate, Scene, Settings
 from wavemare.parallel.planner.proposals import (

@@ -11,7 +11,7 @@ from wavemare.bench.pipeline import measure
 from wavemare.bench.pipeline.request import PipelineRequest
 from wavemare.bench.pipeline.runner import Runner
 from wavemare.bench.ranks import interleaved
-from wavemare.pipeline.clock.timeline import Event
+from wavemare.pipeline.clock.simulate import Event
 from wavemare.pipeline.plan.plan import Action, Kind
 
 

@@ -2,7 +2,7 @@
 """Timelines of all ranks on one clock, and their files."""
 
 from wavemare.bench.pipeline.measure import build_timeline, save_traces
-from wavemare.pipeline.clock.timeline import Event, Timeline
+from wavemare.pipeline.clock.simulate import Event, Timeline
 from wavemare.pipeline.plan.plan import Action, Kind
 
 RANKS = [

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from wavemare.errors import PlanError
-from wavemare.pipeline.clock.timeline import Event, Timeline
+from wavemare.pipeline.clock.simulate import Event, Timeline
 from wavemare.pipeline.draw import png, svg
 from wavemare.pipeline.draw.gantt import COLOURS, WAITING, figure, lanes, waiting_spans
 from wavemare.pipeline.plan.plan import Action, Kind

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from wavemare.pipeline.clock.timeline import Event, Timeline
+from wavemare.pipeline.clock.simulate import Event, Timeline
 from wavemare.pipeline.draw import chrome_trace
 from wavemare.pipeline.plan.plan import Action, Kind
 
