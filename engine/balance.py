@@ -20,8 +20,6 @@ from wavemare.engine.config.sections import BalanceConfig
 from wavemare.engine.context import EngineContext, Feature
 from wavemare.errors import DataError
 
-__all__ = ["Balance", "ShareSampler", "attach_balance"]
-
 _IGNORED = -100
 
 

@@ -30,8 +30,6 @@ from wavemare.engine.seams import discard_open_step, forget_grid, hold_grid
 from wavemare.engine.sparse.attach import attach_sparse_gradients
 from wavemare.engine.sparse.gradients import SparseGradients
 
-__all__ = ["EngineMixin"]
-
 
 class EngineMixin(CheckpointMixin):
     """Adds features to DeepSpeed's steps, and checkpoints that are complete or absent.

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from wavemare.engine.health.numbers import NumericsGuard
     from wavemare.engine.sparse.gradients import SparseGradients
 
-__all__ = ["EngineContext", "Feature", "StageContext"]
-
 
 class Feature:
     """What an engine does beside DeepSpeed's work. A subclass overrides the methods it needs.

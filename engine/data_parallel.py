@@ -19,8 +19,6 @@ from wavemare.engine.waves.segments import Segments
 from wavemare.engine.waves.wavelet import Wavelet, attach_wavelet
 from wavemare.errors import ConfigError, DataError
 
-__all__ = ["Engine"]
-
 
 class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
     """``deepspeed.DeepSpeedEngine`` that also has ``train_batch`` and ``eval_batch``.

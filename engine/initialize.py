@@ -41,8 +41,6 @@ from wavemare.errors import ConfigError
 from wavemare.pipeline.config import Schedule
 from wavemare.pipeline.plan.run_plan import RunPlan
 
-__all__ = ["ENGINES", "build_engine", "read_config"]
-
 logger = logging.getLogger("wavemare")
 
 ENGINES: Mapping[str, Any] = {

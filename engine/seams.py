@@ -29,21 +29,6 @@ from torch.utils.file_baton import FileBaton
 from wavemare.comm.waits import waiting
 from wavemare.engine.context import EngineContext
 
-__all__ = [
-    "ATTRIBUTES",
-    "DEEPSPEED",
-    "FUNCTIONS",
-    "digest",
-    "discard_open_step",
-    "dispatch_to",
-    "forget_grid",
-    "hold_grid",
-    "keeping_versions",
-    "mark_waits",
-    "replaced",
-    "warn_of_other_version",
-]
-
 DEEPSPEED = "0.19.8"
 """The version that the digests are of, and that all tests run with."""
 

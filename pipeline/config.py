@@ -9,16 +9,6 @@ from pydantic import Field
 
 from wavemare.section import Section
 
-__all__ = [
-    "TRAINED",
-    "DiscrepancyCorrection",
-    "LrRescheduling",
-    "PipeMareConfig",
-    "PipelineConfig",
-    "Schedule",
-    "WaveletConfig",
-]
-
 Schedule = Literal["1f1b", "pipemare"]
 """Schedules that engines train with; `wavemare.pipeline.plan.schedules.SCHEDULES` has more."""
 TRAINED: tuple[str, ...] = get_args(Schedule)

@@ -61,8 +61,6 @@ from wavemare.engine.seams import replaced
 from wavemare.errors import CheckpointError
 from wavemare.files import remove_leftovers, temporary_sibling
 
-__all__ = ["CheckpointMixin", "agree"]
-
 _RESERVED = {
     *("ds_autoep_layers", "autoep_layers", FOLDING_METADATA_KEY),
     *(UNIVERSAL_CHECKPOINT_INFO, CHECKPOINT_PARALLEL_DIMS),

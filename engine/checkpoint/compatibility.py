@@ -17,17 +17,6 @@ from wavemare.engine.context import EngineContext
 from wavemare.engine.optim.optimizers import is_added
 from wavemare.errors import CheckpointError
 
-__all__ = [
-    "check_checkpoint_fits",
-    "check_optimizer",
-    "check_shapes",
-    "check_universal",
-    "keeps_adam_alone",
-    "shapes",
-    "topology",
-    "untied_weights",
-]
-
 _EXPORTED = "a model that save_pretrained exported"
 _WRAPPERS = ("optimizer", "optimizer_state_dict", "base_optimizer_state")
 _COMPILED = "bias_correction"

@@ -39,17 +39,6 @@ from wavemare.engine.checkpoint.manifest import FileRecord
 from wavemare.engine.seams import replaced
 from wavemare.errors import CheckpointError
 
-__all__ = [
-    "GETATTR",
-    "CheckpointFiles",
-    "Foreign",
-    "RankFiles",
-    "check_client_state",
-    "enum_member",
-    "read_file",
-    "safe_loading",
-]
-
 GETATTR = "builtins.getattr"
 """What Python 3.11.0 to 3.11.3 write for a member (Debian 12 has 3.11.2); later versions do not."""
 

@@ -15,19 +15,6 @@ import xxhash
 from wavemare.errors import CheckpointError
 from wavemare.files import discard_folder, restore_folder
 
-__all__ = [
-    "FORMAT",
-    "MANIFEST",
-    "FileRecord",
-    "checksum",
-    "complete_tags",
-    "damaged",
-    "keep_last",
-    "read_manifest",
-    "resolve_tag",
-    "verify_contents",
-]
-
 MANIFEST = "wavemare.json"
 FORMAT = 2
 """1 had sizes alone: ``"files": {name: bytes}``."""

@@ -11,8 +11,6 @@ import numpy
 import torch
 from deepspeed.accelerator import get_accelerator
 
-__all__ = ["random_state", "restore_random_state"]
-
 
 def random_state() -> dict[str, Any]:
     """Return the states of torch's, Python's, NumPy's and the device's generator."""

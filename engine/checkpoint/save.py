@@ -25,8 +25,6 @@ from wavemare.engine.checkpoint.manifest import MANIFEST, FileRecord, checksum, 
 from wavemare.errors import CheckpointError
 from wavemare.files import atomic_write_text, replace_folder, sync_folder
 
-__all__ = ["BackgroundSave", "Save", "background_group", "gather"]
-
 logger = logging.getLogger("wavemare")
 
 

@@ -22,8 +22,6 @@ from wavemare.errors import ConfigError
 if TYPE_CHECKING:
     from wavemare.engine.config.resolve import WavemareConfig
 
-__all__ = ["check_shares", "launch_hint", "refuse"]
-
 _Rows = Iterator[tuple[object, str, object, str, str]]
 """Condition under which a row refuses, key, value, reason and remedy."""
 

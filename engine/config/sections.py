@@ -10,16 +10,6 @@ from pydantic import Field, PositiveInt
 from wavemare.pipeline.config import Schedule
 from wavemare.section import Section
 
-__all__ = [
-    "BalanceConfig",
-    "CheckpointConfig",
-    "GuardConfig",
-    "ParallelConfig",
-    "PipelineNames",
-    "SplitNames",
-    "WatchdogConfig",
-]
-
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _WEEK_S = 7 * 24 * 3600.0
 

@@ -16,22 +16,6 @@ from typing import Any
 from wavemare.errors import ConfigError
 from wavemare.section import Section
 
-__all__ = [
-    "BATCH_KEYS",
-    "SECTION",
-    "ZERO_WEIGHTS",
-    "check_complete",
-    "check_precision",
-    "check_shape",
-    "check_zero_stage",
-    "is_enabled",
-    "misplaced_keys",
-    "offloads",
-    "refuse_idle",
-    "section_of",
-    "zero_section",
-]
-
 SECTION = "wavemare"
 BATCH_KEYS = (
     "train_batch_size",

@@ -17,8 +17,6 @@ from typing import Any, Self
 
 from wavemare.errors import ConfigError
 
-__all__ = ["Interruption"]
-
 _PREFIX = "wavemare/interruption"
 _ASKED = "asked"
 _STOP_AT = "stop_at"

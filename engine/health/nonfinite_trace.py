@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from wavemare.engine.checkpoint.random_state import random_state, restore_random_state
 
-__all__ = ["Finding", "are_finite", "explained", "loss_of", "tensors_of", "trace"]
-
 _NO_LABEL = -100
 _NO_LABELS = "all labels are -100, and a mean over none is no number"
 

@@ -35,8 +35,6 @@ from wavemare.engine.optim.adapter import adapt
 from wavemare.engine.seams import replaced
 from wavemare.errors import NumericsError
 
-__all__ = ["Fault", "NumericsGuard", "StepConsensus", "attach_guard", "consensus_of", "skipping"]
-
 _T = TypeVar("_T")
 
 

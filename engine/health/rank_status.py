@@ -24,21 +24,6 @@ from wavemare.engine.launch.environment import host_address
 from wavemare.engine.observe.progress import Progress
 from wavemare.errors import LaunchError
 
-__all__ = [
-    "LOOPBACK",
-    "Diagnosis",
-    "PeerAddress",
-    "RankStatus",
-    "Server",
-    "UnreachablePeer",
-    "ask",
-    "ask_all",
-    "diagnose",
-    "diagnose_unreachable",
-    "reachable_address",
-    "write_report",
-]
-
 _LIBRARIES = ("site-packages", "/lib/python", "/engine/seams.py")
 _AROUND = 3
 """Actions of the plan shown on each side of the present one."""

@@ -30,8 +30,6 @@ from wavemare.engine.health.nonfinite_trace import (
 from wavemare.engine.health.numbers import Fault, NumericsGuard
 from wavemare.engine.pipe.micro_batch import as_tuple
 
-__all__ = ["StageWatch"]
-
 
 @dataclass
 class _Held:

@@ -45,8 +45,6 @@ from wavemare.engine.observe.progress import PROGRESS, Progress
 from wavemare.engine.seams import mark_waits
 from wavemare.files import process_has_ended, process_state, this_machine
 
-__all__ = ["EXIT_CODE", "Watchdog", "acquire", "current"]
-
 logger = logging.getLogger("wavemare")
 
 EXIT_CODE = 124

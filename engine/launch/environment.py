@@ -17,19 +17,6 @@ from dataclasses import dataclass
 
 from wavemare.errors import LaunchError
 
-__all__ = [
-    "RANK_VARIABLES",
-    "SIZE_VARIABLES",
-    "TORCH_VARIABLES",
-    "LauncherRank",
-    "check_environment",
-    "first_host",
-    "free_port",
-    "host_address",
-    "launcher_rank",
-    "torch_variables",
-]
-
 TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """The variables that DeepSpeed and torch need."""
 

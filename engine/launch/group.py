@@ -23,20 +23,6 @@ from wavemare.engine.launch.environment import (
 )
 from wavemare.errors import LaunchError
 
-__all__ = [
-    "agent_started",
-    "compiled_ops_enabled",
-    "end_mpich_helper",
-    "ensure_launched",
-    "environment_rank",
-    "environment_world_size",
-    "exit_now",
-    "init_attempt",
-    "init_distributed",
-    "may_restart",
-    "wait_for_gloo",
-]
-
 # The default of deepspeed.initialize, which cannot be distinguished from the user's choice.
 _DEFAULT_PORT = 29500
 

@@ -12,8 +12,6 @@ from typing import Any, Protocol
 from wavemare.comm.waits import Wait, wait_of
 from wavemare.pipeline.plan.plan import Action
 
-__all__ = ["PROGRESS", "Follower", "Place", "Progress"]
-
 _OUTSIDE = "the script's own code"
 
 

@@ -18,8 +18,6 @@ from wavemare.pipeline.clock.simulate import Event
 from wavemare.pipeline.plan.lowering import Pair
 from wavemare.pipeline.plan.plan import COMPUTE, RECEIVES, SENDS, Action, Kind
 
-__all__ = ["FOLDER", "FORMAT", "Recorder", "StageReport", "StepTrace", "Telemetry"]
-
 _WAITS = frozenset(RECEIVES) | frozenset(SENDS)
 
 

@@ -23,8 +23,6 @@ from torch import Tensor
 from wavemare.engine.context import EngineContext
 from wavemare.pipeline.optim.matrix_optimizer import Partition
 
-__all__ = ["OptimizerAdapter", "ZeroAdapter", "adapt"]
-
 
 def adapt(engine: EngineContext) -> OptimizerAdapter:
     """Return the adapter of an engine's optimizer.

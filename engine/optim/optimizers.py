@@ -20,19 +20,6 @@ from wavemare.errors import ConfigError, did_you_mean
 from wavemare.pipeline.optim.matrix_optimizer import SIDES, MatrixOptimizer
 from wavemare.pipeline.optim.soap_muon import SOAP, Muon, refresh_of
 
-__all__ = [
-    "check_matrix_optimizer",
-    "check_parameters",
-    "clipping_limit",
-    "count_all_stages",
-    "describe_partitions",
-    "is_added",
-    "make_muon",
-    "muon_groups",
-    "refresh_by_stage",
-    "take_optimizer",
-]
-
 _KEY = "optimizer.params"
 _RATES = ("muon_lr", "adam_lr")
 

@@ -12,8 +12,6 @@ from wavemare.pipeline.config import PipelineConfig
 from wavemare.pipeline.optim.matrix_optimizer import check_betas
 from wavemare.pipeline.staleness.staleness import largest_staleness, staleness_warning
 
-__all__ = ["advise", "check_replaceable"]
-
 _BETAS = (0.9, 0.95)  # SOAP's own defaults
 _LONG = 0.95
 _KEY = f"{SECTION}.pipeline.pipemare.optimizer_policy"

@@ -26,8 +26,6 @@ from wavemare.pipeline.plan.lowering import Pair, ahead, in_pairs
 from wavemare.pipeline.plan.plan import RECEIVES, SENDS, Action
 from wavemare.pipeline.plan.run_plan import RunPlan
 
-__all__ = ["DualPipeVEngine", "PipelineEngine", "PlanInterpreter", "StepSchedule"]
-
 _NEIGHBOURS = {kind: distance for kind, (_, distance) in (SENDS | RECEIVES).items()}
 
 

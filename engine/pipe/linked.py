@@ -18,8 +18,6 @@ from wavemare.pipeline.plan.plan import Action
 from wavemare.pipeline.plan.run_plan import RunPlan
 from wavemare.pipeline.plan.schedules import OVERLAP_SLACK, SEND_SLOTS
 
-__all__ = ["LinkedEngine", "OverlappedPipelineEngine"]
-
 
 class LinkedEngine(PipelineEngine):
     """A pipeline engine that holds `MicroBatch` objects, not DeepSpeed's buffers.

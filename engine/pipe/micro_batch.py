@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from wavemare.errors import DataError
 
-__all__ = ["Feed", "MicroBatch", "as_tuple", "naming_ids", "to_device"]
-
 Tensors = Tensor | tuple[Tensor, ...]
 
 

@@ -27,8 +27,6 @@ from wavemare.engine.pipe.micro_batch import Tensors
 from wavemare.errors import ModelError
 from wavemare.pipeline.plan.plan import Action, Kind
 
-__all__ = ["DESCRIPTION", "Layout", "PeerLink", "RecvQueue", "SendQueue"]
-
 _ALIGNMENT = 64  # bytes; a view of another type must begin at a multiple of its size
 _NUMBER = 8  # bytes of a float64
 _EXIT_S = 60.0  # for pending sends when the process ends

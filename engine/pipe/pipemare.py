@@ -34,8 +34,6 @@ from wavemare.pipeline.plan.schedules import SEND_SLOTS, steps_to_drain
 from wavemare.pipeline.staleness.correction import make_correction
 from wavemare.pipeline.staleness.staleness import max_staleness
 
-__all__ = ["PipeMareEngine"]
-
 logger = logging.getLogger("wavemare")
 
 _GAP_INTERVAL = 10

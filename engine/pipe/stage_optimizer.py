@@ -25,8 +25,6 @@ from wavemare.pipeline.config import PipeMareConfig
 from wavemare.pipeline.plan.lowering import ahead
 from wavemare.pipeline.staleness.staleness import lr_factor, mean_delay
 
-__all__ = ["StageNorms", "StageOptimizer", "UpdateFeedback"]
-
 _EPSILON = 1e-6  # DeepSpeed's own, in the denominator of the clipping coefficient
 
 

@@ -18,8 +18,6 @@ from wavemare.errors import ConfigError
 from wavemare.pipeline.plan.plan import Action
 from wavemare.pipeline.wave.schedule import backward_pass, forward_pass, pass_pair
 
-__all__ = ["StagePasses", "check_overlap"]
-
 KEY = "wavemare.pipeline.overlap_forward_backward"
 
 

@@ -17,9 +17,6 @@ from wavemare.engine.waves.executor import Hooks, WaveExecutor
 from wavemare.engine.waves.versions import DelayedVersions, Replicas, Versions
 from wavemare.pipeline.wave.steps import OpenSteps
 
-__all__ = ["AsyncWaves"]
-
-
 _Gradients = list[Tensor | None]
 
 

@@ -24,8 +24,6 @@ from torch import Tensor, nn
 from wavemare.engine.waves.segments import Activations, SegmentProfile, Segments, cut, detached
 from wavemare.pipeline.plan.plan import COMPUTE, Action, Kind
 
-__all__ = ["Aliases", "Hooks", "WaveExecutor", "adding_gradients", "aliased"]
-
 _Gradients = tuple[Tensor | None, ...]
 
 

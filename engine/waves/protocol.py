@@ -14,8 +14,6 @@ from wavemare.engine.context import EngineContext
 from wavemare.engine.seams import discard_open_step
 from wavemare.engine.waves.executor import Hooks
 
-__all__ = ["AccumulationProtocol"]
-
 
 class AccumulationProtocol:
     """Shows DeepSpeed plain gradient accumulation: backward passes never overlap.

@@ -13,18 +13,6 @@ from torch import Tensor, nn
 
 from wavemare.errors import ModelError
 
-__all__ = [
-    "Activations",
-    "SavedBytes",
-    "Segment",
-    "SegmentProfile",
-    "Segments",
-    "cut",
-    "detached",
-    "no_shared_parameters",
-    "profile_segments",
-]
-
 Activations = tuple[Tensor, ...]
 """Tensors between segments: floating-point ones, with gradients, and others (masks, positions) that
 are passed on unchanged."""

@@ -16,8 +16,6 @@ from wavemare.errors import ConfigError
 from wavemare.pipeline.staleness.correction import WeightStashing
 from wavemare.pipeline.staleness.storage import References
 
-__all__ = ["DelayedVersions", "Replicas", "Versions"]
-
 
 class Versions(ABC):
     """Lets a micro-batch go backward with the weights of its forward pass after an update.

@@ -29,8 +29,6 @@ from wavemare.pipeline.wave.gain import Decision, decide, peak_bytes, predict
 from wavemare.pipeline.wave.schedule import accumulation, tick_tock
 from wavemare.pipeline.wave.steps import OpenSteps, checked_step
 
-__all__ = ["WaveProbe", "Wavelet", "attach_wavelet"]
-
 logger = logging.getLogger("wavemare")
 
 _MIB = 2**20

@@ -22,23 +22,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = [
-    "atomic_write_bytes",
-    "atomic_write_text",
-    "discard_folder",
-    "parse_json",
-    "process_has_ended",
-    "process_state",
-    "refuse_duplicates",
-    "remove_leftovers",
-    "replace_folder",
-    "restore_folder",
-    "say_what_is_wrong",
-    "sync_folder",
-    "temporary_sibling",
-    "this_machine",
-]
-
 _SIBLING = re.compile(
     r"\.(?P<name>.+)\.wavemare-(?P<machine>[0-9a-f]+)-(?P<pid>[0-9]+)-(?P<start>[0-9]+)"
     r"-[0-9a-f]{8}\.(?P<kind>partial|tmp|old|deleted)"

@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-__all__ = ["at_first_use"]
-
 
 def at_first_use(package: str, home: Mapping[str, str]) -> Callable[[str], Any]:
     """Return a package's ``__getattr__``.

@@ -14,8 +14,6 @@ from wavemare.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-__all__ = ["Section"]
-
 _NAME = re.compile(r"'([^']*)'")
 _LIMITS = {
     "ge": "Give {} or more",

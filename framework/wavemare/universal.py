@@ -15,8 +15,6 @@ from wavemare.engine.checkpoint.files import safe_loading
 from wavemare.errors import CheckpointError
 from wavemare.failure import run_main
 
-__all__ = ["main"]
-
 _OPTIMIZER_STATES = "_optim_states.pt"
 
 

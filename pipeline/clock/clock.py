@@ -11,8 +11,6 @@ from operator import add
 from wavemare.errors import PlanError
 from wavemare.pipeline.plan.plan import RECEIVES, SENDS, Action, Kind, Plan
 
-__all__ = ["execute"]
-
 _Operation = Callable[[float], float | None]
 """Takes the time at which an action starts; gives that of its end, or None where it must wait."""
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["COLOURS", "figure", "png", "svg"]
-
 STEP, WAITING = "optimizer step", "waiting for messages"
 
 # Colours of Okabe and Ito, which people with any colour vision tell apart; blue, green and orange

@@ -8,8 +8,6 @@ from collections.abc import Iterator, Sequence
 from wavemare.pipeline.clock.clock import execute
 from wavemare.pipeline.plan.plan import COMPUTE, Kind, Plan
 
-__all__ = ["grid"]
-
 _IDLE = ".."
 _STEP_MARK = "*"
 _GAP = " "

@@ -10,8 +10,6 @@ from typing import Any
 from wavemare.pipeline.clock.simulate import Event, Timeline
 from wavemare.pipeline.plan.plan import COMPUTE, RECEIVES, SENDS, Action, Kind
 
-__all__ = ["chrome_trace"]
-
 _US_PER_S = 1e6
 # A viewer ties an arrow to the box that holds its end, and a box does not hold its own last moment.
 _INSIDE_US = 0.001

@@ -18,18 +18,6 @@ from torch.optim import Optimizer
 
 from wavemare.errors import CheckpointError, ConfigError, ModelError
 
-__all__ = [
-    "SIDES",
-    "MatrixOptimizer",
-    "Partition",
-    "Shape",
-    "State",
-    "adam_denominator",
-    "adam_update",
-    "check_betas",
-    "check_number",
-]
-
 SIDES = 2
 """Of a matrix."""
 

@@ -26,8 +26,6 @@ from wavemare.pipeline.optim.matrix_optimizer import (
     check_number,
 )
 
-__all__ = ["SOAP", "Muon", "refresh_of"]
-
 
 class SOAP(MatrixOptimizer):
     r"""AdamW in a rotated basis (SOAP, arXiv 2409.11321, algorithm 3).

@@ -9,8 +9,6 @@ from collections.abc import Iterable
 from wavemare.errors import PlanError
 from wavemare.pipeline.plan.plan import RECEIVES, SENDS, Action, Kind, Plan
 
-__all__ = ["PlanCursor"]
-
 _Key = tuple[int, ...]
 """A micro-batch and its wave."""
 

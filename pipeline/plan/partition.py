@@ -10,8 +10,6 @@ from itertools import accumulate, pairwise
 
 from wavemare.errors import ConfigError, did_you_mean
 
-__all__ = ["balanced_cuts", "check_partition", "explicit_cuts"]
-
 STAGES_KEY = "wavemare.pipeline.stages"
 PARTITION_KEY = "wavemare.pipeline.partition"
 _NAMES = ("parameters", "time", "uniform", "type:REGEX")

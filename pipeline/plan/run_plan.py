@@ -24,8 +24,6 @@ from wavemare.pipeline.plan.schedules import (
     pipemare,
 )
 
-__all__ = ["RunPlan", "repeat_micro_batch"]
-
 
 @dataclass(frozen=True)
 class RunPlan:

@@ -30,14 +30,6 @@ from wavemare.pipeline.staleness.storage import (
     same_layout,
 )
 
-__all__ = [
-    "Correction",
-    "VelocityCorrection",
-    "WeightPrediction",
-    "WeightStashing",
-    "make_correction",
-]
-
 
 def make_correction(
     mode: str,

@@ -26,8 +26,6 @@ from wavemare.pipeline.plan.lowering import ahead
 from wavemare.pipeline.plan.schedules import drain_boundary
 from wavemare.pipeline.staleness.staleness import ema_decay, lr_factor, resolve_mode
 
-__all__ = ["Replay", "StepRecord"]
-
 Value = Any
 """What passes between stages: a tensor or a tuple of tensors."""
 

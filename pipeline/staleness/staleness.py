@@ -11,18 +11,6 @@ from __future__ import annotations
 from wavemare.errors import PlanError, did_you_mean
 from wavemare.pipeline.plan.lowering import ahead
 
-__all__ = [
-    "MODES",
-    "bounding_micro_batches",
-    "ema_decay",
-    "largest_staleness",
-    "lr_factor",
-    "max_staleness",
-    "mean_delay",
-    "resolve_mode",
-    "staleness_warning",
-]
-
 MODES = ("off", "exact", "ema", "predict", "auto")
 """Corrections of the weight discrepancy: none, PipeDream's weight stashing, PipeMare's T2,
 SpecTrain's weight prediction, or whichever of stashing and T2 takes less memory."""

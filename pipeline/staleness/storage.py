@@ -13,8 +13,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from wavemare.errors import ModelError
 
-__all__ = ["Reference", "References", "distinct", "resolve", "same_layout"]
-
 _Layout = tuple[int, torch.Size, tuple[int, ...]]
 
 

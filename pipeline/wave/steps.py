@@ -13,8 +13,6 @@ from wavemare.pipeline.plan.plan import COMPUTE, Action, Kind, Plan
 from wavemare.pipeline.plan.run_plan import repeat_micro_batch
 from wavemare.pipeline.wave.schedule import tick_tock_step
 
-__all__ = ["OpenSteps", "checked_step", "open_tick_tock"]
-
 _SIZE = 4
 """Micro-batches per step of a checked plan; of more, each is like its second, in its own wave."""
 

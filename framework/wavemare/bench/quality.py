@@ -18,8 +18,6 @@ from wavemare.bench.result import drawing
 from wavemare.errors import LaunchError
 from wavemare.observe.lines import read_metrics
 
-__all__ = ["COLUMNS", "SYSTEMS", "Shape", "System", "draw", "simulate_all", "to_row"]
-
 _PIPELINE = "wavemare.pipeline"
 _PIPEMARE = f"{_PIPELINE}.pipemare"
 _CORRECTION = f"{_PIPEMARE}.discrepancy_correction.mode"

@@ -18,16 +18,6 @@ from deepspeed.accelerator import get_accelerator
 
 from wavemare.bench.request import GptRequest, Request
 
-__all__ = [
-    "SEED",
-    "bench_device",
-    "build_gpt",
-    "describe_machine",
-    "gather",
-    "interleaved",
-    "ratio_row",
-]
-
 SEED = 7
 _PACKAGES = ("wavemare", "torch", "deepspeed", "transformers")
 _Item = TypeVar("_Item")

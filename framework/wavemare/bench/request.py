@@ -12,8 +12,6 @@ from pydantic import Field, PositiveInt
 from wavemare.errors import ConfigError, did_you_mean
 from wavemare.section import Section
 
-__all__ = ["Column", "GptRequest", "NonNegativeInt", "Positive", "Request", "check_names", "option"]
-
 Row = Mapping[str, Any]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeInt = Annotated[int, Field(ge=0)]

@@ -13,8 +13,6 @@ from rich.table import Table
 
 from wavemare.bench.request import Column, Request, Row
 
-__all__ = ["draw", "drawing", "make_table", "print_result", "print_table", "result_table"]
-
 _NOTHING = "-"
 _MODELS = ("ideal", "model")
 _LOG_SCALE_FROM = 8.0

@@ -26,8 +26,6 @@ from wavemare.errors import LaunchError
 from wavemare.failure import run_main
 from wavemare.files import atomic_write_text
 
-__all__ = ["main", "run_ranks"]
-
 _RANK = "wavemare.bench.run"
 _TIMEOUT_S = 4 * 3600.0
 

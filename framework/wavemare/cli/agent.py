@@ -32,8 +32,6 @@ from wavemare.engine.launch.environment import host_address
 from wavemare.errors import LaunchError, WavemareError
 from wavemare.failure import run_main
 
-__all__ = ["exit_code", "main", "run_agent"]
-
 _SHARE_NO_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 

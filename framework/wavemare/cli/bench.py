@@ -24,8 +24,6 @@ from wavemare.cli.output import check_picture, check_writable
 from wavemare.errors import ConfigError
 from wavemare.files import atomic_write_text
 
-__all__ = ["bench", "save"]
-
 bench = typer.Typer(
     no_args_is_help=True,
     help="Measure systems side by side, in one run.",

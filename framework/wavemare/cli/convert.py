@@ -8,8 +8,6 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["convert"]
-
 
 def convert(
     source: Annotated[Path, typer.Argument(help="Folder to read; its format is recognised.")],

@@ -13,8 +13,6 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = ["app"]
-
 _SECONDS_BETWEEN_LINES = 5.0
 
 app = typer.Typer(no_args_is_help=True, help="Build, merge and inspect Megatron's indexed data.")

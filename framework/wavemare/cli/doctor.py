@@ -29,8 +29,6 @@ from wavemare.observe.screen import format_bytes, format_duration
 if TYPE_CHECKING:
     from wavemare.comm.mpi_library import MpiInfo
 
-__all__ = ["Finding", "diagnose", "doctor"]
-
 _PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "mpi4py")
 _CUDA = {True: "CUDA-aware", False: "not CUDA-aware", None: "CUDA support unknown"}
 _INTERFACE = "GLOO_SOCKET_IFNAME"

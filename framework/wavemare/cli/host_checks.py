@@ -21,8 +21,6 @@ from wavemare.cli.doctor import Finding
 from wavemare.cli.job import Host, is_this_host_alone, read_hosts
 from wavemare.errors import LaunchError
 
-__all__ = ["check_hostfile", "host_facts"]
-
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
 _SECONDS = 30.0
 _PARALLEL = 64

@@ -19,17 +19,6 @@ from wavemare.cli import launch
 from wavemare.engine.launch.environment import free_port
 from wavemare.errors import ConfigError, LaunchError, did_you_mean
 
-__all__ = [
-    "Host",
-    "Job",
-    "Launcher",
-    "check_launcher",
-    "is_this_host_alone",
-    "parse_hostfile",
-    "read_hosts",
-    "split_options",
-]
-
 Launcher = Literal["deepspeed", "mpirun"]
 
 # Prefixes of the variables that are passed on to other hosts.

@@ -20,15 +20,6 @@ import psutil
 
 from wavemare.errors import LaunchError
 
-__all__ = [
-    "accelerator_visible",
-    "end_job",
-    "exit_code",
-    "extra_environment",
-    "find_deepspeed",
-    "run",
-]
-
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # CUDA, CUDA in WSL, ROCm, Intel, Habana, Ascend and Cambricon.
 _DEVICE_FILES = (

@@ -11,8 +11,6 @@ import typer
 
 from wavemare.errors import ConfigError
 
-__all__ = ["check_picture", "check_writable", "write_page"]
-
 
 def check_writable(option: str, path: Path | None, *, is_folder: bool = False) -> None:
     """Check that a file or folder can be written, before the work is done.

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from wavemare.pipeline.clock.simulate import Costs, Timeline
     from wavemare.pipeline.plan.plan import Plan
 
-__all__ = ["app", "search", "show"]
-
 app = typer.Typer(
     no_args_is_help=True, help="Look at schedules without running them; find layouts of jobs."
 )

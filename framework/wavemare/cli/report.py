@@ -12,8 +12,6 @@ import typer
 from wavemare.cli.output import write_page
 from wavemare.errors import ConfigError
 
-__all__ = ["report"]
-
 
 def report(
     runs: Annotated[

@@ -15,8 +15,6 @@ import typer
 from wavemare.cli.train import find_recipe, refuse_second_config
 from wavemare.errors import ConfigError
 
-__all__ = ["simulate"]
-
 
 def simulate(
     context: typer.Context,

@@ -12,17 +12,6 @@ import typer
 
 from wavemare.errors import LaunchError
 
-__all__ = [
-    "Hostfile",
-    "LauncherArguments",
-    "LauncherName",
-    "Nproc",
-    "PrintCommand",
-    "launch_script",
-    "start",
-]
-
-
 Nproc = Annotated[
     int | None,
     typer.Option("--nproc", min=1, help="Processes on each host. (Default: slots, or 2.)"),

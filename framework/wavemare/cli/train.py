@@ -24,8 +24,6 @@ from wavemare.cli.start import (
 from wavemare.engine.launch.environment import launcher_rank
 from wavemare.errors import ConfigError, LaunchError, did_you_mean
 
-__all__ = ["RECIPES", "Recipe", "check_early", "find_recipe", "refuse_second_config", "train"]
-
 
 class Recipe(NamedTuple):
     """A module of ``wavemare.recipes``, and its default JSON configuration."""

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["build_indexed", "cut_text", "token_dtype", "tokenize"]
-
 Progress = Callable[[int, int], None]
 """Called with the documents done and the total."""
 

@@ -22,18 +22,6 @@ from wavemare.data.sources import check_prefix
 from wavemare.data.tokens import TokenStore
 from wavemare.errors import DataError
 
-__all__ = [
-    "HEADER",
-    "MAGIC",
-    "TYPES",
-    "VERSION",
-    "IndexedData",
-    "data_file",
-    "index_file",
-    "open_indexed",
-    "read_indexed",
-]
-
 MAGIC = b"MMIDIDX\x00\x00"
 """First bytes of an index."""
 

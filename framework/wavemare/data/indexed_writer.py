@@ -30,8 +30,6 @@ from wavemare.data.sources import check_prefix
 from wavemare.errors import DataError
 from wavemare.files import temporary_sibling
 
-__all__ = ["IndexedWriter", "merge_indexed"]
-
 _COPY_BYTES = 1 << 24
 _LARGEST_LENGTH = np.iinfo(np.int32).max
 

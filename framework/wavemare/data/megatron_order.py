@@ -30,14 +30,6 @@ from wavemare.data.samples import Sample
 from wavemare.data.tokens import TokenStore
 from wavemare.errors import ConfigError, DataError
 
-__all__ = [
-    "blend_index",
-    "blend_sizes",
-    "blended_samples",
-    "build_gpt_index",
-    "split_ranges",
-]
-
 _SPLITS = 3  # to train on, to validate, to test
 _FINAL_EPOCH_SHARE = 0.80  # below it, a last epoch is shuffled apart
 # As Megatron-core: the greedy rule may ask a data set for a little more than its share.

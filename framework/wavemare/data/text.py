@@ -17,17 +17,6 @@ from wavemare.errors import DataError
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
-__all__ = [
-    "Corpus",
-    "check_text_column",
-    "hash_fraction",
-    "iterate_texts",
-    "load_rows",
-    "load_text",
-    "load_texts_to_build",
-    "split_indices",
-]
-
 _VALIDATION_SPLITS = ("validation", "valid", "dev", "test")
 _HUB_TIMEOUT_SECONDS = 10.0
 _VALIDATION = 0.05  # share of the documents

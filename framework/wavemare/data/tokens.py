@@ -11,16 +11,6 @@ from numpy.typing import NDArray
 
 from wavemare.errors import ConfigError, DataError
 
-__all__ = [
-    "TokenStore",
-    "bigram_cross_entropy",
-    "check_fits",
-    "check_length",
-    "largest_token",
-    "split_store",
-    "unigram_cross_entropy",
-]
-
 _SCAN_TOKENS = 1 << 24
 _VALIDATION = 0.05  # share of the last documents
 

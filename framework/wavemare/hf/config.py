@@ -13,8 +13,6 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 from wavemare.engine.config.resolve import SECTION, WavemareConfig, check_config, load_config
 from wavemare.errors import ConfigError
 
-__all__ = ["TrainerConfig"]
-
 _ANNEAL_PART = 4
 """``anneal_steps`` is this part of the run's steps."""
 

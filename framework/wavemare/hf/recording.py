@@ -14,8 +14,6 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from wavemare.observe.recording import Recording
 
-__all__ = ["RecordingCallback"]
-
 _LEARNING = ("loss", "learning_rate", "grad_norm")
 _EVALUATED = "eval_"
 

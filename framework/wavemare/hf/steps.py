@@ -18,16 +18,6 @@ from transformers.utils.generic import ModelOutput
 
 from wavemare.models.families import SplitLoss
 
-__all__ = [
-    "SeededLoader",
-    "StepFeed",
-    "StepLoss",
-    "fill_rows",
-    "seeded",
-    "weighted_labels",
-    "whole_logits",
-]
-
 _IGNORED = -100
 _EPOCH_STRIDE = 1_000_003
 _RANK_STRIDE = 7_919

@@ -20,8 +20,6 @@ from wavemare.hf.whole_steps import WholeSteps
 from wavemare.models import save_pretrained
 from wavemare.parallel.layout.annotations import PLAN, is_annotated
 
-__all__ = ["Trainer"]
-
 _ZERO_WEIGHTS = 3
 
 

@@ -25,8 +25,6 @@ from wavemare.hf.steps import (
     whole_logits,
 )
 
-__all__ = ["WholeSteps"]
-
 _REMEDY = "Leave that out, or train data-parallel without waves"
 
 

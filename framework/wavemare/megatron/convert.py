@@ -34,8 +34,6 @@ from wavemare.megatron.weights import (
     to_transformers,
 )
 
-__all__ = ["Options", "convert", "format_of"]
-
 Format = Literal["hf", "megatron", "deepspeed"]
 
 _USED = {

@@ -26,8 +26,6 @@ from wavemare.files import (
     temporary_sibling,
 )
 
-__all__ = ["LATEST", "Checkpoint", "read_checkpoint", "said_by", "write_checkpoint"]
-
 LATEST = "latest_checkpointed_iteration.txt"
 _FILE = "model_optim_rng.pt"
 _RANK = re.compile(r"mp_rank_(\d\d)(?:_(\d\d\d))?")

@@ -14,15 +14,6 @@ from wavemare.errors import ModelError
 from wavemare.megatron.files import said_by
 from wavemare.megatron.weights import EMBEDDING, HEAD, POSITIONS, needed, num_layers
 
-__all__ = [
-    "arguments_of",
-    "check_arguments",
-    "class_of",
-    "config_of",
-    "load_model",
-    "model_of",
-]
-
 _CLASSES = {"gpt2": "GPT2LMHeadModel", "bert": "BertForMaskedLM"}
 _GPT2_END = 50256  # OpenAI's <|endoftext|>; a smaller vocabulary is not theirs
 # With any other value Megatron computes something else of the same weights.

@@ -18,8 +18,6 @@ from wavemare.megatron.models import class_of
 from wavemare.models.families import family_of
 from wavemare.models.layers import PipelineLayer, name_weights
 
-__all__ = ["read_pipeline"]
-
 _LATEST = "latest"
 
 

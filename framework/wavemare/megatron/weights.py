@@ -16,20 +16,6 @@ from torch import Tensor
 
 from wavemare.errors import ModelError
 
-__all__ = [
-    "EMBEDDING",
-    "HEAD",
-    "POSITIONS",
-    "from_transformers",
-    "merge",
-    "needed",
-    "num_layers",
-    "pad_vocabulary",
-    "reorder_qkv",
-    "split",
-    "to_transformers",
-]
-
 State = dict[str, Tensor]
 
 EMBEDDING = "embedding.word_embeddings.weight"

@@ -13,16 +13,6 @@ from torch import Tensor, nn
 
 from wavemare.errors import ModelError
 
-__all__ = [
-    "Activations",
-    "MaskMaker",
-    "SideInputs",
-    "StageContext",
-    "pack",
-    "split_batch",
-    "unpack",
-]
-
 _BATCH_NDIM = 2
 Activations = Tensor | tuple[Tensor, ...]
 """Hidden states alone, or followed by the side inputs in their declared order."""

@@ -25,17 +25,6 @@ from wavemare.errors import ModelError
 from wavemare.models.activations import MaskMaker, SideInputs, StageContext
 from wavemare.models.layers import Block, Head, PipelineLayer, TiedHead, TokenEmbedding, Wrapped
 
-__all__ = [
-    "GPT2BlockLayer",
-    "bidirectional_mask",
-    "classification_chain",
-    "decoder_chain",
-    "gpt2_chain",
-    "has_plan",
-    "masked_lm_chain",
-    "masked_lm_spares",
-]
-
 # transformers 5.24 renamed this argument of its functions for masks.
 _CACHE = "cache" if "cache" in signature(create_causal_mask).parameters else "past_key_values"
 

@@ -32,17 +32,6 @@ from wavemare.pipeline.plan.partition import (
     explicit_cuts,
 )
 
-__all__ = [
-    "TiedWeight",
-    "cut_chain",
-    "give_own_weights",
-    "take_apart",
-    "tied_weights",
-    "to_pipeline",
-    "trained_parameters",
-    "warn_of_untying",
-]
-
 _MEGABYTE = 1e6
 _logger = logging.getLogger("wavemare")
 

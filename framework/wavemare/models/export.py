@@ -24,8 +24,6 @@ from wavemare.parallel.tensor.partition import (
     whole_without_weights,
 )
 
-__all__ = ["pipeline_state_dict", "save_pretrained"]
-
 
 def pipeline_state_dict(module: Any) -> dict[str, Tensor] | None:
     """Gather a pipeline's weights, one tensor at a time; every process calls this.

@@ -33,19 +33,6 @@ from wavemare.parallel.tensor.vocabulary import (
     vocab_parallel_cross_entropy,
 )
 
-__all__ = [
-    "SUPPORTED",
-    "ClassificationLoss",
-    "Family",
-    "LanguageModelLoss",
-    "Loss",
-    "SplitLoss",
-    "SplitTiedHead",
-    "family_of",
-    "split_chain",
-    "split_loss",
-]
-
 SUPPORTED = (
     "GPT2LMHeadModel, BertForMaskedLM, BertForSequenceClassification, and causal language models "
     "whose configuration has a base_model_pp_plan (llama, qwen3, mistral, gpt_neox, ...)"

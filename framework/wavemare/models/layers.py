@@ -20,19 +20,6 @@ from torch import Tensor, nn
 from wavemare.errors import ModelError
 from wavemare.models.activations import Activations, SideInputs, StageContext, pack, unpack
 
-__all__ = [
-    "Block",
-    "Head",
-    "ModuleSpec",
-    "PipelineLayer",
-    "TiedHead",
-    "TiedSpec",
-    "TokenEmbedding",
-    "Wrapped",
-    "name_weights",
-    "spec_of",
-]
-
 
 class PipelineLayer(nn.Module):
     """One element of the chain; subclasses define :meth:`run`.

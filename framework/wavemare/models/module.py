@@ -18,8 +18,6 @@ from wavemare.models.activations import split_batch
 from wavemare.models.families import Loss
 from wavemare.models.layers import PipelineLayer, TiedHead, spec_of
 
-__all__ = ["Conversion", "TransformerPipeline"]
-
 
 @dataclass(frozen=True)
 class Conversion:

@@ -17,8 +17,6 @@ from wavemare.models.activations import Activations, split_batch
 from wavemare.models.families import ClassificationLoss, Loss, SplitLoss
 from wavemare.models.layers import PipelineLayer
 
-__all__ = ["example_batch", "example_labels", "prove", "run_chain"]
-
 _TEXTS, _TOKENS, _PADDING, _WINDOW = 2, 8, 3, 4
 _ROUNDING = 1e-6
 # The size of what modules return, None for that which the weights give; tokens; modes.

@@ -19,8 +19,6 @@ from wavemare.models.proof import prove
 from wavemare.parallel.tensor.layers import deferred_sums
 from wavemare.parallel.tensor.partition import is_split, split_embedding
 
-__all__ = ["segments_of", "stage_segments", "tensor_segments"]
-
 _WAVES = 2
 _Run = Callable[[Activations], Activations]
 

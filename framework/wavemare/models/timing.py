@@ -21,8 +21,6 @@ from wavemare.models.families import Loss, family_of
 from wavemare.models.layers import PipelineLayer, TiedHead
 from wavemare.models.proof import example_batch, example_labels
 
-__all__ = ["device_time", "layer_times", "rank_times"]
-
 _TOKENS = 128
 _ROUNDS = 3
 

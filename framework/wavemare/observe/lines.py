@@ -18,18 +18,6 @@ from typing import Any
 
 from wavemare.errors import DataError
 
-__all__ = [
-    "FOLDER",
-    "KINDS",
-    "Events",
-    "Lines",
-    "go_without",
-    "numbered",
-    "read_events",
-    "read_lines",
-    "read_metrics",
-]
-
 logger = logging.getLogger("wavemare")
 
 _told: set[Path] = set()

@@ -22,8 +22,6 @@ from wavemare.errors import ConfigError
 from wavemare.files import atomic_write_bytes, atomic_write_text
 from wavemare.observe.lines import Lines, read_metrics
 
-__all__ = ["Run"]
-
 _PACKAGES = ("wavemare", "torch", "deepspeed", "transformers", "datasets", "tokenizers", "mpi4py")
 _LOCK = ".lock"
 """Locked by the process that writes the folder, until it ends."""

@@ -18,8 +18,6 @@ from rich.text import Text
 
 from wavemare.observe.lines import numbered
 
-__all__ = ["Progress", "Screen", "format_bytes", "format_count", "format_duration", "live_facts"]
-
 _CALLS = "sparse_calls_"
 _WINDOW = 20  # steps to measure the speed over, so that a slow start or an evaluation fades away
 

@@ -24,15 +24,6 @@ from wavemare.models.timing import device_time
 from wavemare.parallel.layout.layout import Layout, Prediction
 from wavemare.parallel.stages import StageProblem, balanced_shares, cut_stages, pipeline_s
 
-__all__ = [
-    "Line",
-    "balance_replicas",
-    "example_samples",
-    "measure_speeds",
-    "plan_stages",
-    "shares_for",
-]
-
 _UNLIMITED = 1e30
 _WARMUPS = 4
 """Passes after a change of the batch size that take up to half as long again, seen on CPUs."""

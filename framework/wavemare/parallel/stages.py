@@ -18,16 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "Cut",
-    "StageProblem",
-    "balanced_shares",
-    "best_order",
-    "cut_stages",
-    "divisors",
-    "pipeline_s",
-]
-
 Array = NDArray[np.float64]
 Combine = Callable[[Any, Any], Any]
 

@@ -8,16 +8,6 @@ from typing import Any, NamedTuple
 
 from wavemare.report.traces import Span, Trace, category
 
-__all__ = [
-    "Row",
-    "Series",
-    "bars",
-    "gantt",
-    "gantt_height",
-    "lines",
-    "rows_of_trace",
-]
-
 _COLOURS = ("#3b8ed0", "#e69f00", "#2a9d6f", "#d1495b", "#b07cc6", "#56b4e9", "#8c7a4f", "#7a869a")
 _MS_PER_S = 1e3
 _PIXELS_PER_ROW, _PIXELS_AROUND = 44, 190

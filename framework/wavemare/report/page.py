@@ -12,8 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-__all__ = ["Page"]
-
 _STYLE = """
 :root { --text: #1b1f24; --soft: #59636e; --page: #ffffff; --box: #f4f6f8; --line: #d8dee4;
   --link: #0b5cad; --warn: #fff4d6; --warn-text: #5c4400; }

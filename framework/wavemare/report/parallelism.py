@@ -19,8 +19,6 @@ from wavemare.report.page import Page
 from wavemare.report.runs import RunFacts
 from wavemare.report.traces import Trace
 
-__all__ = ["add_collective", "add_pipeline", "add_timeline"]
-
 _MIB = 2**20
 _CALLS = "sparse_calls_"
 _DASHES = ("solid", "dash", "dot")

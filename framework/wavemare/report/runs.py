@@ -16,8 +16,6 @@ from wavemare.files import parse_json
 from wavemare.observe.lines import read_events, read_metrics
 from wavemare.report.traces import Trace, read_traces
 
-__all__ = ["Checkpoint", "RunFacts", "read_run"]
-
 _FILES = ("config.json", "metrics.jsonl", "summary.json")
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _TRAINER, _TRAINER_STATE = "checkpoint-", "trainer_state.json"

@@ -15,8 +15,6 @@ from wavemare.report.page import Page
 from wavemare.report.parallelism import add_collective, add_pipeline, add_timeline
 from wavemare.report.runs import RunFacts
 
-__all__ = ["differences", "flat", "overview", "run_page"]
-
 _MIB = 2**20
 _DASHES = ("solid", "dash", "dot", "dashdot")
 """Of several runs, whose curves may coincide."""

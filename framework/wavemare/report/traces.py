@@ -12,8 +12,6 @@ from wavemare.errors import DataError, PlanError
 from wavemare.files import parse_json
 from wavemare.pipeline.plan.plan import COLLECTIVES, COMPUTE, RECEIVES, SENDS, Action, Kind
 
-__all__ = ["RankTrace", "Span", "Trace", "category", "read_traces"]
-
 _KEYS = {"format", "rank", "stage", "first_step", "device", "steps", "spans"}
 _PAIR = "Pair "
 _MESSAGES = frozenset(SENDS) | frozenset(RECEIVES)

@@ -19,8 +19,6 @@ from wavemare.bench.cluster.namespaces import Namespaces, namespace_obstacle, ru
 from wavemare.bench.cluster.ranks import Host, Job, RankGroup, start_by_mpirun, start_each
 from wavemare.errors import LaunchError
 
-__all__ = ["EmulatedCluster"]
-
 MAX_HOSTS = 64
 
 _PREFIX = "10.77.0"

@@ -24,8 +24,6 @@ from typing import Any, Self
 
 from wavemare.errors import LaunchError
 
-__all__ = ["ADDRESS", "Throttle", "ask", "quota_files", "serving"]
-
 ADDRESS = "WAVEMARE_BENCH_REQUESTS"
 """Variable of ranks: the address that `serving` yields."""
 _TIMEOUT_S = 60.0

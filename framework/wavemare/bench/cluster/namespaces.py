@@ -18,8 +18,6 @@ import psutil
 
 from wavemare.errors import LaunchError
 
-__all__ = ["KINDS", "Namespaces", "namespace_obstacle", "run_tool"]
-
 KINDS = ("--net", "--uts", "--ipc", "--mount", "--pid")
 """The kinds of fresh namespaces, as options of ``unshare`` and ``nsenter``."""
 

@@ -15,8 +15,6 @@ from pathlib import Path
 from wavemare.bench.cluster.namespaces import KINDS, Namespaces
 from wavemare.comm.mpi_library import describe_mpi
 
-__all__ = ["TIMEOUT_CODE", "Host", "Job", "RankGroup", "start_by_mpirun", "start_each"]
-
 TIMEOUT_CODE = 124
 """Exit code of a program that was killed after its time limit, as of ``timeout``."""
 

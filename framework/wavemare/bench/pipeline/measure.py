@@ -22,8 +22,6 @@ from wavemare.observe import Screen
 from wavemare.pipeline.clock.simulate import Event, Timeline
 from wavemare.pipeline.draw import chrome_trace, png, svg
 
-__all__ = ["Sample", "build_rows", "build_timeline", "measure", "run_round", "save_traces"]
-
 Key = tuple[str, int]
 """A system's name and a number of micro-batches."""
 _CALIBRATION_MICRO_BATCHES = 4

@@ -14,8 +14,6 @@ from pydantic import Field, PositiveInt
 from wavemare.bench.request import Column, GptRequest, Positive, Row, check_names
 from wavemare.errors import ConfigError
 
-__all__ = ["BASELINE", "BOUND", "DEFAULT_SYSTEMS", "SYSTEMS", "PipelineRequest", "System"]
-
 BASELINE = "deepspeed-1f1b"
 BOUND = "no-communication-bound"
 _FORWARD_MS, _BACKWARD_MS = 7.0, 13.0

@@ -19,18 +19,6 @@ from wavemare.bench.ranks import bench_device
 from wavemare.pipeline.clock.simulate import Event
 from wavemare.pipeline.plan.plan import COMPUTE, RECEIVES, SENDS, Action, Kind
 
-__all__ = [
-    "ADAMW",
-    "BoundRunner",
-    "Busy",
-    "Place",
-    "Recorder",
-    "Runner",
-    "Take",
-    "build_optimizer",
-    "busy_seconds",
-]
-
 ADAMW = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 """The optimizer of all systems: AdamW in fp32."""
 Take = Callable[[], list[Event]]

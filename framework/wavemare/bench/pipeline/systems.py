@@ -31,8 +31,6 @@ from wavemare.bench.ranks import bench_device
 from wavemare.pipeline.clock.simulate import Event
 from wavemare.pipeline.plan.plan import Kind
 
-__all__ = ["BUILDERS", "EngineRunner", "record_engine"]
-
 _KINDS = {
     schedule.LoadMicroBatch: Kind.LOAD,
     schedule.ForwardPass: Kind.FORWARD,

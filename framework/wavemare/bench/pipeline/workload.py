@@ -20,8 +20,6 @@ from wavemare.models.layers import PipelineLayer
 from wavemare.models.timing import layer_times
 from wavemare.pipeline.plan.partition import balanced_cuts
 
-__all__ = ["GPTWorkload", "SyntheticWorkload", "Workload", "build_workload"]
-
 _BATCHES = 8
 _SYNTHETIC_WIDTH = 64
 _INPUTS = ("input_ids",)

@@ -29,8 +29,6 @@ from wavemare.parallel.layout.layout import Layout
 from wavemare.parallel.planner.probe import BlockSize, probe_cluster
 from wavemare.pipeline.plan.partition import balanced_cuts
 
-__all__ = ["measure"]
-
 _ALONE = "no-communication-bound"
 _ZERO = 1
 _STEADY_STEPS = 2

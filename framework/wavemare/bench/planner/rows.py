@@ -17,8 +17,6 @@ from wavemare.pipeline.clock.simulate import Costs, simulate
 from wavemare.pipeline.plan.plan import Plan
 from wavemare.pipeline.plan.schedules import one_f_one_b
 
-__all__ = ["best_cut", "choice_rows", "cut_rows", "cut_step_s", "share_gain", "share_rows"]
-
 LOSS_TOLERANCE = 1e-6
 """Losses of the same global batches may differ by so much."""
 _FORWARD = 1 / 3

@@ -26,8 +26,6 @@ from wavemare.parallel.planner.proposals import (
     whole_micro_steps,
 )
 
-__all__ = ["Axes", "layouts_by_axes", "run_jobs"]
-
 Axes = tuple[int, int, int]
 """Stages, ranks that share each layer, and replicas."""
 _NUM_HOSTS = 2

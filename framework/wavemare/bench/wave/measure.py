@@ -39,8 +39,6 @@ from wavemare.observe import Screen
 from wavemare.pipeline.clock.simulate import Costs, Event
 from wavemare.pipeline.wave.gain import decide, predict
 
-__all__ = ["Sample", "Setting", "build_result", "exposed_share", "measure"]
-
 # Of an Ethernet frame of 1514 bytes TCP carries 1448, and links count whole frames.
 _FRAMING = 1514 / 1448
 _LEAST_WIRE = 0.25

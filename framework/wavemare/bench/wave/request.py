@@ -11,8 +11,6 @@ from pydantic import Field, PositiveInt
 from wavemare.bench.request import Column, GptRequest, Row
 from wavemare.errors import ConfigError
 
-__all__ = ["BASELINE", "SYSTEMS", "WaveRequest"]
-
 BASELINE = "accumulation"
 IN_PHASE, DOMINO, TICK_TOCK = "in-phase", "domino", "tick-tock"
 SYSTEMS = (BASELINE, IN_PHASE, DOMINO, TICK_TOCK)

@@ -25,15 +25,6 @@ from wavemare.pipeline.clock.simulate import Event
 from wavemare.pipeline.plan.plan import COLLECTIVES, COMPUTE, Action, Kind
 from wavemare.pipeline.wave.schedule import accumulation_step, in_phase_step, tick_tock_step
 
-__all__ = [
-    "HALVES",
-    "PeakBytes",
-    "StepRecorder",
-    "Systems",
-    "check_gradients",
-    "median_seconds",
-]
-
 HALVES = "halves"
 """Accumulation of halved micro-batches: not a system, it measures the cost of halving."""
 # Sums of halves are rounded in another order.

@@ -22,17 +22,6 @@ from wavemare.parallel.layout.regions import (
 )
 from wavemare.pipeline.config import TRAINED
 
-__all__ = [
-    "PLAN",
-    "Scope",
-    "is_annotated",
-    "pipeline",
-    "replica",
-    "split",
-    "stage",
-    "tag",
-]
-
 PLAN = "_wavemare_plan"
 """Attribute of a model that is to be run by a plan."""
 

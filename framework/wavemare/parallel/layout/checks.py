@@ -14,8 +14,6 @@ from wavemare.pipeline.config import TRAINED
 if TYPE_CHECKING:
     from wavemare.parallel.layout.layout import Layout
 
-__all__ = ["check_layout", "check_seconds"]
-
 _ZERO_STAGES = (0, 1, 2, 3)
 _ZERO_WEIGHTS = 3
 _LARGEST = sys.float_info.max

@@ -22,8 +22,6 @@ from wavemare.parallel.layout.names import NamedChain, annotate, named_chain
 from wavemare.parallel.layout.regions import Region, Regions, regions_of
 from wavemare.pipeline.plan.partition import balanced_cuts
 
-__all__ = ["agree", "compile_layout", "layout_for"]
-
 logger = logging.getLogger("wavemare")
 
 _KEY = f"{SECTION}.parallel"

@@ -17,8 +17,6 @@ from torch import distributed as dist
 
 from wavemare.errors import ConfigError
 
-__all__ = ["Axis", "ProcessGrid", "process_grid", "rank_lists", "same_grid"]
-
 
 @dataclass(frozen=True)
 class Axis:

@@ -16,8 +16,6 @@ from wavemare.errors import PlanError, did_you_mean
 from wavemare.files import parse_json
 from wavemare.parallel.layout.checks import check_layout, check_seconds
 
-__all__ = ["Layout", "Prediction"]
-
 VERSION = 1
 _GIB = 2**30
 _MS_PER_S = 1e3

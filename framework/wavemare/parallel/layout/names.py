@@ -20,8 +20,6 @@ from wavemare.parallel.layout.annotations import PLAN, tag
 from wavemare.parallel.layout.layout import Layout
 from wavemare.parallel.layout.regions import Region, own_region
 
-__all__ = ["NamedChain", "annotate", "matches", "named_chain"]
-
 _RANGE = re.compile(r"(\d+)-(\d+)")
 _MOST_DIGITS = 5
 _EMBEDDINGS = ("embed", "embedding", "embeddings", "tok_embeddings")

@@ -15,18 +15,6 @@ from torch import nn
 
 from wavemare.errors import PlanError
 
-__all__ = [
-    "Kind",
-    "Region",
-    "Regions",
-    "check_nesting",
-    "combined",
-    "next_serial",
-    "own_region",
-    "regions_of",
-    "set_region",
-]
-
 Kind = Literal["replica", "stage", "split", "pipeline"]
 
 _HOLDS: dict[Kind, tuple[Kind, ...]] = {

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 from wavemare.errors import PlanError
 from wavemare.files import atomic_write_text
 
-__all__ = ["CARDS", "DTYPES", "Card", "Cluster", "Device", "Link"]
-
 DTYPES = ("fp32", "fp16", "bf16")
 VERSION = 1
 EFFICIENCY = 0.5

@@ -27,8 +27,6 @@ from wavemare.parallel.planner.cluster import (
 )
 from wavemare.section import Section
 
-__all__ = ["parse_cluster", "read_cluster"]
-
 logger = logging.getLogger("wavemare")
 
 _SHORT = re.compile(r"(?:(\d{1,9})x)?(\d{1,9})x(.+)", re.IGNORECASE | re.ASCII)

@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 from wavemare.parallel.planner.cluster import Cluster, Device, Link
 from wavemare.parallel.planner.model import BYTES, LayerCost, ModelCosts
 
-__all__ = ["RESERVE", "MemoryModel", "TimeModel", "Variant", "optimizer_s", "reduction_s", "ring_s"]
-
 RESERVE = 1.13
 """Factor on all that is counted: 5 % for workspace, 8 % for what the allocator cannot use."""
 

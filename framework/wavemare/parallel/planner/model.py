@@ -12,8 +12,6 @@ from typing import Any
 
 from wavemare.errors import ModelError, PlanError, did_you_mean
 
-__all__ = ["BYTES", "FAMILIES", "LayerCost", "ModelCosts", "model_costs"]
-
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 FAMILIES = ("gpt2", "bert", "llama", "mistral", "qwen2", "qwen3")

@@ -20,8 +20,6 @@ from wavemare.parallel.planner.model import BYTES, ModelCosts
 from wavemare.parallel.stages import Cut, pipeline_s
 from wavemare.pipeline.plan.partition import balanced_cuts
 
-__all__ = ["Candidate", "Scene", "Settings"]
-
 _LARGEST_BATCH = 2**31
 Unit = tuple[int, ...]
 """Devices, by their index, that share a model's layers: of one type, in one node."""

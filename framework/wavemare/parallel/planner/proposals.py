@@ -20,15 +20,6 @@ from wavemare.parallel.stages import (
     divisors,
 )
 
-__all__ = [
-    "equal_layouts",
-    "units_as_they_come",
-    "units_by_type",
-    "unlike_layouts",
-    "variants",
-    "whole_micro_steps",
-]
-
 Grid = tuple[tuple[Unit, ...], ...]
 
 _GRADIENTS, _WEIGHTS = 2, 3

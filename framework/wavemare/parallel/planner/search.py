@@ -26,8 +26,6 @@ from wavemare.parallel.planner.proposals import (
     whole_micro_steps,
 )
 
-__all__ = ["PRESETS", "PlanSearch", "plan", "read_model", "search_plans"]
-
 _GIB = 2**30
 _HEADER = ("plan", "P", "T", "D", "steps", "shares", "ZeRO", "other", "tokens/s", "gain", "GiB")
 

@@ -22,20 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch import distributed as dist
 
-__all__ = [
-    "ColumnParallelLinear",
-    "DropoutAfterSum",
-    "RowParallelLinear",
-    "SplitRandom",
-    "align_generators",
-    "copy_to_group",
-    "deferred_sums",
-    "gather_from_group",
-    "reduce_from_group",
-    "split_parameter",
-    "sums_deferred",
-]
-
 _deferred: ContextVar[bool] = ContextVar("deferred", default=False)
 
 

@@ -15,17 +15,6 @@ from transformers import PreTrainedModel
 from wavemare.errors import ModelError
 from wavemare.parallel.tensor.vocabulary import VocabParallelEmbedding, VocabularyShare
 
-__all__ = [
-    "Partition",
-    "gather_weights",
-    "is_split",
-    "merge_tensor",
-    "merged_state_dict",
-    "partition_of",
-    "split_embedding",
-    "whole_without_weights",
-]
-
 
 @dataclass(frozen=True)
 class Partition:

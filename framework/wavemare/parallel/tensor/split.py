@@ -32,8 +32,6 @@ from wavemare.parallel.tensor.vocabulary import (
     next_tokens,
 )
 
-__all__ = ["SPLITTABLE", "split_model"]
-
 SPLITTABLE = (GPT2LMHeadModel, BertForMaskedLM, BertForSequenceClassification)
 """Classes of models that can be split."""
 

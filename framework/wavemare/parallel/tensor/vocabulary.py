@@ -22,14 +22,6 @@ from wavemare.parallel.tensor.layers import (
     reduce_from_group,
 )
 
-__all__ = [
-    "VocabParallelEmbedding",
-    "VocabParallelHead",
-    "VocabularyShare",
-    "next_tokens",
-    "vocab_parallel_cross_entropy",
-]
-
 _ROW_MULTIPLE = 8
 _IGNORED = -100  # the label of a position that does not count
 
