@@ -42,7 +42,7 @@ class FakeRunner(Runner):
 def test_exactly_the_steps_in_the_middle_are_timed(monkeypatch):
     world = SimpleNamespace(now=0.0, log=[])
     monkeypatch.setattr(torch.distributed, "barrier", lambda: world.log.append("barrier"))
-    monkeypatch.setattr(measure, "_now", lambda: world.now)
+    monkeypatch.setattr(measure, "device_time", lambda: world.now)
     # Two steps to fill, three that count, one behind.
     runner = FakeRunner(world, [100.0, 100.0, 1.0, 2.0, 3.0, 100.0])
     sample, events = measure.run_round(runner, steps=3, fill=1)
