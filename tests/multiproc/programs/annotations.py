@@ -102,7 +102,8 @@ def lines():
         model = build("gpt2-101")
     result["gpt2 split"] = beside_whole(start(model), "gpt2-101")
 
-    model = wavemare.replica()(build)("bert-cls")
+    with wavemare.replica():
+        model = build("bert-cls")
     result["bert replica"] = beside_whole(start(model, 2), "bert-cls")
     return result
 
