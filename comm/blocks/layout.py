@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wavemare.comm.blocks.masks import Masks
+from wavemare.comm.kernels.words import compiled
 from wavemare.errors import ConfigError
 
 __all__ = ["Layout", "OwnedRange", "assign_owners", "assign_ranges", "gathered"]
@@ -67,9 +68,8 @@ class Layout:
 
     def push_counts(self) -> Index:
         """Return (N senders, N owners), int64: blocks per message, also of a rank to itself."""
-        running = np.zeros((self.num_ranks, self.blocks.size + 1), dtype=np.int64)
-        np.cumsum(self.present, axis=1, out=running[:, 1:])
-        return running[:, self.edges[1:]] - running[:, self.edges[:-1]]
+        groups = np.split(self.present, self.edges[1:-1], axis=1)
+        return np.stack([np.count_nonzero(group, axis=1) for group in groups], axis=1)
 
     def sources(self, owner: int) -> Index:
         """Return where an owner finds the blocks that it sums.
@@ -91,14 +91,36 @@ def assign_owners(masks: Masks) -> Layout:
     differ by at most one block of each multiplicity, which balances push and pull (Zen, OSDI'25,
     balances both by hashing).
     """
-    num_ranks = masks.num_ranks
-    present = masks.matrix[:, masks.union]
-    multiplicity = present.sum(axis=0, dtype=np.min_scalar_type(num_ranks))
-    order = np.argsort(multiplicity, kind="stable")
-    groups = [np.sort(order[owner::num_ranks]) for owner in range(num_ranks)]
-    order = np.concatenate(groups) if order.size else order
-    edges = np.cumsum([0, *(len(group) for group in groups)], dtype=np.int64)
-    return Layout(masks.union[order], edges, present[:, order])
+    blocks, edges = _deal(masks.matrix)
+    return Layout(blocks, edges, masks.matrix.take(blocks, axis=1))
+
+
+@compiled
+def _deal(matrix: Any) -> Any:
+    """Return the blocks of `assign_owners` and their edges, by counting instead of sorting."""
+    ranks, blocks = matrix.shape
+    multiplicity = np.zeros(blocks, np.uint16)
+    for rank in range(ranks):
+        for block in range(blocks):
+            multiplicity[block] = np.uint16(multiplicity[block] + matrix[rank, block])
+    # Where the next block of each multiplicity stands in the sorted order.
+    place = np.zeros(ranks + 2, np.int64)
+    for block in range(blocks):
+        place[multiplicity[block] + 1] += 1
+    place[1] = 0  # blocks that no rank has
+    place = np.cumsum(place)
+    union = place[-1]
+    edges = np.zeros(ranks + 1, np.int64)
+    for owner in range(ranks):
+        edges[owner + 1] = edges[owner] + (union - owner + ranks - 1) // ranks
+    dealt, end = np.empty(union, np.int64), edges.copy()
+    for block in range(blocks):
+        if multiplicity[block]:
+            owner = place[multiplicity[block]] % ranks
+            place[multiplicity[block]] += 1
+            dealt[end[owner]] = block
+            end[owner] += 1
+    return dealt, edges
 
 
 @dataclass(frozen=True)
@@ -163,11 +185,11 @@ def assign_ranges(masks: Masks, block: int, ranges: Sequence[OwnedRange]) -> Lay
         groups.append(np.flatnonzero(covered & any_rank))
     blocks = np.concatenate(groups) if groups else np.empty(0, dtype=np.int64)
     edges = np.cumsum([0, *(len(group) for group in groups)], dtype=np.int64)
-    return Layout(blocks, edges, masks.matrix[:, blocks])
+    return Layout(blocks, edges, masks.matrix.take(blocks, axis=1))
 
 
 def gathered(masks: Masks) -> Layout:
     """Return the layout of a gather to all ranks: one group, the union."""
     blocks = masks.union
     edges = np.array([0, blocks.size], dtype=np.int64)
-    return Layout(blocks, edges, masks.matrix[:, blocks])
+    return Layout(blocks, edges, masks.matrix.take(blocks, axis=1))
