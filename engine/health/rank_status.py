@@ -13,10 +13,10 @@ import socketserver
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -306,8 +306,9 @@ def ask_all(
     """Ask many ranks, 64 at a time; the answers are in the order of the ranks."""
     if not peers:
         return []
-    with ThreadPoolExecutor(min(len(peers), _AT_ONCE)) as pool:
-        return list(pool.map(partial(ask, token=token, request=request), peers))
+    # Not an executor of concurrent.futures: those refuse work while the interpreter ends.
+    with ThreadPool(min(len(peers), _AT_ONCE)) as pool:
+        return pool.map(partial(ask, token=token, request=request), peers)
 
 
 def reachable_address() -> str:

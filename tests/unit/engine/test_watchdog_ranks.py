@@ -8,6 +8,8 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -223,3 +225,14 @@ def test_numbers_of_processes_count_in_one_container():
         pytest.skip("the kernel allows no namespaces")
     assert names.get() == this_machine()
     assert names.get() != this_machine()
+
+
+def test_ranks_are_asked_even_while_the_interpreter_ends():
+    program = """
+import atexit
+from wavemare.engine.health.rank_status import PeerAddress, ask_all
+peers = [PeerAddress(rank, "here", 1, "127.0.0.1", 1, "") for rank in (0, 1)]
+atexit.register(lambda: print(len(ask_all(peers, "token", {"ask": "status"})), "answers"))
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.stdout == "2 answers\n", ended.stderr
