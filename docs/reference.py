@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the tables of keys in configuration.md from the models of the configuration.
+"""Write the tables that are generated: keys of the configuration, and duels of bench sparse.
 
-``make reference`` replaces the text between ``<!-- generated: keys of NAME -->`` and
-``<!-- end -->``. The rest of the page is written by hand. NAME is a section, or ``wavemare`` for
-the list of sections. A test compares the page with what this file would write.
+``make reference`` replaces the text between ``<!-- generated: KIND of NAME -->`` and
+``<!-- end -->``; the rest of the pages is written by hand. ``keys of`` a section, or of
+``wavemare`` for the list of sections; ``duels of`` result files that match NAME. A test compares
+the pages with what this file would write.
 """
 
 import inspect
@@ -17,10 +18,11 @@ from pydantic import BaseModel
 
 from wavemare.engine.config.resolve import WavemareConfig
 
-PAGE = Path(__file__).with_name("configuration.md")
+RESULTS = Path(__file__).with_name("results")
+PAGES = (Path(__file__).with_name("configuration.md"), RESULTS / "sparse.md")
 SECTIONS = {name: field.annotation for name, field in WavemareConfig.model_fields.items()}
 _MARKED = re.compile(
-    r"^(<!-- generated: keys of (\w+) -->\n).*?(?=^<!-- end -->$)", re.MULTILINE | re.DOTALL
+    r"^(<!-- generated: (\w+) of (\S+) -->\n).*?(?=^<!-- end -->$)", re.MULTILINE | re.DOTALL
 )
 _BOUNDS = {
     "minimum": "from {:g}",
@@ -32,7 +34,29 @@ _BOUNDS = {
 
 def page(text: str) -> str:
     """Return the page with its tables written anew."""
-    return _MARKED.sub(lambda found: f"{found[1]}\n{table(found[2])}\n", text)
+    kinds = {"keys": table, "duels": duels}
+    return _MARKED.sub(lambda found: f"{found[1]}\n{kinds[found[2]](found[3])}\n", text)
+
+
+def duels(pattern: str) -> str:
+    """Return a row for each case of ``wavemare bench sparse --duels``, over all result files."""
+    head = ["ranks", "link", "size", "masks", "d", "fastest other", "`auto` chose"]
+    head += ["other / `auto`", "95 %"]
+    rows = []
+    for file in sorted(RESULTS.glob(pattern)):
+        result = json.loads(file.read_text())
+        shape = result["rows"][0]
+        link = "memory" if shape["mbit"] is None else f"{shape['mbit']:g} Mbit/s"
+        for duel in result["duels"]:
+            low, high = duel["interval"]
+            cells = [shape["ranks"], link, f"{result['mebibytes']:g} MiB", duel["pattern"]]
+            cells += [f"{duel['density']:g}", f"`{duel['fastest']}`", duel["executor"]]
+            rows.append([str(c) for c in cells] + [f"{duel['ratio']:.2f}", f"{low:.2f}-{high:.2f}"])
+    return _markdown([head, ["---"] * len(head), *rows])
+
+
+def _markdown(lines: list[list[str]]) -> str:
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def table(name: str) -> str:
@@ -43,8 +67,7 @@ def table(name: str) -> str:
     else:
         head = [f"key in `wavemare.{name}`", "values", "default", "meaning"]
         rows = [list(row) for row in keys(SECTIONS[name].model_json_schema())]
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return _markdown([head, ["---"] * len(head), *rows])
 
 
 def keys(schema: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
@@ -106,4 +129,5 @@ def _first_line(model: type[BaseModel]) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text()))
+    for each in PAGES:
+        each.write_text(page(each.read_text()))

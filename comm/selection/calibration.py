@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ _SIZES = (1 << 16, 1 << 20, 1 << 23, 1 << 25)
 """Bytes that each rank moves; larger sizes are skipped after a slow one."""
 _ENOUGH_S = 0.15
 _KERNEL_BYTES = 16 << 20
-_REPEATS = 3
+_REPEATS = 5
 
 
 def calibrate(
@@ -73,7 +74,8 @@ def _measure(
     for size in _SIZES:
         numel = size // 4 // transport.size * transport.size
         buffer, out = (torch.zeros(numel, device=device) for _ in range(2))
-        seconds = min(_timed(transport, device, function, buffer, out) for _ in range(_REPEATS))
+        # The median: the shortest time has none of the waiting that calls have.
+        seconds = median(_timed(transport, device, function, buffer, out) for _ in range(_REPEATS))
         others = (transport.size - 1) / transport.size if function is _exchange else 1.0
         samples.append((4.0 * numel * others, seconds))
         if seconds > _ENOUGH_S:
