@@ -9,11 +9,11 @@ from wavemare.bench.cluster import EmulatedCluster
 from wavemare.bench.cluster.limits import Throttle
 from wavemare.bench.pipeline.request import DEFAULT_SYSTEMS
 from wavemare.bench.sparse.request import DEFAULT_SYSTEMS as SPARSE_SYSTEMS
-from wavemare.bench.sparse.request import STEP_SYSTEMS
+from wavemare.bench.sparse.request import PEERS, STEP_SYSTEMS
+from wavemare.bench.sparse.request import SYSTEMS as ALL_SPARSE_SYSTEMS
 from wavemare.bench.wave.request import SYSTEMS as WAVE_SYSTEMS
 from wavemare.errors import LaunchError
 
-PEERS = ("agsparse", "sparcml")
 OBSTACLE = EmulatedCluster.obstacle()
 try:
     with Throttle():
@@ -130,6 +130,23 @@ def test_collectives_are_measured_and_checked_against_each_other(bench, tmp_path
         assert (row.get("executor") is not None) == name.startswith(("wavemare", *PEERS))
     assert 0 < rows["wavemare-pushpull", "zipf", 0.1]["bytes_up"] < 0.5 * 2**20
     assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("systems", "ranks"),
+    [(("gloo-dense", *PEERS), 2), pytest.param(ALL_SPARSE_SYSTEMS, 4, marks=nightly)],
+    ids=["papers", "all"],
+)
+def test_systems_of_papers_sum_beside_aggregators(bench, systems, ranks):
+    options = ["--ranks", ranks, "--aggregators", 2, "--mib", 1, "--densities", "0.1,0.0"]
+    options += ["--patterns", "identical", "--rounds", 1, "--warmups", 1]
+    result = bench("sparse", *options, "--systems", ",".join(systems))
+    rows = by(result, "system", "density")
+    assert rows.keys() == {(name, density) for name in systems for density in (0.1, 0.0)}
+    up = {name: rows[name, 0.1].get("bytes_up") for name in systems}
+    # Of 1024 blocks 102 are not zero. Workers push these and the first ones of all lanes.
+    assert 102 < up["omnireduce"] / 1024 < 102 + 32 + 10
+    assert up["deepreduce4"] < up["deepreduce8"] < up["parallax"] < up["agsparse"]
 
 
 @pytest.mark.parametrize(

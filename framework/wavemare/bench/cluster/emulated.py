@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Self
 
@@ -106,13 +106,15 @@ class EmulatedCluster:
         self._hosts = []
         self._open.close()
 
-    def shape(self, link_mbit: float | None) -> None:
-        """Change the speed of all links, in both directions.
+    def shape(self, link_mbit: float | None, hosts: Iterable[int] | None = None) -> None:
+        """Change the speed of links, in both directions.
 
         Args:
             link_mbit: In Mbit/s, of whole Ethernet frames; None for no limit.
+            hosts: Whose links; of all if omitted.
         """
-        for index, host in enumerate(self._hosts):
+        for index in range(len(self._hosts)) if hosts is None else hosts:
+            host = self._hosts[index]
             for keeper, device in ((host.namespaces, "eth0"), (self._head, f"port{index}")):
                 if link_mbit is None:
                     # Deleting fails where there is no limit, so one is added first.
@@ -120,7 +122,6 @@ class EmulatedCluster:
                 else:
                     command = f"qdisc replace dev {device} root {_token_bucket(link_mbit)}"
                 run_tool([*keeper.enter("--net"), "tc", "-batch", "-"], command)
-        self._link_mbit = link_mbit
 
     def unplug(self, host: int) -> None:
         """Cut a host's link at the switch: messages are lost, and no connection breaks."""

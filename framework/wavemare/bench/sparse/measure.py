@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wavemare.bench.ranks import interleaved, ratio_row
+from wavemare.bench.sparse.peers import OmniReduce
 from wavemare.bench.sparse.request import DENSE, DUELIST, Case, SparseRequest
-from wavemare.bench.sparse.systems import Bench, build_system
+from wavemare.bench.sparse.systems import Bench, Network, build_system, open_network
 from wavemare.comm.blocks.masks import Masks
 from wavemare.comm.selection.cost import Constants, traffic
 from wavemare.comm.statistics import Statistics
-from wavemare.comm.transport import Transport, open_transport
+from wavemare.comm.transport import Transport
 from wavemare.errors import CommError
 from wavemare.observe import Screen
 
@@ -35,6 +36,8 @@ __all__ = [
 
 BASELINE = "best-dense"
 _TIMEOUT_S = 120.0
+_AGGREGATORS_TIMEOUT_S = 3600.0
+"""Seconds that an aggregator waits while other systems take their turns."""
 _ZIPF_EXPONENT = 1.1
 _KERNEL_PHASES = ("mask", "plan", "pack", "reduce", "unpack")
 
@@ -65,25 +68,28 @@ def measure(request: SparseRequest) -> dict[str, Any]:
         from wavemare.bench.sparse.step import measure_step
 
         return measure_step(request)
-    transport = open_transport(choice="mpi", timeout_s=_TIMEOUT_S)
+    network = open_network(request, _TIMEOUT_S)
+    if network.everyone.rank >= request.ranks:
+        return _aggregate(request, network)
     constants: dict[str, Constants] = {}
     # The first one measures the constants for the others.
     names = sorted(request.chosen, key=lambda name: "auto" not in name)
-    systems = {name: build_system(name, transport, request.block, constants) for name in names}
+    systems = {name: build_system(name, network, request, constants) for name in names}
     measured: dict[Case, dict[str, list[Sample]]] = {}
     duels: list[dict[str, Any]] = []
-    screen = Screen(rank=transport.rank)
+    screen = Screen(rank=network.ranks.rank)
     for case in request.cases:
         screen.note(f"{case.pattern}, density {case.density:g}")
         names = [name for name in request.chosen if request.obstacle(name, case) is None]
         own = {name: systems[name] for name in names}
-        measured[case] = _measure_case(request, case, own, transport)
+        measured[case] = _measure_case(request, case, own, network)
         if request.duels:
-            duels.append(_duel(request, case, measured[case], systems, transport))
+            duels.append(_duel(request, case, measured[case], systems, network))
     for system in systems.values():
         system.close()
-    transport.barrier()
-    transport.close()
+    # A message among everyone would reach an aggregator that still receives from any worker.
+    network.ranks.barrier()
+    network.close()
     result = build_result(request, measured, constants)
     return {**result, "duels": duels} if duels else result
 
@@ -93,7 +99,7 @@ def _duel(
     case: Case,
     surveyed: Mapping[str, Sequence[Sample]],
     systems: Mapping[str, Bench],
-    transport: Transport,
+    network: Network,
 ) -> dict[str, Any]:
     """Run `DUELIST` and the fastest other system of a case in turns."""
     others = {
@@ -104,7 +110,7 @@ def _duel(
     fastest = min(others, key=others.__getitem__)
     rounds = request.model_copy(update={"rounds": request.duels})
     pair = {name: systems[name] for name in (fastest, DUELIST)}
-    samples = _measure_case(rounds, case, pair, transport)
+    samples = _measure_case(rounds, case, pair, network)
     own, other = ([s.seconds for s in samples[name]] for name in (DUELIST, fastest))
     low, middle, high = ratio_interval(own, other)
     executor = samples[DUELIST][-1].statistics
@@ -127,13 +133,23 @@ def ratio_interval(own: Sequence[float], other: Sequence[float]) -> tuple[float,
     return float(low), float(np.median(ratios)), float(high)
 
 
+def _aggregate(request: SparseRequest, network: Network) -> dict[str, Any]:
+    """Be an aggregator of omnireduce in all of its turns."""
+    network.everyone.timeout_s = _AGGREGATORS_TIMEOUT_S
+    system = OmniReduce(network.everyone, request)
+    for _ in range(len(request.cases) * (request.warmups + request.rounds)):
+        system.aggregate()
+    network.close()
+    return {}
+
+
 def _measure_case(
-    request: SparseRequest, case: Case, systems: Mapping[str, Bench], transport: Transport
+    request: SparseRequest, case: Case, systems: Mapping[str, Bench], network: Network
 ) -> dict[str, list[Sample]]:
-    gradient = make_gradient(case, request.numel, request.block, transport.rank)
+    gradient = make_gradient(case, request.numel, request.block, network.ranks.rank)
     expected, magnitude = gradient.clone(), gradient.abs()
-    dist.all_reduce(expected)
-    dist.all_reduce(magnitude)
+    dist.all_reduce(expected, group=network.group)
+    dist.all_reduce(magnitude, group=network.group)
     working = torch.empty_like(gradient)
     samples: dict[str, list[Sample]] = {name: [] for name in systems}
     checked = set()
@@ -141,9 +157,16 @@ def _measure_case(
         system = systems[name]
         working.copy_(gradient)
         system.prepare(case, working)
-        seconds, summed = _timed(system, transport)
+        seconds, summed = _timed(system, network.ranks)
         if name not in checked:
-            _check(name, case, system.result(summed), expected, magnitude)
+            result, lost = system.result(summed), magnitude
+            lacking = system.left_out()
+            if lacking is not None:
+                lacking, lost = lacking.clone(), lacking.abs()
+                dist.all_reduce(lacking, group=network.group)
+                dist.all_reduce(lost, group=network.group)
+                result, lost = result + lacking, magnitude + lost
+            _check(name, case, result, expected, request.ranks * lost)
             checked.add(name)
         if timed:
             samples[name].append(Sample(seconds, system.statistics))
@@ -161,9 +184,9 @@ def _timed(system: Bench, transport: Transport) -> tuple[float, Any]:
     return float(table.max()), summed
 
 
-def _check(name: str, case: Case, result: Tensor, expected: Tensor, magnitude: Tensor) -> None:
-    """Check a sum within rounding: |error| <= N 2^-23 sum of magnitudes."""
-    bound = dist.get_world_size() * 2.0**-23 * magnitude
+def _check(name: str, case: Case, result: Tensor, expected: Tensor, size: Tensor) -> None:
+    """Check a sum within rounding: |error| <= 2^-23 of N times the sum of magnitudes."""
+    bound = 2.0**-23 * size
     if not bool(((result - expected).abs() <= bound).all()):
         worst = float((result - expected).abs().max())
         reason = f"its sum is off by up to {worst:g} ({case.key})"

@@ -24,10 +24,12 @@ __all__ = [
     "DENSE",
     "DUELIST",
     "PATTERNS",
+    "PEERS",
     "STEP_BASELINE",
     "STEP_BOUND",
     "STEP_SYSTEMS",
     "SYSTEMS",
+    "TOPK_SHARE",
     "Case",
     "SparseRequest",
 ]
@@ -37,22 +39,39 @@ DENSE = ("mpi-dense", "mpi-dense-blocking", "gloo-dense")
 """Systems that send everything; the fastest of them in each case is the baseline."""
 _STOCK = ("torch-sparse", "deepspeed-sparse")
 _MODES = ("ordered", "packed", "pushpull", "allgather", "auto", "auto-search", "streaming")
-_PEERS = ("agsparse", "sparcml")
-SYSTEMS = (
-    *DENSE,
-    *_STOCK,
-    *(f"wavemare-{name}" for name in _MODES),
-    *_PEERS,
-    *(f"wavemare-{name}-gloo" for name in _MODES),
-    *(f"{name}-gloo" for name in _PEERS),
+_TOPK = "wavemare-hierarchical-topk"
+_DEDICATED = "omnireduce"
+PEERS = (
+    "agsparse",
+    "sparcml",
+    "sparcml-split",
+    "sparcml-dsar",
+    "sparcml-dsar-qsgd8",
+    "sparcml-dsar-qsgd4",
+    "parallax",
+    "zen",
+    "hitopk",
+    "deepreduce8",
+    "deepreduce4",
+    _DEDICATED,
 )
-"""Of sums. Those of wavemare and the peers without a suffix use MPI. wavemare's get the numbers of
-the non-zero blocks, as torch and DeepSpeed get the rows, except for ``auto-search``."""
-DEFAULT_SYSTEMS = tuple(name for name in SYSTEMS if not name.endswith("-gloo"))
-_SLOW = ("wavemare-streaming", *_PEERS, *_STOCK)
+"""Systems of papers."""
+DEFAULT_SYSTEMS = (*DENSE, *_STOCK, *(f"wavemare-{name}" for name in _MODES), *PEERS[:2])
+SYSTEMS = (
+    *DEFAULT_SYSTEMS,
+    _TOPK,
+    *PEERS[2:],
+    *(f"wavemare-{name}-gloo" for name in _MODES),
+    *(f"{name}-gloo" for name in PEERS if name != _DEDICATED),
+)
+"""Of sums. Those of wavemare and the peers without a suffix use MPI. All but the dense ones and
+``auto-search`` get the numbers of the non-zero blocks."""
+_SLOW = ("wavemare-streaming", "agsparse", "sparcml", "sparcml-split", *_STOCK)
 _DENSE_LIMIT = 0.4
 """Above this density the slow systems send several times the dense bytes."""
 PATTERNS = ("random", "identical", "zipf")
+TOPK_SHARE = 0.01
+"""Of blocks or elements that systems with top-k send."""
 STEP_BASELINE = "deepspeed-dense"
 STEP_BOUND = "no-communication-bound"
 STEP_SYSTEMS = (
@@ -61,6 +80,7 @@ STEP_SYSTEMS = (
     "deepspeed-sparse",
     "torch-ddp",
     "torch-ddp-sparse",
+    "parallax",
     "wavemare-ddp",
     "wavemare-auto",
     "wavemare-auto-gloo",
@@ -117,9 +137,8 @@ class Case:
 class SparseRequest(GptRequest):
     """Measure ways to sum a sparse gradient over ranks, or whole training steps with --step.
 
-    Dense reductions of MPI and gloo, sparse ones of torch, DeepSpeed, AGsparse and SparCML, and
-    wavemare's executors. Ratios are to the fastest dense sum; of steps, to stock DeepSpeed's dense
-    reduction.
+    Dense reductions of MPI and gloo, sparse ones of torch, DeepSpeed and of papers, and wavemare's
+    executors. Ratios are to the fastest dense sum; of steps, to stock DeepSpeed's dense reduction.
 
     For example: wavemare bench sparse --mbit 1000 --densities 0.1,0.01 --json result.json
     """
@@ -131,8 +150,15 @@ class SparseRequest(GptRequest):
     """Processes."""
 
     mbit: Positive | None = None
-    """Speed of each rank's link in Mbit/s, on emulated hosts (needs root); by default the ranks
+    """Speed of each host's link in Mbit/s, on emulated hosts (needs root); by default the ranks
     share this machine's memory."""
+
+    ranks_per_host: PositiveInt = 1
+    """Of the ranks, on each emulated host."""
+
+    aggregators: NonNegativeInt = 0
+    """Processes beside the ranks that sum for omnireduce; their links are together as fast as those
+    of all ranks."""
 
     mib: Positive = 100.0
     """Size of the gradient in MiB."""
@@ -147,7 +173,8 @@ class SparseRequest(GptRequest):
     """Which blocks: random, identical or zipf."""
 
     systems: tuple[str, ...] | None = None
-    """Systems to measure; by default all over MPI, or all of --step."""
+    """Systems to measure; by default the dense ones, those of torch and DeepSpeed, agsparse,
+    sparcml and wavemare's modes over MPI, or all of --step."""
 
     step: bool = False
     """Measure whole training steps of a BERT classifier of the size below: the gradient of its word
@@ -175,6 +202,11 @@ class SparseRequest(GptRequest):
         return STEP_SYSTEMS if self.step else DEFAULT_SYSTEMS
 
     @property
+    def num_ranks(self) -> int:
+        """Number of processes: the ranks and the aggregators behind them."""
+        return self.ranks + self.aggregators
+
+    @property
     def columns(self) -> Mapping[str, Column]:  # type: ignore[override]
         """Of the printed table."""
         return _STEP_COLUMNS if self.step else _SUM_COLUMNS
@@ -195,11 +227,18 @@ class SparseRequest(GptRequest):
         super().check()
         check_names("--systems", self.chosen, STEP_SYSTEMS if self.step else SYSTEMS)
         check_names("--patterns", self.patterns, PATTERNS, "pattern")
-        if self.duels and (self.step or DUELIST not in self.chosen):
+        if self.duels and (self.step or self.aggregators or DUELIST not in self.chosen):
             reason = f"it compares {DUELIST} with the fastest other system of a sum"
-            raise ConfigError("--duels", self.duels, reason, f"Measure {DUELIST}, without --step")
+            remedy = f"Measure {DUELIST}, without --step and --aggregators"
+            raise ConfigError("--duels", self.duels, reason, remedy)
         if not self.densities:
             raise ConfigError("--densities", [], "there is nothing to measure", "Give 0 to 1")
+        if (_DEDICATED in self.chosen) != (self.aggregators > 0):
+            reason = f"{_DEDICATED} needs some, and no other system uses them"
+            raise ConfigError("--aggregators", self.aggregators, reason, "Give both or neither")
+        if self.ranks % self.ranks_per_host or self.aggregators % self.ranks_per_host:
+            reason = f"{self.ranks} ranks and {self.aggregators} aggregators cannot fill all hosts"
+            raise ConfigError("--ranks-per-host", self.ranks_per_host, reason, "Give a divisor")
 
     def obstacle(self, system: str, case: Case) -> str | None:
         """Return why a system is not measured in a case, or None."""
@@ -214,12 +253,20 @@ class SparseRequest(GptRequest):
 
         if self.mbit is None:
             return run_ranks(self)
-        with EmulatedCluster(self.ranks, self.mbit) as cluster:
-            return run_ranks(self, cluster=cluster)
+        each = self.ranks_per_host
+        with EmulatedCluster(self.num_ranks // each, self.mbit) as cluster:
+            if self.aggregators:
+                behind = range(self.ranks // each, self.num_ranks // each)
+                cluster.shape(self.mbit * self.ranks / self.aggregators, behind)
+            return run_ranks(self, cluster=cluster, ranks_per_host=each)
 
     def title(self, result: Row) -> str:
         """Return the heading of the printed table."""
         where = f"{self.mbit:g} Mbit/s" if self.mbit else "this machine's memory"
+        if self.ranks_per_host > 1:
+            where += f" between hosts of {self.ranks_per_host}"
+        if self.aggregators:
+            where += f" and {self.aggregators} aggregators"
         if not self.step:
             return f"{self.ranks} ranks over {where}, {self.mib:g} MiB, blocks of {self.block}"
         return (

@@ -22,7 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import wavemare
 from wavemare.bench.ranks import SEED, interleaved, ratio_row
-from wavemare.bench.sparse.request import STEP_BASELINE, STEP_BOUND, SparseRequest
+from wavemare.bench.sparse.peers.parallax import average_gradients
+from wavemare.bench.sparse.request import STEP_BASELINE, STEP_BOUND, TOPK_SHARE, SparseRequest
+from wavemare.comm.transport import open_transport
 from wavemare.observe import Screen
 
 __all__ = ["StepSample", "build_step_result", "measure_step", "words_of_step"]
@@ -33,8 +35,7 @@ _CLASSES = 4
 _LEARNING_RATE = 1e-3
 _LINK_COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 _CALLS = "sparse_calls_"
-_TOPK_SHARE = 0.01
-_SPARSE = ("deepspeed-sparse", "torch-ddp-sparse")
+_SPARSE = ("deepspeed-sparse", "torch-ddp-sparse", "parallax")
 """Systems whose embedding gives sparse gradients, as a user of them would set."""
 
 
@@ -177,9 +178,13 @@ class _Torch(_System):
     def step(self, batch: dict[str, Tensor]) -> Tensor:
         loss: Tensor = self._model(**batch).loss
         loss.backward()
+        self._reduce()
         self._optimizer.step()
         self._optimizer.zero_grad()
         return loss.detach()
+
+    def _reduce(self) -> None:
+        """Average the gradients, where the model has not done it."""
 
 
 class _WavemareDdp(_Torch):
@@ -201,6 +206,26 @@ class _WavemareDdp(_Torch):
 
     def close(self) -> None:
         self._comm.close()
+
+
+class _Parallax(_Torch):
+    """A parameter server for the embedding, and all-reduce for the other parameters, over MPI."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(model, optimizer)
+        self._transport = open_transport(choice="mpi")
+
+    def _reduce(self) -> None:
+        average_gradients(self._model, self._transport)
+
+    def step(self, batch: dict[str, Tensor]) -> Tensor:
+        before = self._transport.bytes_up
+        loss = super().step(batch)
+        self.figures = {"sparse_bytes_up": self._transport.bytes_up - before}
+        return loss
+
+    def close(self) -> None:
+        self._transport.close()
 
 
 class _Engine(_System):
@@ -232,6 +257,8 @@ def _build_system(name: str, request: SparseRequest) -> _System:
         return _Torch(model, optimizer)
     if name.startswith("torch-ddp"):
         return _Torch(DistributedDataParallel(model), optimizer)
+    if name == "parallax":
+        return _Parallax(model, optimizer)
     if name == "wavemare-ddp":
         return _WavemareDdp(model, optimizer, request)
     initialize: Any = deepspeed.initialize
@@ -272,7 +299,7 @@ def _section(name: str, request: SparseRequest) -> dict[str, Any]:
     transport = "torch" if name.endswith("-gloo") else "mpi"
     section: dict[str, Any] = {"mode": mode, "block": request.block, "transport": transport}
     if name == "wavemare-topk":
-        section["compressor"] = {"type": "block_topk", "ratio": _TOPK_SHARE}
+        section["compressor"] = {"type": "block_topk", "ratio": TOPK_SHARE}
     return section
 
 

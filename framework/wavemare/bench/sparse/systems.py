@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -14,25 +16,63 @@ import torch.distributed as dist
 from deepspeed.runtime.sparse_tensor import SparseTensor
 from torch import Tensor
 
-from wavemare.bench.sparse.peers import PEERS
-from wavemare.bench.sparse.request import DENSE, Case
+from wavemare.bench.sparse.peers import PEERS, OmniReduce, Peer
+from wavemare.bench.sparse.request import DENSE, TOPK_SHARE, Case, SparseRequest
 from wavemare.comm import SparseComm
+from wavemare.comm.config import CompressorConfig
 from wavemare.comm.selection.cost import Constants
 from wavemare.comm.statistics import Statistics
 from wavemare.comm.transport import Transport, open_transport
 
-__all__ = ["Bench", "build_system"]
+__all__ = ["Bench", "Network", "build_system", "open_network"]
+
+
+@dataclass(frozen=True)
+class Network:
+    """The processes of a benchmark.
+
+    Args:
+        everyone: Over MPI, among ranks and aggregators.
+        ranks: Over MPI, among the ranks; of an aggregator, among the aggregators.
+        group: The ranks, for torch; None if all processes are ranks.
+    """
+
+    everyone: Transport
+    ranks: Transport
+    group: dist.ProcessGroup | None
+
+    def close(self) -> None:
+        """Close both transports."""
+        if self.ranks is not self.everyone:
+            self.ranks.close()
+        self.everyone.close()
+
+
+def open_network(request: SparseRequest, timeout_s: float) -> Network:
+    """Open it; collective over all processes."""
+    everyone = open_transport(choice="mpi", timeout_s=timeout_s)
+    if not request.aggregators:
+        return Network(everyone, everyone, None)
+    ranks = everyone.split(int(everyone.rank >= request.ranks))
+    return Network(everyone, ranks, dist.new_group(list(range(request.ranks))))
 
 
 class Bench(ABC):
     """One system on one rank."""
 
     statistics: Statistics | None = None
+    case: Case | None = None
 
     def prepare(self, case: Case, gradient: Tensor) -> None:
         """Take a gradient, in the form that a model would give to the collective."""
+        if case != self.case:
+            self.reset()
         self.case = case
         self.bucket = gradient
+
+    def reset(self) -> None:
+        """Drop what an earlier case has left."""
+        return None
 
     @abstractmethod
     def sum(self) -> Any:
@@ -41,6 +81,10 @@ class Bench(ABC):
     def result(self, summed: Any) -> Tensor:
         """Return the sum as a flat dense tensor, to be checked."""
         return self.bucket
+
+    def left_out(self) -> Tensor | None:
+        """Return what a case's first sum lacks because of this rank; None if it is exact."""
+        return None
 
     def close(self) -> None:
         """Close the collective."""
@@ -61,16 +105,15 @@ class _Plain(Bench):
 
 
 class _Wavemare(Bench):
-    def __init__(self, mode: str, kind: str, block: int, constants: Constants | None) -> None:
+    def __init__(self, transport: Transport, mode: str, **options: Any) -> None:
         self._searches = mode.endswith("-search")
         mode = mode.removesuffix("-search")
         self.comm = SparseComm(
-            transport="torch" if kind == "gloo" else "mpi",
+            transport,
             mode=mode,  # type: ignore[arg-type]
-            block=block,
             average=False,
             deterministic=mode != "packed",
-            constants=constants,
+            **options,
         )
 
     def prepare(self, case: Case, gradient: Tensor) -> None:
@@ -78,7 +121,7 @@ class _Wavemare(Bench):
         self._blocks = None if self._searches else nonzero_rows(gradient.view(-1, self.comm.block))
 
     def sum(self) -> Any:
-        key = self.case.key
+        key = self.case.key if self.case else None
         handle = self.comm.allreduce_(self.bucket, key=key, blocks=self._blocks)
         self.statistics = handle.stats
 
@@ -86,24 +129,51 @@ class _Wavemare(Bench):
         self.comm.close()
 
 
-class _Peer(Bench):
-    """A collective of another system over our transport."""
+class _HierarchicalTopK(_Wavemare):
+    """Each rank's top blocks are chosen, then summed within its host and between hosts."""
 
-    def __init__(self, name: str, transport: Transport, *, owned: bool) -> None:
+    def __init__(self, transport: Transport, **options: Any) -> None:
+        compressor = CompressorConfig(type="block_topk", ratio=TOPK_SHARE)
+        super().__init__(transport, "auto", hierarchical=True, compressor=compressor, **options)
+
+    def reset(self) -> None:
+        state = self.comm.state_dict()["compressor"]
+        self.comm.load_state_dict({"compressor": {**state, "steps": {}, "residuals": {}}})
+
+    def left_out(self) -> Tensor | None:
+        (residual,) = self.comm.state_dict()["compressor"]["residuals"].values()
+        return residual
+
+
+class _Peer(Bench):
+    """A system of a paper, over our transport."""
+
+    def __init__(self, name: str, peer: Peer, *, owned: bool) -> None:
         self._name = name
-        self._transport = transport
+        self._peer = peer
         self._owned = owned
 
+    def prepare(self, case: Case, gradient: Tensor) -> None:
+        super().prepare(case, gradient)
+        self._table = gradient.view(-1, self._peer.block)
+        self._blocks = nonzero_rows(self._table)
+
     def sum(self) -> Any:
-        network = self._transport
-        up, down = network.bytes_up, network.bytes_down
-        PEERS[self._name](self.bucket, network)
-        up, down = network.bytes_up - up, network.bytes_down - down
-        self.statistics = Statistics(self._name, bytes_up=up, bytes_down=down)
+        up, down = self._peer.traffic
+        self._peer.sum(self._table, self._blocks)
+        after = self._peer.traffic
+        self.statistics = Statistics(self._name, bytes_up=after[0] - up, bytes_down=after[1] - down)
+
+    def reset(self) -> None:
+        self._peer.reset()
+
+    def left_out(self) -> Tensor | None:
+        return self._peer.left_out(self.bucket.numel())
 
     def close(self) -> None:
+        self._peer.close()
         if self._owned:
-            self._transport.close()
+            self._peer.transport.close()
 
 
 class _Rows(Bench):
@@ -130,16 +200,20 @@ class _Rows(Bench):
 
 
 class _TorchSparse(_Rows):
+    def __init__(self, block: int, group: dist.ProcessGroup | None) -> None:
+        super().__init__(block)
+        self._group = group
+
     def sum(self) -> Any:
-        dist.all_reduce(self.sparse)
+        dist.all_reduce(self.sparse, group=self._group)
         return self.sparse
 
 
-class _DeepSpeedSparse(_Rows):
+class _DeepSpeedSparse(_TorchSparse):
     """DeepSpeed's own methods, on an engine without anything else."""
 
-    def __init__(self, block: int) -> None:
-        super().__init__(block)
+    def __init__(self, block: int, group: dist.ProcessGroup | None) -> None:
+        super().__init__(block, group)
         engine = SimpleNamespace(
             communication_data_type=torch.float32,
             gradient_average=False,
@@ -151,51 +225,62 @@ class _DeepSpeedSparse(_Rows):
         self._engine = engine
 
     def sum(self) -> Any:
-        reduced = self._engine.sparse_allreduce(SparseTensor(self.sparse), None)
+        reduced = self._engine.sparse_allreduce(SparseTensor(self.sparse), self._group)
         return reduced.to_coo_tensor()
 
 
 def build_system(
-    name: str, transport: Transport, block: int, constants: dict[str, Constants]
+    name: str, network: Network, request: SparseRequest, constants: dict[str, Constants]
 ) -> Bench:
     """Build a system; all ranks must call it together.
 
     Args:
         name: One of `wavemare.bench.sparse.request.SYSTEMS`.
-        transport: Over MPI.
-        block: Elements per block.
+        network: Of all processes.
+        request: Has the elements per block.
         constants: Of the cost model by kind of transport; the first ``auto`` fills them in.
     """
     if name in DENSE:
-        return _Plain(_dense(name, transport))
+        return _Plain(_dense(name, network))
     if name == "torch-sparse":
-        return _TorchSparse(block)
+        return _TorchSparse(request.block, network.group)
     if name == "deepspeed-sparse":
-        return _DeepSpeedSparse(block)
-    peer = name.removesuffix("-gloo")
-    if peer in PEERS:
-        owned = name.endswith("-gloo")
-        network = open_transport(choice="torch") if owned else transport
-        return _Peer(peer, network, owned=owned)
+        return _DeepSpeedSparse(request.block, network.group)
+    kind = "gloo" if name.endswith("-gloo") else "mpi"
+    name = name.removesuffix("-gloo")
+    if name in PEERS:
+        transport = network.ranks
+        if kind == "gloo":
+            transport = open_transport(network.group, choice="torch")
+        elif PEERS[name] is OmniReduce:
+            transport = network.everyone
+        return _Peer(name, PEERS[name](transport, request), owned=kind == "gloo")
+    if kind == "gloo":
+        transport = open_transport(network.group, choice="torch")
+    else:
+        transport = network.ranks.split(0)
+    options = {"block": request.block, "constants": constants.get(kind)}
+    if name == "wavemare-hierarchical-topk":
+        return _HierarchicalTopK(transport, **options)
     mode = name.removeprefix("wavemare-")
-    kind = "gloo" if mode.endswith("-gloo") else "mpi"
-    mode = mode.removesuffix("-gloo")
-    known = constants.get(kind)
-    system = _Wavemare(mode, kind, block, known)
+    system = _Wavemare(transport, mode, **options)
     if mode == "auto":
         constants[kind] = system.comm.constants
     return system
 
 
-def _dense(name: str, transport: Transport) -> Callable[[Tensor], Any]:
+def _dense(name: str, network: Network) -> Callable[[Tensor], Any]:
     """Return a dense reduction."""
     if name == "mpi-dense":
-        return transport.all_reduce
+        return network.ranks.all_reduce
     if name == "gloo-dense":
-        return dist.all_reduce
+        return partial(dist.all_reduce, group=network.group)
     from mpi4py import MPI
 
+    everyone = MPI.COMM_WORLD.Get_group()
+    ranks = MPI.COMM_WORLD.Create_group(everyone.Incl(list(range(network.ranks.size))))
+
     def reduce(flat: Tensor) -> None:
-        MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, [flat.numpy(), MPI.FLOAT])
+        ranks.Allreduce(MPI.IN_PLACE, [flat.numpy(), MPI.FLOAT])
 
     return reduce

@@ -1,63 +1,109 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse collectives of other systems, element by element, over our transports; float32, on CPUs.
+"""SparCML (SC'19), element by element.
 
-AGsparse gathers all non-zero elements on all ranks, as DeepSpeed and PyTorch do with sparse rows.
-SparCML (SC'19) merges sparse streams in log2 N rounds (SSAR_Recursive_double).
+SSAR_Recursive_double merges sparse streams in log2 N rounds. SSAR_Split_allgather adds them at the
+owners of equal ranges and gathers the sums as pairs; DSAR_Split_allgather gathers them densely, and
+may quantize them by QSGD for that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from wavemare.comm.kernels.words import as_words, compiled, magnitude_bits
+from wavemare.bench.sparse.peers.base import Peer
+from wavemare.bench.sparse.peers.pairs import (
+    borders,
+    elements,
+    push_to_ranges,
+    sum_at_ranges,
+)
+from wavemare.bench.sparse.peers.quantize import decode, encode, encoded
+from wavemare.bench.sparse.request import SparseRequest
+from wavemare.comm.kernels.words import compiled
 from wavemare.comm.transport import Transport
 
-__all__ = ["PEERS", "SparseStream", "nonzero_ids"]
+__all__ = ["Qsgd4", "Qsgd8", "SparseStream", "dsar", "recursive_double", "split_allgather"]
+
+_QSGD_BLOCK = 512
 
 
-def nonzero_ids(flat: Tensor) -> Tensor:
-    """Return the ascending indices (k,), int32, of the elements that are neither +0.0 nor -0.0."""
-    words = as_words(flat)
-    magnitude = words.dtype.type(magnitude_bits(flat.dtype))
-    count = _count(words, magnitude)
-    ids = torch.empty(count + 1, dtype=torch.int32)
-    _find(words, magnitude, ids.numpy())
-    return ids[:count]
+def split_allgather(table: Tensor, blocks: Tensor, transport: Transport) -> None:
+    """Sum a bucket by SSAR_Split_allgather: sends (N-1)/N (d + u) of it, and as many indices."""
+    ids, values = sum_at_ranges(transport, elements(table, blocks), table.numel())
+    table.view(-1)[ids] = values
 
 
-def sum_by_allgather(flat: Tensor, transport: Transport) -> None:
-    """Sum a bucket over all ranks by AGsparse, in rank order: (N-1) d of it, and its indices."""
-    own_ids = nonzero_ids(flat)
-    own_values = flat[own_ids]
-    table = torch.empty(transport.size, 1, dtype=torch.int64)
-    transport.all_gather(torch.tensor([own_ids.numel()]), table)
-    counts = [int(count) for count in table.view(-1)]
-    ids, values = (_gather(transport, own, counts) for own in (own_ids, own_values))
-    flat.zero_()
-    for rank in range(transport.size):
-        flat.index_add_(0, ids[rank], values[rank])
+def dsar(table: Tensor, blocks: Tensor, transport: Transport) -> None:
+    """Sum a bucket by DSAR_Split_allgather: sends (N-1)/N (2 d + 1) of it."""
+    transport.all_gather_parts(_sum_ranges(table, blocks, transport))
 
 
-def _gather(transport: Transport, own: Tensor, counts: list[int]) -> list[Tensor]:
-    parts = list(own.new_empty(sum(counts)).split(counts))
-    parts[transport.rank].copy_(own)
-    transport.all_gather_parts(parts)
-    return parts
+def _sum_ranges(table: Tensor, blocks: Tensor, transport: Transport) -> list[Tensor]:
+    """Sum this rank's range of a bucket from all ranks' pairs; return the ranges of all ranks."""
+    edges = borders(table.numel(), transport.size)
+    ranges = list(table.view(-1).split(np.diff(edges).tolist()))
+    own = ranges[transport.rank]
+    received = push_to_ranges(transport, elements(table, blocks), table.numel())
+    own.zero_()
+    for ids, values in received:
+        own.index_add_(0, ids - edges[transport.rank], values)
+    return ranges
 
 
-def sum_by_doubling(flat: Tensor, transport: Transport) -> None:
-    """Sum a bucket over all ranks by SparCML.
+class Qsgd8(Peer):
+    """DSAR_Split_allgather whose sums travel in QSGD's form: 8 bits, a scale for 512 elements.
+
+    QSGD is unbiased, so there is no residual.
+    """
+
+    bits: ClassVar[int] = 8
+
+    def __init__(self, transport: Transport, request: SparseRequest) -> None:
+        super().__init__(transport, request)
+        self._random = np.random.default_rng(transport.rank)
+        self._start, self._error = 0, torch.empty(0)
+
+    def sum(self, table: Tensor, blocks: Tensor) -> None:
+        """Sum a bucket; all ranks, the owner of a range too, get the decoded sums."""
+        rank = self.transport.rank
+        ranges = _sum_ranges(table, blocks, self.transport)
+        parts = [encoded(len(part), _QSGD_BLOCK, self.bits) for part in ranges]
+        parts[rank] = encode(ranges[rank], _QSGD_BLOCK, self.bits, self._random)
+        for tensors in zip(*parts, strict=True):
+            self.transport.all_gather_parts(tensors)
+        self._start = borders(table.numel(), self.transport.size)[rank]
+        self._error = ranges[rank].clone()
+        for part, (codes, scales) in zip(ranges, parts, strict=True):
+            part.copy_(decode(codes, scales, len(part), _QSGD_BLOCK, self.bits))
+        self._error -= ranges[rank]
+
+    def left_out(self, numel: int) -> Tensor:
+        """Return the errors of this rank's range."""
+        lacking = torch.zeros(numel)
+        lacking[self._start : self._start + len(self._error)] = self._error
+        return lacking
+
+
+class Qsgd4(Qsgd8):
+    """The same with 4 bits."""
+
+    bits = 4
+
+
+def recursive_double(table: Tensor, blocks: Tensor, transport: Transport) -> None:
+    """Sum a bucket by SSAR_Recursive_double.
 
     In round i, ranks whose numbers differ in bit i swap their streams, and add them. Ranks beyond
     the largest power of two first give theirs to one below, and get the result last. The lower
     rank's stream is always the left operand, so all ranks have the same bits.
     """
-    stream = SparseStream.of(flat)
+    stream = SparseStream.of(table.numel(), *elements(table, blocks))
     rank, size = transport.rank, transport.size
     core = 1 << (size.bit_length() - 1)
     if rank >= core:
@@ -73,14 +119,7 @@ def sum_by_doubling(flat: Tensor, transport: Transport) -> None:
             distance *= 2
         if rank + core < size:
             _swap(transport, rank + core, stream, receive=False)
-    stream.write(flat)
-
-
-PEERS: dict[str, Callable[[Tensor, Transport], None]] = {
-    "agsparse": sum_by_allgather,
-    "sparcml": sum_by_doubling,
-}
-"""By name: sums a bucket in place."""
+    stream.write(table.view(-1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,10 +137,9 @@ class SparseStream:
     values: Tensor
 
     @classmethod
-    def of(cls, flat: Tensor) -> SparseStream:
-        """Return the stream of a bucket."""
-        ids = nonzero_ids(flat)
-        return cls(flat.numel(), ids, flat[ids])._smaller()
+    def of(cls, numel: int, ids: Tensor, values: Tensor) -> SparseStream:
+        """Return the stream of some elements of a bucket (n,)."""
+        return cls(numel, ids, values)._smaller()
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -134,11 +172,10 @@ class SparseStream:
         return SparseStream(self.numel, None, values)
 
     def write(self, flat: Tensor) -> None:
-        """Write the vector into a bucket (n,)."""
+        """Write the vector into a bucket (n,) that is zero elsewhere."""
         if self.ids is None:
             flat.copy_(self.values)
         else:
-            flat.zero_()
             flat[self.ids] = self.values
 
 
@@ -175,23 +212,6 @@ def _exchange(
     for tensor in given:
         exchange.send(peer, tensor)
     exchange.wait()
-
-
-@compiled
-def _count(words: Any, magnitude: Any) -> int:
-    found = 0
-    for i in range(words.size):
-        found += (words[i] & magnitude) != 0
-    return found
-
-
-@compiled
-def _find(words: Any, magnitude: Any, ids: Any) -> None:
-    k = 0
-    for i in range(words.size):
-        # Always written: a branch would often be guessed wrongly.
-        ids[k] = i
-        k += (words[i] & magnitude) != 0
 
 
 @compiled
