@@ -69,23 +69,32 @@ class Compressor:
         self._steps: dict[str, int] = {}
         self._residuals: dict[str, Tensor] = {}
 
-    def select(self, accumulated: Tensor, weights: Tensor | None = None, draw: int = 0) -> Tensor:
+    def select(
+        self,
+        accumulated: Tensor,
+        weights: Tensor | None = None,
+        draw: int = 0,
+        ratio: float | None = None,
+    ) -> Tensor:
         """Choose blocks; nothing is changed.
 
         Args:
             accumulated: (E,), gradient plus residual.
             weights: (E,), the weights of the gradient, for ``block_topk_ratio``.
             draw: Seeds a random choice, together with the seed.
+            ratio: Share of the blocks; the configuration's if omitted.
 
         Returns:
             (ceil(E / block),), bool, on the device of the bucket.
         """
         norms = block_norms(accumulated, self.block)
-        return _SELECT[self.config.type](self, norms, weights, draw)
+        k = self.count(len(norms), ratio)
+        return _SELECT[self.config.type](self, norms, weights, draw, k)
 
-    def count(self, blocks: int) -> int:
-        """Return k for a bucket: the configuration's share of its blocks, 1 or more."""
-        return min(blocks, max(1, round(self.config.ratio * blocks)))
+    def count(self, blocks: int, ratio: float | None = None) -> int:
+        """Return k for a bucket: a share of its blocks, 1 or more."""
+        ratio = self.config.ratio if ratio is None else ratio
+        return min(blocks, max(1, round(ratio * blocks)))
 
     @torch.no_grad()
     def step(self, key: str, gradient: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -109,10 +118,10 @@ class Compressor:
             chosen = gradient.new_ones(num_blocks(len(gradient), self.block), dtype=torch.bool)
         elif self.config.error_feedback:
             residual = self._residual_for(key, gradient).add_(gradient)
-            chosen = self.select(residual, weights, _draw(key, count))
+            chosen = self.select(residual, weights, _draw(key, count), self.config.share(count))
             _move(residual, gradient, chosen, self.block)
         else:
-            chosen = self.select(gradient, weights, _draw(key, count))
+            chosen = self.select(gradient, weights, _draw(key, count), self.config.share(count))
             _clear(gradient, ~chosen, self.block)
         self._steps[key] = count + 1
         return chosen
@@ -149,7 +158,7 @@ class Compressor:
             raise CheckpointError("compressor", sorted(state), reason, "Load a compressor's state")
         own, saved = self.settings(), state["settings"]
         for name in sorted(own.keys() | saved.keys()):
-            if saved.get(name) != own.get(name):
+            if saved.get(name, _default(name)) != own.get(name):
                 reason = f"the residuals were made with it, and now it is {own.get(name)!r}"
                 remedy = "Use the settings of the checkpoint, or start without its residuals"
                 raise CheckpointError(f"compressor.{name}", saved.get(name), reason, remedy)
@@ -190,16 +199,24 @@ class Compressor:
             raise ConfigError(f"weights of bucket {key}", tuple(weights.shape), reason, remedy)
 
 
-def _top_k(compressor: Compressor, norms: Tensor, weights: Tensor | None, draw: int) -> Tensor:
+def _default(name: str) -> Any:
+    """Return what a checkpoint of an older version means, which does not have the setting."""
+    field = CompressorConfig.model_fields.get(name)
+    return None if field is None else field.default
+
+
+def _top_k(
+    compressor: Compressor, norms: Tensor, weights: Tensor | None, draw: int, k: int
+) -> Tensor:
     """Choose the k blocks of largest L2 norm; the first of equal ones.
 
     It is a contraction: ``||C(a) - a||^2 <= (1 - k / nb) * ||a||^2`` for nb blocks.
     """
-    return _largest(norms, ~norms.isfinite(), compressor.count(len(norms)))
+    return _largest(norms, ~norms.isfinite(), k)
 
 
 def _top_k_ratio(
-    compressor: Compressor, norms: Tensor, weights: Tensor | None, draw: int
+    compressor: Compressor, norms: Tensor, weights: Tensor | None, draw: int, k: int
 ) -> Tensor:
     """Choose the k blocks of largest ``||a_j|| / ||w_j||``; the first of equal ones.
 
@@ -208,7 +225,6 @@ def _top_k_ratio(
     norm is chosen.
     """
     assert weights is not None, "step() has checked it"
-    k = compressor.count(len(norms))
     if k == len(norms):
         return torch.ones_like(norms, dtype=torch.bool)
     sizes = block_norms(weights, compressor.block)
@@ -218,7 +234,9 @@ def _top_k_ratio(
     return _largest(norms / sizes.where(sizes != 0, smallest), urgent, k)
 
 
-def _random_k(compressor: Compressor, norms: Tensor, weights: Tensor | None, draw: int) -> Tensor:
+def _random_k(
+    compressor: Compressor, norms: Tensor, weights: Tensor | None, draw: int, k: int
+) -> Tensor:
     """Choose k blocks by seed and draw: the same on all ranks, different ones in each step.
 
     In expectation it contracts as `_top_k` does. Blocks are not divided by their probability, as
@@ -227,13 +245,15 @@ def _random_k(compressor: Compressor, norms: Tensor, weights: Tensor | None, dra
     """
     random = np.random.Generator(np.random.PCG64([compressor.config.seed, draw]))
     # Without an order the cost grows with k, not with the number of blocks.
-    drawn = random.choice(len(norms), compressor.count(len(norms)), replace=False, shuffle=False)
+    drawn = random.choice(len(norms), k, replace=False, shuffle=False)
     chosen = ~norms.isfinite()
     chosen[torch.from_numpy(drawn).to(norms.device)] = True
     return chosen
 
 
-def _threshold(compressor: Compressor, norms: Tensor, weights: Tensor | None, draw: int) -> Tensor:
+def _threshold(
+    compressor: Compressor, norms: Tensor, weights: Tensor | None, draw: int, k: int
+) -> Tensor:
     """Choose the blocks whose L2 norm is at least a threshold.
 
     What waits is bounded: ``||C(a) - a||^2 <= nb * threshold^2`` for nb blocks.
@@ -242,7 +262,8 @@ def _threshold(compressor: Compressor, norms: Tensor, weights: Tensor | None, dr
     return (norms >= compressor.config.threshold) | ~norms.isfinite()
 
 
-_SELECT: Mapping[CompressorKind, Callable[[Compressor, Tensor, Tensor | None, int], Tensor]] = {
+_SELECT: Mapping[CompressorKind, Callable[[Compressor, Tensor, Tensor | None, int, int], Tensor]]
+_SELECT = {
     "block_topk": _top_k,
     "block_topk_ratio": _top_k_ratio,
     "block_randomk": _random_k,

@@ -41,12 +41,15 @@ HALVES = ("ordered", "pushpull")
 CompressorKind = Literal["block_topk", "block_randomk", "block_threshold", "block_topk_ratio"]
 
 COMPRESSOR_OPTIONS: Mapping[CompressorKind, tuple[str, ...]] = {
-    "block_topk": ("ratio",),
-    "block_topk_ratio": ("ratio",),
-    "block_randomk": ("ratio", "seed"),
+    "block_topk": ("ratio", "density_warmup_steps"),
+    "block_topk_ratio": ("ratio", "density_warmup_steps"),
+    "block_randomk": ("ratio", "density_warmup_steps", "seed"),
     "block_threshold": ("threshold",),
 }
 """Keys of the configuration that only some compressors have."""
+
+_FIRST_SHARE = 0.25
+"""Of the blocks, at the begin of a density warm-up."""
 
 
 class CompressorConfig(Section):
@@ -71,13 +74,33 @@ class CompressorConfig(Section):
     warmup_steps: int = Field(default=0, ge=0)
     """So many first optimizer steps send everything."""
 
+    density_warmup_steps: int = Field(default=0, ge=0)
+    """So many steps after these send more blocks than ``ratio``: at first a quarter, then by the
+    same factor fewer in each step; not for ``block_threshold``."""
+
+    def share(self, step: int) -> float:
+        """Return the share of the blocks that a step sends.
+
+        DGC's warm-up (Lin et al. 2018, section 3.4), in steps rather than epochs: a geometric
+        sequence from a quarter to ``ratio``.
+
+        Args:
+            step: Counted from 0.
+        """
+        past = step - self.warmup_steps
+        if past < 0:
+            return 1.0
+        if past >= self.density_warmup_steps or self.ratio >= _FIRST_SHARE:
+            return self.ratio
+        return _FIRST_SHARE * (self.ratio / _FIRST_SHARE) ** (past / self.density_warmup_steps)
+
     @property
     def compares_weights(self) -> bool:
         """Whether the choice of blocks needs the weights of the gradients."""
         return self.type == "block_topk_ratio"
 
     # Defaults are let through, so that a configuration that was written out in full can be read.
-    @field_validator("ratio", "threshold", "seed")
+    @field_validator("ratio", "threshold", "seed", "density_warmup_steps")
     @classmethod
     def _check_effect(cls, value: float | None, info: ValidationInfo) -> float | None:
         kind, name = info.data.get("type"), str(info.field_name)

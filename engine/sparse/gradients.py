@@ -61,8 +61,10 @@ class SparseGradients(Feature, ABC):
         compressor = config.compressor
         if compressor is not None and engine.zero_optimization_partition_gradients():
             # ZeRO 2 reduces after each micro-batch, and the compressor counts reductions.
-            calls = compressor.warmup_steps * engine.gradient_accumulation_steps()
-            compressor = compressor.model_copy(update={"warmup_steps": calls})
+            calls = engine.gradient_accumulation_steps()
+            warmups = ("warmup_steps", "density_warmup_steps")
+            update = {name: calls * getattr(compressor, name) for name in warmups}
+            compressor = compressor.model_copy(update=update)
         self.comm = SparseComm(
             engine.data_parallel_group,
             block=config.block,

@@ -252,6 +252,28 @@ def test_warmup_sends_everything_and_keeps_nothing(kind):
             assert waiting(compressor).any()
 
 
+def test_density_falls_geometrically_after_the_steps_that_send_all():
+    compressor = top_k(1, ratio=0.01, warmup_steps=2, density_warmup_steps=4)
+    counts = [int(compressor.step("b", torch.randn(1000)).sum()) for _ in range(8)]
+    falling = [round(1000 * 0.25 * 0.04 ** (i / 4)) for i in range(4)]
+    assert counts == [1000, 1000, *falling, 10, 10]
+    assert falling == [250, 112, 50, 22]
+    # No step sends less than later ones.
+    config = CompressorConfig(ratio=0.5, density_warmup_steps=9)
+    assert [config.share(step) for step in (0, 9)] == [0.5, 0.5]
+
+
+@every_kind
+def test_a_state_of_version_0_1_goes_on(kind):
+    compressor = MAKERS[kind]()
+    compressor.step("b", next(gradients(1)), torch.ones(RAGGED))
+    state = compressor.state_dict()
+    state["settings"].pop("density_warmup_steps", None)
+    resumed = MAKERS[kind]()
+    resumed.load_state_dict(state)
+    assert same(waiting(resumed), waiting(compressor))
+
+
 @every_kind
 def test_without_error_feedback_nothing_is_kept(kind):
     compressor = MAKERS[kind](error_feedback=False)
@@ -269,7 +291,10 @@ def test_without_error_feedback_nothing_is_kept(kind):
 @every_dtype
 def test_a_saved_state_goes_on_bitwise(kind, dtype):
     weights = torch.randn(RAGGED)
-    straight, resumed = MAKERS[kind](warmup_steps=2), MAKERS[kind](warmup_steps=2)
+    warmups = {"warmup_steps": 2}
+    if kind != "block_threshold":
+        warmups["density_warmup_steps"] = 30
+    straight, resumed = MAKERS[kind](**warmups), MAKERS[kind](**warmups)
     for step, gradient in enumerate(gradients(40, dtype)):
         twin = gradient.clone()
         mask = straight.step("b", gradient, weights)
@@ -277,7 +302,7 @@ def test_a_saved_state_goes_on_bitwise(kind, dtype):
             file = io.BytesIO()
             torch.save(resumed.state_dict(), file)
             file.seek(0)
-            resumed = MAKERS[kind](warmup_steps=2)
+            resumed = MAKERS[kind](**warmups)
             resumed.load_state_dict(torch.load(file, weights_only=True))
         assert torch.equal(resumed.step("b", twin, weights), mask)
         assert same(twin, gradient)
@@ -290,6 +315,7 @@ def test_a_saved_state_goes_on_bitwise(kind, dtype):
         (top_k(8, ratio=0.2), "ratio"),
         (top_k(8, ratio=0.1, error_feedback=False), "error_feedback"),
         (top_k(8, ratio=0.1, warmup_steps=1), "warmup_steps"),
+        (top_k(8, ratio=0.1, density_warmup_steps=1), "density_warmup_steps"),
         (top_k_ratio(8, ratio=0.1), "type"),
         (random_k(8, ratio=0.1, seed=1), "seed"),
         (threshold_of(8, threshold=1.0), "threshold"),
@@ -388,6 +414,10 @@ def test_configuration(values, made):
         ({"type": "block_threshold", "threshold": 0.0}, "threshold"),
         ({"type": "block_threshold", "threshold": float("nan")}, "threshold"),
         ({"type": "block_threshold", "threshold": 0.5, "ratio": 0.1}, "ratio"),
+        (
+            {"type": "block_threshold", "threshold": 1, "density_warmup_steps": 2},
+            "density_warmup_steps",
+        ),
         ({"seed": 1}, "seed"),
         ({"type": "block_topk_ratio", "seed": 1}, "seed"),
         ({"type": "block_randomk", "seed": -1}, "seed"),
