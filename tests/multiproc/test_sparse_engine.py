@@ -182,7 +182,7 @@ def test_replicas_of_pipeline_stages_equal_deepspeeds_reduction_bitwise(launch_o
 
 @pytest.mark.world_size(2)
 def test_a_resumed_compressor_goes_on_bitwise(launch_once):
-    compressor = {"type": "block_topk", "ratio": 0.1}
+    compressor = {"type": "block_topk", "ratio": 0.1, "density_warmup_steps": 4}
     compressing = {**PUSHPULL, "compressor": compressor}
     cases = [
         {**case(f"{zero}", "gpt", compressing, 6, zero=zero), "save_after": 3} for zero in (0, 1, 2)
